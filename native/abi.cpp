@@ -1,0 +1,90 @@
+// The C interface over Executor: exceptions become messages.
+#include <cstring>
+#include <string>
+
+#include "executor.hpp"
+#include "platform.hpp"
+
+namespace millrace {
+
+const Isa* const* usable_isas() {
+  static const Isa* usable[4] = {};
+  if (!usable[0]) {
+    int n = 0;
+#if defined(__x86_64__)
+    if (platform::has_avx512()) usable[n++] = &isa_avx512;
+    if (platform::has_avx2()) usable[n++] = &isa_avx2;
+#endif
+    usable[n] = &isa_scalar;
+  }
+  return usable;
+}
+
+const char* isa_lacking(const char* name) {
+  if (std::strcmp(name, "avx512") == 0) return "it needs AVX-512 F, BW, DQ, VL, VNNI and BF16";
+  if (std::strcmp(name, "avx2") == 0) return "it needs AVX2, FMA and F16C";
+  return "this build knows avx512, avx2 and scalar";
+}
+
+}  // namespace millrace
+
+struct mr_engine {
+  millrace::Executor executor;
+};
+
+namespace {
+
+template <class Work>
+int guarded(char* error, int64_t error_bytes, Work work) {
+  try {
+    work();
+    return 0;
+  } catch (const std::exception& e) {
+    if (error && error_bytes > 0) {
+      std::strncpy(error, e.what(), static_cast<size_t>(error_bytes - 1));
+      error[error_bytes - 1] = 0;
+    }
+    return 1;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t mr_abi(void) { return MR_ABI; }
+
+const char* mr_isas(void) {
+  static const std::string names = [] {
+    std::string all;
+    for (const millrace::Isa* const* isa = millrace::usable_isas(); *isa; ++isa) {
+      if (!all.empty()) all += ' ';
+      all += (*isa)->name;
+    }
+    return all;
+  }();
+  return names.c_str();
+}
+
+int mr_create(const mr_create_args* args, mr_engine** engine, char* error, int64_t error_bytes) {
+  return guarded(error, error_bytes, [&] { *engine = new mr_engine{millrace::Executor(*args)}; });
+}
+
+int mr_run(mr_engine* engine, const mr_step* step, char* error, int64_t error_bytes) {
+  return guarded(error, error_bytes, [&] { engine->executor.run(*step); });
+}
+
+void mr_destroy(mr_engine* engine) { delete engine; }
+
+uint8_t* mr_activations(mr_engine* engine) { return engine->executor.activations(); }
+const char* mr_isa(const mr_engine* engine) { return engine->executor.isa().name; }
+int64_t mr_weights_checksum(const mr_engine* engine) {
+  const auto& weights = engine->executor.weights();
+  return static_cast<int64_t>(millrace::checksum(weights.data(), weights.bytes()));
+}
+void mr_profile(mr_engine* engine, int32_t enabled, double* seconds, int32_t n_steps) {
+  engine->executor.profile(enabled != 0, seconds, n_steps);
+}
+uint64_t mr_checksum(const uint8_t* data, int64_t bytes) { return millrace::checksum(data, bytes); }
+
+}  // extern "C"

@@ -1,0 +1,60 @@
+// Runs a program: its weights, activations and KV pages in huge-page arenas, a step as one call, its threads its own.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "isa.hpp"
+#include "millrace.h"
+#include "pool.hpp"
+#include "sampling.hpp"
+
+namespace millrace {
+
+// A huge-page allocation with one owner.
+class Arena {
+ public:
+  Arena(int64_t bytes, const char* what);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  uint8_t* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  uint8_t* data_;
+  int64_t bytes_;
+};
+
+class Executor {
+ public:
+  explicit Executor(const mr_create_args& args);
+  void run(const mr_step& step);
+
+  uint8_t* activations() const { return activations_.data(); }
+  const Arena& weights() const { return weights_; }
+  const Isa& isa() const { return isa_; }
+  void profile(bool enabled, double* seconds, int n_steps);
+
+ private:
+  void load_weights(const mr_create_args& args);
+  void check(const mr_step& step) const;
+  void prepare(const mr_step& step);
+  void work(const mr_step& step, int worker);
+  void sample_rows(const mr_step& step, StepContext& context, int worker);
+
+  const Isa& isa_;
+  const int32_t max_tokens_, max_sequences_, max_context_, vocab_size_;
+  const int64_t logits_offset_;
+  Arena weights_, activations_, kv_arena_;
+  KvLayout kv_;
+  std::vector<Step> program_;
+  std::vector<int32_t> next_task_, sequence_of_, row_tokens_;
+  std::vector<std::unique_ptr<Arena>> scratch_;  // one a worker
+  Pool pool_;
+  bool profiling_ = false;
+  std::vector<double> seconds_;
+};
+
+uint64_t checksum(const uint8_t* data, int64_t bytes);
+
+}  // namespace millrace

@@ -1,0 +1,34 @@
+// All kernels for one instruction set. Compiled once per set: MILLRACE_ISA names it, MILLRACE_LANES its sixteen lanes.
+// Only this unit gets that set's compiler flags, so it holds no inline code of the standard library: such a function,
+// compiled for AVX-512, could be the copy that the linker keeps for everybody.
+#include "isa.hpp"
+#include MILLRACE_LANES
+#include "lanes/math.hpp"
+#include "convert/native.hpp"
+#include "rms_norm/native.hpp"
+#include "embed/native.hpp"
+#include "gather_rows/native.hpp"
+#include "elementwise/native.hpp"
+#include "matmul/native.hpp"
+#include "rope/native.hpp"
+#include "attention/native.hpp"
+#include "sample/native.hpp"
+
+#define MILLRACE_STRING_(x) #x
+#define MILLRACE_STRING(x) MILLRACE_STRING_(x)
+#define MILLRACE_JOIN_(a, b) a##b
+#define MILLRACE_JOIN(a, b) MILLRACE_JOIN_(a, b)
+
+namespace millrace {
+
+extern const Isa MILLRACE_JOIN(isa_, MILLRACE_ISA);
+const Isa MILLRACE_JOIN(isa_, MILLRACE_ISA) = {
+    MILLRACE_STRING(MILLRACE_ISA),
+    {MILLRACE_ISA::embed, MILLRACE_ISA::rms_norm, MILLRACE_ISA::convert, MILLRACE_ISA::matmul, MILLRACE_ISA::rope,
+     MILLRACE_ISA::attention, MILLRACE_ISA::elementwise, MILLRACE_ISA::gather_rows},
+    {MILLRACE_ISA::row_max, MILLRACE_ISA::row_exp, MILLRACE_ISA::row_collect, MILLRACE_ISA::row_rank,
+     MILLRACE_ISA::row_top},
+    static_cast<int64_t>(sizeof(MILLRACE_ISA::AttentionTile) / sizeof(float)),
+};
+
+}  // namespace millrace

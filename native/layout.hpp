@@ -1,0 +1,42 @@
+// Where the bytes of a packed row and of a packed matrix lie: src/millrace/kernels/layout.py in C++ (a test compares).
+#pragma once
+#include <cstdint>
+
+// Always inlined: a copy of its own, compiled with one unit's instruction set, could be linked into all the others.
+#define MILLRACE_INLINE [[gnu::always_inline]] constexpr
+
+namespace millrace {
+
+constexpr int64_t kPanel = 32;  // outputs side by side in one weight panel: two 16-lane vectors
+constexpr int64_t kLine = 64;   // bytes of a cache line
+
+MILLRACE_INLINE int64_t up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+MILLRACE_INLINE int64_t rows_of(int64_t rows, int64_t T, int64_t S) { return rows ? S : T; }
+MILLRACE_INLINE int64_t n_groups(int64_t k, int64_t group) { return group == 0 ? 1 : (k + group - 1) / group; }
+
+MILLRACE_INLINE int64_t padded_k(int64_t k, int64_t group) {
+  if (group == 0) return up(k, 2);
+  const int64_t whole = (k - 1) / group;
+  return whole * up(group, 8) + up(k - whole * group, 8);
+}
+
+MILLRACE_INLINE int64_t row_bytes(int64_t format, int64_t k, int64_t group) {
+  if (format == 0) return k * 4;
+  const int64_t kp = padded_k(k, group);
+  const int64_t raw = format == 1 ? kp * 2 : up(kp, 4) + 8 * n_groups(k, group);
+  return (raw + kLine - 1) / kLine / 2 * 2 * kLine + kLine;
+}
+
+MILLRACE_INLINE int64_t panel_bytes(int64_t weights, int64_t k, int64_t group) {
+  const int64_t kp = padded_k(k, group);
+  if (weights == 0) return k * kPanel * 4;
+  if (weights == 1) return kp * kPanel * 2;
+  const int64_t scales = n_groups(k, group) * kLine;
+  return weights == 2 ? kp * kPanel + scales : kp * kPanel / 2 + scales;
+}
+
+MILLRACE_INLINE int64_t matrix_bytes(int64_t weights, int64_t n, int64_t k, int64_t group) {
+  return up(n, kPanel) / kPanel * panel_bytes(weights, k, group);
+}
+
+}  // namespace millrace

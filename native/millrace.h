@@ -1,0 +1,66 @@
+/* The C interface of the native core: plain data in, plain data out, no exceptions across it.
+ * Every function that can fail returns 0 on success and otherwise writes a message into `error`. */
+#ifndef MILLRACE_H
+#define MILLRACE_H
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MR_ABI 1 /* raised with every change of this file; the Python side refuses another */
+
+#pragma GCC visibility push(default)
+typedef struct mr_engine mr_engine;
+
+typedef struct {
+  const uint8_t* program; /* steps as kernels/encode.py writes them */
+  int64_t program_bytes;
+  const uint8_t* weights; /* packed weights to be copied into the arena; null: take weights_path */
+  int64_t weights_bytes;
+  const char* weights_path; /* file of weights_bytes */
+  int64_t activation_bytes;
+  int64_t logits_offset;    /* of float (S, V) in the activations; -1: the program samples nothing */
+  int32_t max_tokens, max_sequences, max_context, vocab_size;
+  int32_t kv_format, kv_layers, kv_heads, kv_head_dim;
+  int64_t kv_pages;
+  int32_t threads;
+  const char* isa; /* null: the best that this CPU has */
+} mr_create_args;
+
+typedef struct {
+  int32_t n_tokens, n_sequences, n_rows;
+  const int32_t *tokens, *positions, *starts, *pages, *page_starts;
+  const void* sampling; /* n_rows of SAMPLING */
+  const int32_t* history;
+  const int32_t* bias_ids;
+  const float* bias_values;
+  int64_t n_pages, n_history, n_bias;
+  /* outputs: (R), (R), (R), (R, max_top), (R, max_top) */
+  int32_t* out_tokens;
+  float* out_logprobs;
+  int32_t* out_ranks;
+  int32_t max_top;
+  int32_t* out_top_ids;
+  float* out_top_logprobs;
+} mr_step;
+
+int32_t mr_abi(void);
+/* Names of the instruction sets that this build has and this CPU runs, best first, separated by spaces. */
+const char* mr_isas(void);
+int mr_create(const mr_create_args* args, mr_engine** engine, char* error, int64_t error_bytes);
+int mr_run(mr_engine* engine, const mr_step* step, char* error, int64_t error_bytes);
+void mr_destroy(mr_engine* engine);
+
+/* For tests, the inspector and measurements. */
+uint8_t* mr_activations(mr_engine* engine);
+const char* mr_isa(const mr_engine* engine);
+int64_t mr_weights_checksum(const mr_engine* engine); /* of the bytes in the arena, see mr_checksum */
+/* Seconds that each step of the program took since the last call; then they start again from 0. */
+void mr_profile(mr_engine* engine, int32_t enabled, double* seconds, int32_t n_steps);
+uint64_t mr_checksum(const uint8_t* data, int64_t bytes);
+#pragma GCC visibility pop
+
+#ifdef __cplusplus
+}
+#endif
+#endif

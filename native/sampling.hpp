@@ -1,0 +1,47 @@
+// From one row of logits to one token, and what the caller wants to know of it.
+#pragma once
+#include "isa.hpp"
+
+namespace millrace {
+
+// One row of millrace.engine.executor.SAMPLING.
+struct SamplingRow {
+  int32_t sequence, choice;
+  uint64_t seed;
+  int32_t position, top_k;
+  float temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty;
+  int32_t n_top, history_start, history_prompt, history_output, bias_start, bias_count;
+};
+static_assert(sizeof(SamplingRow) == 72);
+
+struct Sampled {
+  int32_t token;  // -1: the logits are not finite
+  float logprob;
+  int32_t rank;
+};
+
+struct SamplingInputs {
+  const int32_t* history;
+  const int32_t* bias_ids;
+  const float* bias_values;
+};
+
+// A worker's memory for sampling: allocated once, for the vocabulary.
+struct SamplingScratch {
+  float* p;          // (V)
+  int32_t* kept;     // (V)
+  int32_t* counts;   // (V) zero between rows
+  int32_t* touched;  // (2 V) biased and penalised tokens,
+  float* before;     // (2 V) and their raw logits
+  float* sums;       // (V / kSampleBlock + 1)
+};
+
+// logits (V) are used as working memory. top_ids and top_logprobs take row.n_top entries where it is above 0.
+Sampled sample(const SamplePasses& passes, float* logits, int64_t n, const SamplingRow& row, const SamplingInputs& in,
+               SamplingScratch& scratch, int32_t* top_ids, float* top_logprobs);
+
+// Uniform in [0, 1), 53 bits: Philox 4x32-10 (Salmon et al., SC 2011) with the seed as key.
+double uniform(uint64_t seed, uint32_t choice, uint32_t position);
+double natural_log(double x);  // our own, for equal bits everywhere; x > 0
+
+}  // namespace millrace

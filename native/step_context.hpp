@@ -1,0 +1,67 @@
+// What a kernel knows of the step it runs in, and how workers share its tasks.
+#pragma once
+#include <cstdint>
+
+#include "layout.hpp"
+
+namespace millrace {
+
+constexpr int kPageTokens = 64;
+enum class KvFormat : int32_t { f32 = 0, bf16 = 1 };
+
+// One arena for keys and values. A block is one (layer, page, KV head): first the keys, then the values.
+//   f32   keys [D][64]       values [64][Dv]        Dv = D rounded up to 16
+//   bf16  keys [D/2][64][2]  values [32][Dv][2]     pairs of neighbours along d, and along the tokens
+// Keys lie with the 64 tokens side by side, so that 16 scores are one vector and no sum runs across lanes.
+struct KvLayout {
+  uint8_t* base;
+  KvFormat format;
+  int64_t layers, pages;
+  int32_t heads, head_dim;
+
+  int64_t element() const { return format == KvFormat::f32 ? 4 : 2; }
+  int64_t key_bytes() const { return head_dim * kPageTokens * element(); }
+  int64_t value_width() const { return up(head_dim, 16); }
+  int64_t block_bytes() const { return key_bytes() + kPageTokens * value_width() * element(); }
+  int64_t layer_bytes() const { return pages * heads * block_bytes(); }
+  uint8_t* keys(int layer, int page, int head) const {
+    return base + layer * layer_bytes() + (static_cast<int64_t>(page) * heads + head) * block_bytes();
+  }
+};
+
+struct StepContext {
+  int32_t n_tokens, n_sequences, n_rows;  // rows: what is sampled
+  const int32_t* tokens;                  // (T)
+  const int32_t* positions;               // (T)
+  const int32_t* sequence_of;             // (T) the sequence of each token
+  const int32_t* starts;                  // (S+1)
+  const int32_t* pages;
+  const int32_t* page_starts;  // (S+1)
+  const int32_t* row_tokens;   // (R) index of the token whose logits row r samples
+  KvLayout kv;
+  int32_t n_workers;
+  int32_t* next_task;  // shared by the workers of this kernel
+  float* scratch;      // this worker's own
+  int64_t scratch_floats;
+
+  int rows(int32_t kind) const { return kind ? n_rows : n_tokens; }
+  int take() { return __atomic_fetch_add(next_task, 1, __ATOMIC_RELAXED); }
+  int page_of(int sequence, int position) const { return pages[page_starts[sequence] + position / kPageTokens]; }
+};
+
+// `for (Chunk c(ctx, n, size); c.next();)` hands out [c.begin, c.end) until n is used up.
+struct Chunk {
+  Chunk(StepContext& context, int64_t n, int64_t size) : begin(0), end(0), context_(context), n_(n), size_(size) {}
+  bool next() {
+    begin = context_.take() * size_;
+    end = begin + size_ < n_ ? begin + size_ : n_;
+    return begin < n_;
+  }
+  int64_t begin, end;
+
+ private:
+  StepContext& context_;
+  int64_t n_, size_;
+};
+
+}  // namespace millrace

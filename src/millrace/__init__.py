@@ -1,0 +1,27 @@
+"""Millrace: from a checkpoint to a chat endpoint, as fast as the machine at hand allows."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from millrace.errors import MillraceError
+    from millrace.runtime.llm import LLM
+    from millrace.runtime.params import RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "MillraceError", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "millrace.runtime.llm",
+    "MillraceError": "millrace.errors",
+    "RequestOutput": "millrace.runtime.params",
+    "SamplingParams": "millrace.runtime.params",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Imported at first use, so that `import millrace` costs next to nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'millrace' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,56 @@
+"""A built engine: opened from its folder, checked, and turned into an executor on this machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.engine.manifest import PROGRAM, WEIGHTS, Manifest, check_files, damaged, read_manifest
+from millrace.engine.native import PAGE_TOKENS, KvFormat, KvShape, NativeExecutor, NativeProgram
+from millrace.errors import MachineError
+from millrace.kernels.library import usable_isas
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    folder: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, folder: Path) -> "Engine":
+        """raises EngineError for anything missing, damaged or of another version"""
+        manifest = read_manifest(folder)
+        check_files(folder, manifest)
+        if manifest.kv.format.upper() not in KvFormat.__members__:
+            raise damaged(folder, f"unknown KV format {manifest.kv.format!r}")
+        return cls(folder, manifest)
+
+    @property
+    def kv(self) -> KvShape:
+        kv = self.manifest.kv
+        return KvShape(layers=kv.layers, heads=kv.heads, head_dim=kv.head_dim, format=KvFormat[kv.format.upper()])
+
+    def pages_for(self, kv_bytes: int) -> int:
+        """How many KV pages fit into so many bytes."""
+        return kv_bytes // max(self.kv.page_bytes(), 1)
+
+    def executor(self, *, n_pages: int, threads: int = 0, isa: str | None = None) -> NativeExecutor:
+        """Loads the weights. raises MachineError for an instruction set that this CPU lacks"""
+        if isa is not None and isa not in usable_isas():
+            raise MachineError(
+                f'instruction set "{isa}" cannot run here', "one of " + ", ".join(usable_isas()), "leave --isa out, or choose one of them"
+            )
+        m = self.manifest
+        program = NativeProgram(
+            steps=(self.folder / PROGRAM).read_bytes(), n_steps=m.n_steps, weights=self.folder / WEIGHTS,
+            weights_bytes=m.weights_bytes, activation_bytes=m.activation_bytes, logits_offset=m.logits_offset,
+            max_step_tokens=m.max_step_tokens, max_sequences=m.max_sequences, max_context=m.max_context,
+            vocab_size=m.vocab_size, kv=self.kv,
+        )  # fmt: skip
+        executor = NativeExecutor(program, n_pages=n_pages, threads=threads, isa=isa)
+        if f"{executor.weights_checksum() & (2**64 - 1):016x}" != m.files[WEIGHTS].checksum:
+            executor.close()
+            raise damaged(self.folder, f"{WEIGHTS} is damaged: its checksum differs")
+        return executor
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-self.manifest.max_context // PAGE_TOKENS)

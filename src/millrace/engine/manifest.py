@@ -1,0 +1,107 @@
+"""The engine folder: what each file is, and a manifest that vouches for all of them.
+
+    manifest.json     this file's Manifest: format version, limits, shapes, and a checksum of every other file
+    weights.bin       packed weights, one layout for all instruction sets; copied into a huge-page arena at load
+    program.bin       the steps as the native core reads them (kernels/encode.py)
+    program.json      the same for people: steps, fusions, weights, memory plan (millrace inspect shows it)
+    graph.json        the graph as traced from the model, before any pass
+    tokenizer files   copies from the checkpoint, with generation_config.json and the chat template
+
+An engine is hostile input: sizes and checksums are verified at load, every offset is checked by the native core.
+Nothing in it depends on when or where it was built, so the same inputs give the same bytes.
+"""
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from millrace.errors import EngineError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+WEIGHTS, PROGRAM, PROGRAM_TABLE, GRAPH = "weights.bin", "program.bin", "program.json", "graph.json"
+_MANIFEST_LIMIT = 1 << 20
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """blake2b (16 bytes, hex) of a file; for weights.bin the native core's own checksum, which is faster to verify."""
+
+    bytes: int
+    checksum: str
+
+
+class KvEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    layers: int
+    heads: int
+    head_dim: int
+    format: str  # "f32" | "bf16"
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: int
+    millrace: str
+    model_name: str
+    architecture: str
+    source: str  # Checkpoint.identity() of what it was built from
+    precision: dict[str, str]
+    group: int
+    n_steps: int
+    n_parameters: int
+    weights_bytes: int
+    activation_bytes: int
+    activation_lower_bound: int
+    logits_offset: int
+    max_step_tokens: int
+    max_sequences: int
+    max_context: int
+    vocab_size: int
+    kv: KvEntry
+    eos_token_ids: list[int]
+    bos_token_id: int | None
+    files: dict[str, FileEntry]
+    tuned_for: dict[str, str | int]
+    notes: list[str]
+
+
+def damaged(folder: Path, what: str) -> EngineError:
+    return EngineError(f"{folder}: {what}", "an engine as `millrace build` writes it", "build it again")
+
+
+def file_checksum(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """raises EngineError where it is missing, not a manifest, or of another format version"""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise EngineError(f"{folder} has no {MANIFEST}", "an engine folder", "name a folder that `millrace build` wrote")
+    data = path.read_bytes()
+    if len(data) > _MANIFEST_LIMIT:
+        raise damaged(folder, f"{MANIFEST} has {len(data)} bytes, more than {_MANIFEST_LIMIT}")
+    try:
+        version = msgspec.json.decode(data, type=dict[str, object]).get("format")
+        if version != FORMAT:
+            raise EngineError(f"{folder} is of engine format {version}", f"format {FORMAT}", "build it again with this version")
+        return msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as e:
+        raise damaged(folder, f"{MANIFEST} is not readable: {e}") from e
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Sizes of all files and checksums of all but the weights, which the native core verifies in its arena."""
+    for name, entry in manifest.files.items():
+        if Path(name).name != name:
+            raise damaged(folder, f"{MANIFEST} names a file outside the folder: {name!r}")
+        path = folder / name
+        if not path.is_file():
+            raise damaged(folder, f"{name} is missing")
+        if path.stat().st_size != entry.bytes:
+            raise damaged(folder, f"{name} has {path.stat().st_size} bytes instead of {entry.bytes}")
+        if name != WEIGHTS and file_checksum(path) != entry.checksum:
+            raise damaged(folder, f"{name} is damaged: its checksum differs")
+    missing = {WEIGHTS, PROGRAM, PROGRAM_TABLE, GRAPH} - manifest.files.keys()
+    if missing:
+        raise damaged(folder, f"{MANIFEST} does not list {sorted(missing)}")

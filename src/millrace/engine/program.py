@@ -1,0 +1,78 @@
+"""A program as data: a flat list of kernel calls over planned buffers, and the weights they read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.engine.native import KvShape
+from millrace.kernels.declare import Space
+from millrace.kernels.encode import Limits, Param, Ref, encode
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One constant in the bytes that a kernel reads. `pack` makes them; they are written once and then mapped."""
+
+    name: str
+    origin: tuple[str, ...]
+    shape: tuple[int, ...]
+    format: str  # "f32", "bf16", "w8g128", ...
+    nbytes: int
+    pack: Callable[[], NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An operand before offsets are known: the number of a buffer or of a packed constant, and bytes into it."""
+
+    space: Space
+    number: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStep:
+    kernel: str
+    operands: Mapping[str, Place | None]
+    params: Mapping[str, Param]
+    origin: tuple[str, ...]
+    note: str = ""  # the numerics class or row format, for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Steps with their operands placed. `weights_offsets` and `buffer_offsets` count bytes in their spaces."""
+
+    steps: tuple[ProgramStep, ...]
+    weights: tuple[Packed, ...]
+    weights_offsets: tuple[int, ...]
+    weights_bytes: int
+    buffer_names: tuple[str, ...]
+    buffer_bytes: tuple[int, ...]
+    buffer_offsets: tuple[int, ...]
+    activation_bytes: int
+    activation_lower_bound: int
+    logits_buffer: int  # number of the buffer with float (S, V); -1: nothing is sampled
+    limits: Limits
+    max_context: int
+    vocab_size: int
+    kv: KvShape
+    passes: tuple[str, ...] = field(default=())
+
+    @property
+    def logits_offset(self) -> int:
+        return -1 if self.logits_buffer < 0 else self.buffer_offsets[self.logits_buffer]
+
+    def encoded(self) -> bytes:
+        return b"".join(encode(s.kernel, self._refs(s), s.params, self.limits) for s in self.steps)
+
+    def _refs(self, step: ProgramStep) -> dict[str, Ref | None]:
+        return {name: self._ref(place) for name, place in step.operands.items()}
+
+    def _ref(self, place: Place | None) -> Ref | None:
+        if place is None:
+            return None
+        offsets = self.weights_offsets if place.space == Space.WEIGHTS else self.buffer_offsets
+        return Ref(place.space, offsets[place.number] + place.offset)

@@ -1,0 +1,37 @@
+"""Environment variables say where, never what. Read once, here and nowhere else, into a frozen Env."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.errors import ConfigError
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Env:
+    cache: Path  # $XDG_CACHE_HOME/millrace: built engines
+    hf_home: Path | None  # HF_HOME: where huggingface_hub keeps its downloads
+    hf_token: str | None  # HF_TOKEN
+    hf_offline: bool  # HF_HUB_OFFLINE
+
+
+def read_env(variables: Mapping[str, str] | None = None) -> Env:
+    """raises ConfigError for a value that is not understood"""
+    v = os.environ if variables is None else variables
+    cache = Path(v["XDG_CACHE_HOME"]) if v.get("XDG_CACHE_HOME") else Path.home() / ".cache"
+    return Env(
+        cache=cache / "millrace",
+        hf_home=Path(v["HF_HOME"]) if v.get("HF_HOME") else None,
+        hf_token=v.get("HF_TOKEN") or None,
+        hf_offline=_flag(v, "HF_HUB_OFFLINE"),
+    )
+
+
+def _flag(variables: Mapping[str, str], name: str) -> bool:
+    value = variables.get(name, "").lower()
+    if value not in _TRUE + _FALSE:
+        raise ConfigError(f"{name} is {value!r}", "1 or 0", f"set {name} to 1 or 0, or unset it")
+    return value in _TRUE

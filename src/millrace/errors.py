@@ -1,0 +1,67 @@
+"""Every mistake that a caller can make ends in one of these: what was wrong, what was expected, how to mend it."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class MillraceError(Exception):
+    """A caller's mistake or a machine's limit; the command line prints it and exits with 2."""
+
+    def __init__(self, what: str, expected: str, mend: str) -> None:
+        super().__init__(what, expected, mend)  # all in args, so it survives pickling between processes
+        self.what, self.expected, self.mend = what, expected, mend
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  expected: {self.expected}\n  to mend:  {self.mend}"
+
+
+class CheckpointError(MillraceError):
+    """The model's files are missing, damaged, contradictory or of an architecture that is not supported."""
+
+
+class HubError(MillraceError):
+    """A hub id cannot be resolved or downloaded."""
+
+
+class ConfigError(MillraceError):
+    """A setting of ours (flag, argument, environment variable) is unknown or out of range."""
+
+
+class GraphError(MillraceError):
+    """A model written by the user is not a legal graph: wrong shapes, unknown operators, cycles."""
+
+
+class EngineError(MillraceError):
+    """An engine folder is damaged, of another format version, or not an engine at all."""
+
+
+class MachineError(MillraceError):
+    """This machine lacks an instruction set or the memory that was asked for."""
+
+
+class RequestError(MillraceError):
+    """One request is wrong (HTTP 400 or 422); nobody else's is touched. `param` names the field where known."""
+
+    def __init__(self, what: str, expected: str, mend: str, param: str | None = None) -> None:
+        super().__init__(what, expected, mend)
+        self.args = (what, expected, mend, param)
+        self.param = param
+
+
+class BusyError(MillraceError):
+    """The queue is full or the server is draining (HTTP 429 or 503); come back in `retry_after_s`."""
+
+    def __init__(self, what: str, expected: str, mend: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(what, expected, mend)
+        self.args = (what, expected, mend, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean "top_p"?`, or a short list of what is known."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f'did you mean "{close[0]}"?'
+    shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    return f"one of: {shown}"

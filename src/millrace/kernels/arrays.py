@@ -1,0 +1,9 @@
+"""Array types that the kernels' references share."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.floating[Any]]
+IntArray = NDArray[np.integer[Any]]

@@ -1,0 +1,221 @@
+// attention   y = softmax(q k^T * scale) v over the keys at positions 0 .. own position, read from the KV pages
+//   q (T, heads * D) float at q_stride | y (T, heads * D) float | grouped queries: heads / kv_heads share one KV head
+//
+// A row's bits are a function of its position only. Keys are taken in spans of 256 from position 0; in a span the scores
+// come first, then their maximum m, p = exp(score - m), l = sum p (lane i takes keys i, i+16, ...; the fixed tree), and
+// o = sum p v over ascending keys (bfloat16: pairs). Spans are merged in order:
+//   m' = max(M, m), O = O exp(M - m') + o exp(m - m'), L likewise; at last y = O / L.
+// bfloat16 KV: q and p are rounded to bfloat16, and l sums the rounded p.
+#pragma once
+namespace millrace::MILLRACE_ISA {
+
+constexpr int kSpan = 256;            // keys between two merges: four pages
+constexpr int kAttentionRows = 8;     // query rows that share one pass over keys and values
+constexpr int kMaxHeadDim = 512;
+
+struct AttentionTile {
+  const AttentionArgs* a;
+  StepContext* c;
+  int sequence, kv_head;
+  int rows;
+  int positions[kAttentionRows];
+  int64_t tokens[kAttentionRows];
+  int heads[kAttentionRows];
+  float scores[kAttentionRows][kSpan];
+  float out[kAttentionRows][kMaxHeadDim], span_out[kAttentionRows][kMaxHeadDim];
+  float most[kAttentionRows], total[kAttentionRows];
+  alignas(64) float q[kAttentionRows][kMaxHeadDim];  // float, or bfloat16 pairs in the first half
+};
+
+inline const uint8_t* block_of(const AttentionTile& t, int position) {
+  return t.c->kv.keys(t.a->layer, t.c->page_of(t.sequence, position), t.kv_head);
+}
+
+inline void load_queries(AttentionTile& t) {
+  const int D = t.a->head_dim;
+  for (int r = 0; r < t.rows; ++r) {
+    const float* q = t.a->q + t.tokens[r] * t.a->q_stride + t.heads[r] * D;
+    if (t.c->kv.format == KvFormat::f32) {
+      for (int d = 0; d < D; ++d) t.q[r][d] = q[d];
+    } else {
+      auto* out = reinterpret_cast<uint16_t*>(t.q[r]);
+      for (int d = 0; d < D; d += 16) {
+        uint16_t bits[16];
+        const int n = D - d < 16 ? D - d : 16;
+        store_u16(bits, to_bf16(load(q + d, n)));
+        __builtin_memcpy(out + d, bits, 2 * n);
+      }
+    }
+  }
+}
+
+// Scores of R rows against 64 keys of one page: d ascending, 16 keys a vector.
+template <bool BF16, int R>
+void score_page(AttentionTile& t, int row, const uint8_t* keys, int at) {
+  const int steps = BF16 ? t.a->head_dim / 2 : t.a->head_dim;
+  for (int half = 0; half < 4; half += 2) {
+    F acc[R][2];
+    for (auto& r : acc) r[0] = r[1] = zero();
+    for (int d = 0; d < steps; ++d) {
+      const uint8_t* line = keys + d * 256 + half * 64;
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          if constexpr (BF16)
+            acc[r][v] = dot2_broadcast(acc[r][v], load_i(line + v * 64),
+                                       reinterpret_cast<const uint32_t*>(t.q[row + r]) + d);
+          else
+            acc[r][v] = fma_broadcast(acc[r][v], load(reinterpret_cast<const float*>(line + v * 64)), t.q[row + r] + d);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2; ++v)
+        store(t.scores[row + r] + at + (half + v) * 16, acc[r][v] * splat(t.a->scale));
+  }
+}
+
+// Scores of one row, in place, to exp(score - m); its maximum and sum. Keys from `count` on are given weight 0.
+template <bool BF16>
+void soften(float* scores, int count, int span, float& m, float& l) {
+  const F never = splat(-__builtin_inff());
+  F most = never;
+  for (int i = 0; i < span; i += 16) {
+    F s = load(scores + i);
+    if (i + 16 > count) s = first(s, count > i ? count - i : 0, never);
+    most = max(s, most);
+  }
+  m = largest(most);
+  F total = zero();
+  for (int i = 0; i < span; i += 16) {
+    F p = exp(load(scores + i) - splat(m));
+    if (BF16) p = as_float(shift_left(to_bf16(p), 16));
+    if (i + 16 > count) p = first(p, count > i ? count - i : 0, zero());
+    total = total + p;
+    store(scores + i, p);
+  }
+  l = sum(total);
+}
+
+// o = sum of p v over `count` keys of a span that starts at `from`, R rows, 32 columns of the head at a time.
+template <bool BF16, int R>
+void weigh_values(AttentionTile& t, int row, int from, int count) {
+  const int64_t width = t.c->kv.value_width();
+  const I low_half = splat_i(0xffff);
+  for (int64_t d = 0; d < width; d += 32) {
+    const int vectors = width - d >= 32 ? 2 : 1;
+    F acc[R][2];
+    for (auto& r : acc) r[0] = r[1] = zero();
+    for (int page = 0; page * kPageTokens < count; ++page) {
+      const uint8_t* values = block_of(t, from + page * kPageTokens) + t.c->kv.key_bytes();
+      const int keys = count - page * kPageTokens < kPageTokens ? count - page * kPageTokens : kPageTokens;
+      for (int j = 0; j < keys; j += BF16 ? 2 : 1)
+        for (int v = 0; v < vectors; ++v) {
+          const uint8_t* line = values + (j / (BF16 ? 2 : 1) * width + d + v * 16) * 4;
+          if constexpr (BF16) {
+            I pair = load_i(line);
+            if (j + 1 == keys) pair = pair & low_half;  // the odd neighbour was never written, or by somebody else
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+              acc[r][v] = dot2_broadcast(
+                  acc[r][v], pair, reinterpret_cast<const uint32_t*>(t.scores[row + r]) + (page * kPageTokens + j) / 2);
+          } else {
+            const F value = load(reinterpret_cast<const float*>(line));
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+              acc[r][v] = fma_broadcast(acc[r][v], value, t.scores[row + r] + page * kPageTokens + j);
+          }
+        }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < vectors; ++v) store(t.span_out[row + r] + d + v * 16, acc[r][v]);
+  }
+}
+
+// p as bfloat16 pairs, over the floats they came from.
+inline void pack_weights(float* scores, int span) {
+  auto* out = reinterpret_cast<uint16_t*>(scores);
+  for (int i = 0; i < span; i += 16) store_u16(out + i, to_bf16(load(scores + i)));
+}
+
+inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
+  const int64_t width = t.c->kv.value_width();
+  if (opening) {
+    t.most[r] = m;
+    t.total[r] = l;
+    for (int64_t d = 0; d < width; d += 16) store(t.out[r] + d, load(t.span_out[r] + d));
+    return;
+  }
+  const float top = t.most[r] > m ? t.most[r] : m;
+  const F keep = exp(splat(t.most[r] - top)), add = exp(splat(m - top));
+  float both[16];
+  store(both, splat(t.total[r]) * keep + splat(l) * add);
+  t.total[r] = both[0];
+  t.most[r] = top;
+  for (int64_t d = 0; d < width; d += 16) store(t.out[r] + d, load(t.out[r] + d) * keep + load(t.span_out[r] + d) * add);
+}
+
+template <bool BF16>
+void attend_tile(AttentionTile& t) {
+  load_queries(t);
+  int last = 0;
+  for (int r = 0; r < t.rows; ++r) last = t.positions[r] > last ? t.positions[r] : last;
+  for (int from = 0; from <= last; from += kSpan) {
+    const int reach = last + 1 - from < kSpan ? last + 1 - from : kSpan;
+    const int span = static_cast<int>(up(reach, kPageTokens));
+    float m[kAttentionRows], l[kAttentionRows];
+    int row = 0;
+    for (int at = 0; at < span; at += kPageTokens) {
+      const uint8_t* keys = block_of(t, from + at);
+      for (row = 0; row + 4 <= t.rows; row += 4) score_page<BF16, 4>(t, row, keys, at);
+      for (; row < t.rows; ++row) score_page<BF16, 1>(t, row, keys, at);
+    }
+    for (int r = 0; r < t.rows; ++r) {
+      const int own = t.positions[r] + 1 - from;
+      soften<BF16>(t.scores[r], own < reach ? (own > 0 ? own : 0) : reach, span, m[r], l[r]);
+      if (BF16) pack_weights(t.scores[r], span);
+    }
+    for (row = 0; row + 4 <= t.rows; row += 4) weigh_values<BF16, 4>(t, row, from, reach);
+    for (; row < t.rows; ++row) weigh_values<BF16, 1>(t, row, from, reach);
+    for (int r = 0; r < t.rows; ++r)
+      if (t.positions[r] >= from) merge(t, r, from == 0, m[r], l[r]);
+  }
+  for (int r = 0; r < t.rows; ++r) {
+    const int D = t.a->head_dim;
+    float* y = t.a->y + (t.tokens[r] * t.a->heads + t.heads[r]) * D;
+    for (int d = 0; d < D; d += 16) store(y + d, load(t.out[r] + d) / splat(t.total[r]), D - d < 16 ? D - d : 16);
+  }
+}
+
+// A task: up to 8 rows (tokens of one sequence x query heads) of one KV head.
+inline void attention(const AttentionArgs& a, StepContext& c) {
+  const int group = a.heads / a.kv_heads;
+  auto& t = *reinterpret_cast<AttentionTile*>(c.scratch);
+  t.a = &a;
+  t.c = &c;
+  Chunk task(c, INT64_MAX / 2, 1);
+  task.next();
+  int64_t first_task = 0;
+  for (int s = 0; s < c.n_sequences; ++s) {
+    const int64_t rows = static_cast<int64_t>(c.starts[s + 1] - c.starts[s]) * group;
+    const int64_t tiles = (rows + kAttentionRows - 1) / kAttentionRows;
+    for (; task.begin < first_task + tiles * a.kv_heads; task.next()) {
+      const int64_t mine = task.begin - first_task, from = mine / a.kv_heads * kAttentionRows;
+      t.sequence = s;
+      t.kv_head = static_cast<int>(mine % a.kv_heads);
+      t.rows = static_cast<int>(rows - from < kAttentionRows ? rows - from : kAttentionRows);
+      for (int r = 0; r < t.rows; ++r) {
+        t.tokens[r] = c.starts[s] + (from + r) / group;
+        t.heads[r] = t.kv_head * group + static_cast<int>((from + r) % group);
+        t.positions[r] = c.positions[t.tokens[r]];
+      }
+      if (c.kv.format == KvFormat::f32)
+        attend_tile<false>(t);
+      else
+        attend_tile<true>(t);
+    }
+    first_task += tiles * a.kv_heads;
+  }
+}
+
+}  // namespace millrace::MILLRACE_ISA

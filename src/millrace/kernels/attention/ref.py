@@ -1,0 +1,21 @@
+"""Reference of attention: one sequence, all its keys and values at hand."""
+
+import numpy as np
+
+from millrace.kernels.arrays import Array
+
+
+def attention(q: Array, k: Array, v: Array, first: int, scale: float) -> Array:
+    """Causal attention of the last rows of a sequence.
+
+    q (T, H, D) at positions first, first+1, ...; k, v (first+T, K, D) from position 0; H a multiple of K -> (T, H, D)
+    """
+    T, H, D = q.shape
+    K = k.shape[1]
+    grouped = q.reshape(T, K, H // K, D)
+    scores = np.einsum("tkgd,ukd->tkgu", grouped, k) * q.dtype.type(scale)
+    future = np.arange(k.shape[0])[None, :] > first + np.arange(T)[:, None]
+    scores = np.where(future[:, None, None, :], -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("tkgu,ukd->tkgd", weights, v).reshape(T, H, D)

@@ -1,0 +1,67 @@
+"""Reference of convert: rows of activations as bfloat16 or int8 groups, and the bytes that they are stored as."""
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.kernels.layout import n_groups, padded_k, row_bytes, up
+from millrace.kernels.arrays import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """codes (M, K) int8, scales (M, G) float32: x ~ codes * scales of their group."""
+
+    codes: NDArray[np.int8]
+    scales: NDArray[np.float32]
+    group: int
+
+    def dequantise(self) -> NDArray[np.float64]:
+        wide = np.repeat(self.scales.astype(np.float64), self.group or self.codes.shape[1], axis=1)
+        return self.codes * wide[:, : self.codes.shape[1]]
+
+
+def to_bf16(x: Array) -> Array:
+    """Nearest even, back in the precision of x."""
+    return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(x.dtype)
+
+
+def to_q8(x: Array, group: int) -> Quantised:
+    """x (M, K) -> int8 codes with scale amax/127 per row and group; computed in float32, as the kernels do.
+
+    error: |x - dequantise| <= scale/2 and a rounding of x * (127/amax); source: arXiv:2106.08295 section 2.2
+    """
+    M, K = x.shape
+    size = group or K
+    padded = np.zeros((M, up(K, size)), np.float32)
+    padded[:, :K] = x
+    grouped = padded.reshape(M, -1, size)
+    amax = np.abs(grouped).max(axis=2)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(amax > 0, np.float32(127) / amax, np.float32(0)).astype(np.float32)
+    codes = np.rint(grouped * inverse[:, :, None]).astype(np.int8).reshape(M, -1)[:, :K]
+    return Quantised(codes, amax / np.float32(127), group)
+
+
+def pack_rows(x: Array, format: int, group: int) -> NDArray[np.uint8]:
+    """x (M, K) -> (M, row_bytes): exactly the bytes that the kernel stores (format 1 bfloat16, 2 int8)."""
+    M, K = x.shape
+    rows = np.zeros((M, row_bytes(format, K, group)), np.uint8)
+    size, stride = group or K, up(group, 8) if group else K
+    quantised = to_q8(x, group) if format == 2 else None
+    for g in range(n_groups(K, group)):
+        part = slice(g * size, min((g + 1) * size, K))
+        if quantised is None:
+            codes = x[:, part].astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint8)
+            rows[:, 2 * g * stride : 2 * g * stride + codes.shape[1]] = codes
+        else:
+            codes = np.ascontiguousarray(quantised.codes[:, part]).view(np.uint8)
+            rows[:, g * stride : g * stride + codes.shape[1]] = codes
+    if quantised is not None:
+        at, groups = up(padded_k(K, group), 4), n_groups(K, group)
+        rows[:, at : at + 4 * groups] = np.ascontiguousarray(quantised.scales).view(np.uint8)
+        sums = np.add.reduceat(quantised.codes.astype(np.int32), np.arange(0, K, size), axis=1, dtype=np.int32)
+        rows[:, at + 4 * groups : at + 8 * groups] = np.ascontiguousarray(sums).view(np.uint8)
+    return rows

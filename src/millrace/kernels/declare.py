@@ -1,0 +1,198 @@
+"""One declaration per kernel: its operands, its parameters, the bytes it may touch.
+
+From these lines come the Python encoder (encode.py) and the C++ decoder with its bounds checks (codegen.py), so the two
+cannot drift. Standard library only: the native build runs codegen.py before anything is installed.
+
+Sizes are written as expressions that mean the same in Python and in C++: T (tokens a step at most), S (sequences a
+step at most), the kernel's own parameters, `+`, `-`, `*`, and the functions of layout.py and native/layout.hpp.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Space(IntEnum):
+    """Which buffer an operand's offset counts in."""
+
+    NONE = 0  # an optional operand that is absent
+    WEIGHTS = 1  # the engine's packed weights, read only
+    ACTIVATIONS = 2  # the planned arena of one step
+
+
+class RowFormat(IntEnum):
+    """How one row of activations is stored. Matrix products read the format that their weights ask for."""
+
+    F32 = 0  # n floats
+    BF16 = 1  # groups of bfloat16, each group zero-padded to a multiple of 8
+    Q8 = 2  # the same groups as int8, then one float scale and one int32 sum of codes per group
+
+
+class WeightFormat(IntEnum):
+    """How one matrix is packed: panels of 32 outputs, K in the order that the inner loop reads (see matmul/pack.py)."""
+
+    F32 = 0
+    BF16 = 1
+    W8 = 2
+    W4 = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    name: str
+    access: str  # "in", "out", "inout", "weight", or with a "?" behind it where it may be absent
+    size: str  # bytes, as an expression
+    ctype: str = "float"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """`params` are "i32 name" or "f32 name"; `checks` are C++ and Python conditions that a legal step satisfies."""
+
+    name: str
+    purpose: str
+    operands: tuple[Operand, ...]
+    params: tuple[str, ...]
+    checks: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> list[tuple[str, str, int]]:
+        """(type, name, length) of each parameter; length 1 for a scalar."""
+        return [_field(p) for p in self.params]
+
+
+def _field(param: str) -> tuple[str, str, int]:
+    kind, name = param.split()
+    if "[" not in name:
+        return kind, name, 1
+    name, length = name.rstrip("]").split("[")
+    return kind, name, int(length)
+
+
+# An element-wise expression: up to 24 operations on 8 registers and up to 8 immediates (see kernels/expression.py).
+MAX_OPERATIONS, MAX_REGISTERS, MAX_IMMEDIATES, MAX_INPUTS = 24, 8, 8, 4
+EXPRESSION = (f"i32 code[{MAX_OPERATIONS}]", f"f32 imm[{MAX_IMMEDIATES}]")
+
+ROWS = "rows_of(rows, T, S)"  # rows 0: one per token of the step; rows 1: one per sampled row
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        "embed",
+        "y[t] = table[token[t]] * scale",
+        (
+            Operand("table", "weight", "vocab * n * (4 + bf16 * -2)", "uint8_t"),
+            Operand("y", "out", "T * n * 4"),
+        ),
+        ("i32 n", "i32 vocab", "i32 bf16", "f32 scale"),
+        ("n > 0", "vocab > 0", "bf16 >= 0", "bf16 <= 1"),
+    ),
+    Kernel(
+        "rms_norm",
+        "y = x / sqrt(mean(x^2) + eps) * w over each run of n, stored as f32, bf16 or int8 groups",
+        (
+            Operand("x", "in", f"{ROWS} * x_stride * 4"),
+            Operand("w", "weight", "n * 4"),
+            Operand("y", "out", f"{ROWS} * y_stride", "uint8_t"),
+        ),
+        ("i32 rows", "i32 runs", "i32 n", "i32 x_stride", "i32 y_stride", "i32 format", "i32 group", "f32 eps"),
+        (
+            "rows >= 0", "rows <= 1", "n > 0", "runs > 0", "x_stride >= runs * n",
+            "format >= 0", "format <= 2", "format == 0 or runs == 1", "group >= 0",
+            "format != 0 or y_stride >= runs * n * 4",
+            "format == 0 or y_stride >= row_bytes(format, n, group)",
+        ),
+    ),
+    Kernel(
+        "convert",
+        "y = x as bf16 or int8 groups, one scale amax/127 per group",
+        (
+            Operand("x", "in", f"{ROWS} * x_stride * 4"),
+            Operand("y", "out", f"{ROWS} * y_stride", "uint8_t"),
+        ),
+        ("i32 rows", "i32 n", "i32 x_stride", "i32 y_stride", "i32 format", "i32 group"),
+        (
+            "rows >= 0", "rows <= 1", "n > 0", "x_stride >= n", "format >= 1", "format <= 2", "group >= 0",
+            "y_stride >= row_bytes(format, n, group)",
+        ),
+    ),
+    Kernel(
+        "matmul",
+        "y = epilogue(x @ w.T + bias) + residual; x and w in the formats of one numerics class",
+        (
+            Operand("x", "in", f"{ROWS} * x_stride", "uint8_t"),
+            Operand("w", "weight", "matrix_bytes(weights, n, k, group)", "uint8_t"),
+            Operand("bias", "weight?", "n * 4"),
+            Operand("residual", "in?", f"{ROWS} * y_stride * 4"),
+            Operand("y", "out", f"{ROWS} * y_stride * 4"),
+        ),
+        (
+            "i32 rows", "i32 n", "i32 k", "i32 group", "i32 format", "i32 weights", "i32 x_stride", "i32 y_stride",
+            "i32 gated", *EXPRESSION,
+        ),
+        (
+            "rows >= 0", "rows <= 1", "n > 0", "k > 0", "group >= 0", "format >= 0", "format <= 2",
+            "weights >= 0", "weights <= 3", "gated >= 0", "gated <= 1", "gated == 0 or n % 32 == 0",
+            "group % 4 == 0", "weights < 2 or group > 0", "weights < 2 or format >= 1",
+            "weights != 0 or format == 0", "weights != 1 or format == 1", "weights > 1 or group == 0",
+            "x_stride % 4 == 0", "x_stride >= row_bytes(format, k, group)",
+            "gated == 1 or y_stride >= n", "gated == 0 or up(y_stride, 16) * 2 == n",
+        ),
+    ),
+    Kernel(
+        "rope",
+        "rotate q and k (halves d and d + D/2) by their positions, in place; write k and v into the KV pages",
+        (
+            Operand("q", "inout?", "T * q_stride * 4"),
+            Operand("k", "inout?", "T * k_stride * 4"),
+            Operand("v", "in?", "T * v_stride * 4"),
+            Operand("table", "weight?", "context * head_dim * 4"),
+        ),
+        (
+            "i32 heads", "i32 kv_heads", "i32 head_dim", "i32 q_stride", "i32 k_stride", "i32 v_stride",
+            "i32 context", "i32 layer",
+        ),
+        (
+            "heads >= 0", "kv_heads >= 0", "head_dim > 0", "head_dim % 8 == 0", "context > 0", "layer >= 0 - 1",
+            "q_stride >= heads * head_dim", "k_stride >= kv_heads * head_dim",
+            "v_stride >= kv_heads * head_dim or layer < 0",
+        ),
+    ),
+    Kernel(
+        "attention",
+        "y = softmax(q k^T * scale) v over this sequence's keys at positions up to its own, from the KV pages",
+        (
+            Operand("q", "in", "T * q_stride * 4"),
+            Operand("y", "out", "T * heads * head_dim * 4"),
+        ),
+        ("i32 heads", "i32 kv_heads", "i32 head_dim", "i32 q_stride", "i32 layer", "f32 scale"),
+        (
+            "heads > 0", "kv_heads > 0", "heads % kv_heads == 0", "head_dim > 0", "head_dim % 8 == 0", "layer >= 0",
+            "q_stride >= heads * head_dim", "head_dim <= 512",
+        ),
+    ),
+    Kernel(
+        "elementwise",
+        "y = expression(a, b, c, d), a small program over registers; an operand is a matrix or one row for all",
+        (
+            Operand("a", "in", f"(({ROWS} - 1) * a_stride + n) * 4"),
+            Operand("b", "in?", f"(({ROWS} - 1) * b_stride + n) * 4"),
+            Operand("c", "in?", f"(({ROWS} - 1) * c_stride + n) * 4"),
+            Operand("d", "in?", f"(({ROWS} - 1) * d_stride + n) * 4"),
+            Operand("y", "out", f"{ROWS} * n * 4"),
+        ),
+        ("i32 rows", "i32 n", "i32 a_stride", "i32 b_stride", "i32 c_stride", "i32 d_stride", *EXPRESSION),
+        (
+            "rows >= 0", "rows <= 1", "n > 0", "a_stride == 0 or a_stride >= n", "b_stride == 0 or b_stride >= n",
+            "c_stride == 0 or c_stride >= n", "d_stride == 0 or d_stride >= n",
+        ),
+    ),
+    Kernel(
+        "gather_rows",
+        "y[r] = x[last token of the sequence that row r samples]",
+        (
+            Operand("x", "in", "T * n * 4"),
+            Operand("y", "out", "S * n * 4"),
+        ),
+        ("i32 n",),
+        ("n > 0",),
+    ),
+)

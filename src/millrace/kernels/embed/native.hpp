@@ -1,0 +1,25 @@
+// embed   y[t, i] = table[token[t], i] * scale      table (V, n) float or bfloat16 | y (T, n) float
+#pragma once
+namespace millrace::MILLRACE_ISA {
+
+inline void embed(const EmbedArgs& a, StepContext& c) {
+  for (Chunk t(c, c.n_tokens, 8); t.next();)
+    for (int64_t row = t.begin; row < t.end; ++row) {
+      const int64_t at = static_cast<int64_t>(c.tokens[row]) * a.n;
+      float* y = a.y + row * a.n;
+      if (a.bf16) {
+        const auto* table = reinterpret_cast<const uint16_t*>(a.table) + at;
+        for (int i = 0; i < a.n; ++i) {
+          const uint32_t bits = static_cast<uint32_t>(table[i]) << 16;
+          float value;
+          __builtin_memcpy(&value, &bits, 4);
+          y[i] = value * a.scale;
+        }
+      } else {
+        const auto* table = reinterpret_cast<const float*>(a.table) + at;
+        for (int i = 0; i < a.n; ++i) y[i] = table[i] * a.scale;
+      }
+    }
+}
+
+}  // namespace millrace::MILLRACE_ISA

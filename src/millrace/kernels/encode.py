@@ -1,0 +1,61 @@
+"""Writes one step of a program, checked by the same declaration that the C++ decoder is generated from."""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from millrace.kernels.declare import KERNELS, Kernel, Space
+from millrace.kernels.layout import matrix_bytes, panel_bytes, row_bytes, rows_of, up
+
+BY_NAME: dict[str, tuple[int, Kernel]] = {k.name: (i, k) for i, k in enumerate(KERNELS)}
+_FUNCTIONS = {f.__name__: f for f in (matrix_bytes, panel_bytes, row_bytes, rows_of, up)}
+
+Param = int | float | Sequence[int] | Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Where an operand lies: a buffer and a byte offset in it."""
+
+    space: Space
+    offset: int
+
+    def encoded(self) -> int:
+        return int(self.space) << 56 | self.offset
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The upper bounds that a program is planned for."""
+
+    T: int
+    S: int
+
+
+def operand_bytes(name: str, params: Mapping[str, Param], limits: Limits) -> dict[str, int]:
+    """Bytes that each operand of a step may touch, by the declaration."""
+    _, kernel = BY_NAME[name]
+    scope = {**_FUNCTIONS, **params, "T": limits.T, "S": limits.S}
+    return {o.name: int(eval(o.size, {"__builtins__": {}}, scope)) for o in kernel.operands}
+
+
+def encode(name: str, operands: Mapping[str, Ref | None], params: Mapping[str, Param], limits: Limits) -> bytes:
+    """One step as bytes: kernel, operand references, parameters. Asserts what the C++ decoder will check."""
+    number, kernel = BY_NAME[name]
+    assert set(operands) <= {o.name for o in kernel.operands}, f"{name} has no operand among {sorted(operands)}"
+    assert set(params) <= {n for _, n, _ in kernel.fields}, f"{name} has no parameter among {sorted(params)}"
+    scope = {**_FUNCTIONS, **dict.fromkeys((f for _, f, _ in kernel.fields), 0), **params, "T": limits.T, "S": limits.S}
+    for check in kernel.checks:
+        assert eval(check, {"__builtins__": {}}, scope), f"{name}: {check} does not hold for {dict(params)}"
+    parts = [struct.pack("<I", number)]
+    for o in kernel.operands:
+        ref = operands.get(o.name)
+        assert ref is not None or o.access.endswith("?"), f"{name} needs {o.name}"
+        parts.append(struct.pack("<Q", ref.encoded() if ref else 0))
+    for kind, field, length in kernel.fields:
+        value = params.get(field, 0)
+        values = [value] if isinstance(value, int | float) else list(value)
+        values += [0] * (length - len(values))
+        assert len(values) == length, f"{name}.{field} takes {length} values, not {len(values)}"
+        parts.append(struct.pack(f"<{length}{'i' if kind == 'i32' else 'f'}", *values))
+    return b"".join(parts)

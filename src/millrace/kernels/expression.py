@@ -1,0 +1,119 @@
+"""Element-wise expressions: a tree as the model wrote it, and the register code that the kernels run.
+
+A tree is an int (which input), a float (a number), or (operation, operand, ...). The code is a list of
+op | dst << 8 | left << 16 | right << 24 over 8 registers, in which inputs start as registers 0, 1, ...; op 0 ends it and
+its `left` is the register of the result (kernels/elementwise/native.hpp reads it).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.kernels.declare import MAX_IMMEDIATES, MAX_OPERATIONS, MAX_REGISTERS
+
+Tree = int | float | tuple[object, ...]
+Array = NDArray[np.floating]
+
+# In the order of enum Op in elementwise/native.hpp.
+OPERATIONS = ("end", "add", "sub", "mul", "div", "max", "min", "neg", "exp", "sigmoid", "tanh", "sqrt", "abs", "immediate")
+_CODES = {name: i for i, name in enumerate(OPERATIONS)}
+
+NUMPY: dict[str, Callable[..., Array]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum,
+    "neg": np.negative, "exp": np.exp, "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "tanh": np.tanh, "sqrt": np.sqrt,
+    "abs": np.abs,
+}  # fmt: skip
+
+
+class TooComplex(Exception):
+    """The expression needs more registers, operations or numbers than a kernel has: it must be cut in two."""
+
+
+def evaluate(tree: Tree, inputs: Sequence[Array]) -> Array:
+    """The tree's value in the precision of its inputs: the reference of the code."""
+    if isinstance(tree, int):
+        return inputs[tree]
+    if isinstance(tree, float):
+        return np.asarray(tree, inputs[0].dtype)
+    return NUMPY[str(tree[0])](*(evaluate(_tree(t), inputs) for t in tree[1:]))
+
+
+def substitute(tree: Tree, inputs: Sequence[Tree]) -> Tree:
+    """The tree with each input replaced by a tree."""
+    if isinstance(tree, int):
+        return inputs[tree]
+    if isinstance(tree, float):
+        return tree
+    return (tree[0], *(substitute(_tree(t), inputs) for t in tree[1:]))
+
+
+def _tree(node: object) -> Tree:
+    assert isinstance(node, int | float | tuple)
+    return node
+
+
+def compile_tree(tree: Tree, n_inputs: int) -> tuple[list[int], list[float]]:
+    """(code, immediates) for the kernels. raises TooComplex where it does not fit"""
+    return _Allocator(tree, n_inputs).result
+
+
+def _key(tree: Tree) -> Tree:
+    """Input 1 and the number 1.0 are equal in Python; here they must not be."""
+    if isinstance(tree, float):
+        return ("number", tree)
+    return tree if isinstance(tree, int) else (tree[0], *(_key(_tree(t)) for t in tree[1:]))
+
+
+class _Allocator:
+    """Emits each distinct subtree once, after its operands; a register is free again after its last reader."""
+
+    def __init__(self, tree: Tree, n_inputs: int) -> None:
+        self._readers: Counter[Tree] = Counter()
+        tree = _key(tree)
+        self._count(tree)
+        self._place: dict[Tree, int] = {i: i for i in range(n_inputs)}
+        self._free = [r for r in range(MAX_REGISTERS) if r >= n_inputs or not self._readers[r]]
+        self._code: list[int] = []
+        self._numbers: list[float] = []
+        last = self._emit(tree)
+        self._code.append(last << 16)
+        if len(self._code) > MAX_OPERATIONS or len(self._numbers) > MAX_IMMEDIATES:
+            raise TooComplex
+        self.result = (self._code, self._numbers)
+
+    def _count(self, tree: Tree) -> None:
+        self._readers[tree] += 1
+        if isinstance(tree, tuple) and tree[0] != "number" and self._readers[tree] == 1:
+            for operand in tree[1:]:
+                self._count(_tree(operand))
+
+    def _emit(self, tree: Tree) -> int:
+        if tree in self._place:
+            return self._place[tree]
+        assert isinstance(tree, tuple), tree
+        if tree[0] == "number":
+            self._numbers.append(float(str(tree[1])))
+            register = self._take()
+            self._code.append(_CODES["immediate"] | register << 8 | len(self._numbers) - 1 << 16)
+        else:
+            operands = [_tree(t) for t in tree[1:]]
+            sources = [self._emit(t) for t in operands]
+            for t in operands:
+                self._release(t)
+            register = self._take()
+            left, right = sources[0], sources[-1]
+            self._code.append(_CODES[str(tree[0])] | register << 8 | left << 16 | right << 24)
+        self._place[tree] = register
+        return register
+
+    def _take(self) -> int:
+        if not self._free:
+            raise TooComplex
+        return self._free.pop()
+
+    def _release(self, tree: Tree) -> None:
+        self._readers[tree] -= 1
+        if self._readers[tree] == 0:
+            self._free.append(self._place[tree])

@@ -1,0 +1,139 @@
+// Sixteen lanes on AVX2 with FMA and F16C: two registers each. The contract is in lanes/scalar.hpp.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace millrace::MILLRACE_ISA {
+
+constexpr int kTileRows = 3;  // 3 rows x 4 registers of accumulators, of 16 in all
+constexpr int kMaxPanels = 1;
+
+struct F {
+  __m256 a, b;
+};
+struct I {
+  __m256i a, b;
+};
+
+inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline F load(const float* p, int n) {
+  alignas(32) float t[16] = {};
+  for (int i = 0; i < n; ++i) t[i] = p[i];
+  return load(t);
+}
+inline void store(float* p, F x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline void store(float* p, F x, int n) {
+  alignas(32) float t[16];
+  store(t, x);
+  for (int i = 0; i < n; ++i) p[i] = t[i];
+}
+inline F splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F operator+(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F operator-(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F operator*(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F operator/(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F sqrt(F x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
+inline F abs(F x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline F first(F x, int n, F other) {
+  const __m256i i = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), i));
+  const __m256 hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n - 8), i));
+  return {_mm256_blendv_ps(other.a, x.a, lo), _mm256_blendv_ps(other.b, x.b, hi)};
+}
+inline F if_less(F x, F y, F then, F other) {
+  return {_mm256_blendv_ps(other.a, then.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
+          _mm256_blendv_ps(other.b, then.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+}
+inline uint32_t mask_greater_equal(F x, F y) {
+  const uint32_t lo = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)));
+  const uint32_t hi = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ)));
+  return lo | hi << 8;
+}
+
+inline I load_i(const void* p) {
+  const auto* q = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+inline void store_i(void* p, I x) {
+  auto* q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, x.a);
+  _mm256_storeu_si256(q + 1, x.b);
+}
+inline I splat_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I operator+(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline I operator-(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+inline I operator&(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline I shift_left(I x, int n) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
+inline I shift_right(I x, int n) { return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)}; }
+inline I round(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+inline I as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+
+inline F load_half(const uint16_t* p) {
+  const auto* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+inline F load_bf16(const uint16_t* p) {
+  const auto* q = reinterpret_cast<const __m128i*>(p);
+  const __m256i a = _mm256_cvtepu16_epi32(_mm_loadu_si128(q)), b = _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+}
+inline void store_u16(uint16_t* p, I x) {
+  alignas(32) int32_t t[16];
+  store_i(t, x);
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<uint16_t>(t[i]);
+}
+inline void store_i8(int8_t* p, I x) {
+  alignas(32) int32_t t[16];
+  store_i(t, x);
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(t[i]);
+}
+
+inline F fma_broadcast(F acc, F w, const float* x) { return fma(w, splat(*x), acc); }
+
+// As vdpbf16ps does it: the odd product first, then the even one, each rounded.
+inline F dot2_broadcast(F acc, I w, const uint32_t* x) {
+  const I high = splat_i(static_cast<int32_t>(0xffff0000u)), xs = splat_i(static_cast<int32_t>(*x));
+  acc = fma(as_float(w & high), as_float(xs & high), acc);
+  return fma(as_float(shift_left(w, 16)), as_float(shift_left(xs, 16)), acc);
+}
+
+// vpmaddubsw saturates at 16 bits, which 8-bit codes can reach: so the high and the low nibbles go separately, exactly.
+inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
+  const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(w, nibble), x);
+  const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(w, 4), nibble), x);
+  acc = _mm256_add_epi32(acc, _mm256_madd_epi16(low, ones));
+  return _mm256_add_epi32(acc, _mm256_slli_epi32(_mm256_madd_epi16(high, ones), 4));
+}
+inline I dot4_broadcast(I acc, I w, const int32_t* x) {
+  const __m256i xs = _mm256_set1_epi32(*x);
+  return {dot4_half(acc.a, w.a, xs), dot4_half(acc.b, w.b, xs)};
+}
+
+inline float sum(F x) {
+  const __m256 h = _mm256_add_ps(x.a, x.b);
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+inline float largest(F x) {
+  const __m256 h = _mm256_max_ps(x.a, x.b);
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+
+}  // namespace millrace::MILLRACE_ISA

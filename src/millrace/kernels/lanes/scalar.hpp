@@ -1,0 +1,153 @@
+// Sixteen virtual lanes in portable C++: the contract that every instruction set keeps, bit for bit.
+//
+//   F: 16 floats, I: 16 int32. Every operation is per lane, rounds to nearest even, and flushes subnormals as the thread
+//   is set (platform.hpp). max(a, b) is a > b ? a : b. round() goes to the nearest integer, ties to even.
+//   sum() adds lane i to lane i+8, then i+4, i+2, i+1: one fixed tree.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace millrace::MILLRACE_ISA {
+
+constexpr int kTileRows = 4;
+constexpr int kMaxPanels = 1;
+
+struct F {
+  float v[16];
+};
+struct I {
+  int32_t v[16];
+};
+
+template <class Op>
+inline F each(Op op) {
+  F r;
+  for (int i = 0; i < 16; ++i) r.v[i] = op(i);
+  return r;
+}
+template <class Op>
+inline I each_i(Op op) {
+  I r;
+  for (int i = 0; i < 16; ++i) r.v[i] = op(i);
+  return r;
+}
+
+inline F load(const float* p) { return each([=](int i) { return p[i]; }); }
+inline F load(const float* p, int n) { return each([=](int i) { return i < n ? p[i] : 0.0f; }); }
+inline void store(float* p, F a) { std::memcpy(p, a.v, sizeof a.v); }
+inline void store(float* p, F a, int n) {
+  for (int i = 0; i < n; ++i) p[i] = a.v[i];
+}
+inline F splat(float x) { return each([=](int) { return x; }); }
+inline F zero() { return splat(0.0f); }
+inline F operator+(F a, F b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
+inline F operator-(F a, F b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
+inline F operator*(F a, F b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
+inline F operator/(F a, F b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+inline F fma(F a, F b, F c) { return each([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); }); }
+inline F max(F a, F b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline F min(F a, F b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+inline F sqrt(F a) { return each([&](int i) { return __builtin_sqrtf(a.v[i]); }); }
+inline F abs(F a) { return each([&](int i) { return __builtin_fabsf(a.v[i]); }); }
+// Lanes below n from a, the rest from other.
+inline F first(F a, int n, F other) { return each([&](int i) { return i < n ? a.v[i] : other.v[i]; }); }
+inline F if_less(F a, F b, F then, F other) {
+  return each([&](int i) { return a.v[i] < b.v[i] ? then.v[i] : other.v[i]; });
+}
+inline uint32_t mask_greater_equal(F a, F b) {
+  uint32_t mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= static_cast<uint32_t>(a.v[i] >= b.v[i]) << i;
+  return mask;
+}
+
+inline I load_i(const void* p) {
+  I r;
+  std::memcpy(r.v, p, sizeof r.v);
+  return r;
+}
+inline void store_i(void* p, I a) { std::memcpy(p, a.v, sizeof a.v); }
+inline I splat_i(int32_t x) { return each_i([=](int) { return x; }); }
+inline I operator+(I a, I b) { return each_i([&](int i) { return a.v[i] + b.v[i]; }); }
+inline I operator-(I a, I b) { return each_i([&](int i) { return a.v[i] - b.v[i]; }); }
+inline I operator&(I a, I b) { return each_i([&](int i) { return a.v[i] & b.v[i]; }); }
+inline I shift_left(I a, int n) {
+  return each_i([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << n); });
+}
+inline I shift_right(I a, int n) {  // zeros come in from the left
+  return each_i([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> n); });
+}
+inline I round(F a) { return each_i([&](int i) { return static_cast<int32_t>(__builtin_nearbyintf(a.v[i])); }); }
+inline F to_float(I a) { return each([&](int i) { return static_cast<float>(a.v[i]); }); }
+inline F as_float(I a) {
+  F r;
+  std::memcpy(r.v, a.v, sizeof r.v);
+  return r;
+}
+inline I as_int(F a) {
+  I r;
+  std::memcpy(r.v, a.v, sizeof r.v);
+  return r;
+}
+
+// IEEE binary16 to binary32, exactly; its subnormals are numbers here.
+inline float half_to_float(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
+  uint32_t bits;
+  if (exponent == 31)
+    bits = sign | 0x7f800000u | fraction << 13;
+  else if (exponent > 0)
+    bits = sign | (exponent + 112) << 23 | fraction << 13;
+  else {
+    const float magnitude = static_cast<float>(fraction) * 0x1p-24f;
+    std::memcpy(&bits, &magnitude, 4);
+    bits |= sign;
+  }
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline F load_half(const uint16_t* p) { return each([=](int i) { return half_to_float(p[i]); }); }
+inline F load_bf16(const uint16_t* p) {
+  return as_float(each_i([=](int i) { return static_cast<int32_t>(static_cast<uint32_t>(p[i]) << 16); }));
+}
+inline void store_u16(uint16_t* p, I a) {
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<uint16_t>(a.v[i]);
+}
+inline void store_i8(int8_t* p, I a) {
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
+}
+
+// acc + w * x, the same x for every lane.
+inline F fma_broadcast(F acc, F w, const float* x) { return fma(w, splat(*x), acc); }
+
+// acc + odd product, then + even product: bfloat16 pairs, the even element in the low half (as vdpbf16ps does it).
+inline F dot2_broadcast(F acc, I w, const uint32_t* x) {
+  const I high = splat_i(static_cast<int32_t>(0xffff0000u)), xs = splat_i(static_cast<int32_t>(*x));
+  acc = fma(as_float(w & high), as_float(xs & high), acc);
+  return fma(as_float(shift_left(w, 16)), as_float(shift_left(xs, 16)), acc);
+}
+
+// acc + the dot product of four unsigned bytes of w with four signed bytes of x, exactly.
+inline I dot4_broadcast(I acc, I w, const int32_t* x) {
+  int8_t xs[4];
+  uint8_t ws[64];
+  std::memcpy(xs, x, 4);
+  std::memcpy(ws, w.v, 64);
+  return each_i([&](int i) {
+    return acc.v[i] + ws[4 * i] * xs[0] + ws[4 * i + 1] * xs[1] + ws[4 * i + 2] * xs[2] + ws[4 * i + 3] * xs[3];
+  });
+}
+
+inline float sum(F a) {
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) a.v[i] = a.v[i] + a.v[i + width];
+  return a.v[0];
+}
+inline float largest(F a) {
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
+  return a.v[0];
+}
+
+}  // namespace millrace::MILLRACE_ISA

@@ -1,0 +1,55 @@
+"""Where the bytes of a packed row and of a packed matrix lie. native/layout.hpp says the same in C++; a test compares.
+
+K (inputs of a matrix product) is cut into groups; each group is zero-padded to a multiple of 8, so that 4-bit weights
+always come in pairs of 4. `group` 0 means one group of all K, padded to 2 for bfloat16 pairs.
+"""
+
+PANEL = 32  # outputs side by side in one weight panel: two 16-lane vectors
+LINE = 64  # bytes of a cache line
+
+
+def up(x: int, multiple: int) -> int:
+    return (x + multiple - 1) // multiple * multiple
+
+
+def rows_of(rows: int, T: int, S: int) -> int:
+    return S if rows else T
+
+
+def n_groups(k: int, group: int) -> int:
+    return 1 if group == 0 else (k + group - 1) // group
+
+
+def padded_k(k: int, group: int) -> int:
+    """K with every group padded: where element j of group g lies is g * up(group, 8) + j."""
+    if group == 0:
+        return up(k, 2)
+    whole = (k - 1) // group
+    return whole * up(group, 8) + up(k - whole * group, 8)
+
+
+def row_bytes(format: int, k: int, group: int) -> int:
+    """Bytes of one activation row: F32 (0), BF16 (1), Q8 (2: codes, then a float and an int32 per group).
+
+    Packed rows are an odd number of cache lines apart, so that the rows of a tile never share one L1 set.
+    """
+    if format == 0:
+        return k * 4
+    kp = padded_k(k, group)
+    raw = kp * 2 if format == 1 else up(kp, 4) + 8 * n_groups(k, group)
+    return (raw + LINE - 1) // LINE // 2 * 2 * LINE + LINE
+
+
+def panel_bytes(weights: int, k: int, group: int) -> int:
+    """Bytes of one panel of 32 outputs: F32 (0), BF16 (1), W8 (2), W4 (3; both with 32 float16 scales a group)."""
+    kp = padded_k(k, group)
+    if weights == 0:
+        return k * PANEL * 4
+    if weights == 1:
+        return kp * PANEL * 2
+    scales = n_groups(k, group) * LINE
+    return kp * PANEL + scales if weights == 2 else kp * PANEL // 2 + scales
+
+
+def matrix_bytes(weights: int, n: int, k: int, group: int) -> int:
+    return up(n, PANEL) // PANEL * panel_bytes(weights, k, group)

@@ -1,0 +1,76 @@
+"""The native core's shared library: found, loaded, its ABI version checked. Plain ctypes over native/millrace.h."""
+
+import ctypes as c
+import importlib.metadata
+from functools import cache
+from pathlib import Path
+
+from millrace.errors import MachineError
+
+ABI = 1
+NAME = "libmillrace.so"
+
+
+class CreateArgs(c.Structure):
+    _fields_ = (
+        ("program", c.c_char_p), ("program_bytes", c.c_int64),
+        ("weights", c.c_void_p), ("weights_bytes", c.c_int64), ("weights_path", c.c_char_p),
+        ("activation_bytes", c.c_int64), ("logits_offset", c.c_int64),
+        ("max_tokens", c.c_int32), ("max_sequences", c.c_int32), ("max_context", c.c_int32), ("vocab_size", c.c_int32),
+        ("kv_format", c.c_int32), ("kv_layers", c.c_int32), ("kv_heads", c.c_int32), ("kv_head_dim", c.c_int32),
+        ("kv_pages", c.c_int64), ("threads", c.c_int32), ("isa", c.c_char_p),
+    )  # fmt: skip
+
+
+class StepArgs(c.Structure):
+    _fields_ = (
+        ("n_tokens", c.c_int32), ("n_sequences", c.c_int32), ("n_rows", c.c_int32),
+        ("tokens", c.c_void_p), ("positions", c.c_void_p), ("starts", c.c_void_p),
+        ("pages", c.c_void_p), ("page_starts", c.c_void_p), ("sampling", c.c_void_p),
+        ("history", c.c_void_p), ("bias_ids", c.c_void_p), ("bias_values", c.c_void_p),
+        ("n_pages", c.c_int64), ("n_history", c.c_int64), ("n_bias", c.c_int64),
+        ("out_tokens", c.c_void_p), ("out_logprobs", c.c_void_p), ("out_ranks", c.c_void_p),
+        ("max_top", c.c_int32), ("out_top_ids", c.c_void_p), ("out_top_logprobs", c.c_void_p),
+    )  # fmt: skip
+
+
+def library_path() -> Path:
+    """Beside this file in a wheel; in site-packages in an editable install."""
+    beside = Path(__file__).parent / NAME
+    if beside.exists():
+        return beside
+    try:
+        installed = Path(str(importlib.metadata.distribution("millrace").locate_file(f"millrace/kernels/{NAME}")))
+    except importlib.metadata.PackageNotFoundError:
+        installed = beside
+    if not installed.exists():
+        raise MachineError(
+            f"the native core {NAME} is not built", "it lies beside the package", "run `make` in the source tree, or install the wheel"
+        )
+    return installed
+
+
+@cache
+def library() -> c.CDLL:
+    """The loaded library, with the signatures of millrace.h."""
+    lib = c.CDLL(str(library_path()))
+    if lib.mr_abi() != ABI:
+        raise MachineError(
+            f"{library_path()} has ABI {lib.mr_abi()}", f"ABI {ABI}, of this Python package", "rebuild it with `make`"
+        )
+    lib.mr_isas.restype = c.c_char_p
+    lib.mr_create.argtypes = [c.POINTER(CreateArgs), c.POINTER(c.c_void_p), c.c_char_p, c.c_int64]
+    lib.mr_run.argtypes = [c.c_void_p, c.POINTER(StepArgs), c.c_char_p, c.c_int64]
+    lib.mr_destroy.argtypes, lib.mr_destroy.restype = [c.c_void_p], None
+    lib.mr_activations.argtypes, lib.mr_activations.restype = [c.c_void_p], c.c_void_p
+    lib.mr_isa.argtypes, lib.mr_isa.restype = [c.c_void_p], c.c_char_p
+    lib.mr_weights_checksum.argtypes, lib.mr_weights_checksum.restype = [c.c_void_p], c.c_int64
+    lib.mr_profile.argtypes, lib.mr_profile.restype = [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32], None
+    lib.mr_checksum.argtypes, lib.mr_checksum.restype = [c.c_void_p, c.c_int64], c.c_uint64
+    return lib
+
+
+def usable_isas() -> list[str]:
+    """The instruction sets that this build has and this CPU can run, best first."""
+    names: bytes = library().mr_isas()
+    return names.decode().split()

@@ -1,0 +1,88 @@
+"""Packed weights: panels of 32 outputs in the order in which the inner loop reads them, the same for all instruction sets.
+
+    F32   [N/32][K][32] float
+    BF16  [N/32][K/2][32][2] bfloat16
+    W8    [N/32] groups of ([K/4][32][4] uint8 = code + 128, then 32 float16 scales)
+    W4    [N/32] groups of ([K/8][32][4] bytes, then 32 float16 scales); byte b of a block holds code + 8 of input
+          8i + b in its low nibble and of 8i + 4 + b in its high one
+Each group is zero-padded to a multiple of 8 inputs, N to a multiple of 32 outputs (layout.py counts the bytes).
+"""
+
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.kernels.declare import WeightFormat
+from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, panel_bytes, up
+from millrace.kernels.matmul.quantise import quantise_matrix
+from millrace.kernels.arrays import Array
+
+_SLAB = 1024  # outputs packed at a time: bounds the memory that packing needs beside the result
+
+
+def pack_matrix(w: Array, format: WeightFormat, group: int) -> NDArray[np.uint8]:
+    """w (N, K) -> the packed bytes, one dimension. `group` is 0 for F32 and BF16."""
+    N, K = w.shape
+    out = np.empty(matrix_bytes(format, N, K, group), np.uint8)
+    at = 0
+    for slab in _slabs(w):
+        packed = _pack_slab(slab, format, group)
+        out[at : at + packed.size] = packed
+        at += packed.size
+    return out
+
+
+def _slabs(w: Array) -> Iterator[Array]:
+    """Runs of rows as float32, the last padded with zero rows to whole panels."""
+    for start in range(0, w.shape[0], _SLAB):
+        slab = w[start : start + _SLAB].astype(np.float32)
+        missing = up(slab.shape[0], PANEL) - slab.shape[0]
+        yield np.pad(slab, ((0, missing), (0, 0))) if missing else slab
+
+
+def _pack_slab(w: Array, format: WeightFormat, group: int) -> NDArray[np.uint8]:
+    N, K = w.shape
+    panels = N // PANEL
+    if format == WeightFormat.F32:
+        return np.ascontiguousarray(w.reshape(panels, PANEL, K).transpose(0, 2, 1)).reshape(-1).view(np.uint8)
+    if format == WeightFormat.BF16:
+        wide = np.zeros((N, padded_k(K, 0)), ml_dtypes.bfloat16)
+        wide[:, :K] = w.astype(ml_dtypes.bfloat16)
+        pairs = wide.view(np.uint16).reshape(panels, PANEL, -1, 2).transpose(0, 2, 1, 3)
+        return np.ascontiguousarray(pairs).reshape(-1).view(np.uint8)
+    return _pack_groups(w, 8 if format == WeightFormat.W8 else 4, group)
+
+
+def _pack_groups(w: Array, bits: int, group: int) -> NDArray[np.uint8]:
+    N, K = w.shape
+    q = quantise_matrix(w, bits, group)
+    panels = N // PANEL
+    out = np.empty((panels, panel_bytes(WeightFormat.W8 if bits == 8 else WeightFormat.W4, K, group)), np.uint8)
+    zero_point = 1 << bits - 1
+    at = 0
+    for g in range(n_groups(K, group)):
+        part = q.codes[:, g * group : (g + 1) * group]
+        width = up(part.shape[1], 8)
+        codes = np.full((N, width), zero_point, np.uint8)
+        codes[:, : part.shape[1]] = (part.astype(np.int16) + zero_point).astype(np.uint8)
+        if bits == 8:
+            blocks = codes.reshape(panels, PANEL, width // 4, 4)
+        else:
+            halves = codes.reshape(panels, PANEL, width // 8, 2, 4)
+            blocks = halves[..., 0, :] | halves[..., 1, :] << 4
+        lines = np.ascontiguousarray(blocks.transpose(0, 2, 1, 3)).reshape(panels, -1)
+        scales = np.ascontiguousarray(q.scales[:, g].reshape(panels, PANEL)).view(np.uint8)
+        out[:, at : at + lines.shape[1]] = lines
+        at += lines.shape[1]
+        out[:, at : at + scales.shape[1]] = scales
+        at += scales.shape[1]
+    return out.reshape(-1)
+
+
+def interleave_halves(gate: Array, up_: Array) -> Array:
+    """gate, up (N, K) -> (2 N', K): 16 rows of gate, then their 16 rows of up, N' = N zero-padded to a multiple of 16."""
+    N, K = gate.shape
+    padded = [np.pad(m, ((0, up(N, 16) - N), (0, 0))).reshape(-1, 1, 16, K) for m in (gate, up_)]
+    return np.concatenate(padded, axis=1).reshape(-1, K)

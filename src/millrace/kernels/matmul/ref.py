@@ -1,0 +1,35 @@
+"""Reference of matmul in each numerics class. float64 sums, rounded once at the end."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.kernels.convert.ref import Quantised, to_bf16
+from millrace.kernels.matmul.quantise import QuantisedMatrix
+from millrace.kernels.arrays import Array
+
+
+def matmul(x: Array, w: Array) -> Array:
+    """x (M, K), w (N, K) -> (M, N) = x @ w.T, in the precision of x."""
+    return x @ w.T.astype(x.dtype)
+
+
+def matmul_bf16(x: Array, w: Array) -> Array:
+    """Both operands rounded to bfloat16, products summed in the precision of x."""
+    return to_bf16(x) @ to_bf16(w.astype(x.dtype)).T
+
+
+def matmul_q8(x: Quantised, w: QuantisedMatrix) -> NDArray[np.float64]:
+    """x (M, K) int8 groups, w (N, K) of the same groups: per group an exact integer dot product times both scales."""
+    assert x.group == w.group
+    K, size = x.codes.shape[1], x.group or x.codes.shape[1]
+    y = np.zeros((x.codes.shape[0], w.codes.shape[0]))
+    for g, start in enumerate(range(0, K, size)):
+        part = slice(start, start + size)
+        dots = x.codes[:, part].astype(np.int64) @ w.codes[:, part].astype(np.int64).T
+        y += dots * x.scales[:, g, None].astype(np.float64) * w.scales[:, g].astype(np.float64)
+    return y
+
+
+def matmul_a16(x: Array, w: QuantisedMatrix) -> NDArray[np.float64]:
+    """x rounded to bfloat16, integer weights with their group's scale."""
+    return to_bf16(x).astype(np.float64) @ w.dequantise().T

@@ -1,0 +1,78 @@
+// The vector passes of sampling over one row of n logits; native/sampling.cpp holds the logic.
+#pragma once
+namespace millrace::MILLRACE_ISA {
+
+// The largest logit; NaN where any logit is not finite.
+inline float row_max(const float* x, int64_t n) {
+  F most = splat(-__builtin_inff()), check = zero();
+  for (int64_t i = 0; i < n; i += 16) {
+    const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
+    const F v = count == 16 ? load(x + i) : load(x + i, count);
+    check = fma(v, zero(), check);  // infinity * 0 is NaN
+    most = max(first(v, count, most), most);
+  }
+  return largest(most) + sum(check);
+}
+
+// p[i] = exp((x[i] - m) * scale); the sum of each block of 4096 into sums (16 lanes, then the fixed tree). p may be null.
+inline void row_exp(const float* x, int64_t n, float m, float scale, float* p, float* sums) {
+  for (int64_t from = 0; from < n; from += kSampleBlock) {
+    const int64_t to = from + kSampleBlock < n ? from + kSampleBlock : n;
+    F total = zero();
+    for (int64_t i = from; i < to; i += 16) {
+      const int count = to - i < 16 ? static_cast<int>(to - i) : 16;
+      const F v = count == 16 ? load(x + i) : load(x + i, count);
+      const F e = first(exp((v - splat(m)) * splat(scale)), count, zero());
+      total = total + e;
+      if (p) store(p + i, e, count);
+    }
+    sums[from / kSampleBlock] = sum(total);
+  }
+}
+
+// Indices, ascending, of the elements that are at least `floor`.
+inline int64_t row_collect(const float* x, int64_t n, float floor, int32_t* out) {
+  int64_t found = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
+    uint32_t mask = mask_greater_equal(count == 16 ? load(x + i) : load(x + i, count), splat(floor));
+    mask &= (1u << count) - 1;
+    for (; mask; mask &= mask - 1) out[found++] = static_cast<int32_t>(i + __builtin_ctz(mask));
+  }
+  return found;
+}
+
+// How many elements are larger than `value`.
+inline int64_t row_rank(const float* x, int64_t n, float value) {
+  int64_t not_larger = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
+    const uint32_t mask = mask_greater_equal(splat(value), count == 16 ? load(x + i) : load(x + i, count));
+    not_larger += __builtin_popcount(mask & ((1u << count) - 1));
+  }
+  return n - not_larger;
+}
+
+// The k largest, best first, equal ones by lower index.
+inline void row_top(const float* x, int64_t n, int k, int32_t* ids, float* values) {
+  int held = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
+    uint32_t mask = (1u << count) - 1;
+    if (held == k) mask &= mask_greater_equal(count == 16 ? load(x + i) : load(x + i, count), splat(values[k - 1]));
+    for (; mask; mask &= mask - 1) {
+      const int64_t at = i + __builtin_ctz(mask);
+      const float value = x[at];
+      if (held == k && !(value > values[k - 1])) continue;
+      int place = held < k ? held++ : k - 1;
+      for (; place > 0 && value > values[place - 1]; --place) {
+        values[place] = values[place - 1];
+        ids[place] = ids[place - 1];
+      }
+      values[place] = value;
+      ids[place] = static_cast<int32_t>(at);
+    }
+  }
+}
+
+}  // namespace millrace::MILLRACE_ISA

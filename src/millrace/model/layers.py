@@ -1,0 +1,75 @@
+"""The parts that every family shares: linear, embedding, norm, rotary angles. Names follow the checkpoints'."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.config import RopeConfig
+from millrace.model import ops
+from millrace.model.module import Module, Parameter, Table
+from millrace.model.tensor import Tensor
+
+
+class Linear(Module):
+    """y = x @ weight.T (+ bias); weight (n_out, n_in)."""
+
+    def __init__(self, n_in: int, n_out: int, *, bias: bool = False, weight: Parameter | None = None) -> None:
+        self.weight = weight or Parameter(n_out, n_in)
+        if bias:
+            self.bias = Parameter(n_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, getattr(self, "bias", None))
+
+
+class Embedding(Module):
+    def __init__(self, vocab_size: int, n: int, *, scale: float = 1.0) -> None:
+        self.weight = Parameter(vocab_size, n)
+        self._scale = scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return ops.embedding(tokens, self.weight, self._scale)
+
+
+class RMSNorm(Module):
+    """`offset` 1 for Gemma, whose checkpoints store weight - 1."""
+
+    def __init__(self, n: int, eps: float, *, offset: float = 0.0) -> None:
+        self.weight = Parameter(n)
+        self._eps, self._offset = eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if self._offset:
+            weight = weight + self._offset
+        return ops.rms_norm(x, weight, self._eps)
+
+
+def rotary_table(rope: RopeConfig, head_dim: int, context: int) -> Table:
+    """(context, head_dim) float32: cosines of the first half's angles, then sines; computed in float64."""
+    return Table((context, head_dim), lambda: rotary_angles(rope, head_dim, context))
+
+
+def rotary_angles(rope: RopeConfig, head_dim: int, context: int) -> NDArray[np.float32]:
+    angles = np.outer(np.arange(context, dtype=np.float64), inverse_frequencies(rope, head_dim))
+    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
+    """(head_dim / 2,) radians per position; arXiv:2104.09864, and for llama3 the reference code of Llama 3.1."""
+    plain: NDArray[np.float64] = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "default":
+        return plain
+    if rope.kind == "linear":
+        return plain / rope.factor
+    assert rope.kind == "llama3" and rope.original_max_positions is not None, rope
+    wavelength = 2 * math.pi / plain
+    long_wave = rope.original_max_positions / rope.low_freq_factor
+    short_wave = rope.original_max_positions / rope.high_freq_factor
+    span = rope.high_freq_factor - rope.low_freq_factor
+    smooth = (rope.original_max_positions / wavelength - rope.low_freq_factor) / span
+    between = (1 - smooth) * plain / rope.factor + smooth * plain
+    stretched = np.where(wavelength > long_wave, plain / rope.factor, between)
+    result: NDArray[np.float64] = np.where(wavelength < short_wave, plain, stretched)
+    return result

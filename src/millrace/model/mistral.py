@@ -1,0 +1,7 @@
+"""Mistral 7B (arXiv:2310.06825): Llama's layers. Its sliding window is kept by capping the context at it (the config says so)."""
+
+from millrace.model.llama import LlamaForCausalLM
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    pass

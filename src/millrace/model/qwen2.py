@@ -1,0 +1,7 @@
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671): Llama's layers with a bias on q, k and v (`attention_bias` of the config)."""
+
+from millrace.model.llama import LlamaForCausalLM
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    pass

@@ -1,0 +1,86 @@
+"""One declaration per setting: flag, help, default and range come from the field, for the command line and for Python.
+
+A settings class is frozen and checked once, when it is made. Sizes in bytes may be written "512M" or "2GiB".
+"""
+
+import re
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, get_args, get_origin, get_type_hints
+
+from millrace.errors import ConfigError
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a field of a settings class says of itself. `low`/`high` bound numbers, `choices` lists what is allowed."""
+
+    help: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    size: bool = False  # bytes, which may be written with a unit
+
+
+def setting(default: Any, help: str, **more: Any) -> Any:
+    """`port: int = setting(8000, "port to listen on", low=0, high=65535)`."""
+    return field(default=default, metadata={"setting": Setting(help, **more)})
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def parse_size(text: str | int, name: str) -> int:
+    """Bytes from 536870912, "512M" or "0.5GiB" (all units are powers of 1024). raises ConfigError"""
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise ConfigError(f'{flag_of(name)} is "{text}"', "a number of bytes like 512M or 2GiB", "write it so")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of all settings: checks every field against its declaration."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if declared(f).size and value is not None:
+                value = parse_size(value, f.name)
+                object.__setattr__(self, f.name, value)
+            if value is not None:
+                _check(f, value)
+
+
+def declared(f: "Field[Any]") -> Setting:
+    found = f.metadata.get("setting")
+    assert isinstance(found, Setting), f"{f.name} has no setting()"
+    return found
+
+
+def plain_type(settings: type, name: str) -> type:
+    """int, float, str, bool or tuple of a field, without its Optional."""
+    hint = get_type_hints(settings)[name]
+    options = [t for t in get_args(hint) if t is not type(None)] if type(None) in get_args(hint) else [hint]
+    first = options[0]
+    plain = get_origin(first) or first
+    assert isinstance(plain, type)
+    return plain
+
+
+def _check(f: "Field[Any]", value: Any) -> None:
+    s = declared(f)
+    if s.choices and value not in s.choices:
+        raise ConfigError(f'{flag_of(f.name)} is "{value}"', "one of " + ", ".join(s.choices), "choose one of them")
+    bounded = isinstance(value, int | float) and not isinstance(value, bool)
+    if not bounded:
+        return
+    if not ((s.low is None or value >= s.low) and (s.high is None or value <= s.high)):
+        span = f"at least {s.low:g}" if s.high is None else f"{s.low:g} to {s.high:g}"
+        raise ConfigError(f"{flag_of(f.name)} is {value}", span, "choose a value in this range")
