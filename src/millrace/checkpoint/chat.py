@@ -1,0 +1,187 @@
+"""Chat templates: messages to the text that the model was trained on.
+
+A template is a Jinja2 program that comes with the checkpoint. It runs in Jinja2's sandbox, and in a process of its own
+(`chat_worker.py`) that has a memory limit and is killed when it takes too long; the next rendering starts a new one.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from millrace.errors import CheckpointError, RequestError
+
+_WORKER = Path(__file__).with_name("chat_worker.py")
+_START_S = 30.0  # a fresh process on a busy machine: an interpreter and Jinja2
+
+
+@dataclass(frozen=True, slots=True)
+class ChatLimits:
+    """For one rendering."""
+
+    timeout_s: float = 5.0
+    memory_bytes: int = 512 * 2**20  # address space of the process
+    max_characters: int = 16 * 2**20
+
+
+class ChatTemplate:
+    """One template. Safe to use from several threads, which take turns; the process starts with the first rendering."""
+
+    def __init__(self, source: str, variables: Mapping[str, str], limits: ChatLimits | None = None) -> None:
+        """`variables`: the named special tokens, `{"bos_token": "<s>", ...}`."""
+        self.source = source
+        self._variables = dict(variables)
+        self._limits = limits or ChatLimits()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[[subprocess.Popen[bytes]], ChatTemplate] | None = None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt's text. Special tokens are in it already: encode it with `add_special_tokens=False`.
+
+        messages: `{"role", "content", ...}`, content a string or a list of `{"type": "text", "text": ...}`; such parts
+            reach a template that loops over content as they are, any other joined by line ends. None is left out.
+        extra: further variables for the template (`enable_thinking`, `tools`, ...)
+        raises RequestError (param "messages") where the template refuses or cannot render them;
+            CheckpointError where it is broken, or stopped at a limit of time, memory or size
+        """
+        request = {
+            "messages": [_checked(i, message) for i, message in enumerate(messages)],
+            "add_generation_prompt": add_generation_prompt,
+            "extra": dict(extra or {}),
+            "timeout_s": self._limits.timeout_s,
+            "max_characters": self._limits.max_characters,
+        }
+        if not request["messages"]:
+            raise _refused("there are no messages", "at least one message")
+        try:
+            payload = json.dumps(request).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _refused(f"messages or template variables are not JSON: {error}", "JSON values") from error
+        with self._lock:
+            reply = self._exchange(self._started(), payload, self._limits.timeout_s)
+        match reply:
+            case {"text": str(text)}:
+                return text
+            case {"error": "messages", "what": what}:
+                raise _refused(
+                    f"the model's chat template refuses these messages: {what}", "messages that it can render"
+                )
+            case {"error": "template", "what": what}:
+                raise _broken(f"the chat template is broken: {what}")
+        raise _broken(f"the chat template was stopped at its limits: {reply.get('what')}")
+
+    def close(self) -> None:
+        """Stop the process; a later rendering would start it again."""
+        with self._lock:
+            self._stop()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._stop()
+        # not fork: the parent has threads; -P: the worker's folder is not put in front of the import path
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._process = process
+        self._finalizer = weakref.finalize(self, _end, process)
+        self._exchange(process, json.dumps({"memory_bytes": self._limits.memory_bytes}).encode(), _START_S)
+        load = {"template": self.source, "variables": self._variables}
+        reply = self._exchange(process, json.dumps(load).encode(), self._limits.timeout_s)
+        if reply.get("error"):
+            self._stop()
+            raise _broken(f"the chat template is broken: {reply.get('what')}")
+        return process
+
+    def _exchange(self, process: subprocess.Popen[bytes], payload: bytes, timeout_s: float) -> dict[str, object]:
+        """Send one frame and read one; a process that is late is killed. raises CheckpointError when it ended."""
+        late = threading.Event()
+
+        def kill() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(timeout_s, kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            answer = _transfer(cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout), payload)
+        except BrokenPipeError:
+            answer = None
+        finally:
+            timer.cancel()
+        if answer is not None and not late.is_set():
+            return cast(dict[str, object], json.loads(answer))
+        self._stop()
+        if late.is_set():
+            raise _broken(f"the chat template was stopped: not done after {timeout_s:g} s (does it loop for ever?)")
+        limit = self._limits.memory_bytes // 2**20
+        raise _broken(f"the process that renders the chat template ended (does it need more than {limit} MB?)")
+
+    def _stop(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._finalizer = self._process = None
+
+
+def _transfer(to: IO[bytes], source: IO[bytes], payload: bytes) -> bytes | None:
+    to.write(len(payload).to_bytes(4, "big") + payload)
+    to.flush()
+    head = source.read(4)
+    if len(head) < 4:
+        return None
+    length = int.from_bytes(head, "big")
+    answer = source.read(length)
+    return answer if len(answer) == length else None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # what was buffered for a dead process is lost with it
+                pipe.close()
+
+
+def _checked(index: int, message: Mapping[str, object]) -> dict[str, object]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise _refused(f"{where} is {str(message)[:100]}", 'an object with a "role" and a "content"')
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise _refused(f"{where}.content has the part {str(part)[:100]}", '{"type": "text", "text": "..."}')
+    elif content is not None and not isinstance(content, str):
+        raise _refused(f"{where}.content is {str(content)[:100]}", "a string or a list of text parts")
+    # OpenAI's clients send null for what is not there, and many templates would print it (transformers does the same)
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _refused(what: str, expected: str) -> RequestError:
+    return RequestError(what, expected, "change the messages", param="messages")
+
+
+def _broken(what: str) -> CheckpointError:
+    return CheckpointError(
+        what,
+        "a chat template that renders in time and memory",
+        "correct chat_template.jinja or chat_template in tokenizer_config.json, or use plain completions",
+    )

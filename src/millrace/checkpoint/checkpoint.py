@@ -1,0 +1,146 @@
+"""A checkpoint folder, opened: typed configuration, mapped weights, tokenizer, chat template, generation defaults."""
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.config import ModelConfig, read_config
+from millrace.checkpoint.generation import GenerationDefaults, read_generation
+from millrace.checkpoint.tokenizer import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    TOKENIZER_MODEL,
+    Tokenizer,
+    open_tokenizer,
+    read_json_object,
+)
+from millrace.checkpoint.weights import INDEX, Tensors
+from millrace.errors import CheckpointError
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+# What `open_tokenizer` and `open_chat_template` read: an engine folder carries copies of those that exist.
+TOKENIZER_FILES = (
+    TOKENIZER_JSON,
+    TOKENIZER_MODEL,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    TEMPLATE_FILE,
+)
+# The files beside the weights that decide what a checkpoint does.
+SMALL_FILES = (CONFIG, INDEX, GENERATION_CONFIG, *TOKENIZER_FILES)
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """Weights are not read before they are asked for; the tokenizer and the template are opened when first used."""
+
+    folder: Path
+    config: ModelConfig
+    tensors: Tensors
+    generation: GenerationDefaults
+    notes: tuple[str, ...]  # to be said aloud to the user
+
+    @classmethod
+    def open(cls, folder: Path) -> "Checkpoint":
+        """raises CheckpointError for anything missing, damaged or not supported"""
+        if not folder.is_dir():
+            raise CheckpointError(f"there is no folder {folder}", "the folder of a checkpoint", "check the path")
+        if not (folder / CONFIG).is_file():
+            raise CheckpointError(
+                f"{folder} has no {CONFIG}", "the folder of a Hugging Face checkpoint", "name the folder that has it"
+            )
+        raw = read_json_object(folder / CONFIG)
+        config = read_config(raw)
+        generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
+        tensors = Tensors.open(folder)
+        stored = _stored_dtype(tensors)
+        notes = (*config.notes, *generation.notes)
+        if raw.get("dtype") is None and raw.get("torch_dtype") is None:
+            config = replace(config, dtype=stored)
+        elif stored != config.dtype:
+            notes += (f"config.json says {config.dtype}, the weights are stored as {stored}",)
+        return cls(folder, config, tensors, generation, notes)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """raises CheckpointError where it is missing or damaged
+
+        It may know more tokens than the model (somebody added some): who feeds ids to a model checks them.
+        """
+        return open_tokenizer(self.folder)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """None where the checkpoint has none: then it is not a chat model."""
+        return open_chat_template(self.folder, self.tokenizer)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """generation_config.json's where it has some, else config.json's; and the tokenizer's own, as in vLLM: a tuned
+        model may end its turns with a token that only tokenizer_config.json names."""
+        found = self.generation.eos_token_ids or self.config.eos_token_ids
+        if not any((self.folder / name).is_file() for name in (TOKENIZER_JSON, TOKENIZER_MODEL)):
+            return found
+        eos = self.tokenizer.eos_token_id
+        return found if eos is None or eos in found else (*found, eos)
+
+    def identity(self) -> str:
+        """32 hexadecimal digits: equal for equal checkpoints. Small files count by content, weights by their headers,
+        sizes and times of last change (reading them would take longer than what the key is for)."""
+        digest = hashlib.blake2b(self.tensors.header_digest.encode(), digest_size=16)
+        for name in SMALL_FILES:
+            path = self.folder / name
+            content = path.read_bytes() if path.is_file() else b""
+            digest.update(f"{name} {len(content)}\n".encode() + content)
+        for file in self.tensors.files:
+            status = file.stat()
+            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+
+def _stored_dtype(tensors: Tensors) -> str:
+    """The type that most bytes of the weights have."""
+    sizes: Counter[str] = Counter()
+    for info in tensors.values():
+        sizes[info.dtype] += info.nbytes
+    return sizes.most_common(1)[0][0] if sizes else "float32"
+
+
+def open_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of a checkpoint or engine folder, None where it has none. raises CheckpointError"""
+    source = read_template(folder)
+    return None if source is None else ChatTemplate(source, tokenizer.special_token_strings)
+
+
+def read_template(folder: Path) -> str | None:
+    """chat_template.jinja, or chat_template of tokenizer_config.json: a string, or a list of {name, template} whose
+    "default" is taken. raises CheckpointError"""
+    path = folder / TEMPLATE_FILE
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is not UTF-8: {error}", "a text file", "copy the file again") from error
+    value = read_json_object(folder / TOKENIZER_CONFIG).get("chat_template")
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+        if value is None:
+            raise CheckpointError(
+                f"{folder / TOKENIZER_CONFIG}: chat_template has {sorted(map(str, named))}",
+                'a template named "default"',
+                "name one of them default",
+            )
+    if value is None or isinstance(value, str):
+        return value
+    raise CheckpointError(
+        f"{folder / TOKENIZER_CONFIG}: chat_template is {str(value)[:100]}",
+        "a string, or a list of {name, template}",
+        "correct chat_template",
+    )

@@ -1,0 +1,380 @@
+"""`config.json` as a typed, frozen `ModelConfig`: every key is used, known to be harmless, or an error.
+
+Both of today's spellings are read: `rope_theta`, `rope_scaling`, `torch_dtype`, and `rope_parameters`, `dtype`.
+Defaults of missing keys are those of the family's configuration class in transformers 5.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from millrace.checkpoint.config_keys import (
+    ACTIVATIONS,
+    FAMILIES,
+    GENERATION_KEYS,
+    HARMLESS,
+    HARMLESS_PREFIXES,
+    ONLY_AT,
+    Family,
+)
+from millrace.errors import CheckpointError, nearest
+
+ROPE_KINDS = ("default", "linear", "llama3")
+DTYPES = ("float32", "float16", "bfloat16")
+Raw = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding over the whole head, halves rotated against each other (not interleaved).
+
+    inverse frequency i of D/2: theta ** (-2i/D); `linear` divides it by `factor`; `llama3` as transformers does.
+    sources: arXiv:2104.09864; arXiv:2306.15595 (linear); Llama 3.1's reference code (llama3)
+    """
+
+    theta: float
+    kind: str = "default"  # one of ROPE_KINDS
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int | None = None  # only llama3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What the architecture needs to know of a checkpoint, under one set of names for all families."""
+
+    architecture: str  # "LlamaForCausalLM"
+    family: str  # "llama" | "mistral" | "qwen2" | "qwen3" | "gemma"
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int  # tokens; already capped at the sliding window
+    norm_eps: float
+    rope: RopeConfig
+    tie_embeddings: bool
+    attention_bias: bool  # on q_proj, k_proj, v_proj
+    attention_output_bias: bool  # on o_proj
+    mlp_bias: bool
+    activation: str  # "silu" | "gelu_tanh"
+    sliding_window: int | None  # tokens; None: every layer attends to everything before it
+    dtype: str  # "float32" | "float16" | "bfloat16"
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    notes: tuple[str, ...]  # to be said aloud to the user
+
+
+def read_config(raw: Raw) -> ModelConfig:
+    """`raw` is the parsed config.json. Raises CheckpointError naming the key, its value and what was expected."""
+    family = _family(raw)
+    notes = _check_keys(raw, family)
+    read = _Reader(raw, family)
+    n_layers = read.positive_int("num_hidden_layers")
+    n_heads = read.positive_int("num_attention_heads")
+    hidden_size = read.positive_int("hidden_size")
+    vocab_size = read.positive_int("vocab_size")
+    n_kv_heads = read.positive_int("num_key_value_heads", missing=n_heads)
+    if n_heads % n_kv_heads:
+        raise _wrong("num_key_value_heads", n_kv_heads, f"a divisor of num_attention_heads {n_heads}")
+    max_positions = read.positive_int("max_position_embeddings")
+    window, window_notes = _window(read, n_layers, max_positions)
+    attention_bias, output_bias = _attention_bias(read)
+    bos, eos, token_notes = _tokens(read, vocab_size)
+    return ModelConfig(
+        architecture=family.architecture,
+        family=family.name,
+        hidden_size=hidden_size,
+        intermediate_size=read.positive_int("intermediate_size"),
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=_head_dim(read, hidden_size, n_heads),
+        vocab_size=vocab_size,
+        max_context=max_positions if window is None else min(window, max_positions),
+        norm_eps=read.positive_float("rms_norm_eps"),
+        rope=_rope(read, max_positions),
+        tie_embeddings=read.boolean("tie_word_embeddings"),
+        attention_bias=attention_bias,
+        attention_output_bias=output_bias,
+        mlp_bias=family.name == "llama" and read.boolean("mlp_bias"),
+        activation=_activation(read),
+        sliding_window=window,
+        dtype=_dtype(raw),
+        bos_token_id=bos,
+        eos_token_ids=eos,
+        notes=(*notes, *window_notes, *token_notes),
+    )
+
+
+def _wrong(key: str, value: object, expected: str, mend: str = "") -> CheckpointError:
+    mend = mend or "check that config.json belongs to this model and is complete"
+    return CheckpointError(f"config.json: {key} is {_short(value)}", expected, mend)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Typed access to one config.json with its family's defaults; every method raises CheckpointError."""
+
+    raw: Raw
+    family: Family
+
+    def get(self, key: str) -> object:
+        return self.raw.get(key, self.family.defaults.get(key))
+
+    def positive_int(self, key: str, missing: int | None = None) -> int:
+        """`missing` is what null stands for; where there is none, null is an error."""
+        value = self.get(key)
+        if value is None and missing is not None:
+            return missing
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise _wrong(key, value, "a positive integer")
+        return value
+
+    def positive_float(self, key: str) -> float:
+        return positive_number(key, self.get(key))
+
+    def boolean(self, key: str) -> bool:
+        value = self.get(key)
+        if not isinstance(value, bool):
+            raise _wrong(key, value, "true or false")
+        return value
+
+
+def positive_number(key: str, value: object) -> float:
+    """A finite number above zero (a bool is not a number here)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise _wrong(key, value, "a positive number")
+    return float(value)
+
+
+def _family(raw: Raw) -> Family:
+    by_architecture = {family.architecture: family for family in FAMILIES.values()}
+    supported = "one of " + ", ".join(sorted(by_architecture))
+    names = raw.get("architectures")
+    model_type = raw.get("model_type")
+    if names is not None and (not isinstance(names, list) or len(names) != 1 or names[0] not in by_architecture):
+        shown = names[0] if isinstance(names, list) and len(names) == 1 else names
+        raise CheckpointError(
+            f"config.json: the architecture is {_short(shown)}, which is not supported",
+            supported,
+            "choose a checkpoint of a supported family",
+        )
+    if isinstance(names, list):
+        family = by_architecture[names[0]]
+        if model_type not in (None, family.name):
+            raise _wrong("model_type", model_type, f'"{family.name}", because architectures says {names[0]}')
+        return family
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise CheckpointError(
+            f"config.json: no architectures, and model_type is {_short(model_type)}",
+            f"architectures with {supported}",
+            "choose a checkpoint of a supported family, or add architectures to config.json",
+        )
+    return FAMILIES[model_type]
+
+
+def _check_keys(raw: Raw, family: Family) -> tuple[str, ...]:
+    """Refuse what is unknown, and what is known to change the maths; returns notes."""
+    used = {"architectures", "model_type", "dtype", "torch_dtype", "rope_theta", "rope_scaling", *family.defaults}
+    notes: list[str] = []
+    for key, value in raw.items():
+        if key in used or key in HARMLESS or key.startswith(HARMLESS_PREFIXES):
+            continue
+        if key in GENERATION_KEYS:
+            notes.append(f"config.json's {key} is not used: generation defaults are read from generation_config.json")
+            continue
+        if key in family.only_at or key in ONLY_AT:
+            neutral, why = family.only_at.get(key) or ONLY_AT[key]
+            if not any(value == v and type(value) is type(v) for v in neutral):
+                allowed = " or ".join(
+                    {"None": "null", "True": "true", "False": "false"}.get(str(v), str(v)) for v in neutral
+                )
+                raise _wrong(key, value, f"{allowed}: {why}", "choose a checkpoint without it")
+            continue
+        raise CheckpointError(
+            f"config.json: unknown key {key} = {_short(value)}",
+            f"a key that {family.architecture} is known to have; " + nearest(key, {*used, *ONLY_AT, *HARMLESS}),
+            "correct the key, or remove it if the model's results do not depend on it",
+        )
+    return tuple(notes)
+
+
+def _head_dim(read: _Reader, hidden_size: int, n_heads: int) -> int:
+    value = read.raw.get("head_dim", read.family.defaults["head_dim"])
+    if value is None and read.family.defaults["head_dim"] is None:
+        if hidden_size % n_heads:
+            raise _wrong(
+                "hidden_size", hidden_size, f"a multiple of num_attention_heads {n_heads}, or an explicit head_dim"
+            )
+        return hidden_size // n_heads
+    head_dim = read.positive_int("head_dim")
+    if head_dim % 2:
+        raise _wrong("head_dim", head_dim, "an even number, because RoPE rotates pairs")
+    return head_dim
+
+
+def _attention_bias(read: _Reader) -> tuple[bool, bool]:
+    """On q/k/v and on o. Qwen2 has the first by architecture; Mistral has none; the rest say it in config.json."""
+    if read.family.name in ("qwen2", "mistral"):
+        return read.family.name == "qwen2", False
+    has = read.boolean("attention_bias")
+    return has, has
+
+
+def _activation(read: _Reader) -> str:
+    name = read.get("hidden_act")
+    gemma = read.family.name == "gemma"
+    if gemma and name == "gelu":
+        name = "gelu_pytorch_tanh"  # the official Gemma files say "gelu" and mean the tanh form (transformers PR 29402)
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise _wrong("hidden_act", name, "one of " + ", ".join(sorted(ACTIVATIONS)))
+    if gemma:
+        # transformers 4 obeyed hidden_activation and ignored hidden_act, transformers 5 does the opposite
+        for key in ("hidden_act", "hidden_activation"):
+            value = name if key == "hidden_act" else read.get(key)
+            if value is not None and ACTIVATIONS.get(str(value)) != "gelu_tanh":
+                raise _wrong(key, value, "gelu_pytorch_tanh, the activation of every Gemma")
+    return ACTIVATIONS[name]
+
+
+def _window(read: _Reader, n_layers: int, max_positions: int) -> tuple[int | None, tuple[str, ...]]:
+    """The narrowest window that any layer has (tokens), and a note where it caps the context."""
+    types = read.get("layer_types")
+    if types is not None and (not isinstance(types, list) or len(types) != n_layers):
+        raise _wrong("layer_types", types, f"a list of {n_layers} names, one per layer")
+    name = read.family.name
+    window: int | None = None
+    if name == "mistral" or (name in ("qwen2", "qwen3") and read.get("use_sliding_window") not in (None, False)):
+        window = None if read.get("sliding_window") is None else read.positive_int("sliding_window")
+    if name in ("qwen2", "qwen3") and window is not None and types is None:
+        first = read.get("max_window_layers")
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise _wrong("max_window_layers", first, "a number of layers")
+        window = window if first < n_layers else None
+    if types is not None:
+        kinds = set(cast(list[object], types))
+        allowed = {"full_attention", "sliding_attention"} if window is not None else {"full_attention"}
+        if name == "mistral" and window is not None:
+            allowed = {"sliding_attention"}  # transformers gives every Mistral layer the window, whatever is said here
+        if not kinds <= allowed:
+            raise _wrong("layer_types", sorted(map(str, kinds)), "only " + " and ".join(sorted(allowed)))
+        window = window if "sliding_attention" in kinds else None
+    if window is None or window >= max_positions:
+        return window, ()
+    note = f"context capped at the model's sliding window of {window} tokens (config.json promises {max_positions})"
+    return window, (note,)
+
+
+def _rope(read: _Reader, max_positions: int) -> RopeConfig:
+    """Values inside rope_parameters win over those beside it, as in transformers; where both differ it is an error."""
+    old, new = read.raw.get("rope_scaling"), read.raw.get("rope_parameters")
+    for key, value in (("rope_scaling", old), ("rope_parameters", new)):
+        if value is not None and not isinstance(value, dict):
+            raise _wrong(key, value, "an object or null")
+    if old and new and old != new:
+        raise _wrong(
+            "rope_scaling", old, f"the same as rope_parameters, which is {_short(new)}", "remove one of the two"
+        )
+    key = "rope_scaling" if old else "rope_parameters"
+    rope = {k: v for k, v in cast(dict[str, object], old or new or {}).items() if v is not None}
+    nested = sorted(k for k, v in rope.items() if isinstance(v, dict))
+    if nested:
+        raise _wrong(
+            key,
+            rope,
+            "one set of values for all layers",
+            f"a different RoPE per layer type ({nested[0]}) is not supported",
+        )
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if "type" in rope and rope["type"] != kind:
+        raise _wrong(f"{key}.type", rope["type"], f"the same as rope_type, which is {kind!r}", "remove one of the two")
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
+        raise _wrong(
+            f"{key}.rope_type", kind, "one of " + ", ".join(ROPE_KINDS), "choose a checkpoint without this scaling"
+        )
+    beside = read.raw.get("rope_theta")
+    theta = rope.get("rope_theta", 10_000.0 if beside is None else beside)
+    if beside is not None and beside != theta:
+        raise _wrong("rope_theta", beside, f"the same as in {key}, which is {_short(theta)}", "remove one of the two")
+    return _scaled_rope(key, kind, rope, positive_number("rope_theta", theta), max_positions)
+
+
+def _scaled_rope(key: str, kind: str, rope: dict[str, object], theta: float, max_positions: int) -> RopeConfig:
+    own: dict[str, tuple[str, ...]] = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    }
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise _wrong("partial_rotary_factor", rope["partial_rotary_factor"], "1 (rotation of whole heads)")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *own[kind]}
+    if kind == "llama3":
+        known.add("original_max_position_embeddings")
+    for name, value in rope.items():
+        if name not in known:
+            raise _wrong(f"{key}.{name}", value, f"no such key for rope_type {kind}; " + nearest(name, known))
+    for name in own[kind]:
+        if name not in rope:
+            raise _wrong(f"{key}.{name}", None, f"a number, because rope_type is {kind}")
+    factor = positive_number(f"{key}.factor", rope.get("factor", 1.0))
+    if factor < 1:
+        raise _wrong(f"{key}.factor", factor, "at least 1")
+    if kind != "llama3":
+        return RopeConfig(theta=theta, kind=kind, factor=factor)
+    low = positive_number(f"{key}.low_freq_factor", rope["low_freq_factor"])
+    high = positive_number(f"{key}.high_freq_factor", rope["high_freq_factor"])
+    if high <= low:
+        raise _wrong(f"{key}.high_freq_factor", high, f"more than low_freq_factor {low}")
+    original = rope.get("original_max_position_embeddings", max_positions)
+    if isinstance(original, bool) or not isinstance(original, int) or original < 1:
+        raise _wrong(f"{key}.original_max_position_embeddings", original, "a positive integer")
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=original,
+    )
+
+
+def _dtype(raw: Raw) -> str:
+    """`dtype` wins over `torch_dtype`, as in transformers; float32 where nothing is said."""
+    value = raw.get("dtype")
+    value = raw.get("torch_dtype") if value is None else value
+    name = "float32" if value is None else str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise _wrong("dtype", value, "one of " + ", ".join(DTYPES), "convert the weights to one of these")
+    return name
+
+
+def _tokens(read: _Reader, vocab_size: int) -> tuple[int | None, tuple[int, ...], tuple[str, ...]]:
+    bos = token_ids("config.json", "bos_token_id", read.get("bos_token_id"))
+    eos = token_ids("config.json", "eos_token_id", read.get("eos_token_id"))
+    if len(bos) > 1:
+        raise _wrong("bos_token_id", list(bos), "one id or null")
+    notes = tuple(
+        f"{name} {i} lies outside the vocabulary of {vocab_size}: it can never be produced"
+        for name, ids in (("bos_token_id", bos), ("eos_token_id", eos))
+        for i in ids
+        if i >= vocab_size
+    )
+    return (bos[0] if bos else None), eos, notes
+
+
+def token_ids(file: str, key: str, value: object) -> tuple[int, ...]:
+    """An id, a list of ids or null, as a tuple. raises CheckpointError"""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for i in values:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
+            raise CheckpointError(f"{file}: {key} is {_short(value)}", "an id, a list of ids or null", f"correct {key}")
+    return tuple(dict.fromkeys(values))

@@ -1,0 +1,174 @@
+"""The tables behind `read_config`: which keys each family has, and which other keys may stand in a config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Neutral = tuple[tuple[object, ...], str]  # the values at which a key changes nothing, and what it would change
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`defaults` names the keys that are used, with transformers' value for a missing one."""
+
+    name: str  # also config.json's model_type
+    architecture: str
+    defaults: Mapping[str, object]
+    only_at: Mapping[str, Neutral] = field(default_factory=dict)
+
+
+# source: models/*/configuration_*.py of transformers 5; null where transformers derives the value from others
+_COMMON: dict[str, object] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_parameters": None,
+    "layer_types": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN: dict[str, object] = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_GEMMA: dict[str, object] = {
+    "vocab_size": 256000,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": None,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+_NO_WINDOW: Neutral = ((None,), "this family attends to everything before a token")
+_NO_BIAS: Neutral = ((False, None), "this family has no such bias")
+
+FAMILIES: Mapping[str, Family] = {
+    f.name: f
+    for f in (
+        Family(
+            "llama",
+            "LlamaForCausalLM",
+            {
+                **_COMMON,
+                "vocab_size": 32000,
+                "intermediate_size": 11008,
+                "max_position_embeddings": 2048,
+                "attention_bias": False,
+                "mlp_bias": False,
+            },
+            {"sliding_window": _NO_WINDOW},
+        ),
+        Family(
+            "mistral",
+            "MistralForCausalLM",
+            {
+                **_COMMON,
+                "vocab_size": 32000,
+                "intermediate_size": 14336,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131072,
+                "sliding_window": 4096,
+            },
+            {"attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS},
+        ),
+        Family(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            {**_COMMON, **_QWEN},
+            {"attention_bias": ((True, None), "Qwen2 always has a bias on q, k and v"), "mlp_bias": _NO_BIAS},
+        ),
+        Family(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            {**_COMMON, **_QWEN, "head_dim": 128, "attention_bias": False},
+            {"mlp_bias": _NO_BIAS},
+        ),
+        Family(
+            "gemma",
+            "GemmaForCausalLM",
+            {**_COMMON, **_GEMMA},
+            {
+                "mlp_bias": _NO_BIAS,
+                "sliding_window": _NO_WINDOW,
+                "use_bidirectional_attention": ((None, False), "only causal attention is supported"),
+            },
+        ),
+    )
+}
+
+# hidden_act -> the name of the formula; swish is silu, gelu_new is the tanh form written out
+ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# They do not change what the model computes, whatever their value.
+HARMLESS = _words(
+    """
+    _name_or_path name_or_path _commit_hash transformers_version auto_map tokenizer_class
+    use_cache attention_dropout hidden_dropout initializer_range pad_token_id unk_token_id sep_token_id cls_token_id
+    decoder_start_token_id _attn_implementation attn_implementation _attn_implementation_autoset
+    _attn_implementation_internal _experts_implementation experts_implementation _flash_attn_2_enabled use_flash_attn
+    use_flash_attention_2 output_attentions output_hidden_states return_dict torchscript use_bfloat16 is_decoder
+    chunk_size_feed_forward gradient_checkpointing id2label label2id num_labels problem_type task_specific_params
+    finetuning_task tie_last_hidden_states max_length max_sequence_length is_llama_config transformers.js_config
+    pretraining_tp
+    """  # pretraining_tp splits the same sums over slices; transformers 5 no longer reads it
+)
+HARMLESS_PREFIXES = ("unsloth_",)
+
+# Generation defaults that older versions of transformers kept in config.json and version 5 drops.
+GENERATION_KEYS = _words(
+    "do_sample temperature top_k top_p min_p typical_p repetition_penalty min_length max_new_tokens num_beams "
+    "no_repeat_ngram_size length_penalty early_stopping bad_words_ids num_return_sequences"
+)
+
+# They change what the model computes, except at these values.
+ONLY_AT: Mapping[str, Neutral] = {
+    "quantization_config": ((None,), "quantised checkpoints are not read yet"),
+    "compression_config": ((None,), "compressed checkpoints are not read yet"),
+    "partial_rotary_factor": ((None, 1, 1.0), "RoPE turns whole heads"),
+    "rotary_pct": ((None, 1, 1.0), "RoPE turns whole heads"),
+    "rope_interleaved": ((None, False), "RoPE pairs the two halves of a head"),
+    "use_mrope": ((None, False), "positions of several dimensions are not supported"),
+    "use_sliding_window": ((None, False), "this family has no sliding window"),
+    "attn_logit_softcapping": ((None,), "soft-capped attention is not supported"),
+    "final_logit_softcapping": ((None,), "soft-capped logits are not supported"),
+    "logit_scale": ((None, 1, 1.0), "scaled logits are not supported"),
+    "clip_qkv": ((None,), "clipped projections are not supported"),
+    "use_qk_norm": ((None, False), "only Qwen3 normalises queries and keys"),
+    "qk_layernorm": ((None, False), "only Qwen3 normalises queries and keys"),
+    "per_layer_config": ((None,), "all layers have one shape"),
+    "pruned_heads": ((None, {}), "pruned heads are not supported"),
+    "is_encoder_decoder": ((None, False), "only decoders are supported"),
+    "add_cross_attention": ((None, False), "only decoders are supported"),
+    "cross_attention_hidden_size": ((None,), "only decoders are supported"),
+    "tie_encoder_decoder": ((None, False), "only decoders are supported"),
+}

@@ -1,0 +1,236 @@
+"""Text to token ids and back: one contract over `tokenizer.json` and SentencePiece's `tokenizer.model`.
+
+Decoding is defined by bytes: every token contributes some, the bytes of a sequence are read as UTF-8, and what is not
+UTF-8 becomes U+FFFD. For byte-level vocabularies that is what the tokenizers library does to the letter; for byte
+fallback (`<0xNN>`) it differs only in runs that are not UTF-8, where the library drops the good characters as well.
+
+Encoding reads the spelling of a special token inside a text as that token, as transformers does by default: a user who
+writes `</s>` into a chat message sends the token. That is the checkpoint's convention (its chat template relies on it).
+"""
+
+import codecs
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.errors import CheckpointError, RequestError
+
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_MODEL = "tokenizer.model"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specials:
+    """What a tokenizer knows of its special tokens."""
+
+    named: Mapping[str, str]  # {"bos_token": "<s>", ...}: the variables of a chat template
+    bos_token_id: int | None
+    eos_token_id: int | None
+    ids: frozenset[int]  # skipped when decoding with skip_special_tokens
+
+
+class Tokenizer(ABC):
+    """Safe to use from several threads."""
+
+    def __init__(self, vocab_size: int, specials: Specials) -> None:
+        self.vocab_size = vocab_size  # ids 0 .. vocab_size-1; the model's may be larger, such ids contribute nothing
+        self.specials = specials
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.specials.bos_token_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.specials.eos_token_id
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self.specials.ids
+
+    @property
+    def special_token_strings(self) -> Mapping[str, str]:
+        """`{"bos_token": "<s>", ...}`, only those that the checkpoint names."""
+        return self.specials.named
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """raises RequestError where `text` holds half a surrogate pair, which no UTF-8 text can"""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text has the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
+                "Unicode text",
+                "send both halves of the surrogate pair, or leave the character out",
+            ) from None
+        return self._encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        detokenizer = Detokenizer(self, skip_special_tokens)
+        return detokenizer.push(ids) + detokenizer.flush()
+
+    def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
+        """What this token contributes to a text; an id without a token contributes nothing.
+
+        first: as the first visible token, where SentencePiece's vocabularies drop the space that encoding put there
+        """
+        if first:
+            return self._first_bytes(token_id)
+        held = self._bytes.get(token_id)
+        if held is None:
+            held = self._bytes[token_id] = self._token_bytes(token_id)
+        return held
+
+    @abstractmethod
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    @abstractmethod
+    def _token_bytes(self, token_id: int) -> bytes: ...
+
+    @abstractmethod
+    def _first_bytes(self, token_id: int) -> bytes: ...
+
+
+class Detokenizer:
+    """Token ids to text as they come, in constant time per token.
+
+    The pushes and the flush, put together, are `decode` of all ids pushed; after a `prompt` they are what these ids add
+    to the text of the prompt. A character is given out only when its last byte has come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._first = not any(True for _ in self._visible(prompt))
+        self._utf8.decode(self._tail(prompt))
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The characters that `ids` complete."""
+        data = b""
+        for i in self._visible(ids):
+            data += self._tokenizer.token_bytes(i, first=self._first)
+            self._first = False
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for an unfinished character, or nothing."""
+        return self._utf8.decode(b"", final=True)
+
+    def _visible(self, ids: Sequence[int]) -> Iterator[int]:
+        return (i for i in map(int, ids) if i not in self._skip and self._tokenizer.token_bytes(i))
+
+    def _tail(self, prompt: Sequence[int]) -> bytes:
+        """The prompt's last bytes, enough to hold a character that it leaves unfinished (at most 3 bytes)."""
+        data = b""
+        for i in self._visible(prompt[::-1]):
+            data = self._tokenizer.token_bytes(i) + data
+            if len(data) >= 4:
+                break
+        return data
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder; tokenizer.json is preferred. raises CheckpointError"""
+    config = read_tokenizer_config(folder)
+    if (folder / TOKENIZER_JSON).is_file():
+        from millrace.checkpoint.tokenizer_json import JsonTokenizer
+
+        return JsonTokenizer(folder / TOKENIZER_JSON, config)
+    if (folder / TOKENIZER_MODEL).is_file():
+        from millrace.checkpoint.tokenizer_model import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(folder / TOKENIZER_MODEL, config)
+    raise CheckpointError(
+        f"{folder} has no tokenizer",
+        f"{TOKENIZER_JSON} or {TOKENIZER_MODEL}",
+        "copy the tokenizer's files of the original model into the folder",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig:
+    """tokenizer_config.json with its older companions special_tokens_map.json and added_tokens.json."""
+
+    named: Mapping[str, str]  # {"bos_token": "<s>", ...}
+    special: tuple[str, ...]  # further special tokens
+    added: Mapping[int, "Added"]  # id -> token
+    add_bos: bool | None  # None: not said
+    add_eos: bool | None
+    legacy: bool  # SentencePiece: a space is put in front of the text after every special token
+    split_special: bool  # the spelling of a special token is ordinary text
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A token outside the trained vocabulary; `lstrip`, `rstrip`: it swallows white space before or after itself."""
+
+    content: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
+def read_tokenizer_config(folder: Path) -> TokenizerConfig:
+    raw = read_json_object(folder / TOKENIZER_CONFIG)
+    # older checkpoints keep the names of the special tokens, and the added ones, in files of their own
+    both = {**read_json_object(folder / "special_tokens_map.json"), **{k: v for k, v in raw.items() if v is not None}}
+    named = {key: text for key in NAMED_TOKENS if (text := _content(folder, key, both.get(key))) is not None}
+    extra = both.get("additional_special_tokens") or both.get("extra_special_tokens") or []
+    values = list(extra.values()) if isinstance(extra, dict) else extra if isinstance(extra, list) else []
+    special = tuple(text for v in values if (text := _content(folder, "additional_special_tokens", v)) is not None)
+    added = {i: Added(text) for text, i in read_json_object(folder / "added_tokens.json").items() if isinstance(i, int)}
+    decoder = raw.get("added_tokens_decoder")
+    for key, value in decoder.items() if isinstance(decoder, dict) else ():
+        text = _content(folder, f"added_tokens_decoder[{key}]", value)
+        if text is None or not key.isdecimal():
+            raise _wrong(folder, f"added_tokens_decoder[{key}]", value)
+        flags = value if isinstance(value, dict) else {}
+        names = ("special", "lstrip", "rstrip", "single_word", "normalized")
+        added[int(key)] = Added(text, **{name: bool(flags.get(name)) for name in names})
+    return TokenizerConfig(
+        named=named,
+        special=special,
+        added=added,
+        add_bos=bool(raw["add_bos_token"]) if "add_bos_token" in raw else None,
+        add_eos=bool(raw["add_eos_token"]) if "add_eos_token" in raw else None,
+        legacy=bool(raw.get("legacy")),
+        split_special=bool(raw.get("split_special_tokens")),
+    )
+
+
+def _content(folder: Path, key: str, value: object) -> str | None:
+    """A token is written as a string or as {"content": string, ...}."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    if value is None or isinstance(value, str):
+        return value
+    raise _wrong(folder, key, value)
+
+
+def _wrong(folder: Path, key: str, value: object) -> CheckpointError:
+    return CheckpointError(
+        f"{folder / TOKENIZER_CONFIG}: {key} is {str(value)[:200]}", 'a string or {"content": string}', f"correct {key}"
+    )
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """{} where there is no such file. raises CheckpointError where it is not a JSON object"""
+    if not path.is_file():
+        return {}
+    try:
+        raw = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not JSON: {error}", "a JSON object", "download or copy the file again"
+        ) from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} is not a JSON object", "{...}", "download or copy the file again")
+    return raw

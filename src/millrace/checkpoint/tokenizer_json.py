@@ -1,0 +1,157 @@
+"""`tokenizer.json` through the tokenizers library: byte-level BPE, and BPE or Unigram with byte fallback."""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import tokenizers
+
+from millrace.checkpoint.tokenizer import Specials, Tokenizer, TokenizerConfig
+from millrace.errors import CheckpointError
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class JsonTokenizer(Tokenizer):
+    """Encodes as the library does; decodes by bytes (see `tokenizer.py`).
+
+    The file's post-processor decides whether a text begins with bos; add_bos_token and add_eos_token of
+    tokenizer_config.json do not (as in transformers 5; they are for `tokenizer.model`).
+    """
+
+    def __init__(self, path: Path, config: TokenizerConfig) -> None:
+        try:
+            library = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every kind of bad file
+            raise CheckpointError(
+                f"{path} cannot be read: {error}", "a tokenizer.json", "download or copy the file again"
+            ) from error
+        library.no_truncation()  # of training; a prompt is never cut silently
+        library.no_padding()
+        library.encode_special_tokens = config.split_special
+        _add_tokens(library, config)
+        added = library.get_added_tokens_decoder()
+        vocab_size = max(library.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
+        bos, eos = (self._named_id(library, path, config, name) for name in ("bos_token", "eos_token"))
+        ids = frozenset(i for i, token in added.items() if token.special)
+        super().__init__(vocab_size, Specials(named=config.named, bos_token_id=bos, eos_token_id=eos, ids=ids))
+        self._library = library
+        self._decoding = _read_decoder(path, library)
+
+    @staticmethod
+    def _named_id(library: tokenizers.Tokenizer, path: Path, config: TokenizerConfig, name: str) -> int | None:
+        text = config.named.get(name)
+        found: int | None = None if text is None else library.token_to_id(text)
+        if text is not None and found is None:
+            raise CheckpointError(
+                f"tokenizer_config.json: {name} {text!r} is not in {path}",
+                "a token of the vocabulary",
+                "check that both files belong to the same model",
+            )
+        return found
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        text = self._text(token_id)
+        return b"" if text is None else self._decoding.to_bytes(text)
+
+    def _first_bytes(self, token_id: int) -> bytes:
+        text = self._text(token_id)
+        return b"" if text is None else self._decoding.first_to_bytes(text)
+
+    def _text(self, token_id: int) -> str | None:
+        if not 0 <= token_id < 2**32:  # else the library raises OverflowError
+            return None
+        text: str | None = self._library.id_to_token(token_id)
+        return text
+
+
+def _add_tokens(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+    """Tokens that tokenizer_config.json calls special are so, whatever tokenizer.json says (as in transformers)."""
+    held = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    for i, token in sorted(config.added.items()):
+        # ids follow on in order; one that would come to lie elsewhere than the file says is left out
+        if token.content not in held and library.token_to_id(token.content) in (i, None):
+            flags = {
+                name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
+            }
+            if library.token_to_id(token.content) == i or library.get_vocab_size() == i:
+                library.add_tokens([tokenizers.AddedToken(token.content, **flags)])
+    for text in (*config.named.values(), *config.special):
+        if library.token_to_id(text) is not None and not (text in held and held[text].special):
+            library.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """The decoder of a tokenizer.json, reduced to what it does to one token."""
+
+    byte_level: bool = False  # every character of a token stands for a byte (GPT-2's alphabet)
+    byte_fallback: bool = False  # `<0xNN>` is a byte
+    replace: tuple[tuple[str, str], ...] = ()
+    strips_space: bool = False  # one space at the very start
+    drops: str = ""  # this character in the first token (Metaspace)
+
+    def to_bytes(self, text: str) -> bytes:
+        for old, new in self.replace:
+            text = text.replace(old, new)
+        if self.byte_level:
+            table = _byte_alphabet()
+            if all(c in table for c in text):
+                return bytes(table[c] for c in text)
+        if self.byte_fallback and (byte := _BYTE.fullmatch(text)):
+            return bytes([int(byte[1], 16)])
+        return text.encode("utf-8")
+
+    def first_to_bytes(self, text: str) -> bytes:
+        data = self.to_bytes(text.replace(self.drops, "") if self.drops else text)
+        return data.removeprefix(b" ") if self.strips_space else data
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character of every byte. source: openai/gpt-2 `encoder.py`, bytes_to_unicode"""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+def _read_decoder(path: Path, library: tokenizers.Tokenizer) -> _Decoding:
+    raw = None if library.decoder is None else json.loads(library.decoder.__getstate__())
+    steps = [] if raw is None else raw["decoders"] if raw["type"] == "Sequence" else [raw]
+    byte_level = byte_fallback = strips_space = False
+    replace: list[tuple[str, str]] = []
+    drops = ""
+    for step in steps:
+        match step:
+            case {"type": "ByteLevel"}:
+                byte_level = True
+            case {"type": "ByteFallback"}:
+                byte_fallback = True
+            case {"type": "Fuse"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                replace.append((old, new))
+            case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0}:
+                strips_space = start == 1
+            case {"type": "Metaspace", "replacement": mark}:
+                replace.append((mark, " "))
+                drops = "" if step.get("prepend_scheme") == "never" else mark
+            case _:
+                raise _unsupported(path, json.dumps(step)[:200])
+    if not steps:
+        raise _unsupported(path, "null")
+    return _Decoding(byte_level, byte_fallback, tuple(replace), strips_space, drops)
+
+
+def _unsupported(path: Path, decoder: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: the decoder {decoder} is not supported",
+        "ByteLevel, or Metaspace, or a sequence of Replace, ByteFallback, Fuse and Strip",
+        "choose a checkpoint with a byte-level or SentencePiece-like tokenizer",
+    )

@@ -1,0 +1,270 @@
+"""Weights as safetensors: headers are read and checked at once, data is memory-mapped and touched only by `load`.
+
+    byte 0-7         length N of the header, little endian, at most MAX_HEADER_BYTES
+    byte 8 - 8+N     JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {...}}
+    byte 8+N -       the tensors, row-major, without gaps or overlaps
+
+A file is hostile input. source: https://github.com/huggingface/safetensors, format section of the README.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ml_dtypes
+import numpy as np
+
+from millrace.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+# Tables that old checkpoints saved and that follow from config.json; transformers skips them too.
+_DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".attn.masked_bias")
+_COPY_AGAIN = "download or copy the file again"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a header says of one tensor, after it was checked."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # "float32" | "float16" | "bfloat16"
+    file: Path
+    nbytes: int
+    offset: int  # of its first byte in `file`
+
+
+class Tensors(Mapping[str, TensorInfo]):
+    """All tensors of a checkpoint folder by name. `load` gives a view on the mapped file."""
+
+    def __init__(self, infos: Mapping[str, TensorInfo], header_digest: str) -> None:
+        self._infos = dict(infos)
+        self._maps: dict[Path, mmap.mmap] = {}
+        self.header_digest = header_digest  # blake2b over the headers, in the order of the files' names
+
+    @classmethod
+    def open(cls, folder: Path) -> "Tensors":
+        """Read every header of `folder`. raises CheckpointError for what is missing, damaged or of another type"""
+        index = _read_index(folder)
+        files = [SINGLE] if index is None else sorted(set(index.values()))
+        missing = [name for name in files if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder}: {len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:5])}",
+                f"every file that {INDEX} names",
+                "finish the download of the checkpoint",
+            )
+        infos: dict[str, TensorInfo] = {}
+        digest = hashlib.blake2b(digest_size=16)
+        for name in files:
+            header, found = _read_header(folder / name)
+            digest.update(header)
+            for info in found:
+                if info.name in infos:
+                    raise CheckpointError(
+                        f"{info.name} is in {infos[info.name].file.name} and in {name}",
+                        "each tensor in one file",
+                        "remove the weight file that does not belong to this checkpoint",
+                    )
+                infos[info.name] = info
+        for tensor, name in (index or {}).items():
+            if tensor not in infos and not tensor.endswith(_DERIVED):
+                raise CheckpointError(
+                    f"{folder / name} has no tensor {tensor}", f"what {INDEX} promises", "download the checkpoint again"
+                )
+        return cls(infos, digest.hexdigest())
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        return self._infos[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(info.nbytes for info in self._infos.values())
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(sorted({info.file for info in self._infos.values()}))
+
+    def load(self, name: str) -> Array:
+        """The tensor as a read-only view on the file, of its own dtype; nothing is read until it is touched.
+
+        The view keeps the map alive. Its address has the file's alignment, which may be less than the dtype's.
+        raises CheckpointError where there is no such tensor or the file has changed since it was opened
+        """
+        info = self._infos.get(name)
+        if info is None:
+            raise CheckpointError(
+                f"the checkpoint has no tensor {name}",
+                f"one of its {len(self)} tensors",
+                "check that config.json belongs to these weights",
+            )
+        dtype = _DTYPES[info.dtype]
+        if info.nbytes == 0:
+            return np.empty(info.shape, dtype)
+        return np.ndarray(info.shape, dtype, buffer=self._map(info), offset=info.offset)
+
+    def _map(self, info: TensorInfo) -> mmap.mmap:
+        held = self._maps.get(info.file)
+        mend = "open the checkpoint again once the file is complete"
+        if held is None:
+            try:
+                with info.file.open("rb") as file:
+                    held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:  # ValueError: an empty file
+                raise CheckpointError(
+                    f"{info.file} cannot be mapped: {error}", "the file that was there when it was opened", mend
+                ) from error
+            self._maps[info.file] = held
+        if info.offset + info.nbytes > len(held):
+            raise CheckpointError(
+                f"{info.file} has {len(held)} bytes and {info.name} ends at {info.offset + info.nbytes}",
+                "the file that was there when the checkpoint was opened",
+                mend,
+            )
+        return held
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Tensor name -> file name; None where the weights are one model.safetensors, which wins as in transformers."""
+    if (folder / SINGLE).is_file():
+        return None
+    path = folder / INDEX
+    if not path.is_file():
+        raise _no_weights(folder)
+    try:
+        raw = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not JSON: {error}", "the index of a sharded checkpoint", _COPY_AGAIN
+        ) from error
+    names = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(names, dict) or not names or not all(_is_plain_name(name) for name in names.values()):
+        raise CheckpointError(
+            f"{path} has no usable weight_map",
+            '{"weight_map": {tensor name: name of a .safetensors file in this folder}}',
+            _COPY_AGAIN,
+        )
+    return names
+
+
+def _is_plain_name(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
+    loose = sorted(p.name for p in folder.glob("*.safetensors"))
+    if loose:
+        return CheckpointError(
+            f"{folder} has {', '.join(loose[:3])} but no {INDEX}",
+            f"{SINGLE}, or {INDEX} beside the files it names",
+            f"copy {INDEX} as well, or rename a single file to {SINGLE}",
+        )
+    if pickles:
+        return CheckpointError(
+            f"{folder} has its weights only as pickle ({', '.join(pickles[:3])}), which can run any code when opened",
+            "weights as .safetensors",
+            "convert them: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) with transformers",
+        )
+    return CheckpointError(
+        f"{folder} has no weights", f"{SINGLE} or {INDEX}", "name the folder of a complete Hugging Face checkpoint"
+    )
+
+
+def _read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
+    """The header's bytes and its tensors, each checked against the file's size."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length > size - 8:
+            _damaged(path, f"is truncated: {size} bytes, the header alone needs {8 + length}", "a complete file")
+        if length > MAX_HEADER_BYTES:
+            _damaged(path, f"has a header of {length} bytes", f"at most {MAX_HEADER_BYTES}")
+        header = file.read(length)
+    try:
+        raw = json.loads(header, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        _damaged(path, f"has a header that is not JSON: {error}", "a safetensors header")
+    if not isinstance(raw, dict):
+        _damaged(path, "has a header that is not an object", "a safetensors header")
+    raw.pop("__metadata__", None)
+    start = 8 + length
+    spans = sorted(_span(path, name, entry) for name, entry in raw.items())
+    at = 0
+    for begin, end, name in spans:
+        if begin != at:
+            kind = "overlaps its neighbour" if begin < at else "leaves a gap before it"
+            _damaged(path, f"has a wrong header: {name} at byte {begin} {kind}", f"byte {at}")
+        at = end
+    if start + at != size:
+        kind = "is truncated" if start + at > size else "has bytes that belong to no tensor"
+        _damaged(path, f"{kind}: {size} bytes", f"{start + at} bytes by its header")
+    infos = [_info(path, name, raw[name], start + begin, end - begin) for begin, end, name in spans]
+    return header, [info for info in infos if not info.name.endswith(_DERIVED)]
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _span(path: Path, name: str, entry: object) -> tuple[int, int, str]:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    if (
+        offsets is None
+        or not _are_sizes(offsets)
+        or len(offsets) != 2
+        or offsets[0] > offsets[1]
+        or not _are_sizes(shape)
+    ):
+        _damaged(
+            path, f"has a wrong header: {name} is {str(entry)[:100]}", "dtype, shape and two ascending data_offsets"
+        )
+    return offsets[0], offsets[1], name
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**62 for i in value)
+
+
+def _info(path: Path, name: str, entry: dict[str, Any], offset: int, nbytes: int) -> TensorInfo:
+    kind = entry.get("dtype")
+    shape = tuple(entry["shape"])
+    dtype = _NAMES.get(kind) if isinstance(kind, str) else None
+    if dtype is None and not name.endswith(_DERIVED):
+        raise CheckpointError(
+            f"{path}: {name} has dtype {kind}",
+            "F32, F16 or BF16",
+            "choose an unquantised checkpoint; FP8 and integer weights are not read yet",
+        )
+    dtype = dtype or "float32"
+    needed = math.prod(shape) * _DTYPES[dtype].itemsize
+    if nbytes != needed and not name.endswith(_DERIVED):
+        _damaged(path, f"has a wrong header: {name} {shape} {kind} has {nbytes} bytes", f"{needed} bytes")
+    return TensorInfo(name, shape, dtype, path, nbytes, offset)
+
+
+def _damaged(path: Path, what: str, expected: str) -> NoReturn:
+    raise CheckpointError(f"{path} {what}", expected, _COPY_AGAIN)

@@ -1,0 +1,274 @@
+"""The compiler's passes, in order: each is pure, has one reason, and is verified after it ran."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from millrace.compile.precision import PrecisionMap
+from millrace.graph.rewrite import Live, make_node, prune, rewrite
+from millrace.graph.types import Array, Constant, F32, Graph, Node, Value
+from millrace.graph.verify import verify
+from millrace.kernels.declare import MAX_INPUTS
+from millrace.kernels.expression import TooComplex, Tree, compile_tree, evaluate, substitute
+
+Pass = Callable[[Graph], Graph]
+
+
+def pipeline(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
+    """The order is the design: expressions grow first, then products take in their neighbours, then rows are packed."""
+    return [
+        ("fold_constants", fold_constants),
+        ("fuse_elementwise", fuse_elementwise),
+        ("choose_precision", lambda g: choose_precision(g, precisions)),
+        ("merge_gated", merge_gated),
+        ("merge_linears", merge_linears),
+        ("fuse_residual", fuse_residual),
+        ("fuse_rope_attention", fuse_rope_attention),
+        ("convert_inputs", lambda g: convert_inputs(g, precisions.group)),
+        ("fuse_norm_convert", fuse_norm_convert),
+        ("prune", prune),
+    ]
+
+
+def unfused(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
+    """The plain one-to-one lowering: nothing but the precisions. The fused engine is compared with it."""
+    return [
+        ("fold_constants", fold_constants),
+        ("choose_precision", lambda g: choose_precision(g, precisions)),
+        ("convert_inputs", lambda g: convert_inputs(g, precisions.group)),
+        ("prune", prune),
+    ]
+
+
+def run_passes(graph: Graph, passes: list[tuple[str, Pass]]) -> Graph:
+    for name, step in passes:
+        graph = verify(step(graph), after=name)
+    return graph
+
+
+def fold_constants(graph: Graph) -> Graph:
+    """Element-wise arithmetic on constants alone is done now (Gemma's weight + 1), when the constant is loaded."""
+
+    def rule(node: Node, live: Live) -> list[Node] | None:
+        if node.op != "elementwise" or not all(v.constant for v in node.inputs):
+            return None
+        live.move(node.output, Value(node.output.shape, F32, _folded(node.inputs, _tree(node))))
+        return []
+
+    return rewrite(graph, rule)
+
+
+def _folded(inputs: tuple[Value, ...], tree: Tree) -> Constant:
+    constants = [v.constant for v in inputs if v.constant]
+
+    def load() -> Array:
+        arrays = [c.load().astype(np.float64) for c in constants]
+        return evaluate(tree, arrays).astype(np.float32)
+
+    return Constant(load, tuple(o for c in constants for o in c.origin))
+
+
+def _tree(node: Node) -> Tree:
+    tree = node.attrs["tree"]
+    assert isinstance(tree, int | float | tuple)
+    return tree
+
+
+def fuse_elementwise(graph: Graph) -> Graph:
+    """An expression read only by another expression becomes part of it, as far as one kernel can hold it."""
+
+    def rule(node: Node, live: Live) -> list[Node] | None:
+        if node.op != "elementwise":
+            return None
+        grown = node
+        while fused := _grown(grown, live):
+            grown = fused
+        return None if grown is node else [make_node("elementwise", grown.inputs, grown.attrs, grown.origin)]
+
+    return rewrite(graph, rule)
+
+
+def _grown(node: Node, live: Live) -> Node | None:
+    for value in node.inputs:
+        inner = live.producer(value)
+        if inner and inner.op == "elementwise" and live.read_once(value):
+            fused = _inlined(node, inner)
+            if fused:
+                return fused
+    return None
+
+
+def _inlined(outer: Node, inner: Node) -> Node | None:
+    inputs = [v for v in outer.inputs if v is not inner.output]
+    inputs += [v for v in inner.inputs if v not in inputs]
+    if len(inputs) > MAX_INPUTS:
+        return None
+    inputs.sort(key=lambda v: v.constant is not None)  # a matrix first: it says how many rows there are
+    body = substitute(_tree(inner), [inputs.index(v) for v in inner.inputs])
+    tree = substitute(_tree(outer), [body if v is inner.output else inputs.index(v) for v in outer.inputs])
+    try:
+        compile_tree(tree, len(inputs))
+    except TooComplex:
+        return None
+    return Node("elementwise", tuple(inputs), outer.output, {"tree": tree}, _joined(outer, inner))
+
+
+def _joined(*nodes: Node) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(o for n in nodes for o in n.origin))
+
+
+def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
+    """Each linear layer gets its precision by its name. Not searched yet: the map is what was asked for."""
+
+    def rule(node: Node, live: Live) -> list[Node] | None:
+        if node.op != "linear":
+            return None
+        attrs = {**node.attrs, "precision": precisions.of(node.origin[0])}
+        return [make_node("linear", node.inputs, attrs, node.origin)]
+
+    return rewrite(graph, rule)
+
+
+def merge_gated(graph: Graph) -> Graph:
+    """expression(gate(x), up(x)) becomes one product with the two interleaved, and the expression in its epilogue."""
+
+    def rule(node: Node, live: Live) -> list[Node] | None:
+        if node.op != "elementwise" or len(node.inputs) != 2 or node.inputs[0].shape != node.inputs[1].shape:
+            return None
+        gate, up = (live.producer(v) for v in node.inputs)
+        if not (gate and up and _plain_linear(gate) and _plain_linear(up) and gate.inputs[0] is up.inputs[0]):
+            return None
+        if gate.attrs["precision"] != up.attrs["precision"] or gate.inputs[1].shape != up.inputs[1].shape:
+            return None
+        if not all(live.read_once(v) for v in node.inputs):
+            return None
+        attrs = {"tree": _tree(node), "precision": gate.attrs["precision"]}
+        inputs = (gate.inputs[0], gate.inputs[1], up.inputs[1])
+        return [make_node("gated_linear", inputs, attrs, _joined(gate, up))]
+
+    return rewrite(graph, rule)
+
+
+def _plain_linear(node: Node) -> bool:
+    return node.op == "linear" and not node.attrs.get("bias") and not node.attrs.get("residual")
+
+
+def merge_linears(graph: Graph) -> Graph:
+    """Linear layers over the same input and precision (q, k, v) become one product; each reads its slice of the result."""
+    families: dict[tuple[Value, object], list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == "linear" and not node.attrs.get("residual") and node.output is not graph.output:
+            families.setdefault((node.inputs[0], node.attrs["precision"]), []).append(node)
+    family_of = {n.output: family for family in families.values() if len(family) > 1 for n in family}
+    merged: dict[Value, Node] = {}  # by the first member's output
+
+    def rule(node: Node, live: Live) -> list[Node] | None:
+        family = family_of.get(node.output)
+        if family is None:
+            return None
+        first = family[0].output
+        fresh = []
+        if first not in merged:
+            merged[first] = _merged(family, node.inputs[0])
+            fresh = [merged[first]]
+        start = sum(n.output.width for n in family[: [n.output for n in family].index(node.output)])
+        attrs = {"start": start, "stop": start + node.output.width}
+        return [*fresh, make_node("slice", (merged[first].output,), attrs, node.origin)]
+
+    return rewrite(graph, rule)
+
+
+def _merged(family: list[Node], x: Value) -> Node:
+    inputs = [x, _concatenated([n.inputs[1] for n in family])]
+    biases = [n.inputs[2] if n.attrs.get("bias") else None for n in family]
+    biased = any(b is not None for b in biases)
+    if biased:
+        inputs.append(_concatenated([b or _zeros(n) for b, n in zip(biases, family, strict=True)]))
+    attrs = {"bias": biased, "precision": family[0].attrs["precision"]}
+    return make_node("linear", tuple(inputs), attrs, _joined(*family))
+
+
+def _zeros(node: Node) -> Value:
+    width = node.output.width
+    return Value((width,), F32, Constant(lambda: np.zeros(width, np.float32), ()))
+
+
+def _concatenated(values: list[Value]) -> Value:
+    constants = [v.constant for v in values]
+    assert all(constants), "only constants are concatenated"
+    total = sum(d for v in values if isinstance(d := v.shape[0], int))
+
+    def load() -> Array:
+        return np.concatenate([c.load() for c in constants if c])
+
+    origin = tuple(o for c in constants if c for o in c.origin)
+    return Value((total, *values[0].shape[1:]), F32, Constant(load, origin))
+
+
+def fuse_residual(graph: Graph) -> Graph:
+    """x + linear(y) becomes an addition in the product's epilogue."""
+
+    def rule(node: Node, live: Live) -> list[Node] | None:
+        if node.op != "elementwise" or _tree(node) not in (("add", 0, 1), ("add", 1, 0)):
+            return None
+        for product, other in (node.inputs, node.inputs[::-1]):
+            linear = live.producer(product)
+            if not (linear and linear.op == "linear" and not linear.attrs.get("residual")):
+                continue
+            if live.read_once(product) and not other.constant and other.shape == product.shape:
+                attrs = {**linear.attrs, "residual": True}
+                return [make_node("linear", (*linear.inputs, other), attrs, _joined(linear))]
+        return None
+
+    return rewrite(graph, rule)
+
+
+def fuse_rope_attention(graph: Graph) -> Graph:
+    """attention(rope(q), rope(k), v): the rotation and the write into the KV pages become one kernel."""
+
+    def rule(node: Node, live: Live) -> list[Node] | None:
+        if node.op != "attention":
+            return None
+        q, k = live.producer(node.inputs[0]), live.producer(node.inputs[1])
+        if not (q and k and q.op == k.op == "rope" and q.inputs[1] is k.inputs[1]):
+            return None
+        if not (live.read_once(q.output) and live.read_once(k.output)):
+            return None
+        inputs = (q.inputs[0], k.inputs[0], node.inputs[2], q.inputs[1])
+        return [make_node("rope_attention", inputs, node.attrs, _joined(node))]
+
+    return rewrite(graph, rule)
+
+
+def convert_inputs(graph: Graph, group: int) -> Graph:
+    """Puts the conversion that a product's precision asks for before it; products over one input share it."""
+    converted: dict[tuple[Value, object], Node] = {}
+
+    def rule(node: Node, live: Live) -> list[Node] | None:
+        if node.op not in ("linear", "gated_linear"):
+            return None
+        x = node.inputs[0]
+        storage = node.attrs["precision"].storage(group)  # type: ignore[attr-defined]
+        if storage.kind == "f32" or x.storage == storage:
+            return None
+        fresh = []
+        if (x, storage) not in converted:
+            converted[x, storage] = make_node("convert", (x,), {"storage": storage}, node.origin)
+            fresh = [converted[x, storage]]
+        inputs = (converted[x, storage].output, *node.inputs[1:])
+        return [*fresh, make_node(node.op, inputs, node.attrs, node.origin)]
+
+    return rewrite(graph, rule)
+
+
+def fuse_norm_convert(graph: Graph) -> Graph:
+    """convert(rms_norm(x)) becomes a norm that writes packed rows, where nobody else reads the norm."""
+
+    def rule(node: Node, live: Live) -> list[Node] | None:
+        norm = live.producer(node.inputs[0]) if node.op == "convert" else None
+        if not norm or norm.op != "rms_norm" or not live.read_once(norm.output) or len(norm.output.shape) != 2:
+            return None
+        attrs = {**norm.attrs, "storage": node.attrs["storage"]}
+        return [make_node("rms_norm", norm.inputs, attrs, _joined(norm))]
+
+    return rewrite(graph, rule)

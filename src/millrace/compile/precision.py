@@ -1,0 +1,84 @@
+"""Which precision each matrix product runs in: weights and activations, by one name or by a map of layer patterns."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+
+from millrace.errors import ConfigError
+from millrace.graph.types import Storage
+from millrace.kernels.declare import WeightFormat
+
+DEFAULT_GROUP = 128
+
+
+class Precision(StrEnum):
+    """Weights and activations: W4A8 is 4-bit weights times 8-bit activations."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    W8A8 = "w8a8"
+    W8A16 = "w8a16"
+    W4A8 = "w4a8"
+    W4A16 = "w4a16"
+
+    @property
+    def weights(self) -> WeightFormat:
+        return _WEIGHTS[self]
+
+    @property
+    def quantised(self) -> bool:
+        return self.weights in (WeightFormat.W8, WeightFormat.W4)
+
+    def storage(self, group: int) -> Storage:
+        """How the activations of such a product lie in memory."""
+        kind = "f32" if self == Precision.FP32 else "q8" if self.value.endswith("a8") else "bf16"
+        return Storage(kind, group if self.quantised else 0)
+
+
+_WEIGHTS = {
+    Precision.FP32: WeightFormat.F32,
+    Precision.BF16: WeightFormat.BF16,
+    Precision.W8A8: WeightFormat.W8,
+    Precision.W8A16: WeightFormat.W8,
+    Precision.W4A8: WeightFormat.W4,
+    Precision.W4A16: WeightFormat.W4,
+}
+# The head decides the ranking of all tokens and is read once a step: 4-bit engines keep it in 8.
+_HEAD = {Precision.W4A8: Precision.W8A8, Precision.W4A16: Precision.W8A16}
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionMap:
+    """The first pattern that matches a module's name (`layers.*.mlp.*`, shell style) decides; `default` the rest."""
+
+    default: Precision
+    patterns: tuple[tuple[str, Precision], ...] = ()
+    group: int = DEFAULT_GROUP
+
+    def of(self, origin: str) -> Precision:
+        for pattern, precision in self.patterns:
+            if fnmatchcase(origin, pattern) or fnmatchcase(origin, f"*.{pattern}"):
+                return precision
+        return _HEAD.get(self.default, self.default) if origin.endswith("lm_head") else self.default
+
+
+def parse_precision(name: str) -> Precision:
+    try:
+        return Precision(name)
+    except ValueError:
+        raise ConfigError(
+            f'precision "{name}" is unknown', "one of " + ", ".join(Precision), "choose one of them"
+        ) from None
+
+
+def precision_map(asked: str | Mapping[str, str], group: int = DEFAULT_GROUP) -> PrecisionMap:
+    """From `"w4a8"`, or from a map like {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8"}."""
+    if group < 4 or group % 4 or group > 4096:
+        raise ConfigError(f"a quantisation group of {group}", "a multiple of 4, at most 4096", "use 128")
+    if isinstance(asked, str):
+        return PrecisionMap(parse_precision(asked), group=group)
+    if "default" not in asked:
+        raise ConfigError("the map of precisions has no default", 'an entry "default"', 'add "default": "bf16"')
+    patterns = tuple((p, parse_precision(v)) for p, v in asked.items() if p != "default")
+    return PrecisionMap(parse_precision(asked["default"]), patterns, group)

@@ -1,0 +1,60 @@
+"""Constants as the packed bytes that kernels read; packing itself happens when the engine is written."""
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.engine.program import Packed
+from millrace.graph.types import Array, Constant, Value
+from millrace.kernels.declare import WeightFormat
+from millrace.kernels.layout import matrix_bytes, up
+from millrace.kernels.matmul.pack import interleave_halves, pack_matrix
+
+
+def _sizes(value: Value) -> tuple[int, ...]:
+    return tuple(d for d in value.shape if isinstance(d, int))
+
+
+def _constant(value: Value) -> Constant:
+    assert value.constant, f"{value} is computed in the step, not a constant"
+    return value.constant
+
+
+def _bytes(array: Array) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def pack_vector(value: Value, kind: str) -> Packed:
+    """Norm weights, biases, rotary tables: float32, as they are."""
+    constant, shape = _constant(value), _sizes(value)
+    nbytes = int(np.prod(shape)) * 4
+    return Packed(_name(constant), constant.origin, shape, "f32", nbytes, lambda: _bytes(constant.load().astype(np.float32)))
+
+
+def pack_table(value: Value, kind: str) -> Packed:
+    """The embedding table, row by row, in float32 or bfloat16."""
+    constant, shape = _constant(value), _sizes(value)
+    dtype = np.dtype(np.float32) if kind == "f32" else np.dtype(ml_dtypes.bfloat16)
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    return Packed(_name(constant), constant.origin, shape, kind, nbytes, lambda: _bytes(constant.load().astype(dtype)))
+
+
+def pack_weight(values: Sequence[Value], format: WeightFormat, group: int, name: str) -> Packed:
+    """A matrix in panels; two of them are interleaved as gate and up."""
+    constants, (n, k) = [_constant(v) for v in values], _sizes(values[0])
+    gated = len(constants) == 2
+    rows = 2 * up(n, 16) if gated else n
+
+    def pack() -> NDArray[np.uint8]:
+        arrays = [c.load() for c in constants]
+        whole = interleave_halves(*(a.astype(np.float32) for a in arrays)) if gated else arrays[0]
+        return pack_matrix(whole, format, group)  # type: ignore[arg-type]
+
+    origin = tuple(o for c in constants for o in c.origin)
+    return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group), pack)
+
+
+def _name(constant: Constant) -> str:
+    return "+".join(constant.origin)

@@ -1,0 +1,141 @@
+"""Paged attention against the whole softmax in float64, on sizes around pages and spans, and its promise of equal bits."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from millrace.engine.executor import StepInputs
+from millrace.engine.native import KvFormat, KvShape, NativeExecutor, NativeProgram
+from millrace.kernels.attention.ref import attention
+from millrace.kernels.convert.ref import to_bf16
+from millrace.kernels.declare import Space
+from millrace.kernels.encode import Limits, Ref, encode
+from millrace.kernels.library import usable_isas
+from tests.support.one_step import Machine, as_bytes, i32, step_inputs
+from tests.support.tolerance import assert_no_worse
+
+F32 = NDArray[np.float32]
+LONG = 530  # three spans of 256, the last a short one
+
+
+@dataclass
+class Pages:
+    """An executor with one attention layer: give it q, k, v of some tokens, get y."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    format: KvFormat
+    machine: Machine
+    max_tokens: int = LONG
+
+    def __post_init__(self) -> None:
+        limits = Limits(T=self.max_tokens, S=4)
+        width, kv_width = self.heads * self.size, self.kv_heads * self.size
+        self._at = np.cumsum([0, *(4 * limits.T * w for w in (width, kv_width, kv_width, width))])
+        refs = [Ref(Space.ACTIVATIONS, int(offset)) for offset in self._at]
+        rope = {
+            "heads": 0, "kv_heads": self.kv_heads, "head_dim": self.size, "q_stride": 0, "k_stride": kv_width,
+            "v_stride": kv_width, "context": 4096, "layer": 0,
+        }  # fmt: skip
+        attend = {
+            "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.size, "q_stride": width, "layer": 0,
+            "scale": self.size**-0.5,
+        }  # fmt: skip
+        steps = encode("rope", {"k": refs[1], "v": refs[2]}, rope, limits) + encode(
+            "attention", {"q": refs[0], "y": refs[3]}, attend, limits
+        )
+        program = NativeProgram(
+            steps=steps, n_steps=2, weights=np.zeros(64, np.uint8), weights_bytes=64, activation_bytes=int(self._at[-1]),
+            logits_offset=-1, max_step_tokens=limits.T, max_sequences=limits.S, max_context=4096, vocab_size=16,
+            kv=KvShape(layers=1, heads=self.kv_heads, head_dim=self.size, format=self.format),
+        )  # fmt: skip
+        self.executor = NativeExecutor(program, n_pages=64, threads=self.machine.threads, isa=self.machine.isa)
+
+    def __call__(self, q: F32, k: F32, v: F32, step: StepInputs) -> F32:
+        memory = self.executor.activations()
+        for array, offset in zip((q, k, v), self._at, strict=False):
+            memory[offset : offset + array.nbytes] = as_bytes(array)
+        self.executor.run(step)
+        return memory[self._at[3] : self._at[3] + q.nbytes].view(np.float32).reshape(q.shape).copy()
+
+
+def one_sequence(first: int, count: int, pages: list[int]) -> StepInputs:
+    """Tokens at positions first .. first+count-1 of one sequence."""
+    plain = step_inputs(count)
+    return StepInputs(
+        plain.tokens, i32(range(first, first + count)), plain.starts, i32(pages), i32([0, len(pages)]), plain.sampling,
+        plain.history, plain.bias_ids, plain.bias_values,
+    )  # fmt: skip
+
+
+def random_qkv(T: int, heads: int, kv_heads: int, size: int, seed: int) -> tuple[F32, F32, F32]:
+    rng = np.random.default_rng([seed, T, heads, size])
+    shapes = ((T, heads, size), (T, kv_heads, size), (T, kv_heads, size))
+    q, k, v = (rng.standard_normal(s, np.float32) for s in shapes)
+    return q * np.float32(2), k, v
+
+
+@pytest.mark.parametrize("format", [KvFormat.F32, KvFormat.BF16])
+@pytest.mark.parametrize("heads, kv_heads, size", [(4, 4, 16), (5, 1, 64), (14, 2, 40), (3, 1, 8), (2, 2, 128)])
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 255, 257, LONG])
+def test_attention(format: KvFormat, heads: int, kv_heads: int, size: int, T: int, machine: Machine) -> None:
+    q, k, v = random_qkv(T, heads, kv_heads, size, seed=1)
+    pages = Pages(heads, kv_heads, size, format, machine)
+    got = pages(q, k, v, one_sequence(0, T, [9, 3, 7, 1, 20, 5, 11, 12, 2]))
+    pages.executor.close()
+    if format == KvFormat.BF16:
+        q, k, v = to_bf16(q), to_bf16(k), to_bf16(v)
+    exact = attention(*(a.astype(np.float64) for a in (q, k, v)), 0, size**-0.5)
+    if format == KvFormat.F32:
+        assert_no_worse(got, attention(q, k, v, 0, size**-0.5), exact, factor=2, ulps=8)
+    else:  # p is rounded to bfloat16: 2^-9 relative each
+        assert np.abs(got - exact).max() <= 2**-8 * np.abs(v).max()
+
+
+@pytest.mark.parametrize("format", [KvFormat.F32, KvFormat.BF16])
+@pytest.mark.parametrize("seed", range(3))
+def test_chunks_pages_threads_and_isas_give_equal_bits(format: KvFormat, seed: int) -> None:
+    """However a prompt is cut, wherever its pages lie (full of another's garbage), whoever computes: the same bits."""
+    rng = np.random.default_rng(seed)
+    q, k, v = random_qkv(LONG, 6, 2, 24, seed)
+    expected = None
+    for isa in usable_isas():
+        for threads in (1, 2):
+            pages = Pages(6, 2, 24, format, Machine(isa, threads))
+            table = [int(p) for p in rng.permutation(64)[:9]]
+            junk = random_qkv(LONG, 6, 2, 24, seed=99)
+            junk[2][:] = np.nan
+            pages(*junk, one_sequence(0, LONG, table))
+            cuts = sorted({0, LONG, *(int(c) for c in rng.integers(1, LONG, int(rng.integers(0, 6))))})
+            parts = [pages(q[a:b], k[a:b], v[a:b], one_sequence(a, b - a, table)) for a, b in zip(cuts, cuts[1:], strict=False)]
+            pages.executor.close()
+            got = np.concatenate(parts)
+            expected = got if expected is None else expected
+            assert (got == expected).all(), f"{isa}, {threads} threads, cuts {cuts}"
+
+
+def test_sequences_do_not_see_each_other(machine: Machine) -> None:
+    """A decode row, a whole prompt and a later chunk in one step equal the same three alone."""
+    lengths, chunk = (70, 130, 200), (1, 130, 64)
+    data = [random_qkv(n, 4, 2, 16, seed=n) for n in lengths]
+    pages = Pages(4, 2, 16, KvFormat.BF16, machine)
+    tables = [[0, 1], [2, 3, 4], [5, 6, 7, 8]]
+    alone = []
+    for (q, k, v), n, c, table in zip(data, lengths, chunk, tables, strict=True):
+        if n > c:
+            pages(q[: n - c], k[: n - c], v[: n - c], one_sequence(0, n - c, table))
+        alone.append(pages(q[n - c :], k[n - c :], v[n - c :], one_sequence(n - c, c, table)))
+    starts = np.concatenate([[0], np.cumsum(chunk)])
+    positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lengths, chunk, strict=True)])
+    plain = step_inputs(int(starts[-1]))
+    step = StepInputs(
+        plain.tokens, i32(positions), i32(starts), i32(sum(tables, [])), i32([0, 2, 5, 9]), plain.sampling,
+        plain.history, plain.bias_ids, plain.bias_values,
+    )  # fmt: skip
+    together = [np.concatenate([d[i][-c:] for d, c in zip(data, chunk, strict=True)]) for i in range(3)]
+    got = pages(together[0], together[1], together[2], step)
+    pages.executor.close()
+    assert (got == np.concatenate(alone)).all()

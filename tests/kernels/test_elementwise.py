@@ -1,0 +1,85 @@
+"""Element-wise expressions: every operation against float64, operands of every kind, and the code's own limits."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from millrace.kernels.expression import OPERATIONS, TooComplex, Tree, compile_tree, evaluate, substitute
+from tests.support.one_step import Machine, run_kernel, step_inputs
+from tests.support.tolerance import assert_no_worse
+
+UNARY = [op for op in ("neg", "exp", "sigmoid", "tanh", "sqrt", "abs") if op in OPERATIONS]
+BINARY = ["add", "sub", "mul", "div", "max", "min"]
+
+
+def run(tree: Tree, inputs: list[NDArray[np.float32]], n: int, machine: Machine) -> NDArray[np.float32]:
+    """Inputs of shape (M, n), or (n,) for all rows."""
+    M = next(len(x) for x in inputs if x.ndim == 2)
+    code, numbers = compile_tree(tree, len(inputs))
+    names = "abcd"[: len(inputs)]
+    strides = {f"{name}_stride": n if x.ndim == 2 else 0 for name, x in zip(names, inputs, strict=True)}
+    operands = {**dict(zip(names, inputs, strict=True)), "y": np.zeros((M, n), np.float32)}
+    params = {"rows": 0, "n": n, "code": code, "imm": numbers, **strides}
+    return run_kernel("elementwise", operands, params, step_inputs(M), machine)["y"].view(np.float32).reshape(M, n)
+
+
+@pytest.mark.parametrize("op", UNARY)
+@pytest.mark.parametrize("n", [1, 17, 255, 256, 257])
+def test_unary(op: str, n: int, machine: Machine) -> None:
+    x = np.random.default_rng([7, n]).uniform(-20, 20, (3, n)).astype(np.float32)
+    x = np.abs(x) if op == "sqrt" else x
+    got, exact = run((op, 0), [x], n, machine), evaluate((op, 0), [x.astype(np.float64)])
+    scale = np.abs(exact) if op == "exp" else np.ones_like(exact)
+    tolerance = {"exp": 3e-7, "sigmoid": 3e-7, "tanh": 3e-7, "sqrt": 6e-7}.get(op, 0)
+    assert (np.abs(got - exact) <= tolerance * scale).all()
+
+
+def test_exp_at_its_ends(machine: Machine) -> None:
+    x = np.array([[0, -0.0, -87.2, -87.4, -1e9, -np.inf, 88.7, 88.8, 1e9, np.inf, np.nan, 1e-30]], np.float32)
+    y = run(("exp", 0), [x], x.shape[1], machine)[0]
+    assert (y[[0, 1, 11]] == 1).all() and (y[[3, 4, 5]] == 0).all() and np.isinf(y[[7, 8, 9]]).all() and np.isnan(y[10])
+    assert abs(y[2] / np.exp(-87.2) - 1) < 1e-4 and abs(y[6] / np.exp(np.float64(x[0, 6])) - 1) < 1e-6
+
+
+@pytest.mark.parametrize("op", BINARY)
+@pytest.mark.parametrize("rows", ["matrix", "vector"])
+def test_binary(op: str, rows: str, machine: Machine) -> None:
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((4, 70), np.float32)
+    y = rng.standard_normal((4, 70) if rows == "matrix" else 70, np.float32)
+    assert (run((op, 0, 1), [x, y], 70, machine) == evaluate((op, 0, 1), [x, y])).all(), "one rounding: equal bits"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_expressions(seed: int, machine: Machine) -> None:
+    """The register allocation, on trees with shared parts, numbers and up to four inputs."""
+    rng = np.random.default_rng(seed)
+    inputs = [rng.uniform(0.5, 2, (2, 33)).astype(np.float32) for _ in range(int(rng.integers(1, 5)))]
+    trees: list[Tree] = [*range(len(inputs)), 0.5, 1.0, 2.0]
+    for _ in range(int(rng.integers(1, 7))):
+        op = str(rng.choice([*BINARY, "exp", "sigmoid", "abs"]))
+        picked = [trees[int(i)] for i in rng.integers(0, len(trees), 2 if op in BINARY else 1)]
+        trees.append(("sigmoid", (op, *picked)))
+    tree: Tree = ("add", trees[-1], 0)
+    got = run(tree, inputs, 33, machine)
+    exact = evaluate(tree, [x.astype(np.float64) for x in inputs])
+    assert_no_worse(got, evaluate(tree, inputs).astype(np.float32), exact)
+
+
+def test_an_input_is_not_a_number() -> None:
+    """Input 1 and the number 1.0 are equal in Python and must not be mixed up."""
+    x, y = np.full((1, 4), 3, np.float32), np.full((1, 4), 5, np.float32)
+    for machine in (Machine("scalar"),):
+        assert (run(("add", ("mul", 0, 1), 1.0), [x, y], 4, machine) == 16).all()
+
+
+def test_what_does_not_fit_says_so() -> None:
+    tree: Tree = 0
+    for i in range(30):
+        tree = ("add", tree, float(i))
+    with pytest.raises(TooComplex):
+        compile_tree(tree, 1)
+
+
+def test_substitute_replaces_inputs() -> None:
+    assert substitute(("add", 0, ("mul", 1, 2.0)), [1, ("exp", 0)]) == ("add", 1, ("mul", ("exp", 0), 2.0))
