@@ -1,0 +1,53 @@
+# make demo   everything set up, `tiny` compiled, served, asked and measured, in one go
+# make test   the whole test suite
+# make check  what CI runs: format, lint, types, then the tests
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+NATIVE := $(shell find native src/millrace/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name 'declare.py' -o -name 'codegen.py') CMakeLists.txt
+TOOLS := "cmake>=3.25" "ninja>=1.11" "scikit-build-core>=0.10"
+
+.PHONY: all demo test check lint wheel tiny bench clean
+
+all: $(STAMP)
+
+$(PY):
+	python3 -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+
+# Without isolation the build folder stays, so that a change recompiles only what it touches.
+$(STAMP): $(PY) pyproject.toml $(NATIVE)
+	$(PY) -m pip install --quiet $(TOOLS)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip install --quiet --no-build-isolation --editable .
+	touch $@
+
+# torch first and pinned: the plain name would bring gigabytes of CUDA along.
+$(VENV)/.dev: $(STAMP)
+	$(PY) -m pip install --quiet "torch==2.13.0"
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip install --quiet --no-build-isolation --editable ".[dev]"
+	touch $@
+
+demo: $(STAMP)
+	$(VENV)/bin/millrace demo
+
+test: $(VENV)/.dev
+	$(PY) -m pytest
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+check: lint test
+
+wheel: $(PY)
+	$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+tiny: $(VENV)/.dev
+	$(PY) -m tools.tiny.make
+
+bench: $(STAMP)
+	$(PY) -m benchmarks
+
+clean:
+	rm -rf build dist $(VENV)

@@ -1,0 +1,108 @@
+"""From a scheduled step to the executor's arrays and back. Python work per sequence, none per token.
+
+T tokens, S sequences, R sampling rows; see StepInputs. The buffers are reused: inputs are valid until the next `build`.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInputs, StepOutputs
+from millrace.runtime.params import TokenLogprobs
+from millrace.runtime.scheduler import Step
+from millrace.runtime.sequence import Sequence
+
+_NO_IDS = np.empty(0, dtype=np.int32)
+_NO_VALUES = np.empty(0, dtype=np.float32)
+
+
+class BatchBuilder:
+    """Owns the buffers of one engine loop, sized for its largest step."""
+
+    def __init__(self, limits: ExecutorLimits) -> None:
+        S, T = limits.max_sequences, limits.max_step_tokens
+        self._page_tokens = limits.page_tokens
+        self._offsets = np.arange(max(T, limits.max_context), dtype=np.int32)  # slices of it are positions
+        self._tokens = np.empty(T, dtype=np.int32)
+        self._positions = np.empty(T, dtype=np.int32)
+        self._starts = np.zeros(S + 1, dtype=np.int32)
+        self._pages = np.empty(S * -(-limits.max_context // limits.page_tokens), dtype=np.int32)
+        self._page_starts = np.zeros(S + 1, dtype=np.int32)
+        self._sampling = np.zeros(S, dtype=SAMPLING)
+        self._sampling_bytes = self._sampling.view(np.uint8).reshape(S, SAMPLING.itemsize)
+
+    def build(self, step: Step) -> StepInputs:
+        """Pack the step's chunks, in their order; one sampling row for each chunk that draws, in the same order."""
+        n_tokens = n_pages = 0
+        starts, page_starts = [0], [0]
+        rows: list[tuple[int, int]] = []  # (sequence of the step, position to draw)
+        drawing: list[Sequence] = []
+        for s, chunk in enumerate(step.chunks):
+            seq, start, end = chunk.sequence, chunk.start, chunk.start + chunk.n
+            self._tokens[n_tokens : n_tokens + chunk.n] = seq.tokens.array[start:end]
+            self._positions[n_tokens : n_tokens + chunk.n] = self._offsets[start:end]
+            n_tokens += chunk.n
+            starts.append(n_tokens)
+            n_own = -(-end // self._page_tokens)
+            self._pages[n_pages : n_pages + n_own] = seq.pages.array[:n_own]
+            n_pages += n_own
+            page_starts.append(n_pages)
+            if chunk.draws:
+                self._sampling_bytes[len(rows)] = seq.sampling_row
+                rows.append((s, end))
+                drawing.append(seq)
+        S, R = len(step.chunks), len(rows)
+        self._starts[: S + 1] = starts
+        self._page_starts[: S + 1] = page_starts
+        sampling = self._sampling[:R]
+        if R:
+            sampling["sequence"], sampling["position"] = np.array(rows, dtype=np.int32).T
+        bias_ids, bias_values = _fill_bias(sampling, drawing)
+        return StepInputs(
+            tokens=self._tokens[:n_tokens],
+            positions=self._positions[:n_tokens],
+            starts=self._starts[: S + 1],
+            pages=self._pages[:n_pages],
+            page_starts=self._page_starts[: S + 1],
+            sampling=sampling,
+            history=_fill_history(sampling, drawing),
+            bias_ids=bias_ids,
+            bias_values=bias_values,
+        )
+
+
+def _fill_history(sampling: NDArray[np.void], drawing: list[Sequence]) -> IntArray:
+    """Prompt and output of the sequences that have a penalty, one after the other."""
+    parts: list[IntArray] = []
+    at = 0
+    for r, seq in enumerate(drawing):
+        if seq.request.resolved.needs_history:
+            sampling["history_start"][r] = at
+            sampling["history_prompt"][r] = seq.n_prompt
+            sampling["history_output"][r] = seq.n_output
+            parts.append(seq.tokens.array)
+            at += seq.n_tokens
+    return np.concatenate(parts) if parts else _NO_IDS
+
+
+def _fill_bias(sampling: NDArray[np.void], drawing: list[Sequence]) -> tuple[IntArray, NDArray[np.float32]]:
+    ids: list[IntArray] = []
+    values: list[NDArray[np.float32]] = []
+    at = 0
+    for r, seq in enumerate(drawing):
+        resolved = seq.request.resolved
+        if len(resolved.bias_ids):
+            sampling["bias_start"][r] = at
+            ids.append(resolved.bias_ids)
+            values.append(resolved.bias_values)
+            at += len(resolved.bias_ids)
+    return (np.concatenate(ids), np.concatenate(values)) if ids else (_NO_IDS, _NO_VALUES)
+
+
+def token_logprobs(outputs: StepOutputs, row: int, n_top: int) -> TokenLogprobs:
+    """The log probabilities of sampling row `row`, with its `n_top` best alternatives."""
+    return TokenLogprobs(
+        token_id=int(outputs.tokens[row]),
+        logprob=float(outputs.logprobs[row]),
+        rank=int(outputs.ranks[row]),
+        top=tuple(zip(outputs.top_ids[row, :n_top].tolist(), outputs.top_logprobs[row, :n_top].tolist(), strict=True)),
+    )

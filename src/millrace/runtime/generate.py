@@ -1,0 +1,146 @@
+"""Whole answers from a loop: `generate` for many prompts at once, `astream` for one as it grows.
+
+`LLM` is put together from these; the server uses `service.AsyncEngine` directly.
+"""
+
+import queue
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from millrace.errors import RequestError
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.params import CompletionOutput, Delta, RequestOutput, SamplingParams
+from millrace.runtime.sequence import Request
+from millrace.runtime.service import AsyncEngine
+
+Prompt = (
+    str | Sequence[int] | Mapping[str, object]
+)  # text, token ids, or {"prompt_token_ids": [...]} or {"prompt": text}
+
+
+class Progress(NamedTuple):
+    """Given to a progress callback whenever something came in."""
+
+    n_finished: int  # requests
+    n_requests: int
+    n_output_tokens: int
+
+
+class Collector:
+    """Puts the deltas of one request together into its RequestOutput."""
+
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], seed: int, n: int) -> None:
+        outputs = [CompletionOutput(index=i, text="", token_ids=[]) for i in range(n)]
+        self.output = RequestOutput(request_id, prompt, prompt_token_ids, outputs, finished=False, seed=seed)
+        self._n_open = n
+
+    def add(self, deltas: list[Delta]) -> int:
+        """Append; returns how many tokens came."""
+        for delta in deltas:
+            choice = self.output.outputs[delta.index]
+            choice.text += delta.text
+            choice.token_ids.extend(delta.token_ids)
+            if delta.logprobs is not None:
+                choice.logprobs = (choice.logprobs or []) + list(delta.logprobs)
+                choice.cumulative_logprob = sum(p.logprob for p in choice.logprobs)
+            if delta.finish_reason is not None:
+                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+                choice.error = delta.error
+                self._n_open -= 1
+        self.output.finished = self._n_open == 0
+        return sum(len(d.token_ids) for d in deltas)
+
+
+def generate(
+    loop: EngineLoop,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> list[RequestOutput]:
+    """Answer all prompts, in their order. Uses the loop's thread, or steps the loop itself where it has none.
+
+    A request that failed has FinishReason.ERROR and an `error`; the others are complete.
+    raises RequestError, before anything runs, where one of the prompts or its params is wrong.
+    """
+    arrived: queue.SimpleQueue[tuple[int, list[Delta]]] = queue.SimpleQueue()
+    collectors: list[Collector] = []
+    requests: list[Request] = []
+    try:
+        for i, (prompt, wanted) in enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True)):
+            text, ids = prompt_tokens(loop, prompt)
+
+            def deliver(deltas: list[Delta], i: int = i) -> None:
+                arrived.put((i, deltas))
+
+            request = loop.submit(ids, wanted, deliver)
+            requests.append(request)
+            collectors.append(Collector(request.id, text, request.prompt.tolist(), request.resolved.seed, wanted.n))
+        n_finished = n_tokens = 0
+        while n_finished < len(requests):
+            if not loop.running_in_thread and arrived.empty():
+                loop.step()
+                continue
+            i, deltas = arrived.get()
+            n_tokens += collectors[i].add(deltas)
+            n_finished += collectors[i].output.finished
+            if progress is not None:
+                progress(Progress(n_finished, len(requests), n_tokens))
+    finally:  # a wrong prompt or Ctrl-C: leave nothing running behind
+        unfinished = [r for r in requests if r.timings.finished_s is None]
+        for request in unfinished:
+            loop.cancel(request)
+        if unfinished and not loop.running_in_thread:
+            loop.step()
+    return [collector.output for collector in collectors]
+
+
+async def astream(
+    engine: AsyncEngine, prompt: Prompt, params: SamplingParams | None = None
+) -> AsyncIterator[RequestOutput]:
+    """Yield the growing RequestOutput, the same object each time, until it is finished. Leaving early cancels.
+
+    raises RequestError and BusyError as `AsyncEngine.submit` does.
+    """
+    wanted = params or SamplingParams()
+    text, ids = prompt_tokens(engine.loop, prompt)
+    async with engine.submit(ids, wanted) as handle:
+        collector = Collector(handle.request_id, text, handle.prompt_token_ids, handle.seed, wanted.n)
+        async for deltas in handle:
+            collector.add(deltas)
+            yield collector.output
+
+
+def prompt_tokens(loop: EngineLoop, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+    """(the text, if it was one; its token ids); RequestError for anything that is no prompt."""
+    if isinstance(prompt, Mapping):
+        if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+            raise _not_a_prompt(f"a dict with {sorted(map(str, prompt))}")
+        (key, value), *_ = prompt.items()
+        if isinstance(value, str) != (key == "prompt"):
+            raise _not_a_prompt(f"{key} of type {type(value).__name__}")
+    else:
+        value = prompt
+    if isinstance(value, str):
+        return value, loop.tokenizer.encode(value)
+    if not isinstance(value, Sequence):
+        raise _not_a_prompt(f"of type {type(value).__name__}")
+    return None, value
+
+
+def _not_a_prompt(what: str) -> RequestError:
+    return RequestError(
+        f"a prompt is {what}",
+        'a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}',
+        "pass one of these for each prompt",
+        param="prompt",
+    )
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * n
+    if len(params) != n:
+        raise RequestError(
+            f"{len(params)} SamplingParams for {n} prompts", "one for all, or one each", "make the lists equally long"
+        )
+    return params

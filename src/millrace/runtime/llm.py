@@ -1,0 +1,87 @@
+"""`LLM`: a model in this process, with the calls and results that users of vLLM and TensorRT-LLM know."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from millrace.compile.precision import precision_map
+from millrace.env import read_env
+from millrace.errors import CheckpointError
+from millrace.runtime.generate import Prompt, astream, generate
+from millrace.runtime.open import BuildSettings, Opened, RunSettings, find_engine, open_engine
+from millrace.runtime.params import RequestOutput, SamplingParams
+from millrace.runtime.service import AsyncEngine
+
+Message = Mapping[str, object]
+
+
+class LLM:
+    """`LLM("tiny").generate(["Once upon a time"], SamplingParams(max_tokens=64))[0].outputs[0].text`.
+
+    model: an engine folder, a checkpoint folder, a hub id (`org/name@revision`) or `tiny`; built and cached when needed.
+    precision: a name, or a map like {"default": "w4a8", "lm_head": "bf16"}. raises MillraceError, each with its mend
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        precision: str | Mapping[str, str] | None = None,
+        max_context: int | None = None,
+        max_batch: int = 16,
+        kv_memory: int | str | None = None,
+        threads: int | None = None,
+        isa: str | None = None,
+    ) -> None:
+        named = precision if isinstance(precision, str) else None
+        build = BuildSettings(precision=named, max_context=max_context, max_batch=max_batch)
+        run = RunSettings(kv_memory=kv_memory, threads=threads, isa=isa)  # type: ignore[arg-type]
+        precisions = precision_map(precision) if isinstance(precision, Mapping) else None
+        name, engine = find_engine(str(model), build, read_env(), precisions=precisions)
+        self._opened: Opened = open_engine(name, engine, run)
+        self._loop = self._opened.loop()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """All prompts in one in-flight batch, answers in their order. A prompt: text, or {"prompt_token_ids": [...]}."""
+        single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        return generate(self._loop, [prompts] if single else prompts, params)  # type: ignore[list-item, arg-type]
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """One conversation or several, through the model's chat template."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Sequence[Sequence[Message]] = messages if several else [messages]  # type: ignore[assignment, list-item]
+        return self.generate([{"prompt_token_ids": self._chat_ids(c)} for c in conversations], params)
+
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
+        """The answer as it grows: each item holds all of it so far. Use it from one event loop."""
+        async with AsyncEngine(self._loop) as engine:
+            async for output in astream(engine, prompt, params):
+                yield output
+
+    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        template = self._opened.chat_template
+        if template is None:
+            raise CheckpointError(
+                f"{self._opened.name} has no chat template", "a chat model", "use generate(), or a model tuned for chat"
+            )
+        return self._opened.tokenizer.encode(template.render(messages), add_special_tokens=False)
+
+    @property
+    def tokenizer(self) -> object:
+        return self._opened.tokenizer
+
+    def close(self) -> None:
+        """Gives the memory back; also at the end of a `with`."""
+        self._opened.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,166 @@
+"""MODEL, as every command and `LLM` take it: an engine folder, a checkpoint folder, a hub id or `tiny`; ready to run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.checkpoint import Checkpoint, open_chat_template
+from millrace.checkpoint.generation import GenerationDefaults, read_generation
+from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer, read_json_object
+from millrace.compile.precision import PrecisionMap, precision_map
+from millrace.engine.engine import Engine
+from millrace.engine.manifest import MANIFEST
+from millrace.engine.native import NativeExecutor
+from millrace.env import Env
+from millrace.errors import CheckpointError, ConfigError
+from millrace.machine.cpu import memory, usable_cores
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.plan import RunPlan, plan_run
+from millrace.settings import Settings, setting
+
+BUNDLED = Path(__file__).parent.parent / "bundled"
+Say = Callable[[str], None]
+Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildSettings(Settings):
+    """How an engine is built from a checkpoint."""
+
+    precision: str | None = setting(
+        None, "fp32, bf16, w8a8, w8a16, w4a8 or w4a16; default: the checkpoint's own (float16 runs as fp32)"
+    )
+    max_context: int | None = setting(None, "longest sequence in tokens; default: the model's own, at most 8192", low=1)
+    max_batch: int = setting(16, "sequences that run at the same time", low=1, high=1024)
+    group: int = setting(128, "inputs that share one scale in quantised weights, a multiple of 4", low=4, high=4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Settings):
+    """How a built engine runs on this machine."""
+
+    kv_memory: int | None = setting(
+        None,
+        "memory for KV pages, like 2G; default: the whole batch at full context, or 60 % of what is free",
+        size=True,
+        low=1,
+    )
+    threads: int | None = setting(
+        None, "compute threads; default: the cores that this process may use", low=1, high=1024
+    )
+    isa: str | None = setting(
+        None, "force an instruction set: avx512, avx2 or scalar", choices=("avx512", "avx2", "scalar")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model that runs: close the executor when done."""
+
+    name: str
+    engine: Engine
+    plan: RunPlan
+    executor: NativeExecutor
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    defaults: GenerationDefaults
+
+    def loop(self) -> EngineLoop:
+        return EngineLoop(self.executor, self.tokenizer, self.defaults)
+
+    def close(self) -> None:
+        self.executor.close()
+        if self.chat_template is not None:
+            self.chat_template.close()
+
+
+def model_folder(model: str, env: Env, progress: Progress | None = None) -> tuple[str, Path]:
+    """A short name and the local folder of MODEL, downloaded if it is a hub id.
+
+    raises CheckpointError, HubError
+    """
+    bundled = BUNDLED / model
+    if model.isidentifier() and bundled.is_dir():
+        return model, bundled
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve().name, path
+    from millrace.checkpoint.hub import resolve
+
+    def downloading(done: int, total: int) -> None:
+        if progress:
+            progress(f"downloading {model}", done, total)
+
+    folder = resolve(model, hf_home=env.hf_home, token=env.hf_token, offline=env.hf_offline, progress=downloading)
+    return model.split("@")[0].split("/")[-1], folder
+
+
+def find_engine(
+    model: str, build: BuildSettings, env: Env, *, progress: Progress | None = None, say: Say | None = None,
+    precisions: PrecisionMap | None = None,
+) -> tuple[str, Engine]:  # fmt: skip
+    """MODEL's engine: the folder itself if it is one, else from the cache, else built now."""
+    name, folder = model_folder(model, env, progress)
+    if (folder / MANIFEST).is_file():
+        engine = Engine.open(folder)
+        _refuse_build_settings(build, folder)
+        return engine.manifest.model_name, engine
+    checkpoint = Checkpoint.open(folder)
+    for note in checkpoint.notes if say else ():
+        say(note)  # type: ignore[misc]
+    return name, _built(name, checkpoint, build, precisions, env, progress)
+
+
+def _built(
+    name: str, checkpoint: Checkpoint, build: BuildSettings, precisions: PrecisionMap | None, env: Env,
+    progress: Progress | None,
+) -> Engine:  # fmt: skip
+    from millrace.compile.build import FORMAT, build_options, plan_engine, write_engine  # not needed for a built engine
+    from millrace.compile.cache import EngineCache
+
+    options = build_options(precisions or asked_precision(build), build.max_context, build.max_batch)
+    key = f"{FORMAT} {checkpoint.identity()} {options}"
+
+    def write(folder: Path) -> None:
+        write_engine(checkpoint, plan_engine(checkpoint, options), folder, name=name, progress=progress)
+
+    folder, _ = EngineCache(env.cache).get_or_build(name, key, write)
+    return Engine.open(folder)
+
+
+def asked_precision(build: BuildSettings) -> PrecisionMap | None:
+    return precision_map(build.precision, build.group) if build.precision else None
+
+
+def _refuse_build_settings(build: BuildSettings, folder: Path) -> None:
+    """A built engine cannot be changed by flags; saying nothing would be worse."""
+    plain = BuildSettings()
+    for name in ("precision", "max_context", "max_batch", "group"):
+        if getattr(build, name) != getattr(plain, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is given, but {folder} is already built",
+                "a checkpoint, where this is still open", "leave it out, or build the checkpoint again with it",
+            )  # fmt: skip
+
+
+def open_engine(name: str, engine: Engine, run: RunSettings) -> Opened:
+    """Plans the memory, then loads the weights. raises MachineError before anything large is touched"""
+    folder = engine.folder
+    if not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model")):
+        raise CheckpointError(
+            f"{folder} has no tokenizer", "tokenizer.json or tokenizer.model beside the weights",
+            "add it to the checkpoint, and build again",
+        )  # fmt: skip
+    plan = plan_run(engine, memory(), run.kv_memory)
+    executor = engine.executor(n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa)
+    tokenizer = open_tokenizer(folder)
+    generation = read_generation(read_json_object(folder / "generation_config.json"))
+    return Opened(
+        name, engine, plan, executor, tokenizer, open_chat_template(folder, tokenizer), _with_stops(generation, engine)
+    )
+
+
+def _with_stops(generation: GenerationDefaults, engine: Engine) -> GenerationDefaults:
+    """The end-of-text ids that were resolved when the engine was built."""
+    return replace(generation, eos_token_ids=tuple(engine.manifest.eos_token_ids))

@@ -1,0 +1,137 @@
+"""What a caller may ask of a generation, and what comes back: the shapes that users of vLLM and TensorRT-LLM know."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from millrace.errors import RequestError
+
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # end-of-text, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the context is used up
+    ABORT = "abort"  # the client went away or the server is stopping
+    ERROR = "error"  # this one request failed; others go on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens. None means "not said": then the model's generation_config decides, then the default.
+
+    temperature 0 is greedy; top_k 0 (or -1, vLLM's word for it) is off; a missing seed is drawn and told.
+    raises RequestError naming the field; wire names follow OpenAI's and vLLM's protocol.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # how many alternatives beside the chosen token; 0 = the chosen one only
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))  # OpenAI allows a bare string
+        _check_int("n", self.n, 1, MAX_CHOICES)
+        _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("min_tokens", self.min_tokens, 0, None)
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
+        _check_int("top_k", self.top_k, -1, None)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_excluded=True)
+        _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in self.stop):
+            raise RequestError(
+                f"stop is {list(self.stop)!r}",
+                f"at most {MAX_STOP_STRINGS} non-empty strings",
+                "shorten the list",
+                param="stop",
+            )
+        for token, bias in self.logit_bias.items():
+            _check_int("logit_bias", token, 0, None)
+            _check_float("logit_bias", bias, -100.0, 100.0)
+
+
+def _check_int(name: str, value: int | None, low: int, high: int | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        span = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+        raise RequestError(f"{name} is {value!r}", span, f"change {name}, or leave it out", param=name)
+
+
+def _check_float(name: str, value: float | None, low: float, high: float, low_excluded: bool = False) -> None:
+    if value is None:
+        return
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or not low <= value <= high or (low_excluded and value == low):
+        span = f"a number {'above' if low_excluded else 'from'} {low:g} {'up ' if low_excluded else ''}to {high:g}"
+        raise RequestError(f"{name} is {value!r}", span, f"change {name}, or leave it out", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One chosen token, its log probability, and the likeliest alternatives, best first; it may not be among them."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = the likeliest of the vocabulary
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one choice of a request: at least one token, or a finish, or both."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for end-of-text
+    error: str | None = None  # with FinishReason.ERROR: what happened, for the caller
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None  # with FinishReason.ERROR or ABORT: what happened
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """`outputs[0].text` is the answer; `seed` is the one that was used, so that it can be asked again."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    seed: int

@@ -1,0 +1,262 @@
+"""The asyncio face of the engine loop: submit a request, iterate over its deltas, cancel it, drain, close.
+
+Everything here runs in one asyncio thread; the engine loop runs in its own. Deltas cross over with at most one
+`call_soon_threadsafe` a step, however many requests the step served.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from millrace.engine.executor import ExecutorLimits, IntArray
+from millrace.errors import BusyError, ConfigError
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from millrace.runtime.sequence import Request, Timings
+from millrace.runtime.stats import LoopStats
+
+RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """Bounds on what may pile up before the engine and behind it; raises ConfigError."""
+
+    max_queued: int = 256  # sequences waiting for their first step, beyond those that free slots will take
+    max_undelivered_tokens: int = 4096  # per choice of a request; a reader further behind is dropped
+
+    def __post_init__(self) -> None:
+        for name in ("max_queued", "max_undelivered_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}", "at least 1", f"raise {name}")
+
+
+class RequestHandle:
+    """One request under way: `async for deltas in handle` gives lists of Delta, one list for each wake-up.
+
+    Iteration ends after every choice has had its finish. Made by `AsyncEngine.submit` only.
+    """
+
+    def __init__(self, engine: "AsyncEngine") -> None:
+        self._engine = engine
+        self._request: Request | None = None
+        self._buffer: list[Delta] = []
+        self._undelivered_tokens = 0
+        self._unfinished = 0  # choices whose finish has not arrived here
+        self._dropped = False
+        self._wakeup: asyncio.Future[None] | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._made.id
+
+    @property
+    def seed(self) -> int:
+        """The seed in use: the one asked for, or the one that was drawn."""
+        return self._made.resolved.seed
+
+    @property
+    def max_tokens(self) -> int:
+        """Output tokens of one choice at most, after defaults and the context."""
+        return self._made.resolved.max_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        tokens: list[int] = self._made.prompt.tolist()
+        return tokens
+
+    @property
+    def timings(self) -> Timings:
+        """Readings of the engine's clock; written by the engine thread while the request runs."""
+        return self._made.timings
+
+    @property
+    def finished(self) -> bool:
+        """Every choice's finish has arrived (it may still wait in the buffer)."""
+        return self._unfinished == 0
+
+    def cancel(self) -> None:
+        """Stop the request; iteration ends with ABORT for the choices that were not finished. Harmless when done."""
+        if not self.finished:
+            self._engine.loop.cancel(self._made)
+
+    async def __aenter__(self) -> "RequestHandle":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()  # `async with engine.submit(...)`: whoever leaves early takes the request along
+
+    def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while not self._buffer:
+            if self.finished:
+                raise StopAsyncIteration
+            assert self._wakeup is None, "a handle has one reader"
+            self._wakeup = asyncio.get_running_loop().create_future()
+            try:
+                await self._wakeup
+            finally:
+                self._wakeup = None
+        deltas, self._buffer, self._undelivered_tokens = self._buffer, [], 0
+        return deltas
+
+    @property
+    def _made(self) -> Request:
+        assert self._request is not None, "the handle is given out only after its request was made"
+        return self._request
+
+    def _receive(self, deltas: list[Delta], max_undelivered_tokens: int) -> None:
+        if self._dropped:
+            return
+        self._buffer += deltas
+        self._undelivered_tokens += sum(len(d.token_ids) for d in deltas)
+        self._unfinished -= sum(d.finish_reason is not None for d in deltas)
+        # a reader that waits is not slow: much came at once because this thread was held up
+        if self._undelivered_tokens > max_undelivered_tokens * self._made.resolved.n and self._wakeup is None:
+            self._drop()
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
+
+    def _drop(self) -> None:
+        """Forget what the reader did not fetch, and end every choice for it."""
+        why = f"the reader fell {self._undelivered_tokens} tokens behind, so the request was aborted"
+        self._dropped = True
+        self._engine.loop.cancel(self._made)
+        self._buffer = [
+            Delta(index=i, text="", token_ids=(), finish_reason=FinishReason.ABORT, error=why)
+            for i in range(self._made.resolved.n)
+        ]
+        self._unfinished = 0
+
+
+class AsyncEngine:
+    """`async with AsyncEngine(loop) as engine:` starts the engine thread and stops it at the end."""
+
+    def __init__(self, loop: EngineLoop, options: ServiceOptions | None = None) -> None:
+        self.loop = loop
+        self.options = options or ServiceOptions()
+        self._aio: asyncio.AbstractEventLoop | None = None
+        self._live: set[RequestHandle] = set()
+        self._all_done = asyncio.Event()
+        self._all_done.set()
+        self._draining = False
+        self._lock = threading.Lock()
+        self._outbox: list[tuple[RequestHandle, list[Delta]]] = []  # guarded by _lock
+        self._flush_due = False  # guarded by _lock
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        return self.loop.limits
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def start(self) -> None:
+        """Start the engine thread; call it inside the running event loop that will do all the submitting."""
+        self._aio = asyncio.get_running_loop()
+        self.loop.start(after_step=self._after_step)
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int] | IntArray,
+        params: SamplingParams,
+        request_id: str | None = None,
+    ) -> RequestHandle:
+        """Queue a request. raises RequestError on bad input, BusyError when the queue is full or draining."""
+        assert self._aio is not None, "submit before start"
+        self._check_room()
+        handle = RequestHandle(self)
+
+        def deliver(deltas: list[Delta]) -> None:  # in the engine thread
+            self._outbox_append(handle, deltas)
+
+        handle._unfinished = params.n
+        handle._request = self.loop.submit(prompt_token_ids, params, deliver, request_id)
+        self._live.add(handle)
+        self._all_done.clear()
+        return handle
+
+    def stats(self) -> LoopStats:
+        """Counters, queue lengths, pages and health of the engine loop."""
+        return self.loop.stats()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and let the accepted ones finish; False when some had not within `timeout_s`."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._all_done.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Abort what is left and stop the engine thread. The executor stays open: its owner closes it."""
+        self._draining = True
+        for handle in self._live:
+            handle.cancel()
+        await asyncio.get_running_loop().run_in_executor(None, self.loop.stop)
+        self._flush()  # the last step's flush may not have had its turn yet
+
+    async def __aenter__(self) -> "AsyncEngine":
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _check_room(self) -> None:
+        stats = self.loop.stats()
+        if self._draining:
+            raise BusyError("the server is shutting down", "a server that takes requests", "try again", 5.0)
+        if not stats.healthy:
+            raise BusyError("the engine has stopped", "a running engine", "restart the server; its log says why", 30.0)
+        free_slots = max(0, self.limits.max_sequences - stats.running)
+        if stats.waiting >= self.options.max_queued + free_slots:
+            raise BusyError(
+                f"{stats.waiting} sequences are waiting",
+                f"at most {self.options.max_queued}",
+                "come back later, or raise the queue limit",
+                _retry_after_s(stats),
+            )
+
+    def _outbox_append(self, handle: RequestHandle, deltas: list[Delta]) -> None:
+        with self._lock:
+            self._outbox.append((handle, deltas))
+
+    def _after_step(self) -> None:
+        """In the engine thread: wake the event loop once for all requests of the step."""
+        assert self._aio is not None
+        with self._lock:
+            if self._flush_due or not self._outbox:
+                return
+            self._flush_due = True
+        try:
+            self._aio.call_soon_threadsafe(self._flush)
+        except RuntimeError:  # the event loop is closed: nobody is left who could read
+            with self._lock:
+                self._outbox.clear()
+
+    def _flush(self) -> None:
+        with self._lock:
+            batch, self._outbox, self._flush_due = self._outbox, [], False
+        for handle, deltas in batch:
+            handle._receive(deltas, self.options.max_undelivered_tokens)
+            if handle.finished:
+                self._live.discard(handle)
+        if not self._live:
+            self._all_done.set()
+
+
+def _retry_after_s(stats: LoopStats) -> float:
+    """Until half of the queue is served, from how long a request takes and how many run side by side."""
+    wait_s = stats.request_time_s * stats.waiting / (2 * max(1, stats.running))
+    return min(max(wait_s, RETRY_LOW_S), RETRY_HIGH_S)

@@ -1,0 +1,114 @@
+"""Promise 1 on a real model: the golden story, and equal answers however the work is cut, shared, moved or computed."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.tokenizer import open_tokenizer
+from millrace.engine.engine import Engine
+from millrace.engine.native import NativeExecutor
+from millrace.kernels.library import usable_isas
+from millrace.runtime.generate import generate
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.params import SamplingParams
+from tests.runtime.fakes import RandomBudget
+from tests.support.engines import build
+from tests.support.shared import shared
+
+PRECISIONS = ("fp32", "bf16", "w8a8", "w4a8")
+Answers = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
+    folder = shared("models/stories260K")
+    out = tmp_path_factory.mktemp("engines")
+    return {p: build(folder, out / p, p, max_step_tokens=128) for p in PRECISIONS}
+
+
+def run(
+    executor: NativeExecutor, folder: Path, prompts: list[list[int]], params: list[SamplingParams], seed: int
+) -> Answers:
+    """All prompts at once; the seed draws how large each step's chunks are (0: as large as they can be)."""
+    budget = RandomBudget(executor.limits.max_step_tokens, random.Random(seed)) if seed else None
+    loop = EngineLoop(executor, open_tokenizer(folder), GenerationDefaults(), budget=budget)
+    outputs = generate(loop, [{"prompt_token_ids": p} for p in prompts], params)
+    assert loop.stats().pages_used == 0
+    return [list(c.token_ids) for o in outputs for c in o.outputs]
+
+
+@pytest.fixture
+def golden() -> list[int]:
+    ids: list[int] = json.loads((shared("models/stories260K") / "golden.json").read_text())["greedy_from_bos_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("isa", usable_isas())
+def test_the_golden_story(engines: dict[str, Engine], golden: list[int], isa: str) -> None:
+    """The published greedy continuation of <s>, from it and from its own prefixes, all in one batch."""
+    executor = engines["fp32"].executor(n_pages=64, isa=isa)
+    cuts = [1, 2, 63, 64, 65, 127, 130, 199]
+    params = [SamplingParams(temperature=0, max_tokens=201 - cut, ignore_eos=True) for cut in cuts]
+    answers = run(executor, engines["fp32"].folder, [golden[:cut] for cut in cuts], params, seed=0)
+    executor.close()
+    assert answers == [golden[cut:] for cut in cuts]
+
+
+def sixteen(max_tokens: int = 24) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of 1 to 200 tokens; half greedy, half sampled with seeds, filters and penalties."""
+    rng = random.Random(5)
+    prompts = [
+        [1, *(rng.randrange(3, 512) for _ in range(rng.choice([0, 1, 5, 30, 63, 64, 100, 199])))] for _ in range(16)
+    ]
+    sampled = dict(temperature=0.9, top_p=0.9, top_k=40, repetition_penalty=1.1, frequency_penalty=0.2)
+    params = [
+        SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=i, **(dict(temperature=0.0) if i % 2 else sampled))  # type: ignore[arg-type]
+        for i in range(16)
+    ]
+    return prompts, params
+
+
+def ways(best: str) -> Iterator[tuple[str, int, int, int]]:
+    """(isa, threads, pages, seed of the chunks): few pages force preemption."""
+    for isa in usable_isas():
+        for threads in (1, 2):
+            yield isa, threads, 128, 0
+    yield best, 2, 128, 1
+    yield best, 2, 128, 2
+    yield best, 1, 10, 3
+    yield usable_isas()[-1], 2, 10, 4
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_together_equals_alone(engines: dict[str, Engine], precision: str) -> None:
+    engine = engines[precision]
+    prompts, params = sixteen()
+    best = usable_isas()[0]
+    executor = engine.executor(n_pages=128, threads=1, isa=best)
+    alone = [run(executor, engine.folder, [p], [s], 0)[0] for p, s in zip(prompts, params, strict=True)]
+    executor.close()
+    for isa, threads, pages, seed in ways(best):
+        executor = engine.executor(n_pages=pages, threads=threads, isa=isa)
+        assert run(executor, engine.folder, prompts, params, seed) == alone, (
+            f"{isa}, {threads} threads, {pages} pages, {seed}"
+        )
+        executor.close()
+
+
+def test_preemption_changes_nothing(engines: dict[str, Engine]) -> None:
+    """Eight sequences that each outgrow their page while ten pages are there for all."""
+    engine = engines["w4a8"]
+    prompts, params = sixteen(max_tokens=70)
+    answers = []
+    for pages in (128, 10):
+        executor = engine.executor(n_pages=pages)
+        loop = EngineLoop(executor, open_tokenizer(engine.folder), GenerationDefaults())
+        outputs = generate(loop, [{"prompt_token_ids": p} for p in prompts], params)
+        answers.append([o.outputs[0].token_ids for o in outputs])
+        executor.close()
+        assert (loop.stats().preemptions_total > 0) == (pages == 10)
+    assert answers[0] == answers[1]

@@ -1,0 +1,180 @@
+"""Sampling in the step call against NumPy in float64: filters keep the right set, penalties and log probabilities agree,
+draws follow the distribution, and depend on (seed, choice, position) alone."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from millrace.engine.executor import SAMPLING, StepInputs, StepOutputs
+from millrace.engine.native import KvFormat, KvShape, NativeExecutor, NativeProgram
+from millrace.kernels.declare import Space
+from millrace.kernels.encode import Limits, Ref, encode
+from millrace.kernels.library import usable_isas
+from tests.support.one_step import i32
+
+V = 1500
+ROWS = 64
+
+
+class Sampler:
+    """An executor whose logits are the rows of a table: row r samples from the table's row tokens[r]."""
+
+    def __init__(self, logits: NDArray[np.float32], isa: str, threads: int = 2) -> None:
+        vocab, table = logits.shape[1], np.ascontiguousarray(logits)
+        limits = Limits(T=ROWS, S=ROWS)
+        params = {"n": vocab, "vocab": max(len(table), vocab), "bf16": 0, "scale": 1.0}
+        padded = np.zeros((params["vocab"], vocab), np.float32)
+        padded[: len(table)] = table
+        program = NativeProgram(
+            steps=encode("embed", {"table": Ref(Space.WEIGHTS, 0), "y": Ref(Space.ACTIVATIONS, 0)}, params, limits),
+            n_steps=1, weights=padded.reshape(-1).view(np.uint8), weights_bytes=padded.nbytes,
+            activation_bytes=ROWS * vocab * 4, logits_offset=0, max_step_tokens=ROWS, max_sequences=ROWS,
+            max_context=1 << 20, vocab_size=vocab, kv=KvShape(layers=0, heads=1, head_dim=16, format=KvFormat.F32),
+        )  # fmt: skip
+        self.executor = NativeExecutor(program, n_pages=0, threads=threads, isa=isa)
+
+    def __call__(self, tokens: list[int], *, history: list[int] | None = None, **fields: Any) -> StepOutputs:
+        rows = np.zeros(len(tokens), SAMPLING)
+        rows["sequence"] = np.arange(len(tokens))
+        plain = {"top_p": 1, "repetition_penalty": 1, "temperature": 1, "n_top": -1}
+        bias = fields.pop("bias", {})
+        for name, value in {**plain, **fields, "bias_count": len(bias)}.items():
+            rows[name] = value
+        return self.executor.run(
+            StepInputs(
+                i32(tokens),
+                i32(np.zeros(len(tokens))),
+                i32(range(len(tokens) + 1)),
+                i32([]),
+                i32(np.zeros(len(tokens) + 1)),
+                rows,
+                i32(history or []),
+                i32(list(bias)),
+                np.array(list(bias.values()), np.float32),
+            )  # fmt: skip
+        )
+
+    def many(self, n: int, **fields: Any) -> NDArray[np.int32]:
+        """n draws from row 0 at positions 0, 1, ..."""
+        drawn = [self([0] * ROWS, position=np.arange(at, at + ROWS), **fields).tokens for at in range(0, n, ROWS)]
+        return np.concatenate(drawn)
+
+
+def probabilities(
+    x: NDArray[np.float32], temperature: float = 1, top_k: int = 0, top_p: float = 1, min_p: float = 0
+) -> NDArray[np.float64]:
+    """vLLM's order: temperature, min_p, top_k, top_p over what is left; ties go to the lower id."""
+    p = np.exp((x.astype(np.float64) - x.max()) / temperature)
+    keep = p >= min_p
+    order = np.lexsort((np.arange(len(p)), -p))
+    order = order[keep[order]]
+    if top_k > 0:
+        order = order[:top_k]
+    mass = np.cumsum(p[order]) / (p[order].sum() if top_k > 0 or min_p > 0 else p.sum())
+    order = order[: int(np.searchsorted(mass, top_p - 1e-12)) + 1]
+    kept = np.zeros_like(p)
+    kept[order] = p[order]
+    return kept / kept.sum()
+
+
+@pytest.fixture(params=usable_isas())
+def isa(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def rows(seed: int, spread: float = 3, n: int = 2, vocab: int = V) -> NDArray[np.float32]:
+    return (np.random.default_rng(seed).standard_normal((n, vocab)) * spread).astype(np.float32)
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 1003, 4096, 4097, V])
+def test_greedy_takes_the_first_largest(vocab: int, isa: str) -> None:
+    x = rows(1, vocab=vocab)
+    x[0, [vocab // 2, vocab - 1]] = 99
+    sample = Sampler(x, isa)
+    assert sample([0, min(1, vocab - 1)], temperature=0).tokens.tolist()[0] == vocab // 2
+
+
+FILTERS: list[dict[str, float]] = [
+    {}, {"temperature": 0.3}, {"temperature": 2.5}, {"top_k": 1}, {"top_k": 7}, {"top_k": V + 5}, {"top_p": 0.5},
+    {"top_p": 0.999}, {"top_p": 1e-6}, {"min_p": 0.2}, {"min_p": 1.0}, {"top_k": 50, "top_p": 0.8},
+    {"top_k": 100, "top_p": 0.9, "min_p": 0.02, "temperature": 1.3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", FILTERS, ids=str)
+@pytest.mark.parametrize("spread", [0.001, 1, 6])
+def test_draws_follow_the_distribution(fields: dict[str, float], spread: float) -> None:
+    """Only kept tokens are drawn, and the frequencies of heads and tails are what they should be (five sigmas)."""
+    x = rows(7, spread)
+    drawn = Sampler(x, usable_isas()[0]).many(4096, seed=11, **fields)
+    p = probabilities(x[0], **fields)  # type: ignore[arg-type]
+    assert (p[drawn] > 0).all(), "a token was drawn that the filter drops"
+    head = np.argsort(-p)[: max(1, int((p > 0).sum()) // 3)]
+    expected = p[head].sum()
+    sigma = np.sqrt(max(expected * (1 - expected), 1e-9) / len(drawn))
+    assert abs(np.isin(drawn, head).mean() - expected) < 5 * sigma + 1e-6
+
+
+@pytest.mark.parametrize("fields", FILTERS, ids=str)
+def test_every_isa_draws_the_same(fields: dict[str, float]) -> None:
+    x = rows(8)
+    draws = [
+        Sampler(x, isa, threads).many(256, seed=3, **fields).tolist() for isa in usable_isas() for threads in (1, 2)
+    ]
+    assert all(d == draws[0] for d in draws)
+
+
+def test_ties_at_the_cut_go_to_the_lower_id(isa: str) -> None:
+    x = np.zeros((1, V), np.float32)
+    assert set(Sampler(x, isa).many(512, seed=1, top_k=3).tolist()) == {0, 1, 2}
+
+
+def test_the_key_is_seed_choice_position(isa: str) -> None:
+    sample = Sampler(rows(9), isa)
+    base = sample.many(64, seed=5).tolist()
+    assert sample([0] * 10, seed=5, position=np.arange(10)).tokens.tolist() == base[:10], "the batch does not matter"
+    assert sample.many(64, seed=6).tolist() != base
+    assert sample.many(64, seed=5, choice=1).tolist() != base
+
+
+def test_penalties_and_bias(isa: str) -> None:
+    """As vLLM has them: bias added, repetition over prompt and output, presence and frequency over the output."""
+    x = rows(10, spread=1)
+    prompt, output = [3, 4, 4, 7], [4, 9, 9, 9]
+    y = x[0].astype(np.float64)
+    y[20] += 5
+    for token in {*prompt, *output}:
+        y[token] = y[token] / 1.7 if y[token] > 0 else y[token] * 1.7
+    for token in set(output):
+        y[token] -= 0.5 + 0.3 * output.count(token)
+    got = Sampler(x, isa).many(
+        4096, seed=2, top_k=30, history=prompt + output, history_prompt=4, history_output=4, repetition_penalty=1.7,
+        presence_penalty=0.5, frequency_penalty=0.3, bias={20: 5.0},
+    )  # fmt: skip
+    p = probabilities(y.astype(np.float32), top_k=30)
+    assert (p[got] > 0).all()
+    counts = np.bincount(got, minlength=V) / len(got)
+    assert np.abs(counts - p).max() < 5 * np.sqrt(p.max() / len(got))
+
+
+def test_log_probabilities_are_of_the_raw_distribution(isa: str) -> None:
+    x = rows(12)
+    out = Sampler(x, isa)([0, 1, 0], n_top=5, temperature=0.5, top_k=20, seed=[1, 2, 3], bias={8: 2.0})
+    for r, row in enumerate([0, 1, 0]):
+        wide = x[row].astype(np.float64)
+        logp = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+        best = np.lexsort((np.arange(V), -wide))[:5]
+        assert out.top_ids[r].tolist() == best.tolist()
+        assert np.allclose(out.top_logprobs[r], logp[best], atol=3e-6)
+        assert abs(out.logprobs[r] - logp[out.tokens[r]]) < 3e-6
+        assert out.ranks[r] == 1 + (x[row] > x[row, out.tokens[r]]).sum()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_fail_only_their_row(bad: float, isa: str) -> None:
+    x = rows(13)
+    x[1, V - 1] = bad
+    tokens = Sampler(x, isa)([0, 1, 0], temperature=0).tokens
+    assert tokens[1] == -1 and tokens[0] == tokens[2] == x[0].argmax()

@@ -1,0 +1,198 @@
+"""Stand-ins for what the runtime is given: an executor that sees only pages, a tokenizer of bytes, a clock by hand.
+
+The fake executor's next token is a hash of the whole history *as read through the page table*, so that a page that is
+lost, shared wrongly or stale, or a token that was skipped, changes the answer.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.tokenizer import Specials, Tokenizer
+from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, StepOutputs
+from millrace.runtime.budget import TokenBudget
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.params import CompletionOutput, SamplingParams
+from millrace.runtime.resolve import SEED_MASK
+
+VOCAB = 97
+EOS = 0
+POISON = 96  # a sequence that begins with it gets no finite logits
+LIMITS = ExecutorLimits(
+    max_step_tokens=32, max_sequences=8, max_context=128, page_tokens=4, n_pages=256, vocab_size=VOCAB
+)
+
+
+def limits(**changes: int) -> ExecutorLimits:
+    return replace(LIMITS, **changes)
+
+
+class FakeTokenizer(Tokenizer):
+    """Token 0 is end-of-text; the others are letters, pairs of letters, and the single bytes of "é" and "界"."""
+
+    def __init__(self) -> None:
+        specials = Specials(named={"eos_token": "</s>"}, bos_token_id=None, eos_token_id=EOS, ids=frozenset({EOS}))
+        super().__init__(VOCAB, specials)
+        letters = [bytes([c]) for c in b"abcdefgh \n"]
+        pieces = [b"</s>", *letters, b"\xc3", b"\xa9", *(bytes([b]) for b in "界".encode())]
+        pairs = [a + b for a in letters[:9] for b in letters[:9]]
+        self.pieces = (pieces + pairs)[:VOCAB]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [self.pieces.index(bytes([b])) if bytes([b]) in self.pieces else 1 for b in text.encode()]
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id]
+
+    def _first_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id]
+
+
+class FakeClock:
+    """Moves only when told, or by `tick_s` per reading."""
+
+    def __init__(self, tick_s: float = 0.0) -> None:
+        self.now_s, self.tick_s = 0.0, tick_s
+
+    def __call__(self) -> float:
+        self.now_s += self.tick_s
+        return self.now_s
+
+
+def next_token(history: Sequence[int] | NDArray[np.int64], greedy: bool, seed: int, choice: int) -> int:
+    """The fake model: what follows `history`, a pure function."""
+    key = b"" if greedy else f"{seed & SEED_MASK},{choice}".encode()
+    digest = hashlib.blake2b(np.asarray(history, dtype=np.int32).tobytes() + key, digest_size=8).digest()
+    return int.from_bytes(digest, "little") % VOCAB
+
+
+@dataclass(slots=True)
+class FakeExecutor:
+    """Keeps tokens and positions by (page, slot), checks every promise of StepInputs, and reads histories back."""
+
+    limits: ExecutorLimits
+    before_run: Callable[[StepInputs], None] | None = None  # raises to fail, advances a clock, sleeps
+    n_steps: int = 0
+    n_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._tokens = np.full((self.limits.n_pages, self.limits.page_tokens), -1, dtype=np.int64)
+        self._positions = np.full_like(self._tokens, -1)
+
+    _tokens: NDArray[np.int64] = None  # type: ignore[assignment]  # set above
+    _positions: NDArray[np.int64] = None  # type: ignore[assignment]
+
+    def run(self, step: StepInputs) -> StepOutputs:
+        if self.before_run is not None:
+            self.before_run(step)
+        S = len(step.starts) - 1
+        assert 1 <= S <= self.limits.max_sequences, S
+        assert len(step.tokens) == len(step.positions) == step.starts[-1] <= self.limits.max_step_tokens
+        assert len(step.pages) == step.page_starts[-1]
+        self._store(step)
+        self.n_steps += 1
+        self.n_tokens += len(step.tokens)
+        histories = {int(r["sequence"]): self._history(step, int(r["sequence"])) for r in step.sampling}
+        assert len(histories) == len(step.sampling), "two rows for one sequence"
+        return _outputs(step, [self._draw(step, r, histories[int(r["sequence"])]) for r in step.sampling])
+
+    def close(self) -> None:
+        pass
+
+    def _store(self, step: StepInputs) -> None:
+        holders: dict[int, int] = {}
+        for page in step.pages.tolist():
+            assert 0 <= page < self.limits.n_pages
+            holders[page] = holders.get(page, 0) + 1
+        for s in range(len(step.starts) - 1):
+            lo, hi = step.starts[s], step.starts[s + 1]
+            pages, positions = self._table(step, s), step.positions[lo:hi]
+            assert hi > lo, "a sequence without tokens"
+            assert (np.diff(positions) == 1).all() and positions[0] >= 0 and positions[-1] < self.limits.max_context
+            assert len(set(pages.tolist())) == len(pages) >= positions[-1] // self.limits.page_tokens + 1
+            where, slots = pages[positions // self.limits.page_tokens], positions % self.limits.page_tokens
+            assert all(holders[p] == 1 for p in where.tolist()), "writing a page that others hold"
+            self._positions[where[slots == 0]] = -1  # a fresh page: what it held is somebody else's
+            assert (self._positions[where, slots] == -1).all(), "a position is written once"
+            self._tokens[where, slots], self._positions[where, slots] = step.tokens[lo:hi], positions
+
+    def _table(self, step: StepInputs, s: int) -> IntArray:
+        return step.pages[step.page_starts[s] : step.page_starts[s + 1]]
+
+    def _history(self, step: StepInputs, s: int) -> NDArray[np.int64]:
+        positions = np.arange(step.positions[step.starts[s + 1] - 1] + 1)
+        where = self._table(step, s)[positions // self.limits.page_tokens], positions % self.limits.page_tokens
+        assert (self._positions[where] == positions).all(), "a position was never computed, or by another sequence"
+        history: NDArray[np.int64] = self._tokens[where]
+        return history
+
+    def _draw(self, step: StepInputs, row: np.void, history: NDArray[np.int64]) -> int:
+        assert row["position"] == len(history)
+        n = int(row["history_prompt"] + row["history_output"])
+        wants_history = bool(row["presence_penalty"] or row["frequency_penalty"] or row["repetition_penalty"] != 1)
+        assert n == (len(history) if wants_history else 0)
+        if n:
+            start = int(row["history_start"])
+            assert (step.history[start : start + n] == history).all()
+        if history[0] == POISON:
+            return -1
+        start, count = int(row["bias_start"]), int(row["bias_count"])
+        if count:
+            return int(step.bias_ids[start : start + count][np.argmax(step.bias_values[start : start + count])])
+        return next_token(history, row["temperature"] == 0, int(row["seed"]), int(row["choice"]))
+
+
+def _outputs(step: StepInputs, tokens: list[int]) -> StepOutputs:
+    drawn = np.array(tokens, dtype=np.int32)
+    n_top = max([0, *step.sampling["n_top"].tolist()])
+    top = (drawn[:, None] + np.arange(n_top)) % VOCAB
+    return StepOutputs(
+        tokens=drawn,
+        logprobs=(drawn * -0.125).astype(np.float32),
+        ranks=np.ones(len(drawn), dtype=np.int32),
+        top_ids=top.astype(np.int32).reshape(len(drawn), n_top),
+        top_logprobs=np.full((len(drawn), n_top), -0.5, dtype=np.float32),
+    )
+
+
+class RandomBudget(TokenBudget):
+    """Any chunking gives the same answers; so choose any."""
+
+    def __init__(self, max_step_tokens: int, rng: random.Random) -> None:
+        super().__init__(max_step_tokens)
+        self.rng = rng
+
+    def prefill_tokens(self, n_decode: int) -> int:
+        room = self.max_step_tokens - n_decode
+        return self.rng.randint(1, room) if room else 0
+
+
+def make_loop(
+    of: ExecutorLimits = LIMITS,
+    before_run: Callable[[StepInputs], None] | None = None,
+    clock: Callable[[], float] | None = None,
+    budget: TokenBudget | None = None,
+) -> EngineLoop:
+    return EngineLoop(FakeExecutor(of, before_run), FakeTokenizer(), clock=clock or FakeClock(0.001), budget=budget)
+
+
+def expected_choice(prompt: Sequence[int], params: SamplingParams, choice: int, of: ExecutorLimits) -> CompletionOutput:
+    """One answer, the plain way: whole histories, whole texts, no pages. Without min_tokens and stop strings."""
+    assert params.seed is not None and not params.stop
+    history, out, reason, stop = list(prompt), [], "length", None
+    bias = max(params.logit_bias, key=lambda i: params.logit_bias[i]) if params.logit_bias else None
+    for _ in range(params.max_tokens or of.max_context - len(prompt)):
+        token = bias if bias is not None else next_token(history, params.temperature == 0, params.seed, choice)
+        history.append(token)
+        out.append(token)
+        if (token == EOS and not params.ignore_eos) or token in params.stop_token_ids:
+            reason, stop = "stop", token if token != EOS or params.ignore_eos else None
+            break
+    shown = out[:-1] if reason == "stop" else out
+    data = b"".join(FakeTokenizer().pieces[t] for t in shown if t != EOS)
+    text = data.decode("utf-8", "replace")
+    return CompletionOutput(choice, text, out, None, None, reason, stop)  # type: ignore[arg-type]  # a str enum

@@ -1,0 +1,248 @@
+"""Whatever happens beside a request, its answer is the one it gets alone; and all pages come back."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from tests.runtime.fakes import POISON, VOCAB, FakeClock, RandomBudget, expected_choice, limits, make_loop
+
+from millrace.engine.executor import ExecutorLimits
+from millrace.errors import RequestError
+from millrace.runtime.generate import Collector
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.params import CompletionOutput, Delta, FinishReason, SamplingParams
+from millrace.runtime.sequence import Request
+
+
+class Client:
+    """Submits to a loop and collects what comes."""
+
+    def __init__(self, loop: EngineLoop, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.deltas: list[list[Delta]] = []
+        self.prompt, self.params = list(prompt), params
+        self.request: Request = loop.submit(prompt, params, self.deltas.append)
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        collector = Collector("", None, self.prompt, 0, self.params.n)
+        for deltas in self.deltas:
+            collector.add(deltas)
+        return collector.output.outputs
+
+    @property
+    def n_finished(self) -> int:
+        return sum(d.finish_reason is not None for deltas in self.deltas for d in deltas)
+
+
+def run_all(loop: EngineLoop) -> None:
+    while loop.step():
+        pass
+
+
+def alone(client: Client) -> list[CompletionOutput]:
+    """The same request in a loop of its own with plenty of everything, choice by choice."""
+    loop = make_loop(limits(max_context=client.request.resolved.max_tokens + len(client.prompt)))
+    solo = Client(loop, client.prompt, replace(client.params, seed=client.request.resolved.seed))
+    run_all(loop)
+    return solo.outputs
+
+
+def random_params(rng: random.Random, n_room: int) -> SamplingParams:
+    return SamplingParams(
+        n=rng.choice([1, 1, 1, 2, 3]),
+        max_tokens=rng.choice([1, rng.randint(1, n_room), n_room]),
+        min_tokens=rng.choice([0, 0, 1]),
+        temperature=rng.choice([0.0, 1.0, None]),
+        presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+        seed=rng.choice([None, -1, rng.randint(0, 2**64 - 1)]),
+        stop=rng.choice([(), ("ab",), ("a", "ba\n", "é"), ("cab", "界")]),
+        stop_token_ids=rng.choice([(), (5, 6, 7)]),
+        ignore_eos=rng.random() < 0.5,
+        logprobs=rng.choice([None, None, 0, 3]),
+        include_stop_str_in_output=rng.random() < 0.3,
+        skip_special_tokens=rng.random() < 0.7,
+        logit_bias={int(rng.randrange(VOCAB)): 5.0} if rng.random() < 0.1 else {},
+    )
+
+
+def tiny_limits(rng: random.Random) -> ExecutorLimits:
+    page_tokens, n_sequences = rng.choice([1, 2, 4, 8]), rng.randint(1, 8)
+    context = rng.randint(8, 60)
+    return limits(
+        page_tokens=page_tokens,
+        max_sequences=n_sequences,
+        max_step_tokens=n_sequences + rng.randint(0, 24),
+        max_context=context,
+        n_pages=-(-context // page_tokens) + rng.randint(0, 12),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_schedule_gives_the_solo_answers(seed: int) -> None:
+    rng = random.Random(seed)
+    of = tiny_limits(rng)
+    loop = make_loop(of, budget=RandomBudget(of.max_step_tokens, rng) if rng.random() < 0.7 else None)
+    clients: list[Client] = []
+    cancelled: set[Client] = set()
+    for _ in range(80):
+        if rng.random() < 0.3:
+            prompt = [rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, of.max_context - 1))]
+            clients.append(Client(loop, prompt, random_params(rng, of.max_context - len(prompt))))
+        if clients and rng.random() < 0.1:
+            victim = rng.choice(clients)
+            cancelled.add(victim)
+            loop.cancel(victim.request)
+        loop.step()
+    run_all(loop)
+    stats = loop.stats()
+    assert stats.pages_used == 0 and stats.running == 0 and stats.waiting == 0 and stats.idle
+    for client in clients:
+        assert client.n_finished == client.params.n, "every choice ends exactly once"
+        for got, want in zip(client.outputs, alone(client), strict=True):
+            if client in cancelled and got.finish_reason is FinishReason.ABORT:
+                assert want.token_ids[: len(got.token_ids)] == got.token_ids
+                assert want.text.startswith(got.text.rstrip("\ufffd")) or client.params.stop  # held text may be let go
+            else:
+                assert got == want
+
+
+def test_the_random_schedules_do_preempt() -> None:
+    """The test above would prove little if its pools were never short."""
+    of = limits(n_pages=12, page_tokens=2, max_context=24, max_sequences=6)
+    loop = make_loop(of)
+    clients = [Client(loop, [i, 1, 2], SamplingParams(max_tokens=20, ignore_eos=True, seed=i)) for i in range(6)]
+    run_all(loop)
+    assert loop.stats().preemptions_total > 3
+    assert sum(c.request.timings.n_preemptions for c in clients) == loop.stats().preemptions_total
+    for client in clients:
+        assert client.outputs == alone(client)
+        assert client.outputs[0].token_ids == expected_choice(client.prompt, client.params, 0, of).token_ids
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_answers_agree_with_the_plain_model(seed: int) -> None:
+    rng, of = random.Random(seed), limits()
+    loop = make_loop(of, budget=RandomBudget(of.max_step_tokens, rng))
+    clients = []
+    for i in range(12):
+        params = random_params(rng, 60)
+        params = replace(params, seed=i, stop=(), min_tokens=0, presence_penalty=0.0, logprobs=None)
+        params = replace(params, include_stop_str_in_output=False, skip_special_tokens=True)
+        prompt = [*(rng.randrange(1, VOCAB - 1) for _ in range(rng.randint(0, 59))), 1]  # ends with a whole character
+        clients.append(Client(loop, prompt, params))
+    run_all(loop)
+    for client in clients:
+        for i, got in enumerate(client.outputs):
+            assert got == expected_choice(client.prompt, client.params, i, of)
+
+
+def test_choices_share_the_pages_of_their_prompt() -> None:
+    loop = make_loop(limits(page_tokens=4, max_step_tokens=64))
+    prompt = list(range(1, 42))  # 41 tokens: ten full pages and one token
+    client = Client(loop, prompt, SamplingParams(n=5, max_tokens=3, seed=7, ignore_eos=True))
+    loop.step()  # the prompt
+    assert loop.stats().pages_used == 11 and loop.stats().waiting == 4
+    loop.step()  # the siblings join with their last prompt token
+    assert loop.stats().running == 5 and loop.stats().pages_used == 10 + 5
+    run_all(loop)
+    assert loop.stats().step_tokens_total == 41 + 4 * 1 + 5 * 2
+    assert client.outputs == alone(client) and len({tuple(o.token_ids) for o in client.outputs}) == 5
+    assert loop.stats().prompt_tokens_total == 41 and loop.stats().generation_tokens_total == 15
+    assert loop.stats().pages_used == 0
+
+
+def test_a_first_choice_of_one_token_leaves_its_prompt_to_the_others() -> None:
+    loop = make_loop(limits(page_tokens=4, max_step_tokens=64))
+    client = Client(loop, list(range(1, 42)), SamplingParams(n=3, max_tokens=1, seed=7))
+    run_all(loop)
+    assert loop.stats().step_tokens_total == 41 + 2
+    assert [len(o.token_ids) for o in client.outputs] == [1, 1, 1] and loop.stats().pages_used == 0
+
+
+@pytest.mark.parametrize("n_steps", range(8))
+def test_cancelling_a_family_at_any_moment_returns_its_pages(n_steps: int) -> None:
+    loop = make_loop(limits(page_tokens=4, max_step_tokens=16))
+    client = Client(loop, list(range(1, 42)), SamplingParams(n=3, seed=7, ignore_eos=True))
+    for _ in range(n_steps):
+        loop.step()
+    loop.cancel(client.request)
+    run_all(loop)
+    assert loop.stats().pages_used == 0 and loop.stats().finished_total[FinishReason.ABORT] == 3
+    assert [o.finish_reason for o in client.outputs] == [FinishReason.ABORT] * 3
+    loop.cancel(client.request)  # harmless
+    assert not loop.step()
+
+
+def test_one_callback_per_request_and_step() -> None:
+    loop = make_loop()
+    client = Client(loop, [1, 2], SamplingParams(n=3, max_tokens=4, ignore_eos=True, seed=1))
+    n_steps = 0
+    while loop.step():
+        n_steps += 1
+        assert len(client.deltas) == n_steps
+    assert [len(deltas) for deltas in client.deltas] == [3, 3, 3, 3]
+
+
+def test_logits_that_are_not_finite_fail_only_their_request() -> None:
+    loop = make_loop()
+    good = Client(loop, [1, 2], SamplingParams(max_tokens=6, ignore_eos=True, seed=1))
+    bad = Client(loop, [POISON, 2], SamplingParams(n=2, max_tokens=6, seed=1))
+    run_all(loop)
+    assert good.outputs == alone(good)
+    assert [o.finish_reason for o in bad.outputs] == [FinishReason.ERROR] * 2
+    assert "not finite" in (bad.outputs[0].error or "") and bad.n_finished == 2
+    assert loop.stats().pages_used == 0 and loop.stats().healthy
+
+
+def test_timings_are_readings_of_the_clock_in_order() -> None:
+    loop = make_loop(clock=FakeClock(0.5))
+    client = Client(loop, [1, 2], SamplingParams(max_tokens=3, ignore_eos=True, seed=1))
+    timings = client.request.timings
+    assert timings.first_scheduled_s is None
+    run_all(loop)
+    readings = [timings.queued_s, timings.first_scheduled_s, timings.first_token_s, timings.last_token_s]
+    assert None not in readings and timings.finished_s is not None
+    assert all(a < b for a, b in zip(readings, [*readings[1:], timings.finished_s], strict=True) if a and b)
+    assert timings.n_output_tokens == 3 and loop.stats().request_time_s > 0
+
+
+def test_logprobs_come_as_asked() -> None:
+    loop = make_loop()
+    clients = [Client(loop, [3], SamplingParams(max_tokens=2, seed=1, ignore_eos=True, logprobs=n)) for n in (0, 2, 5)]
+    plain = Client(loop, [3], SamplingParams(max_tokens=2, seed=1, ignore_eos=True))
+    run_all(loop)
+    assert plain.outputs[0].logprobs is None and plain.outputs[0].cumulative_logprob is None
+    for client, n in zip(clients, (0, 2, 5), strict=True):
+        logprobs = client.outputs[0].logprobs
+        assert logprobs is not None and [p.token_id for p in logprobs] == plain.outputs[0].token_ids
+        assert [len(p.top) for p in logprobs] == [n, n] and logprobs[0].rank == 1
+
+
+def test_a_seed_is_drawn_and_told() -> None:
+    loop = make_loop()
+    first, second = (Client(loop, [3], SamplingParams(max_tokens=8, ignore_eos=True)) for _ in range(2))
+    assert first.request.resolved.seed != second.request.resolved.seed < 2**63
+    run_all(loop)
+    assert first.outputs == alone(first)
+
+
+def test_a_bad_request_touches_nothing() -> None:
+    loop = make_loop()
+    with pytest.raises(RequestError):
+        Client(loop, [], SamplingParams())
+    assert loop.stats().idle and not loop.step()
+
+
+def test_health_tells_a_stuck_step_from_idleness() -> None:
+    clock = FakeClock()
+    loop = make_loop(clock=clock)
+    clock.now_s = 100.0
+    assert loop.stats().idle and loop.stats().healthy
+    Client(loop, [1], SamplingParams(n=3, max_tokens=2))
+    assert loop.stats().waiting == 3
+    assert not loop.stats().idle and loop.stats().last_step_s == 0, "waiting for work was no lack of progress"
+    clock.now_s = 107.0
+    assert loop.stats().last_step_s == 7
+    loop.step()
+    assert loop.stats().last_step_s == 0 and not loop.stats().idle

@@ -1,0 +1,171 @@
+"""The scheduler alone, without executor or tokenizer: order, budgets, pages, preemption."""
+
+import pytest
+from tests.runtime.fakes import limits
+
+from millrace.checkpoint.generation import GenerationDefaults
+from millrace.engine.executor import ExecutorLimits
+from millrace.errors import ConfigError
+from millrace.runtime.budget import TokenBudget
+from millrace.runtime.pages import PagePool
+from millrace.runtime.params import SamplingParams
+from millrace.runtime.resolve import check_prompt, resolve
+from millrace.runtime.scheduler import Scheduler, Step
+from millrace.runtime.sequence import Request, Sequence, Stage, Timings, sequences_of
+
+
+def scheduler(of: ExecutorLimits) -> Scheduler:
+    return Scheduler(of, PagePool(of.n_pages), clock=lambda: 0.0)
+
+
+def queued(sched: Scheduler, n_prompt: int, n: int = 1) -> list[Sequence]:
+    prompt = check_prompt([1] * n_prompt, sched.limits)
+    params = SamplingParams(n=n, ignore_eos=True)
+    resolved = resolve(params, GenerationDefaults(), sched.limits, n_prompt)
+    choices = sequences_of(Request("r", prompt, params, resolved, lambda deltas: None, Timings(0.0)))
+    sched.add(choices)
+    return choices
+
+
+def ran(sched: Scheduler) -> Step:
+    """Schedule a step, compute it, draw a token where one is due."""
+    step = sched.schedule()
+    sched.commit(step, 0.001)
+    for chunk in step.chunks:
+        if chunk.draws:
+            chunk.sequence.tokens.append(1)
+    return step
+
+
+def shape(step: Step) -> list[tuple[int, int]]:
+    return [(chunk.start, chunk.n) for chunk in step.chunks]
+
+
+def test_a_prompt_in_chunks_then_decoding() -> None:
+    sched = scheduler(limits(max_step_tokens=8))
+    queued(sched, 20)
+    assert [shape(ran(sched)) for _ in range(5)] == [[(0, 8)], [(8, 8)], [(16, 4)], [(20, 1)], [(21, 1)]]
+
+
+def test_decodes_first_then_the_oldest_prompt_then_the_queue() -> None:
+    sched = scheduler(limits(max_step_tokens=8))
+    (first,) = queued(sched, 3)
+    ran(sched)
+    (second,), (third,) = queued(sched, 9), queued(sched, 9)
+    step = ran(sched)
+    assert [(c.sequence, c.n) for c in step.chunks] == [(first, 1), (second, 7)]
+    assert (step.n_tokens, step.n_prefill) == (8, 7)
+    step = ran(sched)
+    assert [(c.sequence, c.n) for c in step.chunks] == [(first, 1), (second, 2), (third, 5)]
+
+
+def test_places_are_given_first_come_first_served() -> None:
+    sched = scheduler(limits(max_sequences=2, max_step_tokens=8))
+    (a,), (b,), (c,) = queued(sched, 2), queued(sched, 2), queued(sched, 1)
+    ran(sched)
+    assert sched.running == [a, b] and sched.waiting == [c]
+    sched.remove(a)
+    ran(sched)
+    assert sched.running == [b, c] and a.stage is Stage.GONE
+
+
+def test_the_head_of_the_queue_is_not_overtaken_for_want_of_pages() -> None:
+    sched = scheduler(limits(n_pages=12, page_tokens=4, max_step_tokens=64))
+    queued(sched, 30)
+    ran(sched)
+    (big,), (small,) = queued(sched, 30), queued(sched, 1)
+    ran(sched)
+    assert sched.waiting == [big, small]
+
+
+def test_pages_are_reserved_with_the_known_tokens_and_grow_one_by_one() -> None:
+    sched = scheduler(limits(page_tokens=4, max_step_tokens=8))
+    (seq,) = queued(sched, 16)
+    used = []
+    for _ in range(7):
+        ran(sched)
+        used.append((seq.n_computed, sched.pool.n_used))
+    assert used == [(8, 4), (16, 4), (17, 5), (18, 5), (19, 5), (20, 5), (21, 6)]
+    sched.remove(seq)
+    assert sched.pool.n_used == 0
+
+
+def test_the_youngest_gives_way_and_comes_back_with_its_tokens() -> None:
+    sched = scheduler(limits(n_pages=8, page_tokens=2, max_context=16, max_step_tokens=32))
+    (old,), (young,), (later,) = queued(sched, 4), queued(sched, 4), queued(sched, 4)
+    while sched.running != [old]:  # the youngest goes first, then the other
+        ran(sched)
+    assert sched.waiting == [young, later], "who was there before is there before"
+    assert young.stage is Stage.WAITING and young.n_computed == 0 and len(young.pages) == 0 and young.n_output > 0
+    assert young.request.timings.n_preemptions == 1
+    n_known = young.n_tokens
+    sched.remove(old)
+    assert shape(ran(sched))[0] == (0, n_known), "everything is computed again"
+
+
+def test_a_page_is_left_for_each_running_answer() -> None:
+    sched = scheduler(limits(n_pages=6, page_tokens=4, max_context=24, max_step_tokens=32))
+    (first,) = queued(sched, 4)
+    ran(sched)
+    (second,) = queued(sched, 16)
+    ran(sched)
+    assert sched.pool.n_free == 4, "enough for the second, but then the first could not go on for long"
+    assert sched.running == [first] and sched.waiting == [second]
+
+
+def test_a_sequence_as_large_as_the_pool_runs_alone_to_its_end() -> None:
+    sched = scheduler(limits(n_pages=4, page_tokens=4, max_context=64, max_step_tokens=8))
+    (seq,), (other,) = queued(sched, 2), queued(sched, 2)
+    for _ in range(30):
+        ran(sched)
+        if seq.n_tokens == 16:
+            break
+    assert seq.n_tokens == 16 and other.n_output > 0 and sched.waiting == [other]
+
+
+def test_held_prompts_give_way_before_anybody_is_preempted() -> None:
+    sched = scheduler(limits(n_pages=10, page_tokens=2, max_context=20, max_sequences=1, max_step_tokens=32))
+    first, second, third = queued(sched, 9, n=3)
+    ran(sched)
+    assert first.family.held and sched.waiting == [second, third]
+    sched.remove(first)
+    assert sched.pool.n_used == 4, "kept for the siblings"
+    (stranger,) = queued(sched, 1)
+    sched.waiting.sort(key=lambda s: s is not stranger)  # as if it had come first
+    while stranger.n_tokens < 20:
+        ran(sched)
+        assert sched.n_preemptions == 0
+    assert not first.family.held
+    sched.remove(stranger)
+    assert shape(ran(sched)) == [(0, 9)], "nothing to share: computed again"
+    for seq in (second, third):
+        sched.remove(seq)
+    assert sched.pool.n_used == 0 and not sched.has_work
+
+
+def test_others_pass_while_siblings_wait_for_their_prompt() -> None:
+    sched = scheduler(limits(page_tokens=4, max_step_tokens=16))
+    first, second = queued(sched, 24, n=2)
+    (other,) = queued(sched, 3)
+    ran(sched)
+    assert sched.running == [first]
+    ran(sched)
+    assert sched.running == [first, other] and sched.waiting == [second]
+    step = ran(sched)
+    assert sched.running == [first, other, second] and shape(step)[-1] == (20, 4)
+    assert not first.family.held, "nobody waits for them any more"
+    assert sched.pool.n_used == 5 + 2 + 1 + 1, "the shared pages, and what each has alone"
+
+
+def test_limits_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a step of 4 tokens for 8 sequences"):
+        scheduler(limits(max_step_tokens=4))
+
+
+def test_a_given_budget_is_used() -> None:
+    of = limits(max_step_tokens=512, max_context=512)
+    sched = Scheduler(of, PagePool(of.n_pages), clock=lambda: 0.0, budget=TokenBudget(512, 1e-9))
+    queued(sched, 3)
+    ran(sched)
+    queued(sched, 300)
+    assert ran(sched).n_prefill == 64
