@@ -1,5 +1,5 @@
-"""Sampling in the step call against NumPy in float64: filters keep the right set, penalties and log probabilities agree,
-draws follow the distribution, and depend on (seed, choice, position) alone."""
+"""Sampling in the step call against NumPy in float64: the right set is kept, penalties and log probabilities
+agree, draws follow the distribution and depend on (seed, choice, position) alone."""
 
 from typing import Any
 
@@ -42,19 +42,12 @@ class Sampler:
         bias = fields.pop("bias", {})
         for name, value in {**plain, **fields, "bias_count": len(bias)}.items():
             rows[name] = value
-        return self.executor.run(
-            StepInputs(
-                i32(tokens),
-                i32(np.zeros(len(tokens))),
-                i32(range(len(tokens) + 1)),
-                i32([]),
-                i32(np.zeros(len(tokens) + 1)),
-                rows,
-                i32(history or []),
-                i32(list(bias)),
-                np.array(list(bias.values()), np.float32),
-            )  # fmt: skip
-        )
+        step = StepInputs(
+            i32(tokens), i32(np.zeros(len(tokens))), i32(range(len(tokens) + 1)), i32([]),
+            i32(np.zeros(len(tokens) + 1)), rows, i32(history or []), i32(list(bias)),
+            np.array(list(bias.values()), np.float32),
+        )  # fmt: skip
+        return self.executor.run(step)
 
     def many(self, n: int, **fields: Any) -> NDArray[np.int32]:
         """n draws from row 0 at positions 0, 1, ..."""
@@ -76,7 +69,8 @@ def probabilities(
     order = order[: int(np.searchsorted(mass, top_p - 1e-12)) + 1]
     kept = np.zeros_like(p)
     kept[order] = p[order]
-    return kept / kept.sum()
+    result: NDArray[np.float64] = kept / kept.sum()
+    return result
 
 
 @pytest.fixture(params=usable_isas())

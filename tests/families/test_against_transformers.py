@@ -1,4 +1,4 @@
-"""Every family on random checkpoints of odd sizes: as close to a float64 run as transformers' own run in the same type."""
+"""Every family on random checkpoints of odd sizes: as close to float64 as transformers' own run in the same type."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def test_logits(family: str, seed: int, precision: str, dtype: str, tmp_path: Pa
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "w8a8", "w4a8", "w8a16", "w4a16"])
 def test_fusing_changes_nothing(family: str, precision: str, tmp_path: Path) -> None:
-    """The fused program gives the bits of the plain one-to-one lowering, except where a sum is merged in another order."""
+    """The fused program gives the bits of the plain one-to-one lowering."""
     folder = random_checkpoint(tmp_path / "checkpoint", family, seed=3)
     fused, plain = (build(folder, tmp_path / str(f), precision, fuse=f, group=32) for f in (True, False))
     prompts = random_prompts(3, fused.manifest.vocab_size)

@@ -1,5 +1,6 @@
-"""Paged attention against the whole softmax in float64, on sizes around pages and spans, and its promise of equal bits."""
+"""Paged attention against the whole softmax in float64, around pages and spans, and its promise of equal bits."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,8 +49,9 @@ class Pages:
             "attention", {"q": refs[0], "y": refs[3]}, attend, limits
         )
         program = NativeProgram(
-            steps=steps, n_steps=2, weights=np.zeros(64, np.uint8), weights_bytes=64, activation_bytes=int(self._at[-1]),
-            logits_offset=-1, max_step_tokens=limits.T, max_sequences=limits.S, max_context=4096, vocab_size=16,
+            steps=steps, n_steps=2, weights=np.zeros(64, np.uint8), weights_bytes=64,
+            activation_bytes=int(self._at[-1]), logits_offset=-1, max_step_tokens=limits.T, max_sequences=limits.S,
+            max_context=4096, vocab_size=16,
             kv=KvShape(layers=1, heads=self.kv_heads, head_dim=self.size, format=self.format),
         )  # fmt: skip
         self.executor = NativeExecutor(program, n_pages=64, threads=self.machine.threads, isa=self.machine.isa)
@@ -88,7 +90,7 @@ def test_attention(format: KvFormat, heads: int, kv_heads: int, size: int, T: in
     pages.executor.close()
     if format == KvFormat.BF16:
         q, k, v = to_bf16(q), to_bf16(k), to_bf16(v)
-    exact = attention(*(a.astype(np.float64) for a in (q, k, v)), 0, size**-0.5)
+    exact = attention(q.astype(np.float64), k.astype(np.float64), v.astype(np.float64), 0, size**-0.5)
     if format == KvFormat.F32:
         assert_no_worse(got, attention(q, k, v, 0, size**-0.5), exact, factor=2, ulps=8)
     else:  # p is rounded to bfloat16: 2^-9 relative each
@@ -110,7 +112,7 @@ def test_chunks_pages_threads_and_isas_give_equal_bits(format: KvFormat, seed: i
             junk[2][:] = np.nan
             pages(*junk, one_sequence(0, LONG, table))
             cuts = sorted({0, LONG, *(int(c) for c in rng.integers(1, LONG, int(rng.integers(0, 6))))})
-            parts = [pages(q[a:b], k[a:b], v[a:b], one_sequence(a, b - a, table)) for a, b in zip(cuts, cuts[1:], strict=False)]
+            parts = [pages(q[a:b], k[a:b], v[a:b], one_sequence(a, b - a, table)) for a, b in itertools.pairwise(cuts)]
             pages.executor.close()
             got = np.concatenate(parts)
             expected = got if expected is None else expected
@@ -132,8 +134,8 @@ def test_sequences_do_not_see_each_other(machine: Machine) -> None:
     positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lengths, chunk, strict=True)])
     plain = step_inputs(int(starts[-1]))
     step = StepInputs(
-        plain.tokens, i32(positions), i32(starts), i32(sum(tables, [])), i32([0, 2, 5, 9]), plain.sampling,
-        plain.history, plain.bias_ids, plain.bias_values,
+        plain.tokens, i32(positions), i32(starts), i32([p for table in tables for p in table]), i32([0, 2, 5, 9]),
+        plain.sampling, plain.history, plain.bias_ids, plain.bias_values,
     )  # fmt: skip
     together = [np.concatenate([d[i][-c:] for d, c in zip(data, chunk, strict=True)]) for i in range(3)]
     got = pages(together[0], together[1], together[2], step)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.kernels.expression import OPERATIONS, TooComplex, Tree, compile_tree, evaluate, substitute
+from millrace.kernels.encode import Param
+from millrace.kernels.expression import OPERATIONS, TooComplexError, Tree, compile_tree, evaluate, substitute
 from tests.support.one_step import Machine, run_kernel, step_inputs
 from tests.support.tolerance import assert_no_worse
 
@@ -19,7 +20,7 @@ def run(tree: Tree, inputs: list[NDArray[np.float32]], n: int, machine: Machine)
     names = "abcd"[: len(inputs)]
     strides = {f"{name}_stride": n if x.ndim == 2 else 0 for name, x in zip(names, inputs, strict=True)}
     operands = {**dict(zip(names, inputs, strict=True)), "y": np.zeros((M, n), np.float32)}
-    params = {"rows": 0, "n": n, "code": code, "imm": numbers, **strides}
+    params: dict[str, Param] = {"rows": 0, "n": n, "code": code, "imm": numbers, **strides}
     return run_kernel("elementwise", operands, params, step_inputs(M), machine)["y"].view(np.float32).reshape(M, n)
 
 
@@ -77,7 +78,7 @@ def test_what_does_not_fit_says_so() -> None:
     tree: Tree = 0
     for i in range(30):
         tree = ("add", tree, float(i))
-    with pytest.raises(TooComplex):
+    with pytest.raises(TooComplexError):
         compile_tree(tree, 1)
 
 

@@ -33,7 +33,7 @@ def multiply(kind: str, x: F32, w: F32, group: int, machine: Machine, **more: An
     format, weights = CLASSES[kind]
     (M, K), N, group = x.shape, w.shape[0], group if weights >= WeightFormat.W8 else 0
     rows = x if format == RowFormat.F32 else pack_rows(x, format, group)
-    width = more.get("width", N)
+    width = int(more["width"]) if "width" in more else N
     code, numbers = compile_tree(more["tree"], 2) if "tree" in more else ([], [])
     operands = {
         "x": rows, "w": pack_matrix(w, weights, group), "bias": more.get("bias"), "residual": more.get("residual"),
@@ -41,12 +41,13 @@ def multiply(kind: str, x: F32, w: F32, group: int, machine: Machine, **more: An
     }  # fmt: skip
     params = {
         "rows": 0, "n": N, "k": K, "group": group, "format": format, "weights": weights,
-        "x_stride": row_bytes(format, K, group), "y_stride": width, "gated": int("tree" in more), "code": code, "imm": numbers,
+        "x_stride": row_bytes(format, K, group), "y_stride": width, "gated": int("tree" in more), "code": code,
+        "imm": numbers,
     }  # fmt: skip
     return run_kernel("matmul", operands, params, step_inputs(M), machine)["y"].view(np.float32).reshape(M, width)
 
 
-def exact(kind: str, x: F32, w: F32, group: int) -> NDArray[np.float64]:
+def exact(kind: str, x: F32, w: F32, group: int) -> NDArray[np.floating[Any]]:
     """The class's own arithmetic in float64: rounding and quantising are given, the sums are exact."""
     wide = x.astype(np.float64)
     match kind:
@@ -114,7 +115,9 @@ def test_bits_depend_on_nothing_else(kind: str) -> None:
         for threads in (1, 2, 3):
             assert (multiply(kind, x, w, 128, Machine(isa, threads)) == expected).all(), f"{isa}, {threads} threads"
         for row in (0, 13, 30):
-            assert (multiply(kind, x[row : row + 1], w, 128, Machine(isa)) == expected[row]).all(), f"{isa}, row {row} alone"
+            assert (multiply(kind, x[row : row + 1], w, 128, Machine(isa)) == expected[row]).all(), (
+                f"{isa}, row {row} alone"
+            )
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -1,5 +1,7 @@
 """convert, rms_norm, embed, gather_rows and rope: rows in, rows out."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -53,10 +55,14 @@ def test_rms_norm(n: int, runs: int, machine: Machine) -> None:
         "rows": 0, "runs": runs, "n": n, "x_stride": runs * n + 3, "y_stride": runs * n * 4, "format": 0, "group": 0,
         "eps": 1e-5,
     }  # fmt: skip
-    y = run_kernel("rms_norm", {"x": x, "w": w, "y": np.zeros((5, runs * n), np.float32)}, params, step_inputs(5), machine)["y"]
+    y = run_kernel(
+        "rms_norm", {"x": x, "w": w, "y": np.zeros((5, runs * n), np.float32)}, params, step_inputs(5), machine
+    )["y"]
     cut = x[:, : runs * n].reshape(5, runs, n)
     got = y.view(np.float32).reshape(5, runs, n)
-    assert_no_worse(got, rms_norm(cut, w, 1e-5).astype(np.float32), rms_norm(cut.astype(np.float64), w.astype(np.float64), 1e-5))
+    assert_no_worse(
+        got, rms_norm(cut, w, 1e-5).astype(np.float32), rms_norm(cut.astype(np.float64), w.astype(np.float64), 1e-5)
+    )
 
 
 @pytest.mark.parametrize("format, group", [(RowFormat.BF16, 0), (RowFormat.Q8, 32), (RowFormat.BF16, 12)])
@@ -76,7 +82,7 @@ def test_rms_norm_packs_as_convert_does(format: RowFormat, group: int, machine: 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_embed(dtype: type, machine: Machine) -> None:
-    table = normal(4, 37, seed=7).astype(dtype)
+    table: NDArray[Any] = normal(4, 37, seed=7).astype(dtype)
     params = {"n": 37, "vocab": 4, "bf16": int(dtype is not np.float32), "scale": 1.5}
     y = run_kernel("embed", {"table": table, "y": np.zeros((3, 37), np.float32)}, params, step_inputs(3), machine)["y"]
     assert (y.view(np.float32).reshape(3, 37) == table[[0, 0, 0]].astype(np.float32) * np.float32(1.5)).all()
@@ -92,11 +98,11 @@ def test_gather_rows(machine: Machine) -> None:
 @pytest.mark.parametrize("size", [8, 16, 40, 64, 128])
 def test_rope(size: int, machine: Machine) -> None:
     heads, T = 3, 9
-    table = rotary_angles(RopeConfig(theta=10000.0), size, 32)
+    table = rotary_angles(RopeConfig(theta=10000.0), size, 64)
     x = normal(T, heads * size, seed=9)
     params = {
         "heads": heads, "kv_heads": 0, "head_dim": size, "q_stride": heads * size, "k_stride": 0, "v_stride": 0,
-        "context": 32, "layer": -1,
+        "context": 64, "layer": -1,
     }  # fmt: skip
     y = run_kernel("rope", {"q": x, "table": table}, params, step_inputs(T), machine)["q"].view(np.float32)
     cut, positions = x.reshape(T, heads, size), np.arange(T)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from tests.support.vocabularies import save_byte_fallback, save_byte_level
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")

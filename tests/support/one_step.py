@@ -35,7 +35,12 @@ def step_inputs(T: int, S: int = 1, rows: int = 0) -> StepInputs:
     starts = np.linspace(0, T, S + 1).astype(np.int32)
     pages = [up(int(n), 64) // 64 for n in np.diff(starts)]
     sampling = np.zeros(rows, SAMPLING)
-    sampling["sequence"], sampling["top_p"], sampling["repetition_penalty"], sampling["n_top"] = np.arange(rows), 1, 1, -1
+    sampling["sequence"], sampling["top_p"], sampling["repetition_penalty"], sampling["n_top"] = (
+        np.arange(rows),
+        1,
+        1,
+        -1,
+    )
     return StepInputs(
         tokens=np.zeros(T, np.int32),
         positions=np.concatenate([np.arange(n, dtype=np.int32) for n in np.diff(starts)]),
@@ -77,7 +82,7 @@ def run_kernel(
     program = NativeProgram(
         steps=encode(kernel, refs, params, limits), n_steps=1, weights=weights, weights_bytes=weights.size,
         activation_bytes=before.size, logits_offset=-1, max_step_tokens=limits.T, max_sequences=limits.S,
-        max_context=1 << 16, vocab_size=1, kv=KvShape(layers=0, heads=1, head_dim=16, format=KvFormat.F32),
+        max_context=64, vocab_size=1, kv=KvShape(layers=0, heads=1, head_dim=16, format=KvFormat.F32),
     )  # fmt: skip
     executor = NativeExecutor(program, n_pages=0, threads=machine.threads, isa=machine.isa)
     try:

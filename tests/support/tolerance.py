@@ -1,13 +1,21 @@
 """How far a fast path may be from the truth: derived from what the plain path loses, never guessed."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
+Floats = NDArray[np.floating[Any]]
+
 
 def assert_no_worse(
-    got: NDArray[np.floating], plain: NDArray[np.floating], exact: NDArray[np.float64], factor: float = 2.0, ulps: float = 4.0
+    got: Floats,
+    plain: Floats,
+    exact: Floats,
+    factor: float = 2.0,
+    ulps: float = 4.0,
 ) -> None:
-    """`got` may lose `factor` times what `plain` (the same arithmetic, in order, in NumPy) loses, and some ulps of output."""
+    """`got` may lose `factor` times what `plain` (the same in NumPy, or another library) loses, and some ulps."""
     assert got.shape == exact.shape == plain.shape, f"{got.shape}, {plain.shape}, {exact.shape}"
     assert np.isfinite(got).all()
     floor = ulps * np.finfo(np.float32).eps * np.abs(exact).max()

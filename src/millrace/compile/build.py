@@ -1,4 +1,4 @@
-"""From a checkpoint to an engine folder: trace, passes, lowering, packing; written beside its place, then renamed into it."""
+"""From a checkpoint to an engine folder: trace, passes, lowering, packing; whole or not at all."""
 
 import os
 import shutil
@@ -16,7 +16,16 @@ from millrace.compile.passes import pipeline, run_passes, unfused
 from millrace.compile.precision import Precision, PrecisionMap
 from millrace.compile.report import graph_table, program_table
 from millrace.engine.manifest import (
-    FORMAT, GRAPH, MANIFEST, PROGRAM, PROGRAM_TABLE, WEIGHTS, FileEntry, KvEntry, Manifest, file_checksum,
+    FORMAT,
+    GRAPH,
+    MANIFEST,
+    PROGRAM,
+    PROGRAM_TABLE,
+    WEIGHTS,
+    FileEntry,
+    KvEntry,
+    Manifest,
+    file_checksum,
 )  # fmt: skip
 from millrace.engine.native import KvFormat
 from millrace.engine.program import Program
@@ -65,7 +74,7 @@ class Plan:
 
 
 def plan_engine(checkpoint: Checkpoint, options: BuildOptions, model: type[Module] | None = None) -> Plan:
-    """Trace, passes and lowering; nothing is packed yet. `model`: an architecture of the user's own, built from the config.
+    """Trace, passes and lowering; nothing is packed yet. `model`: an architecture of the user's own.
 
     raises ConfigError for options out of range, CheckpointError where the weights do not fit the model
     """
@@ -88,7 +97,9 @@ def _resolved(checkpoint: Checkpoint, options: BuildOptions) -> tuple[PrecisionM
     context = options.max_context or min(config.max_context, DEFAULT_CONTEXT)
     if not 1 <= context <= config.max_context:
         raise ConfigError(
-            f"a context of {context} tokens", f"1 to {config.max_context}, for which the model was made", "lower --max-context"
+            f"a context of {context} tokens",
+            f"1 to {config.max_context}, for which the model was made",
+            "lower --max-context",
         )
     ranges = (("--max-batch", options.max_batch, 1, 1024), ("max_step_tokens", options.max_step_tokens, 16, 65536))
     for name, value, low, high in ranges:
@@ -102,7 +113,9 @@ def write_engine(
 ) -> Manifest:
     """Packs the weights and writes the engine folder, which must not exist: whole, or not at all."""
     if folder.exists():
-        raise EngineError(f"{folder} is already there", "a folder that does not exist yet", "remove it, or name another")
+        raise EngineError(
+            f"{folder} is already there", "a folder that does not exist yet", "remove it, or name another"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
     unfinished.mkdir()
@@ -172,4 +185,3 @@ def _size(shape: tuple[int, ...]) -> int:
     for d in shape:
         total *= d
     return total
-

@@ -65,7 +65,9 @@ class Lowering:
         output = self._graph.output
         if output.shape[0] is not S or output.storage != F32 or len(output.shape) != 2:
             raise GraphError(
-                f"the model's output is {output}", "float32 [S, vocabulary]", "end forward() with a head over sampled_rows(x)"
+                f"the model's output is {output}",
+                "float32 [S, vocabulary]",
+                "end forward() with a head over sampled_rows(x)",
             )
         view = self._views[output]
         self._lives[view.buffer].last = len(self._steps)
@@ -108,7 +110,12 @@ class Lowering:
         return Place(Space.WEIGHTS, self._packed[key])
 
     def _add(
-        self, kernel: str, operands: Mapping[str, View | Place | None], params: Mapping[str, Param], node: Node, note: str = ""
+        self,
+        kernel: str,
+        operands: Mapping[str, View | Place | None],
+        params: Mapping[str, Param],
+        node: Node,
+        note: str = "",
     ) -> None:
         for view in operands.values():
             if isinstance(view, View):
@@ -119,7 +126,7 @@ class Lowering:
     # --- one method per operator
 
     def _embedding(self, node: Node) -> None:
-        tokens, table = node.inputs
+        _, table = node.inputs
         scale = node.attrs["scale"]
         assert isinstance(scale, float)
         kind = "f32" if self._kv_format == KvFormat.F32 else "bf16"
@@ -209,7 +216,9 @@ class Lowering:
             "y_stride": out.stride * 4 if format == RowFormat.F32 else out.stride,
             "format": format, "group": storage.group, "eps": eps,
         }  # fmt: skip
-        self._add("rms_norm", {"x": view, "w": self._constant(w, "vector", pack_vector), "y": out}, params, node, str(storage))
+        self._add(
+            "rms_norm", {"x": view, "w": self._constant(w, "vector", pack_vector), "y": out}, params, node, str(storage)
+        )
 
     def _convert(self, node: Node) -> None:
         view = self._views[node.inputs[0]]
@@ -237,7 +246,9 @@ class Lowering:
         while len(self._readers[at]) == 1:
             producer = producers[at]
             if producer.op == "slice":
-                whole = [(n.attrs["start"], n.attrs["stop"]) for n in self._readers[producer.inputs[0]] if n.op == "slice"]
+                whole = [
+                    (n.attrs["start"], n.attrs["stop"]) for n in self._readers[producer.inputs[0]] if n.op == "slice"
+                ]
                 if len(set(whole)) == len(whole) == len(self._readers[producer.inputs[0]]):
                     return self._views[value]
                 break
@@ -295,4 +306,3 @@ class Lowering:
         view = self._dense(node.inputs[0], node)
         params = {"n": node.output.width}
         self._add("gather_rows", {"x": view, "y": self._new(node.output, "sampled rows")}, params, node)
-

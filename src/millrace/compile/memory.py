@@ -53,6 +53,9 @@ def plan_memory(buffers: list[Buffer]) -> MemoryPlan:
 def _lower_bound(buffers: list[Buffer], sizes: list[int]) -> int:
     """Most bytes alive at one step; a buffer's first step is enough to look at."""
     return max(
-        (sum(s for b, s in zip(buffers, sizes, strict=True) if b.first <= at <= b.last) for at in {b.first for b in buffers}),
+        (
+            sum(s for b, s in zip(buffers, sizes, strict=True) if b.first <= at <= b.last)
+            for at in {b.first for b in buffers}
+        ),
         default=0,
     )

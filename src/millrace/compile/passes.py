@@ -6,10 +6,10 @@ import numpy as np
 
 from millrace.compile.precision import PrecisionMap
 from millrace.graph.rewrite import Live, make_node, prune, rewrite
-from millrace.graph.types import Array, Constant, F32, Graph, Node, Value
+from millrace.graph.types import F32, Array, Constant, Graph, Node, Value
 from millrace.graph.verify import verify
 from millrace.kernels.declare import MAX_INPUTS
-from millrace.kernels.expression import TooComplex, Tree, compile_tree, evaluate, substitute
+from millrace.kernels.expression import TooComplexError, Tree, compile_tree, evaluate, substitute
 
 Pass = Callable[[Graph], Graph]
 
@@ -99,8 +99,9 @@ def _grown(node: Node, live: Live) -> Node | None:
 
 
 def _inlined(outer: Node, inner: Node) -> Node | None:
-    inputs = [v for v in outer.inputs if v is not inner.output]
-    inputs += [v for v in inner.inputs if v not in inputs]
+    inputs: list[Value] = []
+    for v in outer.inputs:
+        inputs += [w for w in (inner.inputs if v is inner.output else (v,)) if w not in inputs]
     if len(inputs) > MAX_INPUTS:
         return None
     inputs.sort(key=lambda v: v.constant is not None)  # a matrix first: it says how many rows there are
@@ -108,7 +109,7 @@ def _inlined(outer: Node, inner: Node) -> Node | None:
     tree = substitute(_tree(outer), [body if v is inner.output else inputs.index(v) for v in outer.inputs])
     try:
         compile_tree(tree, len(inputs))
-    except TooComplex:
+    except TooComplexError:
         return None
     return Node("elementwise", tuple(inputs), outer.output, {"tree": tree}, _joined(outer, inner))
 
@@ -154,7 +155,7 @@ def _plain_linear(node: Node) -> bool:
 
 
 def merge_linears(graph: Graph) -> Graph:
-    """Linear layers over the same input and precision (q, k, v) become one product; each reads its slice of the result."""
+    """Linear layers over the same input and precision (q, k, v) become one product, each a slice of it."""
     families: dict[tuple[Value, object], list[Node]] = {}
     for node in graph.nodes:
         if node.op == "linear" and not node.attrs.get("residual") and node.output is not graph.output:

@@ -9,7 +9,7 @@ from millrace.kernels.declare import Space
 
 
 def program_table(program: Program) -> dict[str, Any]:
-    """JSON-able: steps with their fusions' origins, weights with their formats, the memory plan with its lower bound."""
+    """JSON-able: steps with their origins, weights with their formats, the memory plan with its lower bound."""
     return {
         "passes": list(program.passes),
         "steps": [
@@ -23,7 +23,14 @@ def program_table(program: Program) -> dict[str, Any]:
             for step in program.steps
         ],
         "weights": [
-            {"name": w.name, "origin": list(w.origin), "shape": list(w.shape), "format": w.format, "bytes": w.nbytes, "offset": o}
+            {
+                "name": w.name,
+                "origin": list(w.origin),
+                "shape": list(w.shape),
+                "format": w.format,
+                "bytes": w.nbytes,
+                "offset": o,
+            }
             for w, o in zip(program.weights, program.weights_offsets, strict=True)
         ],
         "buffers": [

@@ -30,7 +30,9 @@ def pack_vector(value: Value, kind: str) -> Packed:
     """Norm weights, biases, rotary tables: float32, as they are."""
     constant, shape = _constant(value), _sizes(value)
     nbytes = int(np.prod(shape)) * 4
-    return Packed(_name(constant), constant.origin, shape, "f32", nbytes, lambda: _bytes(constant.load().astype(np.float32)))
+    return Packed(
+        _name(constant), constant.origin, shape, "f32", nbytes, lambda: _bytes(constant.load().astype(np.float32))
+    )
 
 
 def pack_table(value: Value, kind: str) -> Packed:

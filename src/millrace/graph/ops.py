@@ -64,7 +64,9 @@ def _elementwise(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
         row = v.constant is not None and len(whole.shape) == 2 and v.shape == whole.shape[1:]
         if v.shape != whole.shape and not row:
             raise illegal(
-                "elementwise", f"operands {[list(v.shape) for v in inputs]}", "equal shapes, or a constant row for a matrix"
+                "elementwise",
+                f"operands {[list(v.shape) for v in inputs]}",
+                "equal shapes, or a constant row for a matrix",
             )
     return whole.shape
 
@@ -72,7 +74,9 @@ def _elementwise(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
 def _rms_norm(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
     x, w = inputs
     if w.shape != x.shape[-1:]:
-        raise illegal("rms_norm", f"x {list(x.shape)} and weight {list(w.shape)}", "a weight as long as x's last dimension")
+        raise illegal(
+            "rms_norm", f"x {list(x.shape)} and weight {list(w.shape)}", "a weight as long as x's last dimension"
+        )
     return x.shape
 
 
@@ -97,7 +101,9 @@ def _slice(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
 def _rope(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
     x, table = inputs
     if len(x.shape) != 3 or table.shape[1:] != x.shape[2:]:
-        raise illegal("rope", f"x {list(x.shape)} and table {list(table.shape)}", "x [T, heads, D] and table [context, D]")
+        raise illegal(
+            "rope", f"x {list(x.shape)} and table {list(table.shape)}", "x [T, heads, D] and table [context, D]"
+        )
     return x.shape
 
 

@@ -17,7 +17,9 @@ def verify(graph: Graph, after: str) -> Graph:
         _check_node(node, after)
         known.add(node.output)
     if graph.output not in known:
-        raise GraphError(f"after {after}: the output is computed by no node", "an output", "return a tensor from forward()")
+        raise GraphError(
+            f"after {after}: the output is computed by no node", "an output", "return a tensor from forward()"
+        )
     return graph
 
 

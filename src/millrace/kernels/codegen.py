@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from declare import KERNELS, Kernel, Operand  # noqa: E402  (found beside this file, before the package is installed)
+from declare import KERNELS, Kernel, Operand  # type: ignore[import-not-found]
 
 C_TYPE = {"i32": "int32_t", "f32": "float"}
 
@@ -46,7 +46,11 @@ def decoder(kernel: Kernel) -> str:
         else:
             lines.append(f"  a.{name} = in.{kind}();")
     lines.append("  [[maybe_unused]] const int64_t T = bounds.max_tokens, S = bounds.max_sequences;")
-    lines += [f"  [[maybe_unused]] const int64_t {n} = a.{n};" for kind, n, size in kernel.fields if size == 1 and kind == "i32"]
+    lines += [
+        f"  [[maybe_unused]] const int64_t {n} = a.{n};"
+        for kind, n, size in kernel.fields
+        if size == 1 and kind == "i32"
+    ]
     lines += [
         f'  bounds.require(a.{n} <= kMaxParam, "{kernel.name}: {n} <= 2^24");'
         for kind, n, size in kernel.fields

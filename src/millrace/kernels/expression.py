@@ -1,8 +1,8 @@
 """Element-wise expressions: a tree as the model wrote it, and the register code that the kernels run.
 
 A tree is an int (which input), a float (a number), or (operation, operand, ...). The code is a list of
-op | dst << 8 | left << 16 | right << 24 over 8 registers, in which inputs start as registers 0, 1, ...; op 0 ends it and
-its `left` is the register of the result (kernels/elementwise/native.hpp reads it).
+op | dst << 8 | left << 16 | right << 24 over 8 registers; inputs start as registers 0, 1, ...; op 0 ends it and its
+`left` is the register of the result (kernels/elementwise/native.hpp reads it).
 """
 
 from collections import Counter
@@ -17,7 +17,22 @@ Tree = int | float | tuple[object, ...]
 Array = NDArray[np.floating]
 
 # In the order of enum Op in elementwise/native.hpp.
-OPERATIONS = ("end", "add", "sub", "mul", "div", "max", "min", "neg", "exp", "sigmoid", "tanh", "sqrt", "abs", "immediate")
+OPERATIONS = (
+    "end",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "max",
+    "min",
+    "neg",
+    "exp",
+    "sigmoid",
+    "tanh",
+    "sqrt",
+    "abs",
+    "immediate",
+)
 _CODES = {name: i for i, name in enumerate(OPERATIONS)}
 
 NUMPY: dict[str, Callable[..., Array]] = {
@@ -27,7 +42,7 @@ NUMPY: dict[str, Callable[..., Array]] = {
 }  # fmt: skip
 
 
-class TooComplex(Exception):
+class TooComplexError(Exception):
     """The expression needs more registers, operations or numbers than a kernel has: it must be cut in two."""
 
 
@@ -55,7 +70,7 @@ def _tree(node: object) -> Tree:
 
 
 def compile_tree(tree: Tree, n_inputs: int) -> tuple[list[int], list[float]]:
-    """(code, immediates) for the kernels. raises TooComplex where it does not fit"""
+    """(code, immediates) for the kernels. raises TooComplexError where it does not fit"""
     return _Allocator(tree, n_inputs).result
 
 
@@ -80,7 +95,7 @@ class _Allocator:
         last = self._emit(tree)
         self._code.append(last << 16)
         if len(self._code) > MAX_OPERATIONS or len(self._numbers) > MAX_IMMEDIATES:
-            raise TooComplex
+            raise TooComplexError
         self.result = (self._code, self._numbers)
 
     def _count(self, tree: Tree) -> None:
@@ -110,7 +125,7 @@ class _Allocator:
 
     def _take(self) -> int:
         if not self._free:
-            raise TooComplex
+            raise TooComplexError
         return self._free.pop()
 
     def _release(self, tree: Tree) -> None:

@@ -45,7 +45,9 @@ def library_path() -> Path:
         installed = beside
     if not installed.exists():
         raise MachineError(
-            f"the native core {NAME} is not built", "it lies beside the package", "run `make` in the source tree, or install the wheel"
+            f"the native core {NAME} is not built",
+            "it lies beside the package",
+            "run `make` in the source tree, or install the wheel",
         )
     return installed
 

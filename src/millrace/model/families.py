@@ -26,7 +26,9 @@ def build_model(config: ModelConfig) -> Module:
     family = FAMILIES.get(config.architecture)
     if family is None:
         raise CheckpointError(
-            f'architecture "{config.architecture}" is not supported', nearest(config.architecture, FAMILIES), "convert it, or add it as a Module"
+            f'architecture "{config.architecture}" is not supported',
+            nearest(config.architecture, FAMILIES),
+            "convert it, or add it as a Module",
         )
     return family(config)
 

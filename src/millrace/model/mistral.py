@@ -1,4 +1,4 @@
-"""Mistral 7B (arXiv:2310.06825): Llama's layers. Its sliding window is kept by capping the context at it (the config says so)."""
+"""Mistral 7B (arXiv:2310.06825): Llama's layers. Its sliding window is kept by capping the context at it."""
 
 from millrace.model.llama import LlamaForCausalLM
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from millrace.errors import CheckpointError, GraphError, nearest
-from millrace.graph.types import Array, Constant, Graph, I32, Shape, T, Value
+from millrace.graph.types import I32, Array, Constant, Graph, Shape, T, Value
 from millrace.graph.verify import verify
 from millrace.model.tensor import Tensor, Trace
 
@@ -48,7 +48,9 @@ class Module:
     def __call__(self, *args: Any) -> Tensor:
         trace = next((a.trace for a in args if isinstance(a, Tensor)), None)
         if trace is None:
-            raise GraphError(f"{type(self).__name__} was called without a tensor", "a tensor among the arguments", "pass one")
+            raise GraphError(
+                f"{type(self).__name__} was called without a tensor", "a tensor among the arguments", "pass one"
+            )
         trace.scope.append(self._scope)
         try:
             return self.forward(*args)

@@ -28,7 +28,7 @@ def rope(x: Tensor, table: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Causal attention of q (T, H, D) over all k, v (T, K, D) of the same sequence so far, kept in KV pages -> (T, H, D).
+    """Causal attention of q (T, H, D) over all k, v (T, K, D) of its sequence so far -> (T, H, D).
 
     scale: D ** -0.5 unless given. Each call of a model has its own cache.
     """

@@ -43,7 +43,9 @@ class Tensor:
     def trace(self) -> Trace:
         if self._trace is None:
             raise GraphError(
-                "a parameter is used outside of forward()", "arithmetic while the model is traced", "move it into forward()"
+                "a parameter is used outside of forward()",
+                "arithmetic while the model is traced",
+                "move it into forward()",
             )
         return self._trace
 

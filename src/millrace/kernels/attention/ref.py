@@ -18,4 +18,5 @@ def attention(q: Array, k: Array, v: Array, first: int, scale: float) -> Array:
     scores = np.where(future[:, None, None, :], -np.inf, scores)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("tkgu,ukd->tkgd", weights, v).reshape(T, H, D)
+    y: Array = np.einsum("tkgu,ukd->tkgd", weights, v).reshape(T, H, D)
+    return y

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.kernels.layout import n_groups, padded_k, row_bytes, up
 from millrace.kernels.arrays import Array
+from millrace.kernels.layout import n_groups, padded_k, row_bytes, up
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Packed weights: panels of 32 outputs in the order in which the inner loop reads them, the same for all instruction sets.
+"""Packed weights: panels of 32 outputs in the order of the inner loop, the same for all instruction sets.
 
     F32   [N/32][K][32] float
     BF16  [N/32][K/2][32][2] bfloat16
@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.kernels.arrays import Array
 from millrace.kernels.declare import WeightFormat
 from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, panel_bytes, up
 from millrace.kernels.matmul.quantise import quantise_matrix
-from millrace.kernels.arrays import Array
 
 _SLAB = 1024  # outputs packed at a time: bounds the memory that packing needs beside the result
 
@@ -68,10 +68,10 @@ def _pack_groups(w: Array, bits: int, group: int) -> NDArray[np.uint8]:
         codes = np.full((N, width), zero_point, np.uint8)
         codes[:, : part.shape[1]] = (part.astype(np.int16) + zero_point).astype(np.uint8)
         if bits == 8:
-            blocks = codes.reshape(panels, PANEL, width // 4, 4)
+            blocks: NDArray[np.uint8] = codes.reshape(panels, PANEL, width // 4, 4)
         else:
             halves = codes.reshape(panels, PANEL, width // 8, 2, 4)
-            blocks = halves[..., 0, :] | halves[..., 1, :] << 4
+            blocks = np.bitwise_or(halves[..., 0, :], np.left_shift(halves[..., 1, :], 4))
         lines = np.ascontiguousarray(blocks.transpose(0, 2, 1, 3)).reshape(panels, -1)
         scales = np.ascontiguousarray(q.scales[:, g].reshape(panels, PANEL)).view(np.uint8)
         out[:, at : at + lines.shape[1]] = lines
@@ -82,7 +82,7 @@ def _pack_groups(w: Array, bits: int, group: int) -> NDArray[np.uint8]:
 
 
 def interleave_halves(gate: Array, up_: Array) -> Array:
-    """gate, up (N, K) -> (2 N', K): 16 rows of gate, then their 16 rows of up, N' = N zero-padded to a multiple of 16."""
+    """gate, up (N, K) -> (2 N', K): 16 rows of gate, then their 16 of up; N' = N zero-padded to a multiple of 16."""
     N, K = gate.shape
     padded = [np.pad(m, ((0, up(N, 16) - N), (0, 0))).reshape(-1, 1, 16, K) for m in (gate, up_)]
     return np.concatenate(padded, axis=1).reshape(-1, K)

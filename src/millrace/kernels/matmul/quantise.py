@@ -1,12 +1,12 @@
-"""Weights as integers with a float16 scale per output and group of inputs: rounding to nearest, nothing cleverer yet."""
+"""Weights as integers with a float16 scale per output and group of inputs: rounded to nearest, nothing cleverer yet."""
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.kernels.layout import up
 from millrace.kernels.arrays import Array
+from millrace.kernels.layout import up
 
 
 @dataclass(frozen=True, slots=True)

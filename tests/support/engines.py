@@ -1,0 +1,55 @@
+"""Engines for tests: built from a checkpoint folder in memory's worth of time, run step by step, logits at hand."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.compile.precision import precision_map
+from millrace.engine.engine import Engine
+from millrace.engine.executor import SAMPLING, StepInputs
+from millrace.engine.native import PAGE_TOKENS, NativeExecutor
+from tests.support.one_step import i32
+
+
+def build(
+    folder: Path, out: Path, precision: str, *, fuse: bool = True, group: int = 128, max_step_tokens: int = 256
+) -> Engine:
+    checkpoint = Checkpoint.open(folder)
+    options = BuildOptions(
+        precision=precision_map(precision, group), max_batch=8, max_step_tokens=max_step_tokens, fuse=fuse
+    )
+    write_engine(checkpoint, plan_engine(checkpoint, options), out, name="test")
+    return Engine.open(out)
+
+
+def prompts_as_step(prompts: Sequence[Sequence[int]]) -> StepInputs:
+    """Whole prompts, one greedy row each."""
+    lengths = [len(p) for p in prompts]
+    pages = [-(-n // PAGE_TOKENS) for n in lengths]
+    sampling = np.zeros(len(prompts), SAMPLING)
+    sampling["sequence"] = np.arange(len(prompts))
+    sampling["top_p"], sampling["repetition_penalty"], sampling["n_top"] = 1, 1, -1
+    return StepInputs(
+        tokens=i32([t for p in prompts for t in p]),
+        positions=i32([i for n in lengths for i in range(n)]),
+        starts=i32([0, *np.cumsum(lengths)]),
+        pages=i32(range(sum(pages))),
+        page_starts=i32([0, *np.cumsum(pages)]),
+        sampling=sampling,
+        history=i32([]),
+        bias_ids=i32([]),
+        bias_values=np.zeros(0, np.float32),
+    )
+
+
+def last_logits(engine: Engine, executor: NativeExecutor, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+    """(prompts, vocabulary): the logits behind the last token of each prompt."""
+    executor.run(prompts_as_step(prompts))
+    m = engine.manifest
+    size = 4 * len(prompts) * m.vocab_size
+    raw = executor.activations()[m.logits_offset : m.logits_offset + size]
+    return raw.view(np.float32).reshape(len(prompts), m.vocab_size).copy()

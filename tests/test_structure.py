@@ -1,0 +1,118 @@
+"""What keeps the house as it was drawn: the import order, the size of files and functions, the public surface."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import millrace
+from millrace import errors
+from millrace.runtime.open import BuildSettings, RunSettings
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "millrace"
+PUBLIC = ["LLM", "MillraceError", "RequestOutput", "SamplingParams"]  # changing this is a CHANGELOG line
+
+ORDER = [
+    "errors",
+    "env",
+    "settings",
+    "machine",
+    "checkpoint",
+    "graph",
+    "model",
+    "kernels",
+    "engine",
+    "compress",
+    "compile",
+    "runtime",
+    "serve",
+    "bench",
+    "evaluate",
+    "size",
+    "cluster",
+    "tune",
+    "cli",
+]
+# model/ and graph/ know nothing of kernels; the native binding is in kernels/, beside what it binds.
+MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
+LONGER: dict[str, int] = {}  # exceptions only shrink: lower the number when the file does
+
+
+def modules() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path, ast.parse(path.read_text())
+
+
+def room(parts: tuple[str, ...]) -> str:
+    return parts[0].removesuffix(".py")
+
+
+def edges() -> Iterator[tuple[str, str, Path]]:
+    """(importing room, imported room, file)"""
+    for path, tree in modules():
+        here = room(path.relative_to(PACKAGE).parts)
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            elif isinstance(node, ast.Import):
+                names = [a.name for a in node.names]
+            for name in names:
+                if name.startswith("millrace."):
+                    yield here, name.split(".")[1], path
+
+
+def test_imports_point_upstream() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {a} imports {b}"
+        for a, b, path in edges()
+        if a in ORDER and (b not in ORDER or ORDER.index(b) > ORDER.index(a))
+    ]
+    assert not wrong, "\n".join([*wrong, "a room imports only rooms above it; move the shared type upstream"])
+
+
+def test_files_and_functions_stay_readable() -> None:
+    sources = [*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.hpp"), *(ROOT / "native").glob("*.[ch]pp")]
+    long = {str(p.relative_to(ROOT)): n for p in sources if (n := len(p.read_text().splitlines())) > MAX_FILE}
+    assert long == LONGER, "a file grew beyond its budget, or an exception can be lowered"
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            place = f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+            assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION, f"{place} is longer than {MAX_FUNCTION} lines"
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count = len([n for n in names if n not in ("self", "cls")])
+            assert count <= MAX_PARAMETERS, f"{place} has {count} parameters"
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [str(p.relative_to(ROOT)) for p, tree in modules() if tree.body and not ast.get_docstring(tree)]
+    assert not silent, f"no docstring: {silent}"
+
+
+def test_the_public_surface_is_pinned() -> None:
+    assert sorted(millrace.__all__) == PUBLIC
+    assert all(hasattr(millrace, name) for name in PUBLIC)
+
+
+def test_errors_are_few() -> None:
+    kinds = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.MillraceError)]
+    assert len(kinds) <= 10 and all(c.__doc__ for c in kinds)
+
+
+def test_only_env_reads_the_environment() -> None:
+    for path, tree in modules():
+        if path.name != "env.py":
+            for node in ast.walk(tree):
+                assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), path
+
+
+def test_settings_say_what_they_are() -> None:
+    from dataclasses import fields
+
+    from millrace.settings import declared
+
+    for settings in (BuildSettings, RunSettings):
+        assert len(fields(settings)) <= 12
+        assert all(declared(f).help for f in fields(settings))
