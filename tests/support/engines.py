@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
+from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.executor import SAMPLING, StepInputs
 from millrace.engine.native import PAGE_TOKENS, NativeExecutor
@@ -22,7 +23,8 @@ def build(
     options = BuildOptions(
         precision=precision_map(precision, group), max_batch=8, max_step_tokens=max_step_tokens, fuse=fuse
     )
-    write_engine(checkpoint, plan_engine(checkpoint, options), out, name="test")
+    source = Source.from_checkpoint(checkpoint)
+    write_engine(source, plan_engine(source, options), out, name="test")
     return Engine.open(out)
 
 

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 
 import millrace
-from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.lower import Lowering
 from millrace.compile.passes import pipeline, run_passes, unfused
 from millrace.compile.precision import Precision, PrecisionMap
 from millrace.compile.report import graph_table, program_table
+from millrace.compile.source import Source
 from millrace.engine.manifest import (
     FORMAT,
     GRAPH,
@@ -34,10 +34,8 @@ from millrace.graph.types import Graph
 from millrace.kernels.encode import Limits
 from millrace.kernels.library import library, usable_isas
 from millrace.machine.cpu import fingerprint
-from millrace.model.families import build_model, is_weight
-from millrace.model.module import Module, Weights, trace_model
+from millrace.model.module import trace_model
 
-DEFAULT_CONTEXT = 8192  # where the checkpoint allows more: rotary tables and the least KV memory follow from it
 DEFAULT_BATCH = 16
 STEP_TOKENS = 512
 # What an engine carries of its checkpoint, so that it serves alone.
@@ -51,17 +49,12 @@ Progress = Callable[[str, int, int], None]  # what is being done, bytes done, by
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """What was asked. None: the checkpoint's own precision; its whole context, up to DEFAULT_CONTEXT."""
+    """What was asked. precision None: the checkpoint's own."""
 
     precision: PrecisionMap | None = None
-    max_context: int | None = None
     max_batch: int = DEFAULT_BATCH
     max_step_tokens: int = STEP_TOKENS
     fuse: bool = True
-
-
-def build_options(precision: PrecisionMap | None, max_context: int | None, max_batch: int) -> BuildOptions:
-    return BuildOptions(precision=precision, max_context=max_context, max_batch=max_batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,44 +66,31 @@ class Plan:
     program: Program
 
 
-def plan_engine(checkpoint: Checkpoint, options: BuildOptions, model: type[Module] | None = None) -> Plan:
-    """Trace, passes and lowering; nothing is packed yet. `model`: an architecture of the user's own.
+def plan_engine(source: Source, options: BuildOptions) -> Plan:
+    """Trace, passes and lowering; nothing is packed yet.
 
-    raises ConfigError for options out of range, CheckpointError where the weights do not fit the model
+    raises ConfigError for options out of range, CheckpointError where the weights do not fit the model, GraphError
     """
-    precision, context = _resolved(checkpoint, options)
-    config = replace(checkpoint.config, max_context=context)
-    shapes = {name: info.shape for name, info in checkpoint.tensors.items() if is_weight(name, config)}
-    module = model(config) if model else build_model(config)  # type: ignore[call-arg]
-    traced = trace_model(module, Weights(shapes, checkpoint.tensors.load))
+    _check(options)
+    own = Precision.BF16 if source.dtype == "bfloat16" else Precision.FP32
+    precision = options.precision or PrecisionMap(own)
+    traced = trace_model(source.module, source.weights)
     passes = pipeline(precision) if options.fuse else unfused(precision)
     graph = run_passes(traced, passes)
     limits = Limits(T=max(options.max_step_tokens, options.max_batch), S=options.max_batch)
     kv_format = KvFormat.F32 if precision.default == Precision.FP32 else KvFormat.BF16
-    program = Lowering(graph, limits, context, kv_format).program()
+    program = Lowering(graph, limits, source.max_context, kv_format).program()
     return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)))
 
 
-def _resolved(checkpoint: Checkpoint, options: BuildOptions) -> tuple[PrecisionMap, int]:
-    config = checkpoint.config
-    own = Precision.BF16 if config.dtype == "bfloat16" else Precision.FP32
-    context = options.max_context or min(config.max_context, DEFAULT_CONTEXT)
-    if not 1 <= context <= config.max_context:
-        raise ConfigError(
-            f"a context of {context} tokens",
-            f"1 to {config.max_context}, for which the model was made",
-            "lower --max-context",
-        )
+def _check(options: BuildOptions) -> None:
     ranges = (("--max-batch", options.max_batch, 1, 1024), ("max_step_tokens", options.max_step_tokens, 16, 65536))
     for name, value, low, high in ranges:
         if not low <= value <= high:
             raise ConfigError(f"{name} is {value}", f"{low} to {high}", f"change {name}")
-    return options.precision or PrecisionMap(own), context
 
 
-def write_engine(
-    checkpoint: Checkpoint, plan: Plan, folder: Path, *, name: str, progress: Progress | None = None
-) -> Manifest:
+def write_engine(source: Source, plan: Plan, folder: Path, *, name: str, progress: Progress | None = None) -> Manifest:
     """Packs the weights and writes the engine folder, which must not exist: whole, or not at all."""
     if folder.exists():
         raise EngineError(
@@ -120,7 +100,7 @@ def write_engine(
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
     unfinished.mkdir()
     try:
-        manifest = _write(checkpoint, plan, unfinished, name, progress or (lambda *_: None))
+        manifest = _write(source, plan, unfinished, name, progress or (lambda *_: None))
         unfinished.rename(folder)
     except BaseException:  # also Ctrl-C: nothing half-written stays behind
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -128,20 +108,20 @@ def write_engine(
     return manifest
 
 
-def _write(checkpoint: Checkpoint, plan: Plan, folder: Path, name: str, progress: Progress) -> Manifest:
+def _write(source: Source, plan: Plan, folder: Path, name: str, progress: Progress) -> Manifest:
     program = plan.program
     weights = _write_weights(program, folder / WEIGHTS, progress)
     (folder / PROGRAM).write_bytes(program.encoded())
     (folder / PROGRAM_TABLE).write_bytes(msgspec.json.format(msgspec.json.encode(program_table(program)), indent=1))
     (folder / GRAPH).write_bytes(msgspec.json.format(msgspec.json.encode(graph_table(plan.traced)), indent=1))
-    for carried in CARRIED:
-        if (checkpoint.folder / carried).is_file():
-            shutil.copyfile(checkpoint.folder / carried, folder / carried)
+    for carried in CARRIED if source.folder else ():
+        if (source.folder / carried).is_file():  # type: ignore[operator]
+            shutil.copyfile(source.folder / carried, folder / carried)  # type: ignore[operator]
     files = {
         path.name: FileEntry(path.stat().st_size, weights if path.name == WEIGHTS else file_checksum(path))
         for path in sorted(folder.iterdir())
     }
-    manifest = _manifest(checkpoint, plan, files, name)
+    manifest = _manifest(source, plan, files, name)
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     return manifest
 
@@ -162,26 +142,17 @@ def _write_weights(program: Program, path: Path, progress: Progress) -> str:
     return f"{library().mr_checksum(out.ctypes.data, out.size):016x}"
 
 
-def _manifest(checkpoint: Checkpoint, plan: Plan, files: dict[str, FileEntry], name: str) -> Manifest:
-    config, program = checkpoint.config, plan.program
+def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str) -> Manifest:
+    program, kv = plan.program, plan.program.kv
     return Manifest(
-        format=FORMAT, millrace=millrace.__version__, model_name=name, architecture=config.architecture,
-        source=checkpoint.tensors.header_digest,
+        format=FORMAT, millrace=millrace.__version__, model_name=name, architecture=source.architecture,
+        source=source.identity,
         precision={"default": plan.precision.default.value, **{p: v.value for p, v in plan.precision.patterns}},
-        group=plan.precision.group, n_steps=len(program.steps),
-        n_parameters=sum(_size(i.shape) for n, i in checkpoint.tensors.items() if is_weight(n, config)),
+        group=plan.precision.group, n_steps=len(program.steps), n_parameters=source.n_parameters,
         weights_bytes=program.weights_bytes, activation_bytes=program.activation_bytes,
         activation_lower_bound=program.activation_lower_bound, logits_offset=program.logits_offset,
         max_step_tokens=program.limits.T, max_sequences=program.limits.S, max_context=program.max_context,
-        vocab_size=program.vocab_size,
-        kv=KvEntry(program.kv.layers, program.kv.heads, program.kv.head_dim, program.kv.format.name.lower()),
-        eos_token_ids=list(checkpoint.eos_token_ids), bos_token_id=config.bos_token_id, files=files,
-        tuned_for=fingerprint(usable_isas()[0]), notes=list(checkpoint.notes),
+        vocab_size=program.vocab_size, kv=KvEntry(kv.layers, kv.heads, kv.head_dim, kv.format.name.lower()),
+        eos_token_ids=list(source.eos_token_ids), bos_token_id=source.bos_token_id, files=files,
+        tuned_for=fingerprint(usable_isas()[0]), notes=list(source.notes),
     )  # fmt: skip
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    total = 1
-    for d in shape:
-        total *= d
-    return total

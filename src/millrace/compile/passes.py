@@ -18,6 +18,7 @@ def pipeline(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
     """The order is the design: expressions grow first, then products take in their neighbours, then rows are packed."""
     return [
         ("fold_constants", fold_constants),
+        ("sample_early", sample_early),
         ("fuse_elementwise", fuse_elementwise),
         ("choose_precision", lambda g: choose_precision(g, precisions)),
         ("merge_gated", merge_gated),
@@ -72,6 +73,20 @@ def _tree(node: Node) -> Tree:
     tree = node.attrs["tree"]
     assert isinstance(tree, int | float | tuple)
     return tree
+
+
+def sample_early(graph: Graph) -> Graph:
+    """The last norm is needed only for the rows that are sampled: they are picked before it."""
+
+    def rule(node: Node, live: Live) -> list[Node] | None:
+        norm = live.producer(node.inputs[0]) if node.op == "sampled_rows" else None
+        if not norm or norm.op != "rms_norm" or not live.read_once(norm.output):
+            return None
+        x, weight = norm.inputs
+        rows = make_node("sampled_rows", (x,), {}, norm.origin)
+        return [rows, make_node("rms_norm", (rows.output, weight), norm.attrs, norm.origin)]
+
+    return rewrite(graph, rule)
 
 
 def fuse_elementwise(graph: Graph) -> Graph:

@@ -18,7 +18,7 @@ Message = Mapping[str, object]
 class LLM:
     """`LLM("tiny").generate(["Once upon a time"], SamplingParams(max_tokens=64))[0].outputs[0].text`.
 
-    model: an engine folder, a checkpoint folder, a hub id (`org/name@revision`) or `tiny`; built and cached when needed.
+    model: an engine folder, a checkpoint folder, a hub id (`org/name@revision`) or `tiny`; built when needed.
     precision: a name, or a map like {"default": "w4a8", "lm_head": "bf16"}. raises MillraceError, each with its mend
     """
 
@@ -44,7 +44,7 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """All prompts in one in-flight batch, answers in their order. A prompt: text, or {"prompt_token_ids": [...]}."""
+        """All prompts in one in-flight batch, answers in order. A prompt: text, or {"prompt_token_ids": [...]}."""
         single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
         return generate(self._loop, [prompts] if single else prompts, params)  # type: ignore[list-item, arg-type]
 

@@ -1,4 +1,4 @@
-"""MODEL, as every command and `LLM` take it: an engine folder, a checkpoint folder, a hub id or `tiny`; ready to run."""
+"""MODEL, as every command and `LLM` take it: an engine folder, a checkpoint folder, a hub id, or `tiny`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from millrace.checkpoint.generation import GenerationDefaults, read_generation
 from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer, read_json_object
 from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.engine.engine import Engine
-from millrace.engine.manifest import MANIFEST
+from millrace.engine.manifest import FORMAT, MANIFEST
 from millrace.engine.native import NativeExecutor
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError
@@ -116,14 +116,16 @@ def _built(
     name: str, checkpoint: Checkpoint, build: BuildSettings, precisions: PrecisionMap | None, env: Env,
     progress: Progress | None,
 ) -> Engine:  # fmt: skip
-    from millrace.compile.build import FORMAT, build_options, plan_engine, write_engine  # not needed for a built engine
+    from millrace.compile.build import BuildOptions, plan_engine, write_engine  # not needed for a built engine
     from millrace.compile.cache import EngineCache
+    from millrace.compile.source import Source
 
-    options = build_options(precisions or asked_precision(build), build.max_context, build.max_batch)
-    key = f"{FORMAT} {checkpoint.identity()} {options}"
+    source = Source.from_checkpoint(checkpoint, build.max_context)
+    options = BuildOptions(precision=precisions or asked_precision(build), max_batch=build.max_batch)
+    key = f"{FORMAT} {checkpoint.identity()} {source.max_context} {options}"
 
     def write(folder: Path) -> None:
-        write_engine(checkpoint, plan_engine(checkpoint, options), folder, name=name, progress=progress)
+        write_engine(source, plan_engine(source, options), folder, name=name, progress=progress)
 
     folder, _ = EngineCache(env.cache).get_or_build(name, key, write)
     return Engine.open(folder)

@@ -1,0 +1,66 @@
+"""What is compiled: a model with its weights, from a checkpoint or from a user's own Python."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.errors import ConfigError
+from millrace.graph.types import Array
+from millrace.model.families import build_model, is_weight
+from millrace.model.module import Module, Weights
+
+DEFAULT_CONTEXT = 8192  # where the checkpoint allows more: rotary tables and the least KV memory follow from it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A traceable model, its weights, and what an engine must know of it besides."""
+
+    module: Module
+    weights: Weights
+    max_context: int
+    architecture: str
+    dtype: str = "float32"  # "bfloat16" makes bf16 the default precision
+    identity: str = ""  # of the weights' headers
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    notes: tuple[str, ...] = ()
+    folder: Path | None = None  # whose tokenizer and templates the engine carries along
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, max_context: int | None = None) -> "Source":
+        """raises ConfigError for a context that the model was not made for"""
+        config = checkpoint.config
+        context = max_context or min(config.max_context, DEFAULT_CONTEXT)
+        if not 1 <= context <= config.max_context:
+            raise ConfigError(
+                f"a context of {context} tokens",
+                f"1 to {config.max_context}, for which the model was made",
+                "lower --max-context",
+            )
+        config = replace(config, max_context=context)
+        tensors = checkpoint.tensors
+        shapes = {name: info.shape for name, info in tensors.items() if is_weight(name, config)}
+        return cls(
+            module=build_model(config), weights=Weights(shapes, tensors.load), max_context=context,
+            architecture=config.architecture, dtype=config.dtype, identity=tensors.header_digest,
+            eos_token_ids=checkpoint.eos_token_ids, bos_token_id=config.bos_token_id, notes=checkpoint.notes,
+            folder=checkpoint.folder,
+        )  # fmt: skip
+
+    @classmethod
+    def from_module(cls, module: Module, arrays: Mapping[str, Array], max_context: int) -> "Source":
+        """A model of the user's own with its weights by parameter name: `layers.0.up.weight` -> (N, K)."""
+        weights = Weights({name: a.shape for name, a in arrays.items()}, lambda name: arrays[name])
+        return cls(module=module, weights=weights, max_context=max_context, architecture=type(module).__name__)
+
+    @property
+    def n_parameters(self) -> int:
+        total = 0
+        for shape in self.weights.shapes.values():
+            size = 1
+            for d in shape:
+                size *= d
+            total += size
+        return total
