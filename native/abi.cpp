@@ -4,6 +4,7 @@
 
 #include "executor.hpp"
 #include "platform.hpp"
+#include "probe.hpp"
 
 namespace millrace {
 
@@ -86,5 +87,20 @@ void mr_profile(mr_engine* engine, int32_t enabled, double* seconds, int32_t n_s
   engine->executor.profile(enabled != 0, seconds, n_steps);
 }
 uint64_t mr_checksum(const uint8_t* data, int64_t bytes) { return millrace::checksum(data, bytes); }
+
+int mr_probe_read(const char* isa, int32_t threads, int64_t bytes_per_thread, double round_s, int32_t rounds,
+                  double* rates, char* error, int64_t error_bytes) {
+  return guarded(error, error_bytes, [&] {
+    millrace::probe_read(millrace::probe_loops(isa), threads, bytes_per_thread, round_s, rounds, rates);
+  });
+}
+
+int mr_probe_rate(const char* isa, int32_t threads, int32_t precision, double round_s, int32_t rounds, double* rates,
+                  char* error, int64_t error_bytes) {
+  return guarded(error, error_bytes, [&] {
+    const auto chosen = static_cast<millrace::Precision>(precision);
+    millrace::probe_rate(millrace::probe_loops(isa), threads, chosen, round_s, rounds, rates);
+  });
+}
 
 }  // extern "C"

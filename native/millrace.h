@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-#define MR_ABI 1 /* raised with every change of this file; the Python side refuses another */
+#define MR_ABI 2 /* raised with every change of this file; the Python side refuses another */
 
 #pragma GCC visibility push(default)
 typedef struct mr_engine mr_engine;
@@ -58,6 +58,14 @@ int64_t mr_weights_checksum(const mr_engine* engine); /* of the bytes in the are
 /* Seconds that each step of the program took since the last call; then they start again from 0. */
 void mr_profile(mr_engine* engine, int32_t enabled, double* seconds, int32_t n_steps);
 uint64_t mr_checksum(const uint8_t* data, int64_t bytes);
+
+/* What the machine can do at most, one figure per round (probe.hpp). `isa` is one of mr_isas().
+ * Bytes a second that all threads together read, each from bytes_per_thread (a multiple of 1024) of its own: */
+int mr_probe_read(const char* isa, int32_t threads, int64_t bytes_per_thread, double round_s, int32_t rounds,
+                  double* rates, char* error, int64_t error_bytes);
+/* Operations a second from registers; precision 0: FP32, 1: BF16, 2: INT8. 0 where there is no such instruction: */
+int mr_probe_rate(const char* isa, int32_t threads, int32_t precision, double round_s, int32_t rounds, double* rates,
+                  char* error, int64_t error_bytes);
 #pragma GCC visibility pop
 
 #ifdef __cplusplus

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.support.vocabularies import CHATML, INSTRUCT, save_byte_fallback
 
 from millrace.checkpoint import chat
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
 from millrace.errors import CheckpointError, RequestError
+from tests.support.vocabularies import CHATML, INSTRUCT, save_byte_fallback
 
 WORKER = Path(chat.__file__).with_name("chat_worker.py")
 Messages = list[dict[str, object]]

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.checkpoints import FAMILIES, random_checkpoint
-from tests.support.shared import shared
-from tests.support.vocabularies import save_byte_level, save_sentencepiece
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.errors import CheckpointError
+from tests.support.checkpoints import FAMILIES, random_checkpoint
+from tests.support.shared import shared
+from tests.support.vocabularies import save_byte_level, save_sentencepiece
 
 
 @pytest.fixture(scope="module")

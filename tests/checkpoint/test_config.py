@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from tests.support.checkpoints import FAMILIES
 
 from millrace.checkpoint.config import ModelConfig, read_config
 from millrace.errors import CheckpointError
+from tests.support.checkpoints import FAMILIES
 
 # As published on the hub, in the spelling of their time.
 LLAMA_31: Mapping[str, object] = {

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from tests.support.shared import shared
-from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece, strange_text
 
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer, open_tokenizer
 from millrace.errors import CheckpointError, RequestError
+from tests.support.shared import shared
+from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece, strange_text
 
 KINDS: dict[str, Callable[[Path], None]] = {
     "byte level": save_byte_level,

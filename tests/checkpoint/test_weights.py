@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from tests.support.checkpoints import random_checkpoint
 
 from millrace.checkpoint.weights import INDEX, SINGLE, Tensors
 from millrace.errors import CheckpointError
+from tests.support.checkpoints import random_checkpoint
 
 Header = dict[str, Any]
 

@@ -19,12 +19,13 @@ from millrace.compile.passes import (
     run_passes,
     sample_early,
 )
-from millrace.compile.precision import Precision, PrecisionMap, precision_map
+from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.engine.native import KvFormat
 from millrace.errors import CheckpointError, ConfigError, GraphError
 from millrace.graph.rewrite import listing
 from millrace.graph.types import Graph, T
 from millrace.kernels.encode import Limits
+from millrace.kernels.precision import Precision
 from millrace.model import ops
 from millrace.model.layers import Embedding, Linear, RMSNorm
 from millrace.model.module import Module, ModuleList, Parameter, Weights, trace_model

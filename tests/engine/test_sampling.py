@@ -12,6 +12,7 @@ from millrace.engine.native import KvFormat, KvShape, NativeExecutor, NativeProg
 from millrace.kernels.declare import Space
 from millrace.kernels.encode import Limits, Ref, encode
 from millrace.kernels.library import usable_isas
+from millrace.kernels.sample.ref import penalised, probabilities
 from tests.support.one_step import i32
 
 V = 1500
@@ -53,24 +54,6 @@ class Sampler:
         """n draws from row 0 at positions 0, 1, ..."""
         drawn = [self([0] * ROWS, position=np.arange(at, at + ROWS), **fields).tokens for at in range(0, n, ROWS)]
         return np.concatenate(drawn)
-
-
-def probabilities(
-    x: NDArray[np.float32], temperature: float = 1, top_k: int = 0, top_p: float = 1, min_p: float = 0
-) -> NDArray[np.float64]:
-    """vLLM's order: temperature, min_p, top_k, top_p over what is left; ties go to the lower id."""
-    p = np.exp((x.astype(np.float64) - x.max()) / temperature)
-    keep = p >= min_p
-    order = np.lexsort((np.arange(len(p)), -p))
-    order = order[keep[order]]
-    if top_k > 0:
-        order = order[:top_k]
-    mass = np.cumsum(p[order]) / (p[order].sum() if top_k > 0 or min_p > 0 else p.sum())
-    order = order[: int(np.searchsorted(mass, top_p - 1e-12)) + 1]
-    kept = np.zeros_like(p)
-    kept[order] = p[order]
-    result: NDArray[np.float64] = kept / kept.sum()
-    return result
 
 
 @pytest.fixture(params=usable_isas())
@@ -134,15 +117,11 @@ def test_the_key_is_seed_choice_position(isa: str) -> None:
 
 
 def test_penalties_and_bias(isa: str) -> None:
-    """As vLLM has them: bias added, repetition over prompt and output, presence and frequency over the output."""
     x = rows(10, spread=1)
     prompt, output = [3, 4, 4, 7], [4, 9, 9, 9]
-    y = x[0].astype(np.float64)
-    y[20] += 5
-    for token in {*prompt, *output}:
-        y[token] = y[token] / 1.7 if y[token] > 0 else y[token] * 1.7
-    for token in set(output):
-        y[token] -= 0.5 + 0.3 * output.count(token)
+    biased = x[0].copy()
+    biased[20] += 5
+    y = penalised(biased, i32(prompt), i32(output), 1.7, 0.5, 0.3)
     got = Sampler(x, isa).many(
         4096, seed=2, top_k=30, history=prompt + output, history_prompt=4, history_output=4, repetition_penalty=1.7,
         presence_penalty=0.5, frequency_penalty=0.3, bias={20: 5.0},

@@ -22,7 +22,7 @@ def example() -> ModuleType:
     return module
 
 
-def next_byte(weights: dict[str, np.ndarray], tokens: list[int], heads: int, size: int) -> int:  # type: ignore[type-arg]
+def next_byte(weights: dict[str, np.ndarray], tokens: list[int], heads: int, size: int) -> int:
     """Greedy, in float64, without the compiler."""
     w = {name: a.astype(np.float64) for name, a in weights.items()}
     x = w["embed.weight"][tokens]
@@ -40,7 +40,7 @@ def test_it_computes_what_it_says(example: ModuleType, monkeypatch: pytest.Monke
     caught = {}
     plain = example.Source.from_module
 
-    def catching(model: object, weights: dict[str, np.ndarray], max_context: int) -> object:  # type: ignore[type-arg]
+    def catching(model: object, weights: dict[str, np.ndarray], max_context: int) -> object:
         caught.update(weights)
         return plain(model, weights, max_context)
 

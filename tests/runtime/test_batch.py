@@ -1,7 +1,6 @@
 """The packed arrays of a step, laid out by hand."""
 
 import numpy as np
-from tests.runtime.fakes import LIMITS, limits
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, StepOutputs
@@ -10,6 +9,7 @@ from millrace.runtime.params import SamplingParams, TokenLogprobs
 from millrace.runtime.resolve import check_prompt, resolve
 from millrace.runtime.scheduler import Chunk, Step
 from millrace.runtime.sequence import IntBuffer, Request, Sequence, Timings, sequences_of
+from tests.runtime.fakes import LIMITS, limits
 
 
 def sequence(prompt: list[int], params: SamplingParams, pages: list[int]) -> Sequence:

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tests.runtime.fakes import limits, make_loop
 
 from millrace.engine.executor import StepInputs
 from millrace.errors import BusyError, EngineError
 from millrace.runtime.loop import MAX_FAILURES_IN_A_ROW
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from tests.runtime.fakes import limits, make_loop
 
 pytestmark = pytest.mark.timeout(30)  # a thread that waits for ever is what these tests look for
 LONG = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)

@@ -5,12 +5,12 @@ import time
 from typing import cast
 
 import pytest
-from tests.runtime.fakes import LIMITS, POISON, expected_choice, make_loop
 
 from millrace.errors import RequestError
 from millrace.runtime.generate import Progress, Prompt, astream, generate
 from millrace.runtime.params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine
+from tests.runtime.fakes import LIMITS, POISON, expected_choice, make_loop
 
 PARAMS = SamplingParams(max_tokens=10, seed=5, ignore_eos=True)
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from tests.runtime.fakes import POISON, VOCAB, FakeClock, RandomBudget, expected_choice, limits, make_loop
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
@@ -13,6 +12,7 @@ from millrace.runtime.generate import Collector
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import CompletionOutput, Delta, FinishReason, SamplingParams
 from millrace.runtime.sequence import Request
+from tests.runtime.fakes import POISON, VOCAB, FakeClock, RandomBudget, expected_choice, limits, make_loop
 
 
 class Client:

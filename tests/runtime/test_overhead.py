@@ -4,11 +4,11 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from tests.runtime.fakes import FakeTokenizer
 
 from millrace.engine.executor import ExecutorLimits, StepInputs, StepOutputs
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
+from tests.runtime.fakes import FakeTokenizer
 
 N_SEQUENCES = 16
 LIMIT_S = 1e-3  # measured: 0.1 ms; the rest is for machines that are slow, or busy with something else

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from tests.runtime.fakes import LIMITS, VOCAB, limits
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.errors import RequestError
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.resolve import Resolved, check_prompt, context_tokens, resolve
+from tests.runtime.fakes import LIMITS, VOCAB, limits
 
 NOTHING = GenerationDefaults()
 MODEL = GenerationDefaults(

@@ -1,7 +1,6 @@
 """The scheduler alone, without executor or tokenizer: order, budgets, pages, preemption."""
 
 import pytest
-from tests.runtime.fakes import limits
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import ExecutorLimits
@@ -12,6 +11,7 @@ from millrace.runtime.params import SamplingParams
 from millrace.runtime.resolve import check_prompt, resolve
 from millrace.runtime.scheduler import Scheduler, Step
 from millrace.runtime.sequence import Request, Sequence, Stage, Timings, sequences_of
+from tests.runtime.fakes import limits
 
 
 def scheduler(of: ExecutorLimits) -> Scheduler:

@@ -9,13 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from tests.runtime.fakes import VOCAB, expected_choice, limits, make_loop
 
 from millrace.engine.executor import StepInputs
 from millrace.errors import BusyError, ConfigError, RequestError
 from millrace.runtime.generate import Collector
 from millrace.runtime.params import CompletionOutput, FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine, RequestHandle, ServiceOptions
+from tests.runtime.fakes import VOCAB, expected_choice, limits, make_loop
 
 pytestmark = pytest.mark.timeout(60)  # a stream that never ends is what these tests look for
 TIGHT = limits(n_pages=60, page_tokens=4, max_sequences=8, max_step_tokens=24)  # 240 tokens for 8 sequences: preemption

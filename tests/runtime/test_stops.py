@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from tests.runtime.fakes import EOS, LIMITS, FakeTokenizer, make_loop
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer
@@ -12,6 +11,7 @@ from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.resolve import check_prompt, resolve
 from millrace.runtime.sequence import Request, Timings, sequences_of
 from millrace.runtime.stops import StopStrings
+from tests.runtime.fakes import EOS, LIMITS, FakeTokenizer, make_loop
 
 
 def plain(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:

@@ -12,7 +12,7 @@ import numpy as np
 import millrace
 from millrace.compile.lower import Lowering
 from millrace.compile.passes import pipeline, run_passes, unfused
-from millrace.compile.precision import Precision, PrecisionMap
+from millrace.compile.precision import PrecisionMap
 from millrace.compile.report import graph_table, program_table
 from millrace.compile.source import Source
 from millrace.engine.manifest import (
@@ -33,6 +33,7 @@ from millrace.errors import ConfigError, EngineError
 from millrace.graph.types import Graph
 from millrace.kernels.encode import Limits
 from millrace.kernels.library import library, usable_isas
+from millrace.kernels.precision import Precision
 from millrace.machine.cpu import fingerprint
 from millrace.model.module import trace_model
 

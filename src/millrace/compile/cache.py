@@ -5,13 +5,13 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.engine.manifest import MANIFEST
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, nearest
 
 DEFAULT_LIMIT = 50 << 30
 
@@ -55,15 +55,21 @@ class EngineCache:
         ]
         return sorted(found, key=lambda e: -e.last_used)
 
+    def check(self, names: Iterable[str]) -> None:
+        """raises ConfigError where one of them is not there"""
+        known = [e.name for e in self.entries()]
+        for name in names:
+            if name not in known:
+                expected = nearest(name, known) if known else "the cache is empty"
+                raise ConfigError(f'the cache has no engine "{name}"', expected, "name one that `millrace list` shows")
+
     def remove(self, name: str) -> CacheEntry:
         """raises ConfigError where there is no such engine"""
-        for entry in self.entries():
-            if entry.name == name:
-                with self._locked(entry.folder):
-                    shutil.rmtree(entry.folder)
-                return entry
-        names = ", ".join(e.name for e in self.entries()) or "the cache is empty"
-        raise ConfigError(f'the cache has no engine "{name}"', names, "name one that `millrace list` shows")
+        self.check([name])
+        entry = next(e for e in self.entries() if e.name == name)
+        with self._locked(entry.folder):
+            shutil.rmtree(entry.folder)
+        return entry
 
     def _shrink(self, keep: Path) -> None:
         entries = self.entries()

@@ -9,10 +9,11 @@ from millrace.engine.native import KvFormat, KvShape
 from millrace.engine.program import Packed, Place, Program, ProgramStep
 from millrace.errors import GraphError
 from millrace.graph.types import F32, Graph, Node, S, Value
-from millrace.kernels.declare import MAX_INPUTS, RowFormat, Space, WeightFormat
+from millrace.kernels.declare import MAX_INPUTS, RowFormat, Space
 from millrace.kernels.encode import Limits, Param
 from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import row_bytes, up
+from millrace.kernels.precision import Precision
 
 _ROW_FORMAT = {"f32": RowFormat.F32, "bf16": RowFormat.BF16, "q8": RowFormat.Q8}
 
@@ -140,7 +141,8 @@ class Lowering:
         precision = node.attrs["precision"]
         x = node.inputs[0]
         view = self._views[x]
-        weights: WeightFormat = precision.weights  # type: ignore[attr-defined]
+        assert isinstance(precision, Precision)
+        weights = precision.weights
         gated = node.op == "gated_linear"
         group = x.storage.group
         width, k = node.output.width, x.width

@@ -10,6 +10,7 @@ from millrace.graph.types import F32, Array, Constant, Graph, Node, Value
 from millrace.graph.verify import verify
 from millrace.kernels.declare import MAX_INPUTS
 from millrace.kernels.expression import TooComplexError, Tree, compile_tree, evaluate, substitute
+from millrace.kernels.precision import Precision
 
 Pass = Callable[[Graph], Graph]
 
@@ -264,7 +265,9 @@ def convert_inputs(graph: Graph, group: int) -> Graph:
         if node.op not in ("linear", "gated_linear"):
             return None
         x = node.inputs[0]
-        storage = node.attrs["precision"].storage(group)  # type: ignore[attr-defined]
+        precision = node.attrs["precision"]
+        assert isinstance(precision, Precision)
+        storage = precision.storage(group)
         if storage.kind == "f32" or x.storage == storage:
             return None
         fresh = []

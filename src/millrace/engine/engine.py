@@ -36,7 +36,9 @@ class Engine:
         """Loads the weights. raises MachineError for an instruction set that this CPU lacks"""
         if isa is not None and isa not in usable_isas():
             raise MachineError(
-                f'instruction set "{isa}" cannot run here', "one of " + ", ".join(usable_isas()), "leave --isa out, or choose one of them"
+                f'instruction set "{isa}" cannot run here',
+                "one of " + ", ".join(usable_isas()),
+                "leave --isa out, or choose one of them",
             )
         m = self.manifest
         program = NativeProgram(

@@ -1,4 +1,4 @@
-"""The executors' contract: one step in, one step out. `native`, `reference` and later `cuda` are interchangeable behind it.
+"""The executors' contract: one step in, one step out. `native`, later `cuda`, interchangeable.
 
 A step carries packed tokens of any mix of prefill chunks and decode rows. The executor keeps the KV pages (which page
 belongs to whom is the runtime's business) and nothing else between steps.
@@ -46,7 +46,9 @@ class StepInputs:
     positions: IntArray  # (T,) absolute position of each token in its sequence, consecutive within a sequence
     starts: IntArray  # (S+1,)
     pages: IntArray  # (sum of the sequences' page counts,) page ids, each sequence's own in order from position 0
-    page_starts: IntArray  # (S+1,) sequence s owns pages[page_starts[s] : page_starts[s+1]], enough for its last position
+    page_starts: (
+        IntArray  # (S+1,) sequence s owns pages[page_starts[s] : page_starts[s+1]], enough for its last position
+    )
     sampling: NDArray[np.void]  # (R,) of SAMPLING
     history: IntArray  # token ids for the penalties; may be empty where no row has one
     bias_ids: IntArray
@@ -55,7 +57,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """One entry per sampling row. A row whose logits are not finite has token -1: that request failed, the others did not."""
+    """One entry per sampling row. A row whose logits are not finite has token -1: only that request failed."""
 
     tokens: IntArray  # (R,)
     logprobs: NDArray[np.float32]  # (R,) natural log, of the raw distribution before penalties and temperature

@@ -77,14 +77,18 @@ def read_manifest(folder: Path) -> Manifest:
     """raises EngineError where it is missing, not a manifest, or of another format version"""
     path = folder / MANIFEST
     if not path.is_file():
-        raise EngineError(f"{folder} has no {MANIFEST}", "an engine folder", "name a folder that `millrace build` wrote")
+        raise EngineError(
+            f"{folder} has no {MANIFEST}", "an engine folder", "name a folder that `millrace build` wrote"
+        )
     data = path.read_bytes()
     if len(data) > _MANIFEST_LIMIT:
         raise damaged(folder, f"{MANIFEST} has {len(data)} bytes, more than {_MANIFEST_LIMIT}")
     try:
         version = msgspec.json.decode(data, type=dict[str, object]).get("format")
         if version != FORMAT:
-            raise EngineError(f"{folder} is of engine format {version}", f"format {FORMAT}", "build it again with this version")
+            raise EngineError(
+                f"{folder} is of engine format {version}", f"format {FORMAT}", "build it again with this version"
+            )
         return msgspec.json.decode(data, type=Manifest)
     except msgspec.DecodeError as e:
         raise damaged(folder, f"{MANIFEST} is not readable: {e}") from e

@@ -128,8 +128,9 @@ class NativeExecutor:
 
     def activations(self) -> NDArray[np.uint8]:
         """The planned arena itself, for tests and the inspector."""
-        buffer = (ctypes.c_uint8 * self._program.activation_bytes).from_address(self._lib.mr_activations(self._handle))
-        return np.frombuffer(buffer, np.uint8)
+        address = self._lib.mr_activations(self._handle)
+        buffer = (ctypes.c_uint8 * self._program.activation_bytes).from_address(address)
+        return np.ctypeslib.as_array(buffer)
 
     def weights_checksum(self) -> int:
         return int(self._lib.mr_weights_checksum(self._handle))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
 
 
 def cpu_model() -> str:
@@ -19,14 +20,68 @@ def cpu_model() -> str:
     return platform.machine()
 
 
+def cpu_flags() -> frozenset[str]:
+    """What the kernel says this processor can do ("avx512f", "avx512_vnni", ...); empty where it says nothing."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def affinity_cores() -> int:
+    """Cores that this process may be scheduled on."""
+    return len(os.sched_getaffinity(0))
+
+
+def quota_cores() -> float | None:
+    """Cores' worth of time that the cgroup allows; None: no limit."""
+    quota = (_cgroup_value("cpu.max") or "max").split()
+    return None if quota[0] == "max" else int(quota[0]) / int(quota[1])
+
+
 def usable_cores() -> int:
     """Cores by affinity, or fewer by the cgroup's quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _cgroup_value("cpu.max")
-    if quota and quota.split()[0] != "max":
-        allowed, period = (int(part) for part in quota.split())
-        cores = min(cores, max(1, allowed // period))
-    return cores
+    quota = quota_cores()
+    return affinity_cores() if quota is None else min(affinity_cores(), max(1, int(quota)))
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """One level of the caches, as one core sees it. Instruction caches are left out."""
+
+    level: int
+    nbytes: int
+    shared_by: int  # cores, of which this process may use some or all
+
+
+def caches() -> tuple[Cache, ...]:
+    """Of the first core that this process may use, smallest level first; empty where the kernel does not tell."""
+    found = []
+    for folder in sorted((_CPUS / f"cpu{min(os.sched_getaffinity(0))}" / "cache").glob("index*")):
+        try:
+            level, kind, size, shared = (
+                (folder / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list")
+            )
+        except OSError:
+            continue
+        if kind != "Instruction":
+            found.append(Cache(int(level), _kib(size), _cpus_in(shared)))
+    return tuple(sorted(found, key=lambda c: c.level))
+
+
+def _kib(text: str) -> int:
+    """"48K" or "32M" in bytes."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
+
+
+def _cpus_in(text: str) -> int:
+    """How many are in "0-3,8"."""
+    ends = [[int(n) for n in part.split("-")] for part in text.split(",")]
+    return sum(e[-1] - e[0] + 1 for e in ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +127,5 @@ def huge_pages() -> str:
 
 
 def fingerprint(isa: str) -> dict[str, str | int]:
-    """What an engine's choices depend on: written into it, compared when it is opened. `isa`: the best that runs here."""
+    """What an engine's choices depend on: written into it, compared when it is opened. `isa`: the best one here."""
     return {"cpu": cpu_model(), "isa": isa, "cores": usable_cores()}

@@ -1,0 +1,100 @@
+#include "probe.hpp"
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "isa.hpp"
+#include "platform.hpp"
+#include "pool.hpp"
+
+namespace millrace {
+
+namespace {
+
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Repeats work(worker, passes) on all workers for about `round_s`, `rounds` times; gives `amount` x passes a second.
+void measure(int threads, double round_s, int rounds, double amount, double* rates,
+             const std::function<void(int, int64_t)>& work) {
+  Pool pool(threads);
+  const auto timed = [&](int64_t passes) {
+    const double start = now_s();
+    pool.run([&](int worker) { work(worker, passes); });
+    return now_s() - start;
+  };
+  int64_t passes = 1;
+  double seconds = timed(passes);  // also warms up: pages, caches, clock
+  while (seconds < round_s / 4 && passes < (int64_t{1} << 40)) {
+    passes *= 2;
+    seconds = timed(passes);
+  }
+  passes = std::max<int64_t>(1, static_cast<int64_t>(static_cast<double>(passes) * round_s / seconds));
+  for (int r = 0; r < rounds; ++r) rates[r] = amount * static_cast<double>(passes) * threads / timed(passes);
+}
+
+class Buffer {
+ public:
+  explicit Buffer(int64_t bytes) : bytes_(bytes), data_(static_cast<uint8_t*>(platform::allocate(bytes))) {
+    if (!data_) throw std::bad_alloc();
+    std::memset(data_, 1, static_cast<size_t>(bytes_));
+  }
+  ~Buffer() { platform::release(data_, bytes_); }
+  Buffer(const Buffer&) = delete;
+  const uint8_t* data() const { return data_; }
+
+ private:
+  const int64_t bytes_;
+  uint8_t* const data_;
+};
+
+std::atomic<uint64_t> sink;  // so that no result is dead
+
+}  // namespace
+
+const ProbeLoops& probe_loops(const char* isa) {
+  for (const Isa* const* usable = usable_isas(); *usable; ++usable) {
+    if (std::strcmp((*usable)->name, isa) != 0) continue;
+#if defined(__x86_64__)
+    if (std::strcmp(isa, "avx512") == 0) return probe_avx512;
+    if (std::strcmp(isa, "avx2") == 0) return probe_avx2;
+#endif
+    return probe_scalar;
+  }
+  throw std::runtime_error(std::string(isa) + " cannot run here: " + isa_lacking(isa));
+}
+
+void probe_read(const ProbeLoops& loops, int threads, int64_t bytes_per_thread, double round_s, int rounds,
+                double* rates) {
+  if (threads < 1 || rounds < 1 || bytes_per_thread < 1024 || bytes_per_thread % 1024)
+    throw std::runtime_error("a read probe takes threads, rounds and whole KiB");
+  const Buffer buffer(bytes_per_thread * threads);
+  measure(threads, round_s, rounds, static_cast<double>(bytes_per_thread), rates, [&](int worker, int64_t passes) {
+    uint64_t sum = 0;
+    for (int64_t p = 0; p < passes; ++p) sum += loops.read(buffer.data() + worker * bytes_per_thread, bytes_per_thread);
+    sink.fetch_add(sum, std::memory_order_relaxed);
+  });
+}
+
+void probe_rate(const ProbeLoops& loops, int threads, Precision precision, double round_s, int rounds, double* rates) {
+  if (threads < 1 || rounds < 1) throw std::runtime_error("a rate probe takes threads and rounds");
+  const bool fp32 = precision == Precision::kFp32, bf16 = precision == Precision::kBf16;
+  const auto loop = fp32 ? loops.fp32 : bf16 ? loops.bf16 : loops.int8;
+  const int64_t operations = fp32 ? loops.fp32_operations : bf16 ? loops.bf16_operations : loops.int8_operations;
+  if (operations == 0) {
+    for (int r = 0; r < rounds; ++r) rates[r] = 0;
+    return;
+  }
+  constexpr int64_t kInner = 1000;
+  measure(threads, round_s, rounds, static_cast<double>(operations * kInner), rates, [&](int, int64_t passes) {
+    sink.fetch_add(static_cast<uint64_t>(loop(passes * kInner)), std::memory_order_relaxed);
+  });
+}
+
+}  // namespace millrace

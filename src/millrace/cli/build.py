@@ -1,0 +1,93 @@
+"""`millrace build`: a checkpoint becomes an engine folder; ends with what it will need."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.cli.models import build_engine
+from millrace.cli.options import json_option, made, settings_options
+from millrace.cli.screen import count, heading, pairs, print_json, progress, size
+from millrace.cli.tables import Tables
+from millrace.compile.precision import PrecisionMap, precision_map
+from millrace.engine.manifest import MANIFEST
+from millrace.env import Env
+from millrace.errors import ConfigError
+from millrace.runtime.open import BuildSettings, model_folder
+
+EPILOG = """\b
+Examples:
+  millrace build tiny -o tiny.engine --precision w8a8
+  millrace build ./llama-3.2-1b -o llama.engine --precision-map map.json --max-context 4096
+
+\b
+A map of precisions is JSON: the first pattern that matches a module's name decides, "default" the rest.
+  {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8"}"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("model")
+@click.option("-o", "--output", type=Path, required=True, metavar="ENGINE", help="The folder to write; must not exist.")
+@click.option("--precision-map", type=Path, metavar="FILE", help="Precisions per layer pattern, as JSON; see below.")
+@settings_options(BuildSettings)
+@json_option
+@click.pass_obj
+def command(env: Env, model: str, output: Path, precision_map: Path | None, as_json: bool, **given: Any) -> None:
+    """Compile a checkpoint into an engine folder for this machine.
+
+    MODEL is a checkpoint folder, a hub id or `tiny`. The engine carries all that serving needs.
+    """
+    started_s = time.perf_counter()
+    build = made(BuildSettings, given)
+    tables = _build(model, output, build, precision_map, env)
+    seconds = time.perf_counter() - started_s
+    if as_json:
+        print_json({**tables.summary(), "seconds": seconds})
+    else:
+        show(tables, seconds)
+
+
+def _build(model: str, output: Path, build: BuildSettings, map_file: Path | None, env: Env) -> Tables:
+    precisions = _read_map(map_file, build) if map_file else None
+    with progress() as report:
+        name, folder = model_folder(model, env, report)
+        if (folder / MANIFEST).is_file():
+            raise ConfigError(f"{folder} is an engine already", "a checkpoint", "name the checkpoint it was built from")
+        return Tables(build_engine(name, folder, output, build, precisions, report))
+
+
+def _read_map(path: Path, build: BuildSettings) -> PrecisionMap:
+    if build.precision is not None:
+        raise ConfigError(
+            "--precision and --precision-map are both given", "one of them", "put it into the map as default"
+        )
+    try:
+        asked = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "a JSON file", "see `millrace build --help`") from error
+    if not isinstance(asked, dict) or not all(isinstance(v, str) for v in asked.values()):
+        raise ConfigError(f"{path} is no map of names", 'an object like {"default": "w4a8"}', "correct the file")
+    return precision_map(asked, build.group)
+
+
+def show(tables: Tables, seconds: float) -> None:
+    """The closing screen of a build."""
+    m, memory = tables.engine.manifest, tables.memory()
+    formats = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in tables.bytes_by_format().items())
+    heading(f"{m.model_name}: built in {seconds:.1f} s")
+    pairs(
+        [
+            ("engine", str(tables.engine.folder)),
+            ("model", f"{m.architecture}, {count(m.n_parameters)} parameters, {tables.precision()}"),
+            ("weights", f"{size(memory['weights_bytes'])} ({formats})"),
+            ("KV cache", f"{size(memory['kv_bytes_per_sequence'])} a sequence of {m.max_context:,} tokens ({m.kv.format}),"
+                         f" {size(memory['kv_bytes_batch'])} for {m.max_sequences}"),
+            ("activations", f"{size(m.activation_bytes)} (no plan needs less than {size(m.activation_lower_bound)})"),
+            ("peak memory", f"{size(memory['peak_bytes'])} with every sequence at full context"),
+            ("program", f"{len(tables.steps)} steps for {len(tables.graph['nodes'])} operations, "
+                        f"{len(tables.fusions)} of them fused (millrace inspect shows them)"),
+            ("next", f"millrace serve {tables.engine.folder}"),
+        ]
+    )  # fmt: skip

@@ -1,0 +1,54 @@
+"""`millrace generate`: the answer to stdout as it comes, what it took to stderr."""
+
+import sys
+from typing import Any
+
+import click
+
+from millrace.cli.models import opened
+from millrace.cli.options import json_option, made, settings_options
+from millrace.cli.sampling import SamplingFlags
+from millrace.cli.screen import note, print_json
+from millrace.cli.stream import chat_ids, stream
+from millrace.env import Env
+from millrace.runtime.open import BuildSettings, RunSettings
+
+EPILOG = """\b
+Examples:
+  millrace generate tiny -p "Once upon a time" --max-tokens 64
+  echo "Tell me a story." | millrace generate tiny --chat -p - --seed 7"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("model")
+@click.option("-p", "--prompt", required=True, metavar="TEXT", help="The prompt; - reads it from stdin.")
+@click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template, as a user's message.")
+@click.option("-n", "n", type=int, default=1, show_default=True, help="Answers to the same prompt.")
+@settings_options(SamplingFlags, BuildSettings, RunSettings)
+@json_option
+@click.pass_obj
+def command(env: Env, model: str, prompt: str, chat: bool, n: int, as_json: bool, **given: Any) -> None:
+    """Continue a text, or answer a message, in this process.
+
+    The text streams to stdout; stderr closes with the time for prompt and answer, and the seed that gives it again.
+    """
+    params = made(SamplingFlags, given).params(n)
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    with opened(model, made(BuildSettings, given), made(RunSettings, given), env) as model_opened:
+        loop = model_opened.loop()
+        ids = chat_ids(model_opened, [{"role": "user", "content": text}]) if chat else loop.tokenizer.encode(text)
+        answered = stream(loop, ids, params, None if as_json or n > 1 else _show)
+    if as_json:
+        print_json({"model": model_opened.name, "prompt": text, **answered.as_dict()})
+    elif n > 1:
+        for i, choice in enumerate(answered.texts):
+            click.echo(click.style(f"--- {i + 1}", bold=True) + f"\n{choice}")
+    else:
+        click.echo()
+    answered.raise_error()
+    if not as_json:
+        note(click.style(answered.summary(), dim=True))
+
+
+def _show(text: str) -> None:
+    click.echo(text, nl=False)

@@ -1,0 +1,191 @@
+"""`millrace inspect`: what an engine is made of."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.cli.options import json_option
+from millrace.cli.screen import count, heading, pairs, print_json, size, table
+from millrace.cli.tables import Tables
+from millrace.compile.cache import EngineCache
+from millrace.engine.engine import Engine
+from millrace.engine.manifest import MANIFEST
+from millrace.env import Env
+from millrace.errors import EngineError, nearest
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import fingerprint
+
+EPILOG = """\b
+Examples:
+  millrace inspect ./llama.engine
+  millrace inspect tiny --steps"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("engine")
+@click.option("--steps", "part", flag_value="steps", help="Every step of the program, in its order.")
+@click.option("--weights", "part", flag_value="weights", help="Every packed weight.")
+@click.option("--memory", "part", flag_value="memory", help="The memory plan of a step, buffer by buffer.")
+@click.option("--graph", "part", flag_value="graph", help="The graph as traced from the model, before any pass.")
+@json_option
+@click.pass_obj
+def command(env: Env, engine: str, part: str | None, as_json: bool) -> None:
+    """Show an engine: model, precision, layers with their kernels, fusions with their origin, bytes, memory plan.
+
+    ENGINE is an engine folder, or the name of an engine in the cache (`millrace list`), or the model it was built from.
+    """
+    tables = Tables(Engine.open(find(engine, EngineCache(env.cache))))
+    if as_json:
+        print_json(_as_json(tables, part))
+    else:
+        _PARTS[part](tables)
+
+
+def find(name: str, cache: EngineCache) -> Path:
+    """The folder, or the most recently used engine in the cache that has this name or was built from this model."""
+    path = Path(name).expanduser()
+    if (path / MANIFEST).is_file():
+        return path
+    entries = cache.entries()
+    for entry in entries:
+        if name in (entry.name, entry.name.rpartition("-")[0]):
+            return entry.folder
+    if path.is_dir():
+        raise EngineError(f"{path} has no {MANIFEST}", "an engine folder", f"build it: millrace build {name} -o ENGINE")
+    raise EngineError(
+        f'there is no engine folder and no cached engine "{name}"',
+        nearest(name, [e.name for e in entries]) if entries else "an engine folder; the cache is empty",
+        "check the spelling, or build it: millrace build MODEL -o ENGINE",
+    )
+
+
+def _summary(tables: Tables) -> None:
+    m, memory, program = tables.engine.manifest, tables.memory(), tables.program
+    heading(f"{m.model_name}  ({tables.engine.folder})")
+    tuned = m.tuned_for
+    here = fingerprint(usable_isas()[0])
+    pairs(
+        [
+            ("model", f"{m.architecture}, {count(m.n_parameters)} parameters, vocabulary {m.vocab_size:,}"),
+            ("precision", tables.precision()),
+            ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences, {m.max_step_tokens} tokens a step"),
+            ("tuned for", f"{tuned['cpu']}, {tuned['isa']}, {tuned['cores']} cores"
+                          + ("" if tuned == here else f" (here: {here['cpu']}, {here['isa']}, {here['cores']} cores)")),
+            ("built by", f"millrace {m.millrace}, engine format {m.format}"),
+            *(("note", text) for text in m.notes),
+        ]
+    )  # fmt: skip
+    click.echo()
+    heading("Layers")
+    table(("modules", "steps", "kernels"), _layers(tables))
+    click.echo()
+    heading("Fusions")
+    table(("times", "kernel", "what", "origin"), _fusions(tables))
+    click.echo(f"  passes: {', '.join(program['passes'])}")
+    click.echo()
+    heading("Bytes")
+    formats = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in tables.bytes_by_format().items())
+    kv = f"{size(memory['kv_bytes_per_sequence'])} a sequence, {size(memory['kv_bytes_batch'])} for {m.max_sequences}"
+    bound = f"{size(m.activation_bytes)}, planned over {len(program['buffers'])} buffers; the lower bound is "
+    pairs(
+        [
+            ("weights", f"{size(m.weights_bytes)} ({formats})"),
+            ("KV cache", f"{kv} ({memory['kv_bytes_per_token']:,} bytes a token, {m.kv.format})"),
+            ("activations", bound + size(m.activation_lower_bound)),
+            ("peak", size(memory["peak_bytes"])),
+        ]
+    )
+
+
+def _layers(tables: Tables) -> list[tuple[str, str, str]]:
+    """(which modules, steps, kernels in their order), equal layers in one row."""
+    groups: list[tuple[str, list[str]]] = []
+    for step in tables.steps:
+        module = _module_of(step)
+        if not groups or groups[-1][0] != module:
+            groups.append((module, []))
+        groups[-1][1].append(step["kernel"] + (f":{step['note']}" if step["kernel"] == "matmul" else ""))
+    rows: list[tuple[str, str, list[str]]] = []
+    for module, kernels in groups:
+        if rows and rows[-1][2] == kernels and ".layers." in f".{module}":
+            rows[-1] = (rows[-1][0], module, kernels)
+        else:
+            rows.append((module, module, kernels))
+    return [
+        (a if a == b else f"{a} to {b.rpartition('.')[2]}", str(len(kernels)), " ".join(kernels))
+        for a, b, kernels in rows
+    ]
+
+
+def _module_of(step: dict[str, Any]) -> str:
+    """`model.layers.3`, or the module itself outside of the layers."""
+    parts = next((o for o in step["origin"] if o), step["kernel"]).split(".")
+    if "layers" in parts:
+        return ".".join(parts[: parts.index("layers") + 2])
+    return ".".join(parts)
+
+
+def _fusions(tables: Tables) -> list[tuple[str, str, str, str]]:
+    """Fused steps with their origin; those that differ only in the layer's number counted together."""
+    counted: Counter[tuple[str, str, str]] = Counter()
+    for step, what in tables.fusions:
+        origin = " + ".join(_short(o, i) for i, o in enumerate(step["origin"]))
+        counted[step["kernel"], what, origin] += 1
+    return [(str(n), kernel, what, origin) for (kernel, what, origin), n in counted.items()]
+
+
+def _short(origin: str, i: int) -> str:
+    """`layers.*.mlp.gate_proj` for the first, `up_proj` for those beside it."""
+    parts = ["*" if part.isdigit() else part for part in origin.removeprefix("model.").split(".")]
+    return ".".join(parts) if i == 0 else parts[-1]
+
+
+def _steps(tables: Tables) -> None:
+    rows = []
+    for i, step in enumerate(tables.steps):
+        p = step["params"]
+        shape = f"{p['n']} x {p['k']}" if step["kernel"] == "matmul" else str(p.get("n", ""))
+        rows.append((str(i), step["kernel"], step["note"], shape, " + ".join(o for o in step["origin"] if o)))
+    table(("step", "kernel", "note", "shape", "origin"), rows)
+
+
+def _weights(tables: Tables) -> None:
+    rows = [
+        (w["name"], " x ".join(map(str, w["shape"])), w["format"], size(w["bytes"])) for w in tables.program["weights"]
+    ]
+    table(("weight", "shape", "format", "bytes"), rows)
+
+
+def _memory(tables: Tables) -> None:
+    buffers = tables.program["buffers"]
+    table(("buffer", "bytes", "offset"), [(b["name"], f"{b['bytes']:,}", f"{b['offset']:,}") for b in buffers])
+    m = tables.engine.manifest
+    click.echo(f"  {m.activation_bytes:,} bytes in all; no plan needs less than {m.activation_lower_bound:,}")
+
+
+def _graph(tables: Tables) -> None:
+    rows = [
+        (str(n["output"]), n["op"], " ".join(map(str, n["inputs"])), " x ".join(n["shape"]), " + ".join(n["origin"]))
+        for n in tables.graph["nodes"]
+    ]
+    table(("value", "op", "inputs", "shape", "origin"), rows)
+
+
+def _as_json(tables: Tables, part: str | None) -> Any:
+    if part == "graph":
+        return tables.graph
+    if part is not None:
+        return tables.program[{"steps": "steps", "weights": "weights", "memory": "buffers"}[part]]
+    return tables.summary()
+
+
+_PARTS: dict[str | None, Callable[[Tables], None]] = {
+    None: _summary,
+    "steps": _steps,
+    "weights": _weights,
+    "memory": _memory,
+    "graph": _graph,
+}

@@ -1,0 +1,102 @@
+"""`millrace COMMAND ...`: finds the command, and turns every mistake into one clear message and an exit code.
+
+Exit codes: 0 done, 2 a mistake (what was wrong, what was expected, how to mend it; on stderr), 130 ended by Ctrl-C.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+from millrace import __version__
+from millrace.env import read_env
+from millrace.errors import ConfigError, MillraceError, nearest
+
+MISTAKE, INTERRUPTED = 2, 130
+# Command -> module of this package; a module is imported when its command runs, so that each starts as fast as it can.
+COMMANDS = {
+    "serve": "serve",
+    "chat": "chat",
+    "generate": "generate",
+    "build": "build",
+    "inspect": "inspect",
+    "demo": "demo",
+    "doctor": "doctor",
+    "list": "list",
+    "pull": "pull",
+    "rm": "rm",
+}
+
+
+class Commands(click.Group):
+    """The table above as a click group."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"millrace.cli.{COMMANDS[cmd_name]}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            raise ConfigError(f'there is no command "{name}"', nearest(name, COMMANDS), "`millrace --help` lists them")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, message="millrace %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """From a checkpoint to a chat endpoint in one command.
+
+    MODEL is a checkpoint folder, an engine folder, a hub id (org/name or org/name@revision), or the bundled `tiny`.
+
+    \b
+    millrace demo               the whole journey in a minute
+    millrace serve MODEL        an OpenAI-compatible endpoint on http://127.0.0.1:8000/v1
+    millrace chat tiny          a chat in this terminal
+    """
+    ctx.obj = read_env()
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (None: the process's own); gives the exit code. Prints every MillraceError."""
+    try:
+        code = cli.main(None if arguments is None else list(arguments), prog_name="millrace", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except MillraceError as error:
+        return _mistake(error)
+    except click.UsageError as error:
+        return _mistake(_as_error(error))
+    except click.ClickException as error:
+        return _mistake(ConfigError(error.format_message(), "a readable file", "check the path"))
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+
+
+def main() -> None:
+    sys.exit(run())
+
+
+def _mistake(error: MillraceError) -> int:
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {error}", err=True)
+    return MISTAKE
+
+
+def _as_error(error: click.UsageError) -> ConfigError:
+    """What click says of a wrong command line, in our three parts."""
+    path = error.ctx.command_path if error.ctx else "millrace"
+    mend = f"`{path} --help` shows what it takes"
+    if isinstance(error, click.NoSuchOption) and error.ctx:
+        known = [o for p in error.ctx.command.params for o in p.opts if o.startswith("--")]
+        return ConfigError(f"there is no option {error.option_name}", nearest(error.option_name, known), mend)
+    usage = error.ctx.get_usage().removeprefix("Usage: ") if error.ctx else "millrace COMMAND"
+    return ConfigError(error.format_message().rstrip("."), usage, mend)

@@ -1,0 +1,43 @@
+"""MODEL as the commands open it: with progress on a terminal, and notes said aloud."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from millrace.cli.screen import Progress, note, progress
+from millrace.compile.precision import PrecisionMap
+from millrace.engine.engine import Engine
+from millrace.env import Env
+from millrace.runtime.open import BuildSettings, Opened, RunSettings, asked_precision, find_engine, open_engine
+
+
+def engine_of(model: str, build: BuildSettings, env: Env) -> tuple[str, Engine]:
+    """Name and engine of MODEL, downloaded and built where needed."""
+    with progress() as report:
+        return find_engine(model, build, env, progress=report, say=lambda text: note(f"note: {text}"))
+
+
+@contextmanager
+def opened(model: str, build: BuildSettings, run: RunSettings, env: Env) -> Iterator[Opened]:
+    """MODEL, ready to run; closed at the end."""
+    name, engine = engine_of(model, build, env)
+    model_opened = open_engine(name, engine, run)
+    try:
+        yield model_opened
+    finally:
+        model_opened.close()
+
+
+def build_engine(
+    name: str, checkpoint_folder: Path, output: Path, build: BuildSettings, precisions: PrecisionMap | None = None,
+    report: Progress | None = None,
+) -> Engine:  # fmt: skip
+    """Compiles a checkpoint into the new folder `output`. `precisions` goes before `build.precision`."""
+    from millrace.checkpoint.checkpoint import Checkpoint  # the compiler is not needed for a built engine
+    from millrace.compile.build import BuildOptions, plan_engine, write_engine
+    from millrace.compile.source import Source
+
+    source = Source.from_checkpoint(Checkpoint.open(checkpoint_folder), build.max_context)
+    options = BuildOptions(precision=precisions or asked_precision(build), max_batch=build.max_batch)
+    write_engine(source, plan_engine(source, options), output, name=name, progress=report)
+    return Engine.open(output)

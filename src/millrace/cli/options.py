@@ -1,0 +1,63 @@
+"""A settings class as click options: flag, help, default and range come from its fields, said once.
+
+@settings_options(BuildSettings, RunSettings)
+def command(**given): build = made(BuildSettings, given)
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from millrace.settings import Setting, Settings, declared, flag_of, plain_type
+
+S = TypeVar("S", bound=Settings)
+F = TypeVar("F", bound=Callable[..., Any])
+_METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT", Path: "FILE"}
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for programs.")
+
+
+def settings_options(*classes: type[Settings]) -> Callable[[F], F]:
+    """All fields of all classes as options of a command, in their order. No field name may occur twice."""
+
+    def decorate(function: F) -> F:
+        for cls in reversed(classes):
+            for f in reversed(fields(cls)):
+                function = _option(cls, f)(function)
+        return function
+
+    return decorate
+
+
+def made(cls: type[S], given: Mapping[str, Any]) -> S:
+    """The settings object from what click parsed. raises ConfigError for a value out of range"""
+    return cls(**{f.name: given[f.name] for f in fields(cls)})
+
+
+def _option(cls: type[Settings], f: "Field[Any]") -> Callable[[F], F]:
+    said, kind = declared(f), plain_type(cls, f.name)
+    assert f.default is not MISSING, f"{cls.__name__}.{f.name} has no default"
+    text = said.help[0].upper() + said.help[1:] if said.help.split()[0].isalpha() else said.help
+    if kind is bool:
+        return click.option(flag_of(f.name), f.name, is_flag=True, default=f.default, help=text)
+    metavar = said.metavar or ("SIZE" if said.size else "|".join(said.choices) if said.choices else _METAVARS[kind])
+    return click.option(
+        flag_of(f.name),
+        f.name,
+        type=str if said.size or kind is tuple else Path if kind is Path else kind,
+        default=f.default,
+        multiple=kind is tuple,
+        metavar=metavar,
+        show_default=_shown(f.default, said),
+        help=text + ("; may be given more than once" if kind is tuple else ""),
+    )
+
+
+def _shown(default: object, said: Setting) -> bool | str:
+    """The default as --help prints it; False: the help says what happens then."""
+    if said.size and isinstance(default, int):
+        return f"{default >> 20}M"
+    return default is not None and default != ()

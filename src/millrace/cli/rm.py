@@ -1,0 +1,27 @@
+"""`millrace rm`: engines out of the cache."""
+
+import click
+
+from millrace.cli.options import json_option
+from millrace.cli.screen import note, print_json, size
+from millrace.compile.cache import EngineCache
+from millrace.env import Env
+
+EPILOG = """\b
+Example:
+  millrace rm tiny-0123456789ab"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@json_option
+@click.pass_obj
+def command(env: Env, names: tuple[str, ...], as_json: bool) -> None:
+    """Remove engines from the cache, by the names that `millrace list` shows."""
+    cache = EngineCache(env.cache)
+    cache.check(names)
+    removed = [cache.remove(name) for name in names]
+    if as_json:
+        print_json([{"name": e.name, "bytes": e.nbytes} for e in removed])
+    for entry in () if as_json else removed:
+        note(f"removed {entry.name}, {size(entry.nbytes)}")

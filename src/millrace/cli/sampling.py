@@ -1,0 +1,24 @@
+"""How tokens are chosen, as flags; ranges are checked where requests are checked (`SamplingParams`)."""
+
+from dataclasses import asdict, dataclass
+
+from millrace.runtime.params import SamplingParams
+from millrace.settings import Settings, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags(Settings):
+    """None: the model's generation_config.json decides, then the default."""
+
+    max_tokens: int | None = setting(
+        None, "tokens to generate at most; default: the model's, or the rest of the context"
+    )
+    temperature: float | None = setting(None, "0 always takes the likeliest token; default: the model's, or 1")
+    top_p: float | None = setting(None, "draw from the likeliest tokens that together have this probability")
+    top_k: int | None = setting(None, "draw from so many of the likeliest tokens; 0: from all")
+    min_p: float | None = setting(None, "leave out tokens less likely than this share of the likeliest one")
+    seed: int | None = setting(None, "the same seed gives the same answer; default: drawn, and told")
+
+    def params(self, n: int = 1) -> SamplingParams:
+        """raises RequestError naming the field that is out of range"""
+        return SamplingParams(n=n, **asdict(self))

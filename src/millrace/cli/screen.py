@@ -1,0 +1,80 @@
+"""What commands print: plain aligned text that reads well in a terminal and in a file; colours only in a terminal."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+_NUMBER = re.compile(r"([\d.,]+( [KMGT]?i?B)?( .?B/s)?| *|-)")
+Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+
+
+def print_json(data: Any) -> None:
+    click.echo(json.dumps(data, indent=2, default=str))
+
+
+def note(text: str) -> None:
+    """A line for the person at the terminal; stdout stays clean for results."""
+    click.echo(text, err=True)
+
+
+def heading(text: str, *, err: bool = False) -> None:
+    click.echo(click.style(text, bold=True), err=err)
+
+
+def pairs(rows: Sequence[tuple[str, str]], *, err: bool = False) -> None:
+    """Names and values under each other; a row without a name goes on with the one above."""
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        click.echo(f"  {click.style(name.ljust(width), fg='cyan')}  {value}", err=err)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as they need; columns of numbers are set flush right."""
+    widths = [max(len(str(r[i])) for r in (header, *rows)) for i in range(len(header))]
+    right = [bool(rows) and all(_NUMBER.fullmatch(r[i]) for r in rows) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right, strict=True))
+        return ("  " + "  ".join(aligned)).rstrip()
+
+    click.echo(click.style(line(header), fg="cyan"))
+    for row in rows:
+        click.echo(line(row))
+
+
+def size(nbytes: float) -> str:
+    """Bytes in the unit that leaves two or three digits: "8.8 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1000 or unit == "GiB":
+            digits = f"{nbytes:.0f}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f}".removesuffix(".0")
+            return f"{digits} {unit}"
+        nbytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def count(n: float) -> str:
+    """A number of things: 3,967,744 or 4.0 M."""
+    return f"{n:,.0f}" if n < 1e5 else f"{n / 1e6:.1f} M" if n < 1e9 else f"{n / 1e9:.2f} B"
+
+
+@contextmanager
+def progress(quiet: bool = False) -> Iterator[Progress]:
+    """Bars on stderr while long work goes on; nothing where stderr is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description:<44.44}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=None, visible=False)
+        yield lambda what, done, total: bars.update(
+            task, description=what, completed=done, total=total or None, visible=True
+        )

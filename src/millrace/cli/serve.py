@@ -1,0 +1,133 @@
+"""`millrace serve`: MODEL behind the OpenAI protocol, until SIGTERM or Ctrl-C."""
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import click
+
+from millrace.cli.models import opened
+from millrace.cli.options import json_option, made, settings_options
+from millrace.cli.screen import heading, note, pairs, size
+from millrace.cli.tables import Tables
+from millrace.env import Env
+from millrace.machine.process import age_s
+from millrace.runtime.open import BuildSettings, Opened, RunSettings
+from millrace.runtime.service import AsyncEngine, ServiceOptions
+from millrace.serve.auth import read_keys
+from millrace.serve.server import bind, serve
+from millrace.serve.settings import ServedModel, ServerSettings
+from millrace.settings import Settings, setting
+
+EPILOG = """\b
+Examples:
+  millrace serve tiny
+  millrace serve ./llama-3.2-1b --precision w4a8 --port 9000 --api-key-file keys.txt
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Tell me a story."}], "stream": true}'"""
+LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags(Settings):
+    """How the server listens and answers; becomes ServerSettings and ServiceOptions."""
+
+    host: str = setting(ServerSettings.host, "address to listen on; 0.0.0.0 is every network of this machine")
+    port: int = setting(ServerSettings.port, "port to listen on; 0 takes a free one", low=0, high=65535)
+    served_model_name: str | None = setting(None, "the model's name for clients; default: its own")
+    api_key_file: Path | None = setting(None, "file with API keys, one a line; default: everybody may ask")
+    cors_origin: tuple[str, ...] = setting((), "web origin that may ask from a browser; * for all")
+    max_body_bytes: int = setting(ServerSettings.max_body_bytes, "largest request", size=True, low=1)
+    max_queued: int = setting(ServiceOptions().max_queued, "sequences that may wait; more are answered 429", low=1)
+    drain_timeout_s: float = setting(
+        ServerSettings.drain_timeout_s, "seconds that running requests get after SIGTERM", low=0, high=86400
+    )
+    log_level: str = setting("info", "least important lines that are logged", choices=LEVELS)
+    log_format: str = setting("text", "one line a request, for people or for machines", choices=("text", "json"))
+
+    def server(self) -> ServerSettings:
+        """raises ConfigError where the key file is missing or empty"""
+        return ServerSettings(
+            host=self.host,
+            port=self.port,
+            api_keys=read_keys(self.api_key_file) if self.api_key_file else (),
+            cors_origins=self.cors_origin,
+            log_format=cast(Literal["text", "json"], self.log_format),
+            max_body_bytes=self.max_body_bytes,
+            drain_timeout_s=self.drain_timeout_s,
+        )
+
+
+@click.command(epilog=EPILOG)
+@click.argument("model")
+@settings_options(ServeFlags, BuildSettings, RunSettings)
+@json_option
+@click.pass_obj
+def command(env: Env, model: str, as_json: bool, **given: Any) -> None:
+    """Serve MODEL over the OpenAI protocol; built first where needed.
+
+    Ends with SIGTERM or Ctrl-C after the running requests are answered; a second signal ends it at once. With --json,
+    one line on stdout says when and where it is ready.
+    """
+    flags = made(ServeFlags, given)
+    settings = flags.server()
+    bind(settings.host, settings.port).close()  # a port that is taken is said before the model is loaded
+    logging.getLogger("millrace").setLevel(flags.log_level.upper())
+    with opened(model, made(BuildSettings, given), made(RunSettings, given), env) as model_opened:
+        engine = AsyncEngine(model_opened.loop(), ServiceOptions(max_queued=flags.max_queued))
+        served = _served(model_opened, engine, flags.served_model_name)
+        if not as_json:
+            _introduce(model_opened, served)
+
+        def ready(url: str) -> None:
+            seconds = age_s()
+            if as_json:
+                click.echo(json.dumps({"url": url, "model": served.name, "ready_s": seconds, **_memory(model_opened)}))
+            else:
+                note(f"Ready after {seconds:.1f} s: {click.style(url + '/v1', bold=True)}   (docs: {url}/docs)")
+
+        serve(served, settings, ready)
+
+
+def _served(model: Opened, engine: AsyncEngine, name: str | None) -> ServedModel:
+    m = model.engine.manifest
+    metadata = {
+        "source": m.source, "engine": m.files["program.bin"].checksum, "architecture": m.architecture,
+        "precision": m.precision, "isa": model.executor.isa, "tuned_for": m.tuned_for,
+    }  # fmt: skip
+    return ServedModel(
+        name=name or model.name,
+        engine=engine,
+        tokenizer=model.tokenizer,
+        chat_template=model.chat_template,
+        created=int(time.time()),
+        metadata=metadata,
+        max_context=m.max_context,
+    )
+
+
+def _introduce(model: Opened, served: ServedModel) -> None:
+    m, plan = model.engine.manifest, model.plan
+    n_full = plan.n_pages // max(model.engine.pages_per_sequence, 1)
+    heading(f"{served.name}", err=True)
+    pairs(
+        [
+            ("model", f"{m.architecture}, {Tables(model.engine).precision()}, on {model.executor.isa}"),
+            ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences at a time"),
+            ("memory", f"{size(plan.total_bytes)}: weights {size(plan.weights_bytes)}, KV cache {size(plan.kv_bytes)} "
+                       f"({n_full} full sequences), activations {size(plan.activation_bytes)}"),
+        ],
+        err=True,
+    )  # fmt: skip
+
+
+def _memory(model: Opened) -> dict[str, int]:
+    plan = model.plan
+    return {
+        "weights_bytes": plan.weights_bytes,
+        "kv_bytes": plan.kv_bytes,
+        "activation_bytes": plan.activation_bytes,
+    }

@@ -1,0 +1,93 @@
+"""`millrace serve` as a process of its own: started, waited for, stopped, its exit code checked."""
+
+import json
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from millrace.errors import MachineError
+
+START_S, STOP_S = 60.0, 40.0
+
+
+class ServerProcess:
+    """`with ServerProcess(engine) as server:` gives a server that is ready; the end stops it."""
+
+    def __init__(self, model: Path | str, flags: Sequence[str] = ()) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
+        command = [sys.executable, "-P", "-m", "millrace", "serve", str(model), "--port", "0", "--json", *flags]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors)
+        self.url = ""
+        self.ready_s = 0.0  # from the process's start, as it says itself
+
+    def __enter__(self) -> "ServerProcess":
+        try:
+            self._wait_until_ready()
+        except BaseException:  # also Ctrl-C: leave no server behind
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def terminate(self) -> None:
+        """SIGTERM: it takes no new requests and finishes those that run."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> float:
+        """Seconds until it has ended. raises MachineError where it does not, or not with exit code 0"""
+        start_s = time.perf_counter()
+        try:
+            code = self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            raise self._failed(f"the server did not stop within {STOP_S:g} s of SIGTERM") from None
+        if code != 0:
+            raise self._failed(f"the server ended with exit code {code}")
+        return time.perf_counter() - start_s
+
+    def _wait_until_ready(self) -> None:
+        assert self._process.stdout is not None
+        until_s = time.perf_counter() + START_S
+        if not select.select([self._process.stdout], [], [], START_S)[0]:
+            raise self._failed(f"the server was not ready after {START_S:g} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._failed("the server ended before it was ready")
+        announced = json.loads(line)
+        self.url, self.ready_s = announced["url"], announced["ready_s"]
+        while not self._says_ready():
+            if time.perf_counter() > until_s:
+                raise self._failed(f"{self.url}/v1/health/ready did not say ready within {START_S:g} s")
+            time.sleep(0.05)
+
+    def _says_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/v1/health/ready", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except urllib.error.URLError:
+            return False
+
+    def _failed(self, what: str) -> MachineError:
+        self._errors.seek(0)
+        said = self._errors.read()[-2000:].decode(errors="replace").strip()
+        return MachineError(f"{what}; it said:\n{said}" if said else what, "a server that works", "report it")
+
+    def _end(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._errors.close()

@@ -1,0 +1,103 @@
+"""One request on an engine loop of this thread: its text as it comes, and what it took."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.errors import CheckpointError, MachineError
+from millrace.runtime.generate import Collector
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.open import Opened
+from millrace.runtime.params import Delta, RequestOutput, SamplingParams
+from millrace.runtime.sequence import Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A finished request with its times."""
+
+    output: RequestOutput
+    timings: Timings
+
+    @property
+    def texts(self) -> list[str]:
+        return [choice.text for choice in self.output.outputs]
+
+    @property
+    def prefill(self) -> tuple[int, float]:
+        """(tokens, seconds) until the first token was there: the prompt's."""
+        t = self.timings
+        return len(self.output.prompt_token_ids), (t.first_token_s or 0.0) - (t.first_scheduled_s or 0.0)
+
+    @property
+    def decode(self) -> tuple[int, float]:
+        """(tokens, seconds) after the first token of each choice."""
+        t = self.timings
+        return max(t.n_output_tokens - len(self.output.outputs), 0), (t.last_token_s or 0.0) - (t.first_token_s or 0.0)
+
+    def summary(self) -> str:
+        prefill, decode = (
+            f"{name} {n} tokens in {seconds:.3f} s" + (f" ({n / seconds:,.0f} tokens/s)" if seconds > 0 and n else "")
+            for name, (n, seconds) in (("prefill", self.prefill), ("decode", self.decode))
+        )
+        return f"{prefill}; {decode}; {self._ended()}; seed {self.output.seed}"
+
+    def _ended(self) -> str:
+        return "ended by " + ", ".join(sorted({str(c.finish_reason) for c in self.output.outputs}))
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+
+        def rate(n: int, seconds: float) -> dict[str, float | None]:
+            return {"tokens": n, "seconds": seconds, "tokens_per_s": n / seconds if seconds > 0 else None}
+
+        choices = [
+            {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason, "error": c.error}
+            for c in self.output.outputs
+        ]
+        return {"choices": choices, "seed": self.output.seed} | {
+            "prefill": rate(*self.prefill),
+            "decode": rate(*self.decode),
+        }
+
+    def raise_error(self) -> None:
+        """raises MachineError where a choice failed"""
+        for choice in self.output.outputs:
+            if choice.error is not None:
+                raise MachineError(f"the request failed: {choice.error}", "a finite answer", "try another --precision")
+
+
+def stream(
+    loop: EngineLoop,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    show: Callable[[str], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Answered:
+    """Steps `loop` until the request is done, or `stopped` says so. `show` gets the text of the first choice.
+
+    raises RequestError where prompt or params are wrong
+    """
+    arrived: list[Delta] = []
+    request = loop.submit(prompt_ids, params, arrived.extend)
+    collector = Collector(request.id, None, request.prompt.tolist(), request.resolved.seed, params.n)
+    while not collector.output.finished:
+        if stopped():
+            loop.cancel(request)
+        loop.step()
+        if show is not None:
+            text = "".join(d.text for d in arrived if d.index == 0)
+            if text:
+                show(text)
+        collector.add(arrived)
+        arrived.clear()
+    return Answered(collector.output, request.timings)
+
+
+def chat_ids(model: Opened, messages: Sequence[Mapping[str, object]]) -> list[int]:
+    """A conversation through the model's chat template. raises CheckpointError where it has none"""
+    if model.chat_template is None:
+        raise CheckpointError(
+            f"{model.name} has no chat template", "a chat model", "use `millrace generate`, or a model tuned for chat"
+        )
+    return model.tokenizer.encode(model.chat_template.render(messages), add_special_tokens=False)

@@ -1,0 +1,125 @@
+"""The probes behind the measured roofline: native read and multiply loops, and our own matrix products.
+
+Each gives one figure per round, for `machine.roofline` to choose from.
+"""
+
+import ctypes
+import time
+from functools import partial
+
+import numpy as np
+
+from millrace.engine.executor import SAMPLING, StepInputs
+from millrace.engine.native import KvFormat, KvShape, NativeExecutor, NativeProgram
+from millrace.errors import MachineError
+from millrace.kernels.declare import RowFormat, Space, WeightFormat
+from millrace.kernels.encode import Limits, Param, Ref, encode
+from millrace.kernels.layout import matrix_bytes, row_bytes
+from millrace.kernels.library import library
+from millrace.machine.cpu import caches, memory
+from millrace.machine.roofline import Roofline, measure_roofline
+
+ROUNDS, ROUND_S = 8, 0.02
+ROWS, N, K, GROUP = 256, 1024, 1024, 128  # large enough that arithmetic bounds it, small enough to be quick
+PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "w8a8": "int8", "w4a8": "int8"}  # our kernels -> instructions below
+_INSTRUCTIONS = ("fp32", "bf16", "int8")
+_FORMATS = {
+    "fp32": (RowFormat.F32, WeightFormat.F32, 0),
+    "bf16": (RowFormat.BF16, WeightFormat.BF16, 0),
+    "w8a8": (RowFormat.Q8, WeightFormat.W8, GROUP),
+    "w4a8": (RowFormat.Q8, WeightFormat.W4, GROUP),
+}
+_ERROR_BYTES = 512
+_FILL = 0x3F  # as float32, bfloat16 or float16 a number near 1; as int8 63
+
+
+def roofline_here(isa: str, threads: int) -> Roofline:
+    """Measures this machine with the code of one instruction set; takes a few seconds."""
+    return measure_roofline(
+        caches(), threads, memory().available_bytes, partial(read_rates, isa), partial(matmul_rates, isa),
+        partial(peak_rates, isa), PRECISIONS,
+    )  # fmt: skip
+
+
+def read_rates(isa: str, threads: int, bytes_per_thread: int) -> list[float]:
+    """Bytes a second of all threads, each reading its own huge-page buffer (a multiple of 1024) again and again.
+
+    raises MachineError for an instruction set that this CPU lacks
+    """
+    rates = np.zeros(ROUNDS)
+    error = ctypes.create_string_buffer(_ERROR_BYTES)
+    failed = library().mr_probe_read(
+        isa.encode(), threads, bytes_per_thread, ROUND_S, ROUNDS, rates.ctypes.data, error, _ERROR_BYTES
+    )
+    return _checked(rates, bool(failed), error.value)
+
+
+def peak_rates(isa: str, precision: str, threads: int) -> list[float]:
+    """Operations a second of the instruction itself ("fp32", "bf16", "int8"), from registers; 0 where there is none."""
+    rates = np.zeros(ROUNDS)
+    error = ctypes.create_string_buffer(_ERROR_BYTES)
+    failed = library().mr_probe_rate(
+        isa.encode(), threads, _INSTRUCTIONS.index(precision), ROUND_S, ROUNDS, rates.ctypes.data, error, _ERROR_BYTES
+    )
+    return _checked(rates, bool(failed), error.value)
+
+
+def matmul_rates(isa: str, precision: str, threads: int) -> list[float]:
+    """Operations a second of our kernel on (ROWS, K) x (N, K), run as a program of one step."""
+    rows, weights, group = _FORMATS[precision]
+    x_stride, w_bytes = row_bytes(rows, K, group), matrix_bytes(weights, N, K, group)
+    params: dict[str, Param] = {
+        "rows": 0, "n": N, "k": K, "group": group, "format": int(rows), "weights": int(weights),
+        "x_stride": x_stride, "y_stride": N,
+    }  # fmt: skip
+    operands = {
+        "x": Ref(Space.ACTIVATIONS, 0),
+        "w": Ref(Space.WEIGHTS, 0),
+        "y": Ref(Space.ACTIVATIONS, ROWS * x_stride),
+    }
+    limits = Limits(T=ROWS, S=1)
+    program = NativeProgram(
+        steps=encode("matmul", operands, params, limits), n_steps=1, weights=np.full(w_bytes, _FILL, np.uint8),
+        weights_bytes=w_bytes, activation_bytes=ROWS * (x_stride + 4 * N), logits_offset=-1, max_step_tokens=ROWS,
+        max_sequences=1, max_context=ROWS, vocab_size=1,
+        kv=KvShape(layers=0, heads=1, head_dim=16, format=KvFormat.F32),
+    )  # fmt: skip
+    executor = NativeExecutor(program, n_pages=0, threads=threads, isa=isa)
+    try:
+        executor.activations()[:] = _FILL
+        return [2.0 * ROWS * N * K / seconds for seconds in _timed(executor)]
+    finally:
+        executor.close()
+
+
+def _timed(executor: NativeExecutor) -> list[float]:
+    """Seconds of one step, averaged over each round."""
+    step = _whole_step()
+    start = time.perf_counter()
+    executor.run(step)
+    once = time.perf_counter() - start
+    repeats = max(1, int(ROUND_S / once))
+    rounds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            executor.run(step)
+        rounds.append((time.perf_counter() - start) / repeats)
+    return rounds
+
+
+def _whole_step() -> StepInputs:
+    """ROWS tokens of one sequence, nothing sampled, no KV pages."""
+    empty = np.zeros(0, np.int32)
+    return StepInputs(
+        tokens=np.zeros(ROWS, np.int32), positions=np.arange(ROWS, dtype=np.int32),
+        starts=np.array([0, ROWS], np.int32), pages=empty, page_starts=np.zeros(2, np.int32),
+        sampling=np.zeros(0, SAMPLING), history=empty, bias_ids=empty, bias_values=np.zeros(0, np.float32),
+    )  # fmt: skip
+
+
+def _checked(rates: "np.ndarray[tuple[int], np.dtype[np.float64]]", failed: bool, message: bytes) -> list[float]:
+    if failed:
+        raise MachineError(f"the probe failed: {message.decode()}", "a machine to measure", "free memory, or report it")
+    found: list[float] = rates.tolist()
+    return found

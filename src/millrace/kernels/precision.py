@@ -1,0 +1,45 @@
+"""The names of the numerics classes: weights and activations of one matrix product."""
+
+from enum import StrEnum
+
+from millrace.graph.types import Storage
+from millrace.kernels.declare import WeightFormat
+
+
+class Precision(StrEnum):
+    """W4A8 is 4-bit weights times 8-bit activations; A16 is bfloat16 activations."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    W8A8 = "w8a8"
+    W8A16 = "w8a16"
+    W4A8 = "w4a8"
+    W4A16 = "w4a16"
+
+    @property
+    def weights(self) -> WeightFormat:
+        return _WEIGHTS[self]
+
+    @property
+    def bits(self) -> int:
+        """Of one quantised weight."""
+        return 4 if self.weights == WeightFormat.W4 else 8
+
+    @property
+    def quantised(self) -> bool:
+        return self.weights in (WeightFormat.W8, WeightFormat.W4)
+
+    def storage(self, group: int) -> Storage:
+        """How the activations of such a product lie in memory."""
+        kind = "f32" if self == Precision.FP32 else "q8" if self.value.endswith("a8") else "bf16"
+        return Storage(kind, group if self.quantised else 0)
+
+
+_WEIGHTS = {
+    Precision.FP32: WeightFormat.F32,
+    Precision.BF16: WeightFormat.BF16,
+    Precision.W8A8: WeightFormat.W8,
+    Precision.W8A16: WeightFormat.W8,
+    Precision.W4A8: WeightFormat.W4,
+    Precision.W4A16: WeightFormat.W4,
+}

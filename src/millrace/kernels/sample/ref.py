@@ -1,0 +1,61 @@
+"""Reference of sampling, in float64: the order of vLLM, and the counter-based draws of the native core."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.kernels.arrays import Array
+
+_ROUNDS = 10
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """In [0, 1), 53 bits: Philox 4x32-10 (Salmon et al., SC 2011), key = seed, counter = (position, choice, 0, 0)."""
+    mask = 0xFFFFFFFF
+    counter = [position & mask, choice & mask, 0, 0]
+    key = [seed & mask, seed >> 32 & mask]
+    for _ in range(_ROUNDS):
+        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [b >> 32 ^ counter[1] ^ key[0], b & mask, a >> 32 ^ counter[3] ^ key[1], a & mask]
+        key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
+    return float((counter[0] << 32 | counter[1]) >> 11) * 2.0**-53
+
+
+def probabilities(
+    logits: Array, temperature: float = 1, top_k: int = 0, top_p: float = 1, min_p: float = 0
+) -> NDArray[np.float64]:
+    """logits (V,) -> (V,): temperature, min_p, top_k, then top_p over what is left; ties go to the lower id."""
+    p = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
+    order = np.lexsort((np.arange(len(p)), -p))
+    order = order[p[order] >= min_p]
+    if top_k > 0:
+        order = order[:top_k]
+    if top_p < 1:
+        mass = np.cumsum(p[order]) / p[order].sum()
+        order = order[: int(np.searchsorted(mass, top_p - 1e-12)) + 1]
+    kept = np.zeros_like(p)
+    kept[order] = p[order]
+    result: NDArray[np.float64] = kept / kept.sum()
+    return result
+
+
+def draw(p: NDArray[np.float64], u: float) -> int:
+    """The token in whose share of [0, 1) u falls, ids ascending."""
+    kept = np.flatnonzero(p)
+    at = int(np.searchsorted(np.cumsum(p[kept]), u, side="right"))
+    return int(kept[min(at, len(kept) - 1)])
+
+
+def penalised(
+    logits: Array,
+    prompt: NDArray[np.int32],
+    output: NDArray[np.int32],
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> NDArray[np.float64]:
+    """repetition over prompt and output (x / r above 0, x * r below), presence and frequency over the output."""
+    y = logits.astype(np.float64)
+    seen = np.unique(np.concatenate([prompt, output]))
+    y[seen] = np.where(y[seen] > 0, y[seen] / repetition, y[seen] * repetition)
+    times = np.bincount(output, minlength=len(y)) if len(output) else np.zeros(len(y))
+    return y - presence * (times > 0) - frequency * times

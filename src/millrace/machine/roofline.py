@@ -1,0 +1,143 @@
+"""What this machine can do at most, measured: bytes a second from each level of its memory, operations a second.
+
+The probes themselves are native code of a later room, so they are arguments here (`engine/probe.py` has them).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.machine.cpu import Cache
+
+ReadProbe = Callable[[int, int], Sequence[float]]  # threads, bytes a thread -> bytes/s of all, one figure a round
+RateProbe = Callable[[str, int], Sequence[float]]  # precision, threads -> operations/s of all, one figure a round
+
+DRAM_LOW, DRAM_HIGH = 128 << 20, 1 << 30  # the buffer that stands for DRAM: well beyond the caches, quick to fill
+KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One measured rate per second: `usual` is the upper quartile of the rounds.
+
+    Other processes only ever slow a round down, so the best are nearest to the machine; the very best may be a
+    clock's mistake on a virtual machine.
+    """
+
+    usual: float
+    best: float
+    median: float
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Reading from one level of the memory."""
+
+    name: str  # "L1", "L2", "L3", "DRAM"
+    capacity_bytes: int | None  # of all caches of this level that our threads use together; None: DRAM
+    one_thread: Rate
+    all_threads: Rate
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Multiplying in one precision; a multiply and an add count as two operations."""
+
+    precision: str  # "fp32", "bf16", "w8a8", "w4a8"
+    one_thread: Rate
+    all_threads: Rate
+    peak: Rate | None  # of the instructions alone, all threads; None: this machine has none for it
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The least time that some work takes here, and what bounds it."""
+
+    seconds: float
+    by: str  # "reading from L3", "bf16 arithmetic"
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    threads: int
+    levels: tuple[Level, ...]
+    compute: tuple[Compute, ...]
+
+    def level_of(self, working_set: int) -> Level:
+        """The fastest level whose caches hold so many bytes."""
+        for level in self.levels:
+            if level.capacity_bytes is None or working_set <= level.capacity_bytes:
+                return level
+        return self.levels[-1]
+
+    def bound(self, nbytes: int, operations: Mapping[str, float]) -> Bound:
+        """For work on all threads that reads `nbytes` once and does operations by precision."""
+        level = self.level_of(nbytes)
+        reading_s = nbytes / level.all_threads.usual
+        rates = {c.precision: c.all_threads.usual for c in self.compute}
+        compute_s = sum(n / rates[precision] for precision, n in operations.items())
+        if reading_s >= compute_s:
+            return Bound(reading_s, f"reading from {level.name}")
+        return Bound(compute_s, f"{'/'.join(sorted(operations))} arithmetic")
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able; rates in GB/s (10^9 bytes) and Gop/s."""
+
+        def plain(rate: Rate | None) -> dict[str, float] | None:
+            return rate and {k: round(getattr(rate, k) / 1e9, 2) for k in ("usual", "best", "median")}
+
+        return {
+            "threads": self.threads,
+            "read_gb_per_s": {
+                x.name: {"one_thread": plain(x.one_thread), "all_threads": plain(x.all_threads)} for x in self.levels
+            },
+            "compute_gop_per_s": {
+                x.precision: {
+                    "one_thread": plain(x.one_thread),
+                    "all_threads": plain(x.all_threads),
+                    "instruction_peak": plain(x.peak),
+                }
+                for x in self.compute
+            },
+        }
+
+
+def measure_roofline(
+    caches: Sequence[Cache], threads: int, available_bytes: int, read: ReadProbe, kernels: RateProbe, peaks: RateProbe,
+    precisions: Mapping[str, str],
+) -> Roofline:  # fmt: skip
+    """`precisions`: our kernels' precision -> that of the instructions below it, {"w8a8": "int8", ...}."""
+    levels = tuple(
+        Level(name, capacity, _rate(read(1, one)), _rate(read(threads, each)))
+        for name, capacity, one, each in working_sets(caches, threads, available_bytes)
+    )
+    instructions = {name: _rate(peaks(name, threads)) for name in dict.fromkeys(precisions.values())}
+    compute = []
+    for name, below in precisions.items():
+        peak = instructions[below] if instructions[below].best else None
+        compute.append(Compute(name, _rate(kernels(name, 1)), _rate(kernels(name, threads)), peak))
+    return Roofline(threads, levels, tuple(compute))
+
+
+def working_sets(
+    caches: Sequence[Cache], threads: int, available_bytes: int
+) -> list[tuple[str, int | None, int, int]]:
+    """(level, capacity, bytes for one thread alone, bytes for each of all threads): half of a cache each, so that it
+    stays in it; DRAM: four times the last cache. A level that leaves a thread less than the one before is left out."""
+    found: list[tuple[str, int | None, int, int]] = []
+    last_total = smallest = 0
+    for cache in caches:
+        sharing = min(threads, cache.shared_by)
+        one, each = cache.nbytes // 2 // KIB * KIB, cache.nbytes // 2 // sharing // KIB * KIB
+        if each > 2 * smallest:
+            last_total = cache.nbytes * -(-threads // cache.shared_by)
+            found.append((f"L{cache.level}", last_total, one, each))
+            smallest = each
+    dram = min(max(4 * last_total, DRAM_LOW), DRAM_HIGH, max(available_bytes // 4, 16 << 20))
+    found.append(("DRAM", None, dram // KIB * KIB, dram // threads // KIB * KIB))
+    return found
+
+
+def _rate(rounds: Sequence[float]) -> Rate:
+    ordered = sorted(rounds)
+    return Rate(usual=ordered[3 * len(ordered) // 4], best=ordered[-1], median=ordered[len(ordered) // 2])

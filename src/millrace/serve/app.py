@@ -1,0 +1,147 @@
+"""The table of routes, and the application made of it; the OpenAPI document comes from the same table."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from millrace.serve import management
+from millrace.serve.auth import Keys
+from millrace.serve.chat import chat_completions
+from millrace.serve.completions import completions
+from millrace.serve.edge import Edge
+from millrace.serve.openapi import Operation, document
+from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from millrace.serve.replies import (
+    ChatChunk,
+    ChatReply,
+    CompletionReply,
+    DetokenizeReply,
+    EngineVersionReply,
+    HealthReply,
+    MetadataReply,
+    ModelCard,
+    ModelList,
+    TokenizeReply,
+    VersionReply,
+)
+from millrace.serve.serving import Serving
+from millrace.serve.tokens import detokenize, tokenize
+from millrace.serve.wire import CALL, BodyLimits, Call, read_body, unless_gone
+
+Posted = Callable[[Serving, Call, bytes], Awaitable[ASGIApp]]
+Asked = Callable[[Serving, Scope], Response]
+# the page's script and style are in the page; it may fetch this server's own document and nothing else
+_DOCS_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One route: what it does, and what the documentation says about it."""
+
+    operation: Operation
+    posted: Posted | None = None
+    asked: Asked | None = None  # one of the two
+
+
+def _post(path: str, handler: Posted, summary: str, request: type, *replies: type) -> Endpoint:
+    return Endpoint(Operation("POST", path, summary, True, request, replies), posted=handler)
+
+
+def _get(path: str, handler: Asked, summary: str, reply: type | None, protected: bool = False) -> Endpoint:
+    return Endpoint(Operation("GET", path, summary, protected, None, () if reply is None else (reply,)), asked=handler)
+
+
+# Protected: whatever costs time or says which model this is. Health, metrics and versions stay open, as in vLLM, for
+# load balancers and Prometheus.
+ENDPOINTS: tuple[Endpoint, ...] = (
+    _post("/v1/chat/completions", chat_completions, "Answer a conversation", ChatRequest, ChatReply, ChatChunk),
+    _post("/v1/completions", completions, "Continue a text", CompletionRequest, CompletionReply),
+    _post("/tokenize", tokenize, "Text or messages to token ids", TokenizeRequest, TokenizeReply),
+    _post("/v1/tokenize", tokenize, "The same as /tokenize", TokenizeRequest, TokenizeReply),
+    _post("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, DetokenizeReply),
+    _post("/v1/detokenize", detokenize, "The same as /detokenize", DetokenizeRequest, DetokenizeReply),
+    _get("/v1/models", management.models, "The model and its aliases", ModelList, protected=True),
+    _get("/v1/models/{model}", management.model, "One model", ModelCard, protected=True),
+    _get("/v1/metadata", management.metadata, "Model, engine and licence", MetadataReply, protected=True),
+    _get("/v1/health/live", management.live, "Does the process answer?", HealthReply),
+    _get("/v1/health/ready", management.ready, "May requests be sent? 503: not now", HealthReply),
+    _get("/health", management.health, "Does the engine work? 503: no", None),
+    _get("/v1/metrics", management.metrics, "Prometheus metrics", None),
+    _get("/metrics", management.metrics, "The same as /v1/metrics", None),
+    _get("/v1/version", management.version, "Release and API version", VersionReply),
+    _get("/version", management.engine_version, "Release, in vLLM's shape", EngineVersionReply),
+)
+
+
+def create_app(serving: Serving) -> ASGIApp:
+    """The ASGI application. It does not start the engine: `server.py` does."""
+    keys = Keys(serving.settings.api_keys)
+    limits = BodyLimits(serving.settings.max_body_bytes, serving.settings.body_timeout_s)
+    routes = [_route(endpoint, serving, keys, limits) for endpoint in ENDPOINTS]
+    schema = msgspec.json.encode(document([endpoint.operation for endpoint in ENDPOINTS]))
+    page = Path(__file__).with_name("docs.html").read_bytes()
+    routes.append(_fixed("/openapi.json", schema, {"content-type": "application/json"}))
+    headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": _DOCS_POLICY}
+    routes.append(_fixed("/docs", page, headers))
+    app: ASGIApp = Edge(Router(routes, redirect_slashes=False, default=_nothing_there), serving)
+    if serving.settings.cors_origins:
+        app = _with_cors(app, serving.settings.cors_origins)
+    return app
+
+
+def _route(endpoint: Endpoint, serving: Serving, keys: Keys, limits: BodyLimits) -> Route:
+    operation, posted, asked = endpoint.operation, endpoint.posted, endpoint.asked
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if operation.protected:
+            keys.check(scope)
+        if asked is not None:
+            await asked(serving, scope)(scope, receive, send)
+        if posted is not None:
+            body = await read_body(scope, receive, limits)
+            await unless_gone(receive, _answer(posted(serving, scope[CALL], body), scope, receive, send))
+
+    path = operation.path.replace("{model}", "{model:path}")  # names of models may have slashes
+    return Route(path, _Asgi(app), methods=[operation.method])
+
+
+async def _answer(response: Awaitable[ASGIApp], scope: Scope, receive: Receive, send: Send) -> None:
+    await (await response)(scope, receive, send)
+
+
+def _fixed(path: str, body: bytes, headers: dict[str, str]) -> Route:
+    async def get(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(body, headers=headers)(scope, receive, send)
+
+    return Route(path, _Asgi(get), methods=["GET"])
+
+
+class _Asgi:
+    """Starlette takes an object as an ASGI application, and a plain function as a handler of Requests."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+async def _nothing_there(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HTTPException(404)
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )

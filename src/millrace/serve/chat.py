@@ -1,0 +1,137 @@
+"""POST /v1/chat/completions: messages to an answer, whole or as a stream of events."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal, cast
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
+from millrace.serve.fields import check_messages, decode
+from millrace.serve.generation import Generation, Step, check_context, start
+from millrace.serve.logprobs import chat_logprobs
+from millrace.serve.protocol import ChatRequest
+from millrace.serve.replies import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatReply,
+)
+from millrace.serve.sampling import chat_params
+from millrace.serve.serving import Serving
+from millrace.serve.streams import EventStream, events
+from millrace.serve.wire import Call
+
+Finish = Literal["stop", "length"]
+
+
+async def chat_completions(serving: Serving, call: Call, body: bytes) -> ASGIApp:
+    """The response, or the stream that will be one. raises MillraceError"""
+    asked = decode(body, ChatRequest)
+    call.log.model = model = serving.check_model(asked.model)
+    params = chat_params(asked)
+    prompt = await serving.texts.encode_chat(
+        check_messages(asked.messages),
+        asked.add_generation_prompt is not False,
+        asked.chat_template_kwargs or {},
+        bool(asked.add_special_tokens),
+    )
+    check_context(len(prompt), params, serving.model.max_context, "messages")
+    generation = start(serving.model.engine, [prompt], params, call, serving.metrics)
+    answer = _Answer(serving, generation, f"chatcmpl-{call.id}", model)
+    if asked.stream:
+        with_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+        return EventStream(generation, answer.stream(with_usage), serving.settings.write_timeout_s)
+    return await answer.whole()
+
+
+class _Answer:
+    """One chat completion under way."""
+
+    def __init__(self, serving: Serving, generation: Generation, answer_id: str, model: str) -> None:
+        self._serving, self._generation = serving, generation
+        self._id, self._model, self._created = answer_id, model, int(time.time())
+
+    async def whole(self) -> Response:
+        """raises GenerationFailedError"""
+        n = self._generation.params.n
+        texts: list[list[str]] = [[] for _ in range(n)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(n)]
+        last: dict[int, Delta] = {}
+        async with self._generation:
+            async for steps in self._generation:
+                for step in steps:
+                    texts[step.choice].append(step.delta.text)
+                    logprobs[step.choice] += step.delta.logprobs or ()
+                    last[step.choice] = step.delta
+        reply = ChatReply(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[
+                ChatChoice(
+                    index=i,
+                    message=AssistantMessage("".join(texts[i])),
+                    logprobs=self._logprobs(logprobs[i]),
+                    finish_reason=finish_of(last[i]),
+                    stop_reason=last[i].stop_reason,
+                )
+                for i in range(n)
+            ],
+            usage=self._generation.usage,
+            system_fingerprint=self._serving.fingerprint,
+            millrace=self._generation.asked,
+        )
+        return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    async def stream(self, with_usage: bool) -> AsyncIterator[bytes]:
+        """Blocks of events. raises GenerationFailedError"""
+        roles = [
+            ChatChunkChoice(index=i, delta=ChatDelta(role="assistant", content=""))
+            for i in range(self._generation.params.n)
+        ]
+        first = self._chunk(roles, with_usage)
+        first.millrace = self._generation.asked
+        yield events([first])
+        async for steps in self._generation:
+            choices = [self._choice(step) for step in steps if _says_something(step.delta)]
+            yield events(self._chunk([choice], with_usage) for choice in choices)
+        if with_usage:
+            last = self._chunk([], with_usage)
+            last.usage = self._generation.usage
+            yield events([last])
+
+    def _chunk(self, choices: list[ChatChunkChoice], with_usage: bool) -> ChatChunk:
+        chunk = ChatChunk(self._id, self._created, self._model, self._serving.fingerprint, choices)
+        if with_usage:
+            chunk.usage = None
+        return chunk
+
+    def _choice(self, step: Step) -> ChatChunkChoice:
+        delta = step.delta
+        choice = ChatChunkChoice(step.choice, ChatDelta(content=delta.text) if delta.text else ChatDelta())
+        choice.logprobs = self._logprobs(delta.logprobs or ())
+        if delta.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = finish_of(delta), delta.stop_reason
+        return choice
+
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+        if self._generation.params.logprobs is None:
+            return None
+        return chat_logprobs(self._serving.model.tokenizer, tokens)
+
+
+def finish_of(delta: Delta) -> Finish:
+    """Of a choice's last delta; errors and aborts have been raised before."""
+    assert delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), delta
+    return cast(Finish, delta.finish_reason.value)
+
+
+def _says_something(delta: Delta) -> bool:
+    """Half a character alone is kept until its other half has come."""
+    return bool(delta.text or delta.logprobs or delta.finish_reason)

@@ -1,0 +1,177 @@
+"""POST /v1/completions: one or several prompts, as texts or token ids, to their continuations."""
+
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from millrace.errors import RequestError
+from millrace.runtime.params import Delta, SamplingParams
+from millrace.serve.chat import finish_of
+from millrace.serve.fields import decode
+from millrace.serve.generation import Generation, Step, check_context, start
+from millrace.serve.logprobs import OffsetLogprobs, joined
+from millrace.serve.protocol import CompletionRequest
+from millrace.serve.replies import CompletionChoice, CompletionLogprobs, CompletionReply
+from millrace.serve.sampling import completion_params
+from millrace.serve.serving import Serving
+from millrace.serve.streams import EventStream, events
+from millrace.serve.texts import Texts
+from millrace.serve.wire import Call
+
+
+async def completions(serving: Serving, call: Call, body: bytes) -> ASGIApp:
+    """The response, or the stream that will be one. raises MillraceError"""
+    asked = decode(body, CompletionRequest)
+    call.log.model = model = serving.check_model(asked.model)
+    params = completion_params(asked)
+    given = _prompts(asked.prompt)
+    _check_number(len(given) * params.n, serving)
+    prompts = [await _tokens(serving, prompt, params, asked.add_special_tokens is not False) for prompt in given]
+    echoes = [await _echo(serving.texts, prompt, params) for prompt in given] if asked.echo else None
+    generation = start(serving.model.engine, prompts, params, call, serving.metrics)
+    answer = _Answer(serving, generation, f"cmpl-{call.id}", model, echoes)
+    if asked.stream:
+        with_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+        return EventStream(generation, answer.stream(with_usage), serving.settings.write_timeout_s)
+    return await answer.whole()
+
+
+class _Answer:
+    """One completion request under way. `echoes`: the text of each prompt, where it is asked for."""
+
+    def __init__(
+        self, serving: Serving, generation: Generation, answer_id: str, model: str, echoes: list[str] | None
+    ) -> None:
+        self._serving, self._generation = serving, generation
+        self._id, self._model, self._created = answer_id, model, int(time.time())
+        self._echoes = echoes
+        self._offsets: list[OffsetLogprobs] = []
+        params = generation.params
+        if params.logprobs is not None:
+            tokenizer, skip = serving.model.tokenizer, params.skip_special_tokens
+            self._offsets = [
+                OffsetLogprobs(tokenizer, handle.prompt_token_ids, skip)
+                for handle in generation.handles
+                for _ in range(params.n)
+            ]
+
+    @property
+    def _n_choices(self) -> int:
+        return len(self._generation.handles) * self._generation.params.n
+
+    async def whole(self) -> Response:
+        """raises GenerationFailedError"""
+        texts = [[self._echo(choice)] for choice in range(self._n_choices)]
+        logprobs: list[list[CompletionLogprobs]] = [[] for _ in range(self._n_choices)]
+        last: dict[int, Delta] = {}
+        async with self._generation:
+            async for steps in self._generation:
+                for step in steps:
+                    texts[step.choice].append(step.delta.text)
+                    last[step.choice] = step.delta
+                    if (piece := self._logprobs(step)) is not None:
+                        logprobs[step.choice].append(piece)
+        choices = [
+            CompletionChoice(
+                index=i,
+                text="".join(texts[i]),
+                logprobs=joined(logprobs[i]) if self._offsets else None,
+                finish_reason=finish_of(last[i]),
+                stop_reason=last[i].stop_reason,
+            )
+            for i in range(self._n_choices)
+        ]
+        reply = self._reply(choices)
+        reply.usage, reply.millrace = self._generation.usage, self._generation.asked
+        return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    async def stream(self, with_usage: bool) -> AsyncIterator[bytes]:
+        """Blocks of events. raises GenerationFailedError"""
+        first = True
+        echoed = [
+            CompletionChoice(i, self._echo(i), None, None) for i in range(self._n_choices) if self._echoes is not None
+        ]
+        if echoed:
+            yield self._events([echoed], with_usage, first)
+            first = False
+        async for steps in self._generation:
+            choices = [self._choice(step) for step in steps]
+            block = [[choice] for choice in choices if choice.text or choice.logprobs or choice.finish_reason]
+            if block:
+                yield self._events(block, with_usage, first)
+                first = False
+        if with_usage:
+            last = self._reply([])
+            last.usage = self._generation.usage
+            yield events([last])
+
+    def _events(self, blocks: list[list[CompletionChoice]], with_usage: bool, first: bool) -> bytes:
+        replies = [self._reply(choices) for choices in blocks]
+        for reply in replies:
+            if with_usage:
+                reply.usage = None
+        if first:
+            replies[0].millrace = self._generation.asked
+        return events(replies)
+
+    def _reply(self, choices: list[CompletionChoice]) -> CompletionReply:
+        return CompletionReply(self._id, self._created, self._model, choices, self._serving.fingerprint)
+
+    def _choice(self, step: Step) -> CompletionChoice:
+        delta = step.delta
+        choice = CompletionChoice(step.choice, delta.text, self._logprobs(step), None)
+        if delta.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = finish_of(delta), delta.stop_reason
+        return choice
+
+    def _logprobs(self, step: Step) -> CompletionLogprobs | None:
+        if not self._offsets or step.delta.logprobs is None:
+            return None
+        return self._offsets[step.choice].take(step.delta.logprobs, bool(self._generation.params.logprobs))
+
+    def _echo(self, choice: int) -> str:
+        return "" if self._echoes is None else self._echoes[choice // self._generation.params.n]
+
+
+def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The four ways to write prompts, as a list of texts and token-id lists."""
+    if isinstance(given, str):
+        return [given]
+    texts = [p for p in given if isinstance(p, str)]
+    lists = [p for p in given if isinstance(p, list)]
+    ids = [p for p in given if isinstance(p, int)]
+    if len(texts) == len(given) > 0:
+        return [*texts]
+    if len(lists) == len(given) > 0:
+        return [*lists]
+    if len(ids) == len(given) > 0:
+        return [ids]
+    what = "prompt mixes texts, token ids or lists" if given else "prompt is an empty list"
+    raise RequestError(
+        what, "a text, token ids, a list of texts or a list of token-id lists", "send one kind", param="prompt"
+    )
+
+
+def _check_number(n_sequences: int, serving: Serving) -> None:
+    engine = serving.model.engine
+    most = engine.options.max_queued + engine.limits.max_sequences
+    if n_sequences > most:
+        raise RequestError(
+            f"the prompts times n are {n_sequences} answers",
+            f"at most {most}, which is what the queue holds",
+            "send several requests",
+            param="prompt",
+        )
+
+
+async def _tokens(serving: Serving, prompt: str | list[int], params: SamplingParams, special: bool) -> list[int]:
+    ids = await serving.texts.encode(prompt, special) if isinstance(prompt, str) else prompt
+    check_context(len(ids), params, serving.model.max_context, "prompt")
+    return ids
+
+
+async def _echo(texts: Texts, prompt: str | list[int], params: SamplingParams) -> str:
+    return prompt if isinstance(prompt, str) else await texts.decode(prompt, params.skip_special_tokens)

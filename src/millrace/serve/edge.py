@@ -1,0 +1,111 @@
+"""The outermost layer: gives every request an id, turns every error into OpenAI's error object, writes the log line."""
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from millrace.errors import MillraceError
+from millrace.serve.errors import (
+    BUG,
+    CLIENT_CLOSED,
+    ClientGoneError,
+    HttpError,
+    Problem,
+    SlowReaderError,
+    problem_of,
+)
+from millrace.serve.generation import GenerationFailedError
+from millrace.serve.logs import RequestLog, log_request
+from millrace.serve.management import unknown_path
+from millrace.serve.serving import Serving
+from millrace.serve.wire import CALL, Call, header
+
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # nothing that could break a header or a log line
+log = logging.getLogger(__name__)
+
+
+class Edge:
+    """An ASGI application around the routes."""
+
+    def __init__(self, routes: ASGIApp, serving: Serving) -> None:
+        self._routes, self._serving = routes, serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", scope["type"]  # the server speaks neither websockets nor lifespan
+        call = _call(scope)
+        scope[CALL] = call
+        scope["app"] = self  # Starlette's routes then raise for a wrong method instead of answering
+        id_header = (b"x-request-id", call.id.encode())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.log.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), id_header]
+            await send(message)
+
+        try:
+            await self._run(scope, receive, send_with_id, call)
+        finally:
+            call.log.total_ms = (time.perf_counter() - call.arrived_s) * 1e3
+            log_request(call.log)
+            route = scope.get("route")
+            self._serving.metrics.answered(getattr(route, "path", "other"), call.log.status or CLIENT_CLOSED)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send, call: Call) -> None:
+        headers: dict[str, str] = {}
+        try:
+            await self._routes(scope, receive, send)
+            return
+        except ClientGoneError:
+            call.log.status = CLIENT_CLOSED
+            return
+        except SlowReaderError:
+            log.warning("request %s: its reader took nothing for too long and was dropped", call.id)
+            call.log.status = CLIENT_CLOSED
+            return  # the response is not complete, so that the connection is closed
+        except GenerationFailedError as error:
+            log.error("request %s failed: %s", call.id, error)
+            problem = error.problem
+        except HTTPException as error:
+            problem, headers = self._of_route(scope, error), dict(error.headers or {})
+        except MillraceError as error:
+            problem = problem_of(error, accepting=self._serving.heartbeat.accepting)
+            headers = error.headers if isinstance(error, HttpError) else {}
+            if problem.status >= 500:
+                log.error("request %s: %s", call.id, error)
+        except Exception:  # a bug of ours must cost one request and not the server; the log has it all
+            log.exception("request %s: a bug in the server", call.id)
+            problem = BUG
+        if call.log.status is None:  # otherwise the response is under way, and can only be cut off
+            await problem.response(headers)(scope, receive, send)
+
+    def _of_route(self, scope: Scope, error: HTTPException) -> Problem:
+        path = call_path(scope)
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            refusal = HttpError(
+                405,
+                "method_not_allowed",
+                f"{path} does not know {scope['method'][:20]}",
+                f"one of {allowed}",
+                "use that method",
+            )
+        else:
+            refusal = unknown_path(path)
+        return problem_of(refusal, accepting=True)
+
+
+def call_path(scope: Scope) -> str:
+    """The path as it was sent, percent signs and all: ASCII without white space."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    return raw.decode("ascii", "backslashreplace")[:300]
+
+
+def _call(scope: Scope) -> Call:
+    given = header(scope, b"x-request-id") or b""
+    request_id = given.decode() if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return Call(request_id, time.perf_counter(), RequestLog(scope["method"], call_path(scope), request_id))

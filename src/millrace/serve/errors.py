@@ -1,0 +1,97 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+from starlette.responses import Response
+
+from millrace.errors import BusyError, CheckpointError, MillraceError, RequestError
+from millrace.serve.replies import ErrorBody, ErrorReply
+
+INVALID = "invalid_request_error"
+CLIENT_CLOSED = 499  # nginx's word for a client that went away; only ever seen in the log
+
+
+class HttpError(MillraceError):
+    """A refusal that is HTTP's own business: the path, the method, the key, the body, the model's name."""
+
+    def __init__(self, status: int, code: str, what: str, expected: str, mend: str) -> None:
+        super().__init__(what, expected, mend)
+        self.args = (status, code, what, expected, mend)
+        self.status, self.code = status, code
+        self.param: str | None = None
+        self.headers: dict[str, str] = {}
+
+    def about(self, param: str) -> "HttpError":
+        """The same error, naming a field."""
+        self.param = param
+        return self
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete; nobody is left to be told."""
+
+
+class SlowReaderError(Exception):
+    """The client did not take what was sent to it for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One error as it goes over the wire."""
+
+    status: int
+    message: str
+    type: str = INVALID
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float | None = None
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(
+            ErrorReply(error=ErrorBody(message=self.message, type=self.type, param=self.param, code=self.code))
+        )
+
+    def response(self, headers: dict[str, str] | None = None) -> Response:
+        all_headers = dict(headers or {})
+        if self.retry_after_s is not None:
+            all_headers["retry-after"] = str(math.ceil(self.retry_after_s))
+        return Response(self.body(), self.status, all_headers, media_type="application/json")
+
+
+BUG = Problem(500, "The server failed at this request; its log says why.", "server_error", code="internal_error")
+
+
+def one_line(error: MillraceError) -> str:
+    """What was wrong, what was expected and how to mend it, as one line of prose."""
+    return f"{error.what}; expected: {error.expected}; to mend: {error.mend}"
+
+
+def problem_of(error: MillraceError, *, accepting: bool) -> Problem:
+    """`accepting`: the engine runs and takes requests, so that BusyError means a full queue."""
+    message = one_line(error)
+    match error:
+        case HttpError():
+            kind = "authentication_error" if error.status == 401 else INVALID
+            return Problem(error.status, message, kind, error.param, error.code)
+        case RequestError():
+            return Problem(400, message, param=error.param, code="invalid_value")
+        case BusyError() if accepting:
+            return Problem(429, message, "rate_limit_error", code="queue_full", retry_after_s=error.retry_after_s)
+        case BusyError():
+            return Problem(503, message, "service_unavailable", code="unavailable", retry_after_s=error.retry_after_s)
+        case CheckpointError():  # the chat template cannot digest it; asking again would not help
+            return Problem(422, message, param="messages", code="chat_template_failed")
+    return Problem(500, message, "server_error", code="server_error")
+
+
+def generation_failed(why: str | None, *, status: int = 500) -> Problem:
+    """An answer that the engine could not finish."""
+    return Problem(
+        status, f"The answer could not be finished: {why or 'it was aborted'}", "server_error", code="generation_failed"
+    )
+
+
+def not_yet(field: str, mend: str) -> RequestError:
+    return RequestError(f"{field} is not supported yet", f"a request without {field}", mend, param=field)

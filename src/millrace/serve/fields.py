@@ -1,0 +1,128 @@
+"""A request's body to its struct: every field is used, known to be harmless, or an error that names the nearest one."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from millrace.errors import RequestError, nearest
+from millrace.serve.errors import HttpError, not_yet
+from millrace.serve.protocol import HARMLESS, NOT_YET, TAKES_HARMLESS, Message, StreamOptions, TextPart
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*)` - at `\$\.?(?P<path>.*)`", re.DOTALL)
+_WRONG = re.compile(r"(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
+_GOT = re.compile(r"Expected (?P<expected>`.*`), got (?P<got>`.*`)")
+_MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?")
+_TYPE_NAMES = {"`array`": "a list", "`str`": "a string", "`int`": "an integer", "`object`": "an object"}
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """raises RequestError naming the field, HttpError where the body is not a JSON object"""
+    try:
+        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        _check_names(given, kind)
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_value(str(error)) from None
+    except RecursionError:
+        raise _no_json("it is nested too deeply") from None
+    except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError, integers with thousands of digits
+        raise _no_json(str(error)) from None
+
+
+def known_names(kind: type[msgspec.Struct]) -> set[str]:
+    """Every top-level field that gets an answer of its own."""
+    names = set(kind.__struct_fields__) | NOT_YET[kind].keys()
+    return names | HARMLESS if kind in TAKES_HARMLESS else names
+
+
+def check_messages(messages: list[Message]) -> list[dict[str, object]]:
+    """As the chat template takes them. raises RequestError where a message holds what is not supported yet"""
+    return [_checked(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _checked(where: str, message: Message) -> dict[str, object]:
+    for name in ("tool_calls", "function_call", "audio", "refusal"):
+        if getattr(message, name):
+            raise not_yet(f"{where}.{name}", "send messages of text only")
+    if message.content is None:
+        raise RequestError(
+            f"{where} has no content", "a string or a list of text parts", "send the text", param="messages"
+        )
+    plain: dict[str, object] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content if isinstance(message.content, str) else msgspec.to_builtins(message.content),
+    }
+    extra = {"name": message.name, "reasoning_content": message.reasoning_content}
+    return plain | {key: value for key, value in extra.items() if value is not None}
+
+
+def _check_names(given: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]) -> None:
+    known, refused = known_names(kind), NOT_YET[kind]
+    for name, raw in given.items():
+        if name not in known:
+            raise _unknown(name, name, known)
+        if name in refused:
+            value: Any = msgspec.json.decode(raw)
+            if value is not None and value not in refused[name]:
+                raise not_yet(name, _mend(refused[name]))
+
+
+def _mend(neutral: tuple[object, ...]) -> str:
+    values = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
+    return "leave it out" + (f", or send {values}" if values else "")
+
+
+def _unknown(field: str, where: str, known: set[str]) -> RequestError:
+    shown = where[:100]
+    return RequestError(
+        f'unknown field "{shown}"', nearest(field[:100], known), "correct the name, or leave it out", shown
+    )
+
+
+def _wrong_value(message: str) -> RequestError | HttpError:
+    """msgspec's message in our words."""
+    if unknown := _UNKNOWN.fullmatch(message):
+        path, field = unknown["path"], unknown["field"]
+        return _unknown(field, f"{path}.{field}", _fields_at(path))
+    if missing := _MISSING.fullmatch(message):
+        field = f"{missing['path']}.{missing['field']}" if missing["path"] else missing["field"]
+        return RequestError(f'"{field}" is missing', f'a request with "{field}"', "send it", param=_top(field))
+    if not (wrong := _WRONG.fullmatch(message)):  # the body itself: "Expected `object`, got `array`"
+        return _no_json(message.replace("`", ""))
+    what, path = wrong["what"], wrong["path"]
+    subject = f"a key of {path}" if wrong["key"] else path
+    if got := _GOT.fullmatch(what):
+        expected = _TYPE_NAMES.get(got["expected"], got["expected"].replace("`", "").replace(" | ", " or "))
+        return RequestError(f"{subject} is of type {got['got'].strip('`')}", expected, f"correct {path}", _top(path))
+    if what.startswith("Invalid enum value"):
+        return _not_in_choices(subject, what.removeprefix("Invalid enum value ")[:100])
+    return RequestError(f"{subject}: {what[:200]}", "a value in range", f"correct {path}", _top(path))
+
+
+def _not_in_choices(path: str, value: str) -> RequestError:
+    if path.endswith(".role"):
+        return RequestError(
+            f"{path} is {value}", "system, developer, user or assistant", "tools are not supported yet", "messages"
+        )
+    return RequestError(
+        f"{path} is {value}", '"text"', "send text parts only; images and sound are not supported yet", "messages"
+    )
+
+
+def _fields_at(path: str) -> set[str]:
+    kind = StreamOptions if path == "stream_options" else TextPart if ".content[" in path else Message
+    return set(kind.__struct_fields__)
+
+
+def _top(path: str) -> str:
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def _no_json(why: str) -> HttpError:
+    return HttpError(
+        400, "invalid_json", f"the body is not a JSON object: {why[:200]}", "a JSON object in UTF-8", "correct the body"
+    )

@@ -1,0 +1,189 @@
+"""The engine's side of one HTTP call: one request per prompt, merged into one stream of steps, measured, cancelled."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from millrace.errors import MillraceError
+from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from millrace.runtime.service import AsyncEngine, RequestHandle
+from millrace.serve.errors import HttpError, generation_failed
+from millrace.serve.metrics import Metrics
+from millrace.serve.replies import Asked, Usage
+from millrace.serve.sampling import with_own_seed
+from millrace.serve.wire import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one wake-up brought to one choice. `choice` counts through all prompts: prompt 1 begins at n."""
+
+    choice: int
+    delta: Delta
+
+
+class GenerationFailedError(Exception):
+    """The engine ended a choice with an error, or aborted it though its client is still there."""
+
+    def __init__(self, delta: Delta) -> None:
+        super().__init__(delta.error)
+        aborted = delta.finish_reason is FinishReason.ABORT
+        self.problem = generation_failed(delta.error, status=503 if aborted else 500)
+
+
+class Generation:
+    """`async with` it: whoever leaves early takes the requests along. Iteration gives lists of Step until all ended.
+
+    Steps of the same choice in one list are merged. raises GenerationFailedError from the iteration.
+    """
+
+    def __init__(self, handles: Sequence[RequestHandle], params: SamplingParams, call: Call, metrics: Metrics) -> None:
+        self.handles = handles
+        self.params = params
+        self._call, self._metrics = call, metrics
+        self._n_generated = 0
+        self._last_s: dict[int, float] = {}  # when each choice last got a token
+        self._first_token_seen = False
+        self._reasons: set[str] = set()
+        self._queue: asyncio.Queue[list[Step] | None] = asyncio.Queue(maxsize=len(handles))
+        self._pumps: list[asyncio.Task[None]] = []
+        self._n_pumping = 0
+
+    @property
+    def usage(self) -> Usage:
+        n_prompt = sum(len(handle.prompt_token_ids) for handle in self.handles)
+        return Usage(n_prompt, self._n_generated, n_prompt + self._n_generated)
+
+    @property
+    def asked(self) -> Asked:
+        seeds = [handle.seed for handle in self.handles]
+        return Asked(seeds[0], seeds) if len(seeds) > 1 else Asked(seeds[0])
+
+    async def __aenter__(self) -> "Generation":
+        if len(self.handles) > 1:
+            self._pumps = [asyncio.create_task(self._pump(i)) for i in range(len(self.handles))]
+            self._n_pumping = len(self._pumps)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for handle in self.handles:
+            handle.cancel()
+        for pump in self._pumps:
+            pump.cancel()
+        if self._pumps:
+            await asyncio.wait(self._pumps)
+        self._note()
+
+    def __aiter__(self) -> AsyncIterator[list[Step]]:
+        return self
+
+    async def __anext__(self) -> list[Step]:
+        steps = await (self._merged() if self._pumps else self._of(0))
+        self._measure(steps)
+        for step in steps:
+            if step.delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                self._reasons.add(step.delta.finish_reason.value)
+                raise GenerationFailedError(step.delta)
+        return steps
+
+    async def _of(self, prompt: int) -> list[Step]:
+        first = prompt * self.params.n
+        merged: dict[int, Delta] = {}
+        for delta in await anext(self.handles[prompt]):
+            before = merged.get(delta.index)
+            merged[delta.index] = delta if before is None else _joined(before, delta)
+        return [Step(first + index, delta) for index, delta in merged.items()]
+
+    async def _merged(self) -> list[Step]:
+        while self._n_pumping:
+            steps = await self._queue.get()
+            if steps is not None:
+                return steps
+            self._n_pumping -= 1
+        raise StopAsyncIteration
+
+    async def _pump(self, prompt: int) -> None:
+        """The queue is bounded, so what a slow client does not fetch stays in the handle, which is bounded too."""
+        try:
+            while True:
+                await self._queue.put(await self._of(prompt))
+        except StopAsyncIteration:
+            await self._queue.put(None)
+
+    def _measure(self, steps: list[Step]) -> None:
+        now_s = time.perf_counter()
+        for step in steps:
+            n_tokens = len(step.delta.token_ids)
+            if not n_tokens:
+                continue
+            self._n_generated += n_tokens
+            last_s = self._last_s.get(step.choice)
+            if not self._first_token_seen:
+                self._first_token_seen = True
+                self._call.log.ttft_ms = (now_s - self._call.arrived_s) * 1e3
+                self._metrics.ttft.observe(now_s - self._call.arrived_s)
+            elif last_s is not None:
+                for _ in range(n_tokens):
+                    self._metrics.itl.observe((now_s - last_s) / n_tokens)
+            self._last_s[step.choice] = now_s
+            if step.delta.finish_reason is not None:
+                self._reasons.add(step.delta.finish_reason.value)
+
+    def _note(self) -> None:
+        """Into the log line and, for those that came to a regular end, the histograms."""
+        log, timings = self._call.log, self.handles[0].timings
+        log.prompt_tokens, log.generated_tokens = self.usage.prompt_tokens, self._n_generated
+        if timings.first_scheduled_s is not None:
+            log.queue_ms = (timings.first_scheduled_s - timings.queued_s) * 1e3
+        ended = all(handle.finished for handle in self.handles)
+        log.finish_reason = "+".join(sorted(self._reasons)) if ended else FinishReason.ABORT.value
+        if ended and self._reasons <= {FinishReason.STOP.value, FinishReason.LENGTH.value}:
+            self._metrics.e2e.observe(time.perf_counter() - self._call.arrived_s)
+            for handle in self.handles:
+                n_prompt = len(handle.prompt_token_ids)
+                self._metrics.finished(handle.timings, n_prompt, self.params.n, handle.max_tokens)
+
+
+def start(
+    engine: AsyncEngine, prompts: Sequence[list[int]], params: SamplingParams, call: Call, metrics: Metrics
+) -> Generation:
+    """Submit all prompts, or none. raises RequestError, BusyError"""
+    handles: list[RequestHandle] = []
+    try:
+        for i, prompt in enumerate(prompts):
+            handles.append(engine.submit(prompt, with_own_seed(params), f"{call.id}-{i}"))
+    except MillraceError:
+        for handle in handles:
+            handle.cancel()
+        raise
+    return Generation(handles, params, call, metrics)
+
+
+def check_context(n_prompt: int, params: SamplingParams, max_context: int, param: str) -> None:
+    """raises HttpError in the words that clients look for when they shorten a conversation by themselves"""
+    asked = params.max_tokens or 1
+    if n_prompt + asked > max_context:
+        of_answer = f"max_tokens of {params.max_tokens}" if params.max_tokens else "an answer of at least 1"
+        raise HttpError(
+            400,
+            "context_length_exceeded",
+            f"This model's maximum context length is {max_context} tokens, but the prompt has {n_prompt} tokens "
+            f"and {of_answer} was asked for",
+            f"{max_context} tokens together",
+            "shorten the prompt or lower max_tokens",
+        ).about(param if n_prompt >= max_context else "max_tokens")
+
+
+def _joined(a: Delta, b: Delta) -> Delta:
+    """Two deltas of one choice, in order, as one."""
+    logprobs = None if a.logprobs is None and b.logprobs is None else (a.logprobs or ()) + (b.logprobs or ())
+    return Delta(
+        index=a.index,
+        text=a.text + b.text,
+        token_ids=a.token_ids + b.token_ids,
+        logprobs=logprobs,
+        finish_reason=b.finish_reason,
+        stop_reason=b.stop_reason,
+        error=b.error,
+    )

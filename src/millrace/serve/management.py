@@ -1,0 +1,90 @@
+"""GET endpoints: models, health, metrics, metadata, versions."""
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Scope
+
+from millrace import __version__
+from millrace.serve.errors import HttpError
+from millrace.serve.health import Health
+from millrace.serve.metrics import CONTENT_TYPE
+from millrace.serve.replies import (
+    EngineVersionReply,
+    HealthReply,
+    LicenseInfo,
+    MetadataReply,
+    ModelCard,
+    ModelInfo,
+    ModelList,
+    VersionReply,
+)
+from millrace.serve.serving import Serving
+
+API_VERSION = "1.0.0"
+
+
+def models(serving: Serving, scope: Scope) -> Response:
+    return _json(ModelList([_card(serving, name) for name in serving.model.names]))
+
+
+def model(serving: Serving, scope: Scope) -> Response:
+    name: str = scope["path_params"]["model"]
+    return _json(_card(serving, serving.check_model(name)))
+
+
+def live(serving: Serving, scope: Scope) -> Response:
+    """The process answers; nothing is said of the engine."""
+    return _json(HealthReply("live", "live"))
+
+
+def ready(serving: Serving, scope: Scope) -> Response:
+    """NIM's: 200 when requests may be sent, 503 with the reason otherwise."""
+    health: Health = serving.heartbeat.ready()
+    if health.ok:
+        return _json(HealthReply(f"{serving.model.name} is ready", "ready"))
+    return _json(HealthReply(health.message, "not_ready"), 503)
+
+
+def health(serving: Serving, scope: Scope) -> Response:
+    """vLLM's: 200 without a body, or 503; stays 200 while running requests are finished."""
+    alive = serving.heartbeat.alive()
+    return Response(status_code=200) if alive.ok else Response(alive.message, 503, media_type="text/plain")
+
+
+def metrics(serving: Serving, scope: Scope) -> Response:
+    return Response(serving.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+def version(serving: Serving, scope: Scope) -> Response:
+    return _json(VersionReply(__version__, API_VERSION))
+
+
+def engine_version(serving: Serving, scope: Scope) -> Response:
+    return _json(EngineVersionReply(__version__))
+
+
+def metadata(serving: Serving, scope: Scope) -> Response:
+    known = serving.model.metadata
+    reply = MetadataReply(
+        version=__version__,
+        modelInfo=[ModelInfo(serving.model.name, str(known.get("source", "")))],
+        licenseInfo=LicenseInfo(str(known.get("license", ""))),
+        selectedModelProfileId=str(known.get("engine", "")),
+        assetInfo=[],
+        repository_override="",
+        millrace=dict(known),
+    )
+    return Response(msgspec.json.encode(reply, enc_hook=str), media_type="application/json")
+
+
+def unknown_path(path: str) -> HttpError:
+    return HttpError(404, "not_found", f"there is nothing at {path[:200]}", "a path of /docs", "correct the path")
+
+
+def _card(serving: Serving, name: str) -> ModelCard:
+    model = serving.model
+    return ModelCard(name, model.created, model.name, model.max_context)
+
+
+def _json(reply: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(reply), status, media_type="application/json")

@@ -1,0 +1,202 @@
+"""What goes back over the wire: OpenAI's, vLLM's and NIM's shapes. Also the source of the OpenAPI document.
+
+UNSET leaves a key out; None writes null.
+"""
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+
+class ErrorBody(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Struct):
+    error: ErrorBody
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Asked(Struct):
+    """What was decided where the request left it open; send `seed` to be given the same answer again."""
+
+    seed: int  # of the first prompt
+    seeds: list[int] | UnsetType = UNSET  # of each prompt, where there are several
+
+
+# ------------------------------------------------------------------ chat
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None = None  # vLLM's: the stop token or stop string that ended it
+
+
+class ChatReply(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    millrace: Asked
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatDelta(Struct):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | UnsetType | None = UNSET  # vLLM's, with finish_reason
+
+
+class ChatChunk(Struct):
+    """One event of a chat stream. `usage` is there, null until the last, when it was asked for."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+    millrace: Asked | UnsetType = UNSET  # in the first event
+
+
+# ------------------------------------------------------------------ completions
+
+
+class CompletionLogprobs(Struct):
+    """One entry per token; `text_offset` counts characters of this choice's text, an echoed prompt included."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None  # null: more is to come (streams only)
+    stop_reason: int | str | None = None
+
+
+class CompletionReply(Struct):
+    """A whole answer; in a stream, every event is one of these, with the text that is new."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str
+    object: Literal["text_completion"] = "text_completion"
+    usage: Usage | UnsetType | None = UNSET
+    millrace: Asked | UnsetType = UNSET
+
+
+# ------------------------------------------------------------------ models, tokens, management
+
+
+class ModelCard(Struct):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "millrace"
+    parent: str | None = None
+
+
+class ModelList(Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class TokenizeReply(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeReply(Struct):
+    prompt: str
+
+
+class HealthReply(Struct):
+    message: str
+    status: Literal["live", "ready", "not_ready"]
+    object: Literal["health.response"] = "health.response"
+
+
+class VersionReply(Struct):
+    release: str
+    api: str
+
+
+class EngineVersionReply(Struct):
+    version: str
+
+
+class LicenseInfo(Struct):
+    name: str
+
+
+class ModelInfo(Struct):
+    shortName: str  # noqa: N815  NIM's spelling
+    modelUrl: str  # noqa: N815
+
+
+class MetadataReply(Struct):
+    """NIM's shape, and under `millrace` whatever is known of model and engine."""
+
+    version: str
+    modelInfo: list[ModelInfo]  # noqa: N815
+    licenseInfo: LicenseInfo  # noqa: N815
+    selectedModelProfileId: str  # noqa: N815  the engine's identity
+    assetInfo: list[str]  # noqa: N815
+    repository_override: str
+    millrace: dict[str, Any]

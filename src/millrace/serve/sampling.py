@@ -1,0 +1,87 @@
+"""From a request's fields to SamplingParams; what was left out stays for the engine to decide, save for the seed."""
+
+import secrets
+from dataclasses import replace
+
+from millrace.errors import RequestError
+from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
+from millrace.serve.protocol import ChatRequest, CompletionRequest, SamplingFields
+
+SEED_BITS = 53  # of a drawn seed: what JavaScript's numbers hold exactly, so that every client can send it back
+
+
+def chat_params(asked: ChatRequest) -> SamplingParams:
+    """raises RequestError naming the field as the client wrote it"""
+    if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
+        raise RequestError(
+            f"max_tokens is {asked.max_tokens} and max_completion_tokens is {asked.max_completion_tokens}",
+            "one of them, or twice the same",
+            "leave max_tokens out",
+            param="max_completion_tokens",
+        )
+    max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    n_top = asked.top_logprobs
+    if n_top is not None and not asked.logprobs:
+        raise RequestError(
+            "top_logprobs is set, but logprobs is not", "both", "set logprobs to true", param="top_logprobs"
+        )
+    if n_top is not None and not 0 <= n_top <= MAX_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs is {n_top}", f"an integer from 0 to {MAX_LOGPROBS}", "change top_logprobs", "top_logprobs"
+        )
+    try:
+        return _params(asked, max_tokens, (n_top or 0) if asked.logprobs else None)
+    except RequestError as error:
+        if error.param == "max_tokens" and asked.max_tokens is None:
+            what, mend = (s.replace("max_tokens", "max_completion_tokens") for s in (error.what, error.mend))
+            raise RequestError(what, error.expected, mend, "max_completion_tokens") from None
+        raise
+
+
+def completion_params(asked: CompletionRequest) -> SamplingParams:
+    """raises RequestError naming the field"""
+    n = 1 if asked.n is None else asked.n
+    if asked.best_of is not None and asked.best_of != n:
+        raise RequestError(
+            f"best_of is {asked.best_of} and n is {n}", "best_of equal to n", "leave best_of out", param="best_of"
+        )
+    if asked.echo and asked.logprobs is not None:
+        raise RequestError(
+            "echo together with logprobs asks for the prompt's log probabilities, which are not supported yet",
+            "one of them",
+            "leave echo or logprobs out",
+            param="echo",
+        )
+    return _params(asked, asked.max_tokens, asked.logprobs)
+
+
+def with_own_seed(params: SamplingParams) -> SamplingParams:
+    """The params of one prompt, with a seed of its own where none was asked for."""
+    return params if params.seed is not None else replace(params, seed=secrets.randbits(SEED_BITS))
+
+
+def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) -> SamplingParams:
+    if asked.stream_options is not None and not asked.stream:
+        raise RequestError(
+            "stream_options is set, but stream is not", "both", "set stream to true", param="stream_options"
+        )
+    return SamplingParams(
+        n=1 if asked.n is None else asked.n,
+        max_tokens=max_tokens,
+        min_tokens=asked.min_tokens or 0,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        presence_penalty=asked.presence_penalty or 0.0,
+        frequency_penalty=asked.frequency_penalty or 0.0,
+        repetition_penalty=asked.repetition_penalty,
+        seed=asked.seed,
+        stop=() if asked.stop is None else asked.stop if isinstance(asked.stop, str) else tuple(asked.stop),
+        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        ignore_eos=bool(asked.ignore_eos),
+        logit_bias=asked.logit_bias or {},
+        logprobs=n_top,
+        include_stop_str_in_output=bool(asked.include_stop_str_in_output),
+        skip_special_tokens=asked.skip_special_tokens is not False,
+    )

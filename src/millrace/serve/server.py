@@ -1,0 +1,222 @@
+"""The process side of serving: the socket, the event loop, the warm-up, signals, and a way out that loses nothing.
+
+listening -> warming up -> ready -> (first signal) draining: new requests get 503, running ones finish
+          -> what is left after the timeout, or at the second signal, is aborted -> connections close -> the end
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from millrace.errors import ConfigError, MillraceError
+from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.serve.app import create_app
+from millrace.serve.health import Phase
+from millrace.serve.logs import Logging
+from millrace.serve.serving import Serving, make_serving
+from millrace.serve.settings import ServedModel, ServerSettings
+
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they do not write into a closing one
+FLUSH_S = 5  # for answers that are complete to reach their clients, at the end
+SWITCH_INTERVAL_S = 0.0005  # the engine thread gets the interpreter back quickly after each native call
+WARM_UP_TOKENS = 2
+log = logging.getLogger(__name__)
+
+Announce = Callable[[str], None]
+
+
+def serve(model: ServedModel, settings: ServerSettings, announce: Announce | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return. Starts and closes the model's engine.
+
+    announce: called with the base URL once the server is ready for requests
+    raises ConfigError where it cannot listen
+    """
+    import uvloop
+
+    def announced(url: str) -> None:
+        gc.freeze()  # what exists now stays: later collections need not look at it
+        if announce is not None:
+            announce(url)
+
+    server = Server(model, settings, announced)
+    with Logging(settings.log_format), _quick_switches(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_with_signals(server))
+    gc.unfreeze()
+
+
+class Server:
+    """One server; `serve` is the way to run it, and tests run it in a thread of theirs."""
+
+    def __init__(self, model: ServedModel, settings: ServerSettings, announce: Announce | None = None) -> None:
+        self._model, self._settings, self._announce = model, settings, announce
+        self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self) -> None:
+        """Listen, warm up, serve; returns after `stop`, when everything is finished or aborted. raises ConfigError"""
+        self._loop = asyncio.get_running_loop()
+        sock = bind(self._settings.host, self._settings.port)
+        serving = make_serving(self._model, self._settings)
+        web = _uvicorn(serving)
+        try:
+            async with self._model.engine:
+                listening = asyncio.create_task(web.serve(sockets=[sock]))
+                warming = asyncio.create_task(self._get_ready(serving, web, _url(sock)))
+                for task in (listening, warming):
+                    task.add_done_callback(self._stop_on_bug)
+                try:
+                    await self._stopping.wait()
+                    await self._drain(serving)
+                finally:
+                    warming.cancel()
+                    await self._model.engine.close()  # aborts what is left, so that every stream ends
+                    web.should_exit, web.force_exit = True, self._hurrying.is_set()
+                    await asyncio.wait((warming, listening))
+                for task in (warming, listening):
+                    if not task.cancelled():
+                        task.result()
+        finally:
+            sock.close()
+            serving.texts.close()
+
+    def stop(self) -> None:
+        """Begin to drain; the second time, stop waiting. From any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.stop_here)
+
+    def stop_here(self) -> None:
+        """`stop`, from the event loop's own thread."""
+        (self._hurrying if self._stopping.is_set() else self._stopping).set()
+
+    def _stop_on_bug(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._stopping.set()  # `run` raises it
+
+    async def _get_ready(self, serving: Serving, web: uvicorn.Server, url: str) -> None:
+        trouble = await _warm_up(serving)
+        while not web.started:
+            await asyncio.sleep(0.002)
+        if serving.heartbeat.phase is not Phase.WARMING:
+            return
+        if trouble is not None:
+            serving.heartbeat.phase, serving.heartbeat.trouble = Phase.BROKEN, trouble
+            log.error("the warm-up failed, so this server will not be ready: %s", trouble)
+            return
+        serving.heartbeat.phase = Phase.SERVING
+        log.info("serving %s at %s", serving.model.name, url)
+        if self._announce is not None:
+            self._announce(url)
+
+    async def _drain(self, serving: Serving) -> None:
+        serving.heartbeat.phase = Phase.DRAINING
+        timeout_s = self._settings.drain_timeout_s
+        log.info("draining: running requests have %g s to finish", timeout_s)
+        draining = asyncio.create_task(self._model.engine.drain(timeout_s))
+        hurrying = asyncio.create_task(self._hurrying.wait())
+        await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done() or not draining.result():
+            log.warning("draining was cut short: unfinished requests are aborted")
+        draining.cancel()
+        hurrying.cancel()
+        await asyncio.wait((draining, hurrying))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket, bound but not yet listening. raises ConfigError"""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except OSError:
+            sock.close()
+            raise
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that is none
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}",
+            "a free port at an address of this machine",
+            "choose another --host or --port, or stop what listens there",
+        ) from None
+    return sock
+
+
+async def _warm_up(serving: Serving) -> str | None:
+    """Run a request and render a chat, so that the first user does not wait for either. What went wrong, or None."""
+    engine, tokenizer = serving.model.engine, serving.model.tokenizer
+    token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id or 0
+    n_tokens = max(1, min(WARM_UP_TOKENS, serving.model.max_context - 1))
+    params = SamplingParams(max_tokens=n_tokens, temperature=0.0, ignore_eos=True, seed=0)
+    try:
+        async with engine.submit([token], params, "warm-up") as handle:
+            async for deltas in handle:
+                for delta in deltas:
+                    if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                        return delta.error or "it was aborted"
+    except MillraceError as error:
+        return str(error)
+    if serving.model.chat_template is not None:
+        try:
+            await serving.texts.encode_chat([{"role": "user", "content": "Hi"}], True, {}, False)
+        except MillraceError as error:  # completions work all the same, and every chat is told
+            log.warning("the chat template does not render a greeting: %s", error)
+    return None
+
+
+class _Quiet(uvicorn.Server):
+    """Signals are ours: uvicorn would raise them again after its shutdown, and the exit status would not be 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn(serving: Serving) -> _Quiet:
+    return _Quiet(
+        uvicorn.Config(
+            create_app(serving),
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=FLUSH_S,
+        )
+    )
+
+
+async def _with_signals(server: Server) -> None:
+    loop, signals = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, server.stop_here)
+    try:
+        await server.run()
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _quick_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

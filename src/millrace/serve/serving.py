@@ -1,0 +1,55 @@
+"""What the handlers share: the model, its texts, its metrics, and how it is named in answers."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+from millrace import __version__
+from millrace.serve.errors import HttpError
+from millrace.serve.health import Heartbeat
+from millrace.serve.metrics import Metrics
+from millrace.serve.settings import ServedModel, ServerSettings
+from millrace.serve.texts import Texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """One model being served."""
+
+    model: ServedModel
+    settings: ServerSettings
+    texts: Texts
+    metrics: Metrics
+    heartbeat: Heartbeat
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of everything that decides an answer beside the request: this release, the engine, the precision."""
+        metadata = self.model.metadata
+        parts = [__version__, self.model.name, metadata.get("engine"), metadata.get("precision")]
+        return "fp_" + hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=5).hexdigest()
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with: the one asked for, or the first. raises HttpError with 404"""
+        if name is None:
+            return self.model.name
+        if name in self.model.names:
+            return name
+        raise HttpError(
+            404,
+            "model_not_found",
+            f'the model "{name[:100]}" does not exist',
+            "one of " + ", ".join(f'"{known}"' for known in self.model.names),
+            "correct the model's name; /v1/models lists them",
+        ).about("model")
+
+
+def make_serving(model: ServedModel, settings: ServerSettings) -> Serving:
+    return Serving(
+        model=model,
+        settings=settings,
+        texts=Texts(model.tokenizer, model.chat_template, settings.max_preparing),
+        metrics=Metrics(model.name, model.engine.stats, model.engine.limits),
+        heartbeat=Heartbeat(model.engine.stats, settings.stall_timeout_s),
+    )

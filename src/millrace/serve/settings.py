@@ -1,0 +1,70 @@
+"""What the server is told: how to behave, and which model to serve."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.errors import ConfigError
+from millrace.runtime.service import AsyncEngine
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How to listen and what to bound. raises ConfigError
+
+    The length of the queue and the tokens that a slow reader may leave behind are the engine's (`ServiceOptions`).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    api_keys: tuple[str, ...] = ()  # none: everybody may ask
+    cors_origins: tuple[str, ...] = ()  # none: no web page of another origin may ask; "*": all may
+    log_format: Literal["text", "json"] = "text"
+    max_body_bytes: int = 8 * MIB
+    max_preparing: int = 64  # requests whose text is being rendered and tokenised; further ones get 429
+    body_timeout_s: float = 60.0  # for a client to send its whole body
+    write_timeout_s: float = 30.0  # a reader that takes nothing for so long is dropped
+    stall_timeout_s: float = 60.0  # without a finished step, the engine counts as stuck
+    drain_timeout_s: float = 30.0  # for running requests, after the first signal
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}", "0 to 65535", "choose another port")
+        if self.log_format not in ("text", "json"):
+            raise ConfigError(f"log_format is {self.log_format!r}", '"text" or "json"', "choose one of them")
+        for name in ("max_body_bytes", "max_preparing"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}", "at least 1", f"raise {name}")
+        for name in ("body_timeout_s", "write_timeout_s", "stall_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}", "more than 0 seconds", f"raise {name}")
+        if not self.drain_timeout_s >= 0:
+            raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}", "at least 0 seconds", "raise it")
+        if not all(self.api_keys):
+            raise ConfigError("an API key is empty", "at least one character", "remove it, or give it a value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """One model behind one engine. The server starts and closes `engine`; its executor's owner closes that.
+
+    metadata: shown by /v1/metadata as it is; of its keys the server itself reads "source" (where the checkpoint came
+        from), "license" (its name) and "engine" (the engine's identity, part of `system_fingerprint`)
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    created: int  # seconds since 1970
+    metadata: Mapping[str, object] = field(default_factory=dict)
+    max_context: int  # tokens of prompt and answer together
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)

@@ -1,0 +1,54 @@
+"""Server-sent events: one write for each step of the engine, whatever the number of its tokens and choices."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from millrace.serve.errors import SlowReaderError
+from millrace.serve.generation import Generation, GenerationFailedError
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+_ENCODER = msgspec.json.Encoder()
+log = logging.getLogger(__name__)
+
+
+def events(replies: Iterable[msgspec.Struct]) -> bytes:
+    """Each reply as one event."""
+    return b"".join(b"data: " + _ENCODER.encode(reply) + b"\n\n" for reply in replies)
+
+
+class EventStream:
+    """A response that writes `blocks` as they come, and cancels `generation` when it ends early.
+
+    A generation that fails after the status line was sent becomes an error event. raises SlowReaderError
+    """
+
+    def __init__(self, generation: Generation, blocks: AsyncIterator[bytes], write_timeout_s: float) -> None:
+        self._generation, self._blocks, self._write_timeout_s = generation, blocks, write_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(body: bytes, more: bool = True) -> None:
+            try:
+                async with asyncio.timeout(self._write_timeout_s):
+                    await send({"type": "http.response.body", "body": body, "more_body": more})
+            except TimeoutError:
+                raise SlowReaderError from None
+
+        async with self._generation:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            try:
+                async for block in self._blocks:
+                    if block:
+                        await write(block)
+            except GenerationFailedError as error:
+                log.error("answer %s failed: %s", self._generation.handles[0].request_id, error)
+                await write(b"data: " + error.problem.body() + b"\n\n")
+        await write(DONE, more=False)

@@ -1,0 +1,85 @@
+"""Chat templates and tokenisation, kept off the event loop: a long text must not hold up anybody's stream."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.errors import BusyError
+from millrace.serve.errors import HttpError
+
+T = TypeVar("T")
+SHORT_CHARACTERS = 512  # tokenised at once: that takes less time than the way to a thread and back
+N_THREADS = 2  # one long text does not hold up the short ones
+
+
+class Texts:
+    """Text to tokens and back, and messages to text. At most `max_pending` calls wait or run at a time."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, max_pending: int) -> None:
+        self.tokenizer = tokenizer
+        self._template = template
+        self._max_pending = max_pending
+        self._n_pending = 0
+        self._threads = ThreadPoolExecutor(N_THREADS, thread_name_prefix="millrace-text")
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """raises RequestError for what is no Unicode text, BusyError"""
+        if len(text) <= SHORT_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await self._run(lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """raises BusyError"""
+        if len(ids) <= SHORT_CHARACTERS:
+            return self.tokenizer.decode(ids, skip_special_tokens)
+        return await self._run(lambda: self.tokenizer.decode(ids, skip_special_tokens))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool,
+        extra: Mapping[str, object],
+        add_special_tokens: bool,
+    ) -> list[int]:
+        """Render and encode. raises HttpError without a template, and what ChatTemplate.render raises; BusyError"""
+        template = self._template
+        if template is None:
+            raise HttpError(
+                400,
+                "no_chat_template",
+                "this model has no chat template",
+                "a request to /v1/completions",
+                "send the whole prompt as text, or serve a model that has a chat template",
+            )
+
+        def prepare() -> list[int]:
+            text = template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+            return self.tokenizer.encode(text, add_special_tokens)
+
+        return await self._run(prepare)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._template is not None:
+            self._template.close()
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        if self._n_pending >= self._max_pending:
+            raise BusyError(f"{self._n_pending} requests are being prepared", "fewer at a time", "come back later", 1.0)
+        self._n_pending += 1
+        future = self._threads.submit(work)
+        # counted until the thread is done with it, not until its client lost patience
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(lambda _: _later(loop, self._done))
+        return await asyncio.wrap_future(future)
+
+    def _done(self) -> None:
+        self._n_pending -= 1
+
+
+def _later(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call)

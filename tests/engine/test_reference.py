@@ -1,0 +1,91 @@
+"""The native executor against the reference executor, on graphs before and after the passes, on mixed steps."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.build import BuildOptions
+from millrace.compile.passes import pipeline, run_passes, unfused
+from millrace.compile.precision import precision_map
+from millrace.compile.source import Source
+from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
+from millrace.engine.reference import ReferenceExecutor
+from millrace.kernels.sample.ref import uniform
+from millrace.model.module import trace_model
+from tests.support.checkpoints import FAMILIES, random_checkpoint
+from tests.support.engines import build, last_logits, prompts_as_step
+from tests.support.one_step import i32
+
+LIMITS = ExecutorLimits(
+    max_step_tokens=256, max_sequences=8, max_context=256, page_tokens=64, n_pages=16, vocab_size=1003
+)
+
+
+def reference(folder: Path, precision: str, fused: bool) -> ReferenceExecutor:
+    source = Source.from_checkpoint(Checkpoint.open(folder))
+    options = BuildOptions(precision=precision_map(precision, group=32))
+    assert options.precision
+    passes = pipeline(options.precision) if fused else unfused(options.precision)
+    graph = run_passes(trace_model(source.module, source.weights), passes)
+    return ReferenceExecutor(graph, LIMITS, bf16_kv=precision != "fp32")
+
+
+def shaken(executor: ReferenceExecutor, seed: int) -> ReferenceExecutor:
+    """Its norms changed by what a float32 sum of some hundred products loses: two correct engines differ like this."""
+    rng = np.random.default_rng(seed)
+    for value, array in executor.constants.items():
+        if value.constant and "norm" in value.constant.origin[0]:
+            array *= 1 + rng.choice([-1, 1], array.shape) * 2.0**-20
+    return executor
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "w8a8", "w4a8", "w8a16"])
+def test_logits_agree(family: str, precision: str, tmp_path: Path) -> None:
+    """Roundings flip codes, and flips grow through the layers: so the tolerance is what such flips do to the reference."""
+    folder = random_checkpoint(tmp_path / "checkpoint", family, seed=5)
+    engine = build(folder, tmp_path / "engine", precision, group=32)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, 1003, n).tolist() for n in (3, 65, 20)]
+    executor = engine.executor(n_pages=16)
+    got = last_logits(engine, executor, prompts)
+    executor.close()
+    step = prompts_as_step(prompts)
+    exact, plain = (reference(folder, precision, fused).logits(step) for fused in (True, False))
+    flips = [np.abs(shaken(reference(folder, precision, True), s).logits(step) - exact).max() for s in range(3)]
+    tolerance = 3 * max(*flips, np.abs(plain - exact).max()) + 4e-6 * np.abs(exact).max()
+    assert np.abs(got - exact).max() <= tolerance
+
+
+def test_steps_sample_alike(tmp_path: Path) -> None:
+    """A prompt in two chunks beside a decoding sequence, with penalties and filters: the same tokens from both."""
+    folder = random_checkpoint(tmp_path / "checkpoint", "llama", seed=6)
+    executor = build(folder, tmp_path / "engine", "fp32").executor(n_pages=16)
+    exact = reference(folder, "fp32", fused=False)
+    first = prompts_as_step([[5, 6, 7], list(range(100, 140))])
+    rows = np.zeros(2, SAMPLING)
+    rows["sequence"], rows["seed"], rows["position"], rows["n_top"] = [0, 1], [7, 2**63 + 5], [3, 80], 4
+    rows["temperature"], rows["top_p"], rows["top_k"], rows["repetition_penalty"] = 0.8, 0.9, 50, 1.2
+    rows["history_start"], rows["history_prompt"], rows["history_output"] = [0, 0], [2, 0], [1, 0]
+    second = StepInputs(
+        i32([9, *range(200, 240)]), i32([3, *range(40, 80)]), i32([0, 1, 41]), i32([0, 1, 2]), i32([0, 1, 3]), rows,
+        i32([5, 6, 7]), i32([]), np.zeros(0, np.float32),
+    )  # fmt: skip
+    for step in (replace(first), second):
+        ours, theirs = executor.run(step), exact.run(step)
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
+        assert ours.top_ids.tolist() == theirs.top_ids.tolist() and ours.ranks[-1] in (0, theirs.ranks[-1])
+        if step is second:
+            assert np.allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+    executor.close()
+
+
+def test_philox_is_the_published_one() -> None:
+    """Random123's known answer for philox4x32-10: counter and key all ones bits -> 408f276d 41c83b0e ..."""
+    ones = 2**32 - 1
+    # our counter leaves its upper half at zero, so the known answer of all zeros is the one that applies:
+    assert uniform(0, 0, 0) == ((0x6627E8D5 << 32 | 0xE169C58D) >> 11) * 2.0**-53
+    assert uniform(ones << 32 | ones, 3, 9) != uniform(ones, 3, 9)

@@ -1,0 +1,217 @@
+"""Every mistake has one clear answer: a status, OpenAI's error object, and a message that names what was wrong."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from millrace.serve.settings import ServerSettings
+from tests.serve.support import MODEL, Fake, Running, post, running
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER: dict[str, object] = {"role": "user", "content": "hi"}
+
+
+def chat(**fields: object) -> dict[str, object]:
+    return {"model": MODEL, "messages": [USER], "max_tokens": 2, **fields}
+
+
+def text(**fields: object) -> dict[str, object]:
+    return {"model": MODEL, "prompt": "a", "max_tokens": 2, **fields}
+
+
+def message(**fields: object) -> dict[str, object]:
+    return chat(messages=[USER, {"role": "user", "content": "hi", **fields}])
+
+
+FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [  # path, body, param, the message names
+    (CHAT, chat(max_tokens=0), "max_tokens", "max_tokens is 0; expected: an integer of at least 1"),
+    (CHAT, chat(max_tokens=-1), "max_tokens", "max_tokens is -1"),
+    (CHAT, {"messages": [USER], "max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1"),
+    (CHAT, chat(max_tokens=3, max_completion_tokens=4), "max_completion_tokens", "twice the same"),
+    (CHAT, chat(max_tokens="many"), "max_tokens", "max_tokens is of type str; expected: int or null"),
+    (CHAT, chat(max_tokens=10**30), "max_tokens", "maximum context length is 512"),
+    (CHAT, chat(temperature=-0.1), "temperature", "temperature is -0.1; expected: a number from 0 to 100"),
+    (CHAT, chat(temperature="hot"), "temperature", "temperature is of type str"),
+    (CHAT, chat(temperature=True), "temperature", "temperature is of type bool"),
+    (CHAT, chat(top_p=0), "top_p", "top_p is 0"),
+    (CHAT, chat(top_k=-2), "top_k", "top_k is -2"),
+    (CHAT, chat(n=0), "n", "n is 0"),
+    (CHAT, chat(n=1000), "n", "n is 1000"),
+    (CHAT, chat(seed=2**80), "seed", "seed is"),
+    (CHAT, chat(seed=1.5), "seed", "seed is of type float"),
+    (CHAT, chat(stop=[""]), "stop", "non-empty strings"),
+    (CHAT, chat(stop=["a"] * 17), "stop", "at most 16"),
+    (CHAT, chat(stop=[1]), "stop", "stop[0] is of type int; expected: a string"),
+    (CHAT, chat(stop_token_ids=[700]), "stop_token_ids", "from 0 to 699"),
+    (CHAT, chat(logit_bias={"700": 1}), "logit_bias", "from 0 to 699"),
+    (CHAT, chat(logit_bias={"x": 1}), "logit_bias", "a key of logit_bias is of type str"),
+    (CHAT, chat(logit_bias={"7": 101}), "logit_bias", "from -100 to 100"),
+    (CHAT, chat(logprobs=5), "logprobs", "logprobs is of type int"),
+    (CHAT, chat(top_logprobs=2), "top_logprobs", "top_logprobs is set, but logprobs is not"),
+    (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs", "from 0 to 20"),
+    (CHAT, chat(stream_options={"include_usage": True}), "stream_options", "stream is not"),
+    (CHAT, chat(stream=True, stream_options={"include_usages": True}), "stream_options.include_usages", "usage"),
+    (CHAT, chat(max_new_tokens=3), "max_new_tokens", 'unknown field "max_new_tokens"; expected: did you mean "max_'),
+    (CHAT, chat(temprature=3), "temprature", 'did you mean "temperature"?'),
+    (CHAT, chat(tools=[{"type": "function"}]), "tools", "tools is not supported yet"),
+    (CHAT, chat(tool_choice="auto"), "tool_choice", "not supported yet"),
+    (CHAT, chat(functions=[{}]), "functions", "not supported yet"),
+    (CHAT, chat(response_format={"type": "json_object"}), "response_format", 'or send {"type":"text"}'),
+    (CHAT, chat(modalities=["text", "audio"]), "modalities", "not supported yet"),
+    (CHAT, chat(audio={"voice": "x"}), "audio", "not supported yet"),
+    (CHAT, chat(guided_json={}), "guided_json", "not supported yet"),
+    (CHAT, chat(use_beam_search=True), "use_beam_search", "not supported yet"),
+    (CHAT, chat(messages=[]), "messages", "there are no messages"),
+    (CHAT, chat(messages="hi"), "messages", "messages is of type str; expected: a list"),
+    (CHAT, chat(messages=None), "messages", "messages is of type null"),
+    (CHAT, {"model": MODEL}, "messages", '"messages" is missing'),
+    (CHAT, chat(messages=[{}]), "messages", '"messages[0].role" is missing'),
+    (CHAT, chat(messages=[{"role": "user"}]), "messages", "messages[0] has no content"),
+    (CHAT, message(role="tool"), "messages", "messages[1].role is 'tool'"),
+    (CHAT, message(contents="x"), "messages[1].contents", 'did you mean "content"?'),
+    (CHAT, message(content=5), "messages", "messages[1].content is of type int"),
+    (CHAT, message(content=[{"type": "image_url", "image_url": {}}]), "messages", "images and sound"),
+    (CHAT, message(content=[{"type": "text", "text": "a", "txet": ""}]), "messages[1].content[0].txet", '"text"'),
+    (CHAT, message(tool_calls=[{"id": "x"}]), "messages[1].tool_calls", "not supported yet"),
+    (CHAT, message(content="\udc00"), None, ""),
+    (CHAT, chat(messages=[{"role": "user", "content": "word " * 700}]), "messages", "maximum context length is 512"),
+    (TEXT, text(prompt=[]), "prompt", "an empty list"),
+    (TEXT, text(prompt=""), "prompt", "no tokens"),
+    (TEXT, text(prompt=[[]]), "prompt", "no tokens"),
+    (TEXT, text(prompt=[1, "a"]), "prompt", "mixes"),
+    (TEXT, text(prompt=[1.5]), "prompt", "prompt[0] is of type float"),
+    (TEXT, text(prompt={"a": 1}), "prompt", "prompt is of type object"),
+    (TEXT, text(prompt=[700]), "prompt", "prompt token 0 is 700"),
+    (TEXT, text(prompt=[-1]), "prompt", "prompt token 0 is -1"),
+    (TEXT, text(prompt=[2**70]), "prompt", "prompt"),
+    (TEXT, text(prompt=["a"] * 300), "prompt", "at most 264"),
+    (TEXT, text(prompt=[1] * 511), "max_tokens", "maximum context length is 512"),
+    (TEXT, text(suffix="b"), "suffix", "not supported yet"),
+    (TEXT, text(best_of=2), "best_of", "best_of equal to n"),
+    (TEXT, text(echo=True, logprobs=1), "echo", "not supported yet"),
+    (TEXT, text(logprobs=True), "logprobs", "logprobs is of type bool"),
+    (TEXT, text(logprobs=21), "logprobs", "from 0 to 20"),
+    (TEXT, text(min_tokens=3), "min_tokens", "at most max_tokens"),
+    (TEXT, text(messages=[]), "messages", 'unknown field "messages"'),
+    ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt", "either prompt or messages"),
+    ("/tokenize", {"text": "a"}, "text", 'unknown field "text"'),
+    ("/detokenize", {"tokens": [1, 700]}, "tokens", "tokens[1] is 700"),
+    ("/detokenize", {"tokens": "a"}, "tokens", "tokens is of type str; expected: a list"),
+]  # fmt: skip
+
+
+def check(reply: httpx.Response, status: int, names: str, param: str | None = None) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json" and reply.headers["x-request-id"]
+    error: dict[str, Any] = reply.json()["error"]
+    assert sorted(error) == ["code", "message", "param", "type"] and names in error["message"], error
+    assert "Traceback" not in reply.text and len(reply.text) < 2000
+    if param is not None:
+        assert error["param"] == param, error
+    return error
+
+
+@pytest.mark.parametrize("path, body, param, names", FIELDS, ids=lambda v: None if isinstance(v, dict) else str(v)[:40])
+def test_a_wrong_field_is_named(
+    server: Running, path: str, body: dict[str, object], param: str | None, names: str
+) -> None:
+    content = json.dumps(body)  # not httpx's own: it would refuse a lone surrogate before the server can
+    reply = httpx.post(server.url + path, content=content, headers={"content-type": "application/json"})
+    check(reply, 400, names, param)
+
+
+BODIES: list[tuple[bytes, str]] = [
+    (b"", "not a JSON object"),
+    (b"{", "not a JSON object"),
+    (b"[]", "got array"),
+    (b'"text"', "got str"),
+    (b"null", "got null"),
+    (b'{"prompt": "\xff\xfe"}', "utf-8"),
+    (b'{"\xff": 1}', "utf-8"),
+    (b'{"prompt": "a", "temperature": NaN}', "invalid character"),
+    (b'{"prompt": "a", "temperature": Infinity}', "invalid character"),
+    (b'{"prompt": "a", "temperature": 1e999}', "out of range"),
+    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", ""),
+    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    (b'{"prompt": "a", "tools": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    (b'{"prompt": "a"} x', "trailing"),
+    (b'{"prompt": "a\x00"}', "invalid character"),
+    (b'{"prompt": "\\ud800\\ud800"}', ""),
+    (b'{"prompt": "' + b"\\u0000" * 100 + b'", "' + b"k" * 100_000 + b'": 1}', "unknown field"),
+]
+
+
+@pytest.mark.parametrize("body, names", BODIES, ids=[repr(body[:24]) for body, _ in BODIES])
+def test_a_body_that_is_no_request(server: Running, body: bytes, names: str) -> None:
+    reply = httpx.post(server.url + TEXT, content=body, headers={"content-type": "application/json"}, timeout=20)
+    check(reply, 400, names)
+
+
+def test_wrong_paths_methods_and_types(server: Running) -> None:
+    check(httpx.get(server.url + "/v2/nothing%0Ahere"), 404, "there is nothing at /v2/nothing%0Ahere")
+    check(httpx.get(server.url + "/v1/completions/"), 404, "nothing")
+    wrong = httpx.get(server.url + CHAT)
+    check(wrong, 405, "does not know GET; expected: one of POST")
+    assert wrong.headers["allow"] == "POST"
+    check(httpx.delete(server.url + "/v1/models"), 405, "DELETE")
+    check(httpx.post(server.url + TEXT, data={"prompt": "a"}), 415, "application/x-www-form-urlencoded")
+    check(post(server.url, TEXT, text(model="gpt-9")), 404, 'the model "gpt-9" does not exist', "model")
+
+
+def test_request_ids_are_kept_when_sane(server: Running) -> None:
+    kept = post(server.url, TEXT, text(), **{"x-request-id": "my.id-1"})
+    assert kept.headers["x-request-id"] == "my.id-1" and kept.json()["id"] == "cmpl-my.id-1"
+    for wild in ("a b", "x" * 200, "é", ""):
+        reply = httpx.post(server.url + TEXT, json=text(), headers={b"x-request-id": wild.encode()})
+        assert reply.status_code == 200 and reply.headers["x-request-id"] not in (wild, "")
+
+
+def chunks(n_mib: int) -> Iterator[bytes]:
+    block = b"x" * 2**20
+    yield b'{"prompt": "'
+    for _ in range(n_mib):
+        yield block
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_100_mb_are_refused_at_once_and_not_held(server: Running, announced: bool) -> None:
+    headers = {"content-type": "application/json"} | ({"content-length": str(100 * 2**20 + 12)} if announced else {})
+    memory = psutil.Process().memory_info
+    before, start_s = memory().rss, time.monotonic()
+    reply = httpx.post(server.url + TEXT, content=chunks(100), headers=headers, timeout=20)
+    error = check(reply, 413, "at most 1048576")
+    assert error["code"] == "body_too_large"
+    assert time.monotonic() - start_s < 5 and memory().rss - before < 20 * 2**20
+
+
+def test_a_body_that_never_comes(server: Running) -> None:
+    with running(Fake(), ServerSettings(port=0, body_timeout_s=0.2)) as other:
+
+        def stuck() -> Iterator[bytes]:
+            yield b"{"
+            time.sleep(0.6)
+            yield b"}"
+
+        reply = httpx.post(other.url + TEXT, content=stuck(), headers={"content-type": "application/json"})
+        check(reply, 408, "not complete after 0.2 s")
+
+
+TEMPLATES = [
+    ("{% for i in range(99999999999) %}x{% endfor %}", 422, "chat template"),
+    ("{{ raise_exception('no such roles') }}", 400, "no such roles"),
+    ("{{ nothing.at.all }}", 422, "chat template is broken"),
+    (None, 400, "this model has no chat template"),
+]
+
+
+@pytest.mark.parametrize("template, status, names", TEMPLATES)
+def test_templates_that_fail(template: str | None, status: int, names: str) -> None:
+    with running(Fake(template=template)) as server:
+        check(post(server.url, CHAT, chat()), status, names)
+        assert post(server.url, TEXT, text()).status_code == 200
+        assert httpx.get(server.url + "/v1/health/ready").status_code == 200

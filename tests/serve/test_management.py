@@ -1,0 +1,256 @@
+"""Health, metrics, metadata, keys, origins, documentation."""
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from millrace.engine.executor import StepInputs
+from millrace.errors import ConfigError
+from millrace.serve.app import ENDPOINTS
+from millrace.serve.auth import read_keys
+from millrace.serve.protocol import HARMLESS, NOT_YET, TAKES_HARMLESS
+from millrace.serve.settings import ServerSettings
+from tests.serve.support import MODEL, Fake, Running, post, running
+
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_preemptions_total")
+HISTOGRAMS = (
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+    "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+    "request_inference_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_params_n",
+    "request_params_max_tokens", "iteration_tokens_total",
+)  # fmt: skip
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def metrics(server: Running, path: str = "/metrics") -> Samples:
+    reply = httpx.get(server.url + path)
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = text_string_to_metric_families(reply.text)
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset({"model_name": MODEL, **labels}.items())]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/metrics"])
+def test_metrics_have_vllms_names(server: Running, path: str) -> None:
+    post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 3})
+    samples = metrics(server, path)
+    named = {name for name, labels in samples if ("model_name", MODEL) in labels}
+    suffixes = ("_bucket", "_count", "_sum")
+    wanted = {f"vllm:{n}" for n in GAUGES + COUNTERS} | {f"vllm:{n}{s}" for n in HISTOGRAMS for s in suffixes}
+    assert wanted <= named, wanted - named
+    assert value(samples, "vllm:request_success_total", finished_reason="length") >= 1
+
+
+def test_metrics_count_what_was_asked_and_answered() -> None:
+    with running() as server:
+        before = metrics(server)
+        usages = [
+            post(server.url, "/v1/completions", {"prompt": "the mill", "max_tokens": n, "n": 2}).json()["usage"]
+            for n in (3, 5)
+        ]
+        after = metrics(server)
+
+        def grown(name: str, **labels: str) -> float:
+            return value(after, name, **labels) - value(before, name, **labels)
+
+        assert grown("vllm:prompt_tokens_total") == sum(u["prompt_tokens"] for u in usages)
+        assert grown("vllm:generation_tokens_total") == sum(u["completion_tokens"] for u in usages) == 16
+        assert grown("vllm:request_success_total", finished_reason="length") == 4
+        assert grown("vllm:request_generation_tokens_sum") == 16 and grown("vllm:request_params_n_sum") == 4
+        assert grown("vllm:request_params_max_tokens_sum") == 8
+        assert grown("vllm:time_to_first_token_seconds_count") == grown("vllm:e2e_request_latency_seconds_count") == 2
+        assert grown("vllm:request_queue_time_seconds_count") == 2
+        assert grown("vllm:inter_token_latency_seconds_count") <= 12
+        assert grown("vllm:iteration_tokens_total_count") >= 8
+        assert value(after, "vllm:num_requests_running") == value(after, "vllm:kv_cache_usage_perc") == 0
+
+
+def test_ready_comes_after_the_warm_up() -> None:
+    gate = threading.Event()
+
+    def wait(step: StepInputs) -> None:
+        assert gate.wait(20)
+
+    with running(Fake(before_run=wait), ServerSettings(port=free_port()), wait=False) as server:
+        reply = until(server, 503)
+        assert reply.json() == {"object": "health.response", "message": "warming up", "status": "not_ready"}
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert httpx.get(server.url + "/v1/health/live").json()["status"] == "live"
+        gate.set()
+        reply = until(server, 200)
+        assert reply.json() == {"object": "health.response", "message": f"{MODEL} is ready", "status": "ready"}
+        assert httpx.get(server.url + "/health").status_code == 200 and not httpx.get(server.url + "/health").content
+
+
+def test_a_failed_warm_up_is_said_and_nothing_is_announced() -> None:
+    def fail(step: StepInputs) -> None:
+        raise RuntimeError("no such kernel")
+
+    with running(Fake(before_run=fail), ServerSettings(port=free_port()), wait=False) as server:
+        until_s = time.monotonic() + 10
+        while "the warm-up failed" not in (message := until(server, 503).json()["message"]):
+            assert time.monotonic() < until_s, message
+        assert "no such kernel" in message and httpx.get(server.url + "/v1/health/live").status_code == 200
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def until(server: Running, status: int) -> httpx.Response:
+    """The first such answer to "are you ready?"."""
+    until_s = time.monotonic() + 10
+    while True:
+        assert time.monotonic() < until_s
+        with contextlib.suppress(httpx.ConnectError):
+            reply = httpx.get(server.url + "/v1/health/ready")
+            if reply.status_code == status:
+                return reply
+        time.sleep(0.01)
+
+
+def test_a_stuck_engine_is_not_ready_and_recovers() -> None:
+    gate = threading.Event()
+    gate.set()
+
+    def wait(step: StepInputs) -> None:
+        assert gate.wait(20)
+
+    with running(Fake(before_run=wait), ServerSettings(port=0, stall_timeout_s=0.1)) as server:
+        gate.clear()
+        asking = threading.Thread(target=post, args=(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 3}))
+        asking.start()
+        time.sleep(0.4)
+        stuck = httpx.get(server.url + "/v1/health/ready")
+        assert stuck.status_code == 503 and "stuck" in stuck.json()["message"], stuck.text
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert httpx.get(server.url + "/v1/health/live").status_code == 200
+        gate.set()
+        asking.join()
+        assert httpx.get(server.url + "/v1/health/ready").status_code == 200
+
+
+def test_a_dead_engine_is_not_ready_and_refuses_with_503() -> None:
+    broken = threading.Event()
+
+    def fail(step: StepInputs) -> None:
+        if broken.is_set():
+            raise RuntimeError("the device is gone")
+
+    with running(Fake(before_run=fail)) as server:
+        broken.set()
+        for _ in range(3):
+            reply = post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 3})
+            assert reply.status_code == 500 and "the device is gone" in reply.json()["error"]["message"]
+        refused = post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 3})
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        assert httpx.get(server.url + "/v1/health/ready").json()["message"].startswith("the engine has stopped")
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert ("millrace:engine_healthy", frozenset({("model_name", MODEL)})) in metrics(server)
+        assert value(metrics(server), "millrace:engine_healthy") == 0
+
+
+def test_a_bug_is_a_500_without_a_traceback(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        monkeypatch.setattr(type(server.model.engine), "submit", lambda *_: 1 / 0)
+        reply = post(server.url, "/v1/completions", {"prompt": "a"})
+        assert reply.status_code == 500 and reply.json()["error"]["code"] == "internal_error"
+        assert "ZeroDivisionError" not in reply.text and "ZeroDivisionError" in caplog.text
+        monkeypatch.undo()
+        assert post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_metadata_and_versions(server: Running) -> None:
+    reply = httpx.get(server.url + "/v1/metadata").json()
+    assert reply["modelInfo"] == [{"shortName": MODEL, "modelUrl": "made up"}]
+    assert reply["licenseInfo"] == {"name": "apache-2.0"} and reply["selectedModelProfileId"] == "0123abcd"
+    assert reply["millrace"]["precision"] == {"weights": "w4"}
+    assert sorted(httpx.get(server.url + "/v1/version").json()) == ["api", "release"]
+    assert httpx.get(server.url + "/version").json() == {"version": reply["version"]}
+
+
+def test_keys_protect_what_costs_and_leave_probes_open() -> None:
+    with running(Fake(), ServerSettings(port=0, api_keys=("first", "zweiter-schlüssel"))) as server:
+        body = {"prompt": "a", "max_tokens": 1}
+        for key in ("first", "zweiter-schlüssel"):
+            headers = {b"authorization": f"Bearer {key}".encode()}
+            assert httpx.post(server.url + "/v1/completions", json=body, headers=headers).status_code == 200
+        for given in (None, "Bearer fir", "first", "Bearer", "Bearer first second", "Basic first"):
+            wrong = {} if given is None else {"authorization": given}
+            for endpoint in ENDPOINTS:
+                operation = endpoint.operation
+                path = operation.path.replace("{model}", MODEL)
+                reply = httpx.request(operation.method, server.url + path, headers=wrong)
+                assert (reply.status_code == 401) == operation.protected, (path, reply.text)
+                if operation.protected:
+                    assert reply.headers["www-authenticate"] == "Bearer"
+                    assert reply.json()["error"]["code"] == "invalid_api_key"
+        open_paths = {e.operation.path for e in ENDPOINTS if not e.operation.protected}
+        assert open_paths == {
+            "/v1/health/live", "/v1/health/ready", "/health", "/v1/metrics", "/metrics", "/v1/version", "/version",
+        }  # fmt: skip
+
+
+def test_keys_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\none\n\n  two  \n")
+    assert read_keys(path) == ("one", "two")
+    path.write_text("# none\n")
+    with pytest.raises(ConfigError, match="holds no API key"):
+        read_keys(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_keys(tmp_path / "missing")
+
+
+def test_origins_are_allowed_only_when_named(server: Running) -> None:
+    asking = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert httpx.options(server.url + "/v1/completions", headers=asking).status_code == 405
+    assert "access-control-allow-origin" not in httpx.get(server.url + "/v1/models", headers=asking).headers
+    with running(Fake(), ServerSettings(port=0, cors_origins=("https://a.example",))) as other:
+        reply = httpx.options(other.url + "/v1/completions", headers=asking)
+        assert reply.status_code == 200 and reply.headers["access-control-allow-origin"] == "https://a.example"
+        reply = httpx.get(other.url + "/v1/models", headers={"origin": "https://b.example"})
+        assert "access-control-allow-origin" not in reply.headers
+
+
+def test_the_document_covers_every_route_and_field(server: Running) -> None:
+    document = httpx.get(server.url + "/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    assert len(ENDPOINTS) == sum(len(methods) for methods in document["paths"].values())
+    for endpoint in ENDPOINTS:
+        operation = endpoint.operation
+        described = document["paths"][operation.path][operation.method.lower()]
+        assert described["summary"] and ("security" in described) == operation.protected
+        if operation.request is not None:
+            properties = document["components"]["schemas"][operation.request.__name__]["properties"]
+            fields = set(operation.request.__struct_fields__) | set(NOT_YET[operation.request])
+            assert set(properties) == fields | (HARMLESS if operation.request in TAKES_HARMLESS else set())
+        for reply in operation.replies:
+            properties = document["components"]["schemas"][reply.__name__]["properties"]
+            assert set(properties) == set(reply.__struct_fields__) and issubclass(reply, msgspec.Struct)
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert references <= set(document["components"]["schemas"])
+
+
+def test_the_page_needs_nobody_else(server: Running) -> None:
+    page = httpx.get(server.url + "/docs")
+    assert page.headers["content-type"].startswith("text/html") and "/openapi.json" in page.text
+    assert not re.search(r'(?:src|href)="(?:https?:)?//', page.text) and "@import" not in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert httpx.head(server.url + "/docs").status_code == 200

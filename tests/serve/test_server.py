@@ -1,0 +1,179 @@
+"""The process: sockets, signals, the log, imports."""
+
+import io
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from millrace.errors import ConfigError
+from millrace.serve.logs import JsonFormatter, Logging, TextFormatter
+from millrace.serve.server import Server, bind
+from millrace.serve.settings import ServerSettings
+from tests.serve.support import MODEL, Fake, Running, post, running
+
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = """
+import sys, time
+sys.path[:0] = ["src", "."]
+from tests.serve.support import Fake
+from millrace.serve.server import serve
+from millrace.serve.settings import ServerSettings
+model = Fake(before_run=lambda step: time.sleep(0.02)).model()
+settings = ServerSettings(port=0, log_format="json", drain_timeout_s=20.0)
+serve(model, settings, announce=lambda url: print(url, flush=True))
+assert not model.engine.loop.running_in_thread and sys.getswitchinterval() == 0.005
+"""
+
+
+@contextmanager
+def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server of its own, and its address."""
+    with subprocess.Popen(
+        [sys.executable, "-c", MAIN], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            assert child.stdout is not None
+            url = child.stdout.readline().strip()
+            assert url.startswith("http://127.0.0.1:"), (url, child.stderr and child.stderr.read())
+            yield child, url
+        finally:
+            child.kill()
+
+
+def lines(child: subprocess.Popen[str]) -> list[dict[str, object]]:
+    assert child.stderr is not None
+    return [json.loads(line) for line in child.stderr.read().splitlines()]
+
+
+def test_sigterm_drains_and_exits_with_0() -> None:
+    with process() as (child, url):
+        body = {"prompt": "a", "max_tokens": 60, "stream": True, "seed": 1}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=20) as reply:
+            events = reply.iter_lines()
+            next(events)
+            child.send_signal(signal.SIGTERM)
+            until_s = time.monotonic() + 10
+            while (ready := httpx.get(url + "/v1/health/ready")).status_code == 200:
+                assert time.monotonic() < until_s
+            assert ready.status_code == 503 and "shutting down" in ready.json()["message"]
+            assert httpx.get(url + "/v1/health/live").status_code == httpx.get(url + "/health").status_code == 200
+            refused = post(url, "/v1/completions", {"prompt": "a"})
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+            rest = list(events)
+        assert sum(line.startswith("data: {") for line in rest) >= 40 and "data: [DONE]" in rest
+        assert child.wait(10) == 0
+        logged = lines(child)
+        done = next(line for line in logged if line.get("path") == "/v1/completions" and line["status"] == 200)
+        assert done["generated_tokens"] == 60 and done["finish_reason"] == "length" and done["model"] == MODEL
+
+
+def test_a_second_signal_is_quicker() -> None:
+    with process() as (child, url):
+        body = {"prompt": "a", "max_tokens": 500, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=20) as reply:
+            events = reply.iter_lines()
+            next(events)
+            child.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+            child.send_signal(signal.SIGTERM)
+            start_s = time.monotonic()
+            try:
+                rest = list(events)
+            except httpx.RemoteProtocolError:
+                rest = []  # cut off before the error event was flushed
+            assert not rest or any("could not be finished" in line for line in rest)
+        assert child.wait(10) == 0 and time.monotonic() - start_s < 5
+
+
+def test_an_address_in_use_is_a_clear_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*[Aa]ddress already in use"):
+            bind("127.0.0.1", port)
+    for host in ("no.such.host.invalid", "203.0.113.7", "a" * 300):
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            bind(host, 0)
+
+
+def test_settings_are_checked() -> None:
+    wrong: list[dict[str, object]] = [
+        {"port": 70000}, {"log_format": "xml"}, {"max_body_bytes": 0}, {"write_timeout_s": 0}, {"drain_timeout_s": -1},
+        {"api_keys": ("a", "")},
+    ]  # fmt: skip
+    for settings in wrong:
+        with pytest.raises(ConfigError):
+            ServerSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_ipv6() -> None:
+    try:
+        bind("::1", 0).close()
+    except ConfigError:
+        pytest.skip("no IPv6 here")
+    with running(Fake(), ServerSettings(host="::1", port=0)) as server:
+        assert server.url.startswith("http://[::1]:") and httpx.get(server.url + "/health").status_code == 200
+
+
+def logged(server: Running, formatter: logging.Formatter) -> str:
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(formatter)
+    logger = logging.getLogger("millrace")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        body = {"model": MODEL, "prompt": "a secret of mine", "max_tokens": 3}
+        post(server.url, "/v1/completions", body, **{"x-request-id": "id-1"})
+        httpx.get(server.url + "/health")  # probes are not worth a line
+        httpx.get(server.url + "/a%0Ab")
+        time.sleep(0.05)  # the line is written after the last byte of the answer
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return written.getvalue()
+
+
+def test_one_json_line_a_request_without_its_text(server: Running) -> None:
+    text = logged(server, JsonFormatter())
+    done, missing = (json.loads(line) for line in text.splitlines())
+    assert done["method"] == "POST" and done["path"] == "/v1/completions" and done["status"] == 200
+    assert done["request_id"] == "id-1" and done["model"] == MODEL and done["finish_reason"] == "length"
+    assert done["generated_tokens"] == 3 and done["prompt_tokens"] > 0
+    assert 0 <= done["queue_ms"] <= done["ttft_ms"] <= done["total_ms"]
+    assert missing["status"] == 404 and missing["path"] == "/a%0Ab" and "secret" not in text
+
+
+def test_one_text_line_a_request(server: Running) -> None:
+    done, missing = logged(server, TextFormatter()).splitlines()
+    assert " INFO POST /v1/completions request_id=id-1 status=200 " in done and "finish_reason=length" in done
+    assert "GET /a%0Ab" in missing
+
+
+def test_logging_is_put_back() -> None:
+    logger = logging.getLogger("millrace")
+    before = (list(logger.handlers), logger.level)
+    with Logging("json"):
+        assert len(logger.handlers) == len(before[0]) + 1
+    assert (list(logger.handlers), logger.level) == before
+
+
+def test_stopping_before_running_is_harmless() -> None:
+    Server(Fake().model(), ServerSettings(port=0)).stop()
+
+
+def test_serving_imports_no_deep_learning_framework() -> None:
+    code = "import sys, millrace.serve.server; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
