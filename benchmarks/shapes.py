@@ -44,5 +44,9 @@ def random_source(shape: str, context: int) -> Source:
         return rng.standard_normal(sizes[name], np.float32) * np.float32(0.02)
 
     return Source(
-        module=model, weights=Weights(sizes, load), max_context=context, architecture=config.architecture, dtype=config.dtype
+        module=model,
+        weights=Weights(sizes, load),
+        max_context=context,
+        architecture=config.architecture,
+        dtype=config.dtype,
     )

@@ -1,0 +1,150 @@
+"""One command for the project's own numbers: prefill, decode at 1, 4 and 16 sequences, start-up and memory.
+
+    python -m benchmarks --shape tinyllama-1.1b --precision w4a8
+
+Weights are random, the shape is real. The machine's read bandwidth is measured before and after each decode, in the
+same process, because shared machines change it from minute to minute. Writes every sample into
+benchmarks/results/DATE_SHAPE_PRECISION.json. Shares: decode against reading the weights once a step, prefill against
+the peak of the instructions themselves.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import decode, load_seconds, pages_for, prefill, resident_bytes
+from benchmarks.shapes import SHAPES, random_source
+from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.compile.precision import precision_map
+from millrace.engine.engine import Engine
+from millrace.engine.native import NativeExecutor
+from millrace.engine.probe import peak_rates, read_rates
+from millrace.kernels.precision import Precision
+from millrace.machine.cpu import cpu_model, usable_cores
+
+CONTEXT, PROMPT, NEW_TOKENS = 2048, 512, 32
+AT = 128  # tokens already in the context while decoding
+RESULTS = Path(__file__).parent / "results"
+_INSTRUCTION = {"fp32": "fp32", "bf16": "bf16", "w8a8": "int8", "w4a8": "int8", "w8a16": "bf16", "w4a16": "bf16"}
+
+
+def bandwidth(isa: str, threads: int) -> float:
+    """Bytes a second from DRAM now, all threads."""
+    return statistics.median(read_rates(isa, threads, 256 << 20))
+
+
+def read_per_step(engine: Engine) -> int:
+    """Bytes of weights that one decode step reads: all but the rows of the embedding table that it does not need."""
+    table = json.loads((engine.folder / "program.json").read_text())
+    names = {s["operands"]["table"]["weight"] for s in table["steps"] if s["kernel"] == "embed"}
+    return sum(w["bytes"] for w in table["weights"] if w["name"] not in names or w["format"] not in ("f32", "bf16"))
+
+
+def multiply_operations(engine: Engine) -> float:
+    """Operations of the matrix products of one token, without the head (it runs for sampled rows only)."""
+    steps = json.loads((engine.folder / "program.json").read_text())["steps"]
+    products = [s["params"] for s in steps if s["kernel"] == "matmul" and not s["params"]["rows"]]
+    return float(sum(2 * p["n"] * p["k"] for p in products))
+
+
+def measure(engine: Engine, precision: str, threads: int, runs: int) -> dict[str, Any]:
+    executor, load_s = load_seconds(engine, pages_for(16, CONTEXT), threads)
+    isa = executor.isa
+    peak = statistics.median(peak_rates(isa, _INSTRUCTION[precision], threads)) or None
+    result: dict[str, Any] = {"isa": isa, "load_s": round(load_s, 3), "resident_bytes": resident_bytes()}
+    timing = prefill(executor, PROMPT, runs)
+    rate = PROMPT / timing.median_s
+    result["prefill"] = {
+        "tokens": PROMPT, "tokens_per_s": round(rate, 1), "samples_s": timing.samples_s,
+        "instruction_peak_per_s": peak, "share_of_peak": peak and round(rate * multiply_operations(engine) / peak, 3),
+    }  # fmt: skip
+    result["decode"] = [decode_at(executor, engine, n, threads, runs) for n in (1, 4, 16)]
+    executor.close()
+    return result
+
+
+def decode_at(executor: NativeExecutor, engine: Engine, n: int, threads: int, runs: int) -> dict[str, Any]:
+    before = bandwidth(executor.isa, threads)
+    timing = decode(executor, n, AT, NEW_TOKENS, runs)
+    after = bandwidth(executor.isa, threads)
+    step_s = timing.median_s / NEW_TOKENS
+    share = read_per_step(engine) / step_s / ((before + after) / 2)
+    return {
+        "sequences": n, "tokens_per_s": round(n / step_s, 1), "samples_s": timing.samples_s,
+        "read_bytes_per_step": read_per_step(engine), "bandwidth_bytes_per_s": [before, after],
+        "share_of_bandwidth": round(share, 3),
+    }  # fmt: skip
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
+    return done.stdout.strip() or "unknown"
+
+
+def run(shape: str, precision: str, threads: int, runs: int, engines: Path) -> dict[str, Any]:
+    folder = engines / f"{shape}-{precision}"
+    build_s = None
+    if not folder.exists():
+        source = random_source(shape, CONTEXT)
+        started = time.perf_counter()
+        write_engine(source, plan_engine(source, BuildOptions(precision=precision_map(precision))), folder, name=shape)
+        build_s = round(time.perf_counter() - started, 1)
+    engine = Engine.open(folder)
+    return {
+        "date": datetime.date.today().isoformat(), "commit": commit(),
+        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "machine": {"cpu": cpu_model(), "cores": usable_cores(), "kernel": platform.release()},
+        "shape": shape, "precision": precision,
+        "head": {"w4a8": "w8a8", "w4a16": "w8a16"}.get(precision, precision), "threads": threads,
+        "build_with_random_weights_s": build_s, "weights_bytes": engine.manifest.weights_bytes,
+        "activation_bytes": engine.manifest.activation_bytes, **measure(engine, precision, threads, runs),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--shape", choices=[*SHAPES, "all"], default="llama-143m")
+    parser.add_argument("--precision", choices=[p.value for p in Precision], default="w4a8")
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--runs", type=int, default=5, help="samples of each measurement; the median counts")
+    parser.add_argument("--engines", type=Path, help="where built engines are kept for the next time")
+    parser.add_argument("--json", action="store_true", help="print the result instead of a table")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        for shape in SHAPES if args.shape == "all" else [args.shape]:
+            result = run(shape, args.precision, args.threads, args.runs, args.engines or Path(temporary))
+            RESULTS.mkdir(exist_ok=True)
+            path = RESULTS / f"{result['date']}_{shape}_{args.precision}.json"
+            path.write_text(json.dumps(result, indent=1) + "\n")
+            print(json.dumps(result) if args.json else table(result, path))
+
+
+def table(result: dict[str, Any], path: Path) -> str:
+    p = result["prefill"]
+    peak = f"{p['share_of_peak']:.0%} of peak" if p["share_of_peak"] else "no peak known"
+    lines = [
+        f"{result['shape']} {result['precision']}, {result['threads']} threads, {result['isa']}",
+        f"  load and first step   {result['load_s']:8.2f} s      {result['resident_bytes'] / 2**20:.0f} MiB resident",
+        f"  prefill {p['tokens']:5}         {p['tokens_per_s']:8.1f} tok/s  {peak}",
+    ]
+    for d in result["decode"]:
+        rates = " and ".join(f"{b / 1e9:.0f}" for b in d["bandwidth_bytes_per_s"])
+        lines.append(
+            f"  decode, {d['sequences']:2} sequences  {d['tokens_per_s']:8.1f} tok/s  "
+            f"{d['share_of_bandwidth']:.0%} of {rates} GB/s read before and after"
+        )
+    return "\n".join([*lines, f"  {path}"])
+
+
+if __name__ == "__main__":
+    main()
