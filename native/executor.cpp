@@ -240,7 +240,7 @@ void Executor::work(const mr_step& s, int worker) {
   for (size_t i = 0; i < program_.size(); ++i) {
     c.next_task = &next_task_[i];
     call(isa_.kernels, program_[i], c);
-    pool_.barrier();
+    pool_.barrier(worker);
     lap(i);
   }
   c.next_task = &next_task_[program_.size()];

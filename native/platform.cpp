@@ -44,6 +44,17 @@ int usable_cpus() {
   return CPU_COUNT(&set);
 }
 
+int current_cpu() { return sched_getcpu(); }
+
+void move_from_cpu(int cpu) {
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  if (sched_getaffinity(0, sizeof all, &all) != 0 || CPU_COUNT(&all) < 2) return;
+  cpu_set_t others = all;
+  CPU_CLR(cpu, &others);
+  if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
+}
+
 #if defined(__x86_64__)
 
 void pause() { _mm_pause(); }
