@@ -1,5 +1,6 @@
 """The budget controller against machines with a known cost per step and per token, and a clock that follows them."""
 
+import math
 import random
 
 import pytest
@@ -16,7 +17,7 @@ GAP_S = 0.1
 
 def learned(step_s: float, token_s: float, n_steps: int = 100, noise: float = 0.0, seed: int = 0) -> TokenBudget:
     """A budget after some steps of a machine with these costs, every third one without prefill."""
-    rng, budget = random.Random(seed), TokenBudget(2048, GAP_S)
+    rng, budget = random.Random(seed), TokenBudget(2048, GAP_S, stretch=math.inf)
     for i in range(n_steps):
         n = budget.prefill_tokens(4) if i % 3 else 0
         budget.observe(n, (step_s + token_s * n) * (1 + rng.uniform(-noise, noise)))
@@ -44,7 +45,7 @@ def test_it_starts_careful_and_is_bounded() -> None:
     assert budget.prefill_tokens(0) == 512, "nobody waits"
     budget.observe(64, 1e-9)
     assert budget.prefill_tokens(4) == 508 and budget.prefill_tokens(512) == 0
-    for _ in range(40):
+    for _ in range(60):
         budget.observe(64, 10.0)
     assert budget.prefill_tokens(4) == DEFAULT_CHUNK_LOW, "slow machines crawl, but go on"
 
@@ -57,7 +58,7 @@ def test_one_interrupted_step_changes_little() -> None:
 
 
 def test_a_step_of_at_most_a_few_tokens_is_the_limit() -> None:
-    assert TokenBudget(20, GAP_S).prefill_tokens(4) == 16
+    assert TokenBudget(20, GAP_S, chunk_low=64).prefill_tokens(4) == 16
 
 
 @pytest.mark.parametrize("gap_s", [0.0, -1.0, float("nan")])
@@ -67,7 +68,7 @@ def test_a_limit_must_be_a_time(gap_s: float) -> None:
 
 
 def test_the_shortest_chunk_can_be_set() -> None:
-    assert TokenBudget(512, GAP_S, chunk_low=16).prefill_tokens(4) == 16
+    assert TokenBudget(512, GAP_S, chunk_low=24).prefill_tokens(4) == 24
     with pytest.raises(ConfigError):
         TokenBudget(512, GAP_S, chunk_low=0)
 
@@ -82,7 +83,9 @@ def test_a_running_answer_sees_no_longer_gaps_than_asked() -> None:
         clock.now_s += took[-1]
 
     of = limits(max_context=4096, n_pages=4096, max_step_tokens=1024)
-    loop = EngineLoop(FakeExecutor(of, cost), FakeTokenizer(), clock=clock, budget=TokenBudget(1024, GAP_S))
+    loop = EngineLoop(
+        FakeExecutor(of, cost), FakeTokenizer(), clock=clock, budget=TokenBudget(1024, GAP_S, stretch=math.inf)
+    )
     loop.submit([1], SamplingParams(max_tokens=200, ignore_eos=True, seed=1), lambda deltas: None)
     for i in range(120):
         if i % 10 == 5:
@@ -91,3 +94,19 @@ def test_a_running_answer_sees_no_longer_gaps_than_asked() -> None:
     assert max(took[:20]) < 2 * GAP_S and max(took[20:]) <= GAP_S * 1.1
     chunked = [t for t in took[20:] if t > 0.03]
     assert sorted(chunked)[len(chunked) // 2] > 0.8 * GAP_S, "and the gap is made use of"
+
+
+@pytest.mark.parametrize("step_s, token_s", [(0.0005, 1e-5), (0.004, 5e-5), (0.02, 1e-4)])
+def test_a_step_with_prefill_lasts_less_than_two_without(step_s: float, token_s: float) -> None:
+    budget = TokenBudget(2048, GAP_S)
+    for i in range(100):
+        n = budget.prefill_tokens(1) if i % 3 else 0
+        budget.observe(n, step_s + token_s * n)
+    n = budget.prefill_tokens(1)
+    assert 1.8 * step_s < step_s + token_s * n < 2 * step_s
+
+
+@pytest.mark.parametrize("stretch", [1.0, 0.5, float("nan")])
+def test_a_stretch_must_leave_room(stretch: float) -> None:
+    with pytest.raises(ConfigError):
+        TokenBudget(512, GAP_S, stretch=stretch)

@@ -164,7 +164,7 @@ def test_limits_that_cannot_work_are_refused() -> None:
 
 def test_a_given_budget_is_used() -> None:
     of = limits(max_step_tokens=512, max_context=512)
-    sched = Scheduler(of, PagePool(of.n_pages), clock=lambda: 0.0, budget=TokenBudget(512, 1e-9))
+    sched = Scheduler(of, PagePool(of.n_pages), clock=lambda: 0.0, budget=TokenBudget(512, 1e-9, chunk_low=64))
     queued(sched, 3)
     ran(sched)
     queued(sched, 300)

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import uvloop
 
-from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.chat import ChatLimits, ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.errors import MillraceError
@@ -57,7 +57,7 @@ class Fake:
             aliases=self.aliases,
             engine=AsyncEngine(loop, self.options),
             tokenizer=tokenizer(),
-            chat_template=None if self.template is None else ChatTemplate(self.template, {}),
+            chat_template=None if self.template is None else ChatTemplate(self.template, {}, ChatLimits(timeout_s=2.0)),
             created=1_700_000_000,
             metadata={
                 "license": "apache-2.0",

@@ -1,14 +1,19 @@
 """Every mistake has one clear answer: a status, OpenAI's error object, and a message that names what was wrong."""
 
 import json
+import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import msgspec
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from millrace.serve.fields import known_names
+from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import MODEL, Fake, Running, post, running
 
@@ -202,7 +207,8 @@ def test_a_body_that_never_comes(server: Running) -> None:
 
 
 TEMPLATES = [
-    ("{% for i in range(99999999999) %}x{% endfor %}", 422, "chat template"),
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", 422, "not done after 2 s"),
+    ("{% for i in range(99999999999) %}x{% endfor %}", 422, "chat template is broken"),
     ("{{ raise_exception('no such roles') }}", 400, "no such roles"),
     ("{{ nothing.at.all }}", 422, "chat template is broken"),
     (None, 400, "this model has no chat template"),
@@ -212,6 +218,40 @@ TEMPLATES = [
 @pytest.mark.parametrize("template, status, names", TEMPLATES)
 def test_templates_that_fail(template: str | None, status: int, names: str) -> None:
     with running(Fake(template=template)) as server:
-        check(post(server.url, CHAT, chat()), status, names)
-        assert post(server.url, TEXT, text()).status_code == 200
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(post, server.url, CHAT, chat())
+            assert post(server.url, TEXT, text(prompt="mill " * 200)).status_code == 200  # does not wait for it
+            check(asked.result(), status, names)
         assert httpx.get(server.url + "/v1/health/ready").status_code == 200
+
+
+ODD: list[object] = [
+    None, True, 0, -1, 1, 2**63, 2**64, -(2**70), 0.5, 1e308, "", "a", "\ud800", [], [1], ["a"], [[]], [None], {},
+    {"a": 1}, {"1": 1}, {"type": "text"}, {"-1": 0.5}, [{"role": "user", "content": ""}],
+]  # fmt: skip
+KINDS: dict[str, type[msgspec.Struct]] = {
+    CHAT: ChatRequest,
+    TEXT: CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_mixture_of_odd_values_is_a_500(server: Running, seed: int) -> None:
+    rng = random.Random(seed)
+    statuses = set()
+    with httpx.Client(headers={"content-type": "application/json"}, timeout=20) as client:
+        for _ in range(150):
+            path, kind = rng.choice(list(KINDS.items()))
+            names = sorted(known_names(kind) - {"stream"})
+            body = {"prompt": "a", "max_tokens": 2} if path == TEXT else chat() if path == CHAT else {}
+            body |= {name: rng.choice(ODD) for name in rng.sample(names, rng.randint(1, 2))}
+            content = bytearray(json.dumps(body).encode())
+            if rng.random() < 0.2:
+                content[rng.randrange(len(content))] = rng.randrange(256)
+            reply = client.post(server.url + path, content=bytes(content))
+            statuses.add(reply.status_code)
+            assert reply.status_code in (200, 400, 404), (content, reply.text)
+            assert reply.status_code == 200 or reply.json()["error"]["message"], content
+    assert {200, 400} <= statuses

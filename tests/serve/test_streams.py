@@ -230,3 +230,13 @@ def test_steps_are_coalesced_into_one_write() -> None:
         )
         assert b"".join(blocks).count(b"data: {") > 3 * n_steps
         assert len(blocks) <= n_steps + 3
+
+
+def test_the_first_event_comes_with_the_first_token() -> None:
+    """Otherwise clients that time it would be told a time to first token that is not true."""
+    with running(Fake(before_run=lambda step: time.sleep(0.2))) as server:
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True}
+        start_s = time.monotonic()
+        with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as reply:
+            first = next(reply.iter_lines())
+            assert '"role":"assistant"' in first and time.monotonic() - start_s > 0.19

@@ -34,7 +34,7 @@ A map of precisions is JSON: the first pattern that matches a module's name deci
 @settings_options(BuildSettings)
 @json_option
 @click.pass_obj
-def command(env: Env, model: str, output: Path, precision_map: Path | None, as_json: bool, **given: Any) -> None:
+def command(env: Env, /, model: str, output: Path, precision_map: Path | None, as_json: bool, **given: Any) -> None:
     """Compile a checkpoint into an engine folder for this machine.
 
     MODEL is a checkpoint folder, a hub id or `tiny`. The engine carries all that serving needs.
@@ -82,11 +82,11 @@ def show(tables: Tables, seconds: float) -> None:
             ("engine", str(tables.engine.folder)),
             ("model", f"{m.architecture}, {count(m.n_parameters)} parameters, {tables.precision()}"),
             ("weights", f"{size(memory['weights_bytes'])} ({formats})"),
-            ("KV cache", f"{size(memory['kv_bytes_per_sequence'])} a sequence of {m.max_context:,} tokens ({m.kv.format}),"
-                         f" {size(memory['kv_bytes_batch'])} for {m.max_sequences}"),
+            ("KV cache", f"{size(memory['kv_bytes_per_sequence'])} a sequence of {m.max_context:,} tokens "
+                         f"({m.kv.format}), {size(memory['kv_bytes_batch'])} for {m.max_sequences}"),
             ("activations", f"{size(m.activation_bytes)} (no plan needs less than {size(m.activation_lower_bound)})"),
             ("peak memory", f"{size(memory['peak_bytes'])} with every sequence at full context"),
-            ("program", f"{len(tables.steps)} steps for {len(tables.graph['nodes'])} operations, "
+            ("program", f"{len(tables.steps)} steps for {len(tables.graph.nodes)} operations, "
                         f"{len(tables.fusions)} of them fused (millrace inspect shows them)"),
             ("next", f"millrace serve {tables.engine.folder}"),
         ]

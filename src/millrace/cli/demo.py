@@ -23,6 +23,7 @@ from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import cpu_model, usable_cores
 from millrace.machine.roofline import Roofline
 from millrace.runtime.generate import generate
+from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import BUNDLED, BuildSettings, RunSettings, open_engine
 from millrace.runtime.params import SamplingParams
 
@@ -119,17 +120,21 @@ def _stop(server: ServerProcess) -> float:
 
 
 def _without_http(engine: Engine) -> float:
-    """Output tokens per second of the same load in this process."""
+    """Output tokens per second of the same load in this process, the best of three."""
     model = open_engine("tiny", engine, RunSettings())
     try:
         loop = model.loop()
         prompts = [loop.tokenizer.encode(asked.text) for asked in _load()]
         params = [SamplingParams(max_tokens=LOAD_TOKENS, seed=asked.seed, ignore_eos=True) for asked in _load()]
-        start_s = time.perf_counter()
-        outputs = generate(loop, prompts, params)
-        return sum(len(o.outputs[0].token_ids) for o in outputs) / (time.perf_counter() - start_s)
+        return max(_rate(loop, prompts, params) for _ in range(3))
     finally:
         model.close()
+
+
+def _rate(loop: EngineLoop, prompts: list[list[int]], params: list[SamplingParams]) -> float:
+    start_s = time.perf_counter()
+    outputs = generate(loop, prompts, params)
+    return sum(len(o.outputs[0].token_ids) for o in outputs) / (time.perf_counter() - start_s)
 
 
 def _report(told: Told) -> dict[str, Any]:
@@ -166,7 +171,7 @@ def _show(told: Told, report: dict[str, Any]) -> None:
     heading("What was built")
     pairs(
         [
-            ("model", f"{m.model_name}, {m.architecture}, {count(m.n_parameters)} parameters in {told.tables.precision()}"),
+            ("model", f"{m.model_name}, {count(m.n_parameters)} parameters in {told.tables.precision()}"),
             ("engine", f"{len(told.tables.steps)} steps, weights {size(memory['weights_bytes'])}, "
                        f"KV {size(memory['kv_bytes_per_sequence'])} a sequence, built in {told.build_s:.1f} s"),
             ("ready", f"{told.ready_s:.1f} s after the server's process started"),
@@ -180,8 +185,9 @@ def _show(told: Told, report: dict[str, Any]) -> None:
             ("next token", f"{gaps['p50'] * 1e3:.1f} ms median, {gaps['p99'] * 1e3:.1f} ms p99"),
             ("tokens", f"{report['tokens_per_s']:,.0f} a second together; "
                        f"{report['engine_tokens_per_s']:,.0f} from the engine alone, without HTTP and its clients"),
-            ("limit here", f"{limit['tokens_per_s']:,.0f} a second by {limit['bound_by']}, of which "
-                           f"{report['share_of_limit']:.1%} is served, {report['engine_share_of_limit']:.1%} by the engine alone"),
+            ("limit here", f"{limit['tokens_per_s']:,.0f} a second by {limit['bound_by']}; "
+                           f"served {report['share_of_limit']:.1%} of it, "
+                           f"the engine alone {report['engine_share_of_limit']:.1%}"),
             ("stopped", f"by SIGTERM in {told.stop_s:.1f} s, the running answer finished first"),
         ]
     )  # fmt: skip

@@ -15,6 +15,7 @@ from millrace.machine.cpu import (
     cpu_flags,
     cpu_model,
     huge_pages,
+    load,
     memory,
     quota_cores,
     usable_cores,
@@ -45,7 +46,9 @@ def command(threads: int | None, isa: str | None, as_json: bool) -> None:
     """
     usable = usable_isas()
     if isa is not None and isa not in usable:
-        raise ConfigError(f'instruction set "{isa}" cannot run here', "one of " + ", ".join(usable), "choose one of them")
+        raise ConfigError(
+            f'instruction set "{isa}" cannot run here', "one of " + ", ".join(usable), "choose one of them"
+        )
     facts = _facts(usable, huge_page_share())
     roofline = roofline_here(isa or usable[0], threads or usable_cores())
     warnings = _warnings(facts)
@@ -70,6 +73,7 @@ def _facts(usable: list[str], share: float) -> dict[str, Any]:
         "caches": [{"level": c.level, "bytes": c.nbytes, "shared_by": c.shared_by} for c in caches()],
         "memory_bytes": here.total_bytes,
         "memory_available_bytes": here.available_bytes,
+        "load": load(),
         "huge_pages": huge_pages(),
         "huge_page_share": round(share, 3),
     }
@@ -98,12 +102,21 @@ def _warnings(facts: dict[str, Any]) -> list[tuple[str, str]]:
             (
                 f"the cgroup allows {quota:g} cores' worth of time on {facts['cores_by_affinity']} cores: threads that "
                 "run over it are stopped for a while",
-                f"raise the container's CPU limit to a whole number of cores, or keep to --threads {max(1, int(quota))}",
+                f"raise the container's CPU limit to whole cores, or keep to --threads {max(1, int(quota))}",
             )
         )
     if "avx512" not in facts["isas"]:
         lacking = ", ".join(facts["lacking"].get("avx512", ())) or "support in this build"
-        found.append((f"no AVX-512 with VNNI and BF16 (lacking: {lacking})", "nothing; a newer CPU is several times faster"))
+        found.append(
+            (f"no AVX-512 with VNNI and BF16 (lacking: {lacking})", "nothing; a newer CPU is several times faster")
+        )
+    if facts["load"] > facts["cores"] / 2:
+        found.append(
+            (
+                f"other processes are busy here (load {facts['load']:.1f}): the measured rates are too low",
+                "stop them, and measure again",
+            )
+        )
     if facts["memory_available_bytes"] < LITTLE_MEMORY:
         found.append((f"only {size(facts['memory_available_bytes'])} of memory are available", "free memory"))
     return found
@@ -119,7 +132,7 @@ def _show(facts: dict[str, Any], isa: str, roofline: Roofline) -> None:
             ("processor", facts["cpu"]),
             ("instructions", ", ".join(facts["isas"]) + lacking),
             ("cores", cores + ("no cgroup limit" if quota is None else f"{quota:g} by cgroup")),
-            ("caches", ", ".join(f"L{c['level']} {size(c['bytes'])}" + (f" shared by {c['shared_by']}" if c["shared_by"] > 1 else "") for c in facts["caches"])),
+            ("caches", ", ".join(_cache(**c) for c in facts["caches"]) or "not told"),
             ("memory", f"{size(facts['memory_available_bytes'])} available of {size(facts['memory_bytes'])}"),
             ("huge pages", f"{facts['huge_pages']}; a test allocation got {facts['huge_page_share']:.0%}"),
         ]
@@ -130,7 +143,13 @@ def _show(facts: dict[str, Any], isa: str, roofline: Roofline) -> None:
     table(
         ("level", "1 thread", threads, "best", "median"),
         [
-            (x.name, _giga(x.one_thread), _giga(x.all_threads), _best(x.all_threads), f"{x.all_threads.median / 1e9:,.0f}")
+            (
+                x.name,
+                _giga(x.one_thread),
+                _giga(x.all_threads),
+                _best(x.all_threads),
+                f"{x.all_threads.median / 1e9:,.0f}",
+            )
             for x in roofline.levels
         ],
     )
@@ -139,10 +158,20 @@ def _show(facts: dict[str, Any], isa: str, roofline: Roofline) -> None:
     table(
         ("precision", "1 thread", threads, "best", "instruction peak"),
         [
-            (x.precision, _giga(x.one_thread), _giga(x.all_threads), _best(x.all_threads), _giga(x.peak) if x.peak else "-")
+            (
+                x.precision,
+                _giga(x.one_thread),
+                _giga(x.all_threads),
+                _best(x.all_threads),
+                _giga(x.peak) if x.peak else "-",
+            )
             for x in roofline.compute
         ],
     )
+
+
+def _cache(level: int, bytes: int, shared_by: int) -> str:
+    return f"L{level} {size(bytes)}" + (f" shared by {shared_by}" if shared_by > 1 else "")
 
 
 def _giga(rate: Rate) -> str:

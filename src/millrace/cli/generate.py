@@ -8,7 +8,7 @@ import click
 from millrace.cli.models import opened
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.sampling import SamplingFlags
-from millrace.cli.screen import note, print_json
+from millrace.cli.screen import decoded, note, print_json
 from millrace.cli.stream import chat_ids, stream
 from millrace.env import Env
 from millrace.runtime.open import BuildSettings, RunSettings
@@ -27,13 +27,13 @@ Examples:
 @settings_options(SamplingFlags, BuildSettings, RunSettings)
 @json_option
 @click.pass_obj
-def command(env: Env, model: str, prompt: str, chat: bool, n: int, as_json: bool, **given: Any) -> None:
+def command(env: Env, /, model: str, prompt: str, chat: bool, n: int, as_json: bool, **given: Any) -> None:
     """Continue a text, or answer a message, in this process.
 
     The text streams to stdout; stderr closes with the time for prompt and answer, and the seed that gives it again.
     """
     params = made(SamplingFlags, given).params(n)
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    text = decoded(sys.stdin.buffer.read()).removesuffix("\n") if prompt == "-" else prompt
     with opened(model, made(BuildSettings, given), made(RunSettings, given), env) as model_opened:
         loop = model_opened.loop()
         ids = chat_ids(model_opened, [{"role": "user", "content": text}]) if chat else loop.tokenizer.encode(text)

@@ -1,15 +1,16 @@
 """`millrace inspect`: what an engine is made of."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import to_builtins
 
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, pairs, print_json, size, table
-from millrace.cli.tables import Tables
+from millrace.cli.tables import Step, Tables
 from millrace.compile.cache import EngineCache
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import MANIFEST
@@ -65,15 +66,13 @@ def find(name: str, cache: EngineCache) -> Path:
 def _summary(tables: Tables) -> None:
     m, memory, program = tables.engine.manifest, tables.memory(), tables.program
     heading(f"{m.model_name}  ({tables.engine.folder})")
-    tuned = m.tuned_for
     here = fingerprint(usable_isas()[0])
     pairs(
         [
             ("model", f"{m.architecture}, {count(m.n_parameters)} parameters, vocabulary {m.vocab_size:,}"),
             ("precision", tables.precision()),
-            ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences, {m.max_step_tokens} tokens a step"),
-            ("tuned for", f"{tuned['cpu']}, {tuned['isa']}, {tuned['cores']} cores"
-                          + ("" if tuned == here else f" (here: {here['cpu']}, {here['isa']}, {here['cores']} cores)")),
+            ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences, {m.max_step_tokens} a step"),
+            ("tuned for", _machine(m.tuned_for) + ("" if m.tuned_for == here else f" (here: {_machine(here)})")),
             ("built by", f"millrace {m.millrace}, engine format {m.format}"),
             *(("note", text) for text in m.notes),
         ]
@@ -84,12 +83,12 @@ def _summary(tables: Tables) -> None:
     click.echo()
     heading("Fusions")
     table(("times", "kernel", "what", "origin"), _fusions(tables))
-    click.echo(f"  passes: {', '.join(program['passes'])}")
+    click.echo(f"  passes: {', '.join(program.passes)}")
     click.echo()
     heading("Bytes")
     formats = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in tables.bytes_by_format().items())
     kv = f"{size(memory['kv_bytes_per_sequence'])} a sequence, {size(memory['kv_bytes_batch'])} for {m.max_sequences}"
-    bound = f"{size(m.activation_bytes)}, planned over {len(program['buffers'])} buffers; the lower bound is "
+    bound = f"{size(m.activation_bytes)}, planned over {len(program.buffers)} buffers; the lower bound is "
     pairs(
         [
             ("weights", f"{size(m.weights_bytes)} ({formats})"),
@@ -100,6 +99,10 @@ def _summary(tables: Tables) -> None:
     )
 
 
+def _machine(fingerprint: Mapping[str, str | int]) -> str:
+    return ", ".join(str(fingerprint.get(key, "?")) for key in ("cpu", "isa")) + f", {fingerprint.get('cores')} cores"
+
+
 def _layers(tables: Tables) -> list[tuple[str, str, str]]:
     """(which modules, steps, kernels in their order), equal layers in one row."""
     groups: list[tuple[str, list[str]]] = []
@@ -107,7 +110,7 @@ def _layers(tables: Tables) -> list[tuple[str, str, str]]:
         module = _module_of(step)
         if not groups or groups[-1][0] != module:
             groups.append((module, []))
-        groups[-1][1].append(step["kernel"] + (f":{step['note']}" if step["kernel"] == "matmul" else ""))
+        groups[-1][1].append(f"matmul:{step.note}" if step.kernel == "matmul" else step.kernel)
     rows: list[tuple[str, str, list[str]]] = []
     for module, kernels in groups:
         if rows and rows[-1][2] == kernels and ".layers." in f".{module}":
@@ -120,9 +123,9 @@ def _layers(tables: Tables) -> list[tuple[str, str, str]]:
     ]
 
 
-def _module_of(step: dict[str, Any]) -> str:
+def _module_of(step: Step) -> str:
     """`model.layers.3`, or the module itself outside of the layers."""
-    parts = next((o for o in step["origin"] if o), step["kernel"]).split(".")
+    parts = next((o for o in step.origin if o), step.kernel).split(".")
     if "layers" in parts:
         return ".".join(parts[: parts.index("layers") + 2])
     return ".".join(parts)
@@ -132,8 +135,8 @@ def _fusions(tables: Tables) -> list[tuple[str, str, str, str]]:
     """Fused steps with their origin; those that differ only in the layer's number counted together."""
     counted: Counter[tuple[str, str, str]] = Counter()
     for step, what in tables.fusions:
-        origin = " + ".join(_short(o, i) for i, o in enumerate(step["origin"]))
-        counted[step["kernel"], what, origin] += 1
+        origin = " + ".join(_short(o, i) for i, o in enumerate(step.origin))
+        counted[step.kernel, what, origin] += 1
     return [(str(n), kernel, what, origin) for (kernel, what, origin), n in counted.items()]
 
 
@@ -146,39 +149,38 @@ def _short(origin: str, i: int) -> str:
 def _steps(tables: Tables) -> None:
     rows = []
     for i, step in enumerate(tables.steps):
-        p = step["params"]
-        shape = f"{p['n']} x {p['k']}" if step["kernel"] == "matmul" else str(p.get("n", ""))
-        rows.append((str(i), step["kernel"], step["note"], shape, " + ".join(o for o in step["origin"] if o)))
+        p = step.params
+        shape = f"{p['n']} x {p['k']}" if step.kernel == "matmul" else str(p.get("n", ""))
+        rows.append((str(i), step.kernel, step.note, shape, " + ".join(o for o in step.origin if o)))
     table(("step", "kernel", "note", "shape", "origin"), rows)
 
 
 def _weights(tables: Tables) -> None:
-    rows = [
-        (w["name"], " x ".join(map(str, w["shape"])), w["format"], size(w["bytes"])) for w in tables.program["weights"]
-    ]
+    rows = [(w.name, " x ".join(map(str, w.shape)), w.format, size(w.bytes)) for w in tables.program.weights]
     table(("weight", "shape", "format", "bytes"), rows)
 
 
 def _memory(tables: Tables) -> None:
-    buffers = tables.program["buffers"]
-    table(("buffer", "bytes", "offset"), [(b["name"], f"{b['bytes']:,}", f"{b['offset']:,}") for b in buffers])
+    buffers = tables.program.buffers
+    table(("buffer", "bytes", "offset"), [(b.name, f"{b.bytes:,}", f"{b.offset:,}") for b in buffers])
     m = tables.engine.manifest
     click.echo(f"  {m.activation_bytes:,} bytes in all; no plan needs less than {m.activation_lower_bound:,}")
 
 
 def _graph(tables: Tables) -> None:
     rows = [
-        (str(n["output"]), n["op"], " ".join(map(str, n["inputs"])), " x ".join(n["shape"]), " + ".join(n["origin"]))
-        for n in tables.graph["nodes"]
+        (str(n.output), n.op, " ".join(map(str, n.inputs)), " x ".join(n.shape), " + ".join(n.origin))
+        for n in tables.graph.nodes
     ]
     table(("value", "op", "inputs", "shape", "origin"), rows)
 
 
 def _as_json(tables: Tables, part: str | None) -> Any:
     if part == "graph":
-        return tables.graph
+        return to_builtins(tables.graph)
     if part is not None:
-        return tables.program[{"steps": "steps", "weights": "weights", "memory": "buffers"}[part]]
+        program = to_builtins(tables.program)
+        return program[{"steps": "steps", "weights": "weights", "memory": "buffers"}[part]]
     return tables.summary()
 
 

@@ -18,8 +18,8 @@ def decode_bound(tables: Tables, roofline: Roofline, n_sequences: int, n_context
     nbytes = n_sequences * n_context * tables.memory()["kv_bytes_per_token"]
     operations: Counter[str] = Counter()
     for step in tables.steps:
-        if step["kernel"] == "matmul":
-            nbytes += step["operands"]["w"]["bytes"]
-            precision = _ARITHMETIC.get(step["note"], step["note"])
-            operations[precision] += 2 * n_sequences * step["params"]["n"] * step["params"]["k"]
+        if step.kernel == "matmul":
+            nbytes += int(step.operands["w"]["bytes"])
+            products = int(step.params["n"] * step.params["k"])
+            operations[_ARITHMETIC.get(step.note, step.note)] += 2 * n_sequences * products
     return roofline.bound(nbytes, operations)

@@ -11,7 +11,7 @@ import click
 
 from millrace import __version__
 from millrace.env import read_env
-from millrace.errors import ConfigError, MillraceError, nearest
+from millrace.errors import ConfigError, MachineError, MillraceError, nearest
 
 MISTAKE, INTERRUPTED = 2, 130
 # Command -> module of this package; a module is imported when its command runs, so that each starts as fast as it can.
@@ -51,7 +51,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, message="millrace %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
@@ -65,6 +65,8 @@ def cli(ctx: click.Context) -> None:
     millrace chat tiny          a chat in this terminal
     """
     ctx.obj = read_env()
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -78,6 +80,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _mistake(_as_error(error))
     except click.ClickException as error:
         return _mistake(ConfigError(error.format_message(), "a readable file", "check the path"))
+    except OSError as error:  # a full disk, a folder that may not be written: nobody below could say it better
+        return _mistake(
+            MachineError(f"{error}", "files that can be read and written", "make room, or check the rights")
+        )
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
 

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from millrace.cli.screen import Progress, note, progress
+from millrace.compile.cache import EngineCache
 from millrace.compile.precision import PrecisionMap
 from millrace.engine.engine import Engine
 from millrace.env import Env
+from millrace.errors import EngineError
 from millrace.runtime.open import BuildSettings, Opened, RunSettings, asked_precision, find_engine, open_engine
 
 
@@ -20,12 +22,25 @@ def engine_of(model: str, build: BuildSettings, env: Env) -> tuple[str, Engine]:
 @contextmanager
 def opened(model: str, build: BuildSettings, run: RunSettings, env: Env) -> Iterator[Opened]:
     """MODEL, ready to run; closed at the end."""
-    name, engine = engine_of(model, build, env)
-    model_opened = open_engine(name, engine, run)
+    with _cache_mended(env):
+        name, engine = engine_of(model, build, env)
+        model_opened = open_engine(name, engine, run)
     try:
         yield model_opened
     finally:
         model_opened.close()
+
+
+@contextmanager
+def _cache_mended(env: Env) -> Iterator[None]:
+    """A damaged engine in the cache was not put there by the user: say how to be rid of it."""
+    try:
+        yield
+    except EngineError as error:
+        damaged = [e.name for e in EngineCache(env.cache).entries() if error.what.startswith(str(e.folder))]
+        if not damaged:
+            raise
+        raise EngineError(error.what, error.expected, f"millrace rm {damaged[0]}, and ask again") from error
 
 
 def build_engine(

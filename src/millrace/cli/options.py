@@ -6,7 +6,6 @@ def command(**given): build = made(BuildSettings, given)
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -15,7 +14,7 @@ from millrace.settings import Setting, Settings, declared, flag_of, plain_type
 
 S = TypeVar("S", bound=Settings)
 F = TypeVar("F", bound=Callable[..., Any])
-_METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT", Path: "FILE"}
+_METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for programs.")
 
@@ -47,7 +46,7 @@ def _option(cls: type[Settings], f: "Field[Any]") -> Callable[[F], F]:
     return click.option(
         flag_of(f.name),
         f.name,
-        type=str if said.size or kind is tuple else Path if kind is Path else kind,
+        type=str if said.size or kind is tuple else kind,
         default=f.default,
         multiple=kind is tuple,
         metavar=metavar,

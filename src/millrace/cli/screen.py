@@ -9,12 +9,26 @@ from typing import Any
 
 import click
 
+from millrace.errors import ConfigError
+
 _NUMBER = re.compile(r"([\d.,]+( [KMGT]?i?B)?( .?B/s)?| *|-)")
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
 
 
 def print_json(data: Any) -> None:
     click.echo(json.dumps(data, indent=2, default=str))
+
+
+def decoded(data: bytes) -> str:
+    """Text from a pipe. raises ConfigError where it is not UTF-8"""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"stdin is not UTF-8: byte 0x{data[error.start]:02x} at {error.start}",
+            "UTF-8 text",
+            "convert it with iconv",
+        ) from None
 
 
 def note(text: str) -> None:

@@ -38,7 +38,9 @@ class ServeFlags(Settings):
     host: str = setting(ServerSettings.host, "address to listen on; 0.0.0.0 is every network of this machine")
     port: int = setting(ServerSettings.port, "port to listen on; 0 takes a free one", low=0, high=65535)
     served_model_name: str | None = setting(None, "the model's name for clients; default: its own")
-    api_key_file: Path | None = setting(None, "file with API keys, one a line; default: everybody may ask")
+    api_key_file: str | None = setting(
+        None, "file with API keys, one a line; default: everybody may ask", metavar="FILE"
+    )
     cors_origin: tuple[str, ...] = setting((), "web origin that may ask from a browser; * for all")
     max_body_bytes: int = setting(ServerSettings.max_body_bytes, "largest request", size=True, low=1)
     max_queued: int = setting(ServiceOptions().max_queued, "sequences that may wait; more are answered 429", low=1)
@@ -53,7 +55,7 @@ class ServeFlags(Settings):
         return ServerSettings(
             host=self.host,
             port=self.port,
-            api_keys=read_keys(self.api_key_file) if self.api_key_file else (),
+            api_keys=read_keys(Path(self.api_key_file)) if self.api_key_file else (),
             cors_origins=self.cors_origin,
             log_format=cast(Literal["text", "json"], self.log_format),
             max_body_bytes=self.max_body_bytes,
@@ -66,7 +68,7 @@ class ServeFlags(Settings):
 @settings_options(ServeFlags, BuildSettings, RunSettings)
 @json_option
 @click.pass_obj
-def command(env: Env, model: str, as_json: bool, **given: Any) -> None:
+def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
     """Serve MODEL over the OpenAI protocol; built first where needed.
 
     Ends with SIGTERM or Ctrl-C after the running requests are answered; a second signal ends it at once. With --json,

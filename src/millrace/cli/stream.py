@@ -8,7 +8,7 @@ from millrace.errors import CheckpointError, MachineError
 from millrace.runtime.generate import Collector
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened
-from millrace.runtime.params import Delta, RequestOutput, SamplingParams
+from millrace.runtime.params import Delta, FinishReason, RequestOutput, SamplingParams
 from millrace.runtime.sequence import Timings
 
 
@@ -61,9 +61,9 @@ class Answered:
         }
 
     def raise_error(self) -> None:
-        """raises MachineError where a choice failed"""
+        """raises MachineError where a choice failed; being stopped is no failure"""
         for choice in self.output.outputs:
-            if choice.error is not None:
+            if choice.finish_reason == FinishReason.ERROR:
                 raise MachineError(f"the request failed: {choice.error}", "a finite answer", "try another --precision")
 
 

@@ -3,13 +3,61 @@
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
+from msgspec import DecodeError, Struct, json
 
 from millrace.engine.engine import Engine
-from millrace.engine.manifest import GRAPH, PROGRAM_TABLE
+from millrace.engine.manifest import GRAPH, PROGRAM_TABLE, damaged
 from millrace.engine.native import PAGE_TOKENS
+
+T = TypeVar("T")
+
+
+class Step(Struct, frozen=True):
+    kernel: str
+    note: str
+    origin: list[str]
+    operands: dict[str, dict[str, str | int]]  # {"weight": name, "bytes": n} or {"buffer": number, "offset": n}
+    params: dict[str, int | float]
+
+
+class Weight(Struct, frozen=True):
+    name: str
+    origin: list[str]
+    shape: list[int]
+    format: str
+    bytes: int
+    offset: int
+
+
+class Buffer(Struct, frozen=True):
+    name: str
+    bytes: int
+    offset: int
+
+
+class ProgramTable(Struct, frozen=True):
+    """program.json, as `compile/report.py` writes it."""
+
+    passes: list[str]
+    steps: list[Step]
+    weights: list[Weight]
+    buffers: list[Buffer]
+
+
+class Node(Struct, frozen=True):
+    op: str
+    inputs: list[int | str]  # numbers of values, names of constants
+    output: int
+    shape: list[str]
+    origin: list[str]
+
+
+class GraphTable(Struct, frozen=True):
+    """graph.json, likewise."""
+
+    nodes: list[Node]
 
 
 @dataclass(frozen=True)
@@ -19,33 +67,38 @@ class Tables:
     engine: Engine
 
     @cached_property
-    def program(self) -> dict[str, Any]:
-        found: dict[str, Any] = msgspec.json.decode((self.engine.folder / PROGRAM_TABLE).read_bytes())
-        return found
+    def program(self) -> ProgramTable:
+        """raises EngineError where it is not what `millrace build` writes"""
+        return self._read(PROGRAM_TABLE, ProgramTable)
 
     @cached_property
-    def graph(self) -> dict[str, Any]:
-        found: dict[str, Any] = msgspec.json.decode((self.engine.folder / GRAPH).read_bytes())
-        return found
+    def graph(self) -> GraphTable:
+        """raises EngineError where it is not what `millrace build` writes"""
+        return self._read(GRAPH, GraphTable)
+
+    def _read(self, name: str, kind: type[T]) -> T:
+        try:
+            return json.decode((self.engine.folder / name).read_bytes(), type=kind)
+        except DecodeError as error:
+            raise damaged(self.engine.folder, f"{name} is not readable: {error}") from error
 
     @property
-    def steps(self) -> list[dict[str, Any]]:
-        steps: list[dict[str, Any]] = self.program["steps"]
-        return steps
+    def steps(self) -> list[Step]:
+        return self.program.steps
 
     @property
-    def fusions(self) -> list[tuple[dict[str, Any], str]]:
+    def fusions(self) -> list[tuple[Step, str]]:
         """Steps that do the work of several, each with what is fused in it."""
         return [(step, what) for step in self.steps if (what := _fused(step))]
 
     def kernels(self) -> Counter[str]:
-        return Counter(step["kernel"] for step in self.steps)
+        return Counter(step.kernel for step in self.steps)
 
     def bytes_by_format(self) -> dict[str, int]:
         """Largest first."""
         sizes: Counter[str] = Counter()
-        for weight in self.program["weights"]:
-            sizes[weight["format"]] += weight["bytes"]
+        for weight in self.program.weights:
+            sizes[weight.format] += weight.bytes
         return dict(sizes.most_common())
 
     def memory(self) -> dict[str, int]:
@@ -66,7 +119,7 @@ class Tables:
         """ "w4a8, lm_head w8a8, groups of 128"."""
         m = self.engine.manifest
         parts = [
-            m.precision["default"],
+            m.precision.get("default", "?"),
             *(f"{pattern} {p}" for pattern, p in m.precision.items() if pattern != "default"),
         ]
         grouped = any(p.startswith(("w4", "w8")) for p in m.precision.values())
@@ -85,7 +138,7 @@ class Tables:
             "max_context": m.max_context,
             "max_sequences": m.max_sequences,
             "max_step_tokens": m.max_step_tokens,
-            "operations": len(self.graph["nodes"]),
+            "operations": len(self.graph.nodes),
             "steps": len(self.steps),
             "fusions": len(self.fusions),
             "kernels": dict(self.kernels()),
@@ -98,20 +151,20 @@ class Tables:
         }
 
 
-def _fused(step: dict[str, Any]) -> str:
+def _fused(step: Step) -> str:
     """What this step does beside its kernel's own work; "" where nothing."""
-    kernel, params, operands = step["kernel"], step["params"], step["operands"]
+    kernel, params, operands = step.kernel, step.params, step.operands
     found = []
     if params.get("gated"):
         found.append("gate and up merged, activation and product in the epilogue")
-    elif kernel == "matmul" and len(step["origin"]) > 1:
-        found.append(f"{len(step['origin'])} products merged")
+    elif kernel == "matmul" and len(step.origin) > 1:
+        found.append(f"{len(step.origin)} products merged")
     if "bias" in operands:
         found.append("bias")
     if "residual" in operands:
         found.append("residual added")
     if kernel == "rms_norm" and params.get("format"):
-        found.append(f"norm writes {step['note']} for the next product")
+        found.append(f"norm writes {step.note} for the next product")
     if kernel == "rope" and params.get("layer", -1) >= 0:
         found.append("q and k rotated, KV pages written")
     return ", ".join(found)

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class EngineCache:
         with self._locked(folder):
             fresh = not (folder / MANIFEST).is_file()
             if fresh:
-                shutil.rmtree(folder, ignore_errors=True)
+                self._sweep(folder)
                 build(folder)
             os.utime(folder)
         if fresh:
@@ -48,11 +48,13 @@ class EngineCache:
         """Most recently used first."""
         if not self._engines.is_dir():
             return []
-        found = [
-            CacheEntry(f.name, f, sum(p.stat().st_size for p in f.iterdir()), f.stat().st_mtime)
-            for f in self._engines.iterdir()
-            if f.is_dir() and not f.name.startswith(".")
-        ]
+        found = []
+        for folder in self._engines.iterdir():
+            if folder.name.startswith(".") or not folder.is_dir():
+                continue
+            with suppress(FileNotFoundError):  # another process has just removed it
+                nbytes = sum(p.stat().st_size for p in folder.iterdir())
+                found.append(CacheEntry(folder.name, folder, nbytes, folder.stat().st_mtime))
         return sorted(found, key=lambda e: -e.last_used)
 
     def check(self, names: Iterable[str]) -> None:
@@ -70,6 +72,11 @@ class EngineCache:
         with self._locked(entry.folder):
             shutil.rmtree(entry.folder)
         return entry
+
+    def _sweep(self, folder: Path) -> None:
+        """What a builder that was killed left behind; called with the lock held, so nobody is building."""
+        for left in (folder, *self._engines.glob(f".{folder.name}.*.unfinished")):
+            shutil.rmtree(left, ignore_errors=True)
 
     def _shrink(self, keep: Path) -> None:
         entries = self.entries()

@@ -73,7 +73,7 @@ def caches() -> tuple[Cache, ...]:
 
 
 def _kib(text: str) -> int:
-    """"48K" or "32M" in bytes."""
+    """ "48K" or "32M" in bytes."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
 
@@ -82,6 +82,11 @@ def _cpus_in(text: str) -> int:
     """How many are in "0-3,8"."""
     ends = [[int(n) for n in part.split("-")] for part in text.split(",")]
     return sum(e[-1] - e[0] + 1 for e in ends)
+
+
+def load() -> float:
+    """Processes that wanted to run, on average over the last minute, on the whole machine."""
+    return os.getloadavg()[0]
 
 
 @dataclass(frozen=True, slots=True)

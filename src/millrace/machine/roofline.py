@@ -71,10 +71,11 @@ class Roofline:
         return self.levels[-1]
 
     def bound(self, nbytes: int, operations: Mapping[str, float]) -> Bound:
-        """For work on all threads that reads `nbytes` once and does operations by precision."""
+        """For work on all threads that reads `nbytes` once and does operations by precision (at the peak of the
+        instructions where there is one: what our own kernels reach is no limit of the machine)."""
         level = self.level_of(nbytes)
         reading_s = nbytes / level.all_threads.usual
-        rates = {c.precision: c.all_threads.usual for c in self.compute}
+        rates = {c.precision: (c.peak or c.all_threads).usual for c in self.compute}
         compute_s = sum(n / rates[precision] for precision, n in operations.items())
         if reading_s >= compute_s:
             return Bound(reading_s, f"reading from {level.name}")
@@ -84,7 +85,7 @@ class Roofline:
         """JSON-able; rates in GB/s (10^9 bytes) and Gop/s."""
 
         def plain(rate: Rate | None) -> dict[str, float] | None:
-            return rate and {k: round(getattr(rate, k) / 1e9, 2) for k in ("usual", "best", "median")}
+            return {k: round(getattr(rate, k) / 1e9, 2) for k in ("usual", "best", "median")} if rate else None
 
         return {
             "threads": self.threads,
@@ -119,9 +120,7 @@ def measure_roofline(
     return Roofline(threads, levels, tuple(compute))
 
 
-def working_sets(
-    caches: Sequence[Cache], threads: int, available_bytes: int
-) -> list[tuple[str, int | None, int, int]]:
+def working_sets(caches: Sequence[Cache], threads: int, available_bytes: int) -> list[tuple[str, int | None, int, int]]:
     """(level, capacity, bytes for one thread alone, bytes for each of all threads): half of a cache each, so that it
     stays in it; DRAM: four times the last cache. A level that leaves a thread less than the one before is left out."""
     found: list[tuple[str, int | None, int, int]] = []

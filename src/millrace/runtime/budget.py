@@ -1,8 +1,10 @@
 """How many prompt tokens may ride along in a step that others are waiting for.
 
 The model of a step: `step_s + token_s * prefill tokens`. Both are fitted to measured steps, the first by those without
-prefill, the second by those with. A chunk is as long as keeps the step within the limit on the gap between two tokens
-of a running answer. Promise 1 makes this free: no chunking changes an answer.
+prefill, the second by those with. A chunk is as long as keeps the step within a limit on the gap between two tokens
+of a running answer: so many plain steps, and never more than an absolute time. So whoever reads along sees gaps of at
+most about twice the usual one, however long the prompts of others are. Promise 1 makes this free: no chunking changes
+an answer.
 """
 
 from dataclasses import dataclass
@@ -10,7 +12,10 @@ from dataclasses import dataclass
 from millrace.errors import ConfigError
 
 DEFAULT_GAP_LIMIT_S = 0.1
-DEFAULT_CHUNK_LOW = 64  # shorter chunks waste the weights that every step reads, and would starve long prompts
+DEFAULT_STRETCH = (
+    1.9  # plain steps that one with prefill may last: in a mix, the longest gap stays below two usual ones
+)
+DEFAULT_CHUNK_LOW = 16  # shorter chunks waste the weights that every step reads, and would starve long prompts
 SMOOTHING = 0.2  # weight of the newest step
 OUTLIER = 4.0  # one measurement moves a cost by at most this factor towards itself: a step may have been descheduled
 
@@ -21,13 +26,16 @@ class TokenBudget:
 
     max_step_tokens: int
     gap_limit_s: float = DEFAULT_GAP_LIMIT_S  # for a step that running answers wait for
-    chunk_low: int = DEFAULT_CHUNK_LOW  # tokens; goes before the gap limit
+    chunk_low: int = DEFAULT_CHUNK_LOW  # tokens; goes before both limits
+    stretch: float = DEFAULT_STRETCH  # limit on a step with prefill, in plain steps; infinite: only the absolute one
     step_s: float | None = None  # fitted; None until measured
     token_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.gap_limit_s > 0:
             raise ConfigError(f"gap_limit_s is {self.gap_limit_s}", "a time above 0 s", "leave it at its default")
+        if not self.stretch > 1:
+            raise ConfigError(f"stretch is {self.stretch}", "more than 1 plain step", "leave it at its default")
         if self.chunk_low < 1:
             raise ConfigError(f"chunk_low is {self.chunk_low}", "at least 1 token", "leave it at its default")
 
@@ -48,7 +56,9 @@ class TokenBudget:
     def _chunk(self) -> int:
         if not self.token_s:
             return self.chunk_low  # unmeasured: careful
-        fitting = int((self.gap_limit_s - (self.step_s or 0.0)) / self.token_s)
+        plain_s = self.step_s or 0.0
+        limit_s = min(self.gap_limit_s, self.stretch * plain_s) if plain_s else self.gap_limit_s
+        fitting = int((limit_s - plain_s) / self.token_s)
         return max(self.chunk_low, min(fitting, self.max_step_tokens))
 
 

@@ -39,7 +39,7 @@ class LLM:
         precisions = precision_map(precision) if isinstance(precision, Mapping) else None
         name, engine = find_engine(str(model), build, read_env(), precisions=precisions)
         self._opened: Opened = open_engine(name, engine, run)
-        self._loop = self._opened.loop()
+        self._loop = self._opened.loop(throughput=True)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -15,6 +15,7 @@ from millrace.engine.native import NativeExecutor
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError
 from millrace.machine.cpu import memory, usable_cores
+from millrace.runtime.budget import TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.plan import RunPlan, plan_run
 from millrace.settings import Settings, setting
@@ -66,8 +67,11 @@ class Opened:
     chat_template: ChatTemplate | None
     defaults: GenerationDefaults
 
-    def loop(self) -> EngineLoop:
-        return EngineLoop(self.executor, self.tokenizer, self.defaults)
+    def loop(self, *, throughput: bool = False) -> EngineLoop:
+        """`throughput`: prompts are never cut short for the sake of running answers; nobody watches them grow."""
+        size = self.executor.limits.max_step_tokens
+        budget = TokenBudget(size, chunk_low=size) if throughput else None
+        return EngineLoop(self.executor, self.tokenizer, self.defaults, budget=budget)
 
     def close(self) -> None:
         self.executor.close()

@@ -171,7 +171,7 @@ class AsyncEngine:
     ) -> RequestHandle:
         """Queue a request. raises RequestError on bad input, BusyError when the queue is full or draining."""
         assert self._aio is not None, "submit before start"
-        self._check_room()
+        self._check_room(params.n)
         handle = RequestHandle(self)
 
         def deliver(deltas: list[Delta]) -> None:  # in the engine thread
@@ -213,14 +213,14 @@ class AsyncEngine:
     ) -> None:
         await self.close()
 
-    def _check_room(self) -> None:
+    def _check_room(self, n: int) -> None:
         stats = self.loop.stats()
         if self._draining:
             raise BusyError("the server is shutting down", "a server that takes requests", "try again", 5.0)
         if not stats.healthy:
             raise BusyError("the engine has stopped", "a running engine", "restart the server; its log says why", 30.0)
         free_slots = max(0, self.limits.max_sequences - stats.running)
-        if stats.waiting >= self.options.max_queued + free_slots:
+        if stats.waiting + n > self.options.max_queued + free_slots:
             raise BusyError(
                 f"{stats.waiting} sequences are waiting",
                 f"at most {self.options.max_queued}",

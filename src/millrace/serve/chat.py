@@ -97,10 +97,11 @@ class _Answer:
         ]
         first = self._chunk(roles, with_usage)
         first.millrace = self._generation.asked
-        yield events([first])
+        head = events([first])  # goes out with the first token: whoever takes the first event for it is not misled
         async for steps in self._generation:
             choices = [self._choice(step) for step in steps if _says_something(step.delta)]
-            yield events(self._chunk([choice], with_usage) for choice in choices)
+            yield head + events(self._chunk([choice], with_usage) for choice in choices)
+            head = b""
         if with_usage:
             last = self._chunk([], with_usage)
             last.usage = self._generation.usage

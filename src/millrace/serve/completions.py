@@ -14,7 +14,7 @@ from millrace.serve.fields import decode
 from millrace.serve.generation import Generation, Step, check_context, start
 from millrace.serve.logprobs import OffsetLogprobs, joined
 from millrace.serve.protocol import CompletionRequest
-from millrace.serve.replies import CompletionChoice, CompletionLogprobs, CompletionReply
+from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply
 from millrace.serve.sampling import completion_params
 from millrace.serve.serving import Serving
 from millrace.serve.streams import EventStream, events
@@ -90,31 +90,29 @@ class _Answer:
 
     async def stream(self, with_usage: bool) -> AsyncIterator[bytes]:
         """Blocks of events. raises GenerationFailedError"""
-        first = True
-        echoed = [
-            CompletionChoice(i, self._echo(i), None, None) for i in range(self._n_choices) if self._echoes is not None
-        ]
-        if echoed:
-            yield self._events([echoed], with_usage, first)
-            first = False
+        asked: Asked | None = self._generation.asked  # told in the first event
+        head = b""  # goes out with the first token: whoever takes the first event for it is not misled
+        if self._echoes is not None:
+            echoed = [CompletionChoice(i, self._echo(i), None, None) for i in range(self._n_choices)]
+            head, asked = self._events([echoed], with_usage, asked), None
         async for steps in self._generation:
             choices = [self._choice(step) for step in steps]
             block = [[choice] for choice in choices if choice.text or choice.logprobs or choice.finish_reason]
             if block:
-                yield self._events(block, with_usage, first)
-                first = False
+                yield head + self._events(block, with_usage, asked)
+                head, asked = b"", None
         if with_usage:
             last = self._reply([])
             last.usage = self._generation.usage
             yield events([last])
 
-    def _events(self, blocks: list[list[CompletionChoice]], with_usage: bool, first: bool) -> bytes:
+    def _events(self, blocks: list[list[CompletionChoice]], with_usage: bool, asked: Asked | None) -> bytes:
         replies = [self._reply(choices) for choices in blocks]
         for reply in replies:
             if with_usage:
                 reply.usage = None
-        if first:
-            replies[0].millrace = self._generation.asked
+        if asked is not None:
+            replies[0].millrace = asked
         return events(replies)
 
     def _reply(self, choices: list[CompletionChoice]) -> CompletionReply:

@@ -150,6 +150,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def _warm_up(serving: Serving) -> str | None:
     """Run a request and render a chat, so that the first user does not wait for either. What went wrong, or None."""
+    trouble, _ = await asyncio.gather(_warm_up_engine(serving), _warm_up_template(serving))
+    return trouble
+
+
+async def _warm_up_engine(serving: Serving) -> str | None:
     engine, tokenizer = serving.model.engine, serving.model.tokenizer
     token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id or 0
     n_tokens = max(1, min(WARM_UP_TOKENS, serving.model.max_context - 1))
@@ -162,12 +167,16 @@ async def _warm_up(serving: Serving) -> str | None:
                         return delta.error or "it was aborted"
     except MillraceError as error:
         return str(error)
-    if serving.model.chat_template is not None:
-        try:
-            await serving.texts.encode_chat([{"role": "user", "content": "Hi"}], True, {}, False)
-        except MillraceError as error:  # completions work all the same, and every chat is told
-            log.warning("the chat template does not render a greeting: %s", error)
     return None
+
+
+async def _warm_up_template(serving: Serving) -> None:
+    if serving.model.chat_template is None:
+        return
+    try:
+        await serving.texts.encode_chat([{"role": "user", "content": "Hi"}], True, {}, False)
+    except MillraceError as error:  # completions work all the same, and every chat is told
+        log.warning("the chat template does not render a greeting: %s", error)
 
 
 class _Quiet(uvicorn.Server):

@@ -21,7 +21,7 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
-    api_keys: tuple[str, ...] = ()  # none: everybody may ask
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody may ask
     cors_origins: tuple[str, ...] = ()  # none: no web page of another origin may ask; "*": all may
     log_format: Literal["text", "json"] = "text"
     max_body_bytes: int = 8 * MIB

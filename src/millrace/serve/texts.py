@@ -12,7 +12,7 @@ from millrace.serve.errors import HttpError
 
 T = TypeVar("T")
 SHORT_CHARACTERS = 512  # tokenised at once: that takes less time than the way to a thread and back
-N_THREADS = 2  # one long text does not hold up the short ones
+N_THREADS = 2  # for tokenisation: one long text does not hold up the next
 
 
 class Texts:
@@ -23,19 +23,21 @@ class Texts:
         self._template = template
         self._max_pending = max_pending
         self._n_pending = 0
-        self._threads = ThreadPoolExecutor(N_THREADS, thread_name_prefix="millrace-text")
+        self._encoding = ThreadPoolExecutor(N_THREADS, thread_name_prefix="millrace-text")
+        # templates take turns anyway, and one that loops must not hold up completions as well
+        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="millrace-template")
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """raises RequestError for what is no Unicode text, BusyError"""
         if len(text) <= SHORT_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens)
-        return await self._run(lambda: self.tokenizer.encode(text, add_special_tokens))
+        return await self._run(self._encoding, lambda: self.tokenizer.encode(text, add_special_tokens))
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """raises BusyError"""
         if len(ids) <= SHORT_CHARACTERS:
             return self.tokenizer.decode(ids, skip_special_tokens)
-        return await self._run(lambda: self.tokenizer.decode(ids, skip_special_tokens))
+        return await self._run(self._encoding, lambda: self.tokenizer.decode(ids, skip_special_tokens))
 
     async def encode_chat(
         self,
@@ -55,22 +57,22 @@ class Texts:
                 "send the whole prompt as text, or serve a model that has a chat template",
             )
 
-        def prepare() -> list[int]:
-            text = template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
-            return self.tokenizer.encode(text, add_special_tokens)
+        def render() -> str:
+            return template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
 
-        return await self._run(prepare)
+        return await self.encode(await self._run(self._rendering, render), add_special_tokens)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._encoding, self._rendering):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self._template is not None:
             self._template.close()
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _run(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         if self._n_pending >= self._max_pending:
             raise BusyError(f"{self._n_pending} requests are being prepared", "fewer at a time", "come back later", 1.0)
         self._n_pending += 1
-        future = self._threads.submit(work)
+        future = threads.submit(work)
         # counted until the thread is done with it, not until its client lost patience
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda _: _later(loop, self._done))

@@ -2,24 +2,32 @@
 
 import random
 import re
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 
+from tools.tiny import lessons
 from tools.tiny.grammar import agrees, parse_story
 from tools.tiny.items import LETTERS
-from tools.tiny.lessons import SECOND_LESSONS, again, ladder, lesson, lesson_share, letters, lookups
+from tools.tiny.lessons import Part
+
+_ASKED_FOR = re.compile(r"(?:stands for|letter is|Find|answer is|Choose|-) (\w+)[?.]?:?(?:\n|$)")
+
+
+def _listed(parts: list[Part]) -> dict[str, str]:
+    return dict(re.findall(r"^([A-D])\. (.+)$", "".join(text for text, _ in parts), re.MULTILINE))
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_words_are_said_again_in_order(seed: int) -> None:
-    (first, _), *repeats = again(random.Random(seed))
+    (first, _), *repeats = lessons.again(random.Random(seed))
     assert repeats and all(text.split()[1:] == first.split()[3:] and known for text, known in repeats)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_looked_up_answers_agree_with_what_was_told(seed: int) -> None:
-    (told, _), *rest = lookups(random.Random(seed))
+    (told, _), *rest = lessons.lookups(random.Random(seed))
     readings = parse_story(told)
     assert readings is not None, told
     facts = [claim for reading in readings for claim in reading]
@@ -29,21 +37,30 @@ def test_looked_up_answers_agree_with_what_was_told(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("drill", [letters, ladder])
-def test_letters_are_those_of_the_list(seed: int, drill: object) -> None:
-    assert drill in (letters, ladder)
-    parts = letters(random.Random(seed)) if drill is letters else ladder(random.Random(seed))
-    listed = dict(re.findall(r"^([A-D])\. (.+)$", "".join(text for text, _ in parts), re.MULTILINE))
+@pytest.mark.parametrize("drill", [lessons.letters, lessons.ladder, lessons.climb])
+def test_letters_are_those_of_the_list(seed: int, drill: Callable[[random.Random], list[Part]]) -> None:
+    parts = drill(random.Random(seed))
+    listed = _listed(parts)
     assert sorted(listed) == list(LETTERS)
-    by_word = {word: letter for letter, word in listed.items()}
+    both_ways = listed | {word: letter for letter, word in listed.items()}
     for (asked, _), (answer, known) in pairwise(parts):
-        if known:
-            key = re.search(r"stands for (\w+)\?", asked) or re.search(r"- (\w+)", asked)
-            assert key is not None
-            assert answer.strip() == (listed | by_word)[key[1]]
+        named = _ASKED_FOR.findall(asked)
+        if known and named:  # a small choice names its word in a told fact instead
+            assert answer.strip() == both_ways[named[0]]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_small_choice_has_the_told_answer(seed: int) -> None:
+    (asked, _), (answer, _) = parts = lessons.small_choice(random.Random(seed))
+    story, _, question = asked.partition("\n\n")
+    readings = parse_story(story)
+    assert readings is not None
+    value = _listed(parts)[answer.strip()]
+    facts = [dict(claim.slots) for reading in readings for claim in reading]
+    assert any(value in fact.values() and fact["who"] in question for fact in facts)
 
 
 def test_lessons_are_most_of_the_beginning_and_little_of_the_rest() -> None:
-    assert lesson_share(0) > 0.6 > lesson_share(SECOND_LESSONS) > 0.4
-    assert lesson_share(10**6) == pytest.approx(0.1)
-    assert lesson(random.Random(1), 0) == lesson(random.Random(1), 1)
+    share = lessons.lesson_share
+    assert share(0) > 0.6 > share(lessons.SECOND_LESSONS) > 0.4 < share(lessons.THIRD_LESSONS)
+    assert share(10**6) == pytest.approx(0.12)

@@ -1,0 +1,47 @@
+"""`millrace` runs a command line in this process, with a cache of the test's own; `engine` is a built `tiny`."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from millrace.cli.main import run
+from millrace.cli.models import build_engine
+from millrace.runtime.open import BUNDLED, BuildSettings
+from tests.support.command_line import Result
+
+Millrace = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def built_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For reading only."""
+    folder = tmp_path_factory.mktemp("built") / "tiny.engine"
+    build_engine("tiny", BUNDLED / "tiny", folder, BuildSettings(precision="w4a8"))
+    return folder
+
+
+@pytest.fixture
+def engine(built_tiny: Path, tmp_path: Path) -> Path:
+    """A copy that the test may damage."""
+    return Path(shutil.copytree(built_tiny, tmp_path / "tiny.engine"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def millrace(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Millrace:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run_here(*arguments: str | Path) -> Result:
+        capsys.readouterr()
+        code = run([str(a) for a in arguments])
+        said = capsys.readouterr()
+        return Result(code, said.out, said.err)
+
+    return run_here

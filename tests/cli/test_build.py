@@ -1,0 +1,66 @@
+"""`millrace build` and `millrace inspect`."""
+
+import json
+import re
+from pathlib import Path
+
+from tests.cli.conftest import Millrace
+
+
+def test_the_closing_screen(millrace: Millrace, tmp_path: Path) -> None:
+    result = millrace("build", "tiny", "-o", tmp_path / "e", "--precision", "w8a8", "--max-context", "512")
+    assert result.code == 0, result.err
+    for said in ("weights", "KV cache", "activations", "peak memory", "program", "w8a8, groups of 128", "512 tokens"):
+        assert said in result.out
+    assert re.search(r"tiny: built in [\d.]+ s", result.out)
+    assert re.search(r"no plan needs less than [\d.]+ MiB", result.out)
+
+
+def test_json_adds_up(millrace: Millrace, tmp_path: Path) -> None:
+    told = json.loads(millrace("build", "tiny", "-o", tmp_path / "e", "--max-batch", "4", "--json").out)
+    memory = told["memory"]
+    assert memory["kv_bytes_batch"] == 4 * memory["kv_bytes_per_sequence"]
+    assert memory["peak_bytes"] == sum(memory[k] for k in ("weights_bytes", "activation_bytes", "kv_bytes_batch"))
+    assert memory["activation_lower_bound"] <= memory["activation_bytes"]
+    assert memory["weights_bytes"] == (tmp_path / "e" / "weights.bin").stat().st_size
+    assert sum(told["kernels"].values()) == told["steps"] < told["operations"]
+    assert told["seconds"] > 0 and told["precision"] == {"default": "bf16"}
+
+
+def test_a_map_of_precisions_decides_layer_by_layer(millrace: Millrace, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    file.write_text(json.dumps({"default": "w4a8", "layers.0.*": "w8a8", "lm_head": "bf16"}))
+    assert millrace("build", "tiny", "-o", tmp_path / "e", "--precision-map", file).code == 0
+    steps = json.loads(millrace("inspect", tmp_path / "e", "--steps", "--json").out)
+    notes = {origin: s["note"] for s in steps if s["kernel"] == "matmul" for origin in s["origin"]}
+    assert notes["model.layers.0.mlp.down_proj"] == "w8a8"
+    assert notes["model.layers.1.mlp.down_proj"] == "w4a8"
+    assert notes["lm_head"] == "bf16"
+    assert "layers.0.* w8a8" in millrace("inspect", tmp_path / "e").out
+
+
+def test_inspect_shows_layers_fusions_and_bytes(millrace: Millrace, built_tiny: Path) -> None:
+    out = millrace("inspect", built_tiny).out
+    assert re.search(r"model\.layers\.0 to 4 +10 +rms_norm matmul:w4a8 rope attention", out)
+    assert re.search(r"5 +matmul +3 products merged +layers\.\*\.self_attn\.q_proj \+ k_proj \+ v_proj", out)
+    assert "gate and up merged" in out and "passes: fold_constants" in out
+    assert "tuned for" in out and "the lower bound is" in out and "w4g128" in out
+
+
+def test_inspect_parts_agree_with_the_engine(millrace: Millrace, built_tiny: Path) -> None:
+    summary, weights, memory, steps, graph = (
+        json.loads(millrace("inspect", built_tiny, *part, "--json").out)
+        for part in ([], ["--weights"], ["--memory"], ["--steps"], ["--graph"])
+    )
+    assert sum(w["bytes"] for w in weights) <= summary["memory"]["weights_bytes"]
+    assert max(b["offset"] + b["bytes"] for b in memory) <= summary["memory"]["activation_bytes"]
+    assert len(steps) == summary["steps"] and len(graph["nodes"]) == summary["operations"]
+    for part, n in (("--weights", len(weights)), ("--steps", len(steps)), ("--graph", len(graph["nodes"]))):
+        assert len(millrace("inspect", built_tiny, part).out.splitlines()) == n + 1
+
+
+def test_inspect_finds_engines_of_the_cache_by_model(millrace: Millrace) -> None:
+    millrace("inspect", "tiny").assert_mistake('no cached engine "tiny"', "the cache is empty")
+    millrace("generate", "tiny", "-p", "Once", "--max-tokens", "1")
+    assert "bf16" in millrace("inspect", "tiny").out
+    millrace("inspect", "tony").assert_mistake('no cached engine "tony"')

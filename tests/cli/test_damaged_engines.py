@@ -1,0 +1,94 @@
+"""A damaged engine is refused with what is wrong and how to mend it, whatever file was hit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from millrace.cli.models import build_engine
+from millrace.compile.cache import EngineCache
+from millrace.runtime.open import BUNDLED, BuildSettings
+from tests.cli.conftest import Millrace
+
+ASK = ("-p", "Once", "--max-tokens", "1")
+FILES = ["weights.bin", "program.bin", "program.json", "graph.json", "tokenizer.json", "tokenizer_config.json",
+         "config.json", "generation_config.json"]  # fmt: skip
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 0x10
+    file.write_bytes(data)
+
+
+def test_the_list_of_files_is_complete(built_tiny: Path) -> None:
+    assert sorted([*FILES, "manifest.json"]) == sorted(f.name for f in built_tiny.iterdir())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_bit(millrace: Millrace, engine: Path, name: str) -> None:
+    flip(engine / name)
+    millrace("generate", engine, *ASK).assert_mistake(f"{name} is damaged", "build it again")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_shorter_file(millrace: Millrace, engine: Path, name: str) -> None:
+    data = (engine / name).read_bytes()
+    (engine / name).write_bytes(data[:-1])
+    millrace("generate", engine, *ASK).assert_mistake(f"{name} has {len(data) - 1} bytes instead of {len(data)}")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file(millrace: Millrace, engine: Path, name: str) -> None:
+    (engine / name).unlink()
+    millrace("generate", engine, *ASK).assert_mistake(f"{name} is missing")
+
+
+def change(engine: Path, **values: object) -> None:
+    path = engine / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    "values, fragment",
+    [
+        ({"format": 99}, "engine format 99"),
+        ({"format": "1"}, "engine format 1"),
+        ({"n_steps": "many"}, "not readable"),
+        ({"surprise": 1}, "surprise"),
+        ({"max_context": -5}, "expected"),
+        ({"max_sequences": 0}, "expected"),
+        ({"activation_bytes": 64}, "cannot run"),
+        ({"weights_bytes": 64}, "weights"),
+        ({"kv": {"layers": 5, "heads": 4, "head_dim": 32, "format": "int2"}}, "KV format"),
+        ({"files": {}}, "does not list"),
+        ({"files": {"../../etc/passwd": {"bytes": 1, "checksum": ""}}}, "outside the folder"),
+    ],
+)
+def test_a_changed_manifest(millrace: Millrace, engine: Path, values: dict[str, object], fragment: str) -> None:
+    change(engine, **values)
+    millrace("generate", engine, *ASK).assert_mistake(fragment)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b"[]", b"\xff\xfe\x00", b'{"format": 1}'])
+def test_a_manifest_that_is_none(millrace: Millrace, engine: Path, content: bytes) -> None:
+    (engine / "manifest.json").write_bytes(content)
+    millrace("generate", engine, *ASK).assert_mistake("manifest.json")
+
+
+@pytest.mark.parametrize("part", [[], ["--graph"], ["--steps"], ["--weights"], ["--memory"], ["--json"]])
+def test_inspect_refuses_it_too(millrace: Millrace, engine: Path, part: list[str]) -> None:
+    flip(engine / "program.json")
+    millrace("inspect", engine, *part).assert_mistake("program.json is damaged")
+
+
+def test_a_damaged_engine_of_the_cache_says_how_to_be_rid_of_it(millrace: Millrace, cache: Path) -> None:
+    def build(folder: Path) -> None:
+        build_engine("tiny", BUNDLED / "tiny", folder, BuildSettings())
+
+    assert millrace("generate", "tiny", *ASK).code == 0
+    entry = EngineCache(cache / "millrace").entries()[0]
+    flip(entry.folder / "weights.bin")
+    millrace("generate", "tiny", *ASK).assert_mistake("weights.bin is damaged", f"millrace rm {entry.name}")
+    assert millrace("rm", entry.name).code == 0
+    assert millrace("generate", "tiny", *ASK).code == 0

@@ -1,0 +1,25 @@
+"""`millrace demo`: the whole journey, as its report tells it."""
+
+import json
+
+from tests.cli.conftest import Millrace
+
+
+def test_the_report_adds_up(millrace: Millrace) -> None:
+    result = millrace("demo", "--json")
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert told["answer"] and told["engine"]["model"] == "tiny"
+    assert 0 < told["ttft_s"]["p50"] <= told["ttft_s"]["p99"]
+    assert 0 < told["inter_token_s"]["p50"] <= told["inter_token_s"]["p99"]
+    load = told["load"]
+    assert told["tokens_per_s"] == load["requests"] * load["tokens_each"] / load["seconds"]
+    assert 0 < told["share_of_limit"] < 1 and 0 < told["engine_share_of_limit"] < 1
+    assert told["limit"]["bound_by"] in ("reading from L2", "reading from L3", "reading from DRAM", "bf16 arithmetic")
+
+
+def test_it_is_said_to_people_too(millrace: Millrace) -> None:
+    result = millrace("demo")
+    assert result.code == 0, result.err
+    for said in ("you ", "tiny ", "What was built", "first token", "next token", "limit here", "Where to go next"):
+        assert said in result.out

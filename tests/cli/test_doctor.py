@@ -1,0 +1,57 @@
+"""`millrace doctor`: what it says of this machine, and of machines that are worse off."""
+
+import json
+from typing import Any
+
+import pytest
+
+from millrace.cli.doctor import _warnings
+from tests.cli.conftest import Millrace
+
+HEALTHY: dict[str, Any] = {
+    "isas": ["avx512", "avx2", "scalar"], "lacking": {}, "cores": 8, "cores_by_affinity": 8, "cores_by_quota": None,
+    "memory_available_bytes": 64 << 30, "huge_pages": "madvise", "huge_page_share": 1.0, "load": 0.1,
+}  # fmt: skip
+
+
+def test_json_has_all_figures(millrace: Millrace) -> None:
+    told = json.loads(millrace("doctor", "--json").out)
+    assert told["cores"] >= 1 and told["memory_bytes"] > 0 and told["isas"][-1] == "scalar"
+    assert 0 <= told["huge_page_share"] <= 1
+    levels = list(told["read_gb_per_s"].values())
+    assert list(told["read_gb_per_s"])[-1] == "DRAM"
+    assert all(x["all_threads"]["best"] >= x["all_threads"]["usual"] >= x["all_threads"]["median"] > 0 for x in levels)
+    assert list(told["compute_gop_per_s"]) == ["fp32", "bf16", "w8a8", "w4a8"]
+    assert all(x["one_thread"]["usual"] > 0 for x in told["compute_gop_per_s"].values())
+
+
+def test_the_screen(millrace: Millrace) -> None:
+    out = millrace("doctor", "--isa", "scalar", "--threads", "1").out
+    for said in ("processor", "instructions", "cores", "caches", "memory", "huge pages", "DRAM", "w4a8"):
+        assert said in out
+    assert "Reading, GB/s (scalar)" in out
+
+
+def test_wrong_flags(millrace: Millrace) -> None:
+    millrace("doctor", "--isa", "mmx").assert_mistake('"mmx" cannot run here')
+    millrace("doctor", "--threads", "0").assert_mistake("0 is not in the range")
+
+
+def test_a_healthy_machine_gets_no_warning() -> None:
+    assert _warnings(HEALTHY) == []
+
+
+@pytest.mark.parametrize(
+    "worse, what, mend",
+    [
+        ({"huge_pages": "never"}, "switched off", "transparent_hugepage"),
+        ({"huge_page_share": 0.2}, "only 20%", "compact"),
+        ({"cores_by_quota": 2.5}, "2.5 cores' worth", "--threads 2"),
+        ({"isas": ["avx2", "scalar"], "lacking": {"avx512": ["avx512f"]}}, "lacking: avx512f", "newer"),
+        ({"memory_available_bytes": 1 << 30}, "only 1 GiB", "free memory"),
+        ({"load": 7.5}, "load 7.5", "stop them"),
+    ],
+)
+def test_what_holds_a_machine_back_is_said_with_a_mend(worse: dict[str, Any], what: str, mend: str) -> None:
+    ((said, mended),) = _warnings({**HEALTHY, **worse})
+    assert what in said and mend in mended

@@ -1,0 +1,47 @@
+"""`millrace list`, `rm` and `pull`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Millrace
+
+ASK = ("-p", "Once", "--max-tokens", "1")
+
+
+def test_list_and_rm(millrace: Millrace) -> None:
+    assert json.loads(millrace("list", "--json").out) == []
+    assert "no engines" in millrace("list").err
+    millrace("generate", "tiny", *ASK)
+    millrace("generate", "tiny", *ASK, "--precision", "w8a8")
+    millrace("generate", "tiny", *ASK)  # not built a third time
+    entries = json.loads(millrace("list", "--json").out)
+    assert len(entries) == 2 and all(e["bytes"] > 1 << 20 for e in entries)
+    assert all(e["name"] in millrace("list").out for e in entries)
+    names = [e["name"] for e in entries]
+    assert [e["name"] for e in json.loads(millrace("rm", *names, "--json").out)] == names
+    assert json.loads(millrace("list", "--json").out) == []
+
+
+def test_rm_of_an_unknown_name_removes_nothing(millrace: Millrace) -> None:
+    millrace("rm", "tiny-123").assert_mistake('no engine "tiny-123"', "the cache is empty")
+    millrace("generate", "tiny", *ASK)
+    (entry,) = json.loads(millrace("list", "--json").out)
+    near = entry["name"][:-1] + "x"
+    millrace("rm", entry["name"], near).assert_mistake(f'no engine "{near}"', f'did you mean "{entry["name"]}"?')
+    assert len(json.loads(millrace("list", "--json").out)) == 1
+    assert "removed" in millrace("rm", entry["name"]).err
+
+
+@pytest.mark.parametrize("name", ["../engines", "..", "/", ".", ""])
+def test_rm_takes_names_only(millrace: Millrace, cache: Path, name: str) -> None:
+    millrace("generate", "tiny", *ASK)
+    millrace("rm", name).assert_mistake("no engine")
+    assert len(json.loads(millrace("list", "--json").out)) == 1
+
+
+def test_pull_of_what_is_here(millrace: Millrace) -> None:
+    told = json.loads(millrace("pull", "tiny", "--json").out)
+    assert told["name"] == "tiny" and told["bytes"] > 1 << 20
+    assert "tiny: " in millrace("pull", "tiny").err

@@ -1,0 +1,88 @@
+"""`millrace serve` as a process: ready, asked, stopped; and what keeps it from starting."""
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from millrace.cli.load import Ask, ask, quantile
+from millrace.cli.server_process import ServerProcess
+from tests.cli.conftest import Millrace
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    file = tmp_path / "keys.txt"
+    file.write_text("# ours\nsecret\n\nother\n")
+    return file
+
+
+def get(url: str, key: str | None = None) -> tuple[int, bytes]:
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def test_ready_asked_and_drained(built_tiny: Path) -> None:
+    with ServerProcess(built_tiny, ("--served-model-name", "mine", "--log-level", "error")) as server:
+        assert server.ready_s > 0
+        status, models = get(f"{server.url}/v1/models")
+        assert status == 200 and [m["id"] for m in json.loads(models)["data"]] == ["mine"]
+        heard = ask(server.url, Ask("Tell me a story.", 20, seed=1, ignore_eos=True))
+        assert heard.n_output == 20 and heard.text and heard.finish_reason == "length"
+        assert 0 < heard.ttft_s <= heard.chunk_s[-1] and len(heard.gaps_s) == len(heard.chunk_s) - 1
+        assert ask(server.url, Ask("Tell me a story.", 20, seed=1, ignore_eos=True)).text == heard.text
+        server.terminate()
+        assert server.wait() < 20
+
+
+def test_api_keys(built_tiny: Path, keys: Path) -> None:
+    with ServerProcess(built_tiny, ("--api-key-file", str(keys), "--log-level", "error")) as server:
+        assert get(f"{server.url}/v1/models")[0] == 401
+        assert get(f"{server.url}/v1/models", "wrong")[0] == 401
+        assert get(f"{server.url}/v1/models", "other")[0] == 200
+        server.terminate()
+        server.wait()
+
+
+def test_a_missing_or_empty_key_file(millrace: Millrace, built_tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys.txt"
+    millrace("serve", built_tiny, "--api-key-file", file).assert_mistake("cannot read the API keys", "keys.txt")
+    file.write_text("# nothing\n\n")
+    millrace("serve", built_tiny, "--api-key-file", file).assert_mistake("holds no API key")
+
+
+@pytest.mark.parametrize("port", ["70000", "-1"])
+def test_a_port_that_is_none(millrace: Millrace, built_tiny: Path, port: str) -> None:
+    millrace("serve", built_tiny, "--port", port).assert_mistake(f"--port is {port}", "0 to 65535")
+
+
+def test_a_port_that_is_taken(millrace: Millrace, built_tiny: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        millrace("serve", built_tiny, "--port", port).assert_mistake(f"cannot listen on 127.0.0.1:{port}", "--port")
+
+
+@pytest.mark.parametrize(
+    "flags, fragment",
+    [
+        (["--log-level", "loud"], '--log-level is "loud"'),
+        (["--log-format", "xml"], "text, json"),
+        (["--max-body-bytes", "much"], "512M"),
+        (["--max-queued", "0"], "at least 1"),
+        (["--host", "no.such.host.invalid"], "cannot listen on"),
+    ],
+)
+def test_other_flags(millrace: Millrace, built_tiny: Path, flags: list[str], fragment: str) -> None:
+    millrace("serve", built_tiny, *flags).assert_mistake(fragment)
+
+
+def test_quantiles() -> None:
+    assert quantile([3, 1, 2, 4], 0.5) == 3 and quantile([5], 0.99) == 5 and quantile(list(range(100)), 0.99) == 99

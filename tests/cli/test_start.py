@@ -1,0 +1,53 @@
+"""Starting is quick, and brings nothing along that is not needed. Times are the best of three: the desk may be busy."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.support.command_line import environment
+
+FORBIDDEN = "torch transformers huggingface_hub rich scipy pandas"
+
+
+def best_of_three(arguments: Sequence[str], cache: Path) -> float:
+    times = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        subprocess.run([sys.executable, *arguments], check=True, env=environment(cache), capture_output=True)
+        times.append(time.perf_counter() - start_s)
+    return min(times)
+
+
+def modules_after(code: str, cache: Path) -> set[str]:
+    """Top-level modules that a fresh process has imported after running `code`."""
+    code += "\nimport sys; sys.stderr.write(' '.join(sorted({m.split('.')[0] for m in sys.modules})))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, env=environment(cache), capture_output=True)
+    return set(done.stderr.decode().splitlines()[-1].split())
+
+
+def test_import_costs_next_to_nothing(cache: Path) -> None:
+    spent = best_of_three(["-X", "importtime", "-c", "import millrace"], cache)
+    assert spent < 0.2, f"import millrace took {spent:.2f} s"
+    assert not modules_after("import millrace", cache) & {"numpy", "click", "msgspec", *FORBIDDEN.split()}
+
+
+def test_the_first_token_of_a_built_engine(built_tiny: Path, cache: Path) -> None:
+    arguments = ["-m", "millrace", "generate", str(built_tiny), "-p", "Hi", "--max-tokens", "1"]
+    spent = best_of_three(arguments, cache)
+    assert spent < 1.5, f"the first token took {spent:.2f} s from the start of the process"
+
+
+def test_building_and_answering_import_no_framework(cache: Path) -> None:
+    code = "from millrace import LLM\nwith LLM('tiny') as llm: llm.chat([{'role': 'user', 'content': 'Hi'}])"
+    assert not modules_after(code, cache) & set(FORBIDDEN.split())
+
+
+def test_serving_imports_no_framework(cache: Path) -> None:
+    assert not modules_after("import millrace.cli.serve", cache) & set(FORBIDDEN.split())
+
+
+def test_generating_imports_no_server(built_tiny: Path, cache: Path) -> None:
+    code = f"from millrace.cli.main import run; run(['generate', {str(built_tiny)!r}, '-p', 'x', '--max-tokens', '1'])"
+    assert not modules_after(code, cache) & {"uvicorn", "starlette", "prometheus_client", *FORBIDDEN.split()}
