@@ -53,7 +53,7 @@ const Isa& choose_isa(const char* name) {
   throw std::runtime_error("instruction set " + std::string(name) + " cannot run here: " + isa_lacking(name));
 }
 
-int64_t sampling_bytes(int64_t vocab) { return (vocab * 7 + vocab / kSampleBlock + 64) * 4; }
+int64_t sampling_bytes(int64_t vocab) { return (vocab * 7 + 2 * (vocab / kSampleBlock + 1)) * 4; }
 
 SamplingScratch carve(float* memory, int64_t vocab) {
   SamplingScratch s;
@@ -63,6 +63,7 @@ SamplingScratch carve(float* memory, int64_t vocab) {
   s.touched = s.counts + vocab;
   s.before = reinterpret_cast<float*>(s.touched + 2 * vocab);
   s.sums = s.before + 2 * vocab;
+  s.cut_sums = s.sums + vocab / kSampleBlock + 1;
   return s;
 }
 

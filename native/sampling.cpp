@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <tuple>
 
 namespace millrace {
 
@@ -95,118 +96,121 @@ class Adjusted {
   int64_t n_ = 0;
 };
 
-int32_t first_largest(const SamplePasses& passes, const float* x, int64_t n, float m, int32_t* found) {
-  passes.collect(x, n, m, found);
-  return found[0];
+float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
 }
 
-// The weakest of the kept: everything above `p` is kept, and of those equal to it the ids up to `id`.
+// The weakest of the kept: what is above `p` is kept, and of those equal to it the ids up to `id`.
 struct Cut {
-  float p = 0;
-  int32_t id = INT32_MAX;
-  bool keeps(float value, int32_t candidate) const { return value > p || (value == p && candidate <= id); }
+  float p;
+  int32_t id;
 };
 
-// Buckets by exponent and four bits of fraction, so that only one bucket's members need an order.
-constexpr int kBuckets = 4096;
-int bucket(float p) {
-  uint32_t bits;
-  std::memcpy(&bits, &p, 4);
-  return static_cast<int>(bits >> 19);
+// A bisection over the bits of p for the lowest threshold with enough above it: `count` elements, or the weight `mass`.
+struct Search {
+  const SamplePasses& passes;
+  const float* p;
+  int64_t n, count;
+  double mass;
+  float* sums;
+  uint32_t enough = 0, too_few = 0x3f800001u;  // p is at most 1
+  int64_t n_enough = n, n_above = 0;           // elements from each threshold on
+  double mass_above = 0;
+
+  void look(uint32_t bits) {
+    const int64_t found = passes.above(p, n, from_bits(bits), sums);
+    const double weight = total(sums, n);
+    if (found >= count || weight >= mass) {
+      enough = bits;
+      n_enough = found;
+    } else {
+      too_few = bits;
+      n_above = found;
+      mass_above = weight;
+    }
+  }
+  bool done(int64_t few) const { return too_few - enough <= 1 || n_enough - n_above <= few; }
+  void bisect(int64_t few) {
+    while (!done(few)) look(enough + (too_few - enough) / 2);
+  }
+  // From a guess outwards in growing strides until it lies between the thresholds.
+  void bracket(uint32_t guess) {
+    const uint32_t top = too_few;
+    look(guess);
+    for (uint32_t stride = 1 << 17; !done(0) && (enough == 0 || too_few == top); stride = std::min(stride * 8, 1u << 29))
+      look(enough == 0 ? (too_few > stride ? too_few - stride : 1) : std::min(enough + stride, top - 1));
+  }
+};
+
+// Every sixteenth vector of p stands for all of it: a good guess for a sixteenth of the work.
+uint32_t guess_threshold(const Search& whole, float* sample) {
+  int64_t n = 0;
+  for (int64_t i = 0; i + 16 <= whole.n; i += 256, n += 16) std::memcpy(sample + n, whole.p + i, 64);
+  const int64_t count = whole.count == INT64_MAX ? INT64_MAX : whole.count / 16 + 1;
+  Search part{whole.passes, sample, n, count, whole.mass / 16, whole.sums};
+  part.bisect(4);
+  return std::max(part.enough, 1u);
 }
 
-// Where the kept ones end: after `count` candidates, or once they weigh `mass` (the one that reaches it is kept).
-Cut find_cut(const float* p, int32_t* ids, int64_t n, int64_t count, double mass) {
-  double weights[kBuckets] = {};
-  int64_t counts[kBuckets] = {};
-  for (int64_t i = 0; i < n; ++i) {
-    const int b = bucket(p[ids[i]]);
-    weights[b] += p[ids[i]];
-    ++counts[b];
-  }
-  int b = kBuckets - 1;
-  for (; b > 0 && counts[b] < count && weights[b] < mass; --b) {
-    count -= counts[b];
-    mass -= weights[b];
-  }
-  int32_t* end = std::partition(ids, ids + n, [&](int32_t id) { return bucket(p[id]) == b; });
-  std::sort(ids, end, [&](int32_t x, int32_t y) { return p[x] > p[y] || (p[x] == p[y] && x < y); });
-  Cut cut;
-  for (int32_t* at = ids; at != end && count > 0 && mass > 0; ++at, --count) {
-    cut = {p[*at], *at};
-    mass -= p[*at];
+// Keeps the likeliest `count`, or as many as weigh `mass` (the one that reaches it is kept); ties go to lower ids.
+// The threshold is narrowed until few candidates lie between too few and enough; those are sorted.
+Cut find_cut(const SamplePasses& passes, const float* p, int64_t n, int64_t count, double mass, SamplingScratch& s) {
+  constexpr int64_t kFew = 1024, kLarge = 16384;
+  Search search{passes, p, n, count, mass, s.cut_sums};
+  if (n >= kLarge) search.bracket(guess_threshold(search, reinterpret_cast<float*>(s.kept)));
+  search.bisect(kFew);
+  const auto [enough, too_few, n_above] = std::tuple(search.enough, search.too_few, search.n_above);
+  double mass_above = search.mass_above;
+  const int64_t found = passes.collect(p, n, from_bits(enough), from_bits(too_few), s.kept);
+  if (too_few - enough > 1)  // else all are equal, and in the order of their ids already
+    std::sort(s.kept, s.kept + found, [&](int32_t x, int32_t y) { return p[x] > p[y] || (p[x] == p[y] && x < y); });
+  Cut cut{from_bits(too_few), -1};
+  for (int64_t i = 0; i < found && n_above + i < count && mass_above < mass; ++i) {
+    cut = {p[s.kept[i]], s.kept[i]};
+    mass_above += cut.p;
   }
   return cut;
 }
 
-// The candidates, few where the distribution is peaked: a floor on p is lowered until they are enough.
-int64_t candidates(const SamplePasses& passes, const SamplingRow& row, int64_t n, double all, SamplingScratch& s) {
-  const int64_t want = row.top_k > 0 ? std::min<int64_t>(row.top_k, n) : 0;
-  for (const float floor : {0x1p-10f, 0x1p-20f, 0.0f}) {
-    const float lowest = std::max(floor, row.min_p);
-    const int64_t found = passes.collect(s.p, n, lowest, s.kept);
-    if (lowest == row.min_p || floor == 0.0f) return found;
-    if (want && found >= want) return found;
-    if (want == 0 && row.top_p < 1.0f) {
-      double mass = 0;
-      for (int64_t i = 0; i < found; ++i) mass += s.p[s.kept[i]];
-      if (mass >= static_cast<double>(row.top_p) * all) return found;
-    }
+// Sets to 0 what min_p, top_k, then top_p leave out; s.sums follows.
+void filter(const SamplePasses& passes, const SamplingRow& row, int64_t n, SamplingScratch& s) {
+  if (row.min_p > 0) passes.cut(s.p, n, row.min_p, n, s.sums);
+  if (row.top_k > 0 && row.top_k < n) {
+    const Cut cut = find_cut(passes, s.p, n, row.top_k, HUGE_VAL, s);
+    passes.cut(s.p, n, cut.p, cut.id, s.sums);
   }
-  return 0;  // not reached: the last floor takes everything
-}
-
-// Drops what top_k, then top_p, leaves out. kept comes back in ascending order of ids; gives its size.
-int64_t filter(const SamplePasses& passes, const SamplingRow& row, int64_t n, double all, SamplingScratch& s) {
-  int64_t found = candidates(passes, row, n, all, s);
-  const auto apply = [&](int64_t count, double mass) {
-    const Cut cut = find_cut(s.p, s.kept, found, count, mass);
-    int32_t* end = std::remove_if(s.kept, s.kept + found, [&](int32_t id) { return !cut.keeps(s.p[id], id); });
-    found = end - s.kept;
-    std::sort(s.kept, end);
-  };
-  if (row.top_k > 0 && row.top_k < found) apply(row.top_k, HUGE_VAL);
   if (row.top_p < 1.0f) {
-    double mass = row.top_k > 0 || row.min_p > 0 ? 0 : all;
-    if (mass == 0)
-      for (int64_t i = 0; i < found; ++i) mass += s.p[s.kept[i]];
-    apply(INT64_MAX, mass * static_cast<double>(row.top_p));
+    const Cut cut = find_cut(passes, s.p, n, INT64_MAX, total(s.sums, n) * static_cast<double>(row.top_p), s);
+    passes.cut(s.p, n, cut.p, cut.id, s.sums);
   }
-  return found;
 }
 
-int32_t draw_kept(const SamplingScratch& s, int64_t found, double u) {
-  double mass = 0, reached = 0;
-  for (int64_t i = 0; i < found; ++i) mass += s.p[s.kept[i]];
-  for (int64_t i = 0; i + 1 < found; ++i) {
-    reached += s.p[s.kept[i]];
-    if (reached > u * mass) return s.kept[i];
-  }
-  return s.kept[found - 1];
-}
-
-int32_t draw_any(const SamplingScratch& s, int64_t n, double all, double u) {
+// The token in whose share of [0, 1) u falls, ids ascending; whole blocks are passed over by their sums.
+int32_t draw(const SamplingScratch& s, int64_t n, double u) {
+  const double target = u * total(s.sums, n);
   double reached = 0;
   int64_t b = 0;
-  for (; (b + 1) * kSampleBlock < n && reached + s.sums[b] <= u * all; ++b) reached += s.sums[b];
-  const int64_t end = std::min((b + 1) * kSampleBlock, n);
-  int64_t last = b * kSampleBlock;  // the block's sum is rounded: where it runs out, the last possible token is it
-  for (int64_t i = b * kSampleBlock; i < end; ++i) {
-    if (s.p[i] > 0) last = i;
-    reached += s.p[i];
-    if (reached > u * all) return static_cast<int32_t>(i);
+  for (; (b + 1) * kSampleBlock < n && reached + s.sums[b] <= target; ++b) reached += s.sums[b];
+  int64_t last = -1;  // sums are rounded: where a block runs out, the last token with a share is it
+  for (; last < 0; --b) {
+    const int64_t end = std::min((b + 1) * kSampleBlock, n);
+    for (int64_t i = b * kSampleBlock; i < end; ++i) {
+      if (s.p[i] > 0) last = i;
+      reached += s.p[i];
+      if (reached > target && s.p[i] > 0) return static_cast<int32_t>(i);
+    }
   }
   return static_cast<int32_t>(last);
 }
 
 int32_t choose(const SamplePasses& passes, float* logits, int64_t n, const SamplingRow& row, SamplingScratch& s) {
   const float m = passes.max(logits, n);
-  if (row.temperature < kGreedyBelow || row.top_k == 1) return first_largest(passes, logits, n, m, s.kept);
+  if (row.temperature < kGreedyBelow || row.top_k == 1) return static_cast<int32_t>(passes.find(logits, n, m));
   passes.exp(logits, n, m, 1.0f / row.temperature, s.p, s.sums);
-  const double all = total(s.sums, n);
-  const double u = uniform(row.seed, static_cast<uint32_t>(row.choice), static_cast<uint32_t>(row.position));
-  if (row.top_k <= 0 && row.top_p >= 1.0f && row.min_p <= 0.0f) return draw_any(s, n, all, u);
-  return draw_kept(s, filter(passes, row, n, all, s), u);
+  filter(passes, row, n, s);
+  return draw(s, n, uniform(row.seed, static_cast<uint32_t>(row.choice), static_cast<uint32_t>(row.position)));
 }
 
 }  // namespace

@@ -33,7 +33,8 @@ struct SamplingScratch {
   int32_t* counts;   // (V) zero between rows
   int32_t* touched;  // (2 V) biased and penalised tokens,
   float* before;     // (2 V) and their raw logits
-  float* sums;       // (V / kSampleBlock + 1)
+  float* sums;       // (V / kSampleBlock + 1) of p
+  float* cut_sums;   // likewise, of what a threshold leaves
 };
 
 // logits (V) are used as working memory. top_ids and top_logprobs take row.n_top entries where it is above 0.

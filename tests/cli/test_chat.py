@@ -8,7 +8,8 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -83,20 +84,32 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_twice_leaves(built_tiny: Path
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "millrace", "chat", str(built_tiny), "--max-tokens", "1500", "--temperature", "1"]
     settings = {**environment(cache), "TERM": "xterm"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings, start_new_session=True
+    )
     os.close(theirs)
-    with process:
+    with process, killed_at_last(process):
         screen = Screen(ours)
         screen.until("/help for commands")
         os.write(ours, b"Tell me a story about a fox.\n")
         screen.until("\x1b[32m")  # the answer is green
         process.send_signal(2)
         screen.until("tokens", "> ")
+        time.sleep(0.5)  # the prompt is shown a moment before a signal is looked for
         process.send_signal(2)
-        screen.until("Ctrl-C again leaves")
+        screen.until("Ctrl-C again leaves", "> ")
+        time.sleep(0.5)
         process.send_signal(2)
         assert process.wait(20) == 0
     os.close(ours)
+
+
+@contextmanager
+def killed_at_last(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
 
 
 class Screen:

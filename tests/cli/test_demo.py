@@ -12,6 +12,7 @@ def test_the_report_adds_up(millrace: Millrace) -> None:
     assert told["answer"] and told["engine"]["model"] == "tiny"
     assert 0 < told["ttft_s"]["p50"] <= told["ttft_s"]["p99"]
     assert 0 < told["inter_token_s"]["p50"] <= told["inter_token_s"]["p99"]
+    assert told["inter_token_s"]["p50"] <= told["pause_s"]["p99"]
     load = told["load"]
     assert told["tokens_per_s"] == load["requests"] * load["tokens_each"] / load["seconds"]
     assert 0 < told["share_of_limit"] < 1 and 0 < told["engine_share_of_limit"] < 1

@@ -37,7 +37,7 @@ def test_ready_asked_and_drained(built_tiny: Path) -> None:
         assert status == 200 and [m["id"] for m in json.loads(models)["data"]] == ["mine"]
         heard = ask(server.url, Ask("Tell me a story.", 20, seed=1, ignore_eos=True))
         assert heard.n_output == 20 and heard.text and heard.finish_reason == "length"
-        assert 0 < heard.ttft_s <= heard.chunk_s[-1] and len(heard.gaps_s) == len(heard.chunk_s) - 1
+        assert 0 < heard.ttft_s <= heard.chunk_s[-1] and len(heard.pauses_s) == len(heard.chunk_s) - 1
         assert ask(server.url, Ask("Tell me a story.", 20, seed=1, ignore_eos=True)).text == heard.text
         server.terminate()
         assert server.wait() < 20

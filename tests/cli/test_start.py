@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from millrace.cli.load import Ask, ask
+from millrace.cli.server_process import ServerProcess
 from tests.support.command_line import environment
 
 FORBIDDEN = "torch transformers huggingface_hub rich scipy pandas"
@@ -37,6 +39,19 @@ def test_the_first_token_of_a_built_engine(built_tiny: Path, cache: Path) -> Non
     arguments = ["-m", "millrace", "generate", str(built_tiny), "-p", "Hi", "--max-tokens", "1"]
     spent = best_of_three(arguments, cache)
     assert spent < 1.5, f"the first token took {spent:.2f} s from the start of the process"
+
+
+def test_the_first_token_of_a_server(built_tiny: Path) -> None:
+    times = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        with ServerProcess(built_tiny, ("--log-level", "error")) as server:
+            heard = ask(server.url, Ask("Hi", 2, seed=1, ignore_eos=True))
+            times.append(time.perf_counter() - start_s)
+            mapped = Path(f"/proc/{server.pid}/maps").read_text()
+        assert heard.text and "libmillrace" in mapped
+        assert not any(f"/{name}/" in mapped for name in FORBIDDEN.split()), "a framework is loaded"
+    assert min(times) < 1.5, f"the first token took {min(times):.2f} s from the start of the process"
 
 
 def test_building_and_answering_import_no_framework(cache: Path) -> None:

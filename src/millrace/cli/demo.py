@@ -20,7 +20,7 @@ from millrace.engine.engine import Engine
 from millrace.engine.probe import roofline_here
 from millrace.errors import MachineError
 from millrace.kernels.library import usable_isas
-from millrace.machine.cpu import cpu_model, usable_cores
+from millrace.machine.cpu import cpu_model, load, usable_cores
 from millrace.machine.roofline import Roofline
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
@@ -40,12 +40,13 @@ CONCURRENCY, ROUNDS, LOAD_TOKENS = 16, 2, 64
 class Told:
     """Everything that was measured."""
 
+    busy: float  # processes that wanted to run in the minute before
     tables: Tables
     build_s: float
     roofline: Roofline
     ready_s: float
     answer: Heard
-    load: list[Heard]
+    answers: list[Heard]
     load_s: float
     stop_s: float
     engine_tokens_per_s: float  # the same load in one process, without HTTP
@@ -69,6 +70,7 @@ def command(as_json: bool) -> None:
 
 
 def _journey(folder: Path, say: Any, quiet: bool) -> Told:
+    busy = load()
     say("Measuring this machine ...")
     roofline = roofline_here(usable_isas()[0], usable_cores())
     say("Building `tiny` into an engine ...")
@@ -80,7 +82,7 @@ def _journey(folder: Path, say: Any, quiet: bool) -> Told:
         heard, load_s = ask_all(server.url, _load(), CONCURRENCY)
         stop_s = _stop(server)
     engine_tokens_per_s = _without_http(tables.engine)
-    return Told(tables, build_s, roofline, server.ready_s, answer, heard, load_s, stop_s, engine_tokens_per_s)
+    return Told(busy, tables, build_s, roofline, server.ready_s, answer, heard, load_s, stop_s, engine_tokens_per_s)
 
 
 def _build(folder: Path) -> tuple[Tables, float]:
@@ -139,22 +141,33 @@ def _rate(loop: EngineLoop, prompts: list[list[int]], params: list[SamplingParam
 
 def _report(told: Told) -> dict[str, Any]:
     """JSON-able."""
-    load = told.load
-    ttft, gaps = [h.ttft_s for h in load], [gap for h in load for gap in h.gaps_s]
-    n_context = sum(h.n_prompt + h.n_output // 2 for h in load) // len(load)
+    heard = told.answers
+    ttft, gaps, pauses = (
+        [h.ttft_s for h in heard],
+        [h.inter_token_s for h in heard],
+        [p for h in heard for p in h.pauses_s],
+    )
+    n_context = sum(h.n_prompt + h.n_output // 2 for h in heard) // len(heard)
     bound = decode_bound(told.tables, told.roofline, CONCURRENCY, n_context)
-    rate = sum(h.n_output for h in load) / told.load_s
+    rate = sum(h.n_output for h in heard) / told.load_s
     limit = CONCURRENCY / bound.seconds
     return {
         "machine": cpu_model(),
         "cores": usable_cores(),
+        "load_before": told.busy,
         "engine": told.tables.summary(),
         "build_s": told.build_s,
         "ready_s": told.ready_s,
         "answer": told.answer.text,
-        "load": {"concurrency": CONCURRENCY, "requests": len(load), "tokens_each": LOAD_TOKENS, "seconds": told.load_s},
+        "load": {
+            "concurrency": CONCURRENCY,
+            "requests": len(heard),
+            "tokens_each": LOAD_TOKENS,
+            "seconds": told.load_s,
+        },
         "ttft_s": {"p50": quantile(ttft, 0.5), "p99": quantile(ttft, 0.99)},
         "inter_token_s": {"p50": quantile(gaps, 0.5), "p99": quantile(gaps, 0.99)},
+        "pause_s": {"p50": quantile(pauses, 0.5), "p99": quantile(pauses, 0.99)},
         "tokens_per_s": rate,
         "engine_tokens_per_s": told.engine_tokens_per_s,
         "limit": {"tokens_per_s": limit, "bound_by": bound.by, "step_s": bound.seconds},
@@ -182,7 +195,8 @@ def _show(told: Told, report: dict[str, Any]) -> None:
     pairs(
         [
             ("first token", f"{ttft['p50'] * 1e3:.0f} ms median, {ttft['p99'] * 1e3:.0f} ms p99"),
-            ("next token", f"{gaps['p50'] * 1e3:.1f} ms median, {gaps['p99'] * 1e3:.1f} ms p99"),
+            ("next token", f"{gaps['p50'] * 1e3:.1f} ms median, {gaps['p99'] * 1e3:.1f} ms p99 of the answers' means; "
+                           f"pauses in the stream up to {report['pause_s']['p99'] * 1e3:.0f} ms (p99)"),
             ("tokens", f"{report['tokens_per_s']:,.0f} a second together; "
                        f"{report['engine_tokens_per_s']:,.0f} from the engine alone, without HTTP and its clients"),
             ("limit here", f"{limit['tokens_per_s']:,.0f} a second by {limit['bound_by']}; "
@@ -191,6 +205,10 @@ def _show(told: Told, report: dict[str, Any]) -> None:
             ("stopped", f"by SIGTERM in {told.stop_s:.1f} s, the running answer finished first"),
         ]
     )  # fmt: skip
+    if told.busy > report["cores"] / 2:
+        click.echo(
+            f"  Other processes were busy here (load {told.busy:.1f}): on an idle machine all of this is faster."
+        )
     click.echo()
     heading("Where to go next")
     pairs(

@@ -1,6 +1,6 @@
 """A small load against our own server, over HTTP as a client sees it: streamed chats, timed chunk by chunk.
 
-Standard library only. `millrace demo` uses it; real benchmarks have more to them (docs/benchmarks).
+Standard library only, and small: `millrace demo` uses it. A benchmark asks for more (arrival times, warm-up, repeats).
 """
 
 import http.client
@@ -47,8 +47,13 @@ class Heard:
         return self.chunk_s[0]
 
     @property
-    def gaps_s(self) -> list[float]:
-        """Between chunks; one chunk is one token, save where two tokens make one character or were ready together."""
+    def inter_token_s(self) -> float:
+        """Mean time from one token to the next: a chunk holds all tokens that were ready together."""
+        return (self.chunk_s[-1] - self.chunk_s[0]) / max(self.n_output - 1, 1)
+
+    @property
+    def pauses_s(self) -> list[float]:
+        """Between chunks of text."""
         return [b - a for a, b in zip(self.chunk_s, self.chunk_s[1:], strict=False)]
 
 

@@ -51,7 +51,10 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+@click.group(cls=Commands, invoke_without_command=True, context_settings=HELP)
 @click.version_option(__version__, message="millrace %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:

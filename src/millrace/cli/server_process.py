@@ -42,6 +42,10 @@ class ServerProcess:
     ) -> None:
         self._end()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def terminate(self) -> None:
         """SIGTERM: it takes no new requests and finishes those that run."""
         self._process.send_signal(signal.SIGTERM)

@@ -76,6 +76,7 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     own = Precision.BF16 if source.dtype == "bfloat16" else Precision.FP32
     precision = options.precision or PrecisionMap(own)
     traced = trace_model(source.module, source.weights)
+    precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
     passes = pipeline(precision) if options.fuse else unfused(precision)
     graph = run_passes(traced, passes)
     limits = Limits(T=max(options.max_step_tokens, options.max_batch), S=options.max_batch)

@@ -1,10 +1,10 @@
 """Which precision each matrix product runs in: weights and activations, by one name or by a map of layer patterns."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, nearest
 from millrace.kernels.precision import Precision
 
 DEFAULT_GROUP = 128
@@ -24,9 +24,25 @@ class PrecisionMap:
 
     def of(self, origin: str) -> Precision:
         for pattern, precision in self.patterns:
-            if fnmatchcase(origin, pattern) or fnmatchcase(origin, f"*.{pattern}"):
+            if _matches(origin, pattern):
                 return precision
         return _HEAD.get(self.default, self.default) if origin.endswith("lm_head") else self.default
+
+
+    def check_patterns(self, origins: Iterable[str]) -> None:
+        """raises ConfigError for a pattern that is about none of the matrix products `origins`"""
+        names = list(origins)
+        for pattern, _ in self.patterns:
+            if not any(_matches(name, pattern) for name in names):
+                raise ConfigError(
+                    f'the map of precisions has "{pattern}", which no layer of this model matches',
+                    nearest(pattern, names),
+                    "correct the pattern, or leave it out",
+                )
+
+
+def _matches(origin: str, pattern: str) -> bool:
+    return fnmatchcase(origin, pattern) or fnmatchcase(origin, f"*.{pattern}")
 
 
 def parse_precision(name: str) -> Precision:

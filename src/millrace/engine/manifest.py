@@ -13,6 +13,7 @@ Nothing in it depends on when or where it was built, so the same inputs give the
 
 import hashlib
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -24,17 +25,21 @@ WEIGHTS, PROGRAM, PROGRAM_TABLE, GRAPH = "weights.bin", "program.bin", "program.
 _MANIFEST_LIMIT = 1 << 20
 
 
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """blake2b (16 bytes, hex) of a file; for weights.bin the native core's own checksum, which is faster to verify."""
 
-    bytes: int
+    bytes: Size
     checksum: str
 
 
 class KvEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    layers: int
-    heads: int
-    head_dim: int
+    layers: Size
+    heads: Count
+    head_dim: Count
     format: str  # "f32" | "bf16"
 
 
@@ -45,17 +50,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     architecture: str
     source: str  # Checkpoint.identity() of what it was built from
     precision: dict[str, str]
-    group: int
-    n_steps: int
-    n_parameters: int
-    weights_bytes: int
-    activation_bytes: int
-    activation_lower_bound: int
+    group: Count
+    n_steps: Size
+    n_parameters: Size
+    weights_bytes: Size
+    activation_bytes: Size
+    activation_lower_bound: Size
     logits_offset: int
-    max_step_tokens: int
-    max_sequences: int
-    max_context: int
-    vocab_size: int
+    max_step_tokens: Count
+    max_sequences: Count
+    max_context: Count
+    vocab_size: Count
     kv: KvEntry
     eos_token_ids: list[int]
     bos_token_id: int | None

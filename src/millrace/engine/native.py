@@ -101,6 +101,7 @@ class NativeExecutor:
 
     def run(self, step: StepInputs) -> StepOutputs:
         rows = len(step.sampling)
+        assert self._handle, "a step after close"
         assert step.sampling.dtype == SAMPLING and step.tokens.dtype == np.int32
         top = max(int(step.sampling["n_top"].max()), 0) if rows else 0
         out = StepOutputs(

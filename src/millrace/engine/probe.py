@@ -20,7 +20,7 @@ from millrace.machine.cpu import caches, memory
 from millrace.machine.roofline import Roofline, measure_roofline
 
 ROUNDS, ROUND_S = 8, 0.02
-ROWS, N, K, GROUP = 256, 1024, 1024, 128  # large enough that arithmetic bounds it, small enough to be quick
+ROWS, N, K, GROUP = 128, 1024, 1024, 128  # large enough that arithmetic bounds it, small enough to be quick
 PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "w8a8": "int8", "w4a8": "int8"}  # our kernels -> instructions below
 _INSTRUCTIONS = ("fp32", "bf16", "int8")
 _FORMATS = {
@@ -100,7 +100,7 @@ def _timed(executor: NativeExecutor) -> list[float]:
     once = time.perf_counter() - start
     repeats = max(1, int(ROUND_S / once))
     rounds = []
-    for _ in range(ROUNDS):
+    for _ in range(max(2, min(ROUNDS, int(ROUNDS * ROUND_S / once)))):  # fewer where one step is long
         start = time.perf_counter()
         for _ in range(repeats):
             executor.run(step)

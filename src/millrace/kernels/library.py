@@ -69,9 +69,9 @@ def library() -> c.CDLL:
     lib.mr_weights_checksum.argtypes, lib.mr_weights_checksum.restype = [c.c_void_p], c.c_int64
     lib.mr_profile.argtypes, lib.mr_profile.restype = [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32], None
     lib.mr_checksum.argtypes, lib.mr_checksum.restype = [c.c_void_p, c.c_int64], c.c_uint64
-    rates_and_error = [c.c_double, c.c_int32, c.c_void_p, c.c_char_p, c.c_int64]
-    lib.mr_probe_read.argtypes = [c.c_char_p, c.c_int32, c.c_int64, *rates_and_error]
-    lib.mr_probe_rate.argtypes = [c.c_char_p, c.c_int32, c.c_int32, *rates_and_error]
+    rates = (c.c_double, c.c_int32, c.c_void_p, c.c_char_p, c.c_int64)  # round_s, rounds, rates, error, error_bytes
+    lib.mr_probe_read.argtypes = (c.c_char_p, c.c_int32, c.c_int64, *rates)
+    lib.mr_probe_rate.argtypes = (c.c_char_p, c.c_int32, c.c_int32, *rates)
     return lib
 
 

@@ -6,7 +6,7 @@ from types import TracebackType
 
 from millrace.compile.precision import precision_map
 from millrace.env import read_env
-from millrace.errors import CheckpointError
+from millrace.errors import CheckpointError, RequestError
 from millrace.runtime.generate import Prompt, astream, generate
 from millrace.runtime.open import BuildSettings, Opened, RunSettings, find_engine, open_engine
 from millrace.runtime.params import RequestOutput, SamplingParams
@@ -40,11 +40,17 @@ class LLM:
         name, engine = find_engine(str(model), build, read_env(), precisions=precisions)
         self._opened: Opened = open_engine(name, engine, run)
         self._loop = self._opened.loop(throughput=True)
+        self._closed = False
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """All prompts in one in-flight batch, answers in order. A prompt: text, or {"prompt_token_ids": [...]}."""
+        self._check_open()
+        if not isinstance(prompts, str | Mapping | Sequence):
+            raise RequestError(
+                f"prompts is of type {type(prompts).__name__}", "a prompt or a list of prompts", "pass one of these"
+            )
         single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
         return generate(self._loop, [prompts] if single else prompts, params)  # type: ignore[list-item, arg-type]
 
@@ -58,11 +64,17 @@ class LLM:
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
         """The answer as it grows: each item holds all of it so far. Use it from one event loop."""
+        self._check_open()
         async with AsyncEngine(self._loop) as engine:
             async for output in astream(engine, prompt, params):
                 yield output
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("this LLM is closed", "calls before close()", "make a new LLM")
+
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        self._check_open()
         template = self._opened.chat_template
         if template is None:
             raise CheckpointError(
@@ -76,6 +88,7 @@ class LLM:
 
     def close(self) -> None:
         """Gives the memory back; also at the end of a `with`."""
+        self._closed = True
         self._opened.close()
 
     def __enter__(self) -> "LLM":

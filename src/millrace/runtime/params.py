@@ -78,7 +78,7 @@ def _check_int(name: str, value: int | None, low: int, high: int | None) -> None
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         span = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-        raise RequestError(f"{name} is {value!r}", span, f"change {name}, or leave it out", param=name)
+        raise RequestError(f"{name} is {_short(value)}", span, f"change {name}, or leave it out", param=name)
 
 
 def _check_float(name: str, value: float | None, low: float, high: float, low_excluded: bool = False) -> None:
@@ -87,7 +87,14 @@ def _check_float(name: str, value: float | None, low: float, high: float, low_ex
     fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not fits or not low <= value <= high or (low_excluded and value == low):
         span = f"a number {'above' if low_excluded else 'from'} {low:g} {'up ' if low_excluded else ''}to {high:g}"
-        raise RequestError(f"{name} is {value!r}", span, f"change {name}, or leave it out", param=name)
+        raise RequestError(f"{name} is {_short(value)}", span, f"change {name}, or leave it out", param=name)
+
+
+def _short(value: object) -> str:
+    """A number may have thousands of digits; Python refuses to print it beyond a limit of its own."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)[:100]
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,20 @@ def test_a_small_choice_has_the_told_answer(seed: int) -> None:
     assert any(value in fact.values() and fact["who"] in question for fact in facts)
 
 
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("kept", [1.0, 0.5])
+def test_marks_say_which_option_is_right(seed: int, kept: float) -> None:
+    rng = random.Random(seed)
+    (asked, _), (answer, _) = lessons.small_choice(rng)
+    parts = lessons.with_marks(rng, asked, answer, kept)
+    whole = "".join(text for text, _ in parts)
+    assert parts[-1] == (answer, True) and whole.endswith("Answer:" + answer)
+    assert re.sub(r"^([A-D]\. .+) (yes|no)$", r"\1", whole, flags=re.MULTILINE) == asked + answer
+    marks = dict(re.findall(r"^([A-D])\. .+ (yes|no)$", whole, re.MULTILINE))
+    assert all((mark == "yes") == (letter == answer.strip()) for letter, mark in marks.items())
+    assert len(marks) == 4 or kept < 1
+
+
 def test_lessons_are_most_of_the_beginning_and_little_of_the_rest() -> None:
     share = lessons.lesson_share
     assert share(0) > 0.6 > share(lessons.SECOND_LESSONS) > 0.4 < share(lessons.THIRD_LESSONS)

@@ -30,16 +30,63 @@ inline void row_exp(const float* x, int64_t n, float m, float scale, float* p, f
   }
 }
 
-// Indices, ascending, of the elements that are at least `floor`.
-inline int64_t row_collect(const float* x, int64_t n, float floor, int32_t* out) {
+// The first index whose element is at least `value`; n where there is none.
+inline int64_t row_find(const float* x, int64_t n, float value) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
+    uint32_t mask = mask_greater_equal(count == 16 ? load(x + i) : load(x + i, count), splat(value));
+    mask &= (1u << count) - 1;
+    if (mask) return i + __builtin_ctz(mask);
+  }
+  return n;
+}
+
+// Indices, ascending, of the elements from `floor` up to below `ceiling`.
+inline int64_t row_collect(const float* x, int64_t n, float floor, float ceiling, int32_t* out) {
   int64_t found = 0;
   for (int64_t i = 0; i < n; i += 16) {
     const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
-    uint32_t mask = mask_greater_equal(count == 16 ? load(x + i) : load(x + i, count), splat(floor));
+    const F v = count == 16 ? load(x + i) : load(x + i, count);
+    uint32_t mask = mask_greater_equal(v, splat(floor)) & ~mask_greater_equal(v, splat(ceiling));
     mask &= (1u << count) - 1;
     for (; mask; mask &= mask - 1) out[found++] = static_cast<int32_t>(i + __builtin_ctz(mask));
   }
   return found;
+}
+
+// How many elements are at least `floor` (above 0), and their sum per block, added as row_exp adds.
+inline int64_t row_above(const float* p, int64_t n, float floor, float* sums) {
+  int64_t found = 0;
+  for (int64_t from = 0; from < n; from += kSampleBlock) {
+    const int64_t to = from + kSampleBlock < n ? from + kSampleBlock : n;
+    F total = zero();
+    for (int64_t i = from; i < to; i += 16) {
+      const int count = to - i < 16 ? static_cast<int>(to - i) : 16;
+      const F v = count == 16 ? load(p + i) : load(p + i, count);
+      total = total + if_less(v, splat(floor), zero(), v);
+      found += __builtin_popcount(mask_greater_equal(v, splat(floor)));
+    }
+    sums[from / kSampleBlock] = sum(total);
+  }
+  return found;
+}
+
+// Sets to 0 what is below `least`, and of those equal to it the ones behind index `last`; sums as above.
+inline void row_cut(float* p, int64_t n, float least, int64_t last, float* sums) {
+  for (int64_t from = 0; from < n; from += kSampleBlock) {
+    const int64_t to = from + kSampleBlock < n ? from + kSampleBlock : n;
+    F total = zero();
+    for (int64_t i = from; i < to; i += 16) {
+      const int count = to - i < 16 ? static_cast<int>(to - i) : 16;
+      const F v = count == 16 ? load(p + i) : load(p + i, count);
+      const int64_t before = last + 1 - i;  // elements of this vector that may be equal
+      const F above = if_less(splat(least), v, v, zero()), equal = if_less(v, splat(least), zero(), v);
+      const F kept = first(equal, before > 16 ? 16 : before < 0 ? 0 : static_cast<int>(before), above);
+      total = total + kept;
+      store(p + i, kept, count);
+    }
+    sums[from / kSampleBlock] = sum(total);
+  }
 }
 
 // How many elements are larger than `value`.

@@ -1,0 +1,154 @@
+"""`from millrace import LLM, SamplingParams`: what a Python user types, with the bundled model."""
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from millrace import LLM, MillraceError, RequestOutput, SamplingParams
+from millrace.errors import RequestError
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("tiny", precision="w4a8") as model:
+        yield model
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [choice.text for output in outputs for choice in output.outputs]
+
+
+def test_every_way_to_write_a_prompt(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("Once upon a time")  # type: ignore[attr-defined]
+    (answer,) = llm.generate("Once upon a time", GREEDY)
+    assert answer.finished and answer.prompt == "Once upon a time" and answer.prompt_token_ids == ids
+    (choice,) = answer.outputs
+    assert len(choice.token_ids) == 24 and choice.finish_reason == "length" and choice.text
+    for prompt in (["Once upon a time"], [{"prompt": "Once upon a time"}], [{"prompt_token_ids": ids}], [ids], ids):
+        assert texts(llm.generate(prompt, GREEDY)) == [choice.text]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_a_list_is_answered_in_order(llm: LLM) -> None:
+    prompts = [f"Tom has {i} apples" for i in range(40)]  # more than run at a time
+    alone = [texts(llm.generate(p, GREEDY))[0] for p in prompts[:5]]
+    together = llm.generate(prompts, GREEDY)
+    assert [o.prompt for o in together] == prompts and texts(together)[:5] == alone
+
+
+def test_params_for_each(llm: LLM) -> None:
+    each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 5)]
+    assert [len(o.outputs[0].token_ids) for o in llm.generate(["a", "b"], each)] == [1, 5]
+    with pytest.raises(RequestError, match="2 SamplingParams for 3 prompts"):
+        llm.generate(["a", "b", "c"], each)
+
+
+def test_n_and_seeds(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=24, temperature=1.2, seed=5, ignore_eos=True)
+    first, again = texts(llm.generate("The", params)), texts(llm.generate("The", params))
+    assert first == again and len(set(first)) == 3
+
+
+def test_ignore_eos(llm: LLM) -> None:
+    eos = llm.tokenizer.eos_token_id  # type: ignore[attr-defined]
+    biased = {eos: 100.0}
+    (ended,) = llm.generate("The", SamplingParams(max_tokens=8, logit_bias=biased))
+    (went_on,) = llm.generate("The", SamplingParams(max_tokens=8, logit_bias=biased, ignore_eos=True))
+    assert ended.outputs[0].finish_reason == "stop" and len(ended.outputs[0].token_ids) == 1
+    assert went_on.outputs[0].finish_reason == "length" and len(went_on.outputs[0].token_ids) == 8
+
+
+def test_chat_is_the_template_s_prompt(llm: LLM) -> None:
+    hello = [{"role": "user", "content": "Who are you?"}]
+    (one,) = llm.chat(hello, GREEDY)
+    two = llm.chat([hello, [*hello, {"role": "assistant", "content": "A mill."}, *hello]], GREEDY)
+    assert len(two) == 2 and two[0].outputs[0].text == one.outputs[0].text
+    by_hand = llm.generate("<|bos|><|user|>Who are you?<|end|><|assistant|>", GREEDY)
+    assert len(by_hand[0].prompt_token_ids) - len(one.prompt_token_ids) in (
+        0,
+        1,
+    )  # encoding may put one <|bos|> in front
+    assert two[1].prompt_token_ids[: len(one.prompt_token_ids)] == one.prompt_token_ids
+
+
+def test_astream_grows_to_the_answer(llm: LLM) -> None:
+    long = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+
+    async def collect() -> list[str]:
+        return [output.outputs[0].text async for output in llm.astream("Once upon a time", long)]
+
+    async def leave_early() -> None:
+        async for _ in llm.astream("Once upon a time", SamplingParams(max_tokens=1000, ignore_eos=True)):
+            break
+
+    for _ in range(2):  # one event loop after the other
+        grown = asyncio.run(collect())
+        assert len(grown) > 3 and all(b.startswith(a) for a, b in zip(grown, grown[1:], strict=False))
+        assert grown[-1] == texts(llm.generate("Once upon a time", long))[0]
+        asyncio.run(leave_early())
+
+
+MISTAKES = [
+    ([5000], "prompt token 0 is 5000"),
+    ("mill " * 5000, "at most 2047"),
+    ({"text": "a"}, "a dict with"),
+    ({"prompt_token_ids": "a"}, "prompt_token_ids of type str"),
+    ({"prompt": "a", "prompt_token_ids": [1]}, "a dict with"),
+    ([[1.5]], "not a list of token ids"),
+    (["a", None], "of type NoneType"),
+    ([["a"]], "not a list of token ids"),
+    (5, "prompts is of type int"),
+]
+
+
+@pytest.mark.parametrize("prompt, names", MISTAKES, ids=[str(p)[:30] for p, _ in MISTAKES])
+def test_a_wrong_prompt(llm: LLM, prompt: object, names: str) -> None:
+    with pytest.raises(MillraceError, match=names):
+        llm.generate(prompt, GREEDY)  # type: ignore[arg-type]
+    assert texts(llm.generate("a", SamplingParams(max_tokens=1)))
+
+
+def test_wrong_params(llm: LLM) -> None:
+    for wrong in ({"max_tokens": 0}, {"temperature": float("nan")}, {"n": 0}, {"seed": 1.5}, {"stop": [""]}):
+        (name,) = wrong
+        with pytest.raises(RequestError, match=name):
+            SamplingParams(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="at most 2048"):
+        llm.generate("a", SamplingParams(max_tokens=2048))
+
+
+def test_a_map_of_precisions() -> None:
+    with LLM("tiny", precision={"default": "w4a8", "layers.0.*": "bf16"}) as mixed:
+        assert texts(mixed.generate("The", GREEDY))
+    with pytest.raises(MillraceError, match="layer.0.*"):
+        LLM("tiny", precision={"default": "w4a8", "layer.0.*": "bf16"})
+
+
+def test_the_user_s_cache_is_not_touched(llm: LLM, cache: Path) -> None:
+    assert any((cache / "millrace").rglob("manifest.json"))
+
+
+def test_closing_gives_the_memory_back() -> None:
+    def once() -> int:
+        with LLM("tiny", precision="w4a8") as model:
+            model.generate("The", GREEDY)
+        gc.collect()
+        return int(psutil.Process().memory_info().rss)
+
+    once()
+    first = [once() for _ in range(3)][-1]
+    assert [once() for _ in range(5)][-1] - first < 10 * 2**20
+
+
+def test_after_closing_it_says_so() -> None:
+    model = LLM("tiny", precision="w4a8")
+    model.close()
+    model.close()
+    with pytest.raises(MillraceError, match="closed"):
+        model.generate("The", GREEDY)

@@ -1,0 +1,111 @@
+"""Settings: declared once, checked when made, and turned into options without saying anything twice."""
+
+from dataclasses import dataclass, fields
+
+import click
+import pytest
+
+from millrace.cli.options import made, settings_options
+from millrace.cli.sampling import SamplingFlags
+from millrace.cli.serve import ServeFlags
+from millrace.errors import ConfigError
+from millrace.runtime.open import BuildSettings, RunSettings
+from millrace.settings import Settings, declared, flag_of, parse_size, plain_type, setting
+
+CLASSES = (BuildSettings, RunSettings, SamplingFlags, ServeFlags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example(Settings):
+    number: int = setting(3, "how many", low=1, high=5)
+    share: float | None = setting(None, "how much", low=0.0)
+    kind: str = setting("a", "which", choices=("a", "b"))
+    room: int | None = setting(None, "how large", size=True, low=1)
+    several: tuple[str, ...] = setting((), "which ones")
+    loud: bool = setting(False, "say it aloud")
+
+
+def test_every_field_says_what_it_is_and_has_a_legal_default() -> None:
+    for cls in CLASSES:
+        cls()  # the defaults pass their own checks
+        assert 0 < len(fields(cls)) <= 12, cls
+        for f in fields(cls):
+            said = declared(f)
+            assert len(said.help) > 8 and not said.help.endswith("."), f"{cls.__name__}.{f.name}: {said.help!r}"
+            assert plain_type(cls, f.name) in (int, float, str, bool, tuple)
+
+
+def test_no_name_means_two_things() -> None:
+    names = [f.name for cls in CLASSES for f in fields(cls)]
+    assert len(names) == len(set(names)), "they meet as options of one command"
+
+
+@pytest.mark.parametrize(
+    "given, fragment",
+    [
+        ({"number": 0}, "--number is 0"),
+        ({"number": 6}, "1 to 5"),
+        ({"share": -0.5}, "at least 0"),
+        ({"share": float("nan")}, "--share is nan"),
+        ({"kind": "c"}, "one of a, b"),
+        ({"room": "big"}, "512M or 2GiB"),
+        ({"room": 0}, "--room is 0"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(given: dict[str, object], fragment: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Example(**given)  # type: ignore[arg-type]
+    assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, nbytes",
+    [("7", 7), ("1k", 1024), ("512M", 512 << 20), ("2GiB", 2 << 30), ("0.5g", 1 << 29), ("1 TB", 1 << 40), (12, 12)],
+)
+def test_sizes(text: str | int, nbytes: int) -> None:
+    assert parse_size(text, "room") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "M", "-1M", "1X", "1e9", "nan"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--room is"):
+        parse_size(text, "room")
+
+
+def test_flags_are_named_like_fields() -> None:
+    assert flag_of("kv_memory") == "--kv-memory"
+
+
+def parsed(*arguments: str) -> Example:
+    found = []
+
+    @click.command()
+    @settings_options(Example)
+    def command(**given: object) -> None:
+        found.append(made(Example, given))
+
+    command.main(list(arguments), standalone_mode=False)
+    return found[0]
+
+
+def test_options_come_from_the_fields() -> None:
+    assert parsed() == Example()
+    arguments = [
+        "--number",
+        "4",
+        "--share",
+        "0.5",
+        "--kind",
+        "b",
+        "--room",
+        "2G",
+        "--several=x",
+        "--several=y",
+        "--loud",
+    ]
+    assert parsed(*arguments) == Example(number=4, share=0.5, kind="b", room=2 << 30, several=("x", "y"), loud=True)
+
+
+def test_an_option_out_of_range_is_the_setting_s_own_error() -> None:
+    with pytest.raises(ConfigError, match="--number is 9"):
+        parsed("--number", "9")
