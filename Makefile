@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 NATIVE := $(shell find native src/millrace/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name 'declare.py' -o -name 'codegen.py') CMakeLists.txt
 TOOLS := "cmake>=3.25" "ninja>=1.11" "scikit-build-core>=0.10"
 
-.PHONY: all demo test check lint wheel tiny bench clean
+.PHONY: all demo test check lint wheel wheel-check tiny bench clean
 
 all: $(STAMP)
 
@@ -41,7 +41,15 @@ lint: $(VENV)/.dev
 check: lint test
 
 wheel: $(PY)
+	rm -rf dist
 	$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+# The wheel serves where there is no compiler: installed into a venv of its own, with nothing else on the path.
+wheel-check: wheel
+	rm -rf build/wheel-check && python3 -m venv build/wheel-check
+	build/wheel-check/bin/python -m pip install --quiet dist/millrace-*.whl
+	cd build && env -i HOME="$(CURDIR)/build" PATH="$(CURDIR)/build/wheel-check/bin" millrace generate tiny -p "Once" --max-tokens 8
+	cd build && env -i HOME="$(CURDIR)/build" PATH="$(CURDIR)/build/wheel-check/bin" millrace demo
 
 tiny: $(VENV)/.dev
 	$(PY) -m tools.tiny.make

@@ -28,7 +28,6 @@ class PrecisionMap:
                 return precision
         return _HEAD.get(self.default, self.default) if origin.endswith("lm_head") else self.default
 
-
     def check_patterns(self, origins: Iterable[str]) -> None:
         """raises ConfigError for a pattern that is about none of the matrix products `origins`"""
         names = list(origins)

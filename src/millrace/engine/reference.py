@@ -92,8 +92,9 @@ class ReferenceExecutor:
         scale = node.attrs["scale"]
         assert isinstance(scale, float)
         table = self._rows(node.inputs[1])
-        rows = (to_bf16(table) if self._bf16_kv else table)[step.tokens]
-        return self._stored(rows * scale, node.output.storage)
+        rows = table[step.tokens]
+        stored = to_bf16(rows).astype(np.float64) if self._bf16_kv else rows
+        return self._stored(stored * scale, node.output.storage)
 
     def _product(self, x: Value, w: Value, precision: object) -> Rows:
         assert isinstance(precision, Precision)
@@ -154,7 +155,7 @@ class ReferenceExecutor:
         if node.op == "rope_attention":
             q, k = (self._rotated(x, node.inputs[3], step) for x in node.inputs[:2])
         if self._bf16_kv:
-            q, k, v = to_bf16(q), to_bf16(k), to_bf16(v)
+            q, k, v = (to_bf16(x).astype(np.float64) for x in (q, k, v))
         layer, scale = node.attrs["layer"], node.attrs["scale"]
         assert isinstance(layer, int) and isinstance(scale, float)
         pages = self._pages.setdefault(layer, self._empty(k.shape[1:]))
@@ -181,7 +182,9 @@ class ReferenceExecutor:
 
     def _sampled_rows(self, node: Node, step: StepInputs) -> Held:
         assert node.output.shape[0] is S
-        return self._rows(node.inputs[0])[step.starts[step.sampling["sequence"] + 1] - 1]
+        last = step.starts[step.sampling["sequence"].astype(np.int64) + 1] - 1
+        rows: Rows = self._rows(node.inputs[0])[last]
+        return rows
 
     # --- sampling
 

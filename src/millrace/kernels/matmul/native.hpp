@@ -21,6 +21,17 @@ struct TileInput {
 };
 
 template <int MR, int NP>
+[[gnu::always_inline]] inline void add_block(const F (&acc)[MR][2 * NP], bool opening, float* total) {
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < 2 * NP; ++v) {
+      float* t = total + (r * 2 * NP + v) * 16;
+      store(t, opening ? acc[r][v] : load(t) + acc[r][v]);
+    }
+}
+
+template <int MR, int NP>
 void tile_f32(const TileInput& in, float* total) {
   for (int64_t from = 0; from < in.k; from += kBlock) {
     const int64_t to = from + kBlock < in.k ? from + kBlock : in.k;
@@ -36,13 +47,7 @@ void tile_f32(const TileInput& in, float* total) {
           acc[r][v] = fma_broadcast(acc[r][v], w, reinterpret_cast<const float*>(in.x + r * in.x_stride) + k);
       }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 8
-      for (int v = 0; v < 2 * NP; ++v) {
-        float* t = total + (r * 2 * NP + v) * 16;
-        store(t, from ? load(t) + acc[r][v] : acc[r][v]);
-      }
+    add_block<MR, NP>(acc, from == 0, total);
   }
 }
 
@@ -63,13 +68,7 @@ void tile_bf16(const TileInput& in, float* total) {
           acc[r][v] = dot2_broadcast(acc[r][v], w, reinterpret_cast<const uint32_t*>(in.x + r * in.x_stride) + k);
       }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 8
-      for (int v = 0; v < 2 * NP; ++v) {
-        float* t = total + (r * 2 * NP + v) * 16;
-        store(t, from ? load(t) + acc[r][v] : acc[r][v]);
-      }
+    add_block<MR, NP>(acc, from == 0, total);
   }
 }
 

@@ -57,5 +57,6 @@ def penalised(
     y = logits.astype(np.float64)
     seen = np.unique(np.concatenate([prompt, output]))
     y[seen] = np.where(y[seen] > 0, y[seen] / repetition, y[seen] * repetition)
-    times = np.bincount(output, minlength=len(y)) if len(output) else np.zeros(len(y))
-    return y - presence * (times > 0) - frequency * times
+    times = np.bincount(output, minlength=len(y)).astype(np.float64)
+    result: NDArray[np.float64] = y - presence * (times > 0) - frequency * times
+    return result
