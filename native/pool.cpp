@@ -6,9 +6,10 @@ namespace millrace {
 
 namespace {
 
-// Long enough to bridge the gap between two kernels or two steps, short enough not to eat a core that others need.
+// Long enough to bridge the gap between two kernels, short enough not to eat a core that others need. Between two steps
+// the event loop and the interpreter want it more than a spinning worker does.
 constexpr int kBarrierSpins = 2000;
-constexpr int kJobSpins = 20000;
+constexpr int kJobSpins = 1000;
 constexpr int kSuspicious = 200;  // spins after which a waiting worker looks whether somebody shares its CPU
 
 }  // namespace

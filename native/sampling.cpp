@@ -139,7 +139,7 @@ struct Search {
   void bracket(uint32_t guess) {
     const uint32_t top = too_few;
     look(guess);
-    for (uint32_t stride = 1 << 17; !done(0) && (enough == 0 || too_few == top); stride = std::min(stride * 8, 1u << 29))
+    for (uint32_t stride = 1 << 17; !done(0) && (enough == 0 || too_few == top); stride = std::min(stride, 1u << 26) * 8)
       look(enough == 0 ? (too_few > stride ? too_few - stride : 1) : std::min(enough + stride, top - 1));
   }
 };

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
+from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.runtime.open import BUNDLED
 from tests.e2e.live import Live, live
 from tests.support.checkpoints import random_checkpoint
@@ -77,7 +78,7 @@ def tiny_client(tiny: Live) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="package")
 def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """76 M parameters with random values and a context of 32 Ki tokens: a step of some milliseconds."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
         "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 700, "max_position_embeddings": 32768,
     }  # fmt: skip

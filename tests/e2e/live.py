@@ -1,4 +1,4 @@
-"""The whole product in a thread of this process: an engine folder, native executor, loop and uvicorn; nothing is faked."""
+"""The whole product in a thread of this process: engine folder, native executor, loop and uvicorn, nothing faked."""
 
 import asyncio
 import threading

@@ -230,11 +230,10 @@ def assert_is_openais_error(reply: httpx.Response, names: str) -> None:
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", f"Basic {KEY}", "Bearer \xff\xfe"])
 def test_api_keys(guarded: Live, header: str | None) -> None:
-    headers = {} if header is None else {"authorization": header.encode("latin-1")}
+    headers = [] if header is None else [(b"authorization", header.encode("latin-1"))]
+    typed = [(b"content-type", b"application/json"), *headers]
     for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
-        reply = httpx.post(
-            guarded.url + path, content=text(), headers={**{"content-type": b"application/json"}, **headers}
-        )
+        reply = httpx.post(guarded.url + path, content=text(), headers=typed)
         assert reply.status_code == 401
         assert_is_openais_error(reply, "API key")
     assert httpx.get(guarded.url + "/v1/models", headers=headers).status_code == 401

@@ -1,11 +1,12 @@
 """Many clients at once: none of them notices the others, those that leave take everything along, nothing grows."""
 
+import itertools
 import json
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,11 @@ N_CLIENTS, N_ROUNDS, N_WARM_UP = 64, 20, 5
 TEXT = "/v1/completions"
 WORDS = "the river runs past a mill and the miller counts his sacks while the wheel turns slowly in spring "
 KILOBYTES_100 = (WORDS * 1100)[:100_000]
+
+
+def say(figures: str) -> None:
+    """Shown with `pytest -s`, or when the test fails."""
+    sys.stdout.write(figures + "\n")
 
 
 @contextmanager
@@ -100,8 +106,9 @@ def test_64_streams_of_which_a_third_leave(stories_engine: Path, cache: Path) ->
             rss.append(process.memory_info().rss)
         grown = rss[-1] - rss[N_WARM_UP - 1]
         aborted = metric(url, 'vllm:request_success_total{finished_reason="abort"')
-        print(
-            f"{n_left} of {N_CLIENTS * len(rss)} streams left, {aborted:.0f} in time; resident memory {grown / 2**20:+.1f} MiB"
+        say(
+            f"{n_left} of {N_CLIENTS * len(rss)} streams left, {aborted:.0f} in time; "
+            f"resident memory {grown / 2**20:+.1f} MiB"
         )
         assert aborted > n_left / 4, "hardly anybody left before the end: this tests nothing"
         assert grown < 10 * 2**20
@@ -120,63 +127,69 @@ with httpx.Client(timeout=600, headers={"content-type": "application/json"}) as 
 
 
 @contextmanager
-def attacked(url: str) -> Iterator[list[int]]:
-    """Another client, in a process of its own, posts 100 KB prompts in a loop; gives its statuses at the end."""
-    statuses: list[int] = []
+def attacker(url: str) -> Iterator[Callable[[], None]]:
+    """Another client, in a process of its own, that posts 100 KB prompts in a loop from when it is told to."""
     with subprocess.Popen(
         [sys.executable, "-c", ATTACKER, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as client:
-        assert client.stdin is not None and client.stdout is not None
-        client.stdin.write(KILOBYTES_100.encode())
-        client.stdin.close()
-        time.sleep(1.0)
+        given, said = client.stdin, client.stdout
+        assert given is not None and said is not None
+        time.sleep(1.0)  # for its imports
+
+        def begin() -> None:
+            given.write(KILOBYTES_100.encode())
+            given.close()
+
         try:
-            yield statuses
+            yield begin
         finally:
             client.kill()
-            statuses += map(int, client.stdout.read().split())
 
 
-def gaps_s(url: str, n_tokens: int) -> list[float]:
+def nothing() -> None:
+    """Nobody attacks."""
+
+
+def gaps_s(url: str, n_tokens: int, after_first: Callable[[], None] = nothing) -> list[float]:
     """Between the events of a stream with one event a token (log probabilities are told for half characters, too)."""
     asked = {"prompt": "the mill", "max_tokens": n_tokens, "ignore_eos": True, "seed": 1, "logprobs": 0, "stream": True}
-    times = []
+    times: list[float] = []
     with httpx.stream("POST", url + TEXT, json=asked, headers=JSON, timeout=120) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
                 times.append(time.perf_counter())
+                if len(times) == 1:
+                    after_first()
     assert len(times) > n_tokens / 2
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(times)]
 
 
 def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-@pytest.fixture(scope="module")
-def large_engines(large_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    folder = tmp_path_factory.mktemp("large-engines")
-    return {context: built(large_checkpoint, folder / str(context), "bf16", context) for context in (8192, 32768)}
-
-
-@pytest.mark.parametrize("context, status", [(32768, 200), (8192, 400)], ids=["computed", "refused"])
+@pytest.mark.parametrize("precision, context, status", [("bf16", 32768, 200), ("fp32", 8192, 400)])
 def test_100_kb_prompts_do_not_stretch_a_stream(
-    large_engines: dict[int, Path], cache: Path, context: int, status: int
+    large_checkpoint: Path, tmp_path: Path, cache: Path, precision: str, context: int, status: int
 ) -> None:
-    """p99 of the gaps stays under 2 x their median; the best of three, for the desk may be busy."""
-    seen = []
-    with served(large_engines[context], cache, "--kv-memory", "1G") as (url, _):
-        asked = httpx.post(url + "/tokenize", json={"prompt": KILOBYTES_100}, timeout=30)
-        assert 8192 < asked.json()["count"] < 32768
-        alone = gaps_s(url, 200)
-        for _ in range(3):
-            with attacked(url) as statuses:
-                gaps = gaps_s(url, 400)
-            assert set(statuses) <= {status} and (status == 200 or statuses)
+    """Computed, or refused as too long: p99 of the gaps stays under 2 x their median. The best of three attempts."""
+    seen: list[tuple[float, float, float]] = []
+    engine = built(large_checkpoint, tmp_path / "engine", precision, context)
+    with served(engine, cache, "--kv-memory", "1700M") as (url, _):
+        prompt = {"prompt": KILOBYTES_100, "max_tokens": 1}
+        assert 8192 < httpx.post(url + "/tokenize", json={"prompt": KILOBYTES_100}, timeout=30).json()["count"] < 32768
+        if status == 400:
+            assert httpx.post(url + TEXT, json=prompt, timeout=30).status_code == status
+        alone = gaps_s(url, 150)
+        while len(seen) < 3 and not any(ratio < 2 for ratio, _, _ in seen):
+            before = metric(url, "vllm:iteration_tokens_total_sum{")
+            with attacker(url) as begin:
+                gaps = gaps_s(url, 250, begin)
+            computed = metric(url, "vllm:iteration_tokens_total_sum{") - before
+            assert (computed > 1000) == (status == 200), f"{computed} tokens"
             seen.append((quantile(gaps, 0.99) / quantile(gaps, 0.5), quantile(gaps, 0.5), quantile(gaps, 0.99)))
-            if seen[-1][0] < 2:
-                break
+            wait_for_pages(url)
     for ratio, median, p99 in seen:
-        print(f"{status}: median {median * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms, p99/median {ratio:.2f}")
-    print(f"alone: median {quantile(alone, 0.5) * 1e3:.1f} ms, p99 {quantile(alone, 0.99) * 1e3:.1f} ms")
+        say(f"{status}: median {median * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms, p99/median {ratio:.2f}")
+    say(f"alone: median {quantile(alone, 0.5) * 1e3:.1f} ms, p99 {quantile(alone, 0.99) * 1e3:.1f} ms")
     assert min(seen)[0] < 2

@@ -1,8 +1,9 @@
 """The `openai` client against the real engine: every endpoint, and numbers that another library confirms."""
 
-from collections.abc import Iterator
+import json
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -16,7 +17,7 @@ ONCE = "Once upon a time"
 LONG: dict[str, Any] = {"model": MODEL, "extra_body": {"ignore_eos": True}}
 
 
-def joined(stream: Iterator[Any], n: int = 1) -> list[str]:
+def joined(stream: Any, n: int = 1) -> list[str]:
     """The text of each choice of a chat or completion stream."""
     texts = [""] * n
     for event in stream:
@@ -33,7 +34,7 @@ def test_a_chat_stream_is_the_whole_answer(tiny_client: openai.OpenAI, n: int) -
     assert [c.index for c in whole.choices] == list(range(n)) and len(set(texts)) == n
     assert [c.finish_reason for c in whole.choices] == ["length"] * n
     events = list(tiny_client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
-    assert joined(iter(events), n) == texts
+    assert joined(events, n) == texts
     assert events[-1].usage == whole.usage and events[-1].choices == []
     assert whole.usage.completion_tokens == 40 * n
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + 40 * n
@@ -57,7 +58,7 @@ def test_choices_do_not_depend_on_how_many_there_are(stories_client: openai.Open
 def test_a_seed_gives_the_same_answer_in_any_company(stories: Live, stories_client: openai.OpenAI) -> None:
     def ask(seed: int) -> str:
         answer = stories_client.completions.create(**LONG, prompt=ONCE, max_tokens=60, seed=seed, temperature=1.0)
-        return answer.choices[0].text
+        return str(answer.choices[0].text)
 
     alone = [ask(seed) for seed in range(4)]
     assert len(set(alone)) == 4
@@ -77,8 +78,6 @@ def test_a_drawn_seed_can_be_asked_again(tiny_client: openai.OpenAI) -> None:
 
 
 def test_greedy_is_the_golden_story(stories_client: openai.OpenAI) -> None:
-    import json
-
     golden = json.loads((shared("models/stories260K") / "golden.json").read_text())["text"]
     answer = stories_client.completions.create(**LONG, prompt=ONCE, temperature=0, max_tokens=120, echo=True)
     assert golden.startswith(answer.choices[0].text) and len(answer.choices[0].text) > 200
@@ -89,7 +88,7 @@ def test_stop_strings_cut_exactly(stories_client: openai.OpenAI, stream: bool) -
     ask: dict[str, Any] = {**LONG, "prompt": ONCE, "temperature": 0, "max_tokens": 100}
     whole = stories_client.completions.create(**ask).choices[0].text
     for stop in (whole[30:37], whole[50:51], ". "):  # within and across tokens
-        answer = stories_client.completions.create(**ask, stop=["never to be seen", stop], stream=stream)
+        answer: Any = stories_client.completions.create(**ask, stop=["never to be seen", stop], stream=stream)
         text = joined(answer)[0] if stream else answer.choices[0].text
         assert text == whole[: whole.index(stop)]
 
@@ -97,7 +96,7 @@ def test_stop_strings_cut_exactly(stories_client: openai.OpenAI, stream: bool) -
 def test_stops_are_told(stories_client: openai.OpenAI) -> None:
     answer = stories_client.completions.create(**LONG, prompt=ONCE, temperature=0, max_tokens=100, stop=", there")
     (choice,) = answer.choices
-    assert choice.finish_reason == "stop" and choice.stop_reason == ", there"  # type: ignore[attr-defined]
+    assert choice.finish_reason == "stop" and choice.stop_reason == ", there"
     assert choice.text == "" and answer.usage and answer.usage.completion_tokens < 10
 
 
@@ -185,8 +184,6 @@ def test_models_and_management(tiny: Live, tiny_client: openai.OpenAI) -> None:
     assert [m.id for m in tiny_client.models.list()] == [MODEL]
     assert tiny_client.models.retrieve(MODEL).max_model_len == 2048  # type: ignore[attr-defined]
     for path in ("/health", "/v1/health/live", "/v1/health/ready", "/v1/version", "/v1/metadata", "/docs"):
-        import httpx
-
         assert httpx.get(tiny.url + path).status_code == 200, path
 
 
@@ -201,7 +198,7 @@ def test_errors_are_the_clients(tiny_client: openai.OpenAI, stories_client: open
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="no chat template"):
         stories_client.chat.completions.create(model=MODEL, messages=HELLO)
-    with pytest.raises(openai.BadRequestError, match="unknown role|system, developer, user or assistant"):
+    with pytest.raises(openai.BadRequestError, match="system, developer, user or assistant"):
         tiny_client.chat.completions.create(
             model=MODEL, messages=[{"role": "tool", "content": "x", "tool_call_id": ""}]
         )

@@ -15,7 +15,7 @@ DEFAULT_GAP_LIMIT_S = 0.1
 DEFAULT_STRETCH = (
     1.9  # plain steps that one with prefill may last: in a mix, the longest gap stays below two usual ones
 )
-DEFAULT_CHUNK_LOW = 16  # shorter chunks waste the weights that every step reads, and would starve long prompts
+DEFAULT_CHUNK_LOW = 4  # so that long prompts always go on; more could outlast the stretch where attention is deep
 SMOOTHING = 0.2  # weight of the newest step
 OUTLIER = 4.0  # one measurement moves a cost by at most this factor towards itself: a step may have been descheduled
 

@@ -1,5 +1,6 @@
 """The network is transformers' Llama, and a run that was interrupted ends where an uninterrupted one does."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ from tools.tiny.train import Plan, Trainer  # noqa: E402
 
 SMALL = TinyConfig(hidden=32, layers=2, heads=4, kv_heads=2, head_size=8, ffn=48, context=128)
 PLAN = Plan(tokens=6 * 128, precision="fp32", warmup_steps=2, short=Shape(2, 64), long=Shape(1, 128, 2))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors this small are slower with more threads, and much slower where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def _trainer(tokenizer: Tokenizer) -> Trainer:

@@ -1,0 +1,148 @@
+"""The sentences of the little world: how each relation is told, asked and answered.
+
+A relation is a kind of fact with named slots, `gave(who, pal, food)`. Whatever the generator writes about a fact is one
+of these templates with its slots filled, which is what makes every answer checkable. A slot `who_2` holds the same
+kind of word as `who`. "a" becomes "an" before a vowel when a template is filled.
+"""
+
+TOLD: dict[str, tuple[str, ...]] = {
+    "kind": (
+        "Once there was a {kind} named {who}.",
+        "Once upon a time there was a little {kind} called {who}.",
+        "{who} was a {kind}.",
+        "There was a {kind} whose name was {who}.",
+    ),
+    "home": ("{who} lived in the {place}.", "The home of {who} was in the {place}."),
+    "pal": ("{who} had a friend named {pal}.", "The best friend of {who} was {pal}.", "{who} and {pal} were friends."),
+    "weather": ("It was a {weather} day.", "One {weather} day something happened.", "The day was {weather}."),
+    "loves": ("{who} loved to {hobby}.", "Every morning {who} liked to {hobby}."),
+    "owns": (
+        "{who} had a {colour} {thing}.",
+        "{who} owned a {colour} {thing}.",
+        "{who} had a {thing} that was {colour}.",
+    ),
+    "lost": (
+        "One day {who} lost the {thing}.",
+        "Then {who} could not find the {thing}.",
+        "But {who} lost the {thing}.",
+    ),
+    "found": ("{who} found the {thing} {spot}.", "Then {who} looked {spot} and found the {thing}."),
+    "went": ("One day {who} went to the {place}.", "{who} took a walk to the {place}."),
+    "saw": ("There {who} saw a {kind}.", "On the way {who} met a {kind}."),
+    "ate": ("{who} ate some {food}.", "Then {who} had some {food} to eat."),
+    "gave": ("{who} gave {pal} some {food}.", "To say thank you, {who} gave some {food} to {pal}."),
+    "gift": ("{who} gave the {thing} to {pal}.", "Then {who} gave {pal} the {thing}."),
+    "had": ("{who} had {n} {fruit}.", "In the morning {who} picked {n} {fruit}."),
+    "shared": ("{who} gave {n} {fruit} to {pal}.", "Then {who} gave {pal} {n} {fruit}."),
+    "swapped": ("{who} and {pal} swapped the {thing} and the {thing_2}.",),
+    "felt_first": ("{who} felt {feeling}.", "At first {who} was {feeling}.", "This made {who} {feeling}."),
+    "felt_last": ("In the end {who} was {feeling}.", "At last {who} felt {feeling}.", "Now {who} was {feeling}."),
+}
+
+ANSWERED: dict[str, tuple[str, ...]] = {
+    "kind": ("{who} is a {kind}.", "The {kind} is named {who}."),
+    "home": ("{who} lives in the {place}.",),
+    "pal": ("{pal} is the friend of {who}.", "The friend of {who} is {pal}."),
+    "weather": ("It was a {weather} day.", "The weather was {weather}."),
+    "loves": ("{who} loves to {hobby}.",),
+    "owns": ("The {thing} is {colour}.", "{who} has a {colour} {thing}.", "{who} has the {thing}."),
+    "lost": ("{who} lost the {thing}.",),
+    "found": ("{who} found the {thing}.", "The {thing} was {spot}."),
+    "went": ("{who} went to the {place}.",),
+    "saw": ("{who} saw a {kind}.",),
+    "ate": ("{who} ate some {food}.",),
+    "gave": ("{who} gave {pal} some {food}.",),
+    "gift": ("{who} gave {pal} the {thing}.",),
+    "had": ("{who} had {n} {fruit} at first.",),
+    "shared": ("{who} gave {pal} {n} {fruit}.",),
+    "left": ("{who} has {n} {fruit} left.",),
+    "holds": ("Now {who} has the {thing}.",),
+    "felt_first": ("{who} was {feeling} at first.",),
+    "felt_last": ("{who} was {feeling} in the end.",),
+    "why": ("{who} was {feeling} because the {thing} was lost.",),
+    "unsaid": ("The story does not say that.",),
+    "sound": ("A {animal} says {sound}.",),
+    "baby": ("A baby {animal} is called a {baby}.",),
+    "legs": ("A {animal} has {legs} legs.",),
+    "tint": ("{stuff} is {colour}.",),
+    "opposite": ("The opposite of {word} is {opposite}.",),
+    "next_day": ("{next_day} comes after {day}.",),
+    "next_month": ("{next_month} comes after {month}.",),
+    "group": ("{member} is a kind of {group}.",),
+    "use": ("You can use a {tool} to {use}.",),
+    "sum": ("{a} + {b} = {sum}.",),
+    "difference": ("{a} - {b} = {difference}.",),
+}
+
+# relation -> (question, slot that is asked for, which of the relation's answers says it)
+ASKED: dict[str, tuple[tuple[str, str, int], ...]] = {
+    "kind": (
+        ("What kind of animal is {who}?", "kind", 0),
+        ("What animal is {who}?", "kind", 0),
+        ("Who is the {kind}?", "who", 1),
+        ("What is the name of the {kind}?", "who", 1),
+    ),
+    "home": (("Where does {who} live?", "place", 0), ("Where is the home of {who}?", "place", 0)),
+    "pal": (("Who is the friend of {who}?", "pal", 0), ("What is the name of the friend of {who}?", "pal", 1)),
+    "weather": (("What was the weather like?", "weather", 1), ("What kind of day was it?", "weather", 0)),
+    "loves": (("What does {who} love to do?", "hobby", 0), ("What does {who} like to do?", "hobby", 0)),
+    "owns": (
+        ("What colour is the {thing}?", "colour", 0),
+        ("Which colour does the {thing} have?", "colour", 0),
+        ("Who owns the {thing}?", "who", 2),
+        ("What is {colour} in the story?", "thing", 0),
+    ),
+    "lost": (("What did {who} lose?", "thing", 0), ("Who lost the {thing}?", "who", 0)),
+    "found": (
+        ("Who found the {thing}?", "who", 0),
+        ("Where was the {thing}?", "spot", 1),
+        ("Where did {who} find the {thing}?", "spot", 1),
+        ("What did {who} find?", "thing", 0),
+    ),
+    "went": (("Where did {who} go?", "place", 0), ("Who went to the {place}?", "who", 0)),
+    "saw": (("Which animal did {who} see?", "kind", 0), ("What did {who} see?", "kind", 0)),
+    "ate": (("What did {who} eat?", "food", 0), ("Who ate some {food}?", "who", 0)),
+    "gave": (("What did {who} give to {pal}?", "food", 0), ("Who got some {food}?", "pal", 0)),
+    "gift": (("What did {who} give to {pal}?", "thing", 0), ("Who got the {thing}?", "pal", 0)),
+    "had": (("How many {fruit} did {who} have at first?", "n", 0),),
+    "shared": (("How many {fruit} did {who} give to {pal}?", "n", 0), ("Who got some {fruit}?", "pal", 0)),
+    "left": (("How many {fruit} does {who} have left?", "n", 0), ("How many {fruit} are left?", "n", 0)),
+    "holds": (("What does {who} have now?", "thing", 0), ("Who has the {thing} now?", "who", 0)),
+    "felt_first": (("How did {who} feel at first?", "feeling", 0),),
+    "felt_last": (("How did {who} feel in the end?", "feeling", 0), ("Who was {feeling} in the end?", "who", 0)),
+    "why": (("Why was {who} {feeling}?", "thing", 0),),
+    "sound": (("What does a {animal} say?", "sound", 0), ("Which animal says {sound}?", "animal", 0)),
+    "baby": (("What is a baby {animal} called?", "baby", 0), ("A {baby} is the baby of which animal?", "animal", 0)),
+    "legs": (("How many legs does a {animal} have?", "legs", 0),),
+    "tint": (("What colour is {stuff}?", "colour", 0), ("Which colour does {stuff} have?", "colour", 0)),
+    "opposite": (("What is the opposite of {word}?", "opposite", 0),),
+    "next_day": (("Which day comes after {day}?", "next_day", 0), ("What day comes after {day}?", "next_day", 0)),
+    "next_month": (("Which month comes after {month}?", "next_month", 0),),
+    "group": (("What kind of thing is {member}?", "group", 0), ("{member} is a kind of what?", "group", 0)),
+    "use": (("What can you do with a {tool}?", "use", 0), ("What is a {tool} for?", "use", 0)),
+    "sum": (
+        ("What is {a} + {b}?", "sum", 0),
+        ("How much is {a} plus {b}?", "sum", 0),
+        ("What is the sum of {a} and {b}?", "sum", 0),
+        ("{a} + {b} = ?", "sum", 0),
+        ("What is {a}+{b}?", "sum", 0),
+    ),
+    "difference": (
+        ("What is {a} - {b}?", "difference", 0),
+        ("How much is {a} minus {b}?", "difference", 0),
+        ("{a} - {b} = ?", "difference", 0),
+        ("What is {a}-{b}?", "difference", 0),
+    ),
+}
+
+# relation -> (yes-or-no question, slot that a wrong question changes, answer form)
+CHECKED: dict[str, tuple[str, str, int]] = {
+    "kind": ("Is {who} a {kind}?", "kind", 0),
+    "home": ("Does {who} live in the {place}?", "place", 0),
+    "owns": ("Is the {thing} {colour}?", "colour", 0),
+    "lost": ("Did {who} lose the {thing}?", "thing", 0),
+    "ate": ("Did {who} eat {food}?", "food", 0),
+    "went": ("Did {who} go to the {place}?", "place", 0),
+    "felt_last": ("Was {who} {feeling} in the end?", "feeling", 0),
+    "loves": ("Does {who} love to {hobby}?", "hobby", 0),
+}
