@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 NATIVE := $(shell find native src/millrace/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name 'declare.py' -o -name 'codegen.py') CMakeLists.txt
 TOOLS := "cmake>=3.25" "ninja>=1.11" "scikit-build-core>=0.10"
 
-.PHONY: all demo test check lint wheel wheel-check tiny bench clean
+.PHONY: all demo test timing check lint wheel wheel-check tiny bench clean
 
 all: $(STAMP)
 
@@ -32,6 +32,9 @@ demo: $(STAMP)
 
 test: $(VENV)/.dev
 	$(PY) -m pytest
+
+timing: $(VENV)/.dev
+	$(PY) -m pytest -m timing -s
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .

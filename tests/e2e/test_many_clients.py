@@ -168,6 +168,7 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("precision, context, status", [("bf16", 32768, 200), ("fp32", 8192, 400)])
 def test_100_kb_prompts_do_not_stretch_a_stream(
     large_checkpoint: Path, tmp_path: Path, cache: Path, precision: str, context: int, status: int
