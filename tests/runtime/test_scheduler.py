@@ -56,7 +56,7 @@ def test_decodes_first_then_the_oldest_prompt_then_the_queue() -> None:
     assert [(c.sequence, c.n) for c in step.chunks] == [(first, 1), (second, 7)]
     assert (step.n_tokens, step.n_prefill) == (8, 7)
     step = ran(sched)
-    assert [(c.sequence, c.n) for c in step.chunks] == [(first, 1), (second, 2), (third, 5)]
+    assert {c.sequence: c.n for c in step.chunks} == {first: 1, second: 2, third: 5}
 
 
 def test_places_are_given_first_come_first_served() -> None:
@@ -160,6 +160,24 @@ def test_others_pass_while_siblings_wait_for_their_prompt() -> None:
 def test_limits_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="a step of 4 tokens for 8 sequences"):
         scheduler(limits(max_step_tokens=4))
+
+
+def test_a_short_prompt_does_not_wait_for_all_of_a_long_one() -> None:
+    """Neither one that comes later nor one that was begun: half of each step's room goes to them."""
+    sched = scheduler(limits(max_step_tokens=64, max_context=1024, n_pages=1000))
+    (long,) = queued(sched, 900)
+    ran(sched)
+    (later,), (last,) = queued(sched, 40), queued(sched, 10)
+    for _ in range(3):
+        ran(sched)
+    assert later.n_left <= 1 and last.n_left <= 1, "both drew their first token"
+    assert long.n_left > 600, "the long one is far from done"
+    steps = 0
+    while long.n_left > 1:
+        queued(sched, 30)  # short ones keep coming
+        ran(sched)
+        steps += 1
+        assert steps < 60, "and it goes on all the same"
 
 
 def test_a_given_budget_is_used() -> None:

@@ -92,10 +92,16 @@ class Scheduler:
         step = Step([], 0, 0)
         self._take_single_tokens(step)
         room = self.budget.prefill_tokens(len(step.chunks))
-        for seq in self.running:
-            if room > 0 and seq.n_left > 1:
+        cut = [seq for seq in self.running if seq.n_left > 1]  # prompts under way, oldest first
+        # Half for who comes after them, or what they leave: a short prompt does not wait for all of a long one.
+        room -= self._admit(step, max(room // 2, room - sum(seq.n_left for seq in cut)))
+        if len(cut) > 1 and room > 1:
+            shortest = min(cut, key=lambda seq: seq.n_left)
+            cut.remove(shortest)
+            room -= self._take_prefill(step, shortest, room // 2)
+        for seq in cut:
+            if room > 0:
                 room -= self._take_prefill(step, seq, room)
-        self._admit(step, room)
         assert step.chunks or not self.has_work, f"no step for {len(self.running)} + {len(self.waiting)} sequences"
         return step
 
@@ -134,8 +140,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------ admission
 
-    def _admit(self, step: Step, room: int) -> None:
-        at = 0
+    def _admit(self, step: Step, room: int) -> int:
+        """Starts waiting sequences in their order, with at most `room` tokens; gives how many it took."""
+        at, given = 0, room
         while room > 0 and at < len(self.waiting) and len(self.running) < self.limits.max_sequences:
             seq = self.waiting[at]
             shared = self._shared_prompt(seq)
@@ -152,6 +159,7 @@ class Scheduler:
                 timings.first_scheduled_s = self.clock()
             self._let_go_if_unneeded(seq)
             room -= self._take_prefill(step, seq, room)
+        return given - room
 
     def _reserve_known_tokens(self, seq: Sequence, shared: Pages) -> bool:
         """Pages for every token that `seq` has; False, and nothing taken, when they are not there now."""
