@@ -12,6 +12,7 @@ from millrace.checkpoint.tokenizer import open_tokenizer
 from millrace.engine.engine import Engine
 from millrace.engine.native import NativeExecutor
 from millrace.kernels.library import usable_isas
+from millrace.runtime.budget import TokenBudget
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
@@ -106,7 +107,8 @@ def test_preemption_changes_nothing(engines: dict[str, Engine]) -> None:
     answers = []
     for pages in (128, 10):
         executor = engine.executor(n_pages=pages)
-        loop = EngineLoop(executor, open_tokenizer(engine.folder), GenerationDefaults())
+        whole = TokenBudget(128, chunk_low=128)  # as many sequences at once as there can be
+        loop = EngineLoop(executor, open_tokenizer(engine.folder), GenerationDefaults(), budget=whole)
         outputs = generate(loop, [{"prompt_token_ids": p} for p in prompts], params)
         answers.append([o.outputs[0].token_ids for o in outputs])
         executor.close()

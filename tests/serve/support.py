@@ -20,6 +20,7 @@ from millrace.checkpoint.chat import ChatLimits, ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.errors import MillraceError
+from millrace.runtime.budget import TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.stats import LoopStats
@@ -51,7 +52,10 @@ class Fake:
     aliases: tuple[str, ...] = ()
 
     def model(self) -> ServedModel:
-        loop = EngineLoop(FakeExecutor(self.limits, self.before_run), tokenizer(), clock=time.perf_counter)
+        size = self.limits.max_step_tokens  # whole prompts at once: as many sequences as can be, so that pages run out
+        budget = TokenBudget(size, chunk_low=size)
+        executor = FakeExecutor(self.limits, self.before_run)
+        loop = EngineLoop(executor, tokenizer(), clock=time.perf_counter, budget=budget)
         return ServedModel(
             name=MODEL,
             aliases=self.aliases,
