@@ -10,7 +10,7 @@ from millrace.errors import CheckpointError, RequestError
 from millrace.runtime.generate import Prompt, astream, generate
 from millrace.runtime.open import BuildSettings, Opened, RunSettings, find_engine, open_engine
 from millrace.runtime.params import RequestOutput, SamplingParams
-from millrace.runtime.service import AsyncEngine
+from millrace.runtime.service import AsyncEngine, quick_switches
 
 Message = Mapping[str, object]
 
@@ -65,9 +65,10 @@ class LLM:
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
         """The answer as it grows: each item holds all of it so far. Use it from one event loop."""
         self._check_open()
-        async with AsyncEngine(self._loop) as engine:
-            async for output in astream(engine, prompt, params):
-                yield output
+        with quick_switches():
+            async with AsyncEngine(self._loop) as engine:
+                async for output in astream(engine, prompt, params):
+                    yield output
 
     def _check_open(self) -> None:
         if self._closed:

@@ -5,8 +5,10 @@ Everything here runs in one asyncio thread; the engine loop runs in its own. Del
 """
 
 import asyncio
+import contextlib
+import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -18,6 +20,18 @@ from millrace.runtime.sequence import Request, Timings
 from millrace.runtime.stats import LoopStats
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
+SWITCH_INTERVAL_S = 0.0005  # the engine thread gets the interpreter back quickly after each native call
+
+
+@contextlib.contextmanager
+def quick_switches() -> Iterator[None]:
+    """Lets the interpreter's threads change places often, so that the event loop is not kept from a step's tokens."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

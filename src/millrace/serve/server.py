@@ -10,13 +10,13 @@ import gc
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 
 import uvicorn
 
 from millrace.errors import ConfigError, MillraceError
 from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.runtime.service import quick_switches
 from millrace.serve.app import create_app
 from millrace.serve.health import Phase
 from millrace.serve.logs import Logging
@@ -25,7 +25,6 @@ from millrace.serve.settings import ServedModel, ServerSettings
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they do not write into a closing one
 FLUSH_S = 5  # for answers that are complete to reach their clients, at the end
-SWITCH_INTERVAL_S = 0.0005  # the engine thread gets the interpreter back quickly after each native call
 WARM_UP_TOKENS = 2
 log = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ def serve(model: ServedModel, settings: ServerSettings, announce: Announce | Non
             announce(url)
 
     server = Server(model, settings, announced)
-    with Logging(settings.log_format), _quick_switches(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with Logging(settings.log_format), quick_switches(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_with_signals(server))
     gc.unfreeze()
 
@@ -214,16 +213,6 @@ async def _with_signals(server: Server) -> None:
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
-
-
-@contextlib.contextmanager
-def _quick_switches() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _url(sock: socket.socket) -> str:
