@@ -47,11 +47,11 @@ void Pool::wait(Counter& counter, int32_t old, int spins, int worker) {
 void Pool::leave_shared_cpu(int worker) {
   if (!cpus_suffice_) return;
   const int here = platform::current_cpu();
-  cpu_of_[worker] = here;
+  __atomic_store_n(&cpu_of_[worker], here, __ATOMIC_RELAXED);
   for (int w = 0; w < workers_; ++w)
     if (w != worker && __atomic_load_n(&cpu_of_[w], __ATOMIC_RELAXED) == here) {
       platform::move_from_cpu(here);
-      cpu_of_[worker] = platform::current_cpu();
+      __atomic_store_n(&cpu_of_[worker], platform::current_cpu(), __ATOMIC_RELAXED);
       return;
     }
 }

@@ -5,12 +5,11 @@
 #include <chrono>
 #include <cstring>
 #include <functional>
-#include <new>
 #include <stdexcept>
 #include <string>
 
+#include "executor.hpp"
 #include "isa.hpp"
-#include "platform.hpp"
 #include "pool.hpp"
 
 namespace millrace {
@@ -42,21 +41,6 @@ void measure(int threads, double round_s, int rounds, double amount, double* rat
   for (int r = 0; r < rounds; ++r) rates[r] = amount * static_cast<double>(passes) * threads / timed(passes);
 }
 
-class Buffer {
- public:
-  explicit Buffer(int64_t bytes) : bytes_(bytes), data_(static_cast<uint8_t*>(platform::allocate(bytes))) {
-    if (!data_) throw std::bad_alloc();
-    std::memset(data_, 1, static_cast<size_t>(bytes_));
-  }
-  ~Buffer() { platform::release(data_, bytes_); }
-  Buffer(const Buffer&) = delete;
-  const uint8_t* data() const { return data_; }
-
- private:
-  const int64_t bytes_;
-  uint8_t* const data_;
-};
-
 std::atomic<uint64_t> sink;  // so that no result is dead
 
 }  // namespace
@@ -77,7 +61,8 @@ void probe_read(const ProbeLoops& loops, int threads, int64_t bytes_per_thread, 
                 double* rates) {
   if (threads < 1 || rounds < 1 || bytes_per_thread < 1024 || bytes_per_thread % 1024)
     throw std::runtime_error("a read probe takes threads, rounds and whole KiB");
-  const Buffer buffer(bytes_per_thread * threads);
+  const Arena buffer(bytes_per_thread * threads, "the read probe");
+  std::memset(buffer.data(), 1, static_cast<size_t>(buffer.bytes()));  // pages of its own, not the shared zero page
   measure(threads, round_s, rounds, static_cast<double>(bytes_per_thread), rates, [&](int worker, int64_t passes) {
     uint64_t sum = 0;
     for (int64_t p = 0; p < passes; ++p) sum += loops.read(buffer.data() + worker * bytes_per_thread, bytes_per_thread);

@@ -61,6 +61,8 @@ class Adjusted {
     penalise(row, history, row.history_prompt, row.history_output);
   }
 
+  bool changed() const { return n_ > 0; }
+
   void restore() {
     while (n_ > 0) {
       --n_;
@@ -205,8 +207,8 @@ int32_t draw(const SamplingScratch& s, int64_t n, double u) {
   return static_cast<int32_t>(last);
 }
 
-int32_t choose(const SamplePasses& passes, float* logits, int64_t n, const SamplingRow& row, SamplingScratch& s) {
-  const float m = passes.max(logits, n);
+// m: the largest of the logits
+int32_t choose(const SamplePasses& passes, float* logits, int64_t n, float m, const SamplingRow& row, SamplingScratch& s) {
   if (row.temperature < kGreedyBelow || row.top_k == 1) return static_cast<int32_t>(passes.find(logits, n, m));
   passes.exp(logits, n, m, 1.0f / row.temperature, s.p, s.sums);
   filter(passes, row, n, s);
@@ -229,7 +231,7 @@ Sampled sample(const SamplePasses& passes, float* logits, int64_t n, const Sampl
     for (int i = 0; i < row.n_top; ++i) top_logprobs[i] = top_logprobs[i] - m - log_sum;
   }
   Adjusted adjusted(logits, row, in, scratch);
-  Sampled out{choose(passes, logits, n, row, scratch), 0.0f, 0};
+  Sampled out{choose(passes, logits, n, adjusted.changed() ? passes.max(logits, n) : m, row, scratch), 0.0f, 0};
   if (row.n_top >= 0) {
     adjusted.restore();
     out.logprob = logits[out.token] - m - log_sum;

@@ -49,10 +49,9 @@ class Lowering:
         self._steps: list[ProgramStep] = []
         self._packed: dict[tuple[object, str], int] = {}
         self._weights: list[Packed] = []
-        self._readers = graph.consumers()
+        self._readers, self._producers = graph.consumers(), graph.producers()
         self._kv: tuple[int, int] | None = None
         self._layers = 0
-        self._vocab_size = 0
 
     def program(self) -> Program:
         rules: dict[str, Callable[[Node], None]] = {
@@ -243,10 +242,9 @@ class Lowering:
 
     def _own(self, value: Value, node: Node) -> View:
         """A view that may be written: the value's own where this node alone reads it, else a copy."""
-        producers = self._graph.producers()
         at: Value = value
         while len(self._readers[at]) == 1:
-            producer = producers[at]
+            producer = self._producers[at]
             if producer.op == "slice":
                 whole = [
                     (n.attrs["start"], n.attrs["stop"]) for n in self._readers[producer.inputs[0]] if n.op == "slice"

@@ -2,12 +2,15 @@
 #pragma once
 namespace millrace::MILLRACE_ISA {
 
+// 16 elements, or the `count` that are left.
+inline F load_some(const float* x, int count) { return count == 16 ? load(x) : load(x, count); }
+
 // The largest logit; NaN where any logit is not finite.
 inline float row_max(const float* x, int64_t n) {
   F most = splat(-__builtin_inff()), check = zero();
   for (int64_t i = 0; i < n; i += 16) {
     const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
-    const F v = count == 16 ? load(x + i) : load(x + i, count);
+    const F v = load_some(x + i, count);
     check = fma(v, zero(), check);  // infinity * 0 is NaN
     most = max(first(v, count, most), most);
   }
@@ -21,7 +24,7 @@ inline void row_exp(const float* x, int64_t n, float m, float scale, float* p, f
     F total = zero();
     for (int64_t i = from; i < to; i += 16) {
       const int count = to - i < 16 ? static_cast<int>(to - i) : 16;
-      const F v = count == 16 ? load(x + i) : load(x + i, count);
+      const F v = load_some(x + i, count);
       const F e = first(exp((v - splat(m)) * splat(scale)), count, zero());
       total = total + e;
       if (p) store(p + i, e, count);
@@ -34,7 +37,7 @@ inline void row_exp(const float* x, int64_t n, float m, float scale, float* p, f
 inline int64_t row_find(const float* x, int64_t n, float value) {
   for (int64_t i = 0; i < n; i += 16) {
     const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
-    uint32_t mask = mask_greater_equal(count == 16 ? load(x + i) : load(x + i, count), splat(value));
+    uint32_t mask = mask_greater_equal(load_some(x + i, count), splat(value));
     mask &= (1u << count) - 1;
     if (mask) return i + __builtin_ctz(mask);
   }
@@ -46,7 +49,7 @@ inline int64_t row_collect(const float* x, int64_t n, float floor, float ceiling
   int64_t found = 0;
   for (int64_t i = 0; i < n; i += 16) {
     const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
-    const F v = count == 16 ? load(x + i) : load(x + i, count);
+    const F v = load_some(x + i, count);
     uint32_t mask = mask_greater_equal(v, splat(floor)) & ~mask_greater_equal(v, splat(ceiling));
     mask &= (1u << count) - 1;
     for (; mask; mask &= mask - 1) out[found++] = static_cast<int32_t>(i + __builtin_ctz(mask));
@@ -62,7 +65,7 @@ inline int64_t row_above(const float* p, int64_t n, float floor, float* sums) {
     F total = zero();
     for (int64_t i = from; i < to; i += 16) {
       const int count = to - i < 16 ? static_cast<int>(to - i) : 16;
-      const F v = count == 16 ? load(p + i) : load(p + i, count);
+      const F v = load_some(p + i, count);
       total = total + if_less(v, splat(floor), zero(), v);
       found += __builtin_popcount(mask_greater_equal(v, splat(floor)));
     }
@@ -78,7 +81,7 @@ inline void row_cut(float* p, int64_t n, float least, int64_t last, float* sums)
     F total = zero();
     for (int64_t i = from; i < to; i += 16) {
       const int count = to - i < 16 ? static_cast<int>(to - i) : 16;
-      const F v = count == 16 ? load(p + i) : load(p + i, count);
+      const F v = load_some(p + i, count);
       const int64_t before = last + 1 - i;  // elements of this vector that may be equal
       const F above = if_less(splat(least), v, v, zero()), equal = if_less(v, splat(least), zero(), v);
       const F kept = first(equal, before > 16 ? 16 : before < 0 ? 0 : static_cast<int>(before), above);
@@ -94,7 +97,7 @@ inline int64_t row_rank(const float* x, int64_t n, float value) {
   int64_t not_larger = 0;
   for (int64_t i = 0; i < n; i += 16) {
     const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
-    const uint32_t mask = mask_greater_equal(splat(value), count == 16 ? load(x + i) : load(x + i, count));
+    const uint32_t mask = mask_greater_equal(splat(value), load_some(x + i, count));
     not_larger += __builtin_popcount(mask & ((1u << count) - 1));
   }
   return n - not_larger;
@@ -106,7 +109,7 @@ inline void row_top(const float* x, int64_t n, int k, int32_t* ids, float* value
   for (int64_t i = 0; i < n; i += 16) {
     const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
     uint32_t mask = (1u << count) - 1;
-    if (held == k) mask &= mask_greater_equal(count == 16 ? load(x + i) : load(x + i, count), splat(values[k - 1]));
+    if (held == k) mask &= mask_greater_equal(load_some(x + i, count), splat(values[k - 1]));
     for (; mask; mask &= mask - 1) {
       const int64_t at = i + __builtin_ctz(mask);
       const float value = x[at];
