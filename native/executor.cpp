@@ -53,17 +53,35 @@ const Isa& choose_isa(const char* name) {
   throw std::runtime_error("instruction set " + std::string(name) + " cannot run here: " + isa_lacking(name));
 }
 
-int64_t sampling_bytes(int64_t vocab) { return (vocab * 7 + 2 * (vocab / kSampleBlock + 1)) * 4; }
+// Calls field(pointer, elements) for each array of the scratch; all elements have four bytes.
+template <class Field>
+void each_array(SamplingScratch& s, int64_t vocab, Field field) {
+  const int64_t blocks = vocab / kSampleBlock + 1;
+  field(s.ids, vocab + 16);
+  field(s.p, std::max(vocab, kSampleBlock));
+  field(s.order, vocab);
+  field(s.sample, vocab / 16 + 16);
+  field(s.counts, vocab);
+  field(s.touched, 2 * vocab);
+  field(s.before, 2 * vocab);
+  field(s.sums, blocks);
+  field(s.all_sums, blocks);
+  field(s.cut_sums, blocks);
+}
 
-SamplingScratch carve(float* memory, int64_t vocab) {
+int64_t sampling_bytes(int64_t vocab) {
   SamplingScratch s;
-  s.p = memory;
-  s.kept = reinterpret_cast<int32_t*>(s.p + vocab);
-  s.counts = s.kept + vocab;
-  s.touched = s.counts + vocab;
-  s.before = reinterpret_cast<float*>(s.touched + 2 * vocab);
-  s.sums = s.before + 2 * vocab;
-  s.cut_sums = s.sums + vocab / kSampleBlock + 1;
+  int64_t elements = 0;
+  each_array(s, vocab, [&](auto&, int64_t n) { elements += n; });
+  return elements * 4;
+}
+
+SamplingScratch carve(uint8_t* memory, int64_t vocab) {
+  SamplingScratch s;
+  each_array(s, vocab, [&](auto& array, int64_t n) {
+    array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(memory);
+    memory += n * 4;
+  });
   return s;
 }
 
@@ -139,8 +157,10 @@ Executor::Executor(const mr_create_args& a)
   next_task_.resize(program_.size() + 1);
   seconds_.resize(program_.size() + 1);
   const int64_t kernel_bytes = std::max(isa_.scratch_floats, widest_row(program_)) * 4 + 64;
-  for (int w = 0; w < pool_.workers(); ++w)
-    scratch_.push_back(std::make_unique<Arena>(std::max(kernel_bytes, sampling_bytes(a.vocab_size)), "scratch"));
+  for (int w = 0; w < pool_.workers(); ++w) {
+    scratch_.push_back(std::make_unique<Arena>(kernel_bytes, "scratch"));
+    sampling_.push_back(std::make_unique<Arena>(sampling_bytes(a.vocab_size), "sampling"));
+  }
 }
 
 void Executor::load_weights(const mr_create_args& a) {
@@ -253,11 +273,8 @@ void Executor::sample_rows(const mr_step& s, StepContext& c, int worker) {
   auto* logits = reinterpret_cast<float*>(activations_.data() + logits_offset_);
   const auto* rows = static_cast<const SamplingRow*>(s.sampling);
   const SamplingInputs inputs{s.history, s.bias_ids, s.bias_values};
-  SamplingScratch scratch = carve(reinterpret_cast<float*>(scratch_[worker]->data()), vocab_size_);
-  bool clean = false;  // the kernels before used this scratch too
+  SamplingScratch scratch = carve(sampling_[worker]->data(), vocab_size_);
   for (Chunk chunk(c, s.n_rows, 1); chunk.next();) {
-    if (!clean) std::fill_n(scratch.counts, vocab_size_, 0);
-    clean = true;
     const int64_t r = chunk.begin, top = r * s.max_top;
     const Sampled got = sample(isa_.sample, logits + r * vocab_size_, vocab_size_, rows[r], inputs, scratch,
                                s.out_top_ids + top, s.out_top_logprobs + top);

@@ -49,7 +49,7 @@ class Executor {
   KvLayout kv_;
   std::vector<Step> program_;
   std::vector<int32_t> next_task_, sequence_of_, row_tokens_;
-  std::vector<std::unique_ptr<Arena>> scratch_;  // one a worker
+  std::vector<std::unique_ptr<Arena>> scratch_, sampling_;  // one a worker
   Pool pool_;
   bool profiling_ = false;
   std::vector<double> seconds_;

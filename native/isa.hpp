@@ -5,15 +5,20 @@
 
 namespace millrace {
 
-constexpr int64_t kSampleBlock = 4096;  // logits whose exponentials are summed together
+constexpr int64_t kSampleBlock = 1024;  // logits whose exponentials are summed together
+
+// What row_weigh looks for among p = exp((x - m) * scale); base <= floor <= ceiling.
+struct Weighing {
+  float m, scale, base, floor, ceiling;
+};
 
 struct SamplePasses {
   float (*max)(const float* x, int64_t n);
   void (*exp)(const float* x, int64_t n, float m, float scale, float* p, float* sums);
+  int64_t (*weigh)(const float* x, int64_t n, const Weighing& w, float* all, float* above, int32_t* ids);
   int64_t (*find)(const float* x, int64_t n, float value);
   int64_t (*collect)(const float* x, int64_t n, float floor, float ceiling, int32_t* out);
   int64_t (*above)(const float* p, int64_t n, float floor, float* sums);
-  void (*cut)(float* p, int64_t n, float least, int64_t last, float* sums);
   int64_t (*rank)(const float* x, int64_t n, float value);
   void (*top)(const float* x, int64_t n, int k, int32_t* ids, float* values);
 };

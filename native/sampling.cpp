@@ -1,9 +1,9 @@
 #include "sampling.hpp"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstring>
-#include <tuple>
 
 namespace millrace {
 
@@ -98,6 +98,11 @@ class Adjusted {
   int64_t n_ = 0;
 };
 
+uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
 float from_bits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);
@@ -107,7 +112,16 @@ float from_bits(uint32_t bits) {
 // The weakest of the kept: what is above `p` is kept, and of those equal to it the ids up to `id`.
 struct Cut {
   float p;
-  int32_t id;
+  int64_t id;
+  // 0 or 1, to multiply with: it could not be foretold as a branch.
+  float keeps(float weight, int64_t i) const { return static_cast<float>((weight > p) | ((weight == p) & (i <= id))); }
+};
+
+constexpr float kAboveAll = 1.0f + FLT_EPSILON;  // p is at most 1
+
+// From `floor` up to below `ceiling`.
+struct Band {
+  float floor, ceiling = kAboveAll;
 };
 
 // A bisection over the bits of p for the lowest threshold with enough above it: `count` elements, or the weight `mass`.
@@ -117,102 +131,188 @@ struct Search {
   int64_t n, count;
   double mass;
   float* sums;
-  uint32_t enough = 0, too_few = 0x3f800001u;  // p is at most 1
-  int64_t n_enough = n, n_above = 0;           // elements from each threshold on
+  uint32_t enough, too_few;           // the bits of a threshold that leaves enough, and of one that does not
+  int64_t n_enough = n, n_above = 0;  // elements from each of them on
   double mass_above = 0;
 
-  void look(uint32_t bits) {
-    const int64_t found = passes.above(p, n, from_bits(bits), sums);
-    const double weight = total(sums, n);
-    if (found >= count || weight >= mass) {
-      enough = bits;
-      n_enough = found;
-    } else {
-      too_few = bits;
-      n_above = found;
-      mass_above = weight;
-    }
-  }
-  bool done(int64_t few) const { return too_few - enough <= 1 || n_enough - n_above <= few; }
   void bisect(int64_t few) {
-    while (!done(few)) look(enough + (too_few - enough) / 2);
-  }
-  // From a guess outwards in growing strides until it lies between the thresholds.
-  void bracket(uint32_t guess) {
-    const uint32_t top = too_few;
-    look(guess);
-    for (uint32_t stride = 1 << 17; !done(0) && (enough == 0 || too_few == top); stride = std::min(stride, 1u << 26) * 8)
-      look(enough == 0 ? (too_few > stride ? too_few - stride : 1) : std::min(enough + stride, top - 1));
+    while (too_few - enough > 1 && n_enough - n_above > few) {
+      const uint32_t bits = enough + (too_few - enough) / 2;
+      const int64_t found = passes.above(p, n, from_bits(bits), sums);
+      const double weight = total(sums, n);
+      if (found >= count || weight >= mass) {
+        enough = bits;
+        n_enough = found;
+      } else {
+        too_few = bits;
+        n_above = found;
+        mass_above = weight;
+      }
+    }
   }
 };
 
-// Every sixteenth vector of p stands for all of it: a good guess for a sixteenth of the work.
-uint32_t guess_threshold(const Search& whole, float* sample) {
-  int64_t n = 0;
-  for (int64_t i = 0; i + 16 <= whole.n; i += 256, n += 16) std::memcpy(sample + n, whole.p + i, 64);
-  const int64_t count = whole.count == INT64_MAX ? INT64_MAX : whole.count / 16 + 1;
-  Search part{whole.passes, sample, n, count, whole.mass / 16, whole.sums};
-  part.bisect(4);
-  return std::max(part.enough, 1u);
-}
-
-// Keeps the likeliest `count`, or as many as weigh `mass` (the one that reaches it is kept); ties go to lower ids.
-// The threshold is narrowed until few candidates lie between too few and enough; those are sorted.
-Cut find_cut(const SamplePasses& passes, const float* p, int64_t n, int64_t count, double mass, SamplingScratch& s) {
-  constexpr int64_t kFew = 1024, kLarge = 16384;
-  Search search{passes, p, n, count, mass, s.cut_sums};
-  if (n >= kLarge) search.bracket(guess_threshold(search, reinterpret_cast<float*>(s.kept)));
-  search.bisect(kFew);
-  const auto [enough, too_few, n_above] = std::tuple(search.enough, search.too_few, search.n_above);
-  double mass_above = search.mass_above;
-  const int64_t found = passes.collect(p, n, from_bits(enough), from_bits(too_few), s.kept);
-  if (too_few - enough > 1)  // else all are equal, and in the order of their ids already
-    std::sort(s.kept, s.kept + found, [&](int32_t x, int32_t y) { return p[x] > p[y] || (p[x] == p[y] && x < y); });
-  Cut cut{from_bits(too_few), -1};
-  for (int64_t i = 0; i < found && n_above + i < count && mass_above < mass; ++i) {
-    cut = {p[s.kept[i]], s.kept[i]};
-    mass_above += cut.p;
+// Of the candidates s.p keeps the likeliest `count`, or as many as weigh `mass` (the one that reaches it is kept); ties
+// go to lower ids. The threshold is narrowed until little lies between too few and enough; that is sorted.
+Cut find_cut(const SamplePasses& passes, Band band, int64_t n, int64_t count, double mass, SamplingScratch& s) {
+  Search search{passes, s.p, n, count, mass, s.cut_sums, to_bits(band.floor), to_bits(std::min(band.ceiling, kAboveAll))};
+  search.bisect(64);
+  const int64_t found = passes.collect(s.p, n, from_bits(search.enough), from_bits(search.too_few), s.order);
+  if (search.too_few - search.enough > 1)  // else all are equal, and in the order of their ids already
+    std::sort(s.order, s.order + found, [&](int32_t x, int32_t y) { return s.p[x] > s.p[y] || (s.p[x] == s.p[y] && x < y); });
+  Cut cut{from_bits(search.too_few), -1};
+  for (int64_t i = 0; i < found && search.n_above + i < count && search.mass_above < mass; ++i) {
+    cut = {s.p[s.order[i]], s.ids[s.order[i]]};
+    search.mass_above += cut.p;
   }
   return cut;
 }
 
-// Sets to 0 what min_p, top_k, then top_p leave out; s.sums follows.
-void filter(const SamplePasses& passes, const SamplingRow& row, int64_t n, SamplingScratch& s) {
-  if (row.min_p > 0) passes.cut(s.p, n, row.min_p, n, s.sums);
-  if (row.top_k > 0 && row.top_k < n) {
-    const Cut cut = find_cut(passes, s.p, n, row.top_k, HUGE_VAL, s);
-    passes.cut(s.p, n, cut.p, cut.id, s.sums);
-  }
-  if (row.top_p < 1.0f) {
-    const Cut cut = find_cut(passes, s.p, n, INT64_MAX, total(s.sums, n) * static_cast<double>(row.top_p), s);
-    passes.cut(s.p, n, cut.p, cut.id, s.sums);
-  }
-}
+// A row of logits with the weights p = exp((x - m) * scale), and what sampling leaves of it.
+class Filter {
+ public:
+  Filter(const SamplePasses& passes, const float* x, int64_t n, float m, const SamplingRow& row, SamplingScratch& s)
+      : passes_(passes), x_(x), n_(n), row_(row), s_(s), m_(m), scale_(1.0f / row.temperature),
+        least_(std::max(row.min_p, FLT_MIN)) {}
 
-// The token in whose share of [0, 1) u falls, ids ascending; whole blocks are passed over by their sums.
-int32_t draw(const SamplingScratch& s, int64_t n, double u) {
-  const double target = u * total(s.sums, n);
-  double reached = 0;
-  int64_t b = 0;
-  for (; (b + 1) * kSampleBlock < n && reached + s.sums[b] <= target; ++b) reached += s.sums[b];
-  int64_t last = -1;  // sums are rounded: where a block runs out, the last token with a share is it
-  for (; last < 0; --b) {
-    const int64_t end = std::min((b + 1) * kSampleBlock, n);
-    for (int64_t i = b * kSampleBlock; i < end; ++i) {
-      if (s.p[i] > 0) last = i;
-      reached += s.p[i];
-      if (reached > target && s.p[i] > 0) return static_cast<int32_t>(i);
+  // min_p, then top_k, then top_p; s.sums is of what they keep.
+  Cut operator()() {
+    Cut cut{least_, n_};
+    if (row_.top_k > 0 && row_.top_k < n_) {
+      cut = likeliest();
+      if (row_.top_p < 1.0f) cut = heaviest_of_kept(cut);
+    } else if (row_.top_p < 1.0f) {
+      cut = heaviest();
+    } else if (row_.min_p > 0) {
+      look({least_, least_});
+    } else {
+      passes_.exp(x_, n_, m_, scale_, nullptr, s_.sums);
     }
+    for (int64_t i = 0; i < found_;) {
+      const int64_t b = s_.ids[i] / kSampleBlock, end = (b + 1) * kSampleBlock;
+      float kept = 0;
+      for (; i < found_ && s_.ids[i] < end; ++i) kept += s_.p[i] * cut.keeps(s_.p[i], s_.ids[i]);
+      s_.sums[b] += kept;
+    }
+    return cut;
   }
-  return static_cast<int32_t>(last);
-}
+
+  // The token in whose share of [0, 1) u falls, ids ascending; whole blocks are passed over by their sums.
+  int32_t draw(const Cut& cut, double u) {
+    const double target = u * total(s_.sums, n_);
+    double reached = 0;
+    int64_t b = 0;
+    for (; (b + 1) * kSampleBlock < n_ && reached + s_.sums[b] <= target; ++b) reached += s_.sums[b];
+    int64_t last = -1;  // sums are rounded: where a block runs out, the last token that is kept is it
+    for (; last < 0 && b >= 0; --b) {
+      const int64_t from = b * kSampleBlock, count = std::min(kSampleBlock, n_ - from);
+      passes_.exp(x_ + from, count, m_, scale_, s_.p, s_.cut_sums);
+      for (int64_t i = 0; i < count; ++i) {
+        const float kept = cut.keeps(s_.p[i], from + i);
+        if (kept != 0) last = from + i;
+        reached += s_.p[i] * kept;
+        if (reached > target) return static_cast<int32_t>(last);
+      }
+    }
+    return static_cast<int32_t>(last);
+  }
+
+ private:
+  // What lies in the band becomes the candidates, what lies above it is summed.
+  void look(Band band) {
+    band_ = {std::max(band.floor, least_), band.ceiling};
+    const Weighing w{m_, scale_, least_, band_.floor, band_.ceiling};
+    found_ = passes_.weigh(x_, n_, w, s_.all_sums, s_.sums, s_.ids);
+    for (int64_t i = 0; i < found_; ++i) s_.p[i] = x_[s_.ids[i]];
+    passes_.exp(s_.p, found_, m_, scale_, s_.p, s_.cut_sums);
+    candidates_ = total(s_.cut_sums, found_);
+  }
+
+  // Every sixteenth vector of the row stands for all of it. Empty where the row is too short for that.
+  int64_t take_sample() {
+    int64_t n = 0;
+    if (n_ >= 16384)
+      for (int64_t i = 0; i + 16 <= n_; i += 256, n += 16) std::memcpy(s_.sample + n, x_ + i, 64);
+    if (n > 0) passes_.exp(s_.sample, n, m_, scale_, s_.sample, s_.cut_sums);
+    return n;
+  }
+
+  Search search_sample(float floor, int64_t n, int64_t count, double mass, int64_t few) {
+    Search search{passes_, s_.sample, n, count, mass, s_.cut_sums, to_bits(floor), to_bits(kAboveAll)};
+    search.bisect(few);
+    return search;
+  }
+
+  // All candidates of top_k are listed: those from a threshold on that keeps more than k, but not many more.
+  Cut likeliest() {
+    const double k = row_.top_k / 16.0;
+    float floor = least_;
+    if (const int64_t n = take_sample())
+      floor = from_bits(search_sample(least_, n, static_cast<int64_t>(k + 4 * std::sqrt(k) + 4), HUGE_VAL, 4).enough);
+    look({floor});
+    if (found_ < row_.top_k && floor > least_) look({least_});
+    return find_cut(passes_, band_, found_, row_.top_k, HUGE_VAL, s_);
+  }
+
+  Cut heaviest_of_kept(const Cut& cut) {
+    int64_t n = 0;
+    double mass = 0;
+    for (int64_t i = 0; i < found_; ++i) {
+      if (cut.keeps(s_.p[i], s_.ids[i]) == 0) continue;
+      s_.ids[n] = s_.ids[i];
+      mass += s_.p[n++] = s_.p[i];
+    }
+    found_ = n;
+    return find_cut(passes_, band_, n, INT64_MAX, mass * static_cast<double>(row_.top_p), s_);
+  }
+
+  // What is surely kept is summed only; candidates are what lies between two thresholds guessed from the sample.
+  Cut heaviest() {
+    Band band{least_};
+    if (const int64_t n = take_sample()) band = guess_band(n);
+    look(band);
+    const double all = total(s_.all_sums, n_), mass = all * static_cast<double>(row_.top_p);
+    double rest = mass - total(s_.sums, n_);
+    if (rest <= 0 || candidates_ < rest) {
+      // Below this floor lies no more than top_p leaves out, even if every token lay just below it.
+      const auto certain = static_cast<float>(0.999 * (all - mass) / static_cast<double>(n_));
+      look({rest <= 0 ? std::max(band.ceiling, certain) : certain});
+      rest = mass;
+    }
+    return find_cut(passes_, band_, found_, INT64_MAX, rest, s_);
+  }
+
+  // The thresholds between which top_p's cut probably lies: where the tail of the sample weighs 6 % more or less than it
+  // should. What outweighs the whole sample may be missing in it, so its own weight of 1 is the least that is assumed.
+  Band guess_band(int64_t n) {
+    passes_.above(s_.sample, n, least_, s_.cut_sums);
+    const double whole = total(s_.cut_sums, n), tail = (1 - static_cast<double>(row_.top_p)) * std::max(whole, 1 / 16.0);
+    const int64_t few = n / 128 + 1;
+    const float from = std::max(least_, static_cast<float>(0.5 * tail / static_cast<double>(n)));
+    Band band{from};
+    if (whole > 0.94 * tail) band.floor = from_bits(search_sample(from, n, INT64_MAX, whole - 0.94 * tail, few).enough);
+    if (whole > 16)
+      band.ceiling = from_bits(search_sample(band.floor, n, INT64_MAX, whole - 1.06 * tail, few).too_few);
+    return band;
+  }
+
+  const SamplePasses& passes_;
+  const float* x_;
+  int64_t n_;
+  const SamplingRow& row_;
+  SamplingScratch& s_;
+  float m_, scale_, least_;
+  Band band_{0};
+  int64_t found_ = 0;  // candidates in s.ids and s.p, all in the band,
+  double candidates_ = 0;  // and their sum
+};
 
 // m: the largest of the logits
 int32_t choose(const SamplePasses& passes, float* logits, int64_t n, float m, const SamplingRow& row, SamplingScratch& s) {
   if (row.temperature < kGreedyBelow || row.top_k == 1) return static_cast<int32_t>(passes.find(logits, n, m));
-  passes.exp(logits, n, m, 1.0f / row.temperature, s.p, s.sums);
-  filter(passes, row, n, s);
-  return draw(s, n, uniform(row.seed, static_cast<uint32_t>(row.choice), static_cast<uint32_t>(row.position)));
+  Filter filter(passes, logits, n, m, row, s);
+  const Cut cut = filter();
+  return filter.draw(cut, uniform(row.seed, static_cast<uint32_t>(row.choice), static_cast<uint32_t>(row.position)));
 }
 
 }  // namespace

@@ -28,13 +28,16 @@ struct SamplingInputs {
 
 // A worker's memory for sampling: allocated once, for the vocabulary.
 struct SamplingScratch {
-  float* p;          // (V)
-  int32_t* kept;     // (V)
+  int32_t* ids;      // (V + 16) candidates of a filter, ascending,
+  float* p;          // (V) and their weights
+  int32_t* order;    // (V) places among the candidates
+  float* sample;     // (V / 16 + 16) every sixteenth vector of the row
   int32_t* counts;   // (V) zero between rows
   int32_t* touched;  // (2 V) biased and penalised tokens,
   float* before;     // (2 V) and their raw logits
-  float* sums;       // (V / kSampleBlock + 1) of p
-  float* cut_sums;   // likewise, of what a threshold leaves
+  float* sums;       // (V / kSampleBlock + 1) per block: of what is kept,
+  float* all_sums;   // of all,
+  float* cut_sums;   // of what a threshold leaves
 };
 
 // logits (V) are used as working memory. top_ids and top_logprobs take row.n_top entries where it is above 0.

@@ -123,6 +123,19 @@ def test_a_large_vocabulary_keeps_the_right_set(fields: dict[str, float], spread
         assert (np.abs(share[drawn] - share[exact]) <= 2 * p.max() + 1e-4).all(), "the right token"
 
 
+@pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("heavy", [[40], [40, 70000], [3]])
+def test_tokens_that_outweigh_the_sample_are_not_missed(heavy: list[int], top_p: float, isa: str) -> None:
+    """The threshold is guessed from vectors 0, 16, 32, ...; here the weight lies elsewhere, or all of it in the first."""
+    x = rows(22, 0.5, n=1, vocab=151936)
+    x[0, heavy] = [12.5, 12.4][: len(heavy)]
+    drawn = Sampler(x, isa).many(2 * ROWS, seed=5, top_p=top_p)
+    p = probabilities(x[0], top_p=top_p)
+    assert (p[drawn] > 0).all()
+    share = p[heavy].sum()
+    assert abs(np.isin(drawn, heavy).mean() - share) < 5 * np.sqrt(share * (1 - share) / len(drawn)) + 1e-6
+
+
 @pytest.mark.parametrize("fields", FILTERS, ids=str)
 def test_every_isa_draws_the_same(fields: dict[str, float]) -> None:
     x = rows(8)

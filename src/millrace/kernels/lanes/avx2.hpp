@@ -60,6 +60,18 @@ inline uint32_t mask_greater_equal(F x, F y) {
   const uint32_t hi = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ)));
   return lo | hi << 8;
 }
+inline F only(uint32_t mask, F x) {
+  const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i lo = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(mask)), bits);
+  const __m256i hi = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(mask >> 8)), bits);
+  return {_mm256_and_ps(x.a, _mm256_castsi256_ps(_mm256_cmpeq_epi32(lo, bits))),
+          _mm256_and_ps(x.b, _mm256_castsi256_ps(_mm256_cmpeq_epi32(hi, bits)))};
+}
+inline int append(uint32_t mask, int64_t base, int32_t* out) {
+  int n = 0;
+  for (; mask; mask &= mask - 1) out[n++] = static_cast<int32_t>(base + __builtin_ctz(mask));
+  return n;
+}
 
 inline I load_i(const void* p) {
   const auto* q = static_cast<const __m256i*>(p);

@@ -38,6 +38,14 @@ inline F if_less(F a, F b, F then, F other) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), other.v, then.v)};
 }
 inline uint32_t mask_greater_equal(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+inline F only(uint32_t mask, F a) { return {_mm512_maskz_mov_ps(static_cast<__mmask16>(mask), a.v)}; }
+// Compressed in registers: a compressing store to memory is microcode on Zen 4.
+inline int append(uint32_t mask, int64_t base, int32_t* out) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int32_t>(base)));
+  _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), at));
+  return __builtin_popcount(mask);
+}
 
 inline I load_i(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_i(void* p, I a) { _mm512_storeu_si512(p, a.v); }

@@ -6,6 +6,16 @@ namespace millrace::MILLRACE_ISA {
 
 inline F power_of_two(I n) { return as_float(shift_left(n + splat_i(127), 23)); }  // -126 <= n <= 127
 
+inline F exp_polynomial(F r) {
+  F p = splat(1.0f / 720);
+  p = fma(p, r, splat(1.0f / 120));
+  p = fma(p, r, splat(1.0f / 24));
+  p = fma(p, r, splat(1.0f / 6));
+  p = fma(p, r, splat(0.5f));
+  p = fma(p, r, splat(1.0f));
+  return fma(p, r, splat(1.0f));
+}
+
 // e^x within 2 ulp; 0 below -87.3 (no subnormals), infinity above 88.7, NaN stays NaN.
 // x = n ln2 + r with |r| <= ln2/2 (ln2 in two parts: Cody and Waite, 1980), a degree-6 polynomial in r, 2^n in two factors.
 inline F exp(F x) {
@@ -13,16 +23,19 @@ inline F exp(F x) {
   const I n = round(clamped * splat(1.44269504f));
   F r = fma(to_float(n), splat(-0.693145752f), clamped);
   r = fma(to_float(n), splat(-1.42860677e-6f), r);
-  F p = splat(1.0f / 720);
-  p = fma(p, r, splat(1.0f / 120));
-  p = fma(p, r, splat(1.0f / 24));
-  p = fma(p, r, splat(1.0f / 6));
-  p = fma(p, r, splat(0.5f));
-  p = fma(p, r, splat(1.0f));
-  p = fma(p, r, splat(1.0f));
+  const F p = exp_polynomial(r);
   const I half = shift_right(n + splat_i(256), 1) - splat_i(128);  // floor(n/2): 2^128 alone would leave the exponent
   const F scaled = p * power_of_two(half) * power_of_two(n - half);
   return if_less(x, splat(-87.3f), zero(), scaled);
+}
+
+// e^x for x <= 0, within 2 ulp, without what only large x need; 0 where it would be subnormal.
+inline F exp_to_zero(F x) {
+  const F clamped = max(x, splat(-88.0f));
+  const I n = round(clamped * splat(1.44269504f));
+  F r = fma(to_float(n), splat(-0.693145752f), clamped);
+  r = fma(to_float(n), splat(-1.42860677e-6f), r);
+  return exp_polynomial(r) * power_of_two(n);  // n = -127 makes a factor of 0
 }
 
 inline F sigmoid(F x) { return splat(1.0f) / (splat(1.0f) + exp(zero() - x)); }

@@ -60,6 +60,14 @@ inline uint32_t mask_greater_equal(F a, F b) {
   for (int i = 0; i < 16; ++i) mask |= static_cast<uint32_t>(a.v[i] >= b.v[i]) << i;
   return mask;
 }
+// The lanes of the mask from a, 0 elsewhere.
+inline F only(uint32_t mask, F a) { return each([&](int i) { return mask >> i & 1 ? a.v[i] : 0.0f; }); }
+// Writes base + lane for each lane of the mask, ascending, and returns how many; up to 16 are written.
+inline int append(uint32_t mask, int64_t base, int32_t* out) {
+  int n = 0;
+  for (; mask; mask &= mask - 1) out[n++] = static_cast<int32_t>(base + __builtin_ctz(mask));
+  return n;
+}
 
 inline I load_i(const void* p) {
   I r;

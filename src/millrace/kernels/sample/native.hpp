@@ -2,43 +2,102 @@
 #pragma once
 namespace millrace::MILLRACE_ISA {
 
-// 16 elements, or the `count` that are left.
-inline F load_some(const float* x, int count) { return count == 16 ? load(x) : load(x, count); }
+// All sixteen lanes of a vector, or the first `count` of a row's last one; the compiler sees which.
+struct AllLanes {
+  F load(const float* x) const { return MILLRACE_ISA::load(x); }
+  F only(F a, F) const { return a; }
+  uint32_t only(uint32_t mask) const { return mask; }
+};
+struct SomeLanes {
+  int count;
+  F load(const float* x) const { return MILLRACE_ISA::load(x, count); }
+  F only(F a, F other) const { return first(a, count, other); }
+  uint32_t only(uint32_t mask) const { return mask & ((1u << count) - 1); }
+};
 
-// The largest logit; NaN where any logit is not finite.
-inline float row_max(const float* x, int64_t n) {
-  F most = splat(-__builtin_inff()), check = zero();
-  for (int64_t i = 0; i < n; i += 16) {
-    const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
-    const F v = load_some(x + i, count);
-    check = fma(v, zero(), check);  // infinity * 0 is NaN
-    most = max(first(v, count, most), most);
-  }
-  return largest(most) + sum(check);
+template <class Body>
+inline void each_vector(int64_t from, int64_t to, Body body) {
+  int64_t i = from;
+  for (; i + 16 <= to; i += 16) body(i, AllLanes{});
+  if (i < to) body(i, SomeLanes{static_cast<int>(to - i)});
 }
 
-// p[i] = exp((x[i] - m) * scale); the sum of each block of 4096 into sums (16 lanes, then the fixed tree). p may be null.
-inline void row_exp(const float* x, int64_t n, float m, float scale, float* p, float* sums) {
-  for (int64_t from = 0; from < n; from += kSampleBlock) {
-    const int64_t to = from + kSampleBlock < n ? from + kSampleBlock : n;
-    F total = zero();
-    for (int64_t i = from; i < to; i += 16) {
-      const int count = to - i < 16 ? static_cast<int>(to - i) : 16;
-      const F v = load_some(x + i, count);
-      const F e = first(exp((v - splat(m)) * splat(scale)), count, zero());
-      total = total + e;
-      if (p) store(p + i, e, count);
+template <class Body>
+inline void each_block(int64_t n, Body body) {
+  for (int64_t from = 0; from < n; from += kSampleBlock)
+    body(from / kSampleBlock, from, from + kSampleBlock < n ? from + kSampleBlock : n);
+}
+
+// The largest logit; NaN where any logit is not finite. Four chains hide the latency; the maximum has no order.
+inline float row_max(const float* x, int64_t n) {
+  F most[4], check[4];
+  for (int k = 0; k < 4; ++k) most[k] = splat(-__builtin_inff()), check[k] = zero();
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int k = 0; k < 4; ++k) {
+      const F v = load(x + i + 16 * k);
+      check[k] = fma(v, zero(), check[k]);  // infinity * 0 is NaN
+      most[k] = max(v, most[k]);
     }
-    sums[from / kSampleBlock] = sum(total);
-  }
+  each_vector(i, n, [&](int64_t at, auto lanes) {
+    const F v = lanes.load(x + at);
+    check[0] = fma(v, zero(), check[0]);
+    most[0] = lanes.only(max(v, most[0]), most[0]);
+  });
+  return largest(max(max(most[0], most[1]), max(most[2], most[3]))) +
+         sum((check[0] + check[1]) + (check[2] + check[3]));
+}
+
+// p[i] = exp((x[i] - m) * scale), m at least every x; the sum of each block of 1024 into sums (16 lanes, then the
+// fixed tree). p may be null, or x.
+inline void row_exp(const float* x, int64_t n, float m, float scale, float* p, float* sums) {
+  each_block(n, [&](int64_t block, int64_t from, int64_t to) {
+    F total = zero();
+    each_vector(from, to, [&](int64_t i, auto lanes) {
+      const F e = lanes.only(exp_to_zero((lanes.load(x + i) - splat(m)) * splat(scale)), zero());
+      total = total + e;
+      if (p && to - i >= 16)
+        store(p + i, e);
+      else if (p)
+        store(p + i, e, static_cast<int>(to - i));
+    });
+    sums[block] = sum(total);
+  });
+}
+
+// The same p, without storing it: per block the sum of all that are at least `base` and of all from `ceiling` on, and
+// the indices, ascending, of those from `floor` up to below `ceiling`. Returns how many; ids takes 16 more.
+inline int64_t row_weigh(const float* x, int64_t n, const Weighing& w, float* all, float* above, int32_t* ids) {
+  int64_t found = 0;
+  each_block(n, [&](int64_t block, int64_t from, int64_t to) {
+    F total = zero(), high = zero();
+    const auto weigh = [&](int64_t i, auto lanes) {
+      const F p = exp_to_zero((lanes.load(x + i) - splat(w.m)) * splat(w.scale));
+      const F e = lanes.only(if_less(p, splat(w.base), zero(), p), zero());
+      const uint32_t from_ceiling = mask_greater_equal(e, splat(w.ceiling));
+      total = total + e;
+      high = high + only(from_ceiling, e);
+      return mask_greater_equal(e, splat(w.floor)) & ~from_ceiling;
+    };
+    int64_t i = from;
+    for (; i + 64 <= to; i += 64) {  // four vectors a branch: nearly all have something, or nearly none
+      uint32_t mask[4];
+      for (int k = 0; k < 4; ++k) mask[k] = weigh(i + 16 * k, AllLanes{});
+      if (mask[0] | mask[1] | mask[2] | mask[3])
+        for (int k = 0; k < 4; ++k) found += append(mask[k], i + 16 * k, ids + found);
+    }
+    each_vector(i, to, [&](int64_t at, auto lanes) { found += append(weigh(at, lanes), at, ids + found); });
+    all[block] = sum(total);
+    above[block] = sum(high);
+  });
+  return found;
 }
 
 // The first index whose element is at least `value`; n where there is none.
 inline int64_t row_find(const float* x, int64_t n, float value) {
   for (int64_t i = 0; i < n; i += 16) {
     const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
-    uint32_t mask = mask_greater_equal(load_some(x + i, count), splat(value));
-    mask &= (1u << count) - 1;
+    const uint32_t mask = mask_greater_equal(SomeLanes{count}.load(x + i), splat(value)) & ((1u << count) - 1);
     if (mask) return i + __builtin_ctz(mask);
   }
   return n;
@@ -47,69 +106,44 @@ inline int64_t row_find(const float* x, int64_t n, float value) {
 // Indices, ascending, of the elements from `floor` up to below `ceiling`.
 inline int64_t row_collect(const float* x, int64_t n, float floor, float ceiling, int32_t* out) {
   int64_t found = 0;
-  for (int64_t i = 0; i < n; i += 16) {
-    const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
-    const F v = load_some(x + i, count);
-    uint32_t mask = mask_greater_equal(v, splat(floor)) & ~mask_greater_equal(v, splat(ceiling));
-    mask &= (1u << count) - 1;
+  each_vector(0, n, [&](int64_t i, auto lanes) {
+    const F v = lanes.load(x + i);
+    uint32_t mask = lanes.only(mask_greater_equal(v, splat(floor)) & ~mask_greater_equal(v, splat(ceiling)));
     for (; mask; mask &= mask - 1) out[found++] = static_cast<int32_t>(i + __builtin_ctz(mask));
-  }
+  });
   return found;
 }
 
 // How many elements are at least `floor` (above 0), and their sum per block, added as row_exp adds.
 inline int64_t row_above(const float* p, int64_t n, float floor, float* sums) {
   int64_t found = 0;
-  for (int64_t from = 0; from < n; from += kSampleBlock) {
-    const int64_t to = from + kSampleBlock < n ? from + kSampleBlock : n;
+  each_block(n, [&](int64_t block, int64_t from, int64_t to) {
     F total = zero();
-    for (int64_t i = from; i < to; i += 16) {
-      const int count = to - i < 16 ? static_cast<int>(to - i) : 16;
-      const F v = load_some(p + i, count);
+    each_vector(from, to, [&](int64_t i, auto lanes) {
+      const F v = lanes.load(p + i);
       total = total + if_less(v, splat(floor), zero(), v);
       found += __builtin_popcount(mask_greater_equal(v, splat(floor)));
-    }
-    sums[from / kSampleBlock] = sum(total);
-  }
+    });
+    sums[block] = sum(total);
+  });
   return found;
-}
-
-// Sets to 0 what is below `least`, and of those equal to it the ones behind index `last`; sums as above.
-inline void row_cut(float* p, int64_t n, float least, int64_t last, float* sums) {
-  for (int64_t from = 0; from < n; from += kSampleBlock) {
-    const int64_t to = from + kSampleBlock < n ? from + kSampleBlock : n;
-    F total = zero();
-    for (int64_t i = from; i < to; i += 16) {
-      const int count = to - i < 16 ? static_cast<int>(to - i) : 16;
-      const F v = load_some(p + i, count);
-      const int64_t before = last + 1 - i;  // elements of this vector that may be equal
-      const F above = if_less(splat(least), v, v, zero()), equal = if_less(v, splat(least), zero(), v);
-      const F kept = first(equal, before > 16 ? 16 : before < 0 ? 0 : static_cast<int>(before), above);
-      total = total + kept;
-      store(p + i, kept, count);
-    }
-    sums[from / kSampleBlock] = sum(total);
-  }
 }
 
 // How many elements are larger than `value`.
 inline int64_t row_rank(const float* x, int64_t n, float value) {
   int64_t not_larger = 0;
-  for (int64_t i = 0; i < n; i += 16) {
-    const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
-    const uint32_t mask = mask_greater_equal(splat(value), load_some(x + i, count));
-    not_larger += __builtin_popcount(mask & ((1u << count) - 1));
-  }
+  each_vector(0, n, [&](int64_t i, auto lanes) {
+    not_larger += __builtin_popcount(lanes.only(mask_greater_equal(splat(value), lanes.load(x + i))));
+  });
   return n - not_larger;
 }
 
 // The k largest, best first, equal ones by lower index.
 inline void row_top(const float* x, int64_t n, int k, int32_t* ids, float* values) {
   int held = 0;
-  for (int64_t i = 0; i < n; i += 16) {
-    const int count = n - i < 16 ? static_cast<int>(n - i) : 16;
-    uint32_t mask = (1u << count) - 1;
-    if (held == k) mask &= mask_greater_equal(load_some(x + i, count), splat(values[k - 1]));
+  each_vector(0, n, [&](int64_t i, auto lanes) {
+    uint32_t mask = lanes.only(0xffffu);
+    if (held == k) mask &= mask_greater_equal(lanes.load(x + i), splat(values[k - 1]));
     for (; mask; mask &= mask - 1) {
       const int64_t at = i + __builtin_ctz(mask);
       const float value = x[at];
@@ -122,7 +156,7 @@ inline void row_top(const float* x, int64_t n, int k, int32_t* ids, float* value
       values[place] = value;
       ids[place] = static_cast<int32_t>(at);
     }
-  }
+  });
 }
 
 }  // namespace millrace::MILLRACE_ISA
