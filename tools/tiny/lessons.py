@@ -13,7 +13,7 @@ from functools import partial
 from tools.tiny import lexicon as lx
 from tools.tiny.forms import ANSWERED, ASKED, TOLD
 from tools.tiny.grammar import fill, vocabulary
-from tools.tiny.items import LETTERS
+from tools.tiny.items import LETTERS, trained_sums
 
 WORDS = tuple(
     dict.fromkeys(
@@ -26,6 +26,7 @@ SECOND_LESSONS = 38_000  # number of the first document with the second lessons
 THIRD_LESSONS = 68_000
 FOURTH_LESSONS = 89_000
 SPARSE_MARKS = 107_000  # from here on not every option is marked
+FIFTH_LESSONS = 142_000  # sums in rows
 SPARSE = (0.25, 0.5, 0.75)  # shares of the options that are
 _WORDINGS = ("Which letter stands for {}?", "Which letter is {}?", "Find {}.", "The right answer is {}.", "Choose {}.")
 Part = tuple[str, bool]  # text, and whether it can be known from what came before
@@ -153,6 +154,27 @@ def with_marks(rng: random.Random, asked: str, answer: str, kept: float) -> list
     return [*parts, (text[:-1], False), (answer, True)]
 
 
+def sums_in_a_row(rng: random.Random) -> list[Part]:
+    """Sums or differences whose first number goes up or down by one: what one more changes, and when it carries.
+
+    Held-out sums are stepped over. Sometimes the numbers themselves are counted instead.
+    """
+    step = rng.choice([1, -1])
+    if rng.random() < 0.15:
+        first = rng.randint(0, 30) if step > 0 else rng.randint(10, 40)
+        return [(f"Count: {first}", False), *[(f" {first + step * i}", True) for i in range(1, 10)]]
+    relation, sign, result = rng.choice([("sum", "+", "sum"), ("difference", "-", "difference")])
+    moving, fixed = rng.choice([("a", "b"), ("b", "a")])
+    number = str(rng.randint(0, 20))
+    row = [f for f in trained_sums() if f.relation == relation and f[fixed] == number]
+    row.sort(key=lambda f: step * int(f[moving]))
+    start = rng.randrange(max(1, len(row) - 5))
+    parts: list[Part] = []
+    for fact in row[start : start + rng.randint(4, 8)]:
+        parts += [(f"{fact['a']} {sign} {fact['b']} =", False), (f" {fact[result]}", True), (".\n", False)]
+    return parts
+
+
 def lesson_share(seed: int) -> float:
     """How many of the documents around number `seed` are lessons."""
     if seed < SECOND_LESSONS:
@@ -161,6 +183,8 @@ def lesson_share(seed: int) -> float:
         return max(0.1, min(0.45, 0.45 - (seed - 60_000) / 30_000 * 0.35))
     if seed < FOURTH_LESSONS:
         return 0.45
+    if seed >= FIFTH_LESSONS:
+        return max(0.15, 0.4 - (seed - FIFTH_LESSONS) / 150_000 * 0.25)
     return max(0.12, min(0.5, 0.5 - (seed - 130_000) / 50_000 * 0.38))
 
 
@@ -175,7 +199,10 @@ def lesson(rng: random.Random, seed: int) -> list[Part]:
         drill = rng.choices([climb, lookups, again], [0.7, 0.25, 0.05])[0]
     else:
         marks: Callable[[random.Random], list[Part]] = partial(marked, sparse=seed >= SPARSE_MARKS)
-        drill = rng.choices([marks, climb, lookups, again], [0.6, 0.15, 0.2, 0.05])[0]
+        if seed < FIFTH_LESSONS:
+            drill = rng.choices([marks, climb, lookups, again], [0.6, 0.15, 0.2, 0.05])[0]
+        else:
+            drill = rng.choices([marks, climb, lookups, sums_in_a_row], [0.2, 0.1, 0.25, 0.45])[0]
     parts: list[Part] = []
     for _ in range(rng.randint(1, 3)):
         parts += [*drill(rng), ("\n\n", False)]

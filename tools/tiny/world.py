@@ -22,6 +22,7 @@ from tools.tiny.items import (
     is_held_out,
     lasting_facts,
     offer,
+    sum_key,
     sums,
 )
 from tools.tiny.lessons import FOURTH_LESSONS, SPARSE, SPARSE_MARKS, lesson, lesson_share, with_marks
@@ -54,10 +55,6 @@ def trained_story(rng: random.Random, wish: Wish | None = None) -> Story:
     while is_held_out((story := make_story(rng, wish)).key):
         pass
     return story
-
-
-def sum_key(fact: Claim) -> str:
-    return f"arithmetic {fact}"
 
 
 def _sum_question(rng: random.Random, held_out: bool) -> Question:

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from tools.tiny import lessons
-from tools.tiny.grammar import agrees, parse_story
-from tools.tiny.items import LETTERS
+from tools.tiny.grammar import agrees, claim, parse_story
+from tools.tiny.items import LETTERS, is_held_out, sum_key
 from tools.tiny.lessons import Part
 
 _ASKED_FOR = re.compile(r"(?:stands for|letter is|Find|answer is|Choose|-) (\w+)[?.]?:?(?:\n|$)")
@@ -77,4 +77,19 @@ def test_marks_say_which_option_is_right(seed: int, kept: float) -> None:
 def test_lessons_are_most_of_the_beginning_and_little_of_the_rest() -> None:
     share = lessons.lesson_share
     assert share(0) > 0.6 > share(lessons.SECOND_LESSONS) > 0.4 < share(lessons.THIRD_LESSONS)
-    assert share(10**6) == pytest.approx(0.12)
+    assert share(10**6) == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rows_of_sums_are_right_and_step_over_what_is_held_out(seed: int) -> None:
+    whole = "".join(text for text, _ in lessons.sums_in_a_row(random.Random(seed)))
+    if whole.startswith("Count:"):
+        counted = [int(n) for n in whole.split()[1:]]
+        assert {b - a for a, b in pairwise(counted)} in ({1}, {-1})
+        return
+    rows = re.findall(r"^(\d+) ([+-]) (\d+) = (\d+)\.$", whole, re.MULTILINE)
+    assert len(rows) == whole.count("\n") >= 1
+    for a, sign, b, result in rows:
+        assert int(result) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
+        relation, slot = ("sum", "sum") if sign == "+" else ("difference", "difference")
+        assert not is_held_out(sum_key(claim(relation, a=a, b=b, **{slot: result})))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tools.tiny.items import Choice, Question, is_held_out, lasting_facts, offer, sums
+from tools.tiny.items import Choice, Question, is_held_out, lasting_facts, offer, sum_key, sums
 from tools.tiny.stories import Wish, make_story
 from tools.tiny.world import (
     document,
@@ -12,7 +12,6 @@ from tools.tiny.world import (
     held_out_question,
     held_out_story,
     held_out_sum,
-    sum_key,
     trained_choice,
     trained_story,
 )
