@@ -10,7 +10,8 @@
 namespace millrace::MILLRACE_ISA {
 
 constexpr int kSpan = 256;            // keys between two merges: four pages
-constexpr int kAttentionRows = 8;     // query rows that share one pass over keys and values
+constexpr int kAttentionRows = 8;     // query rows that share one pass over keys and values,
+constexpr int kAttentionTile = 4;     // so many of them with their sums in registers
 constexpr int kMaxHeadDim = 512;
 
 struct AttentionTile {
@@ -49,30 +50,30 @@ inline void load_queries(AttentionTile& t) {
   }
 }
 
+// acc[v] += w[v] * x, where x points at a float or at a bfloat16 pair.
+template <bool BF16, int NV>
+[[gnu::always_inline]] inline void add_products(F (&acc)[NV], const I (&w)[NV], const float* x) {
+  const I xs = splat_bytes(x);
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) acc[v] = BF16 ? dot2(acc[v], w[v], xs) : fma(as_float(w[v]), as_float(xs), acc[v]);
+}
+
 // Scores of R rows against 64 keys of one page: d ascending, 16 keys a vector.
 template <bool BF16, int R>
 void score_page(AttentionTile& t, int row, const uint8_t* keys, int at) {
   const int steps = BF16 ? t.a->head_dim / 2 : t.a->head_dim;
-  for (int half = 0; half < 4; half += 2) {
-    F acc[R][2];
-    for (auto& r : acc) r[0] = r[1] = zero();
-    for (int d = 0; d < steps; ++d) {
-      const uint8_t* line = keys + d * 256 + half * 64;
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v)
+  F acc[R][4];
+#pragma GCC unroll 32
+  for (int i = 0; i < R * 4; ++i) acc[i / 4][i % 4] = zero();
+  for (int d = 0; d < steps; ++d, keys += 256) {
+    I line[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) line[v] = load_i(keys + v * 64);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          if constexpr (BF16)
-            acc[r][v] = dot2_broadcast(acc[r][v], load_i(line + v * 64),
-                                       reinterpret_cast<const uint32_t*>(t.q[row + r]) + d);
-          else
-            acc[r][v] = fma_broadcast(acc[r][v], load(reinterpret_cast<const float*>(line + v * 64)), t.q[row + r] + d);
-        }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2; ++v)
-        store(t.scores[row + r] + at + (half + v) * 16, acc[r][v] * splat(t.a->scale));
+    for (int r = 0; r < R; ++r) add_products<BF16>(acc[r], line, reinterpret_cast<const float*>(t.q[row + r]) + d);
   }
+#pragma GCC unroll 32
+  for (int i = 0; i < R * 4; ++i) store(t.scores[row + i / 4] + at + i % 4 * 16, acc[i / 4][i % 4] * splat(t.a->scale));
 }
 
 // Scores of one row, in place, to exp(score - m); its maximum and sum. Keys from `count` on are given weight 0.
@@ -97,39 +98,40 @@ void soften(float* scores, int count, int span, float& m, float& l) {
   l = sum(total);
 }
 
-// o = sum of p v over `count` keys of a span that starts at `from`, R rows, 32 columns of the head at a time.
+// o = sum of p v over `count` keys of a span that starts at `from`: R rows, NV vectors of the head from column d on.
+template <bool BF16, int R, int NV>
+void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
+  const int64_t width = t.c->kv.value_width();
+  const I low_half = splat_i(0xffff);
+  F acc[R][NV];
+#pragma GCC unroll 32
+  for (int i = 0; i < R * NV; ++i) acc[i / NV][i % NV] = zero();
+  for (int page = 0; page * kPageTokens < count; ++page) {
+    const uint8_t* line = block_of(t, from + page * kPageTokens) + t.c->kv.key_bytes() + d * 4;
+    const int keys = count - page * kPageTokens < kPageTokens ? count - page * kPageTokens : kPageTokens;
+    for (int j = 0; j < keys; j += BF16 ? 2 : 1, line += width * 4) {
+      I values[NV];
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        values[v] = load_i(line + v * 64);
+        if (BF16 && j + 1 == keys) values[v] = values[v] & low_half;  // the odd neighbour was never written, or by another
+      }
+      const int at = BF16 ? (page * kPageTokens + j) / 2 : page * kPageTokens + j;
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) add_products<BF16>(acc[r], values, t.scores[row + r] + at);
+    }
+  }
+#pragma GCC unroll 32
+  for (int i = 0; i < R * NV; ++i) store(t.span_out[row + i / NV] + d + i % NV * 16, acc[i / NV][i % NV]);
+}
+
 template <bool BF16, int R>
 void weigh_values(AttentionTile& t, int row, int from, int count) {
   const int64_t width = t.c->kv.value_width();
-  const I low_half = splat_i(0xffff);
-  for (int64_t d = 0; d < width; d += 32) {
-    const int vectors = width - d >= 32 ? 2 : 1;
-    F acc[R][2];
-    for (auto& r : acc) r[0] = r[1] = zero();
-    for (int page = 0; page * kPageTokens < count; ++page) {
-      const uint8_t* values = block_of(t, from + page * kPageTokens) + t.c->kv.key_bytes();
-      const int keys = count - page * kPageTokens < kPageTokens ? count - page * kPageTokens : kPageTokens;
-      for (int j = 0; j < keys; j += BF16 ? 2 : 1)
-        for (int v = 0; v < vectors; ++v) {
-          const uint8_t* line = values + (j / (BF16 ? 2 : 1) * width + d + v * 16) * 4;
-          if constexpr (BF16) {
-            I pair = load_i(line);
-            if (j + 1 == keys) pair = pair & low_half;  // the odd neighbour was never written, or by somebody else
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r)
-              acc[r][v] = dot2_broadcast(
-                  acc[r][v], pair, reinterpret_cast<const uint32_t*>(t.scores[row + r]) + (page * kPageTokens + j) / 2);
-          } else {
-            const F value = load(reinterpret_cast<const float*>(line));
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r)
-              acc[r][v] = fma_broadcast(acc[r][v], value, t.scores[row + r] + page * kPageTokens + j);
-          }
-        }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < vectors; ++v) store(t.span_out[row + r] + d + v * 16, acc[r][v]);
-  }
+  int64_t d = 0;
+  for (; d + 64 <= width; d += 64) weigh_columns<BF16, R, 4>(t, row, from, count, d);
+  for (; d + 32 <= width; d += 32) weigh_columns<BF16, R, 2>(t, row, from, count, d);
+  for (; d < width; d += 16) weigh_columns<BF16, R, 1>(t, row, from, count, d);
 }
 
 // p as bfloat16 pairs, over the floats they came from.
@@ -167,7 +169,8 @@ void attend_tile(AttentionTile& t) {
     int row = 0;
     for (int at = 0; at < span; at += kPageTokens) {
       const uint8_t* keys = block_of(t, from + at);
-      for (row = 0; row + 4 <= t.rows; row += 4) score_page<BF16, 4>(t, row, keys, at);
+      for (row = 0; row + kAttentionTile <= t.rows; row += kAttentionTile)
+        score_page<BF16, kAttentionTile>(t, row, keys, at);
       for (; row < t.rows; ++row) score_page<BF16, 1>(t, row, keys, at);
     }
     for (int r = 0; r < t.rows; ++r) {
@@ -175,7 +178,8 @@ void attend_tile(AttentionTile& t) {
       soften<BF16>(t.scores[r], own < reach ? (own > 0 ? own : 0) : reach, span, m[r], l[r]);
       if (BF16) pack_weights(t.scores[r], span);
     }
-    for (row = 0; row + 4 <= t.rows; row += 4) weigh_values<BF16, 4>(t, row, from, reach);
+    for (row = 0; row + kAttentionTile <= t.rows; row += kAttentionTile)
+      weigh_values<BF16, kAttentionTile>(t, row, from, reach);
     for (; row < t.rows; ++row) weigh_values<BF16, 1>(t, row, from, reach);
     for (int r = 0; r < t.rows; ++r)
       if (t.positions[r] >= from) merge(t, r, from == 0, m[r], l[r]);

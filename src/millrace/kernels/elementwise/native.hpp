@@ -52,7 +52,7 @@ inline int evaluate(const int32_t* code, const float* imm, F (*registers)[kStrip
 inline void elementwise(const ElementwiseArgs& a, StepContext& c) {
   const float* inputs[4] = {a.a, a.b, a.c, a.d};
   const int32_t strides[4] = {a.a_stride, a.b_stride, a.c_stride, a.d_stride};
-  F registers[8][kStrip] = {};
+  F registers[8][kStrip];
   for (Chunk t(c, c.rows(a.rows), 4); t.next();)
     for (int64_t row = t.begin; row < t.end; ++row)
       for (int64_t from = 0; from < a.n; from += 16 * kStrip) {

@@ -83,6 +83,11 @@ inline void store_i(void* p, I x) {
   _mm256_storeu_si256(q + 1, x.b);
 }
 inline I splat_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I splat_bytes(const void* p) {
+  int32_t x;
+  __builtin_memcpy(&x, p, 4);
+  return splat_i(x);
+}
 inline I operator+(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I operator-(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 inline I operator&(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
@@ -113,13 +118,11 @@ inline void store_i8(int8_t* p, I x) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(t[i]);
 }
 
-inline F fma_broadcast(F acc, F w, const float* x) { return fma(w, splat(*x), acc); }
-
 // As vdpbf16ps does it: the odd product first, then the even one, each rounded.
-inline F dot2_broadcast(F acc, I w, const uint32_t* x) {
-  const I high = splat_i(static_cast<int32_t>(0xffff0000u)), xs = splat_i(static_cast<int32_t>(*x));
-  acc = fma(as_float(w & high), as_float(xs & high), acc);
-  return fma(as_float(shift_left(w, 16)), as_float(shift_left(xs, 16)), acc);
+inline F dot2(F acc, I w, I x) {
+  const I high = splat_i(static_cast<int32_t>(0xffff0000u));
+  acc = fma(as_float(w & high), as_float(x & high), acc);
+  return fma(as_float(shift_left(w, 16)), as_float(shift_left(x, 16)), acc);
 }
 
 // vpmaddubsw saturates at 16 bits, which 8-bit codes can reach: so the high and the low nibbles go separately, exactly.
@@ -130,10 +133,7 @@ inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
   acc = _mm256_add_epi32(acc, _mm256_madd_epi16(low, ones));
   return _mm256_add_epi32(acc, _mm256_slli_epi32(_mm256_madd_epi16(high, ones), 4));
 }
-inline I dot4_broadcast(I acc, I w, const int32_t* x) {
-  const __m256i xs = _mm256_set1_epi32(*x);
-  return {dot4_half(acc.a, w.a, xs), dot4_half(acc.b, w.b, xs)};
-}
+inline I dot4(I acc, I w, I x) { return {dot4_half(acc.a, w.a, x.a), dot4_half(acc.b, w.b, x.b)}; }
 
 inline float sum(F x) {
   const __m256 h = _mm256_add_ps(x.a, x.b);

@@ -6,7 +6,7 @@
 
 namespace millrace::MILLRACE_ISA {
 
-constexpr int kTileRows = 14;  // 14 rows x 2 accumulators, 2 weight lines, a mask and a temporary: 32 registers
+constexpr int kTileRows = 14;  // 14 rows x 2 accumulators, 2 weight lines, a broadcast and a mask: 32 registers
 constexpr int kMaxPanels = 4;  // panels beside each other where rows are few: enough chains to hide the latency
 
 struct F {
@@ -50,6 +50,11 @@ inline int append(uint32_t mask, int64_t base, int32_t* out) {
 inline I load_i(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_i(void* p, I a) { _mm512_storeu_si512(p, a.v); }
 inline I splat_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline I splat_bytes(const void* p) {
+  I r;
+  asm("vpbroadcastd %1, %0" : "=v"(r.v) : "m"(*static_cast<const int32_t*>(p)));
+  return r;
+}
 inline I operator+(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline I operator-(I a, I b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline I operator&(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
@@ -74,17 +79,14 @@ inline void store_i8(int8_t* p, I a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
 }
 
-// The three hot instructions, with the broadcast kept in the memory operand (GCC 12 would split it off).
-inline F fma_broadcast(F acc, F w, const float* x) {
-  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
+// The hot instructions, written so that the broadcast x stays in a register: GCC 12 would fold it into each of them as a
+// memory operand, and Zen 5 then runs two thirds as many (docs/log.md).
+inline F dot2(F acc, I w, I x) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(x.v));
   return acc;
 }
-inline F dot2_broadcast(F acc, I w, const uint32_t* x) {
-  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
-  return acc;
-}
-inline I dot4_broadcast(I acc, I w, const int32_t* x) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
+inline I dot4(I acc, I w, I x) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(x.v));
   return acc;
 }
 

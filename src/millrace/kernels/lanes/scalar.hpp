@@ -76,6 +76,12 @@ inline I load_i(const void* p) {
 }
 inline void store_i(void* p, I a) { std::memcpy(p, a.v, sizeof a.v); }
 inline I splat_i(int32_t x) { return each_i([=](int) { return x; }); }
+// The four bytes at p in every lane.
+inline I splat_bytes(const void* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return splat_i(x);
+}
 inline I operator+(I a, I b) { return each_i([&](int i) { return a.v[i] + b.v[i]; }); }
 inline I operator-(I a, I b) { return each_i([&](int i) { return a.v[i] - b.v[i]; }); }
 inline I operator&(I a, I b) { return each_i([&](int i) { return a.v[i] & b.v[i]; }); }
@@ -126,24 +132,23 @@ inline void store_i8(int8_t* p, I a) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
 }
 
-// acc + w * x, the same x for every lane.
-inline F fma_broadcast(F acc, F w, const float* x) { return fma(w, splat(*x), acc); }
-
 // acc + odd product, then + even product: bfloat16 pairs, the even element in the low half (as vdpbf16ps does it).
-inline F dot2_broadcast(F acc, I w, const uint32_t* x) {
-  const I high = splat_i(static_cast<int32_t>(0xffff0000u)), xs = splat_i(static_cast<int32_t>(*x));
-  acc = fma(as_float(w & high), as_float(xs & high), acc);
-  return fma(as_float(shift_left(w, 16)), as_float(shift_left(xs, 16)), acc);
+inline F dot2(F acc, I w, I x) {
+  const I high = splat_i(static_cast<int32_t>(0xffff0000u));
+  acc = fma(as_float(w & high), as_float(x & high), acc);
+  return fma(as_float(shift_left(w, 16)), as_float(shift_left(x, 16)), acc);
 }
 
 // acc + the dot product of four unsigned bytes of w with four signed bytes of x, exactly.
-inline I dot4_broadcast(I acc, I w, const int32_t* x) {
-  int8_t xs[4];
+inline I dot4(I acc, I w, I x) {
+  int8_t xs[64];
   uint8_t ws[64];
-  std::memcpy(xs, x, 4);
+  std::memcpy(xs, x.v, 64);
   std::memcpy(ws, w.v, 64);
   return each_i([&](int i) {
-    return acc.v[i] + ws[4 * i] * xs[0] + ws[4 * i + 1] * xs[1] + ws[4 * i + 2] * xs[2] + ws[4 * i + 3] * xs[3];
+    int32_t total = acc.v[i];
+    for (int b = 4 * i; b < 4 * i + 4; ++b) total += ws[b] * xs[b];
+    return total;
   });
 }
 

@@ -39,12 +39,15 @@ void tile_f32(const TileInput& in, float* total) {
     for (auto& row : acc)
       for (F& a : row) a = zero();
     for (int64_t k = from; k < to; ++k) {
+      F w[2 * NP];
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * NP; ++v) {
-        const F w = load(reinterpret_cast<const float*>(in.w + v / 2 * in.panel_stride + k * 128 + v % 2 * 64));
+      for (int v = 0; v < 2 * NP; ++v)
+        w[v] = load(reinterpret_cast<const float*>(in.w + v / 2 * in.panel_stride + k * 128 + v % 2 * 64));
 #pragma GCC unroll 16
-        for (int r = 0; r < MR; ++r)
-          acc[r][v] = fma_broadcast(acc[r][v], w, reinterpret_cast<const float*>(in.x + r * in.x_stride) + k);
+      for (int r = 0; r < MR; ++r) {
+        const F x = as_float(splat_bytes(in.x + r * in.x_stride + k * 4));
+#pragma GCC unroll 8
+        for (int v = 0; v < 2 * NP; ++v) acc[r][v] = fma(w[v], x, acc[r][v]);
       }
     }
     add_block<MR, NP>(acc, from == 0, total);
@@ -60,12 +63,14 @@ void tile_bf16(const TileInput& in, float* total) {
     for (auto& row : acc)
       for (F& a : row) a = zero();
     for (int64_t k = from; k < to; ++k) {
+      I w[2 * NP];
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * NP; ++v) {
-        const I w = load_i(in.w + v / 2 * in.panel_stride + k * 128 + v % 2 * 64);
+      for (int v = 0; v < 2 * NP; ++v) w[v] = load_i(in.w + v / 2 * in.panel_stride + k * 128 + v % 2 * 64);
 #pragma GCC unroll 16
-        for (int r = 0; r < MR; ++r)
-          acc[r][v] = dot2_broadcast(acc[r][v], w, reinterpret_cast<const uint32_t*>(in.x + r * in.x_stride) + k);
+      for (int r = 0; r < MR; ++r) {
+        const I x = splat_bytes(in.x + r * in.x_stride + k * 4);
+#pragma GCC unroll 8
+        for (int v = 0; v < 2 * NP; ++v) acc[r][v] = dot2(acc[r][v], w[v], x);
       }
     }
     add_block<MR, NP>(acc, from == 0, total);
@@ -80,34 +85,33 @@ struct Groups {
   int64_t width(int64_t g) const { return g + 1 < count ? padded : last; }
 };
 
-// One group's integer dot products: acc starts at -zero_point * sum(x), then four products at a time.
+// acc += w x for one line of weights a vector; the broadcast of x serves all of them.
+template <int MR, int NV>
+[[gnu::always_inline]] inline void dot_lines(const I (&w)[NV], const uint8_t* x, int64_t x_stride, I (&acc)[MR][NV]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r) {
+    const I four = splat_bytes(x + r * x_stride);
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) acc[r][v] = dot4(acc[r][v], w[v], four);
+  }
+}
+
+// One group's integer dot products: acc starts at -zero_point * sum(x), then four products at a time. A line of nibbles
+// is read twice, for its low and its high ones: keeping it would take the registers that 14 rows need.
 template <int MR, int NP, bool W4>
-void dot_group(const TileInput& in, const uint8_t* w, const uint8_t* x, int64_t width, I (&acc)[MR][2 * NP]) {
-  if constexpr (W4) {
-    const I nibble = splat_i(0x0f0f0f0f);
-    for (int64_t k = 0; k < width; k += 8) {
+[[gnu::always_inline]] inline void dot_group(const TileInput& in, const uint8_t* w, const uint8_t* x, int64_t width,
+                                             I (&acc)[MR][2 * NP]) {
+  const I nibble = splat_i(0x0f0f0f0f);
+  const auto line = [&](int64_t at, int v) { return load_i(w + v / 2 * in.panel_stride + at + v % 2 * 64); };
+  I lines[2 * NP];
+  for (int64_t k = 0; k < width; k += W4 ? 8 : 4) {
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * NP; ++v) {
-        const I line = load_i(w + v / 2 * in.panel_stride + k * 16 + v % 2 * 64);
-        const I low = line & nibble, high = shift_right(line, 4) & nibble;
-#pragma GCC unroll 16
-        for (int r = 0; r < MR; ++r)
-          acc[r][v] = dot4_broadcast(acc[r][v], low, reinterpret_cast<const int32_t*>(x + r * in.x_stride + k));
-#pragma GCC unroll 16
-        for (int r = 0; r < MR; ++r)
-          acc[r][v] = dot4_broadcast(acc[r][v], high, reinterpret_cast<const int32_t*>(x + r * in.x_stride + k + 4));
-      }
-    }
-  } else {
-    for (int64_t k = 0; k < width; k += 4) {
+    for (int v = 0; v < 2 * NP; ++v) lines[v] = W4 ? line(k * 16, v) & nibble : line(k * 32, v);
+    dot_lines(lines, x + k, in.x_stride, acc);
+    if (!W4) continue;
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * NP; ++v) {
-        const I line = load_i(w + v / 2 * in.panel_stride + k * 32 + v % 2 * 64);
-#pragma GCC unroll 16
-        for (int r = 0; r < MR; ++r)
-          acc[r][v] = dot4_broadcast(acc[r][v], line, reinterpret_cast<const int32_t*>(x + r * in.x_stride + k));
-      }
-    }
+    for (int v = 0; v < 2 * NP; ++v) lines[v] = shift_right(line(k * 16, v), 4) & nibble;
+    dot_lines(lines, x + k + 4, in.x_stride, acc);
   }
 }
 
@@ -170,8 +174,7 @@ void tile_a16(const TileInput& in, float* total) {
         for (int p = 0; p < step / 2; ++p) {  // W4: bytes hold elements k..k+3 low, k+4..k+7 high
           const I pair = code_pair<W4>(line, p % 2 * 16 + p / 2 * 4);
           for (int r = 0; r < MR; ++r)
-            acc[r][v] = dot2_broadcast(acc[r][v], pair,
-                                       reinterpret_cast<const uint32_t*>(x + r * in.x_stride + k * 2) + p);
+            acc[r][v] = dot2(acc[r][v], pair, splat_bytes(x + r * in.x_stride + k * 2 + p * 4));
         }
       }
     for (int v = 0; v < 2 * NP; ++v) {
@@ -206,7 +209,7 @@ inline void finish(const MatmulArgs& a, const float* total, int64_t row, int row
     const int64_t column = a.gated ? (panel * 2 + v) / 2 * 16 : (panel * 2 + v) * 16;
     const int width = columns - column < 16 ? static_cast<int>(columns - column) : 16;
     if (width <= 0) return;
-    F registers[8][kStrip] = {};
+    F registers[8][kStrip];
     const int64_t at = (panel * 2 + v) * 16;
     for (int side = 0; side <= a.gated; ++side) {
       const int valid = a.n - (at + 16 * side) < 16 ? static_cast<int>(a.n - (at + 16 * side)) : 16;
@@ -258,9 +261,11 @@ void multiply(const MatmulArgs& a, StepContext& c) {
   if (rows == 0) return;
   const TileInput in{a.x, a.w, a.x_stride, panel_bytes(a.weights, a.k, a.group), a.k, a.group};
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows, tile_height = (rows + tiles - 1) / tiles;
-  const int64_t cached = 256 * 1024 / in.panel_stride, fair = panels / (4 * c.n_workers);
+  const int64_t cached = 320 * 1024 / in.panel_stride, fair = panels / (4 * c.n_workers);
   const int64_t most = cached < fair ? cached : fair;
-  for (Chunk p(c, panels, most > 1 ? most : 1); p.next();)
+  const int64_t rounds = most > 1 ? (panels - 1) / (most * c.n_workers) + 1 : 1;  // the workers finish together
+  const int64_t size = most > 1 ? (panels - 1) / (rounds * c.n_workers) + 1 : 1;
+  for (Chunk p(c, panels, size); p.next();)
     for (int64_t row = 0; row < rows; row += tile_height) {
       const int64_t height = rows - row < tile_height ? rows - row : tile_height;
       tile_of<C, kTileRows>(static_cast<int>(height), a, in, row, p.begin, p.end - p.begin);
