@@ -1,6 +1,6 @@
 """The whole recipe in one command: train (or go on training), export, evaluate, write the model card.
 
-python -m tools.tiny.make --hours 1.5 --work build/tiny --out src/millrace/bundled/tiny
+python -m tools.tiny.make --hours 2 --work build/tiny --out src/millrace/bundled/tiny
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tools.tiny.data import next_batch
 from tools.tiny.evaluate import evaluate, report
 from tools.tiny.export import export
 
-DEFAULT_HOURS = 1.5
+DEFAULT_HOURS = 2.0
 
 
 @dataclass(frozen=True, slots=True)

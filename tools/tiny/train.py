@@ -1,6 +1,6 @@
 """Training: packed documents, Muon for the matrices and AdamW for the rest, resumable at any step.
 
-    python -m tools.tiny.train --work build/tiny --hours 1.5
+    python -m tools.tiny.train --work build/tiny --hours 2
 
 A work folder holds the checkpoint (written aside and renamed, so a kill never leaves half of one), the tokenizer and
 `train.log`. Started again, the run goes on where the checkpoint is: weights, optimizers, position in the data, time
