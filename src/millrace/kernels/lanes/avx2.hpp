@@ -7,7 +7,6 @@
 namespace millrace::MILLRACE_ISA {
 
 constexpr int kTileRows = 3;  // 3 rows x 4 registers of accumulators, of 16 in all
-constexpr int kMaxPanels = 1;
 
 struct F {
   __m256 a, b;

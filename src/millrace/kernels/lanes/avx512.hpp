@@ -7,7 +7,6 @@
 namespace millrace::MILLRACE_ISA {
 
 constexpr int kTileRows = 14;  // 14 rows x 2 accumulators, 2 weight lines, a broadcast and a mask: 32 registers
-constexpr int kMaxPanels = 4;  // panels beside each other where rows are few: enough chains to hide the latency
 
 struct F {
   __m512 v;

@@ -11,7 +11,6 @@
 namespace millrace::MILLRACE_ISA {
 
 constexpr int kTileRows = 4;
-constexpr int kMaxPanels = 1;
 
 struct F {
   float v[16];

@@ -12,69 +12,72 @@ namespace millrace::MILLRACE_ISA {
 
 constexpr int64_t kBlock = 128;  // K elements between two additions into the total
 
-// What one tile of MR rows x NP panels reads, and the totals it writes: total[row][vector][16].
+// Weights are read once a step, in one stream: fetched this far ahead they come at nine tenths of the memory's rate,
+// without it at seven (docs/log.md).
+constexpr int64_t kAhead = 2048;
+
+// What one tile of MR rows x one panel reads, and the totals it writes: total[row][half of the panel][16].
 struct TileInput {
   const uint8_t* x;
   const uint8_t* w;
-  int64_t x_stride, panel_stride;
+  int64_t x_stride;
   int64_t k, group;
 };
 
-template <int MR, int NP>
-[[gnu::always_inline]] inline void add_block(const F (&acc)[MR][2 * NP], bool opening, float* total) {
+inline I load_ahead(const uint8_t* w) {
+  __builtin_prefetch(w + kAhead);
+  return load_i(w);
+}
+
+template <int MR, class V>
+[[gnu::always_inline]] inline void fill(V (&acc)[MR][2], V value) {
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r) acc[r][0] = acc[r][1] = value;
+}
+
+template <int MR>
+[[gnu::always_inline]] inline void add_block(const F (&acc)[MR][2], bool opening, float* total) {
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < 2 * NP; ++v) {
-      float* t = total + (r * 2 * NP + v) * 16;
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      float* t = total + (r * 2 + v) * 16;
       store(t, opening ? acc[r][v] : load(t) + acc[r][v]);
     }
 }
 
-template <int MR, int NP>
-void tile_f32(const TileInput& in, float* total) {
-  for (int64_t from = 0; from < in.k; from += kBlock) {
-    const int64_t to = from + kBlock < in.k ? from + kBlock : in.k;
-    F acc[MR][2 * NP];
-    for (auto& row : acc)
-      for (F& a : row) a = zero();
-    for (int64_t k = from; k < to; ++k) {
-      F w[2 * NP];
-#pragma GCC unroll 8
-      for (int v = 0; v < 2 * NP; ++v)
-        w[v] = load(reinterpret_cast<const float*>(in.w + v / 2 * in.panel_stride + k * 128 + v % 2 * 64));
+// acc = op(acc, w, x): two lines of weights against four bytes of each row; a row's broadcast serves both lines.
+template <int MR, class V, class Op>
+[[gnu::always_inline]] inline void each_row(V (&acc)[MR][2], I w0, I w1, const uint8_t* x, int64_t x_stride, Op op) {
 #pragma GCC unroll 16
-      for (int r = 0; r < MR; ++r) {
-        const F x = as_float(splat_bytes(in.x + r * in.x_stride + k * 4));
-#pragma GCC unroll 8
-        for (int v = 0; v < 2 * NP; ++v) acc[r][v] = fma(w[v], x, acc[r][v]);
-      }
-    }
-    add_block<MR, NP>(acc, from == 0, total);
+  for (int r = 0; r < MR; ++r) {
+    const I four = splat_bytes(x + r * x_stride);
+    acc[r][0] = op(acc[r][0], w0, four);
+    acc[r][1] = op(acc[r][1], w1, four);
   }
 }
 
-template <int MR, int NP>
-void tile_bf16(const TileInput& in, float* total) {
-  const int64_t pairs = padded_k(in.k, 0) / 2;
-  for (int64_t from = 0; from < pairs; from += kBlock / 2) {
-    const int64_t to = from + kBlock / 2 < pairs ? from + kBlock / 2 : pairs;
-    F acc[MR][2 * NP];
-    for (auto& row : acc)
-      for (F& a : row) a = zero();
-    for (int64_t k = from; k < to; ++k) {
-      I w[2 * NP];
-#pragma GCC unroll 8
-      for (int v = 0; v < 2 * NP; ++v) w[v] = load_i(in.w + v / 2 * in.panel_stride + k * 128 + v % 2 * 64);
-#pragma GCC unroll 16
-      for (int r = 0; r < MR; ++r) {
-        const I x = splat_bytes(in.x + r * in.x_stride + k * 4);
-#pragma GCC unroll 8
-        for (int v = 0; v < 2 * NP; ++v) acc[r][v] = dot2(acc[r][v], w[v], x);
-      }
-    }
-    add_block<MR, NP>(acc, from == 0, total);
+// Lines of 32 outputs, one float or one bfloat16 pair each, in blocks of 128 inputs.
+template <int MR, class Op>
+[[gnu::always_inline]] inline void tile_blocks(const TileInput& in, int64_t lines, int64_t block, float* total, Op op) {
+  for (int64_t from = 0; from < lines; from += block) {
+    const int64_t to = from + block < lines ? from + block : lines;
+    F acc[MR][2];
+    fill(acc, zero());
+    for (int64_t k = from; k < to; ++k)
+      each_row(acc, load_ahead(in.w + k * 128), load_ahead(in.w + k * 128 + 64), in.x + k * 4, in.x_stride, op);
+    add_block(acc, from == 0, total);
   }
+}
+
+template <int MR>
+void tile_f32(const TileInput& in, float* total) {
+  tile_blocks<MR>(in, in.k, kBlock, total, [](F acc, I w, I x) { return fma(as_float(w), as_float(x), acc); });
+}
+
+template <int MR>
+void tile_bf16(const TileInput& in, float* total) {
+  tile_blocks<MR>(in, padded_k(in.k, 0) / 2, kBlock / 2, total, [](F acc, I w, I x) { return dot2(acc, w, x); });
 }
 
 // The groups of a quantised product: where group g of the weights and of a row begins.
@@ -85,37 +88,39 @@ struct Groups {
   int64_t width(int64_t g) const { return g + 1 < count ? padded : last; }
 };
 
-// acc += w x for one line of weights a vector; the broadcast of x serves all of them.
-template <int MR, int NV>
-[[gnu::always_inline]] inline void dot_lines(const I (&w)[NV], const uint8_t* x, int64_t x_stride, I (&acc)[MR][NV]) {
-#pragma GCC unroll 16
-  for (int r = 0; r < MR; ++r) {
-    const I four = splat_bytes(x + r * x_stride);
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) acc[r][v] = dot4(acc[r][v], w[v], four);
-  }
-}
-
-// One group's integer dot products: acc starts at -zero_point * sum(x), then four products at a time. A line of nibbles
-// is read twice, for its low and its high ones: keeping it would take the registers that 14 rows need.
-template <int MR, int NP, bool W4>
+// One group's integer dot products, added to acc, four at a time. They are exact, so their order is free: few rows take
+// low and high nibbles in sums of their own, to hide the latency. Many have no registers for that; they read a line of
+// nibbles twice.
+template <int MR, bool W4>
 [[gnu::always_inline]] inline void dot_group(const TileInput& in, const uint8_t* w, const uint8_t* x, int64_t width,
-                                             I (&acc)[MR][2 * NP]) {
+                                             I (&acc)[MR][2]) {
+  const auto dot = [](I a, I lines, I four) { return dot4(a, lines, four); };
   const I nibble = splat_i(0x0f0f0f0f);
-  const auto line = [&](int64_t at, int v) { return load_i(w + v / 2 * in.panel_stride + at + v % 2 * 64); };
-  I lines[2 * NP];
-  for (int64_t k = 0; k < width; k += W4 ? 8 : 4) {
-#pragma GCC unroll 8
-    for (int v = 0; v < 2 * NP; ++v) lines[v] = W4 ? line(k * 16, v) & nibble : line(k * 32, v);
-    dot_lines(lines, x + k, in.x_stride, acc);
-    if (!W4) continue;
-#pragma GCC unroll 8
-    for (int v = 0; v < 2 * NP; ++v) lines[v] = shift_right(line(k * 16, v), 4) & nibble;
-    dot_lines(lines, x + k + 4, in.x_stride, acc);
+  if constexpr (!W4) {
+    for (int64_t k = 0; k < width; k += 4, w += 128)
+      each_row(acc, load_ahead(w), load_ahead(w + 64), x + k, in.x_stride, dot);
+  } else if constexpr (MR <= 6) {
+    I high[MR][2];
+    fill(high, splat_i(0));
+    for (int64_t k = 0; k < width; k += 8, w += 128) {
+      const I w0 = load_ahead(w), w1 = load_ahead(w + 64);
+      each_row(acc, w0 & nibble, w1 & nibble, x + k, in.x_stride, dot);
+      each_row(high, shift_right(w0, 4) & nibble, shift_right(w1, 4) & nibble, x + k + 4, in.x_stride, dot);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) acc[r][v] = acc[r][v] + high[r][v];
+  } else {
+    for (int64_t k = 0; k < width; k += 8, w += 128) {
+      each_row(acc, load_ahead(w) & nibble, load_ahead(w + 64) & nibble, x + k, in.x_stride, dot);
+      each_row(acc, shift_right(load_i(w), 4) & nibble, shift_right(load_i(w + 64), 4) & nibble, x + k + 4, in.x_stride,
+               dot);
+    }
   }
 }
 
-template <int MR, int NP, bool W4>
+template <int MR, bool W4>
 void tile_q8(const TileInput& in, float* total) {
   const Groups groups(in.k, in.group);
   const int64_t scales = up(padded_k(in.k, in.group), 4);
@@ -125,22 +130,18 @@ void tile_q8(const TileInput& in, float* total) {
     const int64_t width = groups.width(g), w_bytes = W4 ? width * 16 : width * 32;
     const uint8_t* row_scales = in.x + scales + g * 4;
     const uint8_t* row_sums = row_scales + groups.count * 4;
-    I acc[MR][2 * NP];
+    I acc[MR][2];  // starts at -zero_point * sum(x)
 #pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r) {
-      const I start = splat_i((W4 ? -8 : -128) * *reinterpret_cast<const int32_t*>(row_sums + r * in.x_stride));
-#pragma GCC unroll 8
-      for (int v = 0; v < 2 * NP; ++v) acc[r][v] = start;
-    }
-    dot_group<MR, NP, W4>(in, w, x, width, acc);
-#pragma GCC unroll 8
-    for (int v = 0; v < 2 * NP; ++v) {
-      const F w_scale =
-          load_half(reinterpret_cast<const uint16_t*>(w + v / 2 * in.panel_stride + w_bytes + v % 2 * 32));
+    for (int r = 0; r < MR; ++r)
+      acc[r][0] = acc[r][1] = splat_i((W4 ? -8 : -128) * *reinterpret_cast<const int32_t*>(row_sums + r * in.x_stride));
+    dot_group<MR, W4>(in, w, x, width, acc);
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      const F w_scale = load_half(reinterpret_cast<const uint16_t*>(w + w_bytes + v * 32));
 #pragma GCC unroll 16
       for (int r = 0; r < MR; ++r) {
         const F x_scale = splat(*reinterpret_cast<const float*>(row_scales + r * in.x_stride));
-        float* t = total + (r * 2 * NP + v) * 16;
+        float* t = total + (r * 2 + v) * 16;
         store(t, fma(to_float(acc[r][v]) * x_scale, w_scale, g ? load(t) : zero()));
       }
     }
@@ -158,54 +159,55 @@ inline I code_pair(I line, int shift) {
   return shift_right(even, 16) + (odd & splat_i(static_cast<int32_t>(0xffff0000u)));
 }
 
-template <int MR, int NP, bool W4>
+template <int MR, bool W4>
 void tile_a16(const TileInput& in, float* total) {
   const Groups groups(in.k, in.group);
   const uint8_t* w = in.w;
   const uint8_t* x = in.x;
+  constexpr int64_t kStep = W4 ? 8 : 4;  // inputs in a line
   for (int64_t g = 0; g < groups.count; ++g) {
-    const int64_t width = groups.width(g), step = W4 ? 8 : 4, w_bytes = W4 ? width * 16 : width * 32;
-    F acc[MR][2 * NP];
-    for (auto& row : acc)
-      for (F& a : row) a = zero();
-    for (int64_t k = 0; k < width; k += step)
-      for (int v = 0; v < 2 * NP; ++v) {
-        const I line = load_i(w + v / 2 * in.panel_stride + k / step * 128 + v % 2 * 64);
-        for (int p = 0; p < step / 2; ++p) {  // W4: bytes hold elements k..k+3 low, k+4..k+7 high
-          const I pair = code_pair<W4>(line, p % 2 * 16 + p / 2 * 4);
-          for (int r = 0; r < MR; ++r)
-            acc[r][v] = dot2(acc[r][v], pair, splat_bytes(x + r * in.x_stride + k * 2 + p * 4));
-        }
+    const int64_t width = groups.width(g);
+    F acc[MR][2];
+    fill(acc, zero());
+    for (int64_t k = 0; k < width; k += kStep, w += 128) {
+      const I w0 = load_ahead(w), w1 = load_ahead(w + 64);
+#pragma GCC unroll 4
+      for (int p = 0; p < kStep / 2; ++p) {  // W4: bytes hold elements k..k+3 low, k+4..k+7 high
+        const int shift = p % 2 * 16 + p / 2 * 4;
+        each_row(acc, code_pair<W4>(w0, shift), code_pair<W4>(w1, shift), x + k * 2 + p * 4, in.x_stride,
+                 [](F a, I pairs, I pair) { return dot2(a, pairs, pair); });
       }
-    for (int v = 0; v < 2 * NP; ++v) {
-      const F w_scale =
-          load_half(reinterpret_cast<const uint16_t*>(w + v / 2 * in.panel_stride + w_bytes + v % 2 * 32));
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      const F w_scale = load_half(reinterpret_cast<const uint16_t*>(w + v * 32));
+#pragma GCC unroll 16
       for (int r = 0; r < MR; ++r) {
-        float* t = total + (r * 2 * NP + v) * 16;
+        float* t = total + (r * 2 + v) * 16;
         store(t, fma(acc[r][v], w_scale, g ? load(t) : zero()));
       }
     }
-    w += w_bytes + kLine;
+    w += kLine;
     x += width * 2;
   }
 }
 
 enum class Class { f32, bf16, w8a8, w4a8, w8a16, w4a16 };
 
-template <Class C, int MR, int NP>
+template <Class C, int MR>
 void tile(const TileInput& in, float* total) {
-  if constexpr (C == Class::f32) tile_f32<MR, NP>(in, total);
-  if constexpr (C == Class::bf16) tile_bf16<MR, NP>(in, total);
-  if constexpr (C == Class::w8a8) tile_q8<MR, NP, false>(in, total);
-  if constexpr (C == Class::w4a8) tile_q8<MR, NP, true>(in, total);
-  if constexpr (C == Class::w8a16) tile_a16<MR, NP, false>(in, total);
-  if constexpr (C == Class::w4a16) tile_a16<MR, NP, true>(in, total);
+  if constexpr (C == Class::f32) tile_f32<MR>(in, total);
+  if constexpr (C == Class::bf16) tile_bf16<MR>(in, total);
+  if constexpr (C == Class::w8a8) tile_q8<MR, false>(in, total);
+  if constexpr (C == Class::w4a8) tile_q8<MR, true>(in, total);
+  if constexpr (C == Class::w8a16) tile_a16<MR, false>(in, total);
+  if constexpr (C == Class::w4a16) tile_a16<MR, true>(in, total);
 }
 
 // Totals of a tile to y: bias, expression, residual; columns beyond the matrix are dropped.
-inline void finish(const MatmulArgs& a, const float* total, int64_t row, int rows, int64_t panel, int vectors) {
+inline void finish(const MatmulArgs& a, const float* total, int64_t row, int rows, int64_t panel) {
   const int64_t columns = a.gated ? a.y_stride : a.n;
-  for (int v = 0; v < vectors; v += a.gated ? 2 : 1) {
+  for (int v = 0; v < 2; v += a.gated ? 2 : 1) {
     const int64_t column = a.gated ? (panel * 2 + v) / 2 * 16 : (panel * 2 + v) * 16;
     const int width = columns - column < 16 ? static_cast<int>(columns - column) : 16;
     if (width <= 0) return;
@@ -215,7 +217,7 @@ inline void finish(const MatmulArgs& a, const float* total, int64_t row, int row
       const int valid = a.n - (at + 16 * side) < 16 ? static_cast<int>(a.n - (at + 16 * side)) : 16;
       const F bias = a.bias ? load(a.bias + at + 16 * side, valid) : zero();
       for (int r = 0; r < rows; ++r) {
-        const F value = load(total + (static_cast<int64_t>(r) * vectors + v + side) * 16);
+        const F value = load(total + (r * 2 + v + side) * 16);
         registers[side][r] = a.bias ? value + bias : value;
       }
     }
@@ -228,30 +230,22 @@ inline void finish(const MatmulArgs& a, const float* total, int64_t row, int row
   }
 }
 
-using TileFunction = void (*)(const TileInput&, float*);
-
 template <Class C, int MR>
-void tile_rows(const MatmulArgs& a, TileInput in, int64_t row, int64_t panel, int64_t panels) {
-  constexpr int NP = MR * 2 * kMaxPanels <= 8 ? kMaxPanels : MR * 4 <= 8 && kMaxPanels >= 2 ? 2 : 1;
-  alignas(64) float total[MR * 2 * NP * 16];
+void tile_rows(const MatmulArgs& a, TileInput in, int64_t panel_stride, int64_t row, int64_t panel, int64_t panels) {
+  alignas(64) float total[MR * 2 * 16];
   in.x += row * in.x_stride;
-  in.w += panel * in.panel_stride;
-  const int64_t end = panel + panels;
-  for (; panel + NP <= end; panel += NP, in.w += NP * in.panel_stride) {
-    tile<C, MR, NP>(in, total);
-    finish(a, total, row, MR, panel, 2 * NP);
+  in.w += panel * panel_stride;
+  for (const int64_t end = panel + panels; panel < end; ++panel, in.w += panel_stride) {
+    tile<C, MR>(in, total);
+    finish(a, total, row, MR, panel);
   }
-  if constexpr (NP > 1)
-    for (; panel < end; ++panel, in.w += in.panel_stride) {
-      tile<C, MR, 1>(in, total);
-      finish(a, total, row, MR, panel, 2);
-    }
 }
 
 template <Class C, int MR>
-void tile_of(int rows, const MatmulArgs& a, const TileInput& in, int64_t row, int64_t panel, int64_t panels) {
-  if (rows == MR) return tile_rows<C, MR>(a, in, row, panel, panels);
-  if constexpr (MR > 1) tile_of<C, MR - 1>(rows, a, in, row, panel, panels);
+void tile_of(int rows, const MatmulArgs& a, const TileInput& in, int64_t panel_stride, int64_t row, int64_t panel,
+             int64_t panels) {
+  if (rows == MR) return tile_rows<C, MR>(a, in, panel_stride, row, panel, panels);
+  if constexpr (MR > 1) tile_of<C, MR - 1>(rows, a, in, panel_stride, row, panel, panels);
 }
 
 // Tasks are runs of panels whose weights stay in the second-level cache while all rows pass over them.
@@ -259,16 +253,17 @@ template <Class C>
 void multiply(const MatmulArgs& a, StepContext& c) {
   const int64_t rows = c.rows(a.rows), panels = up(a.n, kPanel) / kPanel;
   if (rows == 0) return;
-  const TileInput in{a.x, a.w, a.x_stride, panel_bytes(a.weights, a.k, a.group), a.k, a.group};
+  const int64_t panel_stride = panel_bytes(a.weights, a.k, a.group);
+  const TileInput in{a.x, a.w, a.x_stride, a.k, a.group};
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows, tile_height = (rows + tiles - 1) / tiles;
-  const int64_t cached = 320 * 1024 / in.panel_stride, fair = panels / (4 * c.n_workers);
+  const int64_t cached = 320 * 1024 / panel_stride, fair = panels / (4 * c.n_workers);
   const int64_t most = cached < fair ? cached : fair;
   const int64_t rounds = most > 1 ? (panels - 1) / (most * c.n_workers) + 1 : 1;  // the workers finish together
   const int64_t size = most > 1 ? (panels - 1) / (rounds * c.n_workers) + 1 : 1;
   for (Chunk p(c, panels, size); p.next();)
     for (int64_t row = 0; row < rows; row += tile_height) {
       const int64_t height = rows - row < tile_height ? rows - row : tile_height;
-      tile_of<C, kTileRows>(static_cast<int>(height), a, in, row, p.begin, p.end - p.begin);
+      tile_of<C, kTileRows>(static_cast<int>(height), a, in, panel_stride, row, p.begin, p.end - p.begin);
     }
 }
 
