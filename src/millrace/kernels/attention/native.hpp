@@ -10,8 +10,8 @@
 namespace millrace::MILLRACE_ISA {
 
 constexpr int kSpan = 256;            // keys between two merges: four pages
-constexpr int kAttentionRows = 8;     // query rows that share one pass over keys and values,
-constexpr int kAttentionTile = 4;     // so many of them with their sums in registers
+constexpr int kAttentionRows = 12;    // query rows that share one pass over keys and values,
+constexpr int kAttentionTile = 6;     // at most so many of them with their sums in registers
 constexpr int kMaxHeadDim = 512;
 
 struct AttentionTile {
@@ -76,24 +76,37 @@ void score_page(AttentionTile& t, int row, const uint8_t* keys, int at) {
   for (int i = 0; i < R * 4; ++i) store(t.scores[row + i / 4] + at + i % 4 * 16, acc[i / 4][i % 4] * splat(t.a->scale));
 }
 
-// Scores of one row, in place, to exp(score - m); its maximum and sum. Keys from `count` on are given weight 0.
+// Scores of one row, in place, to p = exp(score - m), with their maximum m and their sum l. Keys from `count` on are
+// given weight 0. bfloat16: p is rounded, summed as rounded, and lies as pairs over the floats it came from.
 template <bool BF16>
 void soften(float* scores, int count, int span, float& m, float& l) {
+  const int whole = count / 16 * 16, rest = count - whole;
   const F never = splat(-__builtin_inff());
   F most = never;
-  for (int i = 0; i < span; i += 16) {
-    F s = load(scores + i);
-    if (i + 16 > count) s = first(s, count > i ? count - i : 0, never);
-    most = max(s, most);
-  }
+  for (int i = 0; i < whole; i += 16) most = max(load(scores + i), most);
+  if (rest) most = max(first(load(scores + whole), rest, never), most);
   m = largest(most);
   F total = zero();
-  for (int i = 0; i < span; i += 16) {
-    F p = exp(load(scores + i) - splat(m));
-    if (BF16) p = as_float(shift_left(to_bf16(p), 16));
-    if (i + 16 > count) p = first(p, count > i ? count - i : 0, zero());
+  auto* pairs = reinterpret_cast<uint16_t*>(scores);
+  const auto weigh = [&](int i, int n) {
+    F p = exp_to_zero(load(scores + i) - splat(m));
+    if (n < 16) p = first(p, n, zero());
+    if constexpr (BF16) {
+      const I bits = to_bf16(p);
+      p = as_float(shift_left(bits, 16));
+      store_u16(pairs + i, bits);
+    } else {
+      store(scores + i, p);
+    }
     total = total + p;
-    store(scores + i, p);
+  };
+  for (int i = 0; i < whole; i += 16) weigh(i, 16);
+  if (rest) weigh(whole, rest);
+  for (int i = static_cast<int>(up(count, 16)); i < span; i += 16) {
+    if constexpr (BF16)
+      store_u16(pairs + i, splat_i(0));
+    else
+      store(scores + i, zero());
   }
   l = sum(total);
 }
@@ -102,24 +115,24 @@ void soften(float* scores, int count, int span, float& m, float& l) {
 template <bool BF16, int R, int NV>
 void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
   const int64_t width = t.c->kv.value_width();
-  const I low_half = splat_i(0xffff);
   F acc[R][NV];
 #pragma GCC unroll 32
   for (int i = 0; i < R * NV; ++i) acc[i / NV][i % NV] = zero();
   for (int page = 0; page * kPageTokens < count; ++page) {
     const uint8_t* line = block_of(t, from + page * kPageTokens) + t.c->kv.key_bytes() + d * 4;
     const int keys = count - page * kPageTokens < kPageTokens ? count - page * kPageTokens : kPageTokens;
-    for (int j = 0; j < keys; j += BF16 ? 2 : 1, line += width * 4) {
+    const float* weights = t.scores[row] + page * kPageTokens / (BF16 ? 2 : 1);
+    const auto add_line = [&](int i, I mask) {
       I values[NV];
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) {
-        values[v] = load_i(line + v * 64);
-        if (BF16 && j + 1 == keys) values[v] = values[v] & low_half;  // the odd neighbour was never written, or by another
-      }
-      const int at = BF16 ? (page * kPageTokens + j) / 2 : page * kPageTokens + j;
+      for (int v = 0; v < NV; ++v) values[v] = load_i(line + v * 64) & mask;
+      line += width * 4;
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) add_products<BF16>(acc[r], values, t.scores[row + r] + at);
-    }
+      for (int r = 0; r < R; ++r) add_products<BF16>(acc[r], values, weights + r * kSpan + i);
+    };
+    const int whole = BF16 ? keys / 2 : keys;
+    for (int i = 0; i < whole; ++i) add_line(i, splat_i(-1));
+    if (BF16 && keys % 2) add_line(whole, splat_i(0xffff));  // the odd neighbour was never written, or by another
   }
 #pragma GCC unroll 32
   for (int i = 0; i < R * NV; ++i) store(t.span_out[row + i / NV] + d + i % NV * 16, acc[i / NV][i % NV]);
@@ -134,10 +147,17 @@ void weigh_values(AttentionTile& t, int row, int from, int count) {
   for (; d < width; d += 16) weigh_columns<BF16, R, 1>(t, row, from, count, d);
 }
 
-// p as bfloat16 pairs, over the floats they came from.
-inline void pack_weights(float* scores, int span) {
-  auto* out = reinterpret_cast<uint16_t*>(scores);
-  for (int i = 0; i < span; i += 16) store_u16(out + i, to_bf16(load(scores + i)));
+// work.operator()<R>(row) for the rows in tiles of nearly equal height R.
+template <int R = kAttentionTile, class Work>
+inline void each_tile(int rows, int row, Work work) {
+  if constexpr (R > 1) {
+    const int tiles = (rows - row + kAttentionTile - 1) / kAttentionTile;
+    const int height = tiles ? (rows - row + tiles - 1) / tiles : 0;
+    if (height < R) return each_tile<R - 1>(rows, row, work);
+  }
+  if (row >= rows) return;
+  work.template operator()<R>(row);
+  each_tile(rows, row + R, work);
 }
 
 inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
@@ -166,21 +186,15 @@ void attend_tile(AttentionTile& t) {
     const int reach = last + 1 - from < kSpan ? last + 1 - from : kSpan;
     const int span = static_cast<int>(up(reach, kPageTokens));
     float m[kAttentionRows], l[kAttentionRows];
-    int row = 0;
     for (int at = 0; at < span; at += kPageTokens) {
       const uint8_t* keys = block_of(t, from + at);
-      for (row = 0; row + kAttentionTile <= t.rows; row += kAttentionTile)
-        score_page<BF16, kAttentionTile>(t, row, keys, at);
-      for (; row < t.rows; ++row) score_page<BF16, 1>(t, row, keys, at);
+      each_tile(t.rows, 0, [&]<int R>(int row) { score_page<BF16, R>(t, row, keys, at); });
     }
     for (int r = 0; r < t.rows; ++r) {
       const int own = t.positions[r] + 1 - from;
       soften<BF16>(t.scores[r], own < reach ? (own > 0 ? own : 0) : reach, span, m[r], l[r]);
-      if (BF16) pack_weights(t.scores[r], span);
     }
-    for (row = 0; row + kAttentionTile <= t.rows; row += kAttentionTile)
-      weigh_values<BF16, kAttentionTile>(t, row, from, reach);
-    for (; row < t.rows; ++row) weigh_values<BF16, 1>(t, row, from, reach);
+    each_tile(t.rows, 0, [&]<int R>(int row) { weigh_values<BF16, R>(t, row, from, reach); });
     for (int r = 0; r < t.rows; ++r)
       if (t.positions[r] >= from) merge(t, r, from == 0, m[r], l[r]);
   }
@@ -191,7 +205,7 @@ void attend_tile(AttentionTile& t) {
   }
 }
 
-// A task: up to 8 rows (tokens of one sequence x query heads) of one KV head.
+// A task: up to 12 rows (tokens of one sequence x query heads) of one KV head.
 inline void attention(const AttentionArgs& a, StepContext& c) {
   const int group = a.heads / a.kv_heads;
   auto& t = *reinterpret_cast<AttentionTile*>(c.scratch);

@@ -29,9 +29,9 @@ inline F exp(F x) {
   return if_less(x, splat(-87.3f), zero(), scaled);
 }
 
-// e^x for x <= 0, within 2 ulp, without what only large x need; 0 where it would be subnormal.
+// e^x for x <= 0, within 2 ulp, without what only large x need; 0 where it would be subnormal. NaN stays NaN.
 inline F exp_to_zero(F x) {
-  const F clamped = max(x, splat(-88.0f));
+  const F clamped = max(splat(-88.0f), x);
   const I n = round(clamped * splat(1.44269504f));
   F r = fma(to_float(n), splat(-0.693145752f), clamped);
   r = fma(to_float(n), splat(-1.42860677e-6f), r);
