@@ -85,12 +85,14 @@ SamplingScratch carve(uint8_t* memory, int64_t vocab) {
   return s;
 }
 
-// rms_norm normalises a whole row in scratch before it is packed.
-int64_t widest_row(const std::vector<Step>& program) {
-  int64_t widest = 0;
-  for (const Step& s : program)
-    if (s.id == KernelId::rms_norm) widest = std::max(widest, static_cast<int64_t>(s.rms_norm.runs) * s.rms_norm.n);
-  return widest;
+// rms_norm normalises a whole row in scratch before it is packed; rescore keeps candidates there.
+int64_t scratch_floats(const std::vector<Step>& program) {
+  int64_t most = 0;
+  for (const Step& s : program) {
+    if (s.id == KernelId::rms_norm) most = std::max(most, static_cast<int64_t>(s.rms_norm.runs) * s.rms_norm.n);
+    if (s.id == KernelId::rescore) most = std::max(most, int64_t{s.rescore.n} * 2 + s.rescore.n / 64 + 64);
+  }
+  return most;
 }
 
 std::vector<Step> decode_program(const mr_create_args& args, const Bounds& bounds) {
@@ -156,7 +158,7 @@ Executor::Executor(const mr_create_args& a)
                    false, "the logits");
   next_task_.resize(program_.size() + 1);
   seconds_.resize(program_.size() + 1);
-  const int64_t kernel_bytes = std::max(isa_.scratch_floats, widest_row(program_)) * 4 + 64;
+  const int64_t kernel_bytes = std::max(isa_.scratch_floats, scratch_floats(program_)) * 4 + 64;
   for (int w = 0; w < pool_.workers(); ++w) {
     scratch_.push_back(std::make_unique<Arena>(kernel_bytes, "scratch"));
     sampling_.push_back(std::make_unique<Arena>(sampling_bytes(a.vocab_size), "sampling"));

@@ -10,6 +10,7 @@
 #include "gather_rows/native.hpp"
 #include "elementwise/native.hpp"
 #include "matmul/native.hpp"
+#include "rescore/native.hpp"
 #include "rope/native.hpp"
 #include "attention/native.hpp"
 #include "sample/native.hpp"
@@ -25,7 +26,8 @@ extern const Isa MILLRACE_JOIN(isa_, MILLRACE_ISA);
 const Isa MILLRACE_JOIN(isa_, MILLRACE_ISA) = {
     MILLRACE_STRING(MILLRACE_ISA),
     {MILLRACE_ISA::embed, MILLRACE_ISA::rms_norm, MILLRACE_ISA::convert, MILLRACE_ISA::matmul, MILLRACE_ISA::rope,
-     MILLRACE_ISA::attention, MILLRACE_ISA::elementwise, MILLRACE_ISA::gather_rows},
+     MILLRACE_ISA::attention, MILLRACE_ISA::elementwise, MILLRACE_ISA::gather_rows,
+     MILLRACE_ISA::rescore},
     {MILLRACE_ISA::row_max, MILLRACE_ISA::row_exp, MILLRACE_ISA::row_weigh, MILLRACE_ISA::row_find,
      MILLRACE_ISA::row_collect, MILLRACE_ISA::row_above, MILLRACE_ISA::row_rank, MILLRACE_ISA::row_top},
     static_cast<int64_t>(sizeof(MILLRACE_ISA::AttentionTile) / sizeof(float)),

@@ -39,4 +39,8 @@ MILLRACE_INLINE int64_t matrix_bytes(int64_t weights, int64_t n, int64_t k, int6
   return up(n, kPanel) / kPanel * panel_bytes(weights, k, group);
 }
 
+MILLRACE_INLINE int64_t byte_row_bytes(int64_t k, int64_t group) {
+  return up(padded_k(k, group) + 2 * n_groups(k, group), kLine);
+}
+
 }  // namespace millrace

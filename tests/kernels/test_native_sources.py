@@ -9,7 +9,7 @@ import pytest
 
 from millrace.kernels import codegen
 from millrace.kernels.expression import OPERATIONS
-from millrace.kernels.layout import matrix_bytes, padded_k, row_bytes
+from millrace.kernels.layout import byte_row_bytes, matrix_bytes, padded_k, row_bytes
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src" / "millrace" / "kernels"
@@ -23,6 +23,7 @@ def test_layout_agrees(tmp_path: Path) -> None:
     lines = ['#include "layout.hpp"', "using namespace millrace;"]
     for k, group in itertools.product(ks, groups):
         lines.append(f"static_assert(padded_k({k}, {group}) == {padded_k(k, group)});")
+        lines.append(f"static_assert(byte_row_bytes({k}, {group}) == {byte_row_bytes(k, group)});")
         for format in range(3):
             lines.append(f"static_assert(row_bytes({format}, {k}, {group}) == {row_bytes(format, k, group)});")
         for weights, n in itertools.product(range(4), (1, 33)):

@@ -255,4 +255,23 @@ KERNELS: tuple[Kernel, ...] = (
         ("i32 n",),
         ("n > 0",),
     ),
+    Kernel(
+        "rescore",
+        "the `count` largest logits of each sampled row again, from 8-bit weights",
+        (
+            Operand("x", "in", "S * x_stride", "uint8_t"),
+            Operand("w", "weight", "n * byte_row_bytes(k, group)", "uint8_t"),
+            Operand("y", "inout", "S * n * 4"),
+        ),
+        ("i32 n", "i32 k", "i32 group", "i32 x_stride", "i32 count"),
+        (
+            "n > 0",
+            "k > 0",
+            "group > 0",
+            "group % 4 == 0",
+            "count > 0",
+            "x_stride % 4 == 0",
+            "x_stride >= row_bytes(2, k, group)",
+        ),
+    ),
 )

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.kernels.declare import KERNELS, Kernel, Space
-from millrace.kernels.layout import matrix_bytes, panel_bytes, row_bytes, rows_of, up
+from millrace.kernels.layout import byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, rows_of, up
 
 BY_NAME: dict[str, tuple[int, Kernel]] = {k.name: (i, k) for i, k in enumerate(KERNELS)}
-_FUNCTIONS = {f.__name__: f for f in (matrix_bytes, panel_bytes, row_bytes, rows_of, up)}
+_FUNCTIONS = {f.__name__: f for f in (byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, rows_of, up)}
 
 Param = int | float | Sequence[int] | Sequence[float]
 

@@ -53,3 +53,8 @@ def panel_bytes(weights: int, k: int, group: int) -> int:
 
 def matrix_bytes(weights: int, n: int, k: int, group: int) -> int:
     return up(n, PANEL) // PANEL * panel_bytes(weights, k, group)
+
+
+def byte_row_bytes(k: int, group: int) -> int:
+    """Bytes of one output of an 8-bit matrix that is read output by output: its codes, then its float16 scales."""
+    return up(padded_k(k, group) + 2 * n_groups(k, group), LINE)

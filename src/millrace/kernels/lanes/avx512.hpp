@@ -64,6 +64,7 @@ inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline F as_float(I a) { return {_mm512_castsi512_ps(a.v)}; }
 inline I as_int(F a) { return {_mm512_castps_si512(a.v)}; }
 
+inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
 inline F load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -95,6 +96,7 @@ inline float sum(F a) {
   q = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(q, _mm_shuffle_ps(q, q, 1)));
 }
+inline int32_t sum_i(I a) { return _mm512_reduce_add_epi32(a.v); }
 inline float largest(F a) { return _mm512_reduce_max_ps(a.v); }
 
 }  // namespace millrace::MILLRACE_ISA

@@ -156,6 +156,11 @@ inline float sum(F a) {
     for (int i = 0; i < width; ++i) a.v[i] = a.v[i] + a.v[i + width];
   return a.v[0];
 }
+inline int32_t sum_i(I a) {
+  int32_t total = 0;
+  for (int32_t x : a.v) total += x;
+  return total;
+}
 inline float largest(F a) {
   for (int width = 8; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
