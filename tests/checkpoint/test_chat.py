@@ -201,8 +201,9 @@ def test_long_conversations_and_surrogates_pass_through() -> None:
 def test_the_process_ends_with_its_owner() -> None:
     template = ChatTemplate(CHATML, {})
     template.render(TALK)
-    process = template._process
-    assert process is not None and process.poll() is None
+    assert template._process is not None
+    process = template._process.process
+    assert process.poll() is None
     del template
     assert process.poll() is not None
 
@@ -211,8 +212,8 @@ def test_a_killed_process_is_replaced() -> None:
     template = ChatTemplate(CHATML, {})
     expected = template.render(TALK)
     assert template._process is not None
-    template._process.kill()
-    template._process.wait()
+    template._process.process.kill()
+    template._process.process.wait()
     assert template.render(TALK) == expected
     template.close()
 

@@ -19,7 +19,7 @@ from millrace.compile.passes import (
     run_passes,
     sample_early,
 )
-from millrace.compile.precision import PrecisionMap, precision_map
+from millrace.compile.precision import precision_map
 from millrace.engine.native import KvFormat
 from millrace.errors import CheckpointError, ConfigError, GraphError
 from millrace.graph.rewrite import listing
@@ -137,7 +137,7 @@ def test_residuals_go_into_the_product() -> None:
 
 def test_a_norm_packs_for_its_only_reader() -> None:
     passes = pipeline(precision_map("w4a8", group=16))
-    graph = run_passes(traced(lambda m, x: x), passes[:-2])
+    graph = run_passes(traced(lambda m, x: x), passes[:-3])
     fused = fuse_norm_convert(graph)
     assert count(fused)["convert"] == count(graph)["convert"] - 1
     assert next(n for n in fused.nodes if n.op == "rms_norm").output.storage.kind == "q8"
@@ -148,7 +148,19 @@ def test_precision_by_pattern() -> None:
     assert chosen.of("model.layers.3.mlp.up_proj") == Precision.W8A8
     assert chosen.of("model.layers.3.self_attn.q_proj") == Precision.W4A8
     assert chosen.of("lm_head") == Precision.BF16
-    assert PrecisionMap(Precision.W4A8).of("lm_head") == Precision.W8A8, "4-bit engines keep an 8-bit head"
+    assert not chosen.rescores("lm_head")
+
+
+def test_the_head_of_a_4_bit_engine() -> None:
+    """In two steps, unless something else is asked for."""
+    plain = precision_map("w4a8")
+    assert plain.of("lm_head") == Precision.W4A8 and plain.rescores("lm_head") and not plain.rescores("layers.0.up")
+    fixed = precision_map("w4a8", head="w8a8")
+    assert fixed.of("lm_head") == Precision.W8A8 and not fixed.rescores("lm_head")
+    assert precision_map("w4a16").of("lm_head") == Precision.W8A16
+    assert not precision_map("w8a8").rescores("lm_head")
+    with pytest.raises(ConfigError, match="twice"):
+        precision_map({"default": "w4a8", "lm_head": "bf16"}, head="w8a8")
 
 
 @pytest.mark.parametrize(

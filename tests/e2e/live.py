@@ -70,6 +70,7 @@ def live(
         name=MODEL,
         engine=async_engine,
         tokenizer=opened.tokenizer,
+        tokenizer_folder=opened.tokenizer_folder,
         chat_template=opened.chat_template,
         created=1_700_000_000,
         max_context=opened.engine.manifest.max_context,

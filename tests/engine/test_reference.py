@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions
@@ -17,6 +18,7 @@ from millrace.kernels.sample.ref import uniform
 from millrace.model.module import trace_model
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 from tests.support.engines import build, last_logits, prompts_as_step
+from tests.support.gguf_files import BLOCKY, write_gguf
 from tests.support.one_step import i32
 
 LIMITS = ExecutorLimits(
@@ -45,8 +47,20 @@ def shaken(executor: ReferenceExecutor, seed: int) -> ReferenceExecutor:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "w8a8", "w4a8", "w8a16"])
 def test_logits_agree(family: str, precision: str, tmp_path: Path) -> None:
+    assert_agree(random_checkpoint(tmp_path / "checkpoint", family, seed=5), precision, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"), [(Kind.Q4_0, "w4a8"), (Kind.Q8_0, "w8a8"), (Kind.Q4_0, "w4a16"), (Kind.Q4_K, "w4a8")]
+)
+def test_logits_of_a_quantised_file_agree(kind: Kind, precision: str, tmp_path: Path) -> None:
+    """Its own integers in both, or the same rounding of them."""
+    folder = random_checkpoint(tmp_path / "checkpoint", "llama", seed=5, **{**BLOCKY, "vocab_size": 1003})
+    assert_agree(write_gguf(tmp_path / "m.gguf", folder, kind), precision, tmp_path)
+
+
+def assert_agree(folder: Path, precision: str, tmp_path: Path) -> None:
     """Roundings flip codes, and flips grow through the layers: the tolerance is what flips do to the reference."""
-    folder = random_checkpoint(tmp_path / "checkpoint", family, seed=5)
     engine = build(folder, tmp_path / "engine", precision, group=32)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, 1003, n).tolist() for n in (3, 40)]

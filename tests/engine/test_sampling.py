@@ -126,7 +126,7 @@ def test_a_large_vocabulary_keeps_the_right_set(fields: dict[str, float], spread
 @pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9])
 @pytest.mark.parametrize("heavy", [[40], [40, 70000], [3]])
 def test_tokens_that_outweigh_the_sample_are_not_missed(heavy: list[int], top_p: float, isa: str) -> None:
-    """The threshold is guessed from vectors 0, 16, 32, ...; here the weight lies elsewhere, or all of it in the first."""
+    """The threshold is guessed from vectors 0, 16, ...; here the weight lies elsewhere, or all of it in the first."""
     x = rows(22, 0.5, n=1, vocab=151936)
     x[0, heavy] = [12.5, 12.4][: len(heavy)]
     drawn = Sampler(x, isa).many(2 * ROWS, seed=5, top_p=top_p)

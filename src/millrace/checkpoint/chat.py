@@ -4,17 +4,14 @@ A template is a Jinja2 program that comes with the checkpoint. It runs in Jinja2
 (`chat_worker.py`) that has a memory limit and is killed when it takes too long; the next rendering starts a new one.
 """
 
-import contextlib
 import json
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
+from millrace.checkpoint.frames import EndedError, FrameProcess, LateError
 from millrace.errors import CheckpointError, RequestError
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
@@ -39,8 +36,7 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._limits = limits or ChatLimits()
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: weakref.finalize[[subprocess.Popen[bytes]], ChatTemplate] | None = None
+        self._process: FrameProcess | None = None
 
     def render(
         self,
@@ -88,19 +84,10 @@ class ChatTemplate:
         with self._lock:
             self._stop()
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is None:
+    def _started(self) -> FrameProcess:
+        if self._process is not None and self._process.alive:
             return self._process
-        self._stop()
-        # not fork: the parent has threads; -P: the worker's folder is not put in front of the import path
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        self._process = process
-        self._finalizer = weakref.finalize(self, _end, process)
+        self._process = process = FrameProcess(_WORKER)
         self._exchange(process, json.dumps({"memory_bytes": self._limits.memory_bytes}).encode(), _START_S)
         load = {"template": self.source, "variables": self._variables}
         reply = self._exchange(process, json.dumps(load).encode(), self._limits.timeout_s)
@@ -109,55 +96,24 @@ class ChatTemplate:
             raise _broken(f"the chat template is broken: {reply.get('what')}")
         return process
 
-    def _exchange(self, process: subprocess.Popen[bytes], payload: bytes, timeout_s: float) -> dict[str, object]:
+    def _exchange(self, process: FrameProcess, payload: bytes, timeout_s: float) -> dict[str, object]:
         """Send one frame and read one; a process that is late is killed. raises CheckpointError when it ended."""
-        late = threading.Event()
-
-        def kill() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(timeout_s, kill)
-        timer.daemon = True
-        timer.start()
         try:
-            answer = _transfer(cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout), payload)
-        except BrokenPipeError:
-            answer = None
-        finally:
-            timer.cancel()
-        if answer is not None and not late.is_set():
-            return cast(dict[str, object], json.loads(answer))
-        self._stop()
-        if late.is_set():
-            raise _broken(f"the chat template was stopped: not done after {timeout_s:g} s (does it loop for ever?)")
-        limit = self._limits.memory_bytes // 2**20
-        raise _broken(f"the process that renders the chat template ended (does it need more than {limit} MB?)")
+            return cast(dict[str, object], json.loads(process.exchange(payload, timeout_s)))
+        except LateError:
+            raise _broken(
+                f"the chat template was stopped: not done after {timeout_s:g} s (does it loop for ever?)"
+            ) from None
+        except EndedError:
+            limit = self._limits.memory_bytes // 2**20
+            raise _broken(
+                f"the process that renders the chat template ended (does it need more than {limit} MB?)"
+            ) from None
 
     def _stop(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-        self._finalizer = self._process = None
-
-
-def _transfer(to: IO[bytes], source: IO[bytes], payload: bytes) -> bytes | None:
-    to.write(len(payload).to_bytes(4, "big") + payload)
-    to.flush()
-    head = source.read(4)
-    if len(head) < 4:
-        return None
-    length = int.from_bytes(head, "big")
-    answer = source.read(length)
-    return answer if len(answer) == length else None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # what was buffered for a dead process is lost with it
-                pipe.close()
+        if self._process is not None:
+            self._process.close()
+        self._process = None
 
 
 def _checked(index: int, message: Mapping[str, object]) -> dict[str, object]:

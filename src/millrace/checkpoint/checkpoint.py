@@ -1,4 +1,4 @@
-"""A checkpoint folder, opened: typed configuration, mapped weights, tokenizer, chat template, generation defaults."""
+"""A checkpoint, opened: typed configuration, mapped weights, tokenizer, chat template, generation defaults."""
 
 import hashlib
 from collections import Counter
@@ -10,11 +10,16 @@ from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.config import ModelConfig, read_config
 from millrace.checkpoint.generation import GenerationDefaults, read_generation
 from millrace.checkpoint.tokenizer import (
+    TEMPLATE_FILE,
     TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
     TOKENIZER_JSON,
     TOKENIZER_MODEL,
+    Files,
     Tokenizer,
-    open_tokenizer,
+    json_object,
+    make_tokenizer,
+    read_files,
     read_json_object,
 )
 from millrace.checkpoint.weights import INDEX, Tensors
@@ -22,16 +27,6 @@ from millrace.errors import CheckpointError
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
-# What `open_tokenizer` and `open_chat_template` read: an engine folder carries copies of those that exist.
-TOKENIZER_FILES = (
-    TOKENIZER_JSON,
-    TOKENIZER_MODEL,
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    TEMPLATE_FILE,
-)
 # The files beside the weights that decide what a checkpoint does.
 SMALL_FILES = (CONFIG, INDEX, GENERATION_CONFIG, *TOKENIZER_FILES)
 
@@ -40,32 +35,27 @@ SMALL_FILES = (CONFIG, INDEX, GENERATION_CONFIG, *TOKENIZER_FILES)
 class Checkpoint:
     """Weights are not read before they are asked for; the tokenizer and the template are opened when first used."""
 
-    folder: Path
+    folder: Path  # of a GGUF checkpoint: the file
     config: ModelConfig
     tensors: Tensors
     generation: GenerationDefaults
     notes: tuple[str, ...]  # to be said aloud to the user
 
-    @classmethod
-    def open(cls, folder: Path) -> "Checkpoint":
-        """raises CheckpointError for anything missing, damaged or not supported"""
-        if not folder.is_dir():
-            raise CheckpointError(f"there is no folder {folder}", "the folder of a checkpoint", "check the path")
-        if not (folder / CONFIG).is_file():
-            raise CheckpointError(
-                f"{folder} has no {CONFIG}", "the folder of a Hugging Face checkpoint", "name the folder that has it"
-            )
-        raw = read_json_object(folder / CONFIG)
-        config = read_config(raw)
-        generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
-        tensors = Tensors.open(folder)
-        stored = _stored_dtype(tensors)
-        notes = (*config.notes, *generation.notes)
-        if raw.get("dtype") is None and raw.get("torch_dtype") is None:
-            config = replace(config, dtype=stored)
-        elif stored != config.dtype:
-            notes += (f"config.json says {config.dtype}, the weights are stored as {stored}",)
-        return cls(folder, config, tensors, generation, notes)
+    # Whether every matrix asks for the precision in which it is stored; else config.dtype speaks for all of them.
+    own_precisions = False
+
+    @staticmethod
+    def open(path: Path) -> "Checkpoint":
+        """A Hugging Face folder, or a GGUF file. raises CheckpointError for what is missing, damaged, not supported"""
+        from millrace.checkpoint.gguf.checkpoint import open_gguf  # it is a kind of this
+        from millrace.checkpoint.gguf.reader import is_gguf
+
+        return open_gguf(path) if is_gguf(path) else _open_folder(path)
+
+    @cached_property
+    def files(self) -> Files:
+        """What an engine carries of its checkpoint, so that it serves alone."""
+        return read_files(self.folder, (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -73,19 +63,19 @@ class Checkpoint:
 
         It may know more tokens than the model (somebody added some): who feeds ids to a model checks them.
         """
-        return open_tokenizer(self.folder)
+        return make_tokenizer(self.files, self.folder)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
         """None where the checkpoint has none: then it is not a chat model."""
-        return open_chat_template(self.folder, self.tokenizer)
+        return _make_template(self.files, self.folder, self.tokenizer)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """generation_config.json's where it has some, else config.json's; and the tokenizer's own, as in vLLM: a tuned
         model may end its turns with a token that only tokenizer_config.json names."""
         found = self.generation.eos_token_ids or self.config.eos_token_ids
-        if not any((self.folder / name).is_file() for name in (TOKENIZER_JSON, TOKENIZER_MODEL)):
+        if TOKENIZER_JSON not in self.files and TOKENIZER_MODEL not in self.files:
             return found
         eos = self.tokenizer.eos_token_id
         return found if eos is None or eos in found else (*found, eos)
@@ -104,6 +94,26 @@ class Checkpoint:
         return digest.hexdigest()
 
 
+def _open_folder(folder: Path) -> Checkpoint:
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}", "the folder of a checkpoint", "check the path")
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} has no {CONFIG}", "the folder of a Hugging Face checkpoint", "name the folder that has it"
+        )
+    raw = read_json_object(folder / CONFIG)
+    config = read_config(raw)
+    generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
+    tensors = Tensors.open(folder)
+    stored = _stored_dtype(tensors)
+    notes = (*config.notes, *generation.notes)
+    if raw.get("dtype") is None and raw.get("torch_dtype") is None:
+        config = replace(config, dtype=stored)
+    elif stored != config.dtype:
+        notes += (f"config.json says {config.dtype}, the weights are stored as {stored}",)
+    return Checkpoint(folder, config, tensors, generation, notes)
+
+
 def _stored_dtype(tensors: Tensors) -> str:
     """The type that most bytes of the weights have."""
     sizes: Counter[str] = Counter()
@@ -114,20 +124,24 @@ def _stored_dtype(tensors: Tensors) -> str:
 
 def open_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a checkpoint or engine folder, None where it has none. raises CheckpointError"""
-    source = read_template(folder)
+    return _make_template(read_files(folder, (TEMPLATE_FILE, TOKENIZER_CONFIG)), folder, tokenizer)
+
+
+def _make_template(files: Files, where: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    source = read_template(files, where)
     return None if source is None else ChatTemplate(source, tokenizer.special_token_strings)
 
 
-def read_template(folder: Path) -> str | None:
+def read_template(files: Files, folder: Path) -> str | None:
     """chat_template.jinja, or chat_template of tokenizer_config.json: a string, or a list of {name, template} whose
     "default" is taken. raises CheckpointError"""
     path = folder / TEMPLATE_FILE
-    if path.is_file():
+    if TEMPLATE_FILE in files:
         try:
-            return path.read_text(encoding="utf-8")
+            return files[TEMPLATE_FILE].decode()
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path} is not UTF-8: {error}", "a text file", "copy the file again") from error
-    value = read_json_object(folder / TOKENIZER_CONFIG).get("chat_template")
+    value = json_object(files, TOKENIZER_CONFIG, folder).get("chat_template")
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default")

@@ -38,6 +38,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int | None = None  # only llama3
+    divisors: tuple[float, ...] = ()  # (D/2,) of GGUF's rope_freqs.weight: each frequency's own, beside `factor`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,13 +39,15 @@ def resolve(
         exists = False
     if exists:
         raise CheckpointError(
-            f"{model} is a file", "the folder of a Hugging Face checkpoint, or a hub id", "name the folder it lies in"
+            f"{model} is a file, and not GGUF",
+            "the folder of a Hugging Face checkpoint, a GGUF file, or a hub id",
+            "name the folder it lies in",
         )
     match = _HUB_ID.fullmatch(model)
     if match is None:
         raise CheckpointError(
-            f"there is no folder {model[:200]}",
-            "the folder of a Hugging Face checkpoint, or a hub id org/name or org/name@revision",
+            f"there is no {'file' if model.endswith('.gguf') else 'folder'} {model[:200]}",
+            "the folder of a Hugging Face checkpoint, a GGUF file, or a hub id org/name or org/name@revision",
             "check the spelling",
         )
     cache = (hf_home or Path.home() / ".cache" / "huggingface") / "hub"

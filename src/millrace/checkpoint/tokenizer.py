@@ -11,7 +11,7 @@ writes `</s>` into a chat message sends the token. That is the checkpoint's conv
 import codecs
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,14 @@ from millrace.errors import CheckpointError, RequestError
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_MODEL = "tokenizer.model"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
+TEMPLATE_FILE = "chat_template.jinja"
+# What a tokenizer and a chat template are read from: an engine folder carries copies of those that exist.
+TOKENIZER_FILES = (
+    TOKENIZER_JSON, TOKENIZER_MODEL, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, TEMPLATE_FILE,
+)  # fmt: skip
+Files = Mapping[str, bytes]  # the contents of small files, by name
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -31,6 +39,18 @@ class Specials:
     bos_token_id: int | None
     eos_token_id: int | None
     ids: frozenset[int]  # skipped when decoding with skip_special_tokens
+
+
+def check_unicode(text: str) -> None:
+    """raises RequestError where `text` holds half a surrogate pair"""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text has the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
+            "Unicode text",
+            "send both halves of the surrogate pair, or leave the character out",
+        ) from None
 
 
 class Tokenizer(ABC):
@@ -60,14 +80,7 @@ class Tokenizer(ABC):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """raises RequestError where `text` holds half a surrogate pair, which no UTF-8 text can"""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the text has the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
-                "Unicode text",
-                "send both halves of the surrogate pair, or leave the character out",
-            ) from None
+        check_unicode(text)
         return self._encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -136,18 +149,23 @@ class Detokenizer:
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder; tokenizer.json is preferred. raises CheckpointError"""
-    config = read_tokenizer_config(folder)
-    if (folder / TOKENIZER_JSON).is_file():
+    """The tokenizer of a checkpoint or engine folder; tokenizer.json is preferred. raises CheckpointError"""
+    return make_tokenizer(read_files(folder, TOKENIZER_FILES), folder)
+
+
+def make_tokenizer(files: Files, where: Path) -> Tokenizer:
+    """From the contents of its files, which need not lie in a folder; `where` is for messages."""
+    config = read_tokenizer_config(files, where)
+    if TOKENIZER_JSON in files:
         from millrace.checkpoint.tokenizer_json import JsonTokenizer
 
-        return JsonTokenizer(folder / TOKENIZER_JSON, config)
-    if (folder / TOKENIZER_MODEL).is_file():
+        return JsonTokenizer(files[TOKENIZER_JSON], where / TOKENIZER_JSON, config)
+    if TOKENIZER_MODEL in files:
         from millrace.checkpoint.tokenizer_model import SentencePieceTokenizer
 
-        return SentencePieceTokenizer(folder / TOKENIZER_MODEL, config)
+        return SentencePieceTokenizer(files[TOKENIZER_MODEL], where / TOKENIZER_MODEL, config)
     raise CheckpointError(
-        f"{folder} has no tokenizer",
+        f"{where} has no tokenizer",
         f"{TOKENIZER_JSON} or {TOKENIZER_MODEL}",
         "copy the tokenizer's files of the original model into the folder",
     )
@@ -178,15 +196,15 @@ class Added:
     normalized: bool = False
 
 
-def read_tokenizer_config(folder: Path) -> TokenizerConfig:
-    raw = read_json_object(folder / TOKENIZER_CONFIG)
+def read_tokenizer_config(files: Files, folder: Path) -> TokenizerConfig:
+    raw = json_object(files, TOKENIZER_CONFIG, folder)
     # older checkpoints keep the names of the special tokens, and the added ones, in files of their own
-    both = {**read_json_object(folder / "special_tokens_map.json"), **{k: v for k, v in raw.items() if v is not None}}
+    both = {**json_object(files, SPECIAL_TOKENS_MAP, folder), **{k: v for k, v in raw.items() if v is not None}}
     named = {key: text for key in NAMED_TOKENS if (text := _content(folder, key, both.get(key))) is not None}
     extra = both.get("additional_special_tokens") or both.get("extra_special_tokens") or []
     values = list(extra.values()) if isinstance(extra, dict) else extra if isinstance(extra, list) else []
     special = tuple(text for v in values if (text := _content(folder, "additional_special_tokens", v)) is not None)
-    added = {i: Added(text) for text, i in read_json_object(folder / "added_tokens.json").items() if isinstance(i, int)}
+    added = {i: Added(text) for text, i in json_object(files, ADDED_TOKENS, folder).items() if isinstance(i, int)}
     decoder = raw.get("added_tokens_decoder")
     for key, value in decoder.items() if isinstance(decoder, dict) else ():
         text = _content(folder, f"added_tokens_decoder[{key}]", value)
@@ -221,12 +239,23 @@ def _wrong(folder: Path, key: str, value: object) -> CheckpointError:
     )
 
 
+def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Those that exist."""
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
 def read_json_object(path: Path) -> dict[str, object]:
     """{} where there is no such file. raises CheckpointError where it is not a JSON object"""
-    if not path.is_file():
+    return json_object(read_files(path.parent, [path.name]), path.name, path.parent)
+
+
+def json_object(files: Files, name: str, folder: Path) -> dict[str, object]:
+    """{} where there is no such file. raises CheckpointError where it is not a JSON object"""
+    path = folder / name
+    if name not in files:
         return {}
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(files[name])
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not JSON: {error}", "a JSON object", "download or copy the file again"

@@ -21,9 +21,10 @@ class JsonTokenizer(Tokenizer):
     tokenizer_config.json do not (as in transformers 5; they are for `tokenizer.model`).
     """
 
-    def __init__(self, path: Path, config: TokenizerConfig) -> None:
+    def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
+        """`data`: the file's contents; `path` is for messages."""
         try:
-            library = tokenizers.Tokenizer.from_file(str(path))
+            library = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises bare Exception for every kind of bad file
             raise CheckpointError(
                 f"{path} cannot be read: {error}", "a tokenizer.json", "download or copy the file again"

@@ -20,8 +20,9 @@ class SentencePieceTokenizer(Tokenizer):
     `legacy` true puts the dummy prefix (a space) before each such stretch, false before the first one only.
     """
 
-    def __init__(self, path: Path, config: TokenizerConfig) -> None:
-        self._model, self._inner = _open(path)
+    def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
+        """`data`: the file's contents; `path` is for messages."""
+        self._model, self._inner = _open(data, path)
         size: int = self._model.get_piece_size()
         self._prefix = self._model.encode("a") != self._inner.encode("a")
         self._legacy = config.legacy
@@ -95,9 +96,10 @@ class SentencePieceTokenizer(Tokenizer):
         return data.removeprefix(b" ") if self._prefix else data
 
 
-def _open(path: Path) -> tuple[sentencepiece.SentencePieceProcessor, sentencepiece.SentencePieceProcessor]:
+def _open(
+    proto: bytes, path: Path
+) -> tuple[sentencepiece.SentencePieceProcessor, sentencepiece.SentencePieceProcessor]:
     """The model as it is, and without its dummy prefix."""
-    proto = path.read_bytes()
     try:
         return (
             sentencepiece.SentencePieceProcessor(model_proto=proto),

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import ml_dtypes
 import numpy as np
 
+from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -39,7 +40,7 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # "float32" | "float16" | "bfloat16"
+    dtype: str  # "float32" | "float16" | "bfloat16", or a block type of GGUF: "q4_0", "q6_k", ...
     file: Path
     nbytes: int
     offset: int  # of its first byte in `file`
@@ -120,6 +121,10 @@ class Tensors(Mapping[str, TensorInfo]):
         if info.nbytes == 0:
             return np.empty(info.shape, dtype)
         return np.ndarray(info.shape, dtype, buffer=self._map(info), offset=info.offset)
+
+    def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
+        """The tensor's own integers, where it is stored as such and `bits` and `group` hold them unchanged."""
+        return None
 
     def _map(self, info: TensorInfo) -> mmap.mmap:
         held = self._maps.get(info.file)

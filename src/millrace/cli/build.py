@@ -11,7 +11,6 @@ from millrace.cli.models import build_engine
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import count, heading, pairs, print_json, progress, size
 from millrace.cli.tables import Tables
-from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.engine.manifest import MANIFEST
 from millrace.env import Env
 from millrace.errors import ConfigError
@@ -21,6 +20,7 @@ EPILOG = """\b
 Examples:
   millrace build tiny -o tiny.engine --precision w8a8
   millrace build ./llama-3.2-1b -o llama.engine --precision-map map.json --max-context 4096
+  millrace build ./llama-3.2-1b-Q4_0.gguf -o llama.engine
 
 \b
 A map of precisions is JSON: the first pattern that matches a module's name decides, "default" the rest.
@@ -37,7 +37,8 @@ A map of precisions is JSON: the first pattern that matches a module's name deci
 def command(env: Env, /, model: str, output: Path, precision_map: Path | None, as_json: bool, **given: Any) -> None:
     """Compile a checkpoint into an engine folder for this machine.
 
-    MODEL is a checkpoint folder, a hub id or `tiny`. The engine carries all that serving needs.
+    MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The engine carries all that serving needs. Q4_0 and
+    Q8_0 of a GGUF run as they are; what is rounded again is said.
     """
     started_s = time.perf_counter()
     build = made(BuildSettings, given)
@@ -58,7 +59,7 @@ def _build(model: str, output: Path, build: BuildSettings, map_file: Path | None
         return Tables(build_engine(name, folder, output, build, precisions, report))
 
 
-def _read_map(path: Path, build: BuildSettings) -> PrecisionMap:
+def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:
     if build.precision is not None:
         raise ConfigError(
             "--precision and --precision-map are both given", "one of them", "put it into the map as default"
@@ -69,7 +70,7 @@ def _read_map(path: Path, build: BuildSettings) -> PrecisionMap:
         raise ConfigError(f"cannot read {path}: {error}", "a JSON file", "see `millrace build --help`") from error
     if not isinstance(asked, dict) or not all(isinstance(v, str) for v in asked.values()):
         raise ConfigError(f"{path} is no map of names", 'an object like {"default": "w4a8"}', "correct the file")
-    return precision_map(asked, build.group)
+    return asked
 
 
 def show(tables: Tables, seconds: float) -> None:
@@ -88,6 +89,7 @@ def show(tables: Tables, seconds: float) -> None:
             ("peak memory", f"{size(memory['peak_bytes'])} with every sequence at full context"),
             ("program", f"{len(tables.steps)} steps for {len(tables.graph.nodes)} operations, "
                         f"{len(tables.fusions)} of them fused (millrace inspect shows them)"),
+            *(("note", text) for text in m.notes),
             ("next", f"millrace serve {tables.engine.folder}"),
         ]
     )  # fmt: skip

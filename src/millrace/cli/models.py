@@ -1,12 +1,11 @@
 """MODEL as the commands open it: with progress on a terminal, and notes said aloud."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from millrace.cli.screen import Progress, note, progress
 from millrace.compile.cache import EngineCache
-from millrace.compile.precision import PrecisionMap
 from millrace.engine.engine import Engine
 from millrace.env import Env
 from millrace.errors import EngineError
@@ -44,15 +43,16 @@ def _cache_mended(env: Env) -> Iterator[None]:
 
 
 def build_engine(
-    name: str, checkpoint_folder: Path, output: Path, build: BuildSettings, precisions: PrecisionMap | None = None,
+    name: str, checkpoint: Path, output: Path, build: BuildSettings, precisions: Mapping[str, str] | None = None,
     report: Progress | None = None,
 ) -> Engine:  # fmt: skip
-    """Compiles a checkpoint into the new folder `output`. `precisions` goes before `build.precision`."""
+    """Compiles a checkpoint (folder or GGUF file) into the new folder `output`. `precisions`: by layer patterns."""
     from millrace.checkpoint.checkpoint import Checkpoint  # the compiler is not needed for a built engine
     from millrace.compile.build import BuildOptions, plan_engine, write_engine
     from millrace.compile.source import Source
 
-    source = Source.from_checkpoint(Checkpoint.open(checkpoint_folder), build.max_context)
-    options = BuildOptions(precision=precisions or asked_precision(build), max_batch=build.max_batch)
+    source = Source.from_checkpoint(Checkpoint.open(checkpoint), build.max_context)
+    precision = asked_precision(build, source.own_precision, precisions)
+    options = BuildOptions(precision=precision, max_batch=build.max_batch)
     write_engine(source, plan_engine(source, options), output, name=name, progress=report)
     return Engine.open(output)

@@ -25,7 +25,8 @@ def command(env: Env, model: str, as_json: bool) -> None:
     """
     with progress() as report:
         name, folder = model_folder(model, env, report)
-    nbytes = sum(f.stat().st_size for f in folder.iterdir() if f.is_file())
+    files = folder.iterdir() if folder.is_dir() else [folder]  # a GGUF file is one that is here already
+    nbytes = sum(f.stat().st_size for f in files if f.is_file())
     if as_json:
         print_json({"name": name, "folder": str(folder), "bytes": nbytes})
     else:

@@ -104,6 +104,7 @@ def _served(model: Opened, engine: AsyncEngine, name: str | None) -> ServedModel
         name=name or model.name,
         engine=engine,
         tokenizer=model.tokenizer,
+        tokenizer_folder=model.tokenizer_folder,
         chat_template=model.chat_template,
         created=int(time.time()),
         metadata=metadata,

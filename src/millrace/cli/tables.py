@@ -118,10 +118,10 @@ class Tables:
     def precision(self) -> str:
         """ "w4a8, lm_head w8a8, groups of 128"."""
         m = self.engine.manifest
-        parts = [
-            m.precision.get("default", "?"),
-            *(f"{pattern} {p}" for pattern, p in m.precision.items() if pattern != "default"),
-        ]
+        patterns = [(p, value) for p, value in m.precision.items() if p != "default"]
+        if len(patterns) > 4:  # a GGUF may name dozens of layers
+            patterns = [(f"{n} layers", value) for value, n in Counter(value for _, value in patterns).items()]
+        parts = [m.precision.get("default", "?"), *(f"{pattern} {value}" for pattern, value in patterns)]
         grouped = any(p.startswith(("w4", "w8")) for p in m.precision.values())
         return ", ".join(parts) + (f", groups of {m.group}" if grouped else "")
 

@@ -12,7 +12,7 @@ import numpy as np
 import millrace
 from millrace.compile.lower import Lowering
 from millrace.compile.passes import pipeline, run_passes, unfused
-from millrace.compile.precision import PrecisionMap
+from millrace.compile.precision import PrecisionMap, rounding_notes
 from millrace.compile.report import graph_table, program_table
 from millrace.compile.source import Source
 from millrace.engine.manifest import (
@@ -39,11 +39,6 @@ from millrace.model.module import trace_model
 
 DEFAULT_BATCH = 16
 STEP_TOKENS = 512
-# What an engine carries of its checkpoint, so that it serves alone.
-CARRIED = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
 
@@ -65,6 +60,7 @@ class Plan:
     precision: PrecisionMap
     traced: Graph
     program: Program
+    notes: tuple[str, ...]  # to be said aloud to the user
 
 
 def plan_engine(source: Source, options: BuildOptions) -> Plan:
@@ -73,8 +69,7 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     raises ConfigError for options out of range, CheckpointError where the weights do not fit the model, GraphError
     """
     _check(options)
-    own = Precision.BF16 if source.dtype == "bfloat16" else Precision.FP32
-    precision = options.precision or PrecisionMap(own)
+    precision = options.precision or source.own_precision
     traced = trace_model(source.module, source.weights)
     precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
     passes = pipeline(precision) if options.fuse else unfused(precision)
@@ -82,7 +77,16 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     limits = Limits(T=max(options.max_step_tokens, options.max_batch), S=options.max_batch)
     kv_format = KvFormat.F32 if precision.default == Precision.FP32 else KvFormat.BF16
     program = Lowering(graph, limits, source.max_context, kv_format).program()
-    return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)))
+    notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, kv_format))
+    return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), notes)
+
+
+def _table_note(stored: str | None, kv_format: KvFormat) -> tuple[str, ...]:
+    """Engines whose keys and values are bfloat16 hold the embedding table so as well (`Lowering`)."""
+    if stored in (None, "bfloat16") or kv_format == KvFormat.F32:
+        return ()
+    shown = stored if "float" in stored else stored.upper()
+    return (f"the embedding table, stored as {shown}, is rounded to bfloat16",)
 
 
 def _check(options: BuildOptions) -> None:
@@ -116,9 +120,8 @@ def _write(source: Source, plan: Plan, folder: Path, name: str, progress: Progre
     (folder / PROGRAM).write_bytes(program.encoded())
     (folder / PROGRAM_TABLE).write_bytes(msgspec.json.format(msgspec.json.encode(program_table(program)), indent=1))
     (folder / GRAPH).write_bytes(msgspec.json.format(msgspec.json.encode(graph_table(plan.traced)), indent=1))
-    for carried in CARRIED if source.folder else ():
-        if (source.folder / carried).is_file():  # type: ignore[operator]
-            shutil.copyfile(source.folder / carried, folder / carried)  # type: ignore[operator]
+    for carried, content in source.files().items():
+        (folder / carried).write_bytes(content)
     files = {
         path.name: FileEntry(path.stat().st_size, weights if path.name == WEIGHTS else file_checksum(path))
         for path in sorted(folder.iterdir())
@@ -156,5 +159,5 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
         max_step_tokens=program.limits.T, max_sequences=program.limits.S, max_context=program.max_context,
         vocab_size=program.vocab_size, kv=KvEntry(kv.layers, kv.heads, kv.head_dim, kv.format.name.lower()),
         eos_token_ids=list(source.eos_token_ids), bos_token_id=source.bos_token_id, files=files,
-        tuned_for=fingerprint(usable_isas()[0]), notes=list(source.notes),
+        tuned_for=fingerprint(usable_isas()[0]), notes=list(plan.notes),
     )  # fmt: skip

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from millrace.compile.memory import Buffer, plan_memory
-from millrace.compile.weights import pack_table, pack_vector, pack_weight
+from millrace.compile.weights import pack_bytes, pack_table, pack_vector, pack_weight
 from millrace.engine.native import KvFormat, KvShape
 from millrace.engine.program import Packed, Place, Program, ProgramStep
 from millrace.errors import GraphError
@@ -58,7 +58,7 @@ class Lowering:
             "embedding": self._embedding, "linear": self._linear, "gated_linear": self._linear,
             "elementwise": self._elementwise, "rms_norm": self._rms_norm, "convert": self._convert,
             "reshape": self._reshape, "slice": self._slice, "rope": self._rope, "attention": self._attention,
-            "rope_attention": self._attention, "sampled_rows": self._sampled_rows,
+            "rope_attention": self._attention, "sampled_rows": self._sampled_rows, "rescore": self._rescore,
         }  # fmt: skip
         for node in self._graph.nodes:
             rules[node.op](node)
@@ -170,6 +170,20 @@ class Lowering:
             operands["residual"] = self._dense(node.inputs[-1], node)
         operands["y"] = self._new(node.output, node.origin[0] if node.origin else "linear")
         self._add("matmul", operands, params, node, str(precision))
+
+    def _rescore(self, node: Node) -> None:
+        logits, x, w = node.inputs
+        view, count = self._views[x], node.attrs["count"]
+        assert isinstance(count, int)
+        group = x.storage.group
+        place = self._constant(w, f"w8g{group} by output", lambda value, _: pack_bytes(value, group))
+        params: dict[str, Param] = {
+            "n": node.output.width, "k": x.width, "group": group, "x_stride": view.stride,
+            "count": min(count, node.output.width),
+        }  # fmt: skip
+        operands: dict[str, View | Place | None] = {"x": view, "w": place, "y": self._views[logits]}
+        self._add("rescore", operands, params, node, f"the best {count} in {node.attrs['precision']}")
+        self._views[node.output] = self._views[logits]
 
     def _dense(self, value: Value, node: Node) -> View:
         """The value's rows side by side; a slice is copied."""

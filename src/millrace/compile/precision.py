@@ -1,7 +1,8 @@
 """Which precision each matrix product runs in: weights and activations, by one name or by a map of layer patterns."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from millrace.errors import ConfigError, nearest
@@ -10,8 +11,10 @@ from millrace.kernels.precision import Precision
 DEFAULT_GROUP = 128
 
 
-# The head decides the ranking of all tokens and is read once a step: 4-bit engines keep it in 8.
-_HEAD = {Precision.W4A8: Precision.W8A8, Precision.W4A16: Precision.W8A16}
+# The head decides the ranking of all tokens and is read whole for each of them. 4-bit engines do it in two steps: all
+# tokens in 4 bits, then the RESCORED likeliest again in 8. With 16-bit activations the head has 8 bits.
+_HEAD = {Precision.W4A16: Precision.W8A16}
+RESCORED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +24,20 @@ class PrecisionMap:
     default: Precision
     patterns: tuple[tuple[str, Precision], ...] = ()
     group: int = DEFAULT_GROUP
+    head: Precision | None = None  # what was asked for the head; None: what `default` does with it
+
+    def rescores(self, origin: str) -> bool:
+        """Whether this is a head whose likeliest tokens are computed again in W8A8."""
+        named = self.head or any(_matches(origin, pattern) for pattern, _ in self.patterns)
+        return origin.endswith("lm_head") and not named and self.default == Precision.W4A8
 
     def of(self, origin: str) -> Precision:
         for pattern, precision in self.patterns:
             if _matches(origin, pattern):
                 return precision
-        return _HEAD.get(self.default, self.default) if origin.endswith("lm_head") else self.default
+        if not origin.endswith("lm_head"):
+            return self.default
+        return self.head or _HEAD.get(self.default, self.default)
 
     def check_patterns(self, origins: Iterable[str]) -> None:
         """raises ConfigError for a pattern that is about none of the matrix products `origins`"""
@@ -38,6 +49,59 @@ class PrecisionMap:
                     nearest(pattern, names),
                     "correct the pattern, or leave it out",
                 )
+
+
+# The class whose weights are nearest to what a checkpoint stores, by bits per weight; and the integers among its types
+# that an engine takes over unchanged in groups of STORED_GROUP (code bits; five fit into eight).
+_NEAREST = {
+    "float32": Precision.FP32, "float16": Precision.FP32, "bfloat16": Precision.BF16,
+    "q4_0": Precision.W4A8, "q4_1": Precision.W4A8, "q4_k": Precision.W4A8,
+    "q5_0": Precision.W8A8, "q5_1": Precision.W8A8, "q5_k": Precision.W8A8, "q6_k": Precision.W8A8,
+    "q8_0": Precision.W8A8,
+}  # fmt: skip
+_INTEGERS = {"q4_0": 4, "q5_0": 5, "q8_0": 8}
+_EXACT = {*_INTEGERS, "float32", "float16", "bfloat16"}
+STORED_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """How a checkpoint holds the matrix of one linear layer."""
+
+    dtype: str
+    n_weights: int
+
+
+def nearest_precisions(stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
+    """Each linear layer, by name, in the class nearest to its own type; the one of most weights is the default."""
+    sizes: Counter[Precision] = Counter()
+    for matrix in stored.values():
+        sizes[_NEAREST[matrix.dtype]] += matrix.n_weights
+    group = DEFAULT_GROUP if all("float" in matrix.dtype for matrix in stored.values()) else STORED_GROUP
+    plain = PrecisionMap(sizes.most_common(1)[0][0], group=group)
+    # a head that has to be rounded again is done in two steps; one that need not is taken as it is
+    own = {n: _NEAREST[m.dtype] for n, m in stored.items() if not n.endswith("lm_head") or m.dtype in _EXACT}
+    return replace(plain, patterns=tuple((n, p) for n, p in own.items() if p != plain.of(n) or plain.rescores(n)))
+
+
+def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> tuple[str, ...]:
+    """Which matrices that a checkpoint holds in integers are rounded once more, and into what."""
+    rounded: dict[tuple[str, Precision], int] = {}
+    for name, matrix in stored.items():
+        precision = chosen.of(name)
+        if "float" in matrix.dtype or precision == Precision.FP32:
+            continue
+        bits = _INTEGERS.get(matrix.dtype)
+        if precision.quantised and bits is not None and bits <= precision.bits and chosen.group == STORED_GROUP:
+            continue
+        rounded[matrix.dtype, precision] = rounded.get((matrix.dtype, precision), 0) + 1
+    return tuple(
+        f"{n} of {len(stored)} matrices are stored as {dtype.upper()} and rounded again, from their exact values, "
+        f"to {precision}"
+        + (f" with groups of {chosen.group}" if precision.quantised else "")
+        + ("; w8a8 would stay closer" if precision.quantised and precision.bits == 4 else "")
+        for (dtype, precision), n in rounded.items()
+    )
 
 
 def _matches(origin: str, pattern: str) -> bool:
@@ -53,13 +117,19 @@ def parse_precision(name: str) -> Precision:
         ) from None
 
 
-def precision_map(asked: str | Mapping[str, str], group: int = DEFAULT_GROUP) -> PrecisionMap:
-    """From `"w4a8"`, or from a map like {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8"}."""
+def precision_map(asked: str | Mapping[str, str], group: int = DEFAULT_GROUP, head: str | None = None) -> PrecisionMap:
+    """From `"w4a8"`, or from a map like {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8"}.
+
+    head: of the head alone, which the map then does not name. raises ConfigError
+    """
     if group < 4 or group % 4 or group > 4096:
         raise ConfigError(f"a quantisation group of {group}", "a multiple of 4, at most 4096", "use 128")
+    own = parse_precision(head) if head else None
     if isinstance(asked, str):
-        return PrecisionMap(parse_precision(asked), group=group)
+        return PrecisionMap(parse_precision(asked), group=group, head=own)
+    if own and any(_matches("lm_head", pattern) for pattern in asked):
+        raise ConfigError("the head's precision is given twice", "--head or a pattern in the map", "leave one out")
     if "default" not in asked:
         raise ConfigError("the map of precisions has no default", 'an entry "default"', 'add "default": "bf16"')
     patterns = tuple((p, parse_precision(v)) for p, v in asked.items() if p != "default")
-    return PrecisionMap(parse_precision(asked["default"]), patterns, group)
+    return PrecisionMap(parse_precision(asked["default"]), patterns, group, own)

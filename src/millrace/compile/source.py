@@ -1,15 +1,19 @@
 """What is compiled: a model with its weights, from a checkpoint or from a user's own Python."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.tokenizer import Files
+from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_precisions
 from millrace.errors import ConfigError
 from millrace.graph.types import Array
+from millrace.kernels.precision import Precision
 from millrace.model.families import build_model, is_weight
 from millrace.model.module import Module, Weights
 
+EMBEDDING = "model.embed_tokens.weight"
 DEFAULT_CONTEXT = 8192  # where the checkpoint allows more: rotary tables and the least KV memory follow from it
 
 
@@ -22,11 +26,14 @@ class Source:
     max_context: int
     architecture: str
     dtype: str = "float32"  # "bfloat16" makes bf16 the default precision
+    # of a checkpoint in which each tensor has a type of its own: the linear layers by name, and the embedding
+    stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
+    stored_table: str | None = None
     identity: str = ""  # of the weights' headers
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     notes: tuple[str, ...] = ()
-    folder: Path | None = None  # whose tokenizer and templates the engine carries along
+    files: Callable[[], Files] = dict  # tokenizer, templates, ...: what the engine carries along
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, max_context: int | None = None) -> "Source":
@@ -42,11 +49,13 @@ class Source:
         config = replace(config, max_context=context)
         tensors = checkpoint.tensors
         shapes = {name: info.shape for name, info in tensors.items() if is_weight(name, config)}
+        own = checkpoint.own_precisions
         return cls(
-            module=build_model(config), weights=Weights(shapes, tensors.load), max_context=context,
+            module=build_model(config), weights=Weights(shapes, tensors.load, tensors.stored), max_context=context,
             architecture=config.architecture, dtype=config.dtype, identity=tensors.header_digest,
             eos_token_ids=checkpoint.eos_token_ids, bos_token_id=config.bos_token_id, notes=checkpoint.notes,
-            folder=checkpoint.folder,
+            files=lambda: checkpoint.files, stored=_stored_matrices(checkpoint) if own else {},
+            stored_table=tensors[EMBEDDING].dtype if own else None,
         )  # fmt: skip
 
     @classmethod
@@ -54,6 +63,13 @@ class Source:
         """A model of the user's own with its weights by parameter name: `layers.0.up.weight` -> (N, K)."""
         weights = Weights({name: a.shape for name, a in arrays.items()}, lambda name: arrays[name])
         return cls(module=module, weights=weights, max_context=max_context, architecture=type(module).__name__)
+
+    @property
+    def own_precision(self) -> PrecisionMap:
+        """In what it runs where nobody says otherwise."""
+        if self.stored:
+            return nearest_precisions(self.stored)
+        return PrecisionMap(Precision.BF16 if self.dtype == "bfloat16" else Precision.FP32)
 
     @property
     def n_parameters(self) -> int:
@@ -64,3 +80,17 @@ class Source:
                 size *= d
             total += size
         return total
+
+
+def _stored_matrices(checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
+    """By the name of the linear layer. A tied head is the embedding; as a table alone, that is no product's."""
+    found = {}
+    for name, info in checkpoint.tensors.items():
+        layer = name.removesuffix(".weight")
+        if name == EMBEDDING:
+            if not checkpoint.config.tie_embeddings:
+                continue
+            layer = "lm_head"
+        if len(info.shape) == 2:
+            found[layer] = StoredMatrix(info.dtype, math.prod(info.shape))
+    return found

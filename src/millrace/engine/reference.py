@@ -10,14 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, StepOutputs
 from millrace.graph.types import Graph, Node, S, Storage, Value
 from millrace.kernels.attention.ref import attention
 from millrace.kernels.convert.ref import Quantised, to_bf16, to_q8
 from millrace.kernels.expression import Tree, evaluate
 from millrace.kernels.matmul import ref as products
-from millrace.kernels.matmul.quantise import quantise_matrix
+from millrace.kernels.matmul.quantise import quantise_matrix, stored_codes
 from millrace.kernels.precision import Precision
+from millrace.kernels.rescore.ref import largest
 from millrace.kernels.rms_norm.ref import rms_norm
 from millrace.kernels.rope.ref import rope
 from millrace.kernels.sample.ref import draw, penalised, probabilities, uniform
@@ -46,7 +48,7 @@ class ReferenceExecutor:
             "embedding": self._embedding, "linear": self._linear, "gated_linear": self._gated_linear,
             "elementwise": self._elementwise, "rms_norm": self._rms_norm, "convert": self._convert,
             "reshape": self._reshape, "slice": self._slice, "rope": self._rope, "attention": self._attention,
-            "rope_attention": self._attention, "sampled_rows": self._sampled_rows,
+            "rope_attention": self._attention, "sampled_rows": self._sampled_rows, "rescore": self._rescore,
         }  # fmt: skip
 
     def run(self, step: StepInputs) -> StepOutputs:
@@ -98,15 +100,18 @@ class ReferenceExecutor:
 
     def _product(self, x: Value, w: Value, precision: object) -> Rows:
         assert isinstance(precision, Precision)
-        weights = self._rows(w).astype(np.float32)
         held = self._values[x]
-        if isinstance(held, Quantised):
-            return products.matmul_q8(held, quantise_matrix(weights, precision.bits, held.group))
         if precision.quantised:
-            return products.matmul_a16(held, quantise_matrix(weights, precision.bits, x.storage.group))
-        whole = weights.astype(np.float64)
+            codes = self._codes(w, precision.bits, x.storage.group)
+            return products.matmul_q8(held, codes) if isinstance(held, Quantised) else products.matmul_a16(held, codes)
+        assert not isinstance(held, Quantised), x
+        whole = self._rows(w).astype(np.float32).astype(np.float64)
         y = products.matmul_bf16(held, whole) if precision == Precision.BF16 else products.matmul(held, whole)
         return y.astype(np.float64)
+
+    def _codes(self, w: Value, bits: int, group: int) -> QuantisedMatrix:
+        stored = stored_codes([w.constant], bits, group) if w.constant else None
+        return stored[0] if stored else quantise_matrix(self._rows(w).astype(np.float32), bits, group)
 
     def _linear(self, node: Node, step: StepInputs) -> Held:
         y = self._product(node.inputs[0], node.inputs[1], node.attrs["precision"])
@@ -115,6 +120,14 @@ class ReferenceExecutor:
         if node.attrs.get("residual"):
             y = y + self._rows(node.inputs[-1])
         return self._stored(y, node.output.storage)
+
+    def _rescore(self, node: Node, step: StepInputs) -> Held:
+        logits, x, w = node.inputs
+        count = node.attrs["count"]
+        assert isinstance(count, int)
+        again = self._product(x, w, node.attrs["precision"])
+        y = self._rows(logits)
+        return self._stored(np.where(largest(y, count), again, y), node.output.storage)
 
     def _gated_linear(self, node: Node, step: StepInputs) -> Held:
         x, gate, up = node.inputs

@@ -58,6 +58,14 @@ def _gated_linear(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
     return (x.shape[0], gate.shape[0])
 
 
+def _rescore(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
+    """The `count` largest of the logits are computed again as x @ w.T in another precision."""
+    logits, x, w = inputs
+    if logits.shape != (S, w.shape[0]) or x.shape != (S, w.shape[1]):
+        raise illegal("rescore", f"logits {logits}, x {x}, w {w}", "logits [S, N], x [S, K] and w [N, K]")
+    return logits.shape
+
+
 def _elementwise(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
     whole = next((v for v in inputs if not v.constant), inputs[0])
     for v in inputs:
@@ -143,6 +151,7 @@ OPS: dict[str, Op] = {
     "slice": Op((1, 1), _slice, frozenset({"start", "stop"}), fused=True),
     "convert": Op((1, 1), _same, frozenset({"storage"}), fused=True),
     "gated_linear": Op((3, 3), _gated_linear, frozenset({"tree", "precision"}), fused=True),
+    "rescore": Op((3, 3), _rescore, frozenset({"precision", "count"}), fused=True),
     "rope_attention": Op((4, 4), _attention, frozenset({"layer", "scale"}), fused=True),
 }
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checkpoint.quantised import QuantisedMatrix
+
 Array = NDArray[np.generic]
 
 
@@ -42,10 +44,14 @@ F32, I32 = Storage("f32"), Storage("i32")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """Weights, read only when they are packed. `load` gives the array of `shape`; `origin` names where it came from."""
+    """Weights, read only when they are packed. `load` gives the array of `shape`; `origin` names where it came from.
+
+    stored: of (bits, group), the integers that the checkpoint itself holds, where it has them in such codes
+    """
 
     load: Callable[[], Array]
     origin: tuple[str, ...]
+    stored: Callable[[int, int], QuantisedMatrix | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -59,6 +59,8 @@ def rotary_angles(rope: RopeConfig, head_dim: int, context: int) -> NDArray[np.f
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
     """(head_dim / 2,) radians per position; arXiv:2104.09864, and for llama3 the reference code of Llama 3.1."""
     plain: NDArray[np.float64] = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.divisors:
+        plain = plain / np.array(rope.divisors)
     if rope.kind == "default":
         return plain
     if rope.kind == "linear":

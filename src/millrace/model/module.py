@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.errors import CheckpointError, GraphError, nearest
 from millrace.graph.types import I32, Array, Constant, Graph, Shape, T, Value
 from millrace.graph.verify import verify
 from millrace.model.tensor import Tensor, Trace
+
+Stored = Callable[[int, int], QuantisedMatrix | None]
 
 
 class Parameter(Tensor):
@@ -21,10 +25,10 @@ class Parameter(Tensor):
         self._shape: Shape = shape
         self.name = ""
 
-    def bind(self, trace: Trace, name: str, load: Callable[[], Array]) -> None:
+    def bind(self, trace: Trace, name: str, load: Callable[[], Array], stored: Stored | None = None) -> None:
         self.name = name
         self._trace = trace
-        self._value = Value(self._shape, constant=Constant(load, (name,)))
+        self._value = Value(self._shape, constant=Constant(load, (name,), stored))
 
 
 class Table(Parameter):
@@ -101,11 +105,20 @@ class ModuleList(Module):
 
 
 class Weights:
-    """What trace() needs of a checkpoint: the shape of each tensor, and a way to load one."""
+    """What trace() needs of a checkpoint: the shape of each tensor, and a way to load one.
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], load: Callable[[str], Array]) -> None:
+    stored: of (name, bits, group), a matrix that the checkpoint holds in such codes already; None for any other
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        load: Callable[[str], Array],
+        stored: Callable[[str, int, int], QuantisedMatrix | None] | None = None,
+    ) -> None:
         self.shapes = shapes
         self.load = load
+        self.stored = stored
 
 
 def trace_model(model: Module, weights: Weights, *, renamed: Mapping[str, str] | None = None) -> Graph:
@@ -123,7 +136,8 @@ def trace_model(model: Module, weights: Weights, *, renamed: Mapping[str, str] |
         tensor = (renamed or {}).get(name, name)
         used.add(tensor)
         _check_tensor(tensor, parameter.shape, weights)
-        parameter.bind(trace, name, _loader(weights, tensor))
+        stored = partial(weights.stored, tensor) if weights.stored else None
+        parameter.bind(trace, name, partial(weights.load, tensor), stored)
     unused = sorted(set(weights.shapes) - used)
     if unused:
         raise CheckpointError(
@@ -136,10 +150,6 @@ def trace_model(model: Module, weights: Weights, *, renamed: Mapping[str, str] |
     for _, parameter in model.parameters():
         parameter._trace = None
     return verify(Graph(tokens, tuple(trace.nodes), output.value), after="trace")
-
-
-def _loader(weights: Weights, tensor: str) -> Callable[[], Array]:
-    return lambda: weights.load(tensor)
 
 
 def _check_tensor(name: str, shape: Shape, weights: Weights) -> None:

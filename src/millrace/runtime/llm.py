@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from millrace.compile.precision import precision_map
 from millrace.env import read_env
 from millrace.errors import CheckpointError, RequestError
 from millrace.runtime.generate import Prompt, astream, generate
@@ -18,8 +17,9 @@ Message = Mapping[str, object]
 class LLM:
     """`LLM("tiny").generate(["Once upon a time"], SamplingParams(max_tokens=64))[0].outputs[0].text`.
 
-    model: an engine folder, a checkpoint folder, a hub id (`org/name@revision`) or `tiny`; built when needed.
-    precision: a name, or a map like {"default": "w4a8", "lm_head": "bf16"}. raises MillraceError, each with its mend
+    model: an engine or checkpoint folder, a GGUF file, a hub id (`org/name@revision`) or `tiny`; built when needed.
+    precision: a name, or a map like {"default": "w4a8", "lm_head": "bf16"}; head: a name for the head alone.
+    raises MillraceError, each with its mend
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class LLM:
         model: str | Path,
         *,
         precision: str | Mapping[str, str] | None = None,
+        head: str | None = None,
         max_context: int | None = None,
         max_batch: int = 16,
         kv_memory: int | str | None = None,
@@ -34,9 +35,9 @@ class LLM:
         isa: str | None = None,
     ) -> None:
         named = precision if isinstance(precision, str) else None
-        build = BuildSettings(precision=named, max_context=max_context, max_batch=max_batch)
+        build = BuildSettings(precision=named, head=head, max_context=max_context, max_batch=max_batch)
         run = RunSettings(kv_memory=kv_memory, threads=threads, isa=isa)  # type: ignore[arg-type]
-        precisions = precision_map(precision) if isinstance(precision, Mapping) else None
+        precisions = precision if isinstance(precision, Mapping) else None
         name, engine = find_engine(str(model), build, read_env(), precisions=precisions)
         self._opened: Opened = open_engine(name, engine, run)
         self._loop = self._opened.loop(throughput=True)

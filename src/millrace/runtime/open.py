@@ -1,12 +1,13 @@
-"""MODEL, as every command and `LLM` take it: an engine folder, a checkpoint folder, a hub id, or `tiny`."""
+"""MODEL, as every command and `LLM` take it: an engine or checkpoint folder, a GGUF file, a hub id, or `tiny`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.checkpoint import Checkpoint, open_chat_template
 from millrace.checkpoint.generation import GenerationDefaults, read_generation
+from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer, read_json_object
 from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.engine.engine import Engine
@@ -32,9 +33,19 @@ class BuildSettings(Settings):
     precision: str | None = setting(
         None, "fp32, bf16, w8a8, w8a16, w4a8 or w4a16; default: the checkpoint's own (float16 runs as fp32)"
     )
+    head: str | None = setting(
+        None,
+        "precision of the head; default: with w4a8 a 4-bit pass and the best 256 tokens again in 8 bits",
+        choices=("fp32", "bf16", "w8a8", "w8a16", "w4a8", "w4a16"),
+    )
     max_context: int | None = setting(None, "longest sequence in tokens; default: the model's own, at most 8192", low=1)
     max_batch: int = setting(16, "sequences that run at the same time", low=1, high=1024)
-    group: int = setting(128, "inputs that share one scale in quantised weights, a multiple of 4", low=4, high=4096)
+    group: int | None = setting(
+        None,
+        "inputs that share one scale in quantised weights, a multiple of 4; default: 32 for a quantised GGUF, else 128",
+        low=4,
+        high=4096,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +75,7 @@ class Opened:
     plan: RunPlan
     executor: NativeExecutor
     tokenizer: Tokenizer
+    tokenizer_folder: Path
     chat_template: ChatTemplate | None
     defaults: GenerationDefaults
 
@@ -80,7 +92,7 @@ class Opened:
 
 
 def model_folder(model: str, env: Env, progress: Progress | None = None) -> tuple[str, Path]:
-    """A short name and the local folder of MODEL, downloaded if it is a hub id.
+    """A short name and the local folder or GGUF file of MODEL, downloaded if it is a hub id.
 
     raises CheckpointError, HubError
     """
@@ -90,6 +102,8 @@ def model_folder(model: str, env: Env, progress: Progress | None = None) -> tupl
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve().name, path
+    if is_gguf(path):
+        return path.stem, path
     from millrace.checkpoint.hub import resolve
 
     def downloading(done: int, total: int) -> None:
@@ -102,22 +116,25 @@ def model_folder(model: str, env: Env, progress: Progress | None = None) -> tupl
 
 def find_engine(
     model: str, build: BuildSettings, env: Env, *, progress: Progress | None = None, say: Say | None = None,
-    precisions: PrecisionMap | None = None,
+    precisions: Mapping[str, str] | None = None,
 ) -> tuple[str, Engine]:  # fmt: skip
-    """MODEL's engine: the folder itself if it is one, else from the cache, else built now."""
+    """MODEL's engine: the folder itself if it is one, else from the cache, else built now.
+
+    precisions: a map by layer patterns, instead of `build.precision`
+    """
     name, folder = model_folder(model, env, progress)
     if (folder / MANIFEST).is_file():
         engine = Engine.open(folder)
         _refuse_build_settings(build, folder)
         return engine.manifest.model_name, engine
-    checkpoint = Checkpoint.open(folder)
-    for note in checkpoint.notes if say else ():
+    engine = _built(name, Checkpoint.open(folder), build, precisions, env, progress)
+    for note in engine.manifest.notes if say else ():
         say(note)  # type: ignore[misc]
-    return name, _built(name, checkpoint, build, precisions, env, progress)
+    return name, engine
 
 
 def _built(
-    name: str, checkpoint: Checkpoint, build: BuildSettings, precisions: PrecisionMap | None, env: Env,
+    name: str, checkpoint: Checkpoint, build: BuildSettings, precisions: Mapping[str, str] | None, env: Env,
     progress: Progress | None,
 ) -> Engine:  # fmt: skip
     from millrace.compile.build import BuildOptions, plan_engine, write_engine  # not needed for a built engine
@@ -125,7 +142,8 @@ def _built(
     from millrace.compile.source import Source
 
     source = Source.from_checkpoint(checkpoint, build.max_context)
-    options = BuildOptions(precision=precisions or asked_precision(build), max_batch=build.max_batch)
+    precision = asked_precision(build, source.own_precision, precisions)
+    options = BuildOptions(precision=precision, max_batch=build.max_batch)
     key = f"{FORMAT} {checkpoint.identity()} {source.max_context} {options}"
 
     def write(folder: Path) -> None:
@@ -135,14 +153,21 @@ def _built(
     return Engine.open(folder)
 
 
-def asked_precision(build: BuildSettings) -> PrecisionMap | None:
-    return precision_map(build.precision, build.group) if build.precision else None
+def asked_precision(
+    build: BuildSettings, own: PrecisionMap, precisions: Mapping[str, str] | None = None
+) -> PrecisionMap | None:
+    """`precisions` or else `build.precision`, in groups of `build.group` or else the model's own; None: all its own."""
+    asked = precisions or build.precision
+    if asked is None and (build.group is not None or build.head is not None):
+        kept = [(pattern, p) for pattern, p in own.patterns if not build.head or not pattern.endswith("lm_head")]
+        asked = {"default": own.default.value, **{pattern: p.value for pattern, p in kept}}
+    return None if asked is None else precision_map(asked, build.group or own.group, build.head)
 
 
 def _refuse_build_settings(build: BuildSettings, folder: Path) -> None:
     """A built engine cannot be changed by flags; saying nothing would be worse."""
     plain = BuildSettings()
-    for name in ("precision", "max_context", "max_batch", "group"):
+    for name in ("precision", "head", "max_context", "max_batch", "group"):
         if getattr(build, name) != getattr(plain, name):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is given, but {folder} is already built",
@@ -163,7 +188,14 @@ def open_engine(name: str, engine: Engine, run: RunSettings) -> Opened:
     tokenizer = open_tokenizer(folder)
     generation = read_generation(read_json_object(folder / "generation_config.json"))
     return Opened(
-        name, engine, plan, executor, tokenizer, open_chat_template(folder, tokenizer), _with_stops(generation, engine)
+        name,
+        engine,
+        plan,
+        executor,
+        tokenizer,
+        folder,
+        open_chat_template(folder, tokenizer),
+        _with_stops(generation, engine),
     )
 
 

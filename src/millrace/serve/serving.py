@@ -49,7 +49,7 @@ def make_serving(model: ServedModel, settings: ServerSettings) -> Serving:
     return Serving(
         model=model,
         settings=settings,
-        texts=Texts(model.tokenizer, model.chat_template, settings.max_preparing),
+        texts=Texts(model.tokenizer, model.chat_template, settings.max_preparing, model.tokenizer_folder),
         metrics=Metrics(model.name, model.engine.stats, model.engine.limits),
         heartbeat=Heartbeat(model.engine.stats, settings.stall_timeout_s),
     )

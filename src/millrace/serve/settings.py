@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from millrace.checkpoint.chat import ChatTemplate
@@ -60,6 +61,7 @@ class ServedModel:
     aliases: tuple[str, ...] = ()
     engine: AsyncEngine
     tokenizer: Tokenizer
+    tokenizer_folder: Path | None = None  # where a process for long texts finds it; None: they go to a thread
     chat_template: ChatTemplate | None
     created: int  # seconds since 1970
     metadata: Mapping[str, object] = field(default_factory=dict)

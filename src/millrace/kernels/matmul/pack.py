@@ -9,37 +9,59 @@ Each group is zero-padded to a multiple of 8 inputs, N to a multiple of 32 outpu
 """
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.kernels.arrays import Array
 from millrace.kernels.declare import WeightFormat
 from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, panel_bytes, up
 from millrace.kernels.matmul.quantise import quantise_matrix
 
+_T = TypeVar("_T", bound=np.generic)
 _SLAB = 1024  # outputs packed at a time: bounds the memory that packing needs beside the result
 
 
 def pack_matrix(w: Array, format: WeightFormat, group: int) -> NDArray[np.uint8]:
     """w (N, K) -> the packed bytes, one dimension. `group` is 0 for F32 and BF16."""
     N, K = w.shape
-    out = np.empty(matrix_bytes(format, N, K, group), np.uint8)
+    return _joined((_pack_slab(s, format, group) for s in _slabs(w)), matrix_bytes(format, N, K, group))
+
+
+def pack_codes(q: QuantisedMatrix, format: WeightFormat) -> NDArray[np.uint8]:
+    """The packed bytes of codes and scales as they are. `format` W8 or W4, of as many bits as `q`."""
+    N, K = q.codes.shape
+    slabs = (_slab(q, start) for start in range(0, N, _SLAB))
+    return _joined((_pack_groups(s) for s in slabs), matrix_bytes(format, N, K, q.group))
+
+
+def _joined(parts: Iterator[NDArray[np.uint8]], nbytes: int) -> NDArray[np.uint8]:
+    out = np.empty(nbytes, np.uint8)
     at = 0
-    for slab in _slabs(w):
-        packed = _pack_slab(slab, format, group)
-        out[at : at + packed.size] = packed
-        at += packed.size
+    for part in parts:
+        out[at : at + part.size] = part
+        at += part.size
     return out
+
+
+def _slab(q: QuantisedMatrix, start: int) -> QuantisedMatrix:
+    """A run of rows, the last padded with zero rows to whole panels."""
+    rows = slice(start, start + _SLAB)
+    return QuantisedMatrix(_whole_panels(q.codes[rows]), _whole_panels(q.scales[rows]), q.group, q.bits)
 
 
 def _slabs(w: Array) -> Iterator[Array]:
     """Runs of rows as float32, the last padded with zero rows to whole panels."""
     for start in range(0, w.shape[0], _SLAB):
-        slab = w[start : start + _SLAB].astype(np.float32)
-        missing = up(slab.shape[0], PANEL) - slab.shape[0]
-        yield np.pad(slab, ((0, missing), (0, 0))) if missing else slab
+        yield _whole_panels(w[start : start + _SLAB].astype(np.float32))
+
+
+def _whole_panels(rows: NDArray[_T]) -> NDArray[_T]:
+    missing = up(rows.shape[0], PANEL) - rows.shape[0]
+    return np.pad(rows, ((0, missing), (0, 0))) if missing else rows
 
 
 def _pack_slab(w: Array, format: WeightFormat, group: int) -> NDArray[np.uint8]:
@@ -52,12 +74,12 @@ def _pack_slab(w: Array, format: WeightFormat, group: int) -> NDArray[np.uint8]:
         wide[:, :K] = w.astype(ml_dtypes.bfloat16)
         pairs = wide.view(np.uint16).reshape(panels, PANEL, -1, 2).transpose(0, 2, 1, 3)
         return np.ascontiguousarray(pairs).reshape(-1).view(np.uint8)
-    return _pack_groups(w, 8 if format == WeightFormat.W8 else 4, group)
+    return _pack_groups(quantise_matrix(w, 8 if format == WeightFormat.W8 else 4, group))
 
 
-def _pack_groups(w: Array, bits: int, group: int) -> NDArray[np.uint8]:
-    N, K = w.shape
-    q = quantise_matrix(w, bits, group)
+def _pack_groups(q: QuantisedMatrix) -> NDArray[np.uint8]:
+    N, K = q.codes.shape
+    bits, group = q.bits, q.group
     panels = N // PANEL
     out = np.empty((panels, panel_bytes(WeightFormat.W8 if bits == 8 else WeightFormat.W4, K, group)), np.uint8)
     zero_point = 1 << bits - 1
@@ -81,7 +103,13 @@ def _pack_groups(w: Array, bits: int, group: int) -> NDArray[np.uint8]:
     return out.reshape(-1)
 
 
-def interleave_halves(gate: Array, up_: Array) -> Array:
+def interleave_codes(gate: QuantisedMatrix, up_: QuantisedMatrix) -> QuantisedMatrix:
+    """As `interleave_halves`; both of the same bits and group."""
+    codes, scales = interleave_halves(gate.codes, up_.codes), interleave_halves(gate.scales, up_.scales)
+    return QuantisedMatrix(codes, scales, gate.group, gate.bits)
+
+
+def interleave_halves(gate: NDArray[_T], up_: NDArray[_T]) -> NDArray[_T]:
     """gate, up (N, K) -> (2 N', K): 16 rows of gate, then their 16 of up; N' = N zero-padded to a multiple of 16."""
     N, K = gate.shape
     padded = [np.pad(m, ((0, up(N, 16) - N), (0, 0))).reshape(-1, 1, 16, K) for m in (gate, up_)]

@@ -1,26 +1,24 @@
 """Weights as integers with a float16 scale per output and group of inputs: rounded to nearest, nothing cleverer yet."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.graph.types import Constant
 from millrace.kernels.arrays import Array
 from millrace.kernels.layout import up
 
 
-@dataclass(frozen=True, slots=True)
-class QuantisedMatrix:
-    """codes (N, K) int8 in -2^(bits-1) .. 2^(bits-1)-1, scales (N, G) float16: w ~ codes * scales of their group."""
-
-    codes: NDArray[np.int8]
-    scales: NDArray[np.float16]
-    group: int
-    bits: int
-
-    def dequantise(self) -> NDArray[np.float64]:
-        wide = np.repeat(self.scales.astype(np.float64), self.group, axis=1)
-        return self.codes * wide[:, : self.codes.shape[1]]
+def stored_codes(constants: Sequence[Constant], bits: int, group: int) -> list[QuantisedMatrix] | None:
+    """Weights (N, K) in the checkpoint's own codes, those that it does not hold so rounded; None: it holds none so."""
+    held = [c.stored(bits, group) if c.stored else None for c in constants]
+    if not any(held):
+        return None
+    return [
+        stored or quantise_matrix(c.load().astype(np.float32), bits, group)
+        for stored, c in zip(held, constants, strict=True)
+    ]
 
 
 def quantise_matrix(w: Array, bits: int, group: int) -> QuantisedMatrix:

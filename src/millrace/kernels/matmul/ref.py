@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.kernels.arrays import Array
 from millrace.kernels.convert.ref import Quantised, to_bf16
-from millrace.kernels.matmul.quantise import QuantisedMatrix
 
 
 def matmul(x: Array, w: Array) -> Array:

@@ -1,0 +1,163 @@
+"""The tensor types of GGUF that are read: what lies in a block of weights, and what it stands for, exactly.
+
+Every type is a table of its bytes and a formula in float32, in the order of operations that ggml uses. B blocks.
+source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h (layouts) and ggml-quants.c (formulas)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Blocks = np.ndarray[Any, np.dtype[Any]]  # (B,) of a type's layout
+Floats = NDArray[np.float32]
+
+# w = scale * (code - 8); byte i of codes: weight i in the low nibble, weight i + 16 in the high one
+Q4_0 = np.dtype([("scale", "<f2"), ("codes", "u1", 16)])
+# w = scale * code + minimum
+Q4_1 = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("codes", "u1", 16)])
+# w = scale * (code - 16); bit i of `high` is the fifth bit of weight i
+Q5_0 = np.dtype([("scale", "<f2"), ("high", "<u4"), ("codes", "u1", 16)])
+Q5_1 = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("high", "<u4"), ("codes", "u1", 16)])
+Q8_0 = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
+# 8 runs of 32 weights, w = scale * s * code - minimum * m with 6-bit s and m of the run (`_run_scales`);
+# 32 bytes of codes hold two runs, the first in the low nibbles
+Q4_K = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("runs", "u1", 12), ("codes", "u1", (4, 32))])
+# bit r of byte i of `high` is the fifth bit of weight i of run r
+Q5_K = np.dtype(
+    [("scale", "<f2"), ("minimum", "<f2"), ("runs", "u1", 12), ("high", "u1", 32), ("codes", "u1", (4, 32))]
+)
+# 16 runs of 16 weights, w = scale * s * (code - 32); halves of 128 weights in four quarters of 32: the low nibbles of
+# both rows of codes, then the high ones; quarter q has its bits 4 and 5 in bits 2q and 2q + 1 of `high`
+Q6_K = np.dtype([("codes", "u1", (2, 2, 32)), ("high", "u1", (2, 32)), ("runs", "i1", 16), ("scale", "<f2")])
+assert [t.itemsize for t in (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0)] == [18, 20, 22, 24, 34]
+assert [t.itemsize for t in (Q4_K, Q5_K, Q6_K)] == [144, 176, 210]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """`name` in llama.cpp's spelling; `weights` of a block, in `layout.itemsize` bytes."""
+
+    name: str
+    weights: int
+    layout: np.dtype[Any]
+    dequantise: Callable[[Blocks], Floats] | None = None  # (B,) -> (B, weights); None: plain floats
+    code_bits: int | None = None  # w = scale * signed code of so many bits, nothing else: `signed_codes` gives them
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.itemsize
+
+    @property
+    def dtype(self) -> str:
+        """The name in `TensorInfo`: "float16", "q4_k"."""
+        return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(self.name, self.name.lower())
+
+
+def signed_codes(kind: BlockType, blocks: Blocks) -> NDArray[np.int8]:
+    """(B,) -> (B, 32) int8 with w = scale * code exactly. Only for types with `code_bits`."""
+    if kind.name == "Q8_0":
+        codes: NDArray[np.int8] = blocks["codes"]
+        return codes
+    if kind.name == "Q5_0":
+        return (_five_bits(blocks) - np.uint8(16)).view(np.int8)  # wraps, and is read as signed: -16 .. 15
+    assert kind.name == "Q4_0", kind
+    return (_nibbles(blocks["codes"]) - np.uint8(8)).view(np.int8)
+
+
+def _nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(..., n) -> (..., 2n): the low nibbles, then the high ones."""
+    return np.concatenate([codes & 15, codes >> 4], axis=-1)
+
+
+def _five_bits(blocks: Blocks) -> NDArray[np.uint8]:
+    high = (blocks["high"][:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    return _nibbles(blocks["codes"]) | np.left_shift(high.astype(np.uint8), np.uint8(4))
+
+
+def _column(blocks: Blocks, field: str) -> Floats:
+    """(B,) float16 -> (B, 1) float32"""
+    column: Floats = blocks[field].astype(np.float32)[:, None]
+    return column
+
+
+def _symmetric(kind: str) -> Callable[[Blocks], Floats]:
+    def dequantise(blocks: Blocks) -> Floats:
+        return _column(blocks, "scale") * signed_codes(_BY_NAME[kind], blocks).astype(np.float32)
+
+    return dequantise
+
+
+def _q4_1(blocks: Blocks) -> Floats:
+    return _column(blocks, "scale") * _nibbles(blocks["codes"]).astype(np.float32) + _column(blocks, "minimum")
+
+
+def _q5_1(blocks: Blocks) -> Floats:
+    return _column(blocks, "scale") * _five_bits(blocks).astype(np.float32) + _column(blocks, "minimum")
+
+
+def _run_scales(packed: NDArray[np.uint8]) -> tuple[Floats, Floats]:
+    """(B, 12) -> s and m (B, 8), 6 bits each.
+
+    Of runs 0-3 in the low 6 bits of bytes 0-3 (s) and 4-7 (m); of runs 4-7 their low 4 bits in bytes 8-11 (s low
+    nibble, m high) and their upper 2 in the top of bytes 0-3 (s) and 4-7 (m).
+    """
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    s = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=1)
+    m = np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], axis=1)
+    return s.astype(np.float32), m.astype(np.float32)
+
+
+def _k_runs(blocks: Blocks, codes: NDArray[np.uint8]) -> Floats:
+    """codes (B, 8, 32)"""
+    s, m = _run_scales(blocks["runs"])
+    scale, minimum = (_column(blocks, "scale") * s)[:, :, None], (_column(blocks, "minimum") * m)[:, :, None]
+    return (scale * codes.astype(np.float32) - minimum).reshape(-1, 256)
+
+
+def _q4_k(blocks: Blocks) -> Floats:
+    return _k_runs(blocks, _nibbles(blocks["codes"]).reshape(-1, 8, 32))
+
+
+def _q5_k(blocks: Blocks) -> Floats:
+    high = (blocks["high"][:, None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    return _k_runs(blocks, _nibbles(blocks["codes"]).reshape(-1, 8, 32) | np.left_shift(high, np.uint8(4)))
+
+
+def _q6_k(blocks: Blocks) -> Floats:
+    low = np.concatenate([blocks["codes"] & 15, blocks["codes"] >> 4], axis=2)  # (B, 2, 4, 32)
+    high = (blocks["high"][:, :, None, :] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3
+    codes = ((low | high << 4) - np.uint8(32)).view(np.int8).reshape(-1, 16, 16)
+    scale = _column(blocks, "scale") * blocks["runs"].astype(np.float32)
+    values: Floats = scale[:, :, None] * codes.astype(np.float32)
+    return values.reshape(-1, 256)
+
+
+# by the numbers of ggml's enum ggml_type
+TYPES: dict[int, BlockType] = {
+    0: BlockType("F32", 1, np.dtype("<f4")),
+    1: BlockType("F16", 1, np.dtype("<f2")),
+    30: BlockType("BF16", 1, np.dtype(ml_dtypes.bfloat16)),
+    2: BlockType("Q4_0", 32, Q4_0, _symmetric("Q4_0"), code_bits=4),
+    3: BlockType("Q4_1", 32, Q4_1, _q4_1),
+    6: BlockType("Q5_0", 32, Q5_0, _symmetric("Q5_0"), code_bits=5),
+    7: BlockType("Q5_1", 32, Q5_1, _q5_1),
+    8: BlockType("Q8_0", 32, Q8_0, _symmetric("Q8_0"), code_bits=8),
+    12: BlockType("Q4_K", 256, Q4_K, _q4_k),
+    13: BlockType("Q5_K", 256, Q5_K, _q5_k),
+    14: BlockType("Q6_K", 256, Q6_K, _q6_k),
+}
+_BY_NAME = {kind.name: kind for kind in TYPES.values()}
+_OTHERS = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
+
+
+def type_name(number: int) -> str:
+    """For messages."""
+    return _OTHERS.get(number, str(number))

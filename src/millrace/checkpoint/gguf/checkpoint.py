@@ -1,0 +1,89 @@
+"""A GGUF file as a checkpoint: one file that holds configuration, tokenizer, chat template and weights."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from millrace.checkpoint.checkpoint import GENERATION_CONFIG, Checkpoint
+from millrace.checkpoint.generation import GenerationDefaults, read_generation
+from millrace.checkpoint.gguf.metadata import Keys, read_model
+from millrace.checkpoint.gguf.reader import GgufFile
+from millrace.checkpoint.gguf.tensors import GgufTensors, rope_divisors
+from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
+from millrace.checkpoint.tokenizer import Files
+from millrace.errors import CheckpointError
+
+_SAMPLING = "general.sampling."
+# our name -> the file's
+_DEFAULTS = {
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class GgufCheckpoint(Checkpoint):
+    keys: Keys
+
+    own_precisions = True
+
+    @cached_property
+    def files(self) -> Files:
+        """Written from the metadata, in the form that Hugging Face folders have."""
+        said = _sampling(self.keys)
+        generation = {GENERATION_CONFIG: json.dumps(said).encode()} if said else {}
+        return {**generation, **tokenizer_files(self.keys)}
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.config.eos_token_ids
+
+    def identity(self) -> str:
+        """Everything but the weights is in the header; they count by the file's size and time of last change."""
+        status = self.folder.stat()
+        whole = f"{self.tensors.header_digest} {status.st_size} {status.st_mtime_ns}"
+        return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
+
+
+def open_gguf(path: Path) -> GgufCheckpoint:
+    """Reads the header only. raises CheckpointError for what is damaged, hostile or not supported"""
+    try:
+        file = GgufFile.open(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", "a file that may be read", "check it") from error
+    keys = Keys(path, file.metadata)
+    specials = read_specials(keys)
+    config = read_model(file, specials.bos, specials.eos)
+    outside = [i for i in (specials.bos, *specials.eos) if i is not None and i >= config.vocab_size]
+    n_tokens = len(keys.texts("tokenizer.ggml.tokens"))
+    if outside or n_tokens > config.vocab_size:
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.tokens has {n_tokens} tokens",
+            f"at most {config.vocab_size}, the rows of token_embd.weight",
+            "choose a file whose tokenizer belongs to its weights",
+        )
+    config = replace(config, rope=replace(config.rope, divisors=rope_divisors(file, config)))
+    unused = sorted(k for k in keys.values if k.startswith(_SAMPLING) and k[len(_SAMPLING) :] not in _DEFAULTS.values())
+    notes = (*config.notes, *specials.notes, *(f"{key} is not supported and not used" for key in unused))
+    return GgufCheckpoint(path, config, GgufTensors.of(file, config), _generation(keys), notes, keys)
+
+
+def _sampling(keys: Keys) -> dict[str, object]:
+    """As generation_config.json would have it."""
+    values = {ours: keys.values.get(_SAMPLING + theirs) for ours, theirs in _DEFAULTS.items()}
+    return {
+        ours: float(str(np.float32(value))) if isinstance(value, float) else value
+        for ours, value in values.items()
+        if value is not None
+    }
+
+
+def _generation(keys: Keys) -> GenerationDefaults:
+    try:
+        return read_generation(_sampling(keys))
+    except CheckpointError as error:
+        what = error.what.removeprefix("generation_config.json: ")
+        raise CheckpointError(f"{keys.path}: {_SAMPLING}*: {what}", error.expected, "choose another file") from error

@@ -1,0 +1,202 @@
+"""Metadata of a GGUF file as a `ModelConfig`: a key of the architecture is used, known to be harmless, or an error."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from millrace.checkpoint.config import ModelConfig, RopeConfig
+from millrace.checkpoint.gguf.reader import GgufFile, Value
+from millrace.errors import CheckpointError, nearest
+
+# general.architecture -> our family's class. Mistral's files say llama.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+}
+_USED = frozenset(
+    {
+        "context_length",
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "vocab_size",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scale_linear",
+    }
+)
+# They do not change what the model computes; the last two say how a scaling came about that is given beside them.
+_HARMLESS = frozenset(["tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"])
+# They change what the model computes, except at these values.
+_ONLY_AT: Mapping[str, tuple[object, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+    "use_parallel_residual": (False,),
+    "pooling_type": (0,),
+}
+_MEND = "choose a file that llama.cpp's convert_hf_to_gguf.py wrote from a checkpoint of a supported family"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Typed access to a file's metadata; every method raises CheckpointError with the key and its value."""
+
+    path: Path
+    values: Mapping[str, Value]
+
+    def wrong(self, key: str, expected: str, mend: str = _MEND) -> CheckpointError:
+        value = self.values.get(key)
+        shown = "missing" if value is None else repr(value)[:100]
+        return CheckpointError(f"{self.path}: {key} is {shown}", expected, mend)
+
+    def integer(self, key: str, missing: int | None = None, low: int = 1) -> int:
+        value = self.values.get(key, missing)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+            raise self.wrong(key, f"an integer of at least {low}")
+        return value
+
+    def number(self, key: str, missing: float | None = None) -> float:
+        """A finite number above zero. Files hold float32; its shortest decimal is what was meant (1e-5)."""
+        value = self.values.get(key, missing)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise self.wrong(key, "a positive number")
+        return float(str(np.float32(value))) if isinstance(value, float) else float(value)
+
+    def text(self, key: str, missing: str | None = None) -> str:
+        value = self.values.get(key, missing)
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def boolean(self, key: str, missing: bool) -> bool:
+        value = self.values.get(key, missing)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        value = self.values.get(key)
+        if not isinstance(value, list):
+            raise self.wrong(key, "an array of strings")
+        return value
+
+    def token(self, name: str, n_tokens: int, missing: int | None = None) -> int | None:
+        """The id `tokenizer.ggml.NAME_token_id`; None where there is none."""
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = self.values.get(key, missing)
+        if value is None or value == 2**32 - 1:  # written by old converters for "none"
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < n_tokens:
+            raise self.wrong(key, f"the id of one of {n_tokens} tokens")
+        return value
+
+
+def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelConfig:
+    """`bos`, `eos`: as the tokenizer's keys have them. raises CheckpointError"""
+    keys = Keys(file.path, file.metadata)
+    arch = keys.text("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise keys.wrong("general.architecture", "one of " + ", ".join(ARCHITECTURES), "choose a supported family")
+    if keys.integer("split.count", 1) != 1:
+        mend = "join its parts into one file: llama-gguf-split --merge FIRST_PART WHOLE"
+        raise keys.wrong("split.count", "1 (a model in one file)", mend)
+    _check_keys(keys, arch)
+    n_heads = keys.integer(f"{arch}.attention.head_count")
+    n_kv_heads = keys.integer(f"{arch}.attention.head_count_kv", n_heads)
+    if n_heads % n_kv_heads:
+        raise keys.wrong(f"{arch}.attention.head_count_kv", f"a divisor of {arch}.attention.head_count {n_heads}")
+    n_layers = keys.integer(f"{arch}.block_count")
+    if n_layers > len(file.tensors):
+        raise keys.wrong(f"{arch}.block_count", f"no more layers than the file has tensors, {len(file.tensors)}")
+    hidden_size = keys.integer(f"{arch}.embedding_length")
+    context = keys.integer(f"{arch}.context_length")
+    window = keys.integer(f"{arch}.attention.sliding_window", 0, low=0) or None
+    capped = window is not None and window < context
+    note = f"context capped at the model's sliding window of {window} tokens (the file promises {context})"
+    return ModelConfig(
+        architecture=ARCHITECTURES[arch], family=arch, hidden_size=hidden_size,
+        intermediate_size=keys.integer(f"{arch}.feed_forward_length"),
+        n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
+        head_dim=_head_dim(keys, arch, hidden_size, n_heads), vocab_size=_vocab_size(file, keys, arch),
+        max_context=min(window or context, context), norm_eps=keys.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        rope=_rope(keys, arch), tie_embeddings="output.weight" not in file.tensors,
+        attention_bias=arch == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
+        attention_output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        activation="gelu_tanh" if arch == "gemma" else "silu", sliding_window=window, dtype="float32",
+        bos_token_id=bos, eos_token_ids=eos, notes=(note,) if capped else (),
+    )  # fmt: skip
+
+
+def _check_keys(keys: Keys, arch: str) -> None:
+    prefix = f"{arch}."
+    for key, value in keys.values.items():
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or name in _USED or name in _HARMLESS:
+            continue
+        neutral = _ONLY_AT.get(name)
+        if neutral is None:
+            known = nearest(name, {*_USED, *_ONLY_AT, *_HARMLESS})
+            mend = "remove it with gguf-new-metadata --remove-metadata, if the model's results do not depend on it"
+            raise keys.wrong(key, f"a key that {arch} is known to have; {known}", mend)
+        if not any(type(value) is type(n) and value == n for n in neutral):
+            raise keys.wrong(key, " or ".join(map(str, neutral)) + ": no other is supported", "choose another model")
+
+
+def _head_dim(keys: Keys, arch: str, hidden_size: int, n_heads: int) -> int:
+    head_dim = keys.integer(f"{arch}.attention.key_length", max(hidden_size // n_heads, 1))
+    if f"{arch}.attention.key_length" not in keys.values and hidden_size % n_heads:
+        raise keys.wrong(f"{arch}.embedding_length", f"a multiple of {n_heads} heads, or an attention.key_length")
+    if head_dim % 2:
+        raise keys.wrong(f"{arch}.attention.key_length", "an even number, because RoPE rotates pairs")
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if keys.integer(f"{arch}.{name}", head_dim) != head_dim:
+            raise keys.wrong(f"{arch}.{name}", f"{head_dim}, the size of a head", "choose another model")
+    return head_dim
+
+
+def _vocab_size(file: GgufFile, keys: Keys, arch: str) -> int:
+    """The rows of the embedding: some vocabularies are padded, and not every file says so elsewhere."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2 or embedding.shape[0] >= 2**31:
+        found = "missing" if embedding is None else str(embedding.shape)
+        raise CheckpointError(f"{file.path}: token_embd.weight is {found}", "(vocabulary, hidden size)", _MEND)
+    rows = embedding.shape[0]
+    if keys.integer(f"{arch}.vocab_size", rows) != rows:
+        raise keys.wrong(f"{arch}.vocab_size", f"{rows}, the rows of token_embd.weight")
+    return rows
+
+
+def _rope(keys: Keys, arch: str) -> RopeConfig:
+    """`rope_freqs.weight` is added by who reads tensors (`GgufTensors.rope_divisors`)."""
+    theta = keys.number(f"{arch}.rope.freq_base", 10_000.0)
+    kind = keys.text(f"{arch}.rope.scaling.type", "none")
+    old = keys.number(f"{arch}.rope.scale_linear", 1.0)  # before there was a type
+    if kind not in ("none", "linear"):
+        raise keys.wrong(f"{arch}.rope.scaling.type", "none or linear", "choose a model without this scaling")
+    factor = keys.number(f"{arch}.rope.scaling.factor", old) if kind == "linear" else old
+    if factor < 1:
+        raise keys.wrong(f"{arch}.rope.scaling.factor", "at least 1")
+    return RopeConfig(theta=theta) if factor == 1 else RopeConfig(theta=theta, kind="linear", factor=factor)

@@ -1,0 +1,181 @@
+"""Tensors of a GGUF file under the names and in the order that Hugging Face checkpoints have.
+
+llama.cpp rotates neighbouring elements of a head in files of architecture llama, and its converter has moved the rows
+of q and k there: row 2i of a head is row i of the original, row 2i + 1 is row D/2 + i. Here they are moved back. For
+Gemma it has added 1 to the weights of norms, which our model adds itself; here it is taken off again.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.gguf.blocks import BlockType, signed_codes
+from millrace.checkpoint.gguf.reader import GgufFile, GgufTensor
+from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.weights import Array, TensorInfo, Tensors
+from millrace.errors import CheckpointError, nearest
+
+ROPE_FREQS = "rope_freqs.weight"
+_SLAB = 1 << 18  # blocks dequantised at a time: bounds the memory beside the result
+_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One tensor of the file, and what was done to it there."""
+
+    type: BlockType
+    heads: int | None = None  # whose rows were moved
+    plus_one: bool = False
+
+
+class GgufTensors(Tensors):
+    """`load` gives floats that are exact by the format, as a view where the file holds them so and in this order."""
+
+    def __init__(self, infos: dict[str, TensorInfo], header_digest: str, stored: dict[str, _Stored]) -> None:
+        super().__init__(infos, header_digest)
+        self._stored = stored
+
+    @classmethod
+    def of(cls, file: GgufFile, config: ModelConfig) -> "GgufTensors":
+        """raises CheckpointError for a tensor that is missing, of a wrong shape, or has no place in the model"""
+        infos: dict[str, TensorInfo] = {}
+        stored: dict[str, _Stored] = {}
+        wanted = _wanted(config)
+        for gguf_name, (name, shape) in wanted.items():
+            tensor = file.tensors.get(gguf_name)
+            if tensor is None:
+                raise CheckpointError(
+                    f"{file.path} has no tensor {gguf_name}", f"a file of {len(wanted)} tensors", _again(file.path)
+                )
+            if tensor.shape != shape:
+                raise _misshapen(file, tensor, shape)
+            infos[name] = TensorInfo(name, shape, tensor.type.dtype, file.path, tensor.nbytes, tensor.offset)
+            stored[name] = _Stored(
+                tensor.type,
+                heads=_moved_heads(gguf_name, config),
+                plus_one=config.family == "gemma" and gguf_name.endswith("norm.weight"),
+            )
+        unused = sorted(set(file.tensors) - set(wanted) - {ROPE_FREQS})
+        if unused:
+            raise CheckpointError(
+                f"{file.path}: tensor {unused[0]} is not used by {config.architecture} ({len(unused)} such)",
+                f"tensors that have their place in the model; {nearest(unused[0], wanted)}",
+                "choose another model: this one computes something else",
+            )
+        return cls(infos, file.header_digest, stored)
+
+    def load(self, name: str) -> Array:
+        """Rows in Hugging Face's order: a view, float32, or float64 where that takes (Gemma's norms, exactly)."""
+        return self._floats(name) if name in self._stored else super().load(name)
+
+    def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
+        """The file's own codes and scales, where `bits` and `group` can hold them unchanged."""
+        kind = self._stored[name].type
+        shape = self[name].shape
+        if kind.code_bits is None or kind.code_bits > bits or kind.weights != group or len(shape) != 2:
+            return None
+        blocks = self._blocks(name)
+        codes = np.concatenate([signed_codes(kind, blocks[i : i + _SLAB]) for i in range(0, len(blocks), _SLAB)])
+        scales = blocks["scale"].reshape(shape[0], -1)
+        return QuantisedMatrix(self._reordered(name, codes.reshape(shape)), self._reordered(name, scales), group, bits)
+
+    def _blocks(self, name: str) -> Array:
+        info, kind = self[name], self._stored[name].type
+        count = info.nbytes // kind.nbytes
+        return np.ndarray((count,), kind.layout, buffer=self._map(info), offset=info.offset)
+
+    def _floats(self, name: str) -> Array:
+        kind, info = self._stored[name].type, self[name]
+        blocks = self._blocks(name)
+        if kind.dequantise is None:
+            values: Array = blocks.reshape(info.shape)
+        else:
+            whole = np.empty((len(blocks), kind.weights), np.float32)
+            with np.errstate(all="ignore"):  # scales may be infinite: then so are the weights
+                for i in range(0, len(blocks), _SLAB):
+                    whole[i : i + _SLAB] = kind.dequantise(blocks[i : i + _SLAB])
+            values = whole.reshape(info.shape)
+        if self._stored[name].plus_one:
+            return values.astype(np.float64) - 1
+        return self._reordered(name, values)
+
+    def _reordered(self, name: str, rows: Array) -> Array:
+        """(N, ...) rows of the file -> rows of the original."""
+        heads = self._stored[name].heads
+        if heads is None:
+            return rows
+        pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, -1)  # head, i, half
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def rope_divisors(file: GgufFile, config: ModelConfig) -> tuple[float, ...]:
+    """What the rotary frequencies are divided by (Llama 3.1 and later); () where the file has no such tensor."""
+    tensor = file.tensors.get(ROPE_FREQS)
+    if tensor is None:
+        return ()
+    if tensor.shape != (config.head_dim // 2,) or tensor.type.name != "F32":
+        raise _misshapen(file, tensor, (config.head_dim // 2,))
+    with file.path.open("rb") as opened:
+        opened.seek(tensor.offset)
+        values = np.frombuffer(opened.read(tensor.nbytes), "<f4")
+    if len(values) * 4 != tensor.nbytes or not (np.isfinite(values) & (values > 0)).all():
+        raise CheckpointError(f"{file.path}: {ROPE_FREQS} has {values.min()}", "numbers above zero", _again(file.path))
+    return tuple(values.tolist())
+
+
+def _wanted(c: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name in the file -> name in a Hugging Face checkpoint, shape."""
+    q, kv, hidden, inner = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm": (hidden,), "attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden),
+        "attn_output": (hidden, q), "ffn_norm": (hidden,), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }  # fmt: skip
+    if c.family == "qwen3":
+        shapes |= {"attn_q_norm": (c.head_dim,), "attn_k_norm": (c.head_dim,)}
+    biased = {"attn_q", "attn_k", "attn_v"} if c.attention_bias else set()
+    biased |= {"attn_output"} if c.attention_output_bias else set()
+    biased |= {"ffn_gate", "ffn_up", "ffn_down"} if c.mlp_bias else set()
+    wanted: dict[str, tuple[str, tuple[int, ...]]] = {
+        "token_embd.weight": ("model.embed_tokens.weight", (c.vocab_size, hidden)),
+        "output_norm.weight": ("model.norm.weight", (hidden,)),
+    }
+    if not c.tie_embeddings:
+        wanted["output.weight"] = ("lm_head.weight", (c.vocab_size, hidden))
+    for layer in range(c.n_layers):
+        for part, shape in shapes.items():
+            module = f"model.layers.{layer}.{_MODULES[part]}"
+            wanted[f"blk.{layer}.{part}.weight"] = (f"{module}.weight", shape)
+            if part in biased:
+                wanted[f"blk.{layer}.{part}.bias"] = (f"{module}.bias", shape[:1])
+    return wanted
+
+
+def _moved_heads(gguf_name: str, c: ModelConfig) -> int | None:
+    if c.family != "llama":
+        return None
+    return {"attn_q": c.n_heads, "attn_k": c.n_kv_heads}.get(gguf_name.split(".")[-2])
+
+
+def _misshapen(file: GgufFile, tensor: GgufTensor, shape: tuple[int, ...]) -> CheckpointError:
+    what = f"{file.path}: {tensor.name} is {tensor.shape} {tensor.type.name}"
+    return CheckpointError(what, f"{shape}, by the file's metadata", _again(file.path))
+
+
+def _again(path: Path) -> str:
+    return f"download {path.name} again, or convert the original checkpoint with llama.cpp's convert_hf_to_gguf.py"

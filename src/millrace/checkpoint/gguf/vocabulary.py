@@ -1,0 +1,240 @@
+"""The tokenizer of a GGUF file as the small files that a Hugging Face folder would have, which an engine carries.
+
+Two kinds: "gpt2", byte-level BPE with merges, whose way of cutting a text into words is known by a name only; and
+"llama", SentencePiece's BPE with scores. Where the file carries its original tokenizer.json, that is taken.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.checkpoint.gguf.metadata import Keys
+from millrace.checkpoint.gguf.sentencepiece_model import UNKNOWN, UNUSED, Piece, encode_model
+from millrace.checkpoint.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL
+
+ORIGINAL = "tokenizer.huggingface.json"
+_NORMAL, _CONTROL, _USER, _BYTE = 1, 3, 4, 6  # types of tokens, as in SentencePiece; UNKNOWN, UNUSED
+# Control tokens that end a turn, where the file does not name one. llama.cpp finds them by these texts as well.
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """How a text is cut into words before merging."""
+
+    pattern: str | None  # None: GPT-2's own, which the tokenizers library has built in
+    digits: bool = False  # every digit is a word
+    nfc: bool = False  # texts are normalised first. llama.cpp does not, the original tokenizers do
+    whole_words: bool = False  # a word that is a token is taken whole, whatever the merges say
+    bos: bool = False  # a text begins with bos where the file does not say
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = _Words(None)
+_LLAMA3 = _Words(_CONTRACTIONS + r"|\p{N}{1,3}" + _REST, whole_words=True, bos=True)
+_QWEN2 = _Words(_CONTRACTIONS + r"|\p{N}" + _REST, nfc=True)
+# by tokenizer.ggml.pre. source of the patterns: the tokenizer.json of GPT-2, Llama 3, Qwen2, Mistral Nemo, SmolLM
+_PRE: Mapping[str, _Words] = {
+    "gpt-2": _GPT2,
+    "olmo": _GPT2,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _Words(_LLAMA3.pattern),
+    "dbrx": _Words(_LLAMA3.pattern),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _Words(_TEKKEN, whole_words=True, bos=True),
+    "smollm": _Words(None, digits=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Specials:
+    """What the model needs to know of the tokenizer; `notes` are to be said aloud to the user."""
+
+    bos: int | None
+    eos: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def read_specials(keys: Keys) -> Specials:
+    """raises CheckpointError"""
+    tokens = keys.texts("tokenizer.ggml.tokens")
+    spm = _kind(keys) == "llama"
+    bos = keys.token("bos", len(tokens), 1 if spm else None)
+    named = [keys.token(name, len(tokens)) for name in ("eot", "eom")]
+    eos = [i for i in (keys.token("eos", len(tokens), 2 if spm else None), *named) if i is not None]
+    types = _types(keys, len(tokens))
+    found = [i for i, text in enumerate(tokens) if types[i] == _CONTROL and text in _ENDS and i not in eos]
+    shown = ", ".join(tokens[i] for i in found)
+    notes = (f"taken as ends of a turn by their names, as llama.cpp does: {shown}",) if found else ()
+    return Specials(bos, tuple(dict.fromkeys([*eos, *found])), notes)
+
+
+def tokenizer_files(keys: Keys) -> dict[str, bytes]:
+    """tokenizer.json or tokenizer.model, and tokenizer_config.json with the chat template. raises CheckpointError"""
+    tokens = keys.texts("tokenizer.ggml.tokens")
+    types = _types(keys, len(tokens))
+    ids = {
+        "bos_token": read_specials(keys).bos,
+        "eos_token": keys.token("eos", len(tokens), 2 if _kind(keys) == "llama" else None),
+        "unk_token": keys.token("unknown", len(tokens)),
+        "pad_token": keys.token("padding", len(tokens)),
+    }
+    config: dict[str, object] = {name: tokens[i] for name, i in ids.items() if i is not None}
+    if "tokenizer.chat_template" in keys.values:
+        config["chat_template"] = keys.text("tokenizer.chat_template")
+    if ORIGINAL in keys.values:
+        files = {TOKENIZER_JSON: _original(keys, tokens)}
+    elif _kind(keys) == "llama":
+        files, more = _sentencepiece(keys, tokens, types, ids["unk_token"])
+        config |= more
+    else:
+        files = {TOKENIZER_JSON: _byte_level(keys, tokens, types, ids)}
+    return {**files, TOKENIZER_CONFIG: json.dumps(config).encode()}
+
+
+def _kind(keys: Keys) -> str:
+    kind = keys.text("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        expected = "gpt2 (byte-level BPE) or llama (SentencePiece)"
+        raise keys.wrong("tokenizer.ggml.model", expected, "choose a model with one of these tokenizers")
+    return kind
+
+
+def _types(keys: Keys, n_tokens: int) -> list[int]:
+    """One for each token; all ordinary where the file does not say."""
+    value = keys.values.get("tokenizer.ggml.token_type")
+    if value is None:
+        return [_NORMAL] * n_tokens
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or len(value) != n_tokens:
+        raise keys.wrong("tokenizer.ggml.token_type", f"an array of {n_tokens} integers")
+    types: list[int] = value.tolist()
+    if not set(types) <= set(range(_NORMAL, _BYTE + 1)):
+        raise keys.wrong("tokenizer.ggml.token_type", f"types from {_NORMAL} to {_BYTE}")
+    return types
+
+
+def _original(keys: Keys, tokens: list[str]) -> bytes:
+    text = keys.text(ORIGINAL)
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        raw = None
+    model = raw.get("model") if isinstance(raw, dict) else None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict):
+        raise keys.wrong(ORIGINAL, "a tokenizer.json with a vocabulary")
+    for token, i in vocabulary.items():
+        if type(i) is not int or not 0 <= i < len(tokens) or tokens[i] != token:
+            raise keys.wrong(ORIGINAL, f"the vocabulary of tokenizer.ggml.tokens, which lacks {token!r} as {i}")
+    return text.encode()
+
+
+def _byte_level(keys: Keys, tokens: list[str], types: list[int], ids: Mapping[str, int | None]) -> bytes:
+    """A tokenizer.json. Unused tokens are left out: no text gives them, and they stand for no text."""
+    name = keys.text("tokenizer.ggml.pre", "missing")
+    if name not in _PRE:
+        mend = f"a file with {ORIGINAL}, or one whose tokenizer.ggml.pre is known"
+        raise keys.wrong("tokenizer.ggml.pre", "one of " + ", ".join(_PRE), mend)
+    words = _PRE[name]
+    vocabulary = {text: i for i, text in enumerate(tokens) if types[i] != UNUSED}
+    if len(vocabulary) != len(tokens) - types.count(UNUSED):
+        raise keys.wrong("tokenizer.ggml.tokens", "each token once")
+    added = [
+        {"id": i, "content": text, "special": types[i] != _USER, "single_word": False, "lstrip": False,
+         "rstrip": False, "normalized": False}
+        for text, i in vocabulary.items()
+        if types[i] in (_CONTROL, _USER, UNKNOWN)
+    ]  # fmt: skip
+    cut = [] if words.pattern is None else [_split(words.pattern)]
+    cut += [{"type": "Digits", "individual_digits": True}] if words.digits else []
+    level = {"add_prefix_space": False, "trim_offsets": True, "use_regex": words.pattern is None}
+    before = ids["bos_token"] if keys.boolean("tokenizer.ggml.add_bos_token", words.bos) else None
+    after = ids["eos_token"] if keys.boolean("tokenizer.ggml.add_eos_token", False) else None
+    whole = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": {"type": "NFC"} if words.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cut, {"type": "ByteLevel", **level}]},
+        "post_processor": _template(tokens, before, after), "decoder": {"type": "ByteLevel", **level},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "ignore_merges": words.whole_words, "vocab": vocabulary, "merges": _merges(keys),
+        },
+    }  # fmt: skip
+    return json.dumps(whole, ensure_ascii=False).encode()
+
+
+def _split(pattern: str) -> dict[str, object]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _template(tokens: list[str], before: int | None, after: int | None) -> dict[str, object] | None:
+    """What is put around a text."""
+    around = [i for i in (before, after) if i is not None]
+    if not around:
+        return None
+
+    def one(i: int | None) -> list[dict[str, object]]:
+        return [] if i is None else [{"SpecialToken": {"id": tokens[i], "type_id": 0}}]
+
+    named = {tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in around}
+    single = [*one(before), {"Sequence": {"id": "A", "type_id": 0}}, *one(after)]
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": named}
+
+
+def _merges(keys: Keys) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in keys.texts("tokenizer.ggml.merges"):
+        at = merge.find(" ", 1)  # the first token has a character at least, even if it is a space
+        if not 0 < at < len(merge) - 1:
+            raise keys.wrong("tokenizer.ggml.merges", f"two tokens with a space between them, which {merge!r} is not")
+        pairs.append((merge[:at], merge[at + 1 :]))
+    return pairs
+
+
+def _sentencepiece(
+    keys: Keys, tokens: list[str], types: list[int], unknown: int | None
+) -> tuple[dict[str, bytes], dict[str, object]]:
+    """A tokenizer.model, and what tokenizer_config.json says beside it."""
+    scores = keys.values.get("tokenizer.ggml.scores")
+    if not isinstance(scores, np.ndarray) or scores.dtype.kind != "f" or len(scores) != len(tokens):
+        raise keys.wrong("tokenizer.ggml.scores", f"an array of {len(tokens)} numbers")
+    if not np.isfinite(scores).all():
+        raise keys.wrong("tokenizer.ggml.scores", "finite numbers")
+    if keys.boolean("tokenizer.ggml.remove_extra_whitespaces", False):
+        raise keys.wrong(
+            "tokenizer.ggml.remove_extra_whitespaces", "false, as Llama's and Gemma's vocabularies have it"
+        )
+    prefix = keys.boolean("tokenizer.ggml.add_space_prefix", True)
+    if unknown is None:
+        unknown = types.index(UNKNOWN) if UNKNOWN in types else 0
+    pieces = [
+        Piece(text.replace(" ", "\u2581") if kind in (_NORMAL, _USER) else text, float(score), kind)
+        for text, score, kind in zip(tokens, scores, types, strict=True)
+    ]
+    # of unknown ones there can be one only; SentencePiece would spell out an unused one, which stands for no text
+    pieces = [p._replace(type=_CONTROL) if p.type in (UNKNOWN, UNUSED) else p for p in pieces]
+    pieces[unknown] = Piece(tokens[unknown], 0.0, UNKNOWN)
+    model = encode_model(pieces, byte_fallback=_BYTE in types, prefix=prefix)
+    special = [text for text, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
+    # SentencePiece finds the others itself, in the text as it is when spaces have become visible ones
+    user = {str(i): {"content": tokens[i]} for i, kind in enumerate(types) if kind == _USER and prefix}
+    config: dict[str, object] = {
+        "additional_special_tokens": special, "added_tokens_decoder": user,
+        "add_bos_token": keys.boolean("tokenizer.ggml.add_bos_token", True),
+        "add_eos_token": keys.boolean("tokenizer.ggml.add_eos_token", False),
+        "legacy": True,  # llama.cpp puts the space before the text after every special token
+    }  # fmt: skip
+    return {TOKENIZER_MODEL: model}, config

@@ -1,0 +1,143 @@
+"""The configuration out of a file's metadata: the same as from config.json, and errors that name the key."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.errors import CheckpointError
+from millrace.model.layers import inverse_frequencies
+from tests.support.checkpoints import FAMILIES, random_checkpoint
+from tests.support.gguf_files import Edit, add_tokenizer, write_gguf
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("llama"), "llama", seed=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_configuration_of_its_folder(tmp_path: Path, family: str) -> None:
+    folder = random_checkpoint(tmp_path / "folder", family, seed=2)
+    theirs, ours = Checkpoint.open(folder).config, Checkpoint.open(write_gguf(tmp_path / "m.gguf", folder)).config
+    own = {"architecture", "family", "eos_token_ids"}  # Mistral's files say llama; ends of a turn: test_vocabulary.py
+    differing = {name for name in theirs.__slots__ if getattr(theirs, name) != getattr(ours, name)}
+    assert differing <= (own if family == "mistral" else {"eos_token_ids"})
+
+
+def test_a_linear_scaling(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    folder = random_checkpoint(tmp_path / "folder", "llama", rope_parameters=scaling)
+    theirs = Checkpoint.open(folder).config.rope
+    assert Checkpoint.open(write_gguf(tmp_path / "m.gguf", folder)).config.rope == theirs and theirs.factor == 4
+
+
+def test_rope_freqs_are_llama_3s_scaling(tmp_path: Path) -> None:
+    """The converter writes what the frequencies are divided by, in float32; from there on nothing is lost."""
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128, "rope_theta": 10000.0,
+    }  # fmt: skip
+    folder = random_checkpoint(tmp_path / "folder", "llama", rope_parameters=scaling)
+    config = Checkpoint.open(folder).config
+    plain = 10000.0 ** (-np.arange(0, 64, 2) / 64)
+    divisors = (plain / inverse_frequencies(config.rope, 64)).astype(np.float32)
+    path = write_gguf(tmp_path / "m.gguf", folder, edit=lambda w: w.add_tensor("rope_freqs.weight", divisors))
+    rope = Checkpoint.open(path).config.rope
+    np.testing.assert_array_equal(inverse_frequencies(rope, 64), plain / divisors.astype(np.float64))
+    np.testing.assert_allclose(inverse_frequencies(rope, 64), inverse_frequencies(config.rope, 64), rtol=1e-7)
+
+
+def test_a_sliding_window_caps_the_context(tmp_path: Path, llama: Path) -> None:
+    opened = Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=lambda w: w.add_sliding_window(100)))
+    assert opened.config.max_context == 100 and "100 tokens" in opened.notes[0]
+
+
+def without(key: str) -> Edit:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0][key]
+
+    return edit
+
+
+def with_value(key: str, value: object, kind: gguf.GGUFValueType) -> Edit:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop(key, None)
+        writer.add_key_value(key, value, kind)
+
+    return edit
+
+
+U32, F32, STRING = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "general.architecture", "llama.context_length", "llama.embedding_length", "llama.block_count",
+        "llama.feed_forward_length", "llama.attention.head_count", "llama.attention.layer_norm_rms_epsilon",
+        "tokenizer.ggml.model", "tokenizer.ggml.tokens",
+    ],
+)  # fmt: skip
+def test_a_missing_key_is_named(tmp_path: Path, llama: Path, key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{key} is missing"):
+        Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=without(key)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "word"),
+    [
+        (with_value("general.architecture", "mamba", STRING), "one of llama, qwen2, qwen3, gemma"),
+        (with_value("llama.block_count", 2**31 - 1, U32), "no more layers"),
+        (with_value("llama.block_count", 3, U32), "no tensor blk.2"),
+        (with_value("llama.block_count", "two", STRING), "'two'"),
+        (with_value("llama.attention.head_count", 0, U32), "at least 1"),
+        (with_value("llama.attention.head_count_kv", 3, U32), "a divisor"),
+        (with_value("llama.attention.key_length", 63, U32), "even"),
+        (with_value("llama.attention.value_length", 32, U32), "the size of a head"),
+        (with_value("llama.rope.dimension_count", 32, U32), "the size of a head"),
+        (with_value("llama.embedding_length", 321, U32), "by the file's metadata"),
+        (with_value("llama.vocab_size", 5, U32), "1003"),
+        (with_value("llama.rope.freq_base", float("nan"), F32), "positive number"),
+        (with_value("llama.rope.scaling.type", "yarn", STRING), "none or linear"),
+        (with_value("llama.attention.layer_norm_rms_epsilon", -1.0, F32), "positive number"),
+        (with_value("llama.expert_count", 8, U32), "0: no other"),
+        (with_value("llama.atention.head_count", 8, U32), "attention.head_count"),
+        (with_value("split.count", 3, gguf.GGUFValueType.UINT16), "llama-gguf-split"),
+        (with_value("tokenizer.ggml.eos_token_id", 5000, U32), "one of 1003 tokens"),
+        (with_value("general.sampling.temp", -1.0, F32), "temperature is -1"),
+    ],
+)
+def test_a_wrong_value_is_named(tmp_path: Path, llama: Path, edit: Edit, word: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=edit))
+    assert word in str(caught.value)
+
+
+def test_values_that_change_nothing(tmp_path: Path, llama: Path) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_expert_count(0)
+        writer.add_uint32("general.quantization_version", 2)
+        writer.add_string("llama.tensor_data_layout", "Meta AI original pth")
+        writer.add_uint32("tokenizer.ggml.unknown_token_id2", 1)
+
+    assert Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=edit)).notes == ()
+
+
+def test_sampling_defaults(tmp_path: Path, llama: Path) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32("general.sampling.temp", 0.7)
+        writer.add_int32("general.sampling.top_k", 20)
+        writer.add_int32("general.sampling.mirostat", 2)
+
+    opened = Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=edit))
+    assert (opened.generation.temperature, opened.generation.top_k) == (0.7, 20)
+    assert opened.notes == ("general.sampling.mirostat is not supported and not used",)
+    assert b"0.7" in opened.files["generation_config.json"]
+
+
+def test_a_vocabulary_shorter_than_the_embedding(tmp_path: Path, llama: Path) -> None:
+    opened = Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, tokenizer=lambda w: add_tokenizer(w, llama)))
+    assert opened.config.vocab_size == 1003 and opened.tokenizer.vocab_size == 700
