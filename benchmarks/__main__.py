@@ -9,43 +9,35 @@ the peak of the instructions themselves.
 """
 
 import argparse
-import datetime
 import json
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import decode, load_seconds, pages_for, prefill, resident_bytes
+from benchmarks.measure import (
+    bandwidth,
+    decode,
+    load_seconds,
+    pages_for,
+    prefill,
+    read_per_step,
+    resident_bytes,
+)
+from benchmarks.record import provenance, write_result
 from benchmarks.shapes import SHAPES, random_source
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.engine.engine import Engine
 from millrace.engine.native import NativeExecutor
-from millrace.engine.probe import peak_rates, read_rates
+from millrace.engine.probe import peak_rates
 from millrace.kernels.precision import Precision
-from millrace.machine.cpu import cpu_model, usable_cores
+from millrace.machine.cpu import usable_cores
 
 CONTEXT, PROMPT, NEW_TOKENS = 2048, 512, 32
 AT = 128  # tokens already in the context while decoding
-RESULTS = Path(__file__).parent / "results"
 _INSTRUCTION = {"fp32": "fp32", "bf16": "bf16", "w8a8": "int8", "w4a8": "int8", "w8a16": "bf16", "w4a16": "bf16"}
-
-
-def bandwidth(isa: str, threads: int) -> float:
-    """Bytes a second from DRAM now, all threads."""
-    return statistics.median(read_rates(isa, threads, 256 << 20))
-
-
-def read_per_step(engine: Engine) -> int:
-    """Bytes of weights that one decode step reads: all but the rows of the embedding table that it does not need."""
-    table = json.loads((engine.folder / "program.json").read_text())
-    names = {s["operands"]["table"]["weight"] for s in table["steps"] if s["kernel"] == "embed"}
-    return sum(w["bytes"] for w in table["weights"] if w["name"] not in names or w["format"] not in ("f32", "bf16"))
 
 
 def multiply_operations(engine: Engine) -> float:
@@ -84,11 +76,6 @@ def decode_at(executor: NativeExecutor, engine: Engine, n: int, threads: int, ru
     }  # fmt: skip
 
 
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
-    return done.stdout.strip() or "unknown"
-
-
 def run(shape: str, precision: str, threads: int, runs: int, engines: Path) -> dict[str, Any]:
     folder = engines / f"{shape}-{precision}"
     build_s = None
@@ -99,9 +86,7 @@ def run(shape: str, precision: str, threads: int, runs: int, engines: Path) -> d
         build_s = round(time.perf_counter() - started, 1)
     engine = Engine.open(folder)
     return {
-        "date": datetime.date.today().isoformat(), "commit": commit(),
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
-        "machine": {"cpu": cpu_model(), "cores": usable_cores(), "kernel": platform.release()},
+        **provenance("benchmarks"),
         "shape": shape, "precision": precision,
         "head": {"w4a8": "w8a8", "w4a16": "w8a16"}.get(precision, precision), "threads": threads,
         "build_with_random_weights_s": build_s, "weights_bytes": engine.manifest.weights_bytes,
@@ -123,9 +108,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for shape in SHAPES if args.shape == "all" else [args.shape]:
             result = run(shape, args.precision, args.threads, args.runs, args.engines or Path(temporary))
-            RESULTS.mkdir(exist_ok=True)
-            path = RESULTS / f"{result['date']}_{shape}_{args.precision}.json"
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            path = write_result(f"{result['date']}_{shape}_{args.precision}", result)
             print(json.dumps(result) if args.json else table(result, path))
 
 

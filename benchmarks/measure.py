@@ -1,5 +1,6 @@
 """Measurements in process: prefill, decode at several batch sizes, load time and memory of one engine."""
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,8 +12,10 @@ import numpy as np
 from millrace.engine.engine import Engine
 from millrace.engine.executor import SAMPLING, StepInputs
 from millrace.engine.native import PAGE_TOKENS, NativeExecutor
+from millrace.engine.probe import read_rates
 
 Int = np.int32
+LOOKED_UP = ("embed", "rope")  # kernels that take a row of their table for each token
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,23 @@ def decode(executor: NativeExecutor, n_sequences: int, context: int, n_tokens: i
     """n new tokens for each of several sequences that already hold `context` tokens."""
     steps = [step([1] * n_sequences, context + i, executor.limits.n_pages, seed=i) for i in range(n_tokens)]
     return repeat(lambda: [executor.run(s) for s in steps], runs)
+
+
+def bandwidth(isa: str, threads: int) -> float:
+    """Bytes a second from DRAM now, all threads."""
+    return statistics.median(read_rates(isa, threads, 256 << 20))
+
+
+def read_per_step(engine: Engine) -> int:
+    """Bytes of weights that a decode step of one sequence reads: products whole, of tables next to nothing."""
+    total = 0
+    for s in json.loads((engine.folder / "program.json").read_text())["steps"]:
+        size = sum(o.get("bytes", 0) for o in s["operands"].values())
+        if s["kernel"] == "rescore":  # the likeliest rows only
+            total += size * s["params"]["count"] // s["params"]["n"]
+        elif s["kernel"] not in LOOKED_UP:
+            total += size
+    return total
 
 
 def load_seconds(engine: Engine, n_pages: int, threads: int) -> tuple[NativeExecutor, float]:

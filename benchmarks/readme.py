@@ -1,17 +1,18 @@
-"""The README's table, from the newest result file of each shape and precision: `python -m benchmarks.readme`."""
+"""The README's tables, from the newest result file of each shape and precision: `python -m benchmarks.readme`."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks: written by python -m benchmarks.readme -->", "<!-- end of benchmarks -->"
 
 
 def newest() -> list[dict[str, Any]]:
     """One result for each shape and precision; file names begin with the date."""
     found = {}
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+    for path in sorted(RESULTS.glob("[0-9]*.json")):
         result = json.loads(path.read_text())
         found[result["shape"], result["precision"]] = result
     return sorted(found.values(), key=lambda r: (-r["weights_bytes"], r["precision"]))
@@ -38,10 +39,32 @@ def table() -> str:
     )
 
 
+def peers() -> str:
+    """A table for each shape that was measured beside other engines; each is one run."""
+    newest_run = {}
+    for path in sorted(RESULTS.glob("peers-*.json")):
+        result = json.loads(path.read_text())
+        newest_run[result["shape"]] = (path.name, result)
+    return "\n\n".join(_peers_table(name, result) for name, result in newest_run.values())
+
+
+def _peers_table(file: str, result: dict[str, Any]) -> str:
+    cells = {(e["engine"], e["workload"]): e for e in result["summary"]}
+    workloads = list(result["workloads"])
+    lines = [f"| {result['shape']}, tok/s | {' | '.join(workloads)} |", "|---" * (len(workloads) + 1) + "|"]
+    for engine in result["engines"]:
+        found = (cells.get((engine, w)) for w in workloads)
+        lines.append(f"| {engine} | " + " | ".join(f"{c['tokens_per_s']:,.0f}" if c else "" for c in found) + " |")
+    versions = ", ".join(sorted({f"{name.rsplit('-', 1)[0]} {e['version']}" for name, e in result["engines"].items()}))
+    machine = f"{result['machine']['cores']} cores of {result['machine']['cpu']}"
+    return "\n".join([*lines, "", f"{machine}; {result['date']}; {versions}; goals and samples: `{file}`."])
+
+
 def written(readme: str) -> str:
-    """The README with the table of today's results between its marks."""
+    """The README with the tables of today's results between its marks."""
     before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+    tables = "\n\n".join(filter(None, [table(), peers()]))
+    return f"{before}{BEGIN}\n{tables}\n{END}{rest.split(END)[1]}"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,6 @@
 """Chat templates and tokenisation, kept off the event loop: a long text must not hold up anybody's stream."""
 
 import asyncio
-import os
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,11 +14,9 @@ from millrace.serve.errors import HttpError
 
 T = TypeVar("T")
 SHORT_CHARACTERS = 512  # tokenised at once: that takes less time than the way to a thread and back
-LONG_CHARACTERS = 16_384  # in a process of its own, which is started for the first such text
-N_THREADS = 2  # for tokenisation: one long text does not hold up the next
-# Of those threads: a kernel's workers meet at a barrier, so that whoever takes one core from them holds up all. With
-# equal priority, 100 KB prompts in a loop doubled the time of every step (2 cores, 3.6 -> 7.1 ms; at 19: 3.3 ms).
-NICE = 19
+LONG_CHARACTERS = 8192  # in a process of its own, which is started for the first such text
+# Their priority is that of all threads: a nice one that held the interpreter's lock would be waited for by the engine.
+N_THREADS = 2
 
 
 class Texts:
@@ -36,9 +31,7 @@ class Texts:
         self._template = template
         self._max_pending = max_pending
         self._n_pending = 0
-        self._encoding = ThreadPoolExecutor(
-            N_THREADS, thread_name_prefix="millrace-text", initializer=_let_the_engine_go_first
-        )
+        self._encoding = ThreadPoolExecutor(N_THREADS, thread_name_prefix="millrace-text")
         # templates take turns anyway, and one that loops must not hold up completions as well
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="millrace-template")
 
@@ -102,12 +95,6 @@ class Texts:
 
     def _done(self) -> None:
         self._n_pending -= 1
-
-
-def _let_the_engine_go_first() -> None:
-    """Of this thread only; elsewhere than on Linux it would be the whole process."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _later(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

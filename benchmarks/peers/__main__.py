@@ -1,0 +1,69 @@
+"""Millrace beside llama.cpp, OpenVINO and transformers, on the same random weights, round by round.
+
+    python -m benchmarks.peers --shape tinyllama-1.1b --rounds 5
+
+Every engine is loaded in a process of its own and waits asleep for its turn. In a round each does each workload once,
+with the machine's read bandwidth measured before and after; ratios are taken within a round, and their median counts.
+The first round warms up. Packages of others come with the extra: pip install 'millrace[peers]'; an engine whose
+packages are missing is left out, and the result says so. Writes every sample into results/peers-DATE-SHAPE.json.
+Needs an otherwise idle machine: the load average is in the result.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from benchmarks.peers.engine import CATALOGUE
+from benchmarks.peers.race import Course, Race, race
+from benchmarks.peers.report import Findings, show
+from benchmarks.peers.workloads import WORKLOADS
+from benchmarks.record import RESULTS, write_result
+from benchmarks.shapes import SHAPES
+from millrace.machine.cpu import usable_cores
+
+
+def run(course: Course, messages: Console) -> Race:
+    """With progress: one line that changes on a terminal, one line for each step elsewhere."""
+    if not messages.is_terminal:
+        return race(course, lambda text: messages.print(text, highlight=False, markup=False, soft_wrap=True))
+    with messages.status(course.shape) as status:
+        return race(course, lambda text: status.update(escape(text)))
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=[*SHAPES, "all"], default="llama-143m")
+    parser.add_argument("--rounds", type=int, default=5, help="samples of each pair (default: %(default)s)")
+    parser.add_argument("--engines", nargs="+", choices=list(CATALOGUE), default=list(CATALOGUE), metavar="ENGINE",
+                        help="any of: %(choices)s (default: all)")  # fmt: skip
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), metavar="WORKLOAD",
+                        help="any of: %(choices)s (default: all)")  # fmt: skip
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="of each engine (default: all cores)")
+    parser.add_argument("--work", type=Path, default=Path("build/peers"),
+                        help="for exported weights, built engines and logs (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result file goes")
+    parser.add_argument("--json", action="store_true", help="print the result instead of tables")
+    args = parser.parse_args()
+    messages, out = Console(stderr=True), Console()
+    for shape in SHAPES if args.shape == "all" else [args.shape]:
+        course = Course(
+            shape, args.engines, [WORKLOADS[w] for w in args.workloads], args.rounds, args.threads, args.work / shape
+        )
+        found = run(course, messages)
+        result = Findings(course, found).result()
+        path = write_result(f"peers-{result['date']}-{shape}", result, args.results)
+        if args.json:
+            print(json.dumps(result))
+        else:
+            show(result, out)
+            messages.print(f"written: {path}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What every engine must be able to do here, ours included, and the catalogue of those that are compared."""
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.peers.weights import NamedWeights
+from benchmarks.peers.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What was measured: of which version, how its weights lie in memory, how it was set up."""
+
+    version: str
+    weights_bytes: int
+    read_bytes_per_step: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """Loaded and ready; it keeps its weights and its threads until its process ends."""
+
+    def describe(self) -> Description:
+        """Asked at the end, when all choices have been made."""
+        ...
+
+    def warm_up(self, workload: Workload) -> None:
+        """Anything that may be slow once: buffers, just-in-time code, the choice of the fastest setting."""
+        ...
+
+    def run(self, workload: Workload) -> float:
+        """Seconds of the part that counts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the catalogue. `module` has `load(weights, variant, folder, threads) -> Engine`."""
+
+    module: str
+    variant: str
+    packages: tuple[str, ...]  # what must be importable
+    precision: str  # of its arithmetic: "int8" or "bf16", to be compared with that peak of the machine
+
+    def missing(self) -> list[str]:
+        return [p for p in self.packages if find_spec(p) is None]
+
+    def load(self, weights: NamedWeights, folder: Path, threads: int) -> Engine:
+        engine: Engine = import_module(f"benchmarks.peers.{self.module}").load(weights, self.variant, folder, threads)
+        return engine
+
+
+_LLAMA = ("llama_cpp", "gguf")
+CATALOGUE = {
+    "millrace-w4a8": Entry("millrace_engine", "w4a8", (), "int8"),
+    "llama.cpp-q4_0": Entry("llama_cpp_engine", "Q4_0", _LLAMA, "int8"),
+    "llama.cpp-q4_k_m": Entry("llama_cpp_engine", "Q4_K_M", _LLAMA, "int8"),
+    "openvino-int4": Entry("openvino_engine", "int4", ("openvino",), "int8"),
+    "millrace-w8a8": Entry("millrace_engine", "w8a8", (), "int8"),
+    "llama.cpp-q8_0": Entry("llama_cpp_engine", "Q8_0", _LLAMA, "int8"),
+    "millrace-bf16": Entry("millrace_engine", "bf16", (), "bf16"),
+    "llama.cpp-bf16": Entry("llama_cpp_engine", "BF16", _LLAMA, "bf16"),
+    "transformers-bf16": Entry("transformers_engine", "bf16", ("torch", "transformers"), "bf16"),
+}
+EXTRA = "peers"

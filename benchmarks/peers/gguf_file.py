@@ -1,0 +1,120 @@
+"""The weights as a GGUF file for llama.cpp, and llama.cpp's own quantiser on it."""
+
+import ctypes
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+
+from benchmarks.peers.weights import NamedWeights
+from millrace.checkpoint.config import ModelConfig
+from millrace.graph.types import Array
+
+_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2"}
+_OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_INNER = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+_F32, _BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+_TYPES = {_F32: gguf.GGMLQuantizationType.F32, _BF16: gguf.GGMLQuantizationType.BF16}
+# No tokenizer is written (its kind is "no_vocab"): benchmarks give token ids.
+_NO_TOKENIZER = "no_vocab"
+
+
+def write_gguf(path: Path, weights: NamedWeights, dtype: str) -> None:
+    """`dtype` of the matrices: "f32" or "bf16"; norms and biases are float32, as llama.cpp wants them.
+
+    raises KeyError for a family or a tensor that has no place here
+    """
+    config = weights.config
+    unfinished = path.with_suffix(".unfinished")
+    writer = gguf.GGUFWriter(unfinished, _ARCHITECTURES[config.family])
+    _describe(writer, config)
+    for name, shape in weights.shapes.items():
+        kind = _stored_as(shape, dtype)
+        writer.add_tensor_info(gguf_name(name), shape, kind, math.prod(shape) * kind.itemsize, raw_dtype=_TYPES[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, shape in weights.shapes.items():
+        x = _arranged(weights, name).astype(_stored_as(shape, dtype))
+        writer.write_tensor_data(x.view(np.uint8))
+    writer.close()
+    unfinished.rename(path)
+
+
+def gguf_name(name: str) -> str:
+    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
+    if name in _OUTER:
+        return _OUTER[name]
+    _, _, layer, rest = name.split(".", 3)
+    module, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{_INNER[module]}.{kind}"
+
+
+def quantise(source: Path, path: Path, ftype: str) -> None:
+    """llama.cpp's own quantisation of a GGUF file; ftype as in llama_cpp.LLAMA_FTYPE_MOSTLY_*."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{ftype}")
+    unfinished = path.with_suffix(".unfinished")
+    failed = llama_cpp.llama_model_quantize(bytes(source), bytes(unfinished), ctypes.byref(params))
+    if failed:
+        raise RuntimeError(f"llama_model_quantize to {ftype} gave {failed}")
+    unfinished.rename(path)
+
+
+def read_per_step(path: Path) -> int:
+    """Bytes of weights that one decode step reads: all, but of an embedding that is not the head as well, nothing."""
+    tensors = {t.name: int(t.n_bytes) for t in gguf.GGUFReader(path).tensors}
+    looked_up = tensors["token_embd.weight"] if "output.weight" in tensors else 0
+    return sum(tensors.values()) - looked_up
+
+
+def types(path: Path) -> dict[str, int]:
+    """How many matrices are stored in which type: quantisers fall back where a row does not divide into blocks."""
+    matrices = (t for t in gguf.GGUFReader(path).tensors if len(t.shape) == 2)
+    return dict(Counter(t.tensor_type.name for t in matrices))
+
+
+def _describe(writer: gguf.GGUFWriter, c: ModelConfig) -> None:
+    assert c.rope.kind == "default", "no scaling of rotary positions is written here"
+    writer.add_context_length(c.max_context)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.n_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.n_heads)
+    writer.add_head_count_kv(c.n_kv_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_rope_freq_base(c.rope.theta)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_tokenizer_model(_NO_TOKENIZER)
+
+
+def _stored_as(shape: tuple[int, ...], dtype: str) -> "np.dtype[Any]":
+    return _BF16 if dtype == "bf16" and len(shape) == 2 else _F32
+
+
+def _arranged(weights: NamedWeights, name: str) -> Array:
+    """The tensor as llama.cpp wants it: its llama graphs rotate neighbours, Hugging Face's the halves of a head."""
+    x = np.asarray(weights.load(name), np.float32)
+    c = weights.config
+    heads = {"q_proj": c.n_heads, "k_proj": c.n_kv_heads}.get(name.rsplit(".", 2)[-2])
+    if c.family != "llama" or heads is None:
+        return x
+    halves = x.reshape(heads, 2, c.head_dim // 2, *x.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(x.shape))

@@ -1,0 +1,111 @@
+"""What this project set out to reach beside its peers, and how far a run is from it.
+
+A milestone is what a first release needs, a goal what it aims at. Both are ratios to the fastest of the named peers, or
+shares of a limit of the machine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_BIG, _SMALL = ("tinyllama-1.1b",), ("llama-143m", "qwen2.5-0.5b")
+_Q4_0 = ("llama.cpp-q4_0",)
+_BEST_4_BIT = ("llama.cpp-q4_0", "llama.cpp-q4_k_m")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """`peers` empty: a share of the machine's limit. `or_share`: this share of the limit will do as well."""
+
+    shapes: tuple[str, ...]
+    workload: str
+    ours: str
+    peers: tuple[str, ...]
+    milestone: float
+    goal: float
+    or_share: float | None = None
+
+    @property
+    def text(self) -> str:
+        if not self.peers:
+            limit = "the read bandwidth" if self.workload.startswith("decode") else "the instructions' peak"
+            return f"{self.workload}: {self.ours}, share of {limit}"
+        return f"{self.workload}: {self.ours} to {' or '.join(self.peers)}"
+
+
+GOALS = (
+    Goal(_BIG, "prefill-512", "millrace-w4a8", _BEST_4_BIT, 2.2, 2.5),
+    Goal(_BIG, "prefill-512", "millrace-w4a8", ("openvino-int4",), 1.0, 1.15),
+    Goal(_BIG, "prefill-4096", "millrace-w4a8", _BEST_4_BIT, 1.6, 2.0),
+    Goal(_BIG, "decode-16", "millrace-w4a8", _Q4_0, 2.2, 2.5),
+    Goal(_BIG, "decode-4", "millrace-w4a8", _Q4_0, 1.7, 2.0),
+    Goal(_BIG, "decode-1", "millrace-w4a8", _Q4_0, 1.05, 1.15),
+    Goal(_BIG, "decode-1", "millrace-w4a8", (), 0.85, 0.92),
+    Goal(_BIG, "prefill-512", "millrace-w8a8", ("llama.cpp-q8_0",), 2.5, 3.0),
+    Goal(_BIG, "decode-1", "millrace-w8a8", ("llama.cpp-q8_0",), 1.0, 1.05),
+    Goal(_BIG, "decode-1", "millrace-w8a8", (), 0.92, 0.92),
+    Goal(_BIG, "prefill-512", "millrace-bf16", ("llama.cpp-bf16",), 1.0, 1.1, or_share=0.8),
+    Goal(_BIG, "decode-1", "millrace-bf16", ("llama.cpp-bf16",), 0.98, 1.0),
+    Goal(_SMALL, "prefill-512", "millrace-w4a8", _BEST_4_BIT, 1.7, 2.0),
+    Goal(_SMALL, "decode-1", "millrace-w4a8", _Q4_0, 1.2, 1.3),
+    Goal(_SMALL, "decode-16", "millrace-w4a8", _Q4_0, 2.0, 2.5),
+)
+
+
+# A share above the limit means that the machine changed between a sample and the probes beside it; the probe's own
+# spread is about this much.
+BELIEVABLE_SHARE = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A goal beside what was reached; None: it was not measured."""
+
+    goal: Goal
+    reached: float | None
+    share: float | None  # of the limit, where that would do as well
+    against: str | None  # the peer that counted
+
+    @property
+    def verdict(self) -> str:
+        g = self.goal
+        if self.reached is None:
+            return "not measured"
+        if not g.peers and self.reached > BELIEVABLE_SHARE:
+            return f"not judged: {self.reached:.0%} of the limit, so the machine was not steady"
+        if g.or_share is not None and self.share is not None and g.or_share <= self.share <= BELIEVABLE_SHARE:
+            return f"goal met: {self.share:.0%} of the limit"
+        if self.reached >= g.goal:
+            return "goal met"
+        if self.reached >= g.milestone:
+            return f"milestone met, goal missed by {1 - self.reached / g.goal:.0%}"
+        return f"missed: milestone by {1 - self.reached / g.milestone:.0%}, goal by {1 - self.reached / g.goal:.0%}"
+
+    def as_dict(self) -> dict[str, Any]:
+        g = self.goal
+        return {
+            "what": g.text, "milestone": g.milestone, "goal": g.goal, "or_share_of_limit": g.or_share,
+            "against": self.against, "reached": self.reached and round(self.reached, 3),
+            "share_of_limit": self.share and round(self.share, 3), "verdict": self.verdict,
+        }  # fmt: skip
+
+
+Speedup = Callable[[str, str, str], float | None]  # workload, ours, theirs
+Fastest = Callable[[str, tuple[str, ...]], str | None]
+Share = Callable[[str, str], float | None]  # workload, engine
+
+
+def outcomes(shape: str, speedup: Speedup, fastest: Fastest, share: Share) -> list[Outcome]:
+    """Of all goals for this shape."""
+    found = []
+    for g in GOALS:
+        if shape not in g.shapes:
+            continue
+        limit = share(g.workload, g.ours)
+        if not g.peers:
+            found.append(Outcome(g, limit, None, None))
+            continue
+        peer = fastest(g.workload, g.peers)
+        reached = speedup(g.workload, g.ours, peer) if peer else None
+        found.append(Outcome(g, reached, limit if g.or_share else None, peer))
+    return found

@@ -1,0 +1,70 @@
+"""Millrace itself, driven like the others: steps in process, no server."""
+
+import shutil
+from pathlib import Path
+
+import millrace
+from benchmarks.measure import pages_for, read_per_step, step
+from benchmarks.peers.engine import Description
+from benchmarks.peers.timing import seconds
+from benchmarks.peers.weights import NamedWeights
+from benchmarks.peers.workloads import CONTEXT, MAX_USERS, Phase, Workload
+from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.compile.precision import precision_map
+from millrace.compile.source import Source
+from millrace.engine.engine import Engine
+from millrace.engine.executor import StepInputs
+from millrace.engine.native import NativeExecutor
+from millrace.model.families import build_model
+from millrace.model.module import Weights
+
+
+def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "MillraceEngine":
+    """`variant`: a precision; 4 and 8 bits in groups of 128. Built anew each time: an old engine is not this code."""
+    built = folder / f"millrace-{variant}"
+    shutil.rmtree(built, ignore_errors=True)
+    source = Source(
+        module=build_model(weights.config), weights=Weights(weights.shapes, weights.load), max_context=CONTEXT,
+        architecture=weights.config.architecture, dtype=weights.config.dtype,
+    )  # fmt: skip
+    options = BuildOptions(precision=precision_map(variant), max_batch=MAX_USERS)
+    write_engine(source, plan_engine(source, options), built, name=folder.name)
+    return MillraceEngine(Engine.open(built), threads)
+
+
+class MillraceEngine:
+    def __init__(self, engine: Engine, threads: int) -> None:
+        self._engine = engine
+        # the longest prompt of one user needs more pages than the short ones of all users together
+        self._executor: NativeExecutor = engine.executor(n_pages=pages_for(1, CONTEXT), threads=threads)
+
+    def describe(self) -> Description:
+        m = self._engine.manifest
+        settings = {"precision": m.precision, "group": m.group, "kv": m.kv.format, "isa": self._executor.isa}
+        return Description(millrace.__version__, m.weights_bytes, read_per_step(self._engine), settings)
+
+    def warm_up(self, workload: Workload) -> None:
+        self.run(workload)
+
+    def run(self, workload: Workload) -> float:
+        prompt, decode = self._steps(workload)
+        if workload.phase is Phase.PREFILL:
+            return seconds(lambda: self._run(prompt))
+        self._run(prompt)
+        return seconds(lambda: self._run(decode))
+
+    def _run(self, steps: list[StepInputs]) -> None:
+        for s in steps:
+            self._executor.run(s)
+
+    def _steps(self, w: Workload) -> tuple[list[StepInputs], list[StepInputs]]:
+        limits = self._executor.limits
+        chunk = limits.max_step_tokens // w.users
+        prompt = [
+            step([min(chunk, w.prompt - at)] * w.users, at, limits.n_pages, vocab=limits.vocab_size)
+            for at in range(0, w.prompt, chunk)
+        ]
+        decode = [
+            step([1] * w.users, w.prompt + i, limits.n_pages, seed=i, vocab=limits.vocab_size) for i in range(w.new)
+        ]
+        return prompt, decode

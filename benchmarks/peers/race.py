@@ -1,0 +1,115 @@
+"""Round after round, every engine takes its turn on every workload, and the machine is measured beside each."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import bandwidth
+from benchmarks.peers.child import Child, EngineFailedError
+from benchmarks.peers.engine import CATALOGUE, EXTRA
+from benchmarks.peers.samples import Peaks, Sample
+from benchmarks.peers.workloads import Workload
+from millrace.engine.probe import peak_rates
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import load
+
+SETTLE_S = 0.05  # until the threads of whoever ran last have stopped spinning
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Race:
+    """What a run found out; engines that could not take part are in `left_out` with the reason."""
+
+    samples: list[Sample] = field(default_factory=list)
+    peaks: list[Peaks] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)  # of the machine, at the start of each round
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    shape: str
+    engines: Sequence[str]
+    workloads: Sequence[Workload]
+    rounds: int
+    threads: int
+    folder: Path  # where exported weights, engines and logs are kept
+
+
+def race(course: Course, say: Say) -> Race:
+    """One round more than asked: the first warms up and is not counted."""
+    found = Race()
+    with ExitStack() as stack:
+        children = _start(course, found, stack, say)
+        for workload in course.workloads:
+            for name in list(children):
+                say(f"warm-up, {workload.name}, {name}")
+                _ask(children, name, "warm_up", workload.name, found)
+        for at in range(course.rounds):
+            found.load.append(round(load(), 2))
+            found.peaks.append(_peaks(course.threads))
+            for workload in course.workloads:
+                _turns(children, workload, at, course, found, say)
+        for name in list(children):
+            if described := _ask(children, name, "describe", "", found):
+                found.engines[name] = {**described, "arithmetic": CATALOGUE[name].precision}
+    return found
+
+
+def _start(course: Course, found: Race, stack: ExitStack, say: Say) -> dict[str, Child]:
+    children: dict[str, Child] = {}
+    for name in course.engines:
+        if missing := CATALOGUE[name].missing():
+            found.left_out[name] = f"{', '.join(missing)} not installed: pip install 'millrace[{EXTRA}]'"
+            say(f"left out: {name}: {found.left_out[name]}")
+            continue
+        say(f"exporting and loading, {name}")
+        child = stack.enter_context(Child(name, course.shape, course.folder, course.threads))
+        try:
+            child.wait_until_ready()  # one after the other: they share exported files
+        except EngineFailedError as error:
+            found.left_out[name] = str(error)
+            say(f"left out: {name}: {error}")
+        else:
+            children[name] = child
+    return children
+
+
+def _turns(children: dict[str, Child], workload: Workload, at: int, course: Course, found: Race, say: Say) -> None:
+    """One sample of each; who begins changes from round to round."""
+    names = list(children)
+    first = at % max(1, len(names))
+    before = _read_rate(course.threads)
+    for name in names[first:] + names[:first]:
+        say(f"round {at + 1} of {course.rounds}, {workload.name}, {name}")
+        reply = _ask(children, name, "run", workload.name, found)
+        time.sleep(SETTLE_S)
+        after = _read_rate(course.threads)
+        if reply:
+            found.samples.append(Sample(at, workload.name, name, reply["seconds"], before, after))
+        before = after
+
+
+def _ask(children: dict[str, Child], name: str, do: str, workload: str, found: Race) -> dict[str, Any] | None:
+    """None where the engine died of it; it takes no further part."""
+    try:
+        return children[name].ask(do, workload)
+    except EngineFailedError as error:
+        found.left_out[name] = f"{do} {workload}: {error}"
+        del children[name]
+        return None
+
+
+def _read_rate(threads: int) -> float:
+    return bandwidth(usable_isas()[0], threads)
+
+
+def _peaks(threads: int) -> Peaks:
+    isa = usable_isas()[0]
+    return Peaks(*(statistics.median(peak_rates(isa, kind, threads)) for kind in ("int8", "bf16")))

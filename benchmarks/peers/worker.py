@@ -1,0 +1,55 @@
+"""One engine in a process of its own: `python -m benchmarks.peers.worker ENGINE SHAPE FOLDER THREADS`.
+
+Between requests it blocks on its standard input, so that its threads sleep while another engine is measured. Requests
+and replies are lines of JSON; whatever the engine's libraries print goes to stderr.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.peers.engine import CATALOGUE, Engine
+from benchmarks.peers.weights import NamedWeights
+from benchmarks.peers.workloads import WORKLOADS
+
+
+def serve(engine: Engine, requests: TextIO, replies: TextIO) -> None:
+    """Until the requests end: {"do": "warm_up" | "run", "workload": name} or {"do": "describe"}."""
+    for line in requests:
+        request = json.loads(line)
+        _reply(replies, _done(engine, request))
+
+
+def _done(engine: Engine, request: dict[str, str]) -> dict[str, Any]:
+    match request["do"]:
+        case "warm_up":
+            engine.warm_up(WORKLOADS[request["workload"]])
+            return {}
+        case "run":
+            return {"seconds": engine.run(WORKLOADS[request["workload"]])}
+        case "describe":
+            return asdict(engine.describe())
+        case other:
+            raise ValueError(f"unknown request {other!r}")
+
+
+def _reply(replies: TextIO, message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message) + "\n")
+    replies.flush()
+
+
+def main() -> None:
+    name, shape, folder, threads = sys.argv[1:]
+    # C libraries write to descriptor 1: the replies keep the pipe, everything else goes to stderr
+    with os.fdopen(os.dup(1), "w") as replies:
+        os.dup2(2, 1)
+        engine = CATALOGUE[name].load(NamedWeights.random(shape), Path(folder), int(threads))
+        _reply(replies, {"ready": name})
+        serve(engine, sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""What each precision costs in accuracy: perplexity on a fixed text, beside the same engine in float32.
+
+    python -m benchmarks.perplexity --model tiny
+
+`tiny` reads held-out documents of the generator that it was trained with. Another checkpoint reads `--text FILE`, or,
+where none is given, text that it drew itself in float32 with fixed seeds. Writes results/perplexity-DATE-MODEL.json.
+Everything is computed by the native executor, one token of every document a step, from its float32 logits.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import pages_for, step
+from benchmarks.record import RESULTS, provenance, write_result
+from millrace import LLM, SamplingParams
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.compile.precision import precision_map
+from millrace.compile.source import Source
+from millrace.engine.engine import Engine
+from millrace.engine.executor import StepInputs
+from millrace.runtime.open import BUNDLED
+
+DOCUMENTS, LENGTH = 32, 192  # how many, and tokens of each at most: a few thousand in all, and it takes seconds
+# name in the result, precision, group
+PRECISIONS = (
+    ("fp32", "fp32", 128), ("bf16", "bf16", 128), ("w8a8 g128", "w8a8", 128), ("w4a8 g32", "w4a8", 32),
+    ("w4a8 g64", "w4a8", 64), ("w4a8 g128", "w4a8", 128),
+)  # fmt: skip
+Documents = list[list[int]]
+LogProbs = NDArray[np.float32]  # (positions of all documents, vocabulary)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of one precision; the last three beside float32."""
+
+    precision: str
+    perplexity: float
+    ratio: float  # of the perplexities
+    mean_kl: float  # nats by which its distribution differs from float32's, on average over positions
+    agreement: float  # share of positions whose likeliest token is the same
+
+
+def log_probabilities(engine: Engine, documents: Documents) -> LogProbs:
+    """Of the token after each but the last of every document: one token of each document a step, longest first."""
+    documents = sorted(documents, key=len, reverse=True)
+    m, pages = engine.manifest, pages_for(1, len(documents[0]))
+    executor = engine.executor(n_pages=pages * len(documents))
+    rows: list[list[LogProbs]] = [[] for _ in documents]
+    for at in range(len(documents[0]) - 1):
+        alive = [d for d in documents if at + 1 < len(d)]  # a prefix, because the longest come first
+        executor.run(_one_token_each([d[at] for d in alive], at, pages))
+        raw = executor.activations()[m.logits_offset : m.logits_offset + 4 * len(alive) * m.vocab_size]
+        for row, logits in zip(rows, raw.view(np.float32).reshape(len(alive), -1), strict=False):
+            row.append(_log_softmax(logits))
+    executor.close()
+    return np.concatenate([np.stack(row) for row in rows])
+
+
+def _one_token_each(tokens: Sequence[int], at: int, pages: int) -> StepInputs:
+    made = step([1] * len(tokens), at, pages * len(tokens))
+    return replace(made, tokens=np.array(tokens, np.int32))
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    shifted = logits - logits.max()
+    found: NDArray[np.float32] = shifted - np.log(np.exp(shifted, dtype=np.float64).sum()).astype(np.float32)
+    return found
+
+
+@contextmanager
+def _built(folder: Path, precision: str, group: int, sequences: int) -> Iterator[Engine]:
+    source = Source.from_checkpoint(Checkpoint.open(folder))
+    options = BuildOptions(precision=precision_map(precision, group), max_batch=sequences)
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "engine"
+        write_engine(source, plan_engine(source, options), out, name=folder.name)
+        yield Engine.open(out)
+
+
+def targets(documents: Documents) -> NDArray[np.int64]:
+    """The tokens that `log_probabilities` has a row for, in its order."""
+    return np.array([t for d in sorted(documents, key=len, reverse=True) for t in d[1:]])
+
+
+def score(name: str, found: LogProbs, reference: LogProbs, tokens: NDArray[np.int64]) -> Score:
+    at = np.arange(len(tokens))
+    loss, reference_loss = (-float(x[at, tokens].mean(dtype=np.float64)) for x in (found, reference))
+    divergence = (np.exp(reference) * (reference - found)).sum(axis=1, dtype=np.float64)
+    return Score(
+        name,
+        perplexity=float(np.exp(loss)),
+        ratio=float(np.exp(loss - reference_loss)),
+        mean_kl=float(divergence.mean()),
+        agreement=float((found.argmax(axis=1) == reference.argmax(axis=1)).mean()),
+    )
+
+
+def scores(folder: Path, documents: Documents, precisions: Sequence[tuple[str, str, int]] = PRECISIONS) -> list[Score]:
+    """One for each precision; the first is the reference."""
+    tokens, found = targets(documents), []
+    reference: LogProbs | None = None
+    for name, precision, group in precisions:
+        with _built(folder, precision, group, len(documents)) as engine:
+            log_probs = log_probabilities(engine, documents)
+        reference = log_probs if reference is None else reference
+        found.append(score(name, log_probs, reference, tokens))
+    return found
+
+
+def tiny_documents() -> Documents:
+    """Held-out stories with a question and its answer, as `tiny` was trained to read them."""
+    from tools.tiny.world import BOS, held_out_exam
+
+    tokenizer = Checkpoint.open(BUNDLED / "tiny").tokenizer
+    exams = [held_out_exam(seed) for seed in range(DOCUMENTS)]
+    texts = [e.prompt.removeprefix(BOS) + " " + e.choice.letter for e in exams]
+    return [tokenizer.encode(text)[:LENGTH] for text in texts]
+
+
+def drawn_documents(folder: Path) -> Documents:
+    """Text that the model draws itself in float32 from its beginning token, at temperature 1 with seeds 0, 1, ..."""
+    begin = Checkpoint.open(folder).tokenizer.bos_token_id or 0
+    how = [SamplingParams(temperature=1, seed=i, max_tokens=LENGTH - 1, ignore_eos=True) for i in range(DOCUMENTS)]
+    outputs = LLM(str(folder), precision="fp32").generate([{"prompt_token_ids": [begin]}] * DOCUMENTS, how)
+    return [[begin, *o.outputs[0].token_ids] for o in outputs]
+
+
+def text_documents(folder: Path, text: Path) -> Documents:
+    """The beginning of a file, in pieces of LENGTH tokens."""
+    tokenizer = Checkpoint.open(folder).tokenizer
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    size = LENGTH - len(begin)
+    few = text.read_text(encoding="utf-8")[: 16 * DOCUMENTS * LENGTH]  # characters: more than enough tokens
+    ids = tokenizer.encode(few, add_special_tokens=False)[: DOCUMENTS * size]
+    return [begin + ids[at : at + size] for at in range(0, len(ids), size)]
+
+
+def show(found: Sequence[Score], console: Console) -> None:
+    table = Table("precision", "perplexity", "of fp32's", "mean KL", "same likeliest token")
+    for s in found:
+        cells = f"{s.perplexity:.4f}", f"{s.ratio:.4f}", f"{s.mean_kl:.2e}", f"{s.agreement:.2%}"
+        table.add_row(s.precision, *cells)
+    console.print(table)
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.perplexity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="tiny", help='"tiny", or the folder of a checkpoint (default: %(default)s)')
+    parser.add_argument("--text", type=Path, help="a text file to read instead")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result file goes")
+    parser.add_argument("--json", action="store_true", help="print the result instead of a table")
+    args = parser.parse_args()
+    folder = BUNDLED / "tiny" if args.model == "tiny" else Path(args.model)
+    if args.text:
+        documents, text = text_documents(folder, args.text), args.text.name
+    elif args.model == "tiny":
+        documents, text = tiny_documents(), "held-out documents of its generator"
+    else:
+        documents, text = drawn_documents(folder), "drawn by itself in float32"
+    found = scores(folder, documents)
+    result: dict[str, Any] = {
+        **provenance("benchmarks.perplexity"), "model": folder.name, "text": text, "tokens": len(targets(documents)),
+        "scores": [asdict(s) for s in found],
+    }  # fmt: skip
+    path = write_result(f"perplexity-{result['date']}-{folder.name}", result, args.results)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        show(found, Console())
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Samples, goals and the turns of a race, with no peer at all; the engines' processes speak one line at a time."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import race as race_module
+from benchmarks.peers.child import Child, EngineFailedError
+from benchmarks.peers.engine import CATALOGUE, Description, Entry
+from benchmarks.peers.goals import GOALS, outcomes
+from benchmarks.peers.race import Course, race
+from benchmarks.peers.report import Findings
+from benchmarks.peers.samples import Sample, Samples
+from benchmarks.peers.worker import serve
+from benchmarks.peers.workloads import WORKLOADS, Workload
+from benchmarks.shapes import SHAPES
+
+
+def samples(**seconds: list[float]) -> Samples:
+    """By engine, one a round, on "w", beside a bandwidth of 100 bytes a second."""
+    return Samples([Sample(i, "w", e, s, 90, 110) for e, found in seconds.items() for i, s in enumerate(found)])
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    """The machine became three times as slow in the second round: for both, so the ratio does not change."""
+    found = samples(ours=[1, 3, 1], theirs=[2, 6, 2.2])
+    assert found.speedup("w", "ours", "theirs") == 2
+    assert found.fastest("w", ["theirs", "ours", "absent"]) == "ours"
+    assert found.speedup("w", "ours", "absent") is None and found.fastest("w", ["absent"]) is None
+    assert found.share_of_bandwidth("w", "theirs", 110) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("speed", "share", "verdict"),
+    [
+        (1.2, 0.3, "goal met"),
+        (1.05, 0.3, "milestone met, goal missed by 5%"),
+        (0.5, 0.3, "missed: milestone by 50%, goal by 55%"),
+        (0.5, 0.81, "goal met: 81% of the limit"),
+        (0.5, 1.2, "missed: milestone by 50%, goal by 55%"),  # a share that cannot be
+        (None, None, "not measured"),
+    ],
+)
+def test_a_goal_says_by_how_much_it_is_missed(speed: float | None, share: float | None, verdict: str) -> None:
+    """The prefill goal in bfloat16, which a share of the limit meets as well."""
+    found = outcomes("tinyllama-1.1b", lambda *_: speed, lambda _, peers: peers[0], lambda *_: share)
+    assert [o.verdict for o in found if o.goal.or_share] == [verdict]
+
+
+def test_more_than_the_limit_is_no_success() -> None:
+    found = outcomes("tinyllama-1.1b", lambda *_: 2.0, lambda _, peers: peers[0], lambda *_: 1.19)
+    shares = [o.verdict for o in found if not o.goal.peers]
+    assert shares and set(shares) == {"not judged: 119% of the limit, so the machine was not steady"}
+
+
+def test_goals_are_about_what_is_measured() -> None:
+    for goal in GOALS:
+        assert set(goal.shapes) <= set(SHAPES) and goal.workload in WORKLOADS
+        assert {goal.ours, *goal.peers} <= set(CATALOGUE) and goal.milestone <= goal.goal
+
+
+class Fixed:
+    """An engine that always takes half a second."""
+
+    def describe(self) -> Description:
+        return Description("1.0", weights_bytes=10, read_bytes_per_step=10)
+
+    def warm_up(self, workload: Workload) -> None:
+        pass
+
+    def run(self, workload: Workload) -> float:
+        return 0.5
+
+
+def test_a_worker_answers_line_by_line() -> None:
+    requests = [{"do": "warm_up", "workload": "decode-1"}, {"do": "run", "workload": "decode-1"}, {"do": "describe"}]
+    replies = io.StringIO()
+    serve(Fixed(), io.StringIO("".join(json.dumps(r) + "\n" for r in requests)), replies)
+    described = {"version": "1.0", "weights_bytes": 10, "read_bytes_per_step": 10, "settings": {}}
+    assert [json.loads(line) for line in replies.getvalue().splitlines()] == [{}, {"seconds": 0.5}, described]
+
+
+def test_a_process_that_cannot_load_says_why(tmp_path: Path) -> None:
+    with Child("no-such-engine", "llama-143m", tmp_path, 1) as child, pytest.raises(EngineFailedError, match="no-such"):
+        child.wait_until_ready()
+
+
+def test_a_missing_peer_is_left_out_and_the_rest_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalogue = {
+        "absent": Entry("absent_engine", "", ("no_such_package",), "int8"),
+        "millrace-w4a8": CATALOGUE["millrace-w4a8"],
+    }
+    monkeypatch.setattr(race_module, "CATALOGUE", catalogue)
+    monkeypatch.setattr(race_module, "bandwidth", lambda *_: 1e10)
+    said: list[str] = []
+    course = Course("llama-143m", list(catalogue), [WORKLOADS["decode-1"]], 2, 2, tmp_path)
+    found = race(course, said.append)
+    assert list(found.left_out) == ["absent"] and "pip install 'millrace[peers]'" in found.left_out["absent"]
+    assert [(s.round, s.engine) for s in found.samples] == [(0, "millrace-w4a8"), (1, "millrace-w4a8")]
+    result = json.loads(json.dumps(Findings(course, found).result()))
+    assert [e["engine"] for e in result["summary"]] == ["millrace-w4a8"]
+    assert {g["verdict"] for g in result["goals"]} == {"not measured"}
+    assert str(tmp_path) not in json.dumps(result)
