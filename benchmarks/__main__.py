@@ -28,7 +28,7 @@ from benchmarks.measure import (
 from benchmarks.record import provenance, write_result
 from benchmarks.shapes import SHAPES, random_source
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.precision import precision_map
+from millrace.compile.precision import RESCORED, PrecisionMap, precision_map
 from millrace.engine.engine import Engine
 from millrace.engine.native import NativeExecutor
 from millrace.engine.probe import peak_rates
@@ -88,10 +88,16 @@ def run(shape: str, precision: str, threads: int, runs: int, engines: Path) -> d
     return {
         **provenance("benchmarks"),
         "shape": shape, "precision": precision,
-        "head": {"w4a8": "w8a8", "w4a16": "w8a16"}.get(precision, precision), "threads": threads,
+        "head": head_name(precision_map(precision)), "threads": threads,
         "build_with_random_weights_s": build_s, "weights_bytes": engine.manifest.weights_bytes,
         "activation_bytes": engine.manifest.activation_bytes, **measure(engine, precision, threads, runs),
     }  # fmt: skip
+
+
+def head_name(precisions: PrecisionMap) -> str:
+    """In what the logits are computed."""
+    rough = precisions.of("lm_head").value
+    return f"{rough}, its best {RESCORED} again in w8a8" if precisions.rescores("lm_head") else rough
 
 
 def main() -> None:
