@@ -1,8 +1,5 @@
 """The whole product in a thread of this process: engine folder, native executor, loop and uvicorn, nothing faked."""
 
-import asyncio
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,16 +7,14 @@ from pathlib import Path
 
 import httpx
 import openai
-import uvloop
 
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
 from millrace.engine.engine import Engine
-from millrace.errors import MillraceError
 from millrace.runtime.open import Opened, RunSettings, open_engine
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.stats import LoopStats
-from millrace.serve.server import Server
 from millrace.serve.settings import ServedModel, ServerSettings
+from tests.support.server import in_thread, wait_until_idle
 
 MODEL = "served"
 JSON = {"content-type": "application/json"}
@@ -43,12 +38,7 @@ class Live:
         return self.engine.stats()
 
     def wait_until_idle(self, timeout_s: float = 20.0) -> LoopStats:
-        """Everything that was cancelled has left, and every page is back."""
-        until_s = time.monotonic() + timeout_s
-        while not (stats := self.stats()).idle or stats.pages_used:
-            assert time.monotonic() < until_s, stats
-            time.sleep(0.005)
-        return stats
+        return wait_until_idle(self.engine, timeout_s)
 
 
 @contextmanager
@@ -75,33 +65,8 @@ def live(
         created=1_700_000_000,
         max_context=opened.engine.manifest.max_context,
     )
-    ready, urls, failures = threading.Event(), list[str](), list[MillraceError]()
-
-    def announce(url: str) -> None:
-        urls.append(url)
-        ready.set()
-
-    server = Server(model, settings or ServerSettings(port=0), announce)
-
-    def run() -> None:
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(server.run())
-        except MillraceError as error:
-            failures.append(error)
-        finally:
-            ready.set()
-
-    thread = threading.Thread(target=run, name="server-under-test")
-    thread.start()
-    assert ready.wait(60) and urls, failures
     try:
-        yield Live(urls[0], opened, async_engine)
+        with in_thread(model, settings, start_s=60, stop_s=30) as served:
+            yield Live(served.url, opened, async_engine)
     finally:
-        server.stop()
-        server.stop()
-        thread.join(30)
         opened.close()
-        stats = async_engine.stats()
-        assert not thread.is_alive()
-        assert stats.pages_used == 0 and stats.running == stats.waiting == 0, stats

@@ -3,7 +3,6 @@
 The tokenizer is trained in the test. The fake model draws ids below 97, which are "!" .. "~" and three single bytes.
 """
 
-import asyncio
 import tempfile
 import threading
 import time
@@ -14,12 +13,10 @@ from functools import cache
 from pathlib import Path
 
 import httpx
-import uvloop
 
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer
 from millrace.engine.executor import ExecutorLimits, StepInputs
-from millrace.errors import MillraceError
 from millrace.runtime.budget import TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.service import AsyncEngine, ServiceOptions
@@ -27,6 +24,7 @@ from millrace.runtime.stats import LoopStats
 from millrace.serve.server import Server
 from millrace.serve.settings import ServedModel, ServerSettings
 from tests.runtime.fakes import FakeExecutor, limits
+from tests.support.server import in_thread, wait_until_idle
 from tests.support.vocabularies import CHATML, save_byte_level
 
 MODEL = "fake"
@@ -88,12 +86,7 @@ class Running:
         return self.model.engine.stats()
 
     def wait_until_idle(self, timeout_s: float = 10.0) -> LoopStats:
-        """Everything that was cancelled has left, and every page is back."""
-        until_s = time.monotonic() + timeout_s
-        while not (stats := self.stats()).idle or stats.pages_used:
-            assert time.monotonic() < until_s, stats
-            time.sleep(0.005)
-        return stats
+        return wait_until_idle(self.model.engine, timeout_s)
 
 
 @contextmanager
@@ -103,38 +96,8 @@ def running(fake: Fake | None = None, settings: ServerSettings | None = None, wa
     wait: until it is ready; otherwise the settings name a port
     """
     model = (fake or Fake()).model()
-    ready, urls, failures = threading.Event(), list[str](), list[MillraceError]()
-
-    def announce(url: str) -> None:
-        urls.append(url)
-        ready.set()
-
-    chosen = settings or ServerSettings(port=0)
-    server = Server(model, chosen, announce)
-
-    def run() -> None:
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(server.run())
-        except MillraceError as error:
-            failures.append(error)
-        finally:
-            ready.set()
-
-    thread = threading.Thread(target=run, name="test-server")
-    thread.start()
-    if wait:
-        assert ready.wait(20) and urls, failures
-    handle = Running(urls[0] if wait else f"http://127.0.0.1:{chosen.port}", server, model, thread)
-    try:
-        yield handle
-    finally:
-        server.stop()
-        server.stop()
-        thread.join(20)
-        assert not thread.is_alive()
-        stats = model.engine.stats()
-        assert stats.pages_used == 0 and stats.running == stats.waiting == 0
+    with in_thread(model, settings, start_s=20, stop_s=20, wait=wait) as served:
+        yield Running(served.url, served.server, model, served.thread)
 
 
 def post(url: str, path: str, body: object, **headers: str) -> httpx.Response:
