@@ -15,15 +15,12 @@ from millrace.checkpoint.config import ModelConfig
 from millrace.graph.types import Array
 
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2"}
-_OUTER = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
+_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 _F32, _BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 _TYPES = {_F32: gguf.GGMLQuantizationType.F32, _BF16: gguf.GGMLQuantizationType.BF16}
@@ -39,7 +36,10 @@ def write_gguf(path: Path, weights: NamedWeights, dtype: str) -> None:
     config = weights.config
     unfinished = path.with_suffix(".unfinished")
     writer = gguf.GGUFWriter(unfinished, _ARCHITECTURES[config.family])
-    _describe(writer, config)
+    assert config.rope.kind == "default", "no scaling of rotary positions is written here"
+    describe(writer, config)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model(_NO_TOKENIZER)
     for name, shape in weights.shapes.items():
         kind = _stored_as(shape, dtype)
         writer.add_tensor_info(gguf_name(name), shape, kind, math.prod(shape) * kind.itemsize, raw_dtype=_TYPES[kind])
@@ -55,11 +55,11 @@ def write_gguf(path: Path, weights: NamedWeights, dtype: str) -> None:
 
 def gguf_name(name: str) -> str:
     """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
-    if name in _OUTER:
-        return _OUTER[name]
-    _, _, layer, rest = name.split(".", 3)
-    module, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_INNER[module]}.{kind}"
+    module, end = name.rsplit(".", 1)
+    if module in _OUTER:
+        return f"{_OUTER[module]}.{end}"
+    _, _, layer, rest = module.split(".", 3)
+    return f"blk.{layer}.{_INNER[rest]}.{end}"
 
 
 def quantise(source: Path, path: Path, ftype: str) -> None:
@@ -88,8 +88,8 @@ def types(path: Path) -> dict[str, int]:
     return dict(Counter(t.tensor_type.name for t in matrices))
 
 
-def _describe(writer: gguf.GGUFWriter, c: ModelConfig) -> None:
-    assert c.rope.kind == "default", "no scaling of rotary positions is written here"
+def describe(writer: gguf.GGUFWriter, c: ModelConfig) -> None:
+    """The model's sizes; neither its tokenizer nor a scaling of rotary positions."""
     writer.add_context_length(c.max_context)
     writer.add_embedding_length(c.hidden_size)
     writer.add_block_count(c.n_layers)
@@ -101,8 +101,11 @@ def _describe(writer: gguf.GGUFWriter, c: ModelConfig) -> None:
     writer.add_layer_norm_rms_eps(c.norm_eps)
     writer.add_rope_freq_base(c.rope.theta)
     writer.add_rope_dimension_count(c.head_dim)
-    writer.add_vocab_size(c.vocab_size)
-    writer.add_tokenizer_model(_NO_TOKENIZER)
+
+
+def neighbours(x: Array, heads: int) -> Array:
+    """x (heads * D, ...) as llama.cpp's llama graphs rotate it: neighbours, where Hugging Face's rotate halves of D."""
+    return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
 def _stored_as(shape: tuple[int, ...], dtype: str) -> "np.dtype[Any]":
@@ -110,11 +113,8 @@ def _stored_as(shape: tuple[int, ...], dtype: str) -> "np.dtype[Any]":
 
 
 def _arranged(weights: NamedWeights, name: str) -> Array:
-    """The tensor as llama.cpp wants it: its llama graphs rotate neighbours, Hugging Face's the halves of a head."""
+    """The tensor as llama.cpp wants it."""
     x = np.asarray(weights.load(name), np.float32)
     c = weights.config
     heads = {"q_proj": c.n_heads, "k_proj": c.n_kv_heads}.get(name.rsplit(".", 2)[-2])
-    if c.family != "llama" or heads is None:
-        return x
-    halves = x.reshape(heads, 2, c.head_dim // 2, *x.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(x.shape))
+    return x if c.family != "llama" or heads is None else np.ascontiguousarray(neighbours(x, heads))

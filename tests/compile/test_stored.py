@@ -10,6 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
+from benchmarks.peers.gguf_file import gguf_name
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, Plan, plan_engine
 from millrace.compile.precision import StoredMatrix, nearest_precisions, precision_map, rounding_notes
@@ -17,7 +18,7 @@ from millrace.compile.source import Source
 from millrace.engine.program import Packed
 from millrace.kernels.precision import Precision
 from tests.support.checkpoints import random_checkpoint
-from tests.support.gguf_files import BLOCKY, gguf_name, write_gguf
+from tests.support.gguf_files import BLOCKY, write_gguf
 
 PANEL = 32
 Blocks = tuple[NDArray[np.integer[Any]], NDArray[np.float16]]  # codes (N, K), scales (N, K/32)

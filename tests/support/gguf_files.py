@@ -10,6 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf import TokenType
 
+from benchmarks.peers.gguf_file import describe, gguf_name, neighbours
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config import ModelConfig
 from millrace.graph.types import Array
@@ -19,26 +20,10 @@ BLOCKY: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "vocab_size": 768,
 }  # fmt: skip
-_INNER = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _NO_QUANTISER = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)  # of which the gguf package can only dequantise
 
 Edit = Callable[[gguf.GGUFWriter], None]
 KindOf = Callable[[str], Kind]  # of the tensor's name in the file; norms and biases are float32 always
-
-
-def gguf_name(name: str) -> str:
-    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
-    module, end = name.rsplit(".", 1)
-    if module in _OUTER:
-        return f"{_OUTER[module]}.{end}"
-    _, _, layer, rest = module.split(".", 3)
-    return f"blk.{layer}.{_INNER[rest]}.{end}"
 
 
 def write_gguf(
@@ -57,7 +42,10 @@ def write_gguf(
     checkpoint = Checkpoint.open(folder)
     config = checkpoint.config
     writer = gguf.GGUFWriter(path, "llama" if config.family == "mistral" else config.family)
-    _describe(writer, config)
+    describe(writer, config)
+    if config.rope.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope.factor)
     (tokenizer or (lambda w: add_tokenizer(w, folder, n_tokens=config.vocab_size)))(writer)
     for name in checkpoint.tensors:
         stored = gguf_name(name)
@@ -99,29 +87,12 @@ def random_blocks(x: Array, kind: Kind, extreme: bool = False) -> np.ndarray[Any
     return raw.reshape(x.shape[0], -1)
 
 
-def _describe(writer: gguf.GGUFWriter, c: ModelConfig) -> None:
-    writer.add_context_length(c.max_context)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_block_count(c.n_layers)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(c.n_heads)
-    writer.add_head_count_kv(c.n_kv_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
-    writer.add_rope_dimension_count(c.head_dim)
-    writer.add_rope_freq_base(c.rope.theta)
-    writer.add_layer_norm_rms_eps(c.norm_eps)
-    if c.rope.kind == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(c.rope.factor)
-
-
 def _arranged(c: ModelConfig, name: str, array: Array) -> Array:
     """As convert_hf_to_gguf.py arranges it."""
     part = name.split(".")[-2]
     if c.family in ("llama", "mistral") and part in ("attn_q", "attn_k"):
         heads = c.n_heads if part == "attn_q" else c.n_kv_heads
-        return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+        return neighbours(array, heads)
     if c.family == "gemma" and name.endswith("norm.weight"):
         return array.astype(np.float32) + np.float32(1)
     return array

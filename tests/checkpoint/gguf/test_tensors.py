@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from benchmarks.peers.gguf_file import gguf_name
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.errors import CheckpointError
 from tests.support.checkpoints import FAMILIES, random_checkpoint
-from tests.support.gguf_files import BLOCKY, gguf_name, write_gguf
+from tests.support.gguf_files import BLOCKY, write_gguf
 
 
 @pytest.mark.parametrize("family", FAMILIES)
