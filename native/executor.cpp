@@ -58,15 +58,14 @@ template <class Field>
 void each_array(SamplingScratch& s, int64_t vocab, Field field) {
   const int64_t blocks = vocab / kSampleBlock + 1;
   field(s.ids, vocab + 16);
+  field(s.x, vocab);
   field(s.p, std::max(vocab, kSampleBlock));
-  field(s.order, vocab);
-  field(s.sample, vocab / 16 + 16);
+  field(s.order, vocab + 16);
   field(s.counts, vocab);
   field(s.touched, 2 * vocab);
   field(s.before, 2 * vocab);
-  field(s.sums, blocks);
-  field(s.all_sums, blocks);
-  field(s.cut_sums, blocks);
+  field(s.most, vocab / kLookBlock + 1);
+  for (float** sums : {&s.references, &s.all_sums, &s.sums, &s.cut_sums}) field(*sums, blocks);
 }
 
 int64_t sampling_bytes(int64_t vocab) {

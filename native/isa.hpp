@@ -5,22 +5,33 @@
 
 namespace millrace {
 
-constexpr int64_t kSampleBlock = 1024;  // logits whose exponentials are summed together
+constexpr int64_t kSampleBlock = 1024;  // logits whose exponentials are summed together,
+constexpr int64_t kLookBlock = 256;     // and of which the largest is remembered
 
-// What row_weigh looks for among p = exp((x - m) * scale); base <= floor <= ceiling.
-struct Weighing {
-  float m, scale, base, floor, ceiling;
+// What row_weigh looks for among the logits: what is below `base` weighs nothing, what lies from `floor` up to below
+// `ceiling` is listed. base <= floor <= ceiling.
+struct Band {
+  float base, floor, ceiling;
+};
+
+// What it leaves, a value per block; weights are 2^((x - m) * scale), m the largest logit.
+struct Weights {
+  float *most, *references;  // the largest logit of each kLookBlock; what each kSampleBlock was weighed against
+  float *all, *above;        // the sums of what weighs, and of what lies from the ceiling on
+  int32_t* ids;              // what is listed, ascending; takes 16 more
+  int64_t found;
+  float m;  // NaN where a logit is not finite
 };
 
 struct SamplePasses {
-  float (*max)(const float* x, int64_t n);
-  void (*exp)(const float* x, int64_t n, float m, float scale, float* p, float* sums);
-  int64_t (*weigh)(const float* x, int64_t n, const Weighing& w, float* all, float* above, int32_t* ids);
+  float (*look)(const float* x, int64_t n, float* most);
+  void (*weigh)(const float* x, int64_t n, float scale, const Band* band, Weights& out);
+  void (*exp2)(const float* x, int64_t n, float m, float scale, float* p, float* sums);
   int64_t (*find)(const float* x, int64_t n, float value);
-  int64_t (*collect)(const float* x, int64_t n, float floor, float ceiling, int32_t* out);
-  int64_t (*above)(const float* p, int64_t n, float floor, float* sums);
+  int64_t (*collect)(const float* x, int64_t from, int64_t to, float floor, float ceiling, int32_t* out);
+  int64_t (*count)(const float* x, int64_t n, float floor);
+  int64_t (*mass)(const float* x, const float* p, int64_t n, float floor, double& mass);
   int64_t (*rank)(const float* x, int64_t n, float value);
-  void (*top)(const float* x, int64_t n, int k, int32_t* ids, float* values);
 };
 
 struct Isa {

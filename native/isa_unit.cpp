@@ -4,6 +4,7 @@
 #include "isa.hpp"
 #include MILLRACE_LANES
 #include "lanes/math.hpp"
+#include "lanes/rows.hpp"
 #include "convert/native.hpp"
 #include "rms_norm/native.hpp"
 #include "embed/native.hpp"
@@ -28,8 +29,8 @@ const Isa MILLRACE_JOIN(isa_, MILLRACE_ISA) = {
     {MILLRACE_ISA::embed, MILLRACE_ISA::rms_norm, MILLRACE_ISA::convert, MILLRACE_ISA::matmul, MILLRACE_ISA::rope,
      MILLRACE_ISA::attention, MILLRACE_ISA::elementwise, MILLRACE_ISA::gather_rows,
      MILLRACE_ISA::rescore},
-    {MILLRACE_ISA::row_max, MILLRACE_ISA::row_exp, MILLRACE_ISA::row_weigh, MILLRACE_ISA::row_find,
-     MILLRACE_ISA::row_collect, MILLRACE_ISA::row_above, MILLRACE_ISA::row_rank, MILLRACE_ISA::row_top},
+    {MILLRACE_ISA::row_look, MILLRACE_ISA::row_weigh, MILLRACE_ISA::row_exp2, MILLRACE_ISA::row_find,
+     MILLRACE_ISA::row_collect, MILLRACE_ISA::row_count, MILLRACE_ISA::row_mass, MILLRACE_ISA::row_rank},
     static_cast<int64_t>(sizeof(MILLRACE_ISA::AttentionTile) / sizeof(float)),
 };
 

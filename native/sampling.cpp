@@ -1,4 +1,4 @@
-#include "sampling.hpp"
+#include "logits_row.hpp"
 
 #include <algorithm>
 #include <cfloat>
@@ -39,12 +39,6 @@ double natural_log(double x) {
 namespace {
 
 constexpr float kGreedyBelow = 1e-5f;  // 1/temperature would leave the range of float
-
-double total(const float* sums, int64_t n) {
-  double all = 0;
-  for (int64_t b = 0; b * kSampleBlock < n; ++b) all += sums[b];
-  return all;
-}
 
 // Adds the biases and applies the penalties; remembers each touched logit, so that the raw ones can come back.
 class Adjusted {
@@ -98,117 +92,150 @@ class Adjusted {
   int64_t n_ = 0;
 };
 
-uint32_t to_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-float from_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-// The weakest of the kept: what is above `p` is kept, and of those equal to it the ids up to `id`.
+// The weakest of the kept: what is above `x` is kept, and of the logits equal to it the ids up to `id`.
 struct Cut {
-  float p;
+  float x;
   int64_t id;
   // 0 or 1, to multiply with: it could not be foretold as a branch.
-  float keeps(float weight, int64_t i) const { return static_cast<float>((weight > p) | ((weight == p) & (i <= id))); }
+  float keeps(float logit, int64_t i) const { return static_cast<float>((logit > x) | ((logit == x) & (i <= id))); }
 };
 
-constexpr float kAboveAll = 1.0f + FLT_EPSILON;  // p is at most 1
-
-// From `floor` up to below `ceiling`.
-struct Band {
-  float floor, ceiling = kAboveAll;
-};
-
-// A bisection over the bits of p for the lowest threshold with enough above it: `count` elements, or the weight `mass`.
-struct Search {
-  const SamplePasses& passes;
-  const float* p;
-  int64_t n, count;
-  double mass;
-  float* sums;
-  uint32_t enough, too_few;           // the bits of a threshold that leaves enough, and of one that does not
-  int64_t n_enough = n, n_above = 0;  // elements from each of them on
-  double mass_above = 0;
-
-  void bisect(int64_t few) {
-    while (too_few - enough > 1 && n_enough - n_above > few) {
-      const uint32_t bits = enough + (too_few - enough) / 2;
-      const int64_t found = passes.above(p, n, from_bits(bits), sums);
-      const double weight = total(sums, n);
-      if (found >= count || weight >= mass) {
-        enough = bits;
-        n_enough = found;
-      } else {
-        too_few = bits;
-        n_above = found;
-        mass_above = weight;
-      }
-    }
-  }
-};
-
-// Of the candidates s.p keeps the likeliest `count`, or as many as weigh `mass` (the one that reaches it is kept); ties
-// go to lower ids. The threshold is narrowed until little lies between too few and enough; that is sorted.
-Cut find_cut(const SamplePasses& passes, Band band, int64_t n, int64_t count, double mass, SamplingScratch& s) {
-  Search search{passes, s.p, n, count, mass, s.cut_sums, to_bits(band.floor), to_bits(std::min(band.ceiling, kAboveAll))};
-  search.bisect(64);
-  const int64_t found = passes.collect(s.p, n, from_bits(search.enough), from_bits(search.too_few), s.order);
-  if (search.too_few - search.enough > 1)  // else all are equal, and in the order of their ids already
-    std::sort(s.order, s.order + found, [&](int32_t x, int32_t y) { return s.p[x] > s.p[y] || (s.p[x] == s.p[y] && x < y); });
-  Cut cut{from_bits(search.too_few), -1};
-  for (int64_t i = 0; i < found && search.n_above + i < count && search.mass_above < mass; ++i) {
-    cut = {s.p[s.order[i]], s.ids[s.order[i]]};
-    search.mass_above += cut.p;
-  }
-  return cut;
-}
-
-// A row of logits with the weights p = exp((x - m) * scale), and what sampling leaves of it.
-class Filter {
+// What min_p, top_k and top_p leave of a row, and a draw from that.
+class Draw {
  public:
-  Filter(const SamplePasses& passes, const float* x, int64_t n, float m, const SamplingRow& row, SamplingScratch& s)
-      : passes_(passes), x_(x), n_(n), row_(row), s_(s), m_(m), scale_(1.0f / row.temperature),
-        least_(std::max(row.min_p, FLT_MIN)) {}
+  Draw(Row& row, const SamplingRow& wanted) : row_(row), s_(row.s), wanted_(wanted) {}
 
-  // min_p, then top_k, then top_p; s.sums is of what they keep.
-  Cut operator()() {
-    Cut cut{least_, n_};
-    if (row_.top_k > 0 && row_.top_k < n_) {
-      cut = likeliest();
-      if (row_.top_p < 1.0f) cut = heaviest_of_kept(cut);
-    } else if (row_.top_p < 1.0f) {
-      cut = heaviest();
-    } else if (row_.min_p > 0) {
-      look({least_, least_});
-    } else {
-      passes_.exp(x_, n_, m_, scale_, nullptr, s_.sums);
-    }
-    for (int64_t i = 0; i < found_;) {
-      const int64_t b = s_.ids[i] / kSampleBlock, end = (b + 1) * kSampleBlock;
-      float kept = 0;
-      for (; i < found_ && s_.ids[i] < end; ++i) kept += s_.p[i] * cut.keeps(s_.p[i], s_.ids[i]);
-      s_.sums[b] += kept;
+  // min_p, then top_k, then top_p; u in [0, 1) chooses. -1 where a logit is not finite. `looked`, `weighed`: the row was.
+  int32_t operator()(double u, bool looked, bool weighed) {
+    const bool greedy = wanted_.temperature < kGreedyBelow || wanted_.top_k == 1;
+    const bool few = wanted_.top_k > 0 && wanted_.top_k < row_.n;
+    if ((greedy || few || wanted_.min_p > 0) && !looked && !row_.look()) return -1;
+    if (greedy) return row_.first_largest();
+    if (wanted_.min_p > 0) base_ = row_.logit_of(wanted_.min_p);
+    if (few) return from_listed(likeliest(), u);
+    return wanted_.top_p < 1.0f ? heaviest(u) : any(u, weighed);
+  }
+
+ private:
+  // Of the listed, which are all in [floor, ceiling), the likeliest `count`, or as many as weigh `mass` (the one that
+  // reaches it is kept); ties go to lower ids. A threshold is narrowed until little lies around it; that is sorted.
+  Cut find_cut(float floor, float ceiling, int64_t count, double mass) {
+    Search search{row_.passes, s_.x, mass < HUGE_VAL ? s_.p : nullptr, row_.listed, count, mass, floor, ceiling};
+    const bool differ = search.narrow(64);
+    const int64_t n = row_.passes.collect(s_.x, 0, row_.listed, search.enough, search.too_few, s_.order);
+    if (differ) std::sort(s_.order, s_.order + n, Better{s_.x});
+    Cut cut{search.too_few, -1};
+    for (int64_t i = 0; i < n && search.n_above + i < count && search.mass_above < mass; ++i) {
+      cut = {s_.x[s_.order[i]], s_.ids[s_.order[i]]};
+      search.mass_above += s_.p[s_.order[i]];
     }
     return cut;
   }
 
-  // The token in whose share of [0, 1) u falls, ids ascending; whole blocks are passed over by their sums.
-  int32_t draw(const Cut& cut, double u) {
-    const double target = u * total(s_.sums, n_);
+  Cut likeliest() {
+    const float floor = std::max(base_, row_.floor_of(wanted_.top_k));
+    row_.list(floor);
+    const Cut cut = find_cut(floor, next_above(row_.m), wanted_.top_k, HUGE_VAL);
+    if (!(wanted_.top_p < 1.0f)) return cut;
+    double mass = 0;
+    for (int64_t i = 0; i < row_.listed; ++i) mass += s_.p[i] *= cut.keeps(s_.x[i], s_.ids[i]);
+    return find_cut(cut.x, next_above(row_.m), INT64_MAX, mass * static_cast<double>(wanted_.top_p));
+  }
+
+  // Where the row is flat, what is surely kept is only summed, and what lies between two thresholds guessed from a sample
+  // is listed. Else the few that outweigh the others are listed afterwards.
+  int32_t heaviest(double u) {
+    Band band{base_, HUGE_VALF, HUGE_VALF};
+    const bool flat = guess(band);
+    if (!row_.weigh(flat || base_ > -HUGE_VALF ? &band : nullptr)) return -1;
+    const double all = total(s_.all_sums, row_.n), mass = all * static_cast<double>(wanted_.top_p);
+    const double rest = mass - (flat ? total(s_.sums, row_.n) : 0);
+    if (flat && rest > 0 && row_.listed_mass >= rest)
+      return from_blocks(s_.sums, find_cut(band.floor, band.ceiling, INT64_MAX, rest), u);
+    const float floor = std::max(base_, row_.floor_of(std::min(int64_t{256}, row_.n)));
+    row_.list(floor);
+    if (row_.listed_mass >= mass) return from_listed(find_cut(floor, next_above(row_.m), INT64_MAX, mass), u);
+    // Below this floor lies no more than top_p leaves out, even if every token lay just below it.
+    const float certain = std::max(base_, row_.logit_of(0.999 * (all - mass) / static_cast<double>(row_.n)));
+    band = {base_, flat && rest <= 0 ? std::max(band.ceiling, certain) : certain, HUGE_VALF};
+    row_.weigh(&band);
+    return from_blocks(s_.sums, find_cut(band.floor, next_above(row_.m), INT64_MAX, mass), u);
+  }
+
+  // The thresholds between which top_p's cut probably lies: where the tail of a sample of the row, every 16th vector,
+  // weighs 2.5 standard errors more or less than it should. False where so few outweigh the others that the sample may
+  // miss them.
+  bool guess(Band& band) const {
+    int64_t n = 0;
+    for (int64_t i = 0; i + 16 <= row_.n; i += 256, n += 16) std::memcpy(s_.x + n, row_.x + i, 64);
+    if (n < 1024) return false;
+    const SamplePasses& passes = row_.passes;
+    const float m = passes.look(s_.x, n, s_.most);
+    if (!std::isfinite(m)) return false;
+    passes.exp2(s_.x, n, m, row_.scale, s_.p, s_.cut_sums);
+    double whole;
+    passes.mass(s_.x, s_.p, n, base_, whole);
+    if (whole < 16) return false;
+    const double top_p = wanted_.top_p, tail = (1 - top_p) * whole;
+    const double margin = std::min(0.5 * tail, 2.5 * std::sqrt(top_p * (1 - top_p) / static_cast<double>(n)) * whole);
+    const auto least = static_cast<float>(m + natural_log(0.5 * tail / static_cast<double>(n)) * row_.temperature);
+    Search floor{passes, s_.x, s_.p, n, INT64_MAX, whole - tail + margin, std::max(base_, least), next_above(m)};
+    floor.mass_enough = whole;
+    floor.narrow(n / 128);
+    // the row is as dense above the floor as around it
+    const double density = (floor.mass_enough - floor.mass_above) / (floor.too_few - floor.enough);
+    band = {base_, floor.enough, std::max(floor.too_few, static_cast<float>(floor.enough + 2 * margin / density))};
+    return true;
+  }
+
+  int32_t any(double u, bool weighed) {
+    const Band band{base_, HUGE_VALF, HUGE_VALF};
+    if (base_ > -HUGE_VALF) {
+      row_.weigh(&band);
+    } else if (!weighed && !row_.weigh(nullptr)) {
+      return -1;
+    }
+    row_.listed = 0;
+    return from_blocks(s_.all_sums, {base_, row_.n}, u);
+  }
+
+  // The token in whose share of [0, 1) u falls, ids ascending.
+  int32_t from_listed(const Cut& cut, double u) const {
+    double kept = 0, reached = 0;
+    for (int64_t i = 0; i < row_.listed; ++i) kept += s_.p[i] * cut.keeps(s_.x[i], s_.ids[i]);
+    int32_t last = -1;
+    for (int64_t i = 0; i < row_.listed && (last < 0 || reached <= u * kept); ++i) {
+      const float p = s_.p[i] * cut.keeps(s_.x[i], s_.ids[i]);
+      if (p == 0) continue;
+      reached += p;
+      last = s_.ids[i];
+    }
+    return last;
+  }
+
+  // The same over the whole row. Blocks are passed over by their sums, with what is listed of them and kept.
+  int32_t from_blocks(const float* sums, const Cut& cut, double u) {
+    const SamplePasses& passes = row_.passes;
+    const int64_t ties = passes.collect(s_.x, 0, row_.listed, cut.x, next_above(cut.x), s_.order);
+    for (int64_t i = 0; i < ties; ++i) s_.p[s_.order[i]] *= cut.keeps(cut.x, s_.ids[s_.order[i]]);
+    double kept;
+    passes.mass(s_.x, s_.p, row_.listed, cut.x, kept);
+    const double target = u * (total(sums, row_.n) + kept);
     double reached = 0;
     int64_t b = 0;
-    for (; (b + 1) * kSampleBlock < n_ && reached + s_.sums[b] <= target; ++b) reached += s_.sums[b];
+    for (int64_t begin = 0, end = 0; (b + 1) * kSampleBlock < row_.n; ++b, begin = end) {
+      while (end < row_.listed && s_.ids[end] < (b + 1) * kSampleBlock) ++end;
+      passes.mass(s_.x + begin, s_.p + begin, end - begin, cut.x, kept);
+      if (reached + sums[b] + kept > target) break;
+      reached += sums[b] + kept;
+    }
     int64_t last = -1;  // sums are rounded: where a block runs out, the last token that is kept is it
     for (; last < 0 && b >= 0; --b) {
-      const int64_t from = b * kSampleBlock, count = std::min(kSampleBlock, n_ - from);
-      passes_.exp(x_ + from, count, m_, scale_, s_.p, s_.cut_sums);
+      const int64_t from = b * kSampleBlock, count = std::min(kSampleBlock, row_.n - from);
+      const float* x = row_.x + from;
+      passes.exp2(x, count, row_.m, row_.scale, s_.p, s_.cut_sums);
       for (int64_t i = 0; i < count; ++i) {
-        const float kept = cut.keeps(s_.p[i], from + i);
+        const float kept = cut.keeps(x[i], from + i);
         if (kept != 0) last = from + i;
         reached += s_.p[i] * kept;
         if (reached > target) return static_cast<int32_t>(last);
@@ -217,124 +244,34 @@ class Filter {
     return static_cast<int32_t>(last);
   }
 
- private:
-  // What lies in the band becomes the candidates, what lies above it is summed.
-  void look(Band band) {
-    band_ = {std::max(band.floor, least_), band.ceiling};
-    const Weighing w{m_, scale_, least_, band_.floor, band_.ceiling};
-    found_ = passes_.weigh(x_, n_, w, s_.all_sums, s_.sums, s_.ids);
-    for (int64_t i = 0; i < found_; ++i) s_.p[i] = x_[s_.ids[i]];
-    passes_.exp(s_.p, found_, m_, scale_, s_.p, s_.cut_sums);
-    candidates_ = total(s_.cut_sums, found_);
-  }
-
-  // Every sixteenth vector of the row stands for all of it. Empty where the row is too short for that.
-  int64_t take_sample() {
-    int64_t n = 0;
-    if (n_ >= 16384)
-      for (int64_t i = 0; i + 16 <= n_; i += 256, n += 16) std::memcpy(s_.sample + n, x_ + i, 64);
-    if (n > 0) passes_.exp(s_.sample, n, m_, scale_, s_.sample, s_.cut_sums);
-    return n;
-  }
-
-  Search search_sample(float floor, int64_t n, int64_t count, double mass, int64_t few) {
-    Search search{passes_, s_.sample, n, count, mass, s_.cut_sums, to_bits(floor), to_bits(kAboveAll)};
-    search.bisect(few);
-    return search;
-  }
-
-  // All candidates of top_k are listed: those from a threshold on that keeps more than k, but not many more.
-  Cut likeliest() {
-    const double k = row_.top_k / 16.0;
-    float floor = least_;
-    if (const int64_t n = take_sample())
-      floor = from_bits(search_sample(least_, n, static_cast<int64_t>(k + 4 * std::sqrt(k) + 4), HUGE_VAL, 4).enough);
-    look({floor});
-    if (found_ < row_.top_k && floor > least_) look({least_});
-    return find_cut(passes_, band_, found_, row_.top_k, HUGE_VAL, s_);
-  }
-
-  Cut heaviest_of_kept(const Cut& cut) {
-    int64_t n = 0;
-    double mass = 0;
-    for (int64_t i = 0; i < found_; ++i) {
-      if (cut.keeps(s_.p[i], s_.ids[i]) == 0) continue;
-      s_.ids[n] = s_.ids[i];
-      mass += s_.p[n++] = s_.p[i];
-    }
-    found_ = n;
-    return find_cut(passes_, band_, n, INT64_MAX, mass * static_cast<double>(row_.top_p), s_);
-  }
-
-  // What is surely kept is summed only; candidates are what lies between two thresholds guessed from the sample.
-  Cut heaviest() {
-    Band band{least_};
-    if (const int64_t n = take_sample()) band = guess_band(n);
-    look(band);
-    const double all = total(s_.all_sums, n_), mass = all * static_cast<double>(row_.top_p);
-    double rest = mass - total(s_.sums, n_);
-    if (rest <= 0 || candidates_ < rest) {
-      // Below this floor lies no more than top_p leaves out, even if every token lay just below it.
-      const auto certain = static_cast<float>(0.999 * (all - mass) / static_cast<double>(n_));
-      look({rest <= 0 ? std::max(band.ceiling, certain) : certain});
-      rest = mass;
-    }
-    return find_cut(passes_, band_, found_, INT64_MAX, rest, s_);
-  }
-
-  // The thresholds between which top_p's cut probably lies: where the tail of the sample weighs 6 % more or less than it
-  // should. What outweighs the whole sample may be missing in it, so its own weight of 1 is the least that is assumed.
-  Band guess_band(int64_t n) {
-    passes_.above(s_.sample, n, least_, s_.cut_sums);
-    const double whole = total(s_.cut_sums, n), tail = (1 - static_cast<double>(row_.top_p)) * std::max(whole, 1 / 16.0);
-    const int64_t few = n / 128 + 1;
-    const float from = std::max(least_, static_cast<float>(0.5 * tail / static_cast<double>(n)));
-    Band band{from};
-    if (whole > 0.94 * tail) band.floor = from_bits(search_sample(from, n, INT64_MAX, whole - 0.94 * tail, few).enough);
-    if (whole > 16)
-      band.ceiling = from_bits(search_sample(band.floor, n, INT64_MAX, whole - 1.06 * tail, few).too_few);
-    return band;
-  }
-
-  const SamplePasses& passes_;
-  const float* x_;
-  int64_t n_;
-  const SamplingRow& row_;
+  Row& row_;
   SamplingScratch& s_;
-  float m_, scale_, least_;
-  Band band_{0};
-  int64_t found_ = 0;  // candidates in s.ids and s.p, all in the band,
-  double candidates_ = 0;  // and their sum
+  const SamplingRow& wanted_;
+  float base_ = -HUGE_VALF;  // what lies below is dropped
 };
-
-// m: the largest of the logits
-int32_t choose(const SamplePasses& passes, float* logits, int64_t n, float m, const SamplingRow& row, SamplingScratch& s) {
-  if (row.temperature < kGreedyBelow || row.top_k == 1) return static_cast<int32_t>(passes.find(logits, n, m));
-  Filter filter(passes, logits, n, m, row, s);
-  const Cut cut = filter();
-  return filter.draw(cut, uniform(row.seed, static_cast<uint32_t>(row.choice), static_cast<uint32_t>(row.position)));
-}
 
 }  // namespace
 
-Sampled sample(const SamplePasses& passes, float* logits, int64_t n, const SamplingRow& row, const SamplingInputs& in,
+// Log probabilities are of the raw logits, whatever is drawn from.
+Sampled sample(const SamplePasses& passes, float* logits, int64_t n, const SamplingRow& wanted, const SamplingInputs& in,
                SamplingScratch& scratch, int32_t* top_ids, float* top_logprobs) {
-  const float m = passes.max(logits, n);
-  if (!std::isfinite(m)) return {-1, 0.0f, 0};
+  const bool log_probabilities = wanted.n_top >= 0;
+  Row raw(passes, logits, n, 1.0f, scratch), row(passes, logits, n, wanted.temperature, scratch);
   float log_sum = 0;
-  if (row.n_top >= 0) {
-    passes.exp(logits, n, m, 1.0f, nullptr, scratch.sums);
-    log_sum = static_cast<float>(natural_log(total(scratch.sums, n)));
+  if (log_probabilities) {
+    if (!raw.weigh(nullptr)) return {-1, 0.0f, 0};
+    log_sum = static_cast<float>(natural_log(total(scratch.all_sums, n)));
+    if (wanted.n_top > 0) list_top(raw, wanted.n_top, top_ids, top_logprobs);
+    for (int i = 0; i < wanted.n_top; ++i) top_logprobs[i] = top_logprobs[i] - raw.m - log_sum;
   }
-  if (row.n_top > 0) {
-    passes.top(logits, n, row.n_top, top_ids, top_logprobs);
-    for (int i = 0; i < row.n_top; ++i) top_logprobs[i] = top_logprobs[i] - m - log_sum;
-  }
-  Adjusted adjusted(logits, row, in, scratch);
-  Sampled out{choose(passes, logits, n, adjusted.changed() ? passes.max(logits, n) : m, row, scratch), 0.0f, 0};
-  if (row.n_top >= 0) {
-    adjusted.restore();
-    out.logprob = logits[out.token] - m - log_sum;
+  Adjusted adjusted(logits, wanted, in, scratch);
+  const bool looked = log_probabilities && !adjusted.changed();
+  row.m = raw.m;
+  const double u = uniform(wanted.seed, static_cast<uint32_t>(wanted.choice), static_cast<uint32_t>(wanted.position));
+  Sampled out{Draw(row, wanted)(u, looked, looked && wanted.temperature == 1.0f), 0.0f, 0};
+  adjusted.restore();
+  if (log_probabilities && out.token >= 0) {
+    out.logprob = logits[out.token] - raw.m - log_sum;
     out.rank = static_cast<int32_t>(passes.rank(logits, n, logits[out.token])) + 1;
   }
   return out;

@@ -28,20 +28,21 @@ struct SamplingInputs {
 
 // A worker's memory for sampling: allocated once, for the vocabulary.
 struct SamplingScratch {
-  int32_t* ids;      // (V + 16) candidates of a filter, ascending,
-  float* p;          // (V) and their weights
-  int32_t* order;    // (V) places among the candidates
-  float* sample;     // (V / 16 + 16) every sixteenth vector of the row
-  int32_t* counts;   // (V) zero between rows
-  int32_t* touched;  // (2 V) biased and penalised tokens,
-  float* before;     // (2 V) and their raw logits
-  float* sums;       // (V / kSampleBlock + 1) per block: of what is kept,
-  float* all_sums;   // of all,
-  float* cut_sums;   // of what a threshold leaves
+  int32_t* ids;       // (V + 16) listed tokens, ascending,
+  float *x, *p;       // (V) their logits and weights,
+  int32_t* order;     // (V + 16) and places in that list
+  int32_t* counts;    // (V) zero between rows
+  int32_t* touched;   // (2 V) biased and penalised tokens,
+  float* before;      // (2 V) and their raw logits
+  float* most;        // (V / kLookBlock + 1) per block: the largest logit;
+  float* references;  // (V / kSampleBlock + 1) what it was weighed against,
+  float* all_sums;    // the weights of all,
+  float* sums;        // of what is surely kept,
+  float* cut_sums;    // of what is looked at
 };
 
-// logits (V) are used as working memory. top_ids and top_logprobs take row.n_top entries where it is above 0.
-Sampled sample(const SamplePasses& passes, float* logits, int64_t n, const SamplingRow& row, const SamplingInputs& in,
+// logits (V) are used as working memory. top_ids and top_logprobs take wanted.n_top entries where it is above 0.
+Sampled sample(const SamplePasses& passes, float* logits, int64_t n, const SamplingRow& wanted, const SamplingInputs& in,
                SamplingScratch& scratch, int32_t* top_ids, float* top_logprobs);
 
 // Uniform in [0, 1), 53 bits: Philox 4x32-10 (Salmon et al., SC 2011) with the seed as key.

@@ -89,7 +89,7 @@ void soften(float* scores, int count, int span, float& m, float& l) {
   F total = zero();
   auto* pairs = reinterpret_cast<uint16_t*>(scores);
   const auto weigh = [&](int i, int n) {
-    F p = exp_to_zero(load(scores + i) - splat(m));
+    F p = exp2_to_zero((load(scores + i) - splat(m)) * splat(1.44269504f));
     if (n < 16) p = first(p, n, zero());
     if constexpr (BF16) {
       const I bits = to_bf16(p);

@@ -44,6 +44,14 @@ inline F abs(F x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
 }
+inline F fraction(F x) { return {_mm256_sub_ps(x.a, _mm256_floor_ps(x.a)), _mm256_sub_ps(x.b, _mm256_floor_ps(x.b))}; }
+inline F times_power(F x, F n) {
+  const __m256i bias = _mm256_set1_epi32(127);
+  const __m256i lo = _mm256_add_epi32(_mm256_cvttps_epi32(_mm256_floor_ps(n.a)), bias);
+  const __m256i hi = _mm256_add_epi32(_mm256_cvttps_epi32(_mm256_floor_ps(n.b)), bias);
+  return {_mm256_mul_ps(x.a, _mm256_castsi256_ps(_mm256_slli_epi32(lo, 23))),
+          _mm256_mul_ps(x.b, _mm256_castsi256_ps(_mm256_slli_epi32(hi, 23)))};
+}
 inline F first(F x, int n, F other) {
   const __m256i i = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), i));

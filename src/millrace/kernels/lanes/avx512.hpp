@@ -30,6 +30,10 @@ inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F sqrt(F a) { return {_mm512_sqrt_ps(a.v)}; }
 inline F abs(F a) { return {_mm512_abs_ps(a.v)}; }
+inline F fraction(F a) {  // vreduceps would round the difference down as well
+  return {_mm512_sub_ps(a.v, _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC))};
+}
+inline F times_power(F a, F n) { return {_mm512_scalef_ps(a.v, n.v)}; }  // subnormal results are flushed
 inline F first(F a, int n, F other) {
   return {_mm512_mask_blend_ps(static_cast<__mmask16>((1u << n) - 1), other.v, a.v)};
 }

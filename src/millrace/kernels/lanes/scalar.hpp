@@ -49,6 +49,18 @@ inline F max(F a, F b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i
 inline F min(F a, F b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline F sqrt(F a) { return each([&](int i) { return __builtin_sqrtf(a.v[i]); }); }
 inline F abs(F a) { return each([&](int i) { return __builtin_fabsf(a.v[i]); }); }
+// a - floor(a), which rounds to 1 just below 0.
+inline F fraction(F a) { return each([&](int i) { return a.v[i] - __builtin_floorf(a.v[i]); }); }
+// a in [1, 2] times 2^floor(n), -127 <= n < 127; 0 where that is subnormal.
+inline F times_power(F a, F n) {
+  return each([&](int i) {
+    const float floor = __builtin_floorf(n.v[i]);
+    const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(floor < 127 ? floor : 127) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    return a.v[i] * power;
+  });
+}
 // Lanes below n from a, the rest from other.
 inline F first(F a, int n, F other) { return each([&](int i) { return i < n ? a.v[i] : other.v[i]; }); }
 inline F if_less(F a, F b, F then, F other) {

@@ -21,21 +21,12 @@ inline float key_float(int32_t key) {
   return x;
 }
 
-inline int64_t count_from(const float* x, int64_t n, float floor) {
-  int64_t found = 0;
-  for (int64_t i = 0; i < n; i += 16) {
-    const int some = n - i < 16 ? static_cast<int>(n - i) : 16;
-    found += __builtin_popcount(mask_greater_equal(load(x + i, some), splat(floor)) & ((1u << some) - 1));
-  }
-  return found;
-}
-
 // The largest t such that at least `count` of x are t or more; -infinity where fewer are finite.
 inline float threshold(const float* x, int64_t n, int64_t count) {
   int64_t enough = float_key(-__builtin_inff()), too_few = float_key(__builtin_inff()) + int64_t{1};
   while (too_few - enough > 1) {
     const int64_t key = enough + (too_few - enough) / 2;
-    if (count_from(x, n, key_float(static_cast<int32_t>(key))) >= count)
+    if (row_count(x, n, key_float(static_cast<int32_t>(key))) >= count)
       enough = key;
     else
       too_few = key;
@@ -48,25 +39,14 @@ inline int64_t find_largest(const float* y, int64_t n, int64_t count, int32_t*& 
   const int64_t blocks = (n + kRescoreBlock - 1) / kRescoreBlock;
   float *most = scratch, *values = most + blocks;
   ids = reinterpret_cast<int32_t*>(values + n + 16);
-  for (int64_t b = 0; b < blocks; ++b) {
-    F block = splat(-__builtin_inff());
-    const int64_t end = (b + 1) * kRescoreBlock < n ? (b + 1) * kRescoreBlock : n;
-    for (int64_t i = b * kRescoreBlock; i < end; i += 16) {
-      const int some = end - i < 16 ? static_cast<int>(end - i) : 16;
-      block = max(first(load(y + i, some), some, block), block);
-    }
-    most[b] = largest(block);
-  }
+  F check = zero();
+  each_block(n, kRescoreBlock, [&](int64_t b, int64_t from, int64_t to) { most[b] = row_largest(y + from, to - from, check); });
   // as many blocks as are looked for have a logit from here on, so no more can be needed of the others
   const float floor = blocks > count ? threshold(most, blocks, count) : -__builtin_inff();
   int64_t found = 0;
-  for (int64_t b = 0; b < blocks; ++b) {
-    if (!(most[b] >= floor)) continue;
-    for (int64_t i = b * kRescoreBlock; i < (b + 1) * kRescoreBlock && i < n; i += 16) {
-      const int some = n - i < 16 ? static_cast<int>(n - i) : 16;
-      found += append(mask_greater_equal(load(y + i, some), splat(floor)) & ((1u << some) - 1), i, ids + found);
-    }
-  }
+  each_block(n, kRescoreBlock, [&](int64_t b, int64_t from, int64_t to) {
+    if (most[b] >= floor) found += row_collect(y, from, to, floor, __builtin_inff(), ids + found);
+  });
   for (int64_t i = 0; i < found; ++i) values[i] = y[ids[i]];
   if (found <= count) return found;
   const float edge = threshold(values, found, count);
