@@ -30,13 +30,16 @@ from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
+from millrace.engine.native import KvFormat
 from millrace.runtime.open import BUNDLED
 
 DOCUMENTS, LENGTH = 32, 192  # how many, and tokens of each at most: a few thousand in all, and it takes seconds
-# name in the result, precision, group
-PRECISIONS = (
-    ("fp32", "fp32", 128), ("bf16", "bf16", 128), ("w8a8 g128", "w8a8", 128), ("w4a8 g32", "w4a8", 32),
-    ("w4a8 g64", "w4a8", 64), ("w4a8 g128", "w4a8", 128),
+Variant = tuple[str, str, int, KvFormat | None]  # name in the result, precision, group, KV cache
+PRECISIONS: tuple[Variant, ...] = (
+    ("fp32", "fp32", 128, None), ("fp32, int8 kv", "fp32", 128, KvFormat.INT8), ("bf16", "bf16", 128, None),
+    ("w8a8 g128", "w8a8", 128, None), ("w8a8 g128, int8 kv", "w8a8", 128, KvFormat.INT8),
+    ("w4a8 g32", "w4a8", 32, None), ("w4a8 g64", "w4a8", 64, None), ("w4a8 g128", "w4a8", 128, None),
+    ("w4a8 g128, int8 kv", "w4a8", 128, KvFormat.INT8),
 )  # fmt: skip
 Documents = list[list[int]]
 LogProbs = NDArray[np.float32]  # (positions of all documents, vocabulary)
@@ -81,9 +84,10 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 @contextmanager
-def _built(folder: Path, precision: str, group: int, sequences: int) -> Iterator[Engine]:
+def _built(folder: Path, variant: Variant, sequences: int) -> Iterator[Engine]:
+    _, precision, group, kv = variant
     source = Source.from_checkpoint(Checkpoint.open(folder))
-    options = BuildOptions(precision=precision_map(precision, group), max_batch=sequences)
+    options = BuildOptions(precision=precision_map(precision, group), max_batch=sequences, kv_format=kv)
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "engine"
         write_engine(source, plan_engine(source, options), out, name=folder.name)
@@ -108,15 +112,15 @@ def score(name: str, found: LogProbs, reference: LogProbs, tokens: NDArray[np.in
     )
 
 
-def scores(folder: Path, documents: Documents, precisions: Sequence[tuple[str, str, int]] = PRECISIONS) -> list[Score]:
+def scores(folder: Path, documents: Documents, precisions: Sequence[Variant] = PRECISIONS) -> list[Score]:
     """One for each precision; the first is the reference."""
     tokens, found = targets(documents), []
     reference: LogProbs | None = None
-    for name, precision, group in precisions:
-        with _built(folder, precision, group, len(documents)) as engine:
+    for variant in precisions:
+        with _built(folder, variant, len(documents)) as engine:
             log_probs = log_probabilities(engine, documents)
         reference = log_probs if reference is None else reference
-        found.append(score(name, log_probs, reference, tokens))
+        found.append(score(variant[0], log_probs, reference, tokens))
     return found
 
 

@@ -144,7 +144,7 @@ Executor::Executor(const mr_create_args& a)
       row_tokens_(a.max_sequences),
       pool_(a.threads > 0 ? a.threads : platform::usable_cpus()) {
   if (a.max_tokens < 1 || a.max_sequences < 1 || a.vocab_size < 1) throw ProgramError("a limit below 1");
-  if (a.kv_format < 0 || a.kv_format > 1) throw ProgramError("unknown KV format " + std::to_string(a.kv_format));
+  if (a.kv_format < 0 || a.kv_format > 2) throw ProgramError("unknown KV format " + std::to_string(a.kv_format));
   load_weights(a);
   const Bounds bounds{weights_.data(),      weights_.bytes(), activations_.data(),
                       activations_.bytes(), a.max_tokens,     a.max_sequences};

@@ -7,26 +7,36 @@
 namespace millrace {
 
 constexpr int kPageTokens = 64;
-enum class KvFormat : int32_t { f32 = 0, bf16 = 1 };
+enum class KvFormat : int32_t { f32 = 0, bf16 = 1, int8 = 2 };
 
 // One arena for keys and values. A block is one (layer, page, KV head): first the keys, then the values.
 //   f32   keys [D][64]       values [64][Dv]        Dv = D rounded up to 16
 //   bf16  keys [D/2][64][2]  values [32][Dv][2]     pairs of neighbours along d, and along the tokens
-// Keys lie with the 64 tokens side by side, so that 16 scores are one vector and no sum runs across lanes.
+//   int8  keys [D/4][64][4]  values [16][Dv][4]     fours of them: keys unsigned (code + 128), values signed;
+//         each followed by 64 float scales, one a token
+// Keys lie with the 64 tokens side by side, so that 16 scores are one vector and no sum runs across lanes. What is stored
+// of a token depends on nothing but that token: written again, by whatever chunks, it has the same bits.
 struct KvLayout {
   uint8_t* base;
   KvFormat format;
   int64_t layers, pages;
   int32_t heads, head_dim;
 
-  int64_t element() const { return format == KvFormat::f32 ? 4 : 2; }
-  int64_t key_bytes() const { return head_dim * kPageTokens * element(); }
-  int64_t value_width() const { return up(head_dim, 16); }
-  int64_t block_bytes() const { return key_bytes() + kPageTokens * value_width() * element(); }
-  int64_t layer_bytes() const { return pages * heads * block_bytes(); }
-  uint8_t* keys(int layer, int page, int head) const {
+  MILLRACE_INLINE int64_t element() const { return format == KvFormat::f32 ? 4 : format == KvFormat::bf16 ? 2 : 1; }
+  MILLRACE_INLINE int64_t scale_bytes() const { return format == KvFormat::int8 ? kPageTokens * 4 : 0; }
+  MILLRACE_INLINE int64_t key_bytes() const { return head_dim * kPageTokens * element() + scale_bytes(); }
+  MILLRACE_INLINE int64_t value_width() const { return up(head_dim, 16); }
+  MILLRACE_INLINE int64_t block_bytes() const { return key_bytes() + kPageTokens * value_width() * element() + scale_bytes(); }
+  MILLRACE_INLINE int64_t layer_bytes() const { return pages * heads * block_bytes(); }
+  MILLRACE_INLINE uint8_t* keys(int layer, int page, int head) const {
     return base + layer * layer_bytes() + (static_cast<int64_t>(page) * heads + head) * block_bytes();
   }
+  // Of an int8 block.
+  [[gnu::always_inline]] static float* scales_before(uint8_t* end) {
+    return reinterpret_cast<float*>(end) - kPageTokens;
+  }
+  [[gnu::always_inline]] float* key_scales(uint8_t* block) const { return scales_before(block + key_bytes()); }
+  [[gnu::always_inline]] float* value_scales(uint8_t* block) const { return scales_before(block + block_bytes()); }
 };
 
 struct StepContext {

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks.perplexity import LENGTH, Score, drawn_documents, score, scores, tiny_documents
+from benchmarks.perplexity import LENGTH, Score, Variant, drawn_documents, score, scores, tiny_documents
+from millrace.engine.native import KvFormat
 from millrace.runtime.open import BUNDLED
 from tests.support.shared import shared
 
@@ -25,11 +26,14 @@ def test_scores_of_known_distributions() -> None:
 def test_tiny_loses_little() -> None:
     documents = tiny_documents()[:12]
     assert len({tuple(d) for d in documents}) == 12 and all(20 < len(d) <= LENGTH for d in documents)
-    chosen = (("fp32", "fp32", 128), ("bf16", "bf16", 128), ("w8a8", "w8a8", 128), ("w4a8", "w4a8", 32))
+    chosen: list[Variant] = [
+        ("fp32", "fp32", 128, None), ("bf16", "bf16", 128, None), ("w8a8", "w8a8", 128, None),
+        ("w4a8", "w4a8", 32, None), ("int8 kv", "fp32", 128, KvFormat.INT8),
+    ]  # fmt: skip
     found = by_name(scores(BUNDLED / "tiny", documents, chosen))
     assert found["fp32"].ratio == 1 and found["fp32"].mean_kl == 0 and found["fp32"].agreement == 1
     assert found["fp32"].perplexity < 5, "it was trained on such text"
-    for name, allowed in {"bf16": 1.01, "w8a8": 1.01, "w4a8": 1.2}.items():
+    for name, allowed in {"bf16": 1.005, "w8a8": 1.005, "w4a8": 1.2, "int8 kv": 1.005}.items():
         assert 1 / allowed < found[name].ratio < allowed, found[name]
     assert found["w8a8"].mean_kl < found["w4a8"].mean_kl
 
@@ -38,5 +42,5 @@ def test_a_trained_model_reads_its_own_text() -> None:
     folder = shared("models/stories260K")
     documents = drawn_documents(folder)[:4]
     assert all(len(d) == LENGTH for d in documents)
-    [found] = scores(folder, documents, [("fp32", "fp32", 128)])
+    [found] = scores(folder, documents, [("fp32", "fp32", 128, None)])
     assert found.perplexity < 10, "half of 512 would be chance"

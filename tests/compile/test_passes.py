@@ -230,4 +230,4 @@ def test_a_model_without_a_head_is_refused() -> None:
     model = Headless()
     graph = run_passes(trace_model(model, ones(model)), pipeline(precision_map("fp32")))
     with pytest.raises(GraphError, match="sampled_rows"):
-        Lowering(graph, Limits(8, 2), 64, KvFormat.F32).program()
+        Lowering(graph, Limits(8, 2), 64, KvFormat.F32, "f32").program()

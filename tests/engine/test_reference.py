@@ -13,6 +13,7 @@ from millrace.compile.passes import pipeline, run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
+from millrace.engine.native import KvFormat
 from millrace.engine.reference import ReferenceExecutor
 from millrace.kernels.sample.ref import uniform
 from millrace.model.module import trace_model
@@ -26,13 +27,14 @@ LIMITS = ExecutorLimits(
 )
 
 
-def reference(folder: Path, precision: str, fused: bool) -> ReferenceExecutor:
+def reference(folder: Path, precision: str, fused: bool, kv: KvFormat | None = None) -> ReferenceExecutor:
     source = Source.from_checkpoint(Checkpoint.open(folder))
     options = BuildOptions(precision=precision_map(precision, group=32))
     assert options.precision
     passes = pipeline(options.precision) if fused else unfused(options.precision)
     graph = run_passes(trace_model(source.module, source.weights), passes)
-    return ReferenceExecutor(graph, LIMITS, bf16_kv=precision != "fp32")
+    own = KvFormat.F32 if precision == "fp32" else KvFormat.BF16
+    return ReferenceExecutor(graph, LIMITS, kv=own if kv is None else kv, bf16_table=precision != "fp32")
 
 
 def shaken(executor: ReferenceExecutor, seed: int) -> ReferenceExecutor:
@@ -59,17 +61,25 @@ def test_logits_of_a_quantised_file_agree(kind: Kind, precision: str, tmp_path: 
     assert_agree(write_gguf(tmp_path / "m.gguf", folder, kind), precision, tmp_path)
 
 
-def assert_agree(folder: Path, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "kv"),
+    [("fp32", KvFormat.INT8), ("fp32", KvFormat.BF16), ("w4a8", KvFormat.INT8), ("bf16", KvFormat.F32)],
+)
+def test_logits_over_another_kv_cache_agree(precision: str, kv: KvFormat, tmp_path: Path) -> None:
+    assert_agree(random_checkpoint(tmp_path / "checkpoint", "qwen2", seed=5), precision, tmp_path, kv)
+
+
+def assert_agree(folder: Path, precision: str, tmp_path: Path, kv: KvFormat | None = None) -> None:
     """Roundings flip codes, and flips grow through the layers: the tolerance is what flips do to the reference."""
-    engine = build(folder, tmp_path / "engine", precision, group=32)
+    engine = build(folder, tmp_path / "engine", precision, group=32, kv=kv)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, 1003, n).tolist() for n in (3, 40)]
     executor = engine.executor(n_pages=16)
     got = last_logits(engine, executor, prompts)
     executor.close()
     step = prompts_as_step(prompts)
-    exact, plain = (reference(folder, precision, fused).logits(step) for fused in (True, False))
-    flips = [np.abs(shaken(reference(folder, precision, True), s).logits(step) - exact).max() for s in range(3)]
+    exact, plain = (reference(folder, precision, fused, kv).logits(step) for fused in (True, False))
+    flips = [np.abs(shaken(reference(folder, precision, True, kv), s).logits(step) - exact).max() for s in range(3)]
     tolerance = 3 * max(*flips, np.abs(plain - exact).max()) + 4e-6 * np.abs(exact).max()
     assert np.abs(got - exact).max() <= tolerance
 

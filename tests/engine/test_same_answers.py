@@ -10,7 +10,7 @@ import pytest
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import open_tokenizer
 from millrace.engine.engine import Engine
-from millrace.engine.native import NativeExecutor
+from millrace.engine.native import KvFormat, NativeExecutor
 from millrace.kernels.library import usable_isas
 from millrace.runtime.budget import TokenBudget
 from millrace.runtime.generate import generate
@@ -20,7 +20,7 @@ from tests.runtime.fakes import RandomBudget
 from tests.support.engines import build
 from tests.support.shared import shared
 
-PRECISIONS = ("fp32", "bf16", "w8a8", "w4a8")
+PRECISIONS = ("fp32", "bf16", "w8a8", "w4a8", "w4a8 over int8")
 Answers = list[list[int]]
 
 
@@ -28,7 +28,12 @@ Answers = list[list[int]]
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
     folder = shared("models/stories260K")
     out = tmp_path_factory.mktemp("engines")
-    return {p: build(folder, out / p, p, max_step_tokens=128) for p in PRECISIONS}
+    found = {}
+    for name in PRECISIONS:
+        precision, _, kv = name.partition(" over ")
+        kv_format = KvFormat[kv.upper()] if kv else None
+        found[name] = build(folder, out / name, precision, max_step_tokens=128, kv=kv_format)
+    return found
 
 
 def run(

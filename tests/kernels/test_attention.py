@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from millrace.engine.executor import StepInputs
 from millrace.engine.native import KvFormat, KvShape, NativeExecutor, NativeProgram
-from millrace.kernels.attention.ref import attention
+from millrace.kernels.attention.ref import attention, to_int8, to_int16
 from millrace.kernels.convert.ref import to_bf16
 from millrace.kernels.declare import Space
 from millrace.kernels.encode import Limits, Ref, encode
@@ -80,7 +80,7 @@ def random_qkv(T: int, heads: int, kv_heads: int, size: int, seed: int) -> tuple
     return q * np.float32(2), k, v
 
 
-@pytest.mark.parametrize("format", [KvFormat.F32, KvFormat.BF16])
+@pytest.mark.parametrize("format", list(KvFormat))
 @pytest.mark.parametrize("heads, kv_heads, size", [(4, 4, 16), (5, 1, 64), (14, 2, 40), (3, 1, 8), (2, 2, 128)])
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 255, 257, LONG])
 def test_attention(format: KvFormat, heads: int, kv_heads: int, size: int, T: int, machine: Machine) -> None:
@@ -90,14 +90,18 @@ def test_attention(format: KvFormat, heads: int, kv_heads: int, size: int, T: in
     pages.executor.close()
     if format == KvFormat.BF16:
         q, k, v = to_bf16(q), to_bf16(k), to_bf16(v)
+    elif format == KvFormat.INT8:
+        q, k, v = to_int16(q), to_int8(k), to_int8(v)
     exact = attention(q.astype(np.float64), k.astype(np.float64), v.astype(np.float64), 0, size**-0.5)
     if format == KvFormat.F32:
         assert_no_worse(got, attention(q, k, v, 0, size**-0.5), exact, factor=2, ulps=8)
+    elif format == KvFormat.INT8:  # p has 16 bits relative to the largest
+        assert np.abs(got - exact).max() <= 2**-12 * np.abs(v).max()
     else:  # p is rounded to bfloat16: 2^-9 relative each
         assert np.abs(got - exact).max() <= 2**-8 * np.abs(v).max()
 
 
-@pytest.mark.parametrize("format", [KvFormat.F32, KvFormat.BF16])
+@pytest.mark.parametrize("format", list(KvFormat))
 @pytest.mark.parametrize("seed", range(3))
 def test_chunks_pages_threads_and_isas_give_equal_bits(format: KvFormat, seed: int) -> None:
     """However a prompt is cut, wherever its pages lie (full of another's garbage), whoever computes: the same bits."""
@@ -117,6 +121,21 @@ def test_chunks_pages_threads_and_isas_give_equal_bits(format: KvFormat, seed: i
             got = np.concatenate(parts)
             expected = got if expected is None else expected
             assert (got == expected).all(), f"{isa}, {threads} threads, cuts {cuts}"
+
+
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("format", list(KvFormat))
+def test_what_is_not_finite_stays_so(format: KvFormat, where: str, bad: float, machine: Machine) -> None:
+    """A sequence whose keys or values overflowed fails; it does not answer from zeros."""
+    if where == "k" and np.isinf(bad) and format != KvFormat.INT8:
+        pytest.skip("a score of minus infinity is a weight of 0")
+    q, k, v = random_qkv(70, 2, 1, 24, seed=3)
+    {"k": k, "v": v}[where][5, 0, 3] = bad
+    pages = Pages(2, 1, 24, format, machine)
+    got = pages(q, k, v, one_sequence(0, 70, [1, 2]))
+    pages.executor.close()
+    assert not np.isfinite(got[5:]).all(axis=(1, 2)).any()
 
 
 def test_sequences_do_not_see_each_other(machine: Machine) -> None:

@@ -12,16 +12,21 @@ from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.executor import SAMPLING, StepInputs
-from millrace.engine.native import PAGE_TOKENS, NativeExecutor
+from millrace.engine.native import PAGE_TOKENS, KvFormat, NativeExecutor
 from tests.support.one_step import i32
 
 
 def build(
-    folder: Path, out: Path, precision: str, *, fuse: bool = True, group: int = 128, max_step_tokens: int = 256
-) -> Engine:
+    folder: Path, out: Path, precision: str, *, fuse: bool = True, group: int = 128, max_step_tokens: int = 256,
+    kv: KvFormat | None = None,
+) -> Engine:  # fmt: skip
     checkpoint = Checkpoint.open(folder)
     options = BuildOptions(
-        precision=precision_map(precision, group), max_batch=8, max_step_tokens=max_step_tokens, fuse=fuse
+        precision=precision_map(precision, group),
+        max_batch=8,
+        max_step_tokens=max_step_tokens,
+        fuse=fuse,
+        kv_format=kv,
     )
     source = Source.from_checkpoint(checkpoint)
     write_engine(source, plan_engine(source, options), out, name="test")

@@ -9,7 +9,7 @@ from millrace.compile.cache import EngineCache
 from millrace.engine.engine import Engine
 from millrace.env import Env
 from millrace.errors import EngineError
-from millrace.runtime.open import BuildSettings, Opened, RunSettings, asked_precision, find_engine, open_engine
+from millrace.runtime.open import BuildSettings, Opened, RunSettings, build_options, find_engine, open_engine
 
 
 def engine_of(model: str, build: BuildSettings, env: Env) -> tuple[str, Engine]:
@@ -48,11 +48,10 @@ def build_engine(
 ) -> Engine:  # fmt: skip
     """Compiles a checkpoint (folder or GGUF file) into the new folder `output`. `precisions`: by layer patterns."""
     from millrace.checkpoint.checkpoint import Checkpoint  # the compiler is not needed for a built engine
-    from millrace.compile.build import BuildOptions, plan_engine, write_engine
+    from millrace.compile.build import plan_engine, write_engine
     from millrace.compile.source import Source
 
     source = Source.from_checkpoint(Checkpoint.open(checkpoint), build.max_context)
-    precision = asked_precision(build, source.own_precision, precisions)
-    options = BuildOptions(precision=precision, max_batch=build.max_batch)
+    options = build_options(build, source.own_precision, precisions)
     write_engine(source, plan_engine(source, options), output, name=name, progress=report)
     return Engine.open(output)

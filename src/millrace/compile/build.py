@@ -50,6 +50,7 @@ class BuildOptions:
     precision: PrecisionMap | None = None
     max_batch: int = DEFAULT_BATCH
     max_step_tokens: int = STEP_TOKENS
+    kv_format: KvFormat | None = None  # None: float32 for an engine of that precision, else bfloat16
     fuse: bool = True
 
 
@@ -75,15 +76,16 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     passes = pipeline(precision) if options.fuse else unfused(precision)
     graph = run_passes(traced, passes)
     limits = Limits(T=max(options.max_step_tokens, options.max_batch), S=options.max_batch)
-    kv_format = KvFormat.F32 if precision.default == Precision.FP32 else KvFormat.BF16
-    program = Lowering(graph, limits, source.max_context, kv_format).program()
-    notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, kv_format))
+    table = "f32" if precision.default == Precision.FP32 else "bf16"
+    kv_format = KvFormat[table.upper()] if options.kv_format is None else options.kv_format
+    program = Lowering(graph, limits, source.max_context, kv_format, table).program()
+    notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, table))
     return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), notes)
 
 
-def _table_note(stored: str | None, kv_format: KvFormat) -> tuple[str, ...]:
-    """Engines whose keys and values are bfloat16 hold the embedding table so as well (`Lowering`)."""
-    if stored in (None, "bfloat16") or kv_format == KvFormat.F32:
+def _table_note(stored: str | None, table: str) -> tuple[str, ...]:
+    """Only engines of float32 hold the embedding table in float32."""
+    if stored in (None, "bfloat16") or table == "f32":
         return ()
     shown = stored if "float" in stored else stored.upper()
     return (f"the embedding table, stored as {shown}, is rounded to bfloat16",)

@@ -42,8 +42,9 @@ class _Life:
 class Lowering:
     """One use: `Lowering(graph, limits, max_context, ...).program()`."""
 
-    def __init__(self, graph: Graph, limits: Limits, max_context: int, kv_format: KvFormat) -> None:
-        self._graph, self._limits, self._max_context, self._kv_format = graph, limits, max_context, kv_format
+    def __init__(self, graph: Graph, limits: Limits, max_context: int, kv_format: KvFormat, table: str) -> None:
+        self._graph, self._limits, self._max_context = graph, limits, max_context
+        self._kv_format, self._table = kv_format, table
         self._views: dict[Value, View] = {}
         self._lives: list[_Life] = []
         self._steps: list[ProgramStep] = []
@@ -129,7 +130,7 @@ class Lowering:
         _, table = node.inputs
         scale = node.attrs["scale"]
         assert isinstance(scale, float)
-        kind = "f32" if self._kv_format == KvFormat.F32 else "bf16"
+        kind = self._table
         vocab, width = table.shape
         assert isinstance(vocab, int) and isinstance(width, int)
         params = {"n": width, "vocab": vocab, "bf16": int(kind == "bf16"), "scale": scale}

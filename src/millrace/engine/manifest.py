@@ -40,7 +40,7 @@ class KvEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers: Size
     heads: Count
     head_dim: Count
-    format: str  # "f32" | "bf16"
+    format: str  # "f32" | "bf16" | "int8"
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

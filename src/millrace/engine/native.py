@@ -19,6 +19,10 @@ _ERROR_BYTES = 1024
 class KvFormat(IntEnum):
     F32 = 0
     BF16 = 1
+    INT8 = 2  # with a float32 scale for each token and head
+
+
+_KV_BYTES = {KvFormat.F32: 4, KvFormat.BF16: 2, KvFormat.INT8: 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +36,9 @@ class KvShape:
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers: keys [D][64] and values [64][D up to 16] of each KV head."""
-        element = 4 if self.format == KvFormat.F32 else 2
         width = self.head_dim + (self.head_dim + 15) // 16 * 16
-        return self.layers * self.heads * PAGE_TOKENS * width * element
+        scales = 2 * 4 if self.format == KvFormat.INT8 else 0
+        return self.layers * self.heads * PAGE_TOKENS * (width * _KV_BYTES[self.format] + scales)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, StepOutputs
+from millrace.engine.native import KvFormat
 from millrace.graph.types import Graph, Node, S, Storage, Value
-from millrace.kernels.attention.ref import attention
+from millrace.kernels.attention.ref import attention, to_int8, to_int16
 from millrace.kernels.convert.ref import Quantised, to_bf16, to_q8
 from millrace.kernels.expression import Tree, evaluate
 from millrace.kernels.matmul import ref as products
@@ -37,10 +38,10 @@ class _Pages:
 
 
 class ReferenceExecutor:
-    """`bf16_kv`: whether keys, values and queries are rounded to bfloat16, as engines other than FP32 do."""
+    """kv: how keys and values are kept. bf16_table: the embedding table is rounded, as in engines other than FP32."""
 
-    def __init__(self, graph: Graph, limits: ExecutorLimits, *, bf16_kv: bool) -> None:
-        self._graph, self.limits, self._bf16_kv = graph, limits, bf16_kv
+    def __init__(self, graph: Graph, limits: ExecutorLimits, *, kv: KvFormat, bf16_table: bool) -> None:
+        self._graph, self.limits, self._kv, self._bf16_table = graph, limits, kv, bf16_table
         self.constants = {v: v.constant.load().astype(np.float64) for v in graph.constants() if v.constant}
         self._pages: dict[int, _Pages] = {}
         self._values: dict[Value, Held] = {}
@@ -95,7 +96,7 @@ class ReferenceExecutor:
         assert isinstance(scale, float)
         table = self._rows(node.inputs[1])
         rows = table[step.tokens]
-        stored = to_bf16(rows).astype(np.float64) if self._bf16_kv else rows
+        stored = to_bf16(rows).astype(np.float64) if self._bf16_table else rows
         return self._stored(stored * scale, node.output.storage)
 
     def _product(self, x: Value, w: Value, precision: object) -> Rows:
@@ -167,8 +168,10 @@ class ReferenceExecutor:
         q, k, v = (self._rows(x) for x in node.inputs[:3])
         if node.op == "rope_attention":
             q, k = (self._rotated(x, node.inputs[3], step) for x in node.inputs[:2])
-        if self._bf16_kv:
+        if self._kv == KvFormat.BF16:
             q, k, v = (to_bf16(x).astype(np.float64) for x in (q, k, v))
+        elif self._kv == KvFormat.INT8:
+            q, k, v = (code(x).astype(np.float64) for code, x in ((to_int16, q), (to_int8, k), (to_int8, v)))
         layer, scale = node.attrs["layer"], node.attrs["scale"]
         assert isinstance(layer, int) and isinstance(scale, float)
         pages = self._pages.setdefault(layer, self._empty(k.shape[1:]))
@@ -187,7 +190,7 @@ class ReferenceExecutor:
         pages.values[table[places // size], places % size] = v
         flat = (-1, *k.shape[1:])
         keys, values = (a[table].reshape(flat)[:last] for a in (pages.keys, pages.values))
-        return attention(q, keys, values, first, scale, bf16_weights=self._bf16_kv).astype(np.float64)
+        return attention(q, keys, values, first, scale, bf16_weights=self._kv == KvFormat.BF16).astype(np.float64)
 
     def _empty(self, shape: tuple[int, ...]) -> _Pages:
         whole = (self.limits.n_pages, self.limits.page_tokens, *shape)

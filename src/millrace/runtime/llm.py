@@ -1,11 +1,13 @@
 """`LLM`: a model in this process, with the calls and results that users of vLLM and TensorRT-LLM know."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from millrace.env import read_env
-from millrace.errors import CheckpointError, RequestError
+from millrace.errors import CheckpointError, ConfigError, RequestError, nearest
 from millrace.runtime.generate import Prompt, astream, generate
 from millrace.runtime.open import BuildSettings, Opened, RunSettings, find_engine, open_engine
 from millrace.runtime.params import RequestOutput, SamplingParams
@@ -14,30 +16,29 @@ from millrace.runtime.service import AsyncEngine, quick_switches
 Message = Mapping[str, object]
 
 
+def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings]:
+    """raises ConfigError for a name that neither of them has"""
+    build, run = ({f.name for f in fields(kind)} for kind in (BuildSettings, RunSettings))
+    for name in given:
+        if name not in build | run:
+            raise ConfigError(f'LLM has no setting "{name}"', nearest(name, build | run), "correct the name")
+    parts = ({name: v for name, v in given.items() if name in known} for known in (build, run))
+    return BuildSettings(**next(parts)), RunSettings(**next(parts))
+
+
 class LLM:
     """`LLM("tiny").generate(["Once upon a time"], SamplingParams(max_tokens=64))[0].outputs[0].text`.
 
     model: an engine or checkpoint folder, a GGUF file, a hub id (`org/name@revision`) or `tiny`; built when needed.
-    precision: a name, or a map like {"default": "w4a8", "lm_head": "bf16"}; head: a name for the head alone.
+    precision: a name, or a map like {"default": "w4a8", "lm_head": "bf16"}.
+    settings: those of `millrace build` and `serve` by the same names (head, kv_cache_dtype, group, max_context,
+    max_batch, kv_memory, threads, isa).
     raises MillraceError, each with its mend
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        precision: str | Mapping[str, str] | None = None,
-        head: str | None = None,
-        max_context: int | None = None,
-        max_batch: int = 16,
-        kv_memory: int | str | None = None,
-        threads: int | None = None,
-        isa: str | None = None,
-    ) -> None:
-        named = precision if isinstance(precision, str) else None
-        build = BuildSettings(precision=named, head=head, max_context=max_context, max_batch=max_batch)
-        run = RunSettings(kv_memory=kv_memory, threads=threads, isa=isa)  # type: ignore[arg-type]
-        precisions = precision if isinstance(precision, Mapping) else None
+    def __init__(self, model: str | Path, *, precision: str | Mapping[str, str] | None = None, **settings: Any) -> None:
+        named, precisions = (precision, None) if not isinstance(precision, Mapping) else (None, precision)
+        build, run = _split({"precision": named, **settings})
         name, engine = find_engine(str(model), build, read_env(), precisions=precisions)
         self._opened: Opened = open_engine(name, engine, run)
         self._loop = self._opened.loop(throughput=True)

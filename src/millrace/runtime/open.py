@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.checkpoint import Checkpoint, open_chat_template
@@ -12,7 +13,7 @@ from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer, read_json_o
 from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import FORMAT, MANIFEST
-from millrace.engine.native import NativeExecutor
+from millrace.engine.native import KvFormat, NativeExecutor
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError
 from millrace.machine.cpu import memory, usable_cores
@@ -20,6 +21,9 @@ from millrace.runtime.budget import TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.plan import RunPlan, plan_run
 from millrace.settings import Settings, setting
+
+if TYPE_CHECKING:
+    from millrace.compile.build import BuildOptions
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 Say = Callable[[str], None]
@@ -37,6 +41,11 @@ class BuildSettings(Settings):
         None,
         "precision of the head; default: with w4a8 a 4-bit pass and the best 256 tokens again in 8 bits",
         choices=("fp32", "bf16", "w8a8", "w8a16", "w4a8", "w4a16"),
+    )
+    kv_cache_dtype: str | None = setting(
+        None,
+        "how keys and values are kept: fp32, bf16 or int8 (half the memory of bf16); default: bf16, with fp32 fp32",
+        choices=("fp32", "bf16", "int8"),
     )
     max_context: int | None = setting(None, "longest sequence in tokens; default: the model's own, at most 8192", low=1)
     max_batch: int = setting(16, "sequences that run at the same time", low=1, high=1024)
@@ -137,13 +146,12 @@ def _built(
     name: str, checkpoint: Checkpoint, build: BuildSettings, precisions: Mapping[str, str] | None, env: Env,
     progress: Progress | None,
 ) -> Engine:  # fmt: skip
-    from millrace.compile.build import BuildOptions, plan_engine, write_engine  # not needed for a built engine
+    from millrace.compile.build import plan_engine, write_engine  # not needed for a built engine
     from millrace.compile.cache import EngineCache
     from millrace.compile.source import Source
 
     source = Source.from_checkpoint(checkpoint, build.max_context)
-    precision = asked_precision(build, source.own_precision, precisions)
-    options = BuildOptions(precision=precision, max_batch=build.max_batch)
+    options = build_options(build, source.own_precision, precisions)
     key = f"{FORMAT} {checkpoint.identity()} {source.max_context} {options}"
 
     def write(folder: Path) -> None:
@@ -151,6 +159,20 @@ def _built(
 
     folder, _ = EngineCache(env.cache).get_or_build(name, key, write)
     return Engine.open(folder)
+
+
+def build_options(
+    build: BuildSettings, own: PrecisionMap, precisions: Mapping[str, str] | None = None
+) -> "BuildOptions":
+    """What the user asked for, as the compiler takes it. own: the model's precision, for what is not asked."""
+    from millrace.compile.build import BuildOptions
+
+    formats = {None: None, "fp32": KvFormat.F32, "bf16": KvFormat.BF16, "int8": KvFormat.INT8}
+    return BuildOptions(
+        precision=asked_precision(build, own, precisions),
+        max_batch=build.max_batch,
+        kv_format=formats[build.kv_cache_dtype],
+    )
 
 
 def asked_precision(
@@ -167,7 +189,7 @@ def asked_precision(
 def _refuse_build_settings(build: BuildSettings, folder: Path) -> None:
     """A built engine cannot be changed by flags; saying nothing would be worse."""
     plain = BuildSettings()
-    for name in ("precision", "head", "max_context", "max_batch", "group"):
+    for name in ("precision", "head", "kv_cache_dtype", "max_context", "max_batch", "group"):
         if getattr(build, name) != getattr(plain, name):
             raise ConfigError(
                 f"--{name.replace('_', '-')} is given, but {folder} is already built",

@@ -5,32 +5,11 @@
 // come first, then their maximum m, p = exp(score - m), l = sum p (lane i takes keys i, i+16, ...; the fixed tree), and
 // o = sum p v over ascending keys (bfloat16: pairs). Spans are merged in order:
 //   m' = max(M, m), O = O exp(M - m') + o exp(m - m'), L likewise; at last y = O / L.
-// bfloat16 KV: q and p are rounded to bfloat16, and l sums the rounded p.
+// bfloat16 KV: q and p are rounded to bfloat16, and l sums the rounded p. int8 KV: int8.hpp.
 #pragma once
+#include "int8.hpp"
+
 namespace millrace::MILLRACE_ISA {
-
-constexpr int kSpan = 256;            // keys between two merges: four pages
-constexpr int kAttentionRows = 12;    // query rows that share one pass over keys and values,
-constexpr int kAttentionTile = 6;     // at most so many of them with their sums in registers
-constexpr int kMaxHeadDim = 512;
-
-struct AttentionTile {
-  const AttentionArgs* a;
-  StepContext* c;
-  int sequence, kv_head;
-  int rows;
-  int positions[kAttentionRows];
-  int64_t tokens[kAttentionRows];
-  int heads[kAttentionRows];
-  float scores[kAttentionRows][kSpan];
-  float out[kAttentionRows][kMaxHeadDim], span_out[kAttentionRows][kMaxHeadDim];
-  float most[kAttentionRows], total[kAttentionRows];
-  alignas(64) float q[kAttentionRows][kMaxHeadDim];  // float, or bfloat16 pairs in the first half
-};
-
-inline const uint8_t* block_of(const AttentionTile& t, int position) {
-  return t.c->kv.keys(t.a->layer, t.c->page_of(t.sequence, position), t.kv_head);
-}
 
 inline void load_queries(AttentionTile& t) {
   const int D = t.a->head_dim;
@@ -147,19 +126,6 @@ void weigh_values(AttentionTile& t, int row, int from, int count) {
   for (; d < width; d += 16) weigh_columns<BF16, R, 1>(t, row, from, count, d);
 }
 
-// work.operator()<R>(row) for the rows in tiles of nearly equal height R.
-template <int R = kAttentionTile, class Work>
-inline void each_tile(int rows, int row, Work work) {
-  if constexpr (R > 1) {
-    const int tiles = (rows - row + kAttentionTile - 1) / kAttentionTile;
-    const int height = tiles ? (rows - row + tiles - 1) / tiles : 0;
-    if (height < R) return each_tile<R - 1>(rows, row, work);
-  }
-  if (row >= rows) return;
-  work.template operator()<R>(row);
-  each_tile(rows, row + R, work);
-}
-
 inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
   const int64_t width = t.c->kv.value_width();
   if (opening) {
@@ -177,9 +143,43 @@ inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
   for (int64_t d = 0; d < width; d += 16) store(t.out[r] + d, load(t.out[r] + d) * keep + load(t.span_out[r] + d) * add);
 }
 
+// How each format takes its steps.
 template <bool BF16>
+struct FloatSteps {
+  static constexpr int kTile = kAttentionTile;
+  static void load(AttentionTile& t) { load_queries(t); }
+  template <int R>
+  static void score(AttentionTile& t, int row, uint8_t* block, int at) {
+    score_page<BF16, R>(t, row, block, at);
+  }
+  static void soften(AttentionTile& t, int r, int, int count, int span, float& m, float& l) {
+    MILLRACE_ISA::soften<BF16>(t.scores[r], count, span, m, l);
+  }
+  template <int R>
+  static void weigh(AttentionTile& t, int row, int from, int count) {
+    weigh_values<BF16, R>(t, row, from, count);
+  }
+};
+struct Int8Steps {
+  static constexpr int kTile = kAttentionTile / 2;
+  static void load(AttentionTile& t) { load_int8_queries(t); }
+  template <int R>
+  static void score(AttentionTile& t, int row, uint8_t* block, int at) {
+    score_int8_page<R>(t, row, block, at);
+  }
+  static void soften(AttentionTile& t, int r, int from, int count, int span, float& m, float& l) {
+    MILLRACE_ISA::soften<false>(t.scores[r], count, span, m, l);
+    to_int8_weights(t, r, from, count, span);
+  }
+  template <int R>
+  static void weigh(AttentionTile& t, int row, int from, int count) {
+    weigh_int8_values<R>(t, row, from, count);
+  }
+};
+
+template <class Steps>
 void attend_tile(AttentionTile& t) {
-  load_queries(t);
+  Steps::load(t);
   int last = 0;
   for (int r = 0; r < t.rows; ++r) last = t.positions[r] > last ? t.positions[r] : last;
   for (int from = 0; from <= last; from += kSpan) {
@@ -187,14 +187,14 @@ void attend_tile(AttentionTile& t) {
     const int span = static_cast<int>(up(reach, kPageTokens));
     float m[kAttentionRows], l[kAttentionRows];
     for (int at = 0; at < span; at += kPageTokens) {
-      const uint8_t* keys = block_of(t, from + at);
-      each_tile(t.rows, 0, [&]<int R>(int row) { score_page<BF16, R>(t, row, keys, at); });
+      uint8_t* block = block_of(t, from + at);
+      each_tile<Steps::kTile>(t.rows, 0, [&]<int R>(int row) { Steps::template score<R>(t, row, block, at); });
     }
     for (int r = 0; r < t.rows; ++r) {
       const int own = t.positions[r] + 1 - from;
-      soften<BF16>(t.scores[r], own < reach ? (own > 0 ? own : 0) : reach, span, m[r], l[r]);
+      Steps::soften(t, r, from, own < reach ? (own > 0 ? own : 0) : reach, span, m[r], l[r]);
     }
-    each_tile(t.rows, 0, [&]<int R>(int row) { weigh_values<BF16, R>(t, row, from, reach); });
+    each_tile<Steps::kTile>(t.rows, 0, [&]<int R>(int row) { Steps::template weigh<R>(t, row, from, reach); });
     for (int r = 0; r < t.rows; ++r)
       if (t.positions[r] >= from) merge(t, r, from == 0, m[r], l[r]);
   }
@@ -228,9 +228,11 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
         t.positions[r] = c.positions[t.tokens[r]];
       }
       if (c.kv.format == KvFormat::f32)
-        attend_tile<false>(t);
+        attend_tile<FloatSteps<false>>(t);
+      else if (c.kv.format == KvFormat::bf16)
+        attend_tile<FloatSteps<true>>(t);
       else
-        attend_tile<true>(t);
+        attend_tile<Int8Steps>(t);
     }
     first_task += tiles * a.kv_heads;
   }

@@ -24,3 +24,20 @@ def attention(q: Array, k: Array, v: Array, first: int, scale: float, *, bf16_we
     weights /= weights.sum(axis=-1, keepdims=True)
     y: Array = np.einsum("tkgu,ukd->tkgd", weights, v).reshape(T, H, D)
     return y
+
+
+def to_int8(x: Array) -> Array:
+    """x (..., D) as int8 pages hold it: codes -127..127 of one scale, amax / 127, for each token and head."""
+    return _coded(x, 127)
+
+
+def to_int16(q: Array) -> Array:
+    """Queries (..., D) as they meet int8 keys: codes of two bytes, both at most 127, of one scale."""
+    return _coded(q, 127 * 256 + 127)
+
+
+def _coded(x: Array, most: int) -> Array:
+    amax = np.abs(x).max(axis=-1, keepdims=True)
+    inverse = np.divide(x.dtype.type(most), amax, out=np.zeros_like(amax), where=amax > 0)
+    y: Array = np.rint(x * inverse) * (amax / x.dtype.type(most))
+    return y

@@ -5,6 +5,8 @@
 #pragma once
 namespace millrace::MILLRACE_ISA {
 
+constexpr int kMaxHeadDim = 512;
+
 inline void rotate(float* x, const float* table, int64_t head_dim) {
   const int64_t half = head_dim / 2;
   for (int64_t d = 0; d < half; d += 16) {
@@ -36,6 +38,29 @@ inline void write_bf16(const float* k, const float* v, const KvLayout& kv, uint8
   }
 }
 
+// code = nearest(x * (127 / amax)), as convert has it. Returns the scale, which is NaN where an x is not finite.
+inline float to_codes(const float* x, int n, int8_t* codes) {
+  F check = zero(), most = zero();
+  each_vector(0, n, [&](int64_t i, auto lanes) {
+    const F v = lanes.load(x + i);
+    check = fma(v, zero(), check);
+    most = max(abs(v), most);
+  });
+  const float amax = largest(most), inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
+  for (int i = 0; i < n; i += 16) store_i8(codes + i, round(load(x + i, n - i < 16 ? n - i : 16) * splat(inverse)));
+  return amax / 127.0f + sum(check);
+}
+
+inline void write_int8(const float* k, const float* v, const KvLayout& kv, uint8_t* block, int slot) {
+  int8_t codes[kMaxHeadDim + 16];
+  kv.key_scales(block)[slot] = to_codes(k, kv.head_dim, codes);
+  for (int d = 0; d < kv.head_dim; ++d)
+    block[d / 4 * kPageTokens * 4 + slot * 4 + d % 4] = static_cast<uint8_t>(codes[d] + 128);
+  kv.value_scales(block)[slot] = to_codes(v, kv.head_dim, codes);
+  auto* values = reinterpret_cast<int8_t*>(block + kv.key_bytes()) + slot / 4 * kv.value_width() * 4 + slot % 4;
+  for (int d = 0; d < kv.head_dim; ++d) values[d * 4] = codes[d];
+}
+
 inline void rope(const RopeArgs& a, StepContext& c) {
   const int64_t D = a.head_dim;
   for (Chunk t(c, c.n_tokens, 4); t.next();)
@@ -51,8 +76,10 @@ inline void rope(const RopeArgs& a, StepContext& c) {
         uint8_t* block = c.kv.keys(a.layer, c.page_of(c.sequence_of[row], position), h);
         if (c.kv.format == KvFormat::f32)
           write_f32(k, v, c.kv, block, position % kPageTokens);
-        else
+        else if (c.kv.format == KvFormat::bf16)
           write_bf16(k, v, c.kv, block, position % kPageTokens);
+        else
+          write_int8(k, v, c.kv, block, position % kPageTokens);
       }
     }
 }

@@ -1,0 +1,50 @@
+// What a task of attention works on: up to 12 query rows of one KV head, and their scores against a span of keys.
+#pragma once
+namespace millrace::MILLRACE_ISA {
+
+constexpr int kSpan = 256;            // keys between two merges: four pages
+constexpr int kAttentionRows = 12;    // query rows that share one pass over keys and values,
+constexpr int kAttentionTile = 6;     // at most so many of them with their sums in registers
+
+// The same rows as integers, each in two bytes: queries 256 high + low, and the weights of a span.
+struct Int8Rows {
+  alignas(64) int8_t q[kAttentionRows][2][kMaxHeadDim];
+  int32_t q_sum[kAttentionRows][2];
+  float q_scale[kAttentionRows];
+  alignas(64) uint8_t p[kAttentionRows][2][kSpan];
+  float p_scale[kAttentionRows];
+};
+
+struct AttentionTile {
+  const AttentionArgs* a;
+  StepContext* c;
+  int sequence, kv_head;
+  int rows;
+  int positions[kAttentionRows];
+  int64_t tokens[kAttentionRows];
+  int heads[kAttentionRows];
+  float scores[kAttentionRows][kSpan];
+  float out[kAttentionRows][kMaxHeadDim], span_out[kAttentionRows][kMaxHeadDim];
+  float most[kAttentionRows], total[kAttentionRows];
+  alignas(64) float q[kAttentionRows][kMaxHeadDim];  // float, or bfloat16 pairs in the first half
+  Int8Rows int8;
+};
+
+inline uint8_t* block_of(const AttentionTile& t, int position) {
+  return t.c->kv.keys(t.a->layer, t.c->page_of(t.sequence, position), t.kv_head);
+}
+
+// work.operator()<R>(row) for the rows in tiles of nearly equal height R, at most `Tile`.
+template <int Tile, int R = Tile, class Work>
+inline void each_tile(int rows, int row, Work work) {
+  if constexpr (R > 1) {
+    const int tiles = (rows - row + Tile - 1) / Tile;
+    const int height = tiles ? (rows - row + tiles - 1) / tiles : 0;
+    if (height < R) return each_tile<Tile, R - 1>(rows, row, work);
+  }
+  if (row >= rows) return;
+  work.template operator()<R>(row);
+  each_tile<Tile, R>(rows, row + R, work);
+}
+
+}  // namespace millrace::MILLRACE_ISA
