@@ -38,6 +38,7 @@ inline void load_int8_queries(AttentionTile& t) {
 template <int R>
 void score_int8_page(AttentionTile& t, int row, uint8_t* keys, int at) {
   const float* scales = t.c->kv.key_scales(keys);
+  const int64_t ahead = t.c->kv.key_bytes();
   const int8_t* q = t.int8.q[row][0];
   I acc[R * 2][4];
 #pragma GCC unroll 32
@@ -45,7 +46,10 @@ void score_int8_page(AttentionTile& t, int row, uint8_t* keys, int at) {
   for (int d = 0; d < t.a->head_dim; d += 4, keys += 256) {
     I line[4];
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) line[v] = load_i(keys + v * 64);
+    for (int v = 0; v < 4; ++v) {
+      line[v] = load_i(keys + v * 64);
+      __builtin_prefetch(keys + ahead + v * 64);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R * 2; ++r) {
       const I x = splat_bytes(q + r * kMaxHeadDim + d);
@@ -92,11 +96,15 @@ void weigh_int8_columns(AttentionTile& t, int row, int from, int count, int64_t 
   for (int i = 0; i < R * 2 * NV; ++i) acc[i / NV][i % NV] = splat_i(0);
   for (int at = 0; at < count; at += kPageTokens) {
     const uint8_t* line = block_of(t, from + at) + t.c->kv.key_bytes() + d * 4;
+    const uint8_t* ahead = keys_after(t, from + at, line - d * 4) + d * 4;
     const int end = at + kPageTokens < count ? at + kPageTokens : count;
-    for (int i = at; i < end; i += 4, line += width * 4) {
+    for (int i = at; i < end; i += 4, line += width * 4, ahead += width * 4) {
       I values[NV];
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) values[v] = load_i(line + v * 64);
+      for (int v = 0; v < NV; ++v) {
+        values[v] = load_i(line + v * 64);
+        __builtin_prefetch(ahead + v * 64);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < R * 2; ++r) {
         const I p = splat_bytes(t.int8.p[row][0] + r * kSpan + i);

@@ -41,13 +41,17 @@ template <bool BF16, int NV>
 template <bool BF16, int R>
 void score_page(AttentionTile& t, int row, const uint8_t* keys, int at) {
   const int steps = BF16 ? t.a->head_dim / 2 : t.a->head_dim;
+  const int64_t ahead = t.c->kv.key_bytes();
   F acc[R][4];
 #pragma GCC unroll 32
   for (int i = 0; i < R * 4; ++i) acc[i / 4][i % 4] = zero();
   for (int d = 0; d < steps; ++d, keys += 256) {
     I line[4];
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) line[v] = load_i(keys + v * 64);
+    for (int v = 0; v < 4; ++v) {
+      line[v] = load_i(keys + v * 64);
+      __builtin_prefetch(keys + ahead + v * 64);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) add_products<BF16>(acc[r], line, reinterpret_cast<const float*>(t.q[row + r]) + d);
   }
@@ -99,13 +103,18 @@ void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
   for (int i = 0; i < R * NV; ++i) acc[i / NV][i % NV] = zero();
   for (int page = 0; page * kPageTokens < count; ++page) {
     const uint8_t* line = block_of(t, from + page * kPageTokens) + t.c->kv.key_bytes() + d * 4;
+    const uint8_t* ahead = keys_after(t, from + page * kPageTokens, line - d * 4) + d * 4;
     const int keys = count - page * kPageTokens < kPageTokens ? count - page * kPageTokens : kPageTokens;
     const float* weights = t.scores[row] + page * kPageTokens / (BF16 ? 2 : 1);
     const auto add_line = [&](int i, I mask) {
       I values[NV];
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) values[v] = load_i(line + v * 64) & mask;
+      for (int v = 0; v < NV; ++v) {
+        values[v] = load_i(line + v * 64) & mask;
+        __builtin_prefetch(ahead + v * 64);
+      }
       line += width * 4;
+      ahead += width * 4;
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) add_products<BF16>(acc[r], values, weights + r * kSpan + i);
     };
@@ -182,6 +191,7 @@ void attend_tile(AttentionTile& t) {
   Steps::load(t);
   int last = 0;
   for (int r = 0; r < t.rows; ++r) last = t.positions[r] > last ? t.positions[r] : last;
+  t.last = last;
   for (int from = 0; from <= last; from += kSpan) {
     const int reach = last + 1 - from < kSpan ? last + 1 - from : kSpan;
     const int span = static_cast<int>(up(reach, kPageTokens));

@@ -19,7 +19,7 @@ struct AttentionTile {
   const AttentionArgs* a;
   StepContext* c;
   int sequence, kv_head;
-  int rows;
+  int rows, last;  // last: the largest of their positions
   int positions[kAttentionRows];
   int64_t tokens[kAttentionRows];
   int heads[kAttentionRows];
@@ -32,6 +32,12 @@ struct AttentionTile {
 
 inline uint8_t* block_of(const AttentionTile& t, int position) {
   return t.c->kv.keys(t.a->layer, t.c->page_of(t.sequence, position), t.kv_head);
+}
+
+// Pages lie apart, so the hardware does not see what is read next. While keys are read, the values behind them are
+// fetched; while values are read, the keys of the next span, this one:
+inline const uint8_t* keys_after(const AttentionTile& t, int position, const uint8_t* otherwise) {
+  return position + kSpan <= t.last ? block_of(t, position + kSpan) : otherwise;
 }
 
 // work.operator()<R>(row) for the rows in tiles of nearly equal height R, at most `Tile`.

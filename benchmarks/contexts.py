@@ -1,0 +1,184 @@
+"""What long contexts cost: decode at 4,096 tokens beside decode at 128, and a long prompt beside somebody's stream.
+
+    python -m benchmarks.contexts --shape tinyllama-1.1b --kv-cache-dtype int8
+
+Everything in process with random weights, interleaved. In the mix one user streams, and another's prompt of 2,000
+tokens arrives; then the same two one after the other. Writes results/contexts-DATE-SHAPE-KV.json.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import Timing, bandwidth, pages_for, prefill, repeat, step
+from benchmarks.record import provenance, write_result
+from benchmarks.shapes import SHAPES, random_source
+from millrace.checkpoint.tokenizer import Specials, Tokenizer
+from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.compile.precision import precision_map
+from millrace.engine.engine import Engine
+from millrace.engine.native import KvFormat, NativeExecutor
+from millrace.machine.cpu import usable_cores
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.params import SamplingParams
+
+KV = {"fp32": KvFormat.F32, "bf16": KvFormat.BF16, "int8": KvFormat.INT8}
+CONTEXT = 8192
+SHALLOW, DEEP, NEW_TOKENS = 128, 4096, 32
+STREAM_PROMPT, STREAM_TOKENS, ARRIVES_AT, LONG_PROMPT = 32, 300, 20, 2000
+
+
+class _Words(Tokenizer):
+    """Any token is a word: nothing is encoded here, and a stream needs text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size, Specials(named={}, bos_token_id=None, eos_token_id=None, ids=frozenset()))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        raise NotImplementedError("prompts are token ids")
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        return b"word "
+
+    def _first_bytes(self, token_id: int) -> bytes:
+        return b"word "
+
+
+def decode_by_depth(executor: NativeExecutor, rounds: int) -> dict[str, Any]:
+    """Tokens a second of one sequence with 128 and with 4,096 tokens before it, interleaved."""
+    prefill(executor, DEEP, 1)
+    found: dict[int, list[float]] = {SHALLOW: [], DEEP: []}
+    read: list[float] = []
+    for _ in range(rounds):
+        read.append(bandwidth(executor.isa, usable_cores()))
+        for depth, samples in found.items():
+            steps = [step([1], depth + i, executor.limits.n_pages, seed=i) for i in range(NEW_TOKENS)]
+            samples += repeat(lambda steps=steps: [executor.run(s) for s in steps], 1).samples_s  # type: ignore[misc]
+    rates = {depth: NEW_TOKENS / Timing(samples).median_s for depth, samples in found.items()}
+    return {
+        "tokens_per_s": {str(d): round(r, 1) for d, r in rates.items()},
+        "share": round(rates[DEEP] / rates[SHALLOW], 3),
+        "samples_s": {str(d): s for d, s in found.items()}, "bandwidth_bytes_per_s": read,
+    }  # fmt: skip
+
+
+class Mix:
+    """One user's stream, and another's long prompt, through the scheduler."""
+
+    def __init__(self, executor: NativeExecutor) -> None:
+        self._executor = executor
+        self._loop = EngineLoop(executor, _Words(executor.limits.vocab_size))
+        rng = np.random.default_rng(0)
+        self._prompts = [rng.integers(3, 30000, n).tolist() for n in (STREAM_PROMPT, LONG_PROMPT)]
+
+    def run(self, *, stream: bool, prompt: bool) -> tuple[float, list[float]]:
+        """Seconds until all is answered, and when each token of the stream came."""
+        times: list[float] = []
+        open_answers = int(stream) + int(prompt)
+
+        def finished(deltas: Sequence[Any]) -> None:
+            nonlocal open_answers
+            open_answers -= sum(d.finish_reason is not None for d in deltas)
+
+        def token(deltas: Sequence[Any]) -> None:
+            times.extend([time.perf_counter()] * sum(len(d.token_ids) for d in deltas))
+            finished(deltas)
+
+        def ask(which: int, tokens: int, deliver: Any) -> None:
+            params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+            self._loop.submit(self._prompts[which], params, deliver)
+
+        started = time.perf_counter()
+        if stream:
+            ask(0, STREAM_TOKENS, token)
+        elif prompt:
+            ask(1, 1, finished)
+        asked = not (stream and prompt)
+        while open_answers:
+            self._loop.step()
+            if not asked and len(times) >= ARRIVES_AT:
+                ask(1, 1, finished)
+                asked = True
+        return time.perf_counter() - started, times
+
+
+def mixed_work(executor: NativeExecutor, rounds: int) -> dict[str, Any]:
+    mix = Mix(executor)
+    mix.run(stream=True, prompt=True)  # warm; the budget learns what tokens cost
+    samples = []
+    for _ in range(rounds):
+        together, times = mix.run(stream=True, prompt=True)
+        alone, own = mix.run(stream=True, prompt=False)
+        prompt, _ = mix.run(stream=False, prompt=True)
+        gaps, own_gaps = (sorted(np.diff(t).tolist()) for t in (times, own))
+        samples.append({
+            "together_s": together, "stream_alone_s": alone, "prompt_alone_s": prompt,
+            "median_gap_s": statistics.median(gaps), "p99_gap_s": gaps[int(0.99 * len(gaps))],
+            "longest_gap_s": gaps[-1], "median_gap_alone_s": statistics.median(own_gaps),
+            "p99_gap_alone_s": own_gaps[int(0.99 * len(own_gaps))],
+        })  # fmt: skip
+
+    def median(value: Callable[[dict[str, float]], float]) -> float:
+        return round(statistics.median(value(s) for s in samples), 3)
+
+    return {
+        "p99_to_median_gap": median(lambda s: s["p99_gap_s"] / s["median_gap_s"]),
+        "p99_to_median_gap_alone": median(lambda s: s["p99_gap_s"] / s["median_gap_alone_s"]),
+        "total_to_one_after_the_other": median(lambda s: s["together_s"] / (s["stream_alone_s"] + s["prompt_alone_s"])),
+        "samples": samples,
+    }
+
+
+def run(shape: str, precision: str, kv: str, rounds: int, folder: Path) -> dict[str, Any]:
+    source = random_source(shape, CONTEXT)
+    options = BuildOptions(precision=precision_map(precision), max_batch=4, kv_format=KV[kv])
+    write_engine(source, plan_engine(source, options), folder, name=shape)
+    engine = Engine.open(folder)
+    executor = engine.executor(n_pages=pages_for(1, CONTEXT), threads=usable_cores())
+    result = {
+        **provenance("benchmarks.contexts"), "shape": shape, "precision": precision, "kv_cache_dtype": kv,
+        "threads": usable_cores(), "isa": executor.isa, "decode": decode_by_depth(executor, rounds),
+        "mixed": mixed_work(executor, rounds),
+    }  # fmt: skip
+    executor.close()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.contexts", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--shape", choices=[*SHAPES], default="llama-143m")
+    parser.add_argument("--precision", default="w4a8")
+    parser.add_argument("--kv-cache-dtype", choices=[*KV], default="int8")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="print the result instead of a summary")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        result = run(args.shape, args.precision, args.kv_cache_dtype, args.rounds, Path(temporary) / "engine")
+    path = write_result(f"contexts-{result['date']}-{args.shape}-{args.kv_cache_dtype}", result)
+    print(json.dumps(result) if args.json else summary(result, path))
+
+
+def summary(result: dict[str, Any], path: Path) -> str:
+    d, m = result["decode"], result["mixed"]
+    shallow, deep = d["tokens_per_s"].values()
+    return "\n".join([
+        f"{result['shape']} {result['precision']}, KV in {result['kv_cache_dtype']}, {result['threads']} threads",
+        f"  decode at {SHALLOW} and {DEEP:,}   {shallow:.1f} and {deep:.1f} tok/s: {d['share']:.0%}",
+        f"  a stream beside a prompt   p99 of its gaps {m['p99_to_median_gap']:.2f} x their median, "
+        f"{m['p99_to_median_gap_alone']:.2f} x its median alone",
+        f"  both together              {m['total_to_one_after_the_other'] - 1:+.0%} of one after the other",
+        f"  {path}",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
