@@ -36,7 +36,7 @@ struct Search {
   // Until at most `few` lie between the two. False where more do, and all of them equal `enough`.
   bool narrow(int64_t few) {
     while (n_enough - n_above > few) {
-      const float middle = enough + (too_few - enough) / 2;
+      const float middle = enough / 2 + too_few / 2;  // their difference may be beyond all floats
       if (!(middle > enough && middle < too_few)) return false;
       double weight = 0;
       const int64_t found = p ? passes.mass(x, p, n, middle, weight) : passes.count(x, n, middle);

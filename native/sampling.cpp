@@ -124,7 +124,7 @@ class Draw {
     const bool differ = search.narrow(64);
     const int64_t n = row_.passes.collect(s_.x, 0, row_.listed, search.enough, search.too_few, s_.order);
     if (differ) std::sort(s_.order, s_.order + n, Better{s_.x});
-    Cut cut{search.too_few, -1};
+    Cut cut{search.too_few, INT64_MAX};  // what lies above is kept, whatever is added to it
     for (int64_t i = 0; i < n && search.n_above + i < count && search.mass_above < mass; ++i) {
       cut = {s_.x[s_.order[i]], s_.ids[s_.order[i]]};
       search.mass_above += s_.p[s_.order[i]];
@@ -235,9 +235,9 @@ class Draw {
       const float* x = row_.x + from;
       passes.exp2(x, count, row_.m, row_.scale, s_.p, s_.cut_sums);
       for (int64_t i = 0; i < count; ++i) {
-        const float kept = cut.keeps(x[i], from + i);
-        if (kept != 0) last = from + i;
-        reached += s_.p[i] * kept;
+        const float p = s_.p[i] * cut.keeps(x[i], from + i);
+        if (p > 0) last = from + i;
+        reached += p;
         if (reached > target) return static_cast<int32_t>(last);
       }
     }

@@ -78,9 +78,10 @@ def _check(f: "Field[Any]", value: Any) -> None:
     s = declared(f)
     if s.choices and value not in s.choices:
         raise ConfigError(f'{flag_of(f.name)} is "{value}"', "one of " + ", ".join(s.choices), "choose one of them")
-    bounded = isinstance(value, int | float) and not isinstance(value, bool)
-    if not bounded:
+    if s.low is None and s.high is None:
         return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{flag_of(f.name)} is {value!r}", "a number", "write one")
     if not ((s.low is None or value >= s.low) and (s.high is None or value <= s.high)):
         span = f"at least {s.low:g}" if s.high is None else f"{s.low:g} to {s.high:g}"
         raise ConfigError(f"{flag_of(f.name)} is {value}", span, "choose a value in this range")

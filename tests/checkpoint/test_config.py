@@ -303,7 +303,7 @@ WRONG: list[tuple[Mapping[str, object], dict[str, object], list[str]]] = [
     (LLAMA_2, {"layer_types": ["full_attention"] * 3}, ["layer_types", "32"]),
     (LLAMA_2, {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
     (LLAMA_2, {"hidden_act": "relu"}, ["hidden_act", "relu", "silu"]),
-    (LLAMA_2, {"hidden_size": 0}, ["hidden_size", "positive"]),
+    (LLAMA_2, {"hidden_size": 0}, ["hidden_size", "from 1"]),
     (LLAMA_2, {"hidden_size": "4096"}, ["hidden_size", "'4096'"]),
     (LLAMA_2, {"hidden_size": True}, ["hidden_size"]),
     (LLAMA_2, {"hidden_size": 4097}, ["4097", "head_dim"]),

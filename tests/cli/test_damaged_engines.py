@@ -1,12 +1,15 @@
 """A damaged engine is refused with what is wrong and how to mend it, whatever file was hit."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from millrace.cli.models import build_engine
 from millrace.compile.cache import EngineCache
+from millrace.engine.manifest import Manifest, sealed
 from millrace.runtime.open import BUNDLED, BuildSettings
 from tests.cli.conftest import Millrace
 
@@ -45,8 +48,12 @@ def test_a_missing_file(millrace: Millrace, engine: Path, name: str) -> None:
 
 
 def change(engine: Path, **values: object) -> None:
+    """As somebody would who knows how a manifest is sealed."""
     path = engine / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    content = json.dumps({**json.loads(path.read_text()), **values}).encode()
+    with suppress(msgspec.DecodeError):
+        content = msgspec.json.encode(sealed(msgspec.json.decode(content, type=Manifest)))
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +77,18 @@ def test_a_changed_manifest(millrace: Millrace, engine: Path, values: dict[str, 
     millrace("generate", engine, *ASK).assert_mistake(fragment)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"null", b"[]", b"\xff\xfe\x00", b'{"format": 1}'])
+@pytest.mark.parametrize(
+    "was, becomes", [('"vocab_size": 2048', '"vocab_size": 1024'), ("logits_offset", "logits_0ffset")]
+)
+def test_an_edited_manifest(millrace: Millrace, engine: Path, was: str, becomes: str) -> None:
+    path = engine / "manifest.json"
+    text = path.read_text()
+    assert was in text
+    path.write_text(text.replace(was, becomes))
+    millrace("generate", engine, *ASK).assert_mistake("manifest.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b"[]", b"\xff\xfe\x00", b'{"format": 2}'])
 def test_a_manifest_that_is_none(millrace: Millrace, engine: Path, content: bytes) -> None:
     (engine / "manifest.json").write_bytes(content)
     millrace("generate", engine, *ASK).assert_mistake("manifest.json")

@@ -129,6 +129,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[MillraceError], list[str]]] = [
     ({"kv_cache_dtpye": "int8"}, ConfigError, ["kv_cache_dtpye", "kv_cache_dtype"]),
     ({"isa": "neon"}, ConfigError, ["neon", "scalar"]),
     ({"threads": 0}, ConfigError, ["threads"]),
+    ({"threads": "2"}, ConfigError, ["threads", "a number"]),
     ({"kv_memory": "plenty"}, ConfigError, ["plenty", "512M"]),
     ({"kv_memory": "200K"}, MachineError, ["tokens", "max-context 192"]),
     ({"kv_memory": "900T"}, MachineError, ["available", "kv-memory"]),

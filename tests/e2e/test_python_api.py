@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import itertools
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -95,6 +97,44 @@ def test_astream_grows_to_the_answer(llm: LLM) -> None:
         asyncio.run(leave_early())
 
 
+def test_streams_and_lists_side_by_side(llm: LLM) -> None:
+    """Three streams of one event loop, and threads that want whole answers meanwhile: all as if alone."""
+    params = [SamplingParams(max_tokens=60, seed=i, temperature=1, ignore_eos=True) for i in range(6)]
+    alone = [texts(llm.generate("Once", p))[0] for p in params]
+
+    async def stream(one: SamplingParams) -> str:
+        return [output.outputs[0].text async for output in llm.astream("Once", one)][-1]
+
+    async def together() -> list[str]:
+        threads = [asyncio.to_thread(lambda p=p: texts(llm.generate("Once", p))[0]) for p in params[3:]]  # type: ignore[misc]
+        return await asyncio.gather(*map(stream, params[:3]), *threads)
+
+    assert asyncio.run(together()) == alone
+
+
+def test_threads_share_an_engine_without_a_thread_of_its_own() -> None:
+    with LLM("tiny", precision="w4a8") as model, ThreadPoolExecutor(3) as pool:
+        params = [SamplingParams(max_tokens=100, seed=i, temperature=1, ignore_eos=True) for i in range(6)]
+        together = list(pool.map(lambda p: texts(model.generate("Once", p))[0], params))
+        assert together == [texts(model.generate("Once", p))[0] for p in params]
+
+
+def test_forgetting_to_close_gives_the_memory_back() -> None:
+    def once(stream: bool) -> int:
+        model = LLM("tiny", precision="w4a8")
+        if stream:
+            asyncio.run(anext(model.astream("The", GREEDY)))  # type: ignore[arg-type]
+        model.generate("The", GREEDY)
+        del model
+        gc.collect()
+        return int(psutil.Process().memory_info().rss)
+
+    n_threads = threading.active_count()
+    first = [once(stream=i % 2 == 0) for i in range(4)][-1]
+    assert [once(stream=i % 2 == 0) for i in range(6)][-1] - first < 10 * 2**20
+    assert threading.active_count() <= n_threads
+
+
 MISTAKES = [
     ([5000], "prompt token 0 is 5000"),
     ("mill " * 5000, "at most 2047"),
@@ -122,6 +162,25 @@ def test_wrong_params(llm: LLM) -> None:
             SamplingParams(**wrong)
     with pytest.raises(RequestError, match="at most 2048"):
         llm.generate("a", SamplingParams(max_tokens=2048))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"top_p": 1e-60}, {"repetition_penalty": 1e-60}, {"stop": 5}, {"stop_token_ids": 5}, {"logit_bias": [1]},
+     {"ignore_eos": "no"}],
+    ids=str,
+)  # fmt: skip
+def test_what_would_harm_others_is_refused(wrong: dict[str, object]) -> None:
+    (name,) = wrong
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+def test_none_means_none_of_these(llm: LLM) -> None:
+    params = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None, max_tokens=4)  # type: ignore[arg-type]
+    assert texts(llm.generate("a", sampling_params=params))
+    with pytest.raises(RequestError, match="SamplingParams"):
+        llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
 
 
 def test_a_map_of_precisions() -> None:

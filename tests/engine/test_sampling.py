@@ -150,6 +150,28 @@ def test_ties_at_the_cut_go_to_the_lower_id(isa: str) -> None:
     assert set(Sampler(x, isa).many(512, seed=1, top_k=3).tolist()) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("top_k", [50, 200])
+def test_fewer_than_top_k_pass_min_p(top_k: int, isa: str) -> None:
+    x = np.where(np.arange(300) < 100, np.float32(2), np.float32(0))[None].astype(np.float32)
+    drawn = Sampler(x, isa).many(64, seed=1, temperature=1e-4, top_k=top_k, min_p=0.999)
+    assert ((drawn >= 0) & (drawn < min(top_k, 100))).all()
+
+
+def test_what_has_no_weight_is_not_drawn(isa: str) -> None:
+    """The sum of a block, rounded, lies above what its tokens add up to, and u is nearly 1."""
+    x = np.full((1, 2048), -1e9, np.float32)
+    x[0, 0], x[0, 16:1008:16] = 0, np.log(6.1e-8)
+    high = [p for p in (340567, 931642) if uniform(1, 0, p) > 1 - 3e-6]
+    assert high
+    out = Sampler(x, isa)([0] * len(high), position=np.array(high), seed=1, temperature=1)
+    assert (x[0, out.tokens] > -100).all()
+
+
+def test_logits_as_far_apart_as_floats_are(isa: str) -> None:
+    x = np.linspace(-3e38, 3e38, 1000, dtype=np.float32)[None]
+    assert set(Sampler(x, isa).many(64, seed=1, temperature=1, top_k=999).tolist()) == {999}
+
+
 def test_the_key_is_seed_choice_position(isa: str) -> None:
     sample = Sampler(rows(9), isa)
     base = sample.many(64, seed=5).tolist()

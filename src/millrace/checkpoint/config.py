@@ -19,6 +19,7 @@ from millrace.checkpoint.config_keys import (
 )
 from millrace.errors import CheckpointError, nearest
 
+MAX_LAYERS = 4096  # far beyond any model, and soon enough said
 ROPE_KINDS = ("default", "linear", "llama3")
 DTYPES = ("float32", "float16", "bfloat16")
 Raw = Mapping[str, object]
@@ -74,7 +75,7 @@ def read_config(raw: Raw) -> ModelConfig:
     family = _family(raw)
     notes = _check_keys(raw, family)
     read = _Reader(raw, family)
-    n_layers = read.positive_int("num_hidden_layers")
+    n_layers = read.positive_int("num_hidden_layers", most=MAX_LAYERS)
     n_heads = read.positive_int("num_attention_heads")
     hidden_size = read.positive_int("hidden_size")
     vocab_size = read.positive_int("vocab_size")
@@ -131,13 +132,13 @@ class _Reader:
     def get(self, key: str) -> object:
         return self.raw.get(key, self.family.defaults.get(key))
 
-    def positive_int(self, key: str, missing: int | None = None) -> int:
+    def positive_int(self, key: str, missing: int | None = None, most: int = 2**31 - 1) -> int:
         """`missing` is what null stands for; where there is none, null is an error."""
         value = self.get(key)
         if value is None and missing is not None:
             return missing
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise _wrong(key, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            raise _wrong(key, value, f"an integer from 1 to {most}")
         return value
 
     def positive_float(self, key: str) -> float:

@@ -183,6 +183,11 @@ def _no_weights(folder: Path) -> CheckpointError:
             f"{SINGLE}, or {INDEX} beside the files it names",
             f"copy {INDEX} as well, or rename a single file to {SINGLE}",
         )
+    if (folder / "program.bin").is_file():
+        return CheckpointError(
+            f"{folder} is an engine without its manifest.json", "a whole engine folder, or a checkpoint",
+            "copy the file as well, or build the engine again",
+        )  # fmt: skip
     if pickles:
         return CheckpointError(
             f"{folder} has its weights only as pickle ({', '.join(pickles[:3])}), which can run any code when opened",

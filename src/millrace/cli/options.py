@@ -50,13 +50,12 @@ def _option(cls: type[Settings], f: "Field[Any]") -> Callable[[F], F]:
         default=f.default,
         multiple=kind is tuple,
         metavar=metavar,
-        show_default=_shown(f.default, said),
-        help=text + ("; may be given more than once" if kind is tuple else ""),
+        show_default=not said.size and f.default is not None and f.default != (),
+        help=text + _added(f.default, said, kind),
     )
 
 
-def _shown(default: object, said: Setting) -> bool | str:
-    """The default as --help prints it; False: the help says what happens then."""
-    if said.size and isinstance(default, int):
-        return f"{default >> 20}M"
-    return default is not None and default != ()
+def _added(default: object, said: Setting, kind: type) -> str:
+    """What the help of an option ends with, where click cannot tell it."""
+    size = f"; default: {default >> 20}M" if said.size and isinstance(default, int) else ""
+    return size + ("; may be given more than once" if kind is tuple else "")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, size
 from millrace.cli.tables import Tables
 from millrace.env import Env
+from millrace.errors import ConfigError
 from millrace.machine.process import age_s
 from millrace.runtime.open import BuildSettings, Opened, RunSettings
 from millrace.runtime.service import AsyncEngine, ServiceOptions
@@ -49,6 +51,16 @@ class ServeFlags(Settings):
     )
     log_level: str = setting("info", "least important lines that are logged", choices=LEVELS)
     log_format: str = setting("text", "one line a request, for people or for machines", choices=("text", "json"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.served_model_name == "":
+            raise ConfigError("--served-model-name is empty", "a name for clients", "write one, or leave it out")
+        for origin in self.cors_origin:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ConfigError(
+                    f'--cors-origin is "{origin}"', "an origin like https://app.example.com, or *", "write it so"
+                )
 
     def server(self) -> ServerSettings:
         """raises ConfigError where the key file is missing or empty"""

@@ -26,6 +26,7 @@ from millrace.engine.manifest import (
     KvEntry,
     Manifest,
     file_checksum,
+    sealed,
 )  # fmt: skip
 from millrace.engine.native import KvFormat
 from millrace.engine.program import Program
@@ -128,7 +129,7 @@ def _write(source: Source, plan: Plan, folder: Path, name: str, progress: Progre
         path.name: FileEntry(path.stat().st_size, weights if path.name == WEIGHTS else file_checksum(path))
         for path in sorted(folder.iterdir())
     }
-    manifest = _manifest(source, plan, files, name)
+    manifest = sealed(_manifest(source, plan, files, name))
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     return manifest
 

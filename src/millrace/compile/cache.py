@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.engine.manifest import MANIFEST
-from millrace.errors import ConfigError, nearest
+from millrace.errors import ConfigError, MachineError, nearest
 
 DEFAULT_LIMIT = 50 << 30
 
@@ -33,7 +33,13 @@ class EngineCache:
     def get_or_build(self, name: str, key: str, build: Callable[[Path], object]) -> tuple[Path, bool]:
         """The engine's folder, and whether it was built now. `build` writes into the path that it is given."""
         folder = self._engines / f"{_safe(name)}-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}"
-        self._engines.mkdir(parents=True, exist_ok=True)
+        try:
+            self._engines.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MachineError(
+                f"the cache of engines cannot be made: {error}", "a folder that can be written",
+                "set XDG_CACHE_HOME to one",
+            ) from error  # fmt: skip
         with self._locked(folder):
             fresh = not (folder / MANIFEST).is_file()
             if fresh:

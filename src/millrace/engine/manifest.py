@@ -1,6 +1,6 @@
 """The engine folder: what each file is, and a manifest that vouches for all of them.
 
-    manifest.json     this file's Manifest: format version, limits, shapes, and a checksum of every other file
+    manifest.json     this file's Manifest: format version, limits, shapes, checksums of itself and every other file
     weights.bin       packed weights, one layout for all instruction sets; copied into a huge-page arena at load
     program.bin       the steps as the native core reads them (kernels/encode.py)
     program.json      the same for people: steps, fusions, weights, memory plan (millrace inspect shows it)
@@ -19,7 +19,7 @@ import msgspec
 
 from millrace.errors import EngineError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 WEIGHTS, PROGRAM, PROGRAM_TABLE, GRAPH = "weights.bin", "program.bin", "program.json", "graph.json"
 _MANIFEST_LIMIT = 1 << 20
@@ -67,6 +67,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, FileEntry]
     tuned_for: dict[str, str | int]
     notes: list[str]
+    checksum: str = ""  # of all of the above
+
+
+def sealed(manifest: Manifest) -> Manifest:
+    """The same with its checksum."""
+    content = msgspec.json.encode(msgspec.structs.replace(manifest, checksum=""))
+    return msgspec.structs.replace(manifest, checksum=hashlib.blake2b(content, digest_size=16).hexdigest())
 
 
 def damaged(folder: Path, what: str) -> EngineError:
@@ -94,9 +101,12 @@ def read_manifest(folder: Path) -> Manifest:
             raise EngineError(
                 f"{folder} is of engine format {version}", f"format {FORMAT}", "build it again with this version"
             )
-        return msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.DecodeError as e:
         raise damaged(folder, f"{MANIFEST} is not readable: {e}") from e
+    if manifest != sealed(manifest):
+        raise damaged(folder, f"{MANIFEST} is damaged: its checksum differs")
+    return manifest
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:

@@ -3,15 +3,16 @@
 `LLM` is put together from these; the server uses `service.AsyncEngine` directly.
 """
 
+import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from millrace.errors import RequestError
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import CompletionOutput, Delta, RequestOutput, SamplingParams
 from millrace.runtime.sequence import Request
-from millrace.runtime.service import AsyncEngine
 
 Prompt = (
     str | Sequence[int] | Mapping[str, object]
@@ -95,19 +96,30 @@ def generate(
 
 
 async def astream(
-    engine: AsyncEngine, prompt: Prompt, params: SamplingParams | None = None
+    loop: EngineLoop, prompt: Prompt, params: SamplingParams | None = None
 ) -> AsyncIterator[RequestOutput]:
     """Yield the growing RequestOutput, the same object each time, until it is finished. Leaving early cancels.
 
-    raises RequestError and BusyError as `AsyncEngine.submit` does.
+    The loop runs in its thread; any number of these read from it, in any event loops.
+    raises RequestError, and BusyError where the loop has stopped
     """
+    assert loop.running_in_thread, "a stream needs somebody who steps"
     wanted = params or SamplingParams()
-    text, ids = prompt_tokens(engine.loop, prompt)
-    async with engine.submit(ids, wanted) as handle:
-        collector = Collector(handle.request_id, text, handle.prompt_token_ids, handle.seed, wanted.n)
-        async for deltas in handle:
-            collector.add(deltas)
+    text, ids = prompt_tokens(loop, prompt)
+    here, arrived = asyncio.get_running_loop(), asyncio.Queue[list[Delta]]()
+
+    def deliver(deltas: list[Delta]) -> None:  # in the engine thread
+        with suppress(RuntimeError):  # the event loop is closed: nobody is left who could read
+            here.call_soon_threadsafe(arrived.put_nowait, deltas)
+
+    request = loop.submit(ids, wanted, deliver)
+    collector = Collector(request.id, text, request.prompt.tolist(), request.resolved.seed, wanted.n)
+    try:
+        while not collector.output.finished:
+            collector.add(await arrived.get())
             yield collector.output
+    finally:
+        loop.cancel(request)  # harmless when it is finished
 
 
 def prompt_tokens(loop: EngineLoop, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
@@ -137,6 +149,13 @@ def _not_a_prompt(what: str) -> RequestError:
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> Sequence[SamplingParams]:
+    several = params if isinstance(params, Sequence) else [params or SamplingParams()]
+    for one in several:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(
+                f"sampling_params is of type {type(params).__name__}", "SamplingParams, or a list of them",
+                "write SamplingParams(max_tokens=64)", param="sampling_params",
+            )  # fmt: skip
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * n
     if len(params) != n:

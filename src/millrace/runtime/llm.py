@@ -1,5 +1,7 @@
 """`LLM`: a model in this process, with the calls and results that users of vLLM and TensorRT-LLM know."""
 
+import threading
+import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -9,9 +11,9 @@ from typing import Any
 from millrace.env import read_env
 from millrace.errors import CheckpointError, ConfigError, RequestError, nearest
 from millrace.runtime.generate import Prompt, astream, generate
+from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import BuildSettings, Opened, RunSettings, find_engine, open_engine
 from millrace.runtime.params import RequestOutput, SamplingParams
-from millrace.runtime.service import AsyncEngine, quick_switches
 
 Message = Mapping[str, object]
 
@@ -24,6 +26,15 @@ def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings]:
             raise ConfigError(f'LLM has no setting "{name}"', nearest(name, build | run), "correct the name")
     parts = ({name: v for name, v in given.items() if name in known} for known in (build, run))
     return BuildSettings(**next(parts)), RunSettings(**next(parts))
+
+
+def _release(loop: EngineLoop, opened: Opened) -> None:
+    """Ends the engine's thread, then gives the memory back."""
+    if loop.in_own_thread:  # which cannot wait for itself: the collector may run anywhere
+        threading.Thread(target=_release, args=(loop, opened)).start()
+        return
+    loop.stop()
+    opened.close()
 
 
 class LLM:
@@ -42,10 +53,13 @@ class LLM:
         name, engine = find_engine(str(model), build, read_env(), precisions=precisions)
         self._opened: Opened = open_engine(name, engine, run)
         self._loop = self._opened.loop(throughput=True)
-        self._closed = False
+        self._threading = threading.Lock()
+        self._released = weakref.finalize(self, _release, self._loop, self._opened)  # also for who forgets close()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """All prompts in one in-flight batch, answers in order. A prompt: text, or {"prompt_token_ids": [...]}."""
         self._check_open()
@@ -54,26 +68,29 @@ class LLM:
                 f"prompts is of type {type(prompts).__name__}", "a prompt or a list of prompts", "pass one of these"
             )
         single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        return generate(self._loop, [prompts] if single else prompts, params)  # type: ignore[list-item, arg-type]
+        return generate(self._loop, [prompts] if single else prompts, sampling_params)  # type: ignore[list-item, arg-type]
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | None = None
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
         """One conversation or several, through the model's chat template."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Sequence[Message]] = messages if several else [messages]  # type: ignore[assignment, list-item]
-        return self.generate([{"prompt_token_ids": self._chat_ids(c)} for c in conversations], params)
+        return self.generate([{"prompt_token_ids": self._chat_ids(c)} for c in conversations], sampling_params)
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
-        """The answer as it grows: each item holds all of it so far. Use it from one event loop."""
+    async def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """The answer as it grows: each item holds all of it so far. Any number of them may run side by side."""
         self._check_open()
-        with quick_switches():
-            async with AsyncEngine(self._loop) as engine:
-                async for output in astream(engine, prompt, params):
-                    yield output
+        with self._threading:  # from the first stream on, the engine has a thread of its own
+            if not self._loop.running_in_thread:
+                self._loop.start()
+        async for output in astream(self._loop, prompt, sampling_params):
+            yield output
 
     def _check_open(self) -> None:
-        if self._closed:
+        if not self._released.alive:
             raise RequestError("this LLM is closed", "calls before close()", "make a new LLM")
 
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -91,8 +108,7 @@ class LLM:
 
     def close(self) -> None:
         """Gives the memory back; also at the end of a `with`."""
-        self._closed = True
-        self._opened.close()
+        self._released()
 
     def __enter__(self) -> "LLM":
         return self

@@ -71,6 +71,7 @@ class EngineLoop:
         self._progress_s = clock()
         self._thread: threading.Thread | None = None
         self._after_step: Callable[[], None] = _nothing
+        self._stepping = threading.Lock()  # several threads may wait for answers of a loop that has none of its own
         self._commands_changed = threading.Condition()  # guards the four below
         self._submitted: list[_Live] = []
         self._cancelled: list[Request] = []
@@ -82,6 +83,10 @@ class EngineLoop:
     @property
     def running_in_thread(self) -> bool:
         return self._thread is not None
+
+    @property
+    def in_own_thread(self) -> bool:
+        return self._thread is threading.current_thread()
 
     def submit(
         self,
@@ -167,12 +172,13 @@ class EngineLoop:
 
     def step(self) -> bool:
         """Drain commands, run one step, deliver. False when there was nothing to run."""
-        self._drain_commands()
-        ran = self._scheduler.has_work
-        if ran:
-            self._run_step()
-        self._deliver()
-        self._progress_s = self.clock()
+        with self._stepping:
+            self._drain_commands()
+            ran = self._scheduler.has_work
+            if ran:
+                self._run_step()
+            self._deliver()
+            self._progress_s = self.clock()
         return ran
 
     def _run(self) -> None:

@@ -105,6 +105,8 @@ def model_folder(model: str, env: Env, progress: Progress | None = None) -> tupl
 
     raises CheckpointError, HubError
     """
+    if not model:
+        raise ConfigError("MODEL is empty", "a folder, a GGUF file, a hub id or `tiny`", "name one")
     bundled = BUNDLED / model
     if model.isidentifier() and bundled.is_dir():
         return model, bundled
@@ -136,7 +138,10 @@ def find_engine(
         engine = Engine.open(folder)
         _refuse_build_settings(build, folder)
         return engine.manifest.model_name, engine
-    engine = _built(name, Checkpoint.open(folder), build, precisions, env, progress)
+    checkpoint = Checkpoint.open(folder)
+    if folder.is_dir():  # a GGUF file has it inside
+        check_tokenizer(folder)
+    engine = _built(name, checkpoint, build, precisions, env, progress)
     for note in engine.manifest.notes if say else ():
         say(note)  # type: ignore[misc]
     return name, engine
@@ -197,14 +202,19 @@ def _refuse_build_settings(build: BuildSettings, folder: Path) -> None:
             )  # fmt: skip
 
 
-def open_engine(name: str, engine: Engine, run: RunSettings) -> Opened:
-    """Plans the memory, then loads the weights. raises MachineError before anything large is touched"""
-    folder = engine.folder
+def check_tokenizer(folder: Path) -> None:
+    """raises CheckpointError where a checkpoint or an engine has none"""
     if not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model")):
         raise CheckpointError(
             f"{folder} has no tokenizer", "tokenizer.json or tokenizer.model beside the weights",
             "add it to the checkpoint, and build again",
         )  # fmt: skip
+
+
+def open_engine(name: str, engine: Engine, run: RunSettings) -> Opened:
+    """Plans the memory, then loads the weights. raises MachineError before anything large is touched"""
+    folder = engine.folder
+    check_tokenizer(folder)
     plan = plan_run(engine, memory(), run.kv_memory)
     executor = engine.executor(n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa)
     tokenizer = open_tokenizer(folder)

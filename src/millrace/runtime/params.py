@@ -10,6 +10,7 @@ from millrace.errors import RequestError
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+LEAST = 1e-9  # of what must be above 0: in float32 it still is
 
 
 class FinishReason(StrEnum):
@@ -47,18 +48,25 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {}), ("n", 1), ("min_tokens", 0)):
+            if getattr(self, name) is None:  # as other libraries say "none of these"
+                object.__setattr__(self, name, empty)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))  # OpenAI allows a bare string
+        for name, kind, wanted in _KINDS:
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise RequestError(f"{name} is {_short(value)}", wanted, f"change {name}, or leave it out", param=name)
         _check_int("n", self.n, 1, MAX_CHOICES)
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, None)
         _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
+        _check_float("top_p", self.top_p, LEAST, 1.0)
         _check_int("top_k", self.top_k, -1, None)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_excluded=True)
+        _check_float("repetition_penalty", self.repetition_penalty, LEAST, 100.0)
         _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if len(self.stop) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in self.stop):
@@ -73,6 +81,16 @@ class SamplingParams:
             _check_float("logit_bias", bias, -100.0, 100.0)
 
 
+_KINDS: tuple[tuple[str, type, str], ...] = (
+    ("stop", Sequence, "a string, or a list of strings"),
+    ("stop_token_ids", Sequence, "a list of token ids"),
+    ("logit_bias", Mapping, "an object of token ids and numbers"),
+    ("ignore_eos", bool, "true or false"),
+    ("include_stop_str_in_output", bool, "true or false"),
+    ("skip_special_tokens", bool, "true or false"),
+)
+
+
 def _check_int(name: str, value: int | None, low: int, high: int | None) -> None:
     if value is None:
         return
@@ -81,12 +99,12 @@ def _check_int(name: str, value: int | None, low: int, high: int | None) -> None
         raise RequestError(f"{name} is {_short(value)}", span, f"change {name}, or leave it out", param=name)
 
 
-def _check_float(name: str, value: float | None, low: float, high: float, low_excluded: bool = False) -> None:
+def _check_float(name: str, value: float | None, low: float, high: float) -> None:
     if value is None:
         return
     fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or not low <= value <= high or (low_excluded and value == low):
-        span = f"a number {'above' if low_excluded else 'from'} {low:g} {'up ' if low_excluded else ''}to {high:g}"
+    if not fits or not low <= value <= high:
+        span = f"a number from {low:g} to {high:g}"
         raise RequestError(f"{name} is {_short(value)}", span, f"change {name}, or leave it out", param=name)
 
 

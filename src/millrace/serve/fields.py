@@ -124,5 +124,9 @@ def _top(path: str) -> str:
 
 def _no_json(why: str) -> HttpError:
     return HttpError(
-        400, "invalid_json", f"the body is not a JSON object: {why[:200]}", "a JSON object in UTF-8", "correct the body"
+        400,
+        "invalid_json",
+        f"the body is not a JSON object: {why[:200]}",
+        "a JSON object in UTF-8 (NaN and Infinity are no JSON)",
+        "correct the body",
     )

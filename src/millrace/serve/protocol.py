@@ -131,7 +131,12 @@ _CHAT_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "chat_template": (),
     "documents": ([],),
 }
-_COMPLETION_NOT_YET: Mapping[str, tuple[object, ...]] = {"suffix": ("",), "response_format": ({"type": "text"},)}
+_COMPLETION_NOT_YET: Mapping[str, tuple[object, ...]] = {
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+}
 _VLLM_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "guided_json": (),
     "guided_regex": (),
