@@ -1,0 +1,142 @@
+"""What happens before the first token: building from a checkpoint, starting a process, and what it holds in memory.
+
+    python -m benchmarks.start --shape tinyllama-1.1b
+
+Writes a checkpoint of random bfloat16 weights as Hugging Face lays it out, so the page cache holds it; builds an engine
+with the command line, then starts processes that answer a prompt of 32 tokens with one. Writes
+results/start-DATE-SHAPE.json.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.record import provenance, write_result
+from benchmarks.shapes import SHAPES, random_source
+from millrace.checkpoint.config import ModelConfig
+from millrace.kernels.convert.ref import to_bf16
+
+CONTEXT, PROMPT = 2048, 32
+# Asks as a program would, and tells what of its own memory is neither weights nor KV pages.
+ASK = """
+import json, sys
+from pathlib import Path
+from millrace import LLM, SamplingParams
+with LLM(sys.argv[1], kv_memory="64M") as llm:
+    llm.generate({"prompt_token_ids": [5] * int(sys.argv[2])}, SamplingParams(max_tokens=1, temperature=0))
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    plan = llm._opened.plan
+    rss = int(lines["VmRSS"].split()[0]) * 1024
+    print(json.dumps({"rss": rss, "weights": plan.weights_bytes, "kv": plan.kv_bytes}))
+"""
+
+
+def write_checkpoint(shape: str, folder: Path) -> None:
+    """config.json, one file of safetensors in bfloat16, and a tokenizer of bytes."""
+    config, source = SHAPES[shape], random_source(shape, CONTEXT)
+    sizes = {n: s for n, s in source.weights.shapes.items() if not (config.tie_embeddings and n == "lm_head.weight")}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(_config(config)))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(config.vocab_size)))
+    header, at = {}, 0
+    for name, size in sizes.items():
+        end = at + 2 * int(np.prod(size))
+        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for name in sizes:
+            rounded = to_bf16(source.weights.load(name).astype(np.float32))
+            out.write((rounded.view(np.uint32) >> 16).astype(np.uint16).tobytes())
+
+
+def _config(c: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": [c.architecture], "model_type": c.family, "hidden_size": c.hidden_size, "torch_dtype": c.dtype,
+        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.n_layers, "num_attention_heads": c.n_heads,
+        "num_key_value_heads": c.n_kv_heads, "vocab_size": c.vocab_size, "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": c.norm_eps, "rope_theta": c.rope.theta, "tie_word_embeddings": c.tie_embeddings,
+        "hidden_act": c.activation, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+
+
+def _tokenizer(n: int) -> dict[str, Any]:
+    """One token a byte; the others are never met."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    names = [*sorted(ByteLevel.alphabet()), *(f"<{i}>" for i in range(n))][:n]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": {name: i for i, name in enumerate(names)}, "merges": []},
+    }  # fmt: skip
+
+
+def timed(*command: str | Path) -> float:
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "millrace", *map(str, command)], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"millrace {command[0]} failed:\n{done.stderr}")
+    return time.perf_counter() - started
+
+
+def run(shape: str, precision: str, rounds: int, folder: Path) -> dict[str, Any]:
+    checkpoint = folder / "checkpoint"
+    write_checkpoint(shape, checkpoint)
+    builds = []
+    for i in range(2):
+        engine = folder / f"engine{i}"
+        builds.append(timed("build", checkpoint, "-o", engine, "--precision", precision))
+    ask = ("generate", engine, "-p", "a" * PROMPT, "--max-tokens", "1", "--temperature", "0")
+    timed(*ask)  # warms the page cache
+    starts = [timed(*ask) for _ in range(rounds)]
+    env = {**os.environ, "XDG_CACHE_HOME": str(folder)}
+    held = json.loads(subprocess.check_output([sys.executable, "-c", ASK, engine, str(PROMPT)], text=True, env=env))
+    return {
+        **provenance("benchmarks.start"), "shape": shape, "precision": precision,
+        "build_s": statistics.median(builds), "builds_s": builds,
+        "start_to_first_token_s": statistics.median(starts), "starts_s": starts,
+        "resident_bytes": held["rss"], "weights_bytes": held["weights"], "kv_bytes": held["kv"],
+        "resident_beyond_bytes": held["rss"] - held["weights"] - held["kv"],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.start", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--shape", choices=[*SHAPES], default="llama-143m")
+    parser.add_argument("--precision", default="w4a8")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="print the result instead of a summary")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        result = run(args.shape, args.precision, args.rounds, Path(temporary))
+    path = write_result(f"start-{result['date']}-{args.shape}", result)
+    print(json.dumps(result) if args.json else summary(result, path))
+
+
+def summary(result: dict[str, Any], path: Path) -> str:
+    return "\n".join([
+        f"{result['shape']} {result['precision']}",
+        f"  build, checkpoint in the page cache   {result['build_s']:.1f} s",
+        f"  process start to first token          {result['start_to_first_token_s']:.2f} s",
+        f"  resident beyond weights and KV        {result['resident_beyond_bytes'] / 2**20:.0f} MiB",
+        f"  {path}",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
