@@ -34,25 +34,42 @@ from millrace.engine.native import KvFormat
 from millrace.runtime.open import BUNDLED
 
 DOCUMENTS, LENGTH = 32, 192  # how many, and tokens of each at most: a few thousand in all, and it takes seconds
-Variant = tuple[str, str, int, KvFormat | None]  # name in the result, precision, group, KV cache
-PRECISIONS: tuple[Variant, ...] = (
-    ("fp32", "fp32", 128, None), ("fp32, int8 kv", "fp32", 128, KvFormat.INT8), ("bf16", "bf16", 128, None),
-    ("w8a8 g128", "w8a8", 128, None), ("w8a8 g128, int8 kv", "w8a8", 128, KvFormat.INT8),
-    ("w4a8 g32", "w4a8", 32, None), ("w4a8 g64", "w4a8", 64, None), ("w4a8 g128", "w4a8", 128, None),
-    ("w4a8 g128, int8 kv", "w4a8", 128, KvFormat.INT8),
-)  # fmt: skip
 Documents = list[list[int]]
 LogProbs = NDArray[np.float32]  # (positions of all documents, vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """An engine to be measured; `kv` and `head` as `millrace build` chooses where they are None."""
+
+    name: str
+    precision: str
+    group: int = 128
+    kv: KvFormat | None = None
+    head: str | None = None
+
+
+PRECISIONS = (
+    Variant("fp32", "fp32"), Variant("fp32, int8 kv", "fp32", kv=KvFormat.INT8), Variant("bf16", "bf16"),
+    Variant("w8a8 g128", "w8a8"), Variant("w8a8 g128, int8 kv", "w8a8", kv=KvFormat.INT8),
+    Variant("w4a8 g32", "w4a8", 32), Variant("w4a8 g64", "w4a8", 64), Variant("w4a8 g128", "w4a8"),
+    Variant("w4a8 g128, int8 kv", "w4a8", kv=KvFormat.INT8),
+)  # fmt: skip
+# The same body under each head: what the head alone does to the ranking.
+HEADS = (
+    Variant("w4a8, head fp32", "w4a8", head="fp32"), Variant("w4a8, head in two steps (default)", "w4a8"),
+    *(Variant(f"w4a8, head {head}", "w4a8", head=head) for head in ("w4a8", "w8a8", "bf16")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
-    """Of one precision; the last three beside float32."""
+    """Of one precision; the last three beside the first of its table."""
 
     precision: str
     perplexity: float
     ratio: float  # of the perplexities
-    mean_kl: float  # nats by which its distribution differs from float32's, on average over positions
+    mean_kl: float  # nats by which its distribution differs, on average over positions
     agreement: float  # share of positions whose likeliest token is the same
 
 
@@ -85,9 +102,9 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @contextmanager
 def _built(folder: Path, variant: Variant, sequences: int) -> Iterator[Engine]:
-    _, precision, group, kv = variant
     source = Source.from_checkpoint(Checkpoint.open(folder))
-    options = BuildOptions(precision=precision_map(precision, group), max_batch=sequences, kv_format=kv)
+    precision = precision_map(variant.precision, variant.group, variant.head)
+    options = BuildOptions(precision=precision, max_batch=sequences, kv_format=variant.kv)
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "engine"
         write_engine(source, plan_engine(source, options), out, name=folder.name)
@@ -120,7 +137,7 @@ def scores(folder: Path, documents: Documents, precisions: Sequence[Variant] = P
         with _built(folder, variant, len(documents)) as engine:
             log_probs = log_probabilities(engine, documents)
         reference = log_probs if reference is None else reference
-        found.append(score(variant[0], log_probs, reference, tokens))
+        found.append(score(variant.name, log_probs, reference, tokens))
     return found
 
 
@@ -153,7 +170,7 @@ def text_documents(folder: Path, text: Path) -> Documents:
 
 
 def show(found: Sequence[Score], console: Console) -> None:
-    table = Table("precision", "perplexity", "of fp32's", "mean KL", "same likeliest token")
+    table = Table("precision", "perplexity", "of the first's", "mean KL", "same likeliest token")
     for s in found:
         cells = f"{s.perplexity:.4f}", f"{s.ratio:.4f}", f"{s.mean_kl:.2e}", f"{s.agreement:.2%}"
         table.add_row(s.precision, *cells)
@@ -179,16 +196,17 @@ def main() -> None:
         documents, text = tiny_documents(), "held-out documents of its generator"
     else:
         documents, text = drawn_documents(folder), "drawn by itself in float32"
-    found = scores(folder, documents)
+    found, heads = scores(folder, documents), scores(folder, documents, HEADS)
     result: dict[str, Any] = {
         **provenance("benchmarks.perplexity"), "model": folder.name, "text": text, "tokens": len(targets(documents)),
-        "scores": [asdict(s) for s in found],
+        "scores": [asdict(s) for s in found], "heads": [asdict(s) for s in heads],
     }  # fmt: skip
     path = write_result(f"perplexity-{result['date']}-{folder.name}", result, args.results)
     if args.json:
         print(json.dumps(result))
     else:
         show(found, Console())
+        show(heads, Console())
         print(path)
 
 

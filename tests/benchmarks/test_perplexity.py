@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.perplexity import LENGTH, Score, Variant, drawn_documents, score, scores, tiny_documents
+from benchmarks.perplexity import HEADS, LENGTH, Score, Variant, drawn_documents, score, scores, tiny_documents
 from millrace.engine.native import KvFormat
 from millrace.runtime.open import BUNDLED
 from tests.support.shared import shared
@@ -26,9 +26,9 @@ def test_scores_of_known_distributions() -> None:
 def test_tiny_loses_little() -> None:
     documents = tiny_documents()[:12]
     assert len({tuple(d) for d in documents}) == 12 and all(20 < len(d) <= LENGTH for d in documents)
-    chosen: list[Variant] = [
-        ("fp32", "fp32", 128, None), ("bf16", "bf16", 128, None), ("w8a8", "w8a8", 128, None),
-        ("w4a8", "w4a8", 32, None), ("int8 kv", "fp32", 128, KvFormat.INT8),
+    chosen = [
+        Variant("fp32", "fp32"), Variant("bf16", "bf16"), Variant("w8a8", "w8a8"), Variant("w4a8", "w4a8", 32),
+        Variant("int8 kv", "fp32", kv=KvFormat.INT8),
     ]  # fmt: skip
     found = by_name(scores(BUNDLED / "tiny", documents, chosen))
     assert found["fp32"].ratio == 1 and found["fp32"].mean_kl == 0 and found["fp32"].agreement == 1
@@ -42,5 +42,10 @@ def test_a_trained_model_reads_its_own_text() -> None:
     folder = shared("models/stories260K")
     documents = drawn_documents(folder)[:4]
     assert all(len(d) == LENGTH for d in documents)
-    [found] = scores(folder, documents, [("fp32", "fp32", 128, None)])
+    [found] = scores(folder, documents, [Variant("fp32", "fp32")])
     assert found.perplexity < 10, "half of 512 would be chance"
+
+
+def test_the_head_in_two_steps_ranks_as_one_in_8_bits_does() -> None:
+    _, two_steps, rough, fine, _ = scores(BUNDLED / "tiny", tiny_documents()[:12], HEADS)
+    assert two_steps.agreement >= 0.98 and fine.agreement >= 0.98 and rough.agreement <= two_steps.agreement
