@@ -124,6 +124,8 @@ void check_kv(const std::vector<Step>& program, const KvLayout& kv, int32_t max_
   }
 }
 
+constexpr int64_t kSharedBytes = 4 << 20;  // a worker; only of address space: what is not needed is never touched
+
 }  // namespace
 
 Executor::Executor(const mr_create_args& a)
@@ -142,7 +144,8 @@ Executor::Executor(const mr_create_args& a)
       kv_{kv_arena_.data(), static_cast<KvFormat>(a.kv_format), a.kv_layers, a.kv_pages, a.kv_heads, a.kv_head_dim},
       sequence_of_(a.max_tokens),
       row_tokens_(a.max_sequences),
-      pool_(a.threads > 0 ? a.threads : platform::usable_cpus()) {
+      pool_(a.threads > 0 ? a.threads : platform::usable_cpus()),
+      shared_(a.kv_layers > 0 ? pool_.workers() * kSharedBytes : 64, "what workers share") {
   if (a.max_tokens < 1 || a.max_sequences < 1 || a.vocab_size < 1) throw ProgramError("a limit below 1");
   if (a.kv_format < 0 || a.kv_format > 2) throw ProgramError("unknown KV format " + std::to_string(a.kv_format));
   load_weights(a);
@@ -250,7 +253,8 @@ void Executor::work(const mr_step& s, int worker) {
   using Clock = std::chrono::steady_clock;
   StepContext c{s.n_tokens, s.n_sequences, s.n_rows,       s.tokens,           s.positions, sequence_of_.data(),
                 s.starts,   s.pages,       s.page_starts,  row_tokens_.data(), kv_,         pool_.workers(),
-                nullptr,    reinterpret_cast<float*>(scratch_[worker]->data()), scratch_[worker]->bytes() / 4};
+                nullptr,    reinterpret_cast<float*>(scratch_[worker]->data()), scratch_[worker]->bytes() / 4,
+                shared_.data(), shared_.bytes()};
   const bool timed = profiling_ && worker == 0;
   auto before = timed ? Clock::now() : Clock::time_point();
   const auto lap = [&](size_t i) {

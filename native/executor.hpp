@@ -51,6 +51,7 @@ class Executor {
   std::vector<int32_t> next_task_, sequence_of_, row_tokens_;
   std::vector<std::unique_ptr<Arena>> scratch_, sampling_;  // one a worker
   Pool pool_;
+  Arena shared_;  // all workers'
   bool profiling_ = false;
   std::vector<double> seconds_;
 };

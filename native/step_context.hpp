@@ -7,6 +7,7 @@
 namespace millrace {
 
 constexpr int kPageTokens = 64;
+constexpr int kSharedCounters = 1024;
 enum class KvFormat : int32_t { f32 = 0, bf16 = 1, int8 = 2 };
 
 // One arena for keys and values. A block is one (layer, page, KV head): first the keys, then the values.
@@ -53,6 +54,8 @@ struct StepContext {
   int32_t* next_task;  // shared by the workers of this kernel
   float* scratch;      // this worker's own
   int64_t scratch_floats;
+  uint8_t* shared;  // all workers'; its first kSharedCounters int32 are 0 between kernels
+  int64_t shared_bytes;
 
   int rows(int32_t kind) const { return kind ? n_rows : n_tokens; }
   int take() { return __atomic_fetch_add(next_task, 1, __ATOMIC_RELAXED); }

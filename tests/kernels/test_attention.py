@@ -123,6 +123,23 @@ def test_chunks_pages_threads_and_isas_give_equal_bits(format: KvFormat, seed: i
             assert (got == expected).all(), f"{isa}, {threads} threads, cuts {cuts}"
 
 
+@pytest.mark.parametrize("format", list(KvFormat))
+@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (8, 1), (13, 1)])
+def test_spans_shared_out_give_equal_bits(format: KvFormat, heads: int, kv_heads: int) -> None:
+    """Few rows of long contexts: who computes which span of 256, and who comes last, changes nothing."""
+    n, table = 1700, list(range(27))
+    q, k, v = random_qkv(n, heads, kv_heads, 24, seed=5)
+    expected = None
+    for threads in (1, 2, 3, 5):
+        pages = Pages(heads, kv_heads, 24, format, Machine(usable_isas()[0], threads), max_tokens=n)
+        pages(q, k, v, one_sequence(0, n, table))
+        last = [(a, b) for a, b in ((1023, 1), (1024, 1), (1279, 2), (n - 1, 1)) for _ in range(3)]
+        got = [pages(q[a : a + b], k[a : a + b], v[a : a + b], one_sequence(a, b, table)) for a, b in last]
+        pages.executor.close()
+        expected = got if expected is None else expected
+        assert all((x == y).all() for x, y in zip(got, expected, strict=True)), f"{threads} threads"
+
+
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("format", list(KvFormat))

@@ -8,6 +8,7 @@
 // bfloat16 KV: q and p are rounded to bfloat16, and l sums the rounded p. int8 KV: int8.hpp.
 #pragma once
 #include "int8.hpp"
+#include "parts.hpp"
 
 namespace millrace::MILLRACE_ISA {
 
@@ -186,28 +187,23 @@ struct Int8Steps {
   }
 };
 
+// One span of all rows of a tile: o into span_out, maxima into m, sums into l.
 template <class Steps>
-void attend_tile(AttentionTile& t) {
-  Steps::load(t);
-  int last = 0;
-  for (int r = 0; r < t.rows; ++r) last = t.positions[r] > last ? t.positions[r] : last;
-  t.last = last;
-  for (int from = 0; from <= last; from += kSpan) {
-    const int reach = last + 1 - from < kSpan ? last + 1 - from : kSpan;
-    const int span = static_cast<int>(up(reach, kPageTokens));
-    float m[kAttentionRows], l[kAttentionRows];
-    for (int at = 0; at < span; at += kPageTokens) {
-      uint8_t* block = block_of(t, from + at);
-      each_tile<Steps::kTile>(t.rows, 0, [&]<int R>(int row) { Steps::template score<R>(t, row, block, at); });
-    }
-    for (int r = 0; r < t.rows; ++r) {
-      const int own = t.positions[r] + 1 - from;
-      Steps::soften(t, r, from, own < reach ? (own > 0 ? own : 0) : reach, span, m[r], l[r]);
-    }
-    each_tile<Steps::kTile>(t.rows, 0, [&]<int R>(int row) { Steps::template weigh<R>(t, row, from, reach); });
-    for (int r = 0; r < t.rows; ++r)
-      if (t.positions[r] >= from) merge(t, r, from == 0, m[r], l[r]);
+void attend_span(AttentionTile& t, int from, float* m, float* l) {
+  const int reach = t.last + 1 - from < kSpan ? t.last + 1 - from : kSpan;
+  const int span = static_cast<int>(up(reach, kPageTokens));
+  for (int at = 0; at < span; at += kPageTokens) {
+    uint8_t* block = block_of(t, from + at);
+    each_tile<Steps::kTile>(t.rows, 0, [&]<int R>(int row) { Steps::template score<R>(t, row, block, at); });
   }
+  for (int r = 0; r < t.rows; ++r) {
+    const int own = t.positions[r] + 1 - from;
+    Steps::soften(t, r, from, own < reach ? (own > 0 ? own : 0) : reach, span, m[r], l[r]);
+  }
+  each_tile<Steps::kTile>(t.rows, 0, [&]<int R>(int row) { Steps::template weigh<R>(t, row, from, reach); });
+}
+
+inline void finish(const AttentionTile& t) {
   for (int r = 0; r < t.rows; ++r) {
     const int D = t.a->head_dim;
     float* y = t.a->y + (t.tokens[r] * t.a->heads + t.heads[r]) * D;
@@ -215,36 +211,78 @@ void attend_tile(AttentionTile& t) {
   }
 }
 
-// A task: up to 12 rows (tokens of one sequence x query heads) of one KV head.
+// Spans [begin, end) of a tile. All of them are merged at once; with a part, each is left in `partials`, and whoever
+// computes the last one merges them in their order: the same operations, so the same bits.
+template <class Steps>
+void attend_tile(AttentionTile& t, const Part& part) {
+  Steps::load(t);
+  float m[kAttentionRows], l[kAttentionRows];
+  const int64_t width = t.c->kv.value_width();
+  for (int span = part.begin; span < part.end; ++span) {
+    attend_span<Steps>(t, span * kSpan, m, l);
+    for (int r = 0; r < t.rows; ++r) {
+      if (t.positions[r] < span * kSpan) continue;
+      if (!part.partials) {
+        merge(t, r, span == 0, m[r], l[r]);
+        continue;
+      }
+      float* partial = part.of(span, r, width);
+      __builtin_memcpy(partial, t.span_out[r], static_cast<size_t>(width) * 4);
+      partial[width] = m[r];
+      partial[width + 1] = l[r];
+    }
+  }
+  const int done = part.end - part.begin;
+  if (part.partials) {
+    if (__atomic_add_fetch(part.counter, done, __ATOMIC_ACQ_REL) < part.spans) return;
+    *part.counter = 0;
+    for (int span = 0; span < part.spans; ++span)
+      for (int r = 0; r < t.rows; ++r) {
+        if (t.positions[r] < span * kSpan) continue;
+        const float* partial = part.of(span, r, width);
+        __builtin_memcpy(t.span_out[r], partial, static_cast<size_t>(width) * 4);
+        merge(t, r, span == 0, partial[width], partial[width + 1]);
+      }
+  }
+  finish(t);
+}
+
+// A task: up to 12 rows (tokens of one sequence x query heads) of one KV head, or where there are too few of these for
+// the workers and the context is long, a part of their spans.
 inline void attention(const AttentionArgs& a, StepContext& c) {
   const int group = a.heads / a.kv_heads;
   auto& t = *reinterpret_cast<AttentionTile*>(c.scratch);
   t.a = &a;
   t.c = &c;
+  const int parts = parts_of(a, c);
   Chunk task(c, INT64_MAX / 2, 1);
   task.next();
   int64_t first_task = 0;
   for (int s = 0; s < c.n_sequences; ++s) {
     const int64_t rows = static_cast<int64_t>(c.starts[s + 1] - c.starts[s]) * group;
-    const int64_t tiles = (rows + kAttentionRows - 1) / kAttentionRows;
-    for (; task.begin < first_task + tiles * a.kv_heads; task.next()) {
-      const int64_t mine = task.begin - first_task, from = mine / a.kv_heads * kAttentionRows;
+    const int64_t tasks = (rows + kAttentionRows - 1) / kAttentionRows * a.kv_heads * parts;
+    for (; task.begin < first_task + tasks; task.next()) {
+      const int64_t tile = (task.begin - first_task) / parts, from = tile / a.kv_heads * kAttentionRows;
       t.sequence = s;
-      t.kv_head = static_cast<int>(mine % a.kv_heads);
+      t.kv_head = static_cast<int>(tile % a.kv_heads);
       t.rows = static_cast<int>(rows - from < kAttentionRows ? rows - from : kAttentionRows);
+      t.last = 0;
       for (int r = 0; r < t.rows; ++r) {
         t.tokens[r] = c.starts[s] + (from + r) / group;
         t.heads[r] = t.kv_head * group + static_cast<int>((from + r) % group);
         t.positions[r] = c.positions[t.tokens[r]];
+        t.last = t.positions[r] > t.last ? t.positions[r] : t.last;
       }
+      const Part part = part_of(t, first_task / parts + tile, static_cast<int>(task.begin % parts), parts);
+      if (part.begin == part.end) continue;
       if (c.kv.format == KvFormat::f32)
-        attend_tile<FloatSteps<false>>(t);
+        attend_tile<FloatSteps<false>>(t, part);
       else if (c.kv.format == KvFormat::bf16)
-        attend_tile<FloatSteps<true>>(t);
+        attend_tile<FloatSteps<true>>(t, part);
       else
-        attend_tile<Int8Steps>(t);
+        attend_tile<Int8Steps>(t, part);
     }
-    first_task += tiles * a.kv_heads;
+    first_task += tasks;
   }
 }
 

@@ -1,0 +1,61 @@
+"""The portable build for another architecture: cross-compiled, and run under emulation on a real model."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from millrace.engine.engine import Engine
+from millrace.engine.native import KvFormat
+from millrace.kernels import codegen
+from tests.support.engines import build
+from tests.support.shared import shared
+
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which("aarch64-linux-gnu-g++")
+EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+N_TOKENS = 200
+pytestmark = [
+    pytest.mark.skipif(not (COMPILER and EMULATOR), reason="needs g++-aarch64-linux-gnu and qemu-user-static"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tests/native/greedy.cpp with all of the native core, as a static program for aarch64."""
+    folder = tmp_path_factory.mktemp("aarch64")
+    (folder / "kernels_generated.hpp").write_text(codegen.header())
+    sources = [*sorted((ROOT / "native").glob("*.cpp")), ROOT / "tests" / "native" / "greedy.cpp"]
+    out = folder / "greedy"
+    assert COMPILER
+    command = [
+        COMPILER, "-std=c++20", "-O1", "-static", "-pthread", "-ffp-contract=off", "-fno-math-errno",
+        "-DMILLRACE_ISA=scalar", '-DMILLRACE_LANES="lanes/scalar.hpp"', f"-I{ROOT / 'native'}",
+        f"-I{ROOT / 'src' / 'millrace' / 'kernels'}", f"-I{folder}", *map(str, sources), "-o", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def greedy(program: Path, engine: Engine, prompt: list[int], n: int) -> list[int]:
+    m = engine.manifest
+    numbers = [
+        m.activation_bytes, m.logits_offset, m.max_step_tokens, m.max_sequences, m.max_context, m.vocab_size,
+        int(KvFormat[m.kv.format.upper()]), m.kv.layers, m.kv.heads, m.kv.head_dim,
+    ]  # fmt: skip
+    files = [engine.folder / "program.bin", engine.folder / "weights.bin"]
+    words = [EMULATOR, program, *files, "scalar", n, *numbers, ":", *prompt]
+    done = subprocess.run([str(w) for w in words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [int(token) for token in done.stdout.split()]
+
+
+def test_the_golden_story(program: Path, tmp_path: Path) -> None:
+    folder = shared("models/stories260K")
+    golden = json.loads((folder / "golden.json").read_text())["greedy_from_bos_ids"]
+    engine = build(folder, tmp_path / "engine", "fp32")
+    assert greedy(program, engine, golden[:1], N_TOKENS) == golden[1 : N_TOKENS + 1]
