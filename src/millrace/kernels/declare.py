@@ -198,6 +198,7 @@ KERNELS: tuple[Kernel, ...] = (
             "kv_heads >= 0",
             "head_dim > 0",
             "head_dim % 8 == 0",
+            "head_dim <= 512",
             "context > 0",
             "layer >= 0 - 1",
             "q_stride >= heads * head_dim",

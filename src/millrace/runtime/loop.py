@@ -165,7 +165,8 @@ class EngineLoop:
             self._thread.join()
             self._thread = None
         else:
-            self._end_everything(FinishReason.ABORT, "the server is stopping")
+            with self._stepping:
+                self._end_everything(FinishReason.ABORT, "the server is stopping")
         self._after_step, self._stopping = _nothing, False
 
     # ------------------------------------------------------------------ for the engine thread
