@@ -183,6 +183,12 @@ def test_none_means_none_of_these(llm: LLM) -> None:
         llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("messages", [[{"role": "user"}], [{"role": "user", "content": None}], [["user"]]], ids=str)
+def test_a_message_without_a_text(llm: LLM, messages: list[dict[str, object]]) -> None:
+    with pytest.raises(RequestError, match=r"messages\[0\]"):
+        llm.chat([messages] if isinstance(messages[0], list) else messages)
+
+
 def test_a_map_of_precisions() -> None:
     with LLM("tiny", precision={"default": "w4a8", "layers.0.*": "bf16"}) as mixed:
         assert texts(mixed.generate("The", GREEDY))

@@ -136,7 +136,7 @@ BODIES: list[tuple[bytes, str]] = [
     (b"[]", "got array"),
     (b'"text"', "got str"),
     (b"null", "got null"),
-    (b'{"prompt": "\xff\xfe"}', "utf-8"),
+    (b'{"prompt": "\xff\xfe"}', "byte 12 is not utf-8"),
     (b'{"\xff": 1}', "utf-8"),
     (b'{"prompt": "a", "temperature": NaN}', "invalid character"),
     (b'{"prompt": "a", "temperature": Infinity}', "invalid character"),

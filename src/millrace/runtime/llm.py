@@ -100,6 +100,12 @@ class LLM:
             raise CheckpointError(
                 f"{self._opened.name} has no chat template", "a chat model", "use generate(), or a model tuned for chat"
             )
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+                raise RequestError(
+                    f"messages[{i}] is {str(message)[:100]}", 'like {"role": "user", "content": "a text"}',
+                    "give each message a role and a text", param="messages",
+                )  # fmt: skip
         return self._opened.tokenizer.encode(template.render(messages), add_special_tokens=False)
 
     @property

@@ -29,7 +29,9 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise _wrong_value(str(error)) from None
     except RecursionError:
         raise _no_json("it is nested too deeply") from None
-    except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError, integers with thousands of digits
+    except UnicodeDecodeError:
+        raise _no_json(_no_utf8(body)) from None
+    except ValueError as error:  # msgspec.DecodeError, integers with thousands of digits
         raise _no_json(str(error)) from None
 
 
@@ -120,6 +122,15 @@ def _fields_at(path: str) -> set[str]:
 
 def _top(path: str) -> str:
     return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def _no_utf8(body: bytes) -> str:
+    """Where, in the body; the decoder's own position is one inside a string."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is not utf-8"
+    return "a part is not utf-8"
 
 
 def _no_json(why: str) -> HttpError:

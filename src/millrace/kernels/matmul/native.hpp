@@ -248,6 +248,10 @@ void tile_of(int rows, const MatmulArgs& a, const TileInput& in, int64_t panel_s
   if constexpr (MR > 1) tile_of<C, MR - 1>(rows, a, in, panel_stride, row, panel, panels);
 }
 
+// Rows of a tile. Weights that are converted to bfloat16 pairs need two registers more.
+template <Class C>
+constexpr int kRowsOf = (C == Class::w8a16 || C == Class::w4a16) && kTileRows > 12 ? 12 : kTileRows;
+
 // Tasks are runs of panels whose weights stay in the second-level cache while all rows pass over them.
 template <Class C>
 void multiply(const MatmulArgs& a, StepContext& c) {
@@ -255,7 +259,7 @@ void multiply(const MatmulArgs& a, StepContext& c) {
   if (rows == 0) return;
   const int64_t panel_stride = panel_bytes(a.weights, a.k, a.group);
   const TileInput in{a.x, a.w, a.x_stride, a.k, a.group};
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, tile_height = (rows + tiles - 1) / tiles;
+  const int64_t tiles = (rows + kRowsOf<C> - 1) / kRowsOf<C>, tile_height = (rows + tiles - 1) / tiles;
   const int64_t cached = 320 * 1024 / panel_stride, fair = panels / (4 * c.n_workers);
   const int64_t most = cached < fair ? cached : fair;
   const int64_t rounds = most > 1 ? (panels - 1) / (most * c.n_workers) + 1 : 1;  // the workers finish together
@@ -263,7 +267,7 @@ void multiply(const MatmulArgs& a, StepContext& c) {
   for (Chunk p(c, panels, size); p.next();)
     for (int64_t row = 0; row < rows; row += tile_height) {
       const int64_t height = rows - row < tile_height ? rows - row : tile_height;
-      tile_of<C, kTileRows>(static_cast<int>(height), a, in, panel_stride, row, p.begin, p.end - p.begin);
+      tile_of<C, kRowsOf<C>>(static_cast<int>(height), a, in, panel_stride, row, p.begin, p.end - p.begin);
     }
 }
 
