@@ -51,6 +51,8 @@ class Settings:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
+            if value is None and f.default is not None:
+                raise ConfigError(f"{flag_of(f.name)} is None", "a value", "write one, or leave it out")
             if declared(f).size and value is not None:
                 value = parse_size(value, f.name)
                 object.__setattr__(self, f.name, value)

@@ -122,6 +122,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[MillraceError], list[str]]] = [
     ({"max_context": 513}, ConfigError, ["513", "1 to 512"]),
     ({"max_context": 0}, ConfigError, ["max-context", "at least 1"]),
     ({"max_batch": 0}, ConfigError, ["max-batch"]),
+    ({"max_batch": None}, ConfigError, ["max-batch"]),
     ({"precision": "int3"}, ConfigError, ["int3", "w4a8"]),
     ({"precision": {"lm_head": "bf16"}}, ConfigError, ["default"]),
     ({"precision": {"default": "fp8"}}, ConfigError, ["fp8"]),
