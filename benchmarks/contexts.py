@@ -24,12 +24,11 @@ from millrace.checkpoint.tokenizer import Specials, Tokenizer
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.engine.engine import Engine
-from millrace.engine.native import KvFormat, NativeExecutor
+from millrace.engine.native import KV_CACHE_DTYPES, NativeExecutor
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
 
-KV = {"fp32": KvFormat.F32, "bf16": KvFormat.BF16, "int8": KvFormat.INT8}
 CONTEXT = 8192
 SHALLOW, DEEP, NEW_TOKENS = 128, 4096, 32
 STREAM_PROMPT, STREAM_TOKENS, ARRIVES_AT, LONG_PROMPT = 32, 300, 20, 2000
@@ -138,7 +137,7 @@ def mixed_work(executor: NativeExecutor, rounds: int) -> dict[str, Any]:
 
 def run(shape: str, precision: str, kv: str, rounds: int, folder: Path) -> dict[str, Any]:
     source = random_source(shape, CONTEXT)
-    options = BuildOptions(precision=precision_map(precision), max_batch=4, kv_format=KV[kv])
+    options = BuildOptions(precision=precision_map(precision), max_batch=4, kv_format=KV_CACHE_DTYPES[kv])
     write_engine(source, plan_engine(source, options), folder, name=shape)
     engine = Engine.open(folder)
     executor = engine.executor(n_pages=pages_for(1, CONTEXT), threads=usable_cores())
@@ -157,7 +156,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=[*SHAPES], default="llama-143m")
     parser.add_argument("--precision", default="w4a8")
-    parser.add_argument("--kv-cache-dtype", choices=[*KV], default="int8")
+    parser.add_argument("--kv-cache-dtype", choices=[*KV_CACHE_DTYPES], default="int8")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print the result instead of a summary")
     args = parser.parse_args()

@@ -22,6 +22,7 @@ class KvFormat(IntEnum):
     INT8 = 2  # with a float32 scale for each token and head
 
 
+KV_CACHE_DTYPES = {"fp32": KvFormat.F32, "bf16": KvFormat.BF16, "int8": KvFormat.INT8}  # as users name them
 _KV_BYTES = {KvFormat.F32: 4, KvFormat.BF16: 2, KvFormat.INT8: 1}
 
 

@@ -1,7 +1,7 @@
 """MODEL, as every command and `LLM` take it: an engine or checkpoint folder, a GGUF file, a hub id, or `tiny`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +13,14 @@ from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer, read_json_o
 from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import FORMAT, MANIFEST
-from millrace.engine.native import KvFormat, NativeExecutor
+from millrace.engine.native import KV_CACHE_DTYPES, NativeExecutor
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError
 from millrace.machine.cpu import memory, usable_cores
 from millrace.runtime.budget import TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.plan import RunPlan, plan_run
-from millrace.settings import Settings, setting
+from millrace.settings import Settings, flag_of, setting
 
 if TYPE_CHECKING:
     from millrace.compile.build import BuildOptions
@@ -45,7 +45,7 @@ class BuildSettings(Settings):
     kv_cache_dtype: str | None = setting(
         None,
         "how keys and values are kept: fp32, bf16 or int8 (half the memory of bf16); default: bf16, with fp32 fp32",
-        choices=("fp32", "bf16", "int8"),
+        choices=tuple(KV_CACHE_DTYPES),
     )
     max_context: int | None = setting(None, "longest sequence in tokens; default: the model's own, at most 8192", low=1)
     max_batch: int = setting(16, "sequences that run at the same time", low=1, high=1024)
@@ -172,11 +172,10 @@ def build_options(
     """What the user asked for, as the compiler takes it. own: the model's precision, for what is not asked."""
     from millrace.compile.build import BuildOptions
 
-    formats = {None: None, "fp32": KvFormat.F32, "bf16": KvFormat.BF16, "int8": KvFormat.INT8}
     return BuildOptions(
         precision=asked_precision(build, own, precisions),
         max_batch=build.max_batch,
-        kv_format=formats[build.kv_cache_dtype],
+        kv_format=KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None,
     )
 
 
@@ -194,10 +193,10 @@ def asked_precision(
 def _refuse_build_settings(build: BuildSettings, folder: Path) -> None:
     """A built engine cannot be changed by flags; saying nothing would be worse."""
     plain = BuildSettings()
-    for name in ("precision", "head", "kv_cache_dtype", "max_context", "max_batch", "group"):
+    for name in (f.name for f in fields(BuildSettings)):
         if getattr(build, name) != getattr(plain, name):
             raise ConfigError(
-                f"--{name.replace('_', '-')} is given, but {folder} is already built",
+                f"{flag_of(name)} is given, but {folder} is already built",
                 "a checkpoint, where this is still open", "leave it out, or build the checkpoint again with it",
             )  # fmt: skip
 

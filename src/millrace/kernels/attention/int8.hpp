@@ -12,13 +12,8 @@ inline void load_int8_queries(AttentionTile& t) {
   constexpr int kMost = 127 * 256 + 127;  // high and low are both at most 127
   for (int r = 0; r < t.rows; ++r) {
     const float* q = t.a->q + t.tokens[r] * t.a->q_stride + t.heads[r] * D;
-    F check = zero(), most = zero();
-    each_vector(0, D, [&](int64_t d, auto lanes) {
-      const F v = lanes.load(q + d);
-      check = fma(v, zero(), check);  // infinity * 0 is NaN
-      most = max(abs(v), most);
-    });
-    const float amax = largest(most), inverse = amax > 0.0f ? kMost / amax : 0.0f;
+    F check = zero();
+    const float amax = row_magnitude(q, D, check), inverse = amax > 0.0f ? kMost / amax : 0.0f;
     t.int8.q_scale[r] = (amax / kMost + sum(check)) * t.a->scale;
     I sums[2] = {splat_i(0), splat_i(0)};
     for (int d = 0; d < D; d += 16) {  // beyond the head: zeros
@@ -45,11 +40,7 @@ void score_int8_page(AttentionTile& t, int row, uint8_t* keys, int at) {
   for (int i = 0; i < R * 8; ++i) acc[i / 4][i % 4] = splat_i(-128 * t.int8.q_sum[row + i / 8][i / 4 % 2]);
   for (int d = 0; d < t.a->head_dim; d += 4, keys += 256) {
     I line[4];
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-      line[v] = load_i(keys + v * 64);
-      __builtin_prefetch(keys + ahead + v * 64);
-    }
+    load_lines(line, keys, keys + ahead);
 #pragma GCC unroll 8
     for (int r = 0; r < R * 2; ++r) {
       const I x = splat_bytes(q + r * kMaxHeadDim + d);
@@ -100,11 +91,7 @@ void weigh_int8_columns(AttentionTile& t, int row, int from, int count, int64_t 
     const int end = at + kPageTokens < count ? at + kPageTokens : count;
     for (int i = at; i < end; i += 4, line += width * 4, ahead += width * 4) {
       I values[NV];
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) {
-        values[v] = load_i(line + v * 64);
-        __builtin_prefetch(ahead + v * 64);
-      }
+      load_lines(values, line, ahead);
 #pragma GCC unroll 8
       for (int r = 0; r < R * 2; ++r) {
         const I p = splat_bytes(t.int8.p[row][0] + r * kSpan + i);
@@ -123,11 +110,7 @@ void weigh_int8_columns(AttentionTile& t, int row, int from, int count, int64_t 
 
 template <int R>
 void weigh_int8_values(AttentionTile& t, int row, int from, int count) {
-  const int64_t width = t.c->kv.value_width();
-  int64_t d = 0;
-  for (; d + 64 <= width; d += 64) weigh_int8_columns<R, 4>(t, row, from, count, d);
-  for (; d + 32 <= width; d += 32) weigh_int8_columns<R, 2>(t, row, from, count, d);
-  for (; d < width; d += 16) weigh_int8_columns<R, 1>(t, row, from, count, d);
+  each_columns(t.c->kv.value_width(), [&]<int NV>(int64_t d) { weigh_int8_columns<R, NV>(t, row, from, count, d); });
 }
 
 }  // namespace millrace::MILLRACE_ISA

@@ -48,11 +48,7 @@ void score_page(AttentionTile& t, int row, const uint8_t* keys, int at) {
   for (int i = 0; i < R * 4; ++i) acc[i / 4][i % 4] = zero();
   for (int d = 0; d < steps; ++d, keys += 256) {
     I line[4];
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-      line[v] = load_i(keys + v * 64);
-      __builtin_prefetch(keys + ahead + v * 64);
-    }
+    load_lines(line, keys, keys + ahead);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) add_products<BF16>(acc[r], line, reinterpret_cast<const float*>(t.q[row + r]) + d);
   }
@@ -109,11 +105,9 @@ void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
     const float* weights = t.scores[row] + page * kPageTokens / (BF16 ? 2 : 1);
     const auto add_line = [&](int i, I mask) {
       I values[NV];
+      load_lines(values, line, ahead);
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) {
-        values[v] = load_i(line + v * 64) & mask;
-        __builtin_prefetch(ahead + v * 64);
-      }
+      for (int v = 0; v < NV; ++v) values[v] = values[v] & mask;
       line += width * 4;
       ahead += width * 4;
 #pragma GCC unroll 8
@@ -129,11 +123,7 @@ void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
 
 template <bool BF16, int R>
 void weigh_values(AttentionTile& t, int row, int from, int count) {
-  const int64_t width = t.c->kv.value_width();
-  int64_t d = 0;
-  for (; d + 64 <= width; d += 64) weigh_columns<BF16, R, 4>(t, row, from, count, d);
-  for (; d + 32 <= width; d += 32) weigh_columns<BF16, R, 2>(t, row, from, count, d);
-  for (; d < width; d += 16) weigh_columns<BF16, R, 1>(t, row, from, count, d);
+  each_columns(t.c->kv.value_width(), [&]<int NV>(int64_t d) { weigh_columns<BF16, R, NV>(t, row, from, count, d); });
 }
 
 inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
@@ -259,8 +249,7 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
   task.next();
   int64_t first_task = 0;
   for (int s = 0; s < c.n_sequences; ++s) {
-    const int64_t rows = static_cast<int64_t>(c.starts[s + 1] - c.starts[s]) * group;
-    const int64_t tasks = (rows + kAttentionRows - 1) / kAttentionRows * a.kv_heads * parts;
+    const int64_t rows = rows_of(a, c, s), tasks = tiles_of(a, c, s) * parts;
     for (; task.begin < first_task + tasks; task.next()) {
       const int64_t tile = (task.begin - first_task) / parts, from = tile / a.kv_heads * kAttentionRows;
       t.sequence = s;

@@ -17,6 +17,14 @@ struct Part {
   }
 };
 
+// Of one sequence: query rows that share a KV head, and tiles of them over all KV heads.
+inline int64_t rows_of(const AttentionArgs& a, const StepContext& c, int s) {
+  return static_cast<int64_t>(c.starts[s + 1] - c.starts[s]) * (a.heads / a.kv_heads);
+}
+inline int64_t tiles_of(const AttentionArgs& a, const StepContext& c, int s) {
+  return (rows_of(a, c, s) + kAttentionRows - 1) / kAttentionRows * a.kv_heads;
+}
+
 inline int spans_to(int position) { return position / kSpan + 1; }
 
 // Floats for the partial results of one tile: only fewer than two tiles a worker are ever cut.
@@ -29,8 +37,7 @@ inline int parts_of(const AttentionArgs& a, const StepContext& c) {
   int64_t tiles = 0;
   int spans = 0;
   for (int s = 0; s < c.n_sequences; ++s) {
-    const int64_t rows = static_cast<int64_t>(c.starts[s + 1] - c.starts[s]) * (a.heads / a.kv_heads);
-    tiles += (rows + kAttentionRows - 1) / kAttentionRows * a.kv_heads;
+    tiles += tiles_of(a, c, s);
     const int own = spans_to(c.positions[c.starts[s + 1] - 1]);
     spans = own > spans ? own : spans;
   }

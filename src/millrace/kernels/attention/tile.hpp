@@ -40,6 +40,25 @@ inline const uint8_t* keys_after(const AttentionTile& t, int position, const uin
   return position + kSpan <= t.last ? block_of(t, position + kSpan) : otherwise;
 }
 
+// Lines that are read now, and fetches of as many further on.
+template <int NV>
+[[gnu::always_inline]] inline void load_lines(I (&lines)[NV], const uint8_t* now, const uint8_t* ahead) {
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; ++v) {
+    lines[v] = load_i(now + v * 64);
+    __builtin_prefetch(ahead + v * 64);
+  }
+}
+
+// work.operator()<NV>(d) for the columns of a head, NV vectors of 16 from column d on.
+template <class Work>
+inline void each_columns(int64_t width, Work work) {
+  int64_t d = 0;
+  for (; d + 64 <= width; d += 64) work.template operator()<4>(d);
+  for (; d + 32 <= width; d += 32) work.template operator()<2>(d);
+  for (; d < width; d += 16) work.template operator()<1>(d);
+}
+
 // work.operator()<R>(row) for the rows in tiles of nearly equal height R, at most `Tile`.
 template <int Tile, int R = Tile, class Work>
 inline void each_tile(int rows, int row, Work work) {

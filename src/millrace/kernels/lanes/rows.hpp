@@ -51,6 +51,17 @@ inline float row_largest(const float* x, int64_t n, F& check) {
   return largest(max(max(most[0], most[1]), max(most[2], most[3])));
 }
 
+// The largest magnitude of x (n); `check` as above.
+inline float row_magnitude(const float* x, int64_t n, F& check) {
+  F most = zero();
+  each_vector(0, n, [&](int64_t i, auto lanes) {
+    const F v = lanes.load(x + i);
+    check = fma(v, zero(), check);
+    most = max(abs(v), most);
+  });
+  return largest(most);
+}
+
 // How many of x (n) are at least `floor`.
 inline int64_t row_count(const float* x, int64_t n, float floor) {
   int64_t found = 0;

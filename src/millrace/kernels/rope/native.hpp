@@ -40,13 +40,8 @@ inline void write_bf16(const float* k, const float* v, const KvLayout& kv, uint8
 
 // code = nearest(x * (127 / amax)), as convert has it. Returns the scale, which is NaN where an x is not finite.
 inline float to_codes(const float* x, int n, int8_t* codes) {
-  F check = zero(), most = zero();
-  each_vector(0, n, [&](int64_t i, auto lanes) {
-    const F v = lanes.load(x + i);
-    check = fma(v, zero(), check);
-    most = max(abs(v), most);
-  });
-  const float amax = largest(most), inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
+  F check = zero();
+  const float amax = row_magnitude(x, n, check), inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
   for (int i = 0; i < n; i += 16) store_i8(codes + i, round(load(x + i, n - i < 16 ? n - i : 16) * splat(inverse)));
   return amax / 127.0f + sum(check);
 }
