@@ -44,7 +44,7 @@ def peers() -> str:
     newest_run = {}
     for path in sorted(RESULTS.glob("peers-*.json")):
         result = json.loads(path.read_text())
-        newest_run[result["shape"]] = (path.name, result)
+        newest_run[path.name.replace(result["date"], "")] = (path.name, result)
     return "\n\n".join(_peers_table(name, result) for name, result in newest_run.values())
 
 
@@ -55,7 +55,7 @@ def _peers_table(file: str, result: dict[str, Any]) -> str:
     for engine in result["engines"]:
         found = (cells.get((engine, w)) for w in workloads)
         lines.append(f"| {engine} | " + " | ".join(f"{c['tokens_per_s']:,.0f}" if c else "" for c in found) + " |")
-    versions = ", ".join(sorted({f"{name.rsplit('-', 1)[0]} {e['version']}" for name, e in result["engines"].items()}))
+    versions = ", ".join(sorted({f"{name.split('-')[0]} {e['version']}" for name, e in result["engines"].items()}))
     machine = f"{result['machine']['cores']} cores of {result['machine']['cpu']}"
     return "\n".join([*lines, "", f"{machine}; {result['date']}; {versions}; goals and samples: `{file}`."])
 

@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/peers"),
                         help="for exported weights, built engines and logs (default: %(default)s)")  # fmt: skip
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result file goes")
+    parser.add_argument("--label", default="", help="goes into the file's name, for runs of a few engines")
     parser.add_argument("--json", action="store_true", help="print the result instead of tables")
     args = parser.parse_args()
     messages, out = Console(stderr=True), Console()
@@ -57,7 +58,7 @@ def main() -> None:
         )
         found = run(course, messages)
         result = Findings(course, found).result()
-        path = write_result(f"peers-{result['date']}-{shape}", result, args.results)
+        path = write_result("-".join(filter(None, ("peers", result["date"], shape, args.label))), result, args.results)
         if args.json:
             print(json.dumps(result))
         else:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,14 +15,16 @@ class EngineFailedError(Exception):
 
 
 class Child:
-    def __init__(self, engine: str, shape: str, folder: Path, threads: int) -> None:
+    def __init__(
+        self, engine: str, shape: str, folder: Path, threads: int, environment: Mapping[str, str] | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.engine, self._log = engine, folder / f"{engine}.log"
         command = [sys.executable, "-m", "benchmarks.peers.worker", engine, shape, str(folder), str(threads)]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                env={**os.environ, **(environment or {}), "OMP_NUM_THREADS": str(threads)},
             )  # fmt: skip
 
     def wait_until_ready(self) -> None:

@@ -1,5 +1,6 @@
 """What every engine must be able to do here, ours included, and the catalogue of those that are compared."""
 
+import os
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -44,15 +45,24 @@ class Entry:
     variant: str
     packages: tuple[str, ...]  # what must be importable
     precision: str  # of its arithmetic: "int8" or "bf16", to be compared with that peak of the machine
+    library: str = ""  # names a variable of the environment with the folder of the libraries that its package must take
 
     def missing(self) -> list[str]:
-        return [p for p in self.packages if find_spec(p) is None]
+        missing = [f"{p} (pip install 'millrace[{EXTRA}]')" for p in self.packages if find_spec(p) is None]
+        if self.library and not Path(os.environ.get(self.library, "-")).is_dir():
+            missing.append(f"a folder in the variable {self.library} (benchmarks/peers/llama_cpp_engine.py says which)")
+        return missing
+
+    def environment(self) -> dict[str, str]:
+        """What its process gets beside the variables of this one."""
+        return {"LLAMA_CPP_LIB_PATH": os.environ[self.library]} if self.library else {}
 
     def load(self, weights: NamedWeights, folder: Path, threads: int) -> Engine:
         engine: Engine = import_module(f"benchmarks.peers.{self.module}").load(weights, self.variant, folder, threads)
         return engine
 
 
+EXTRA = "peers"
 _LLAMA = ("llama_cpp", "gguf")
 CATALOGUE = {
     "millrace-w4a8": Entry("millrace_engine", "w4a8", (), "int8"),
@@ -64,5 +74,6 @@ CATALOGUE = {
     "millrace-bf16": Entry("millrace_engine", "bf16", (), "bf16"),
     "llama.cpp-bf16": Entry("llama_cpp_engine", "BF16", _LLAMA, "bf16"),
     "transformers-bf16": Entry("transformers_engine", "bf16", ("torch", "transformers"), "bf16"),
+    "millrace-w4a8-avx2": Entry("millrace_engine", "w4a8@avx2", (), "int8"),
+    "llama.cpp-q4_0-avx2": Entry("llama_cpp_engine", "Q4_0", _LLAMA, "int8", library="LLAMA_CPP_AVX2"),
 }
-EXTRA = "peers"

@@ -4,6 +4,9 @@ The GGUF file is mapped, weights are repacked where llama.cpp can, all cores wor
 in llama-bench. Flash attention is tried on and off in the warm-up: what was faster is measured, and the result file
 says what it was. Users share one context and one batch, as in llama-batched-bench; each has a stream of the KV cache of
 its own, which llama.cpp decodes 1.3 to 1.5 times as fast as one cache for all.
+
+How it does where there is no AVX-512: LLAMA_CPP_AVX2 names the `llama_cpp/lib` folder of another llama-cpp-python,
+built from source with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON".
 """
 
 import logging

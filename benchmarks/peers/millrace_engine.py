@@ -20,23 +20,27 @@ from millrace.model.module import Weights
 
 
 def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "MillraceEngine":
-    """`variant`: a precision; 4 and 8 bits in groups of 128. Built anew each time: an old engine is not this code."""
+    """`variant`: a precision, or precision@isa; 4 and 8 bits in groups of 128.
+
+    Built anew each time: an old engine is not this code.
+    """
+    precision, _, isa = variant.partition("@")
     built = folder / f"millrace-{variant}"
     shutil.rmtree(built, ignore_errors=True)
     source = Source(
         module=build_model(weights.config), weights=Weights(weights.shapes, weights.load), max_context=CONTEXT,
         architecture=weights.config.architecture, dtype=weights.config.dtype,
     )  # fmt: skip
-    options = BuildOptions(precision=precision_map(variant), max_batch=MAX_USERS)
+    options = BuildOptions(precision=precision_map(precision), max_batch=MAX_USERS)
     write_engine(source, plan_engine(source, options), built, name=folder.name)
-    return MillraceEngine(Engine.open(built), threads)
+    return MillraceEngine(Engine.open(built), threads, isa or None)
 
 
 class MillraceEngine:
-    def __init__(self, engine: Engine, threads: int) -> None:
+    def __init__(self, engine: Engine, threads: int, isa: str | None) -> None:
         self._engine = engine
         # the longest prompt of one user needs more pages than the short ones of all users together
-        self._executor: NativeExecutor = engine.executor(n_pages=pages_for(1, CONTEXT), threads=threads)
+        self._executor: NativeExecutor = engine.executor(n_pages=pages_for(1, CONTEXT), threads=threads, isa=isa)
 
     def describe(self) -> Description:
         m = self._engine.manifest

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.measure import bandwidth
 from benchmarks.peers.child import Child, EngineFailedError
-from benchmarks.peers.engine import CATALOGUE, EXTRA
+from benchmarks.peers.engine import CATALOGUE
 from benchmarks.peers.samples import Peaks, Sample
 from benchmarks.peers.workloads import Workload
 from millrace.engine.probe import peak_rates
@@ -66,11 +66,13 @@ def _start(course: Course, found: Race, stack: ExitStack, say: Say) -> dict[str,
     children: dict[str, Child] = {}
     for name in course.engines:
         if missing := CATALOGUE[name].missing():
-            found.left_out[name] = f"{', '.join(missing)} not installed: pip install 'millrace[{EXTRA}]'"
+            found.left_out[name] = f"lacking: {', '.join(missing)}"
             say(f"left out: {name}: {found.left_out[name]}")
             continue
         say(f"exporting and loading, {name}")
-        child = stack.enter_context(Child(name, course.shape, course.folder, course.threads))
+        child = stack.enter_context(
+            Child(name, course.shape, course.folder, course.threads, CATALOGUE[name].environment())
+        )
         try:
             child.wait_until_ready()  # one after the other: they share exported files
         except EngineFailedError as error:

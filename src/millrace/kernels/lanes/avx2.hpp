@@ -6,7 +6,11 @@
 
 namespace millrace::MILLRACE_ISA {
 
-constexpr int kTileRows = 3;  // 3 rows x 4 registers of accumulators, of 16 in all
+// Of 16 registers 12 hold sums: 3 rows x 4, or with one line at a time 6 x 2, whose weights are unpacked for twice as many
+// rows. Bytes need more for themselves.
+constexpr int kTileRows = 3, kNibbleRows = 6, kByteRows = 4, kPairRows = 3;
+constexpr int kLines = 1;
+constexpr int kRowsApart = 0;
 
 struct F {
   __m256 a, b;
@@ -142,6 +146,32 @@ inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
   return _mm256_add_epi32(acc, _mm256_slli_epi32(_mm256_madd_epi16(high, ones), 4));
 }
 inline I dot4(I acc, I w, I x) { return {dot4_half(acc.a, w.a, x.a), dot4_half(acc.b, w.b, x.b)}; }
+
+// The additions of the hot loops, which GCC 12 would gather into trees: those keep their sums in memory (docs/log.md).
+inline void add_words(__m256i& sums, __m256i x) { asm("vpaddw %1, %0, %0" : "+x"(sums) : "x"(x)); }
+inline void add_ints(__m256i& sums, __m256i x) { asm("vpaddd %1, %0, %0" : "+x"(sums) : "x"(x)); }
+
+// vpmaddubsw does not saturate where the magnitudes of both are at most 128 and 127: 2 * 128 * 127 < 2^15.
+inline __m256i dot4_byte_half(__m256i acc, __m256i w, __m256i x) {
+  const __m256i code = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(x, code));
+  add_ints(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  return acc;
+}
+constexpr int32_t kByteZero = 0;
+inline I dot4_byte(I acc, I w, I x) { return {dot4_byte_half(acc.a, w.a, x.a), dot4_byte_half(acc.b, w.b, x.b)}; }
+
+// Eight sums of two products fit into 16 bits: 8 * 2 * 15 * 127 < 2^15.
+constexpr int64_t kNibbleSums = 8;
+inline I dot4_nibble(I sums, I w, I x) {
+  add_words(sums.a, _mm256_maddubs_epi16(w.a, x.a));
+  add_words(sums.b, _mm256_maddubs_epi16(w.b, x.b));
+  return sums;
+}
+inline I add_nibbles(I acc, I sums) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return acc + I{_mm256_madd_epi16(sums.a, ones), _mm256_madd_epi16(sums.b, ones)};
+}
 
 inline float sum(F x) {
   const __m256 h = _mm256_add_ps(x.a, x.b);

@@ -6,7 +6,10 @@
 
 namespace millrace::MILLRACE_ISA {
 
-constexpr int kTileRows = 14;  // 14 rows x 2 accumulators, 2 weight lines, a broadcast and a mask: 32 registers
+// 14 rows x 2 accumulators, 2 weight lines, a broadcast and a mask: 32 registers. Pairs that are made here take two more.
+constexpr int kTileRows = 14, kNibbleRows = 14, kByteRows = 14, kPairRows = 12;
+constexpr int kLines = 2;
+constexpr int kRowsApart = 6;
 
 struct F {
   __m512 v;
@@ -93,6 +96,11 @@ inline I dot4(I acc, I w, I x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(x.v));
   return acc;
 }
+constexpr int32_t kByteZero = 128;
+inline I dot4_byte(I acc, I w, I x) { return dot4(acc, w, x); }
+constexpr int64_t kNibbleSums = 1 << 20;
+inline I dot4_nibble(I sums, I w, I x) { return dot4(sums, w, x); }
+inline I add_nibbles(I acc, I sums) { return acc + sums; }
 
 inline float sum(F a) {
   __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));

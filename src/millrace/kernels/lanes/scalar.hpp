@@ -10,7 +10,11 @@
 
 namespace millrace::MILLRACE_ISA {
 
-constexpr int kTileRows = 4;
+// Rows of a tile of a matrix product, by what fits into registers: of floats and bfloat16, of 4-bit and of 8-bit codes,
+// of codes that become bfloat16 pairs. Integer products take kLines of a panel's two lines at a time.
+constexpr int kTileRows = 4, kNibbleRows = 4, kByteRows = 4, kPairRows = 4;
+constexpr int kLines = 2;
+constexpr int kRowsApart = 0;  // up to so many rows sum low and high nibbles apart
 
 struct F {
   float v[16];
@@ -162,6 +166,15 @@ inline I dot4(I acc, I w, I x) {
     return total;
   });
 }
+
+// Of codes: four bytes of w stand for themselves less 128, of which kByteZero is left to be taken off (all or nothing).
+constexpr int32_t kByteZero = 128;
+inline I dot4_byte(I acc, I w, I x) { return dot4(acc, w, x); }
+
+// Of nibbles, bytes of w below 16: sums of up to kNibbleSums products, to be added to what has room for them.
+constexpr int64_t kNibbleSums = 1 << 20;
+inline I dot4_nibble(I sums, I w, I x) { return dot4(sums, w, x); }
+inline I add_nibbles(I acc, I sums) { return acc + sums; }
 
 inline float sum(F a) {
   for (int width = 8; width > 0; width /= 2)

@@ -29,10 +29,12 @@ inline I load_ahead(const uint8_t* w) {
   return load_i(w);
 }
 
-template <int MR, class V>
-[[gnu::always_inline]] inline void fill(V (&acc)[MR][2], V value) {
+template <int MR, int L, class V>
+[[gnu::always_inline]] inline void fill(V (&acc)[MR][L], V value) {
 #pragma GCC unroll 16
-  for (int r = 0; r < MR; ++r) acc[r][0] = acc[r][1] = value;
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < L; ++v) acc[r][v] = value;
 }
 
 template <int MR>
@@ -46,26 +48,40 @@ template <int MR>
     }
 }
 
-// acc = op(acc, w, x): two lines of weights against four bytes of each row; a row's broadcast serves both lines.
-template <int MR, class V, class Op>
-[[gnu::always_inline]] inline void each_row(V (&acc)[MR][2], I w0, I w1, const uint8_t* x, int64_t x_stride, Op op) {
+// Lines of weights, of sixteen outputs each, which a tile takes side by side.
+template <int L>
+struct Lines {
+  I line[L];
+};
+
+template <int L, class Make>
+[[gnu::always_inline]] inline Lines<L> lines(Make make) {
+  Lines<L> made;
+#pragma GCC unroll 2
+  for (int v = 0; v < L; ++v) made.line[v] = make(v);
+  return made;
+}
+
+// acc = op(acc, w, x): lines of weights against four bytes of each row; a row's broadcast serves all lines.
+template <int MR, int L, class V, class Op>
+[[gnu::always_inline]] inline void each_row(V (&acc)[MR][L], const Lines<L>& w, const uint8_t* x, int64_t x_stride, Op op) {
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r) {
     const I four = splat_bytes(x + r * x_stride);
-    acc[r][0] = op(acc[r][0], w0, four);
-    acc[r][1] = op(acc[r][1], w1, four);
+#pragma GCC unroll 2
+    for (int v = 0; v < L; ++v) acc[r][v] = op(acc[r][v], w.line[v], four);
   }
 }
 
 // Lines of 32 outputs, one float or one bfloat16 pair each, in blocks of 128 inputs.
 template <int MR, class Op>
-[[gnu::always_inline]] inline void tile_blocks(const TileInput& in, int64_t lines, int64_t block, float* total, Op op) {
-  for (int64_t from = 0; from < lines; from += block) {
-    const int64_t to = from + block < lines ? from + block : lines;
+[[gnu::always_inline]] inline void tile_blocks(const TileInput& in, int64_t n_lines, int64_t block, float* total, Op op) {
+  for (int64_t from = 0; from < n_lines; from += block) {
+    const int64_t to = from + block < n_lines ? from + block : n_lines;
     F acc[MR][2];
     fill(acc, zero());
     for (int64_t k = from; k < to; ++k)
-      each_row(acc, load_ahead(in.w + k * 128), load_ahead(in.w + k * 128 + 64), in.x + k * 4, in.x_stride, op);
+      each_row(acc, lines<2>([&](int v) { return load_ahead(in.w + k * 128 + v * 64); }), in.x + k * 4, in.x_stride, op);
     add_block(acc, from == 0, total);
   }
 }
@@ -88,40 +104,53 @@ struct Groups {
   int64_t width(int64_t g) const { return g + 1 < count ? padded : last; }
 };
 
-// One group's integer dot products, added to acc, four at a time. They are exact, so their order is free: few rows take
-// low and high nibbles in sums of their own, to hide the latency. Many have no registers for that; they read a line of
-// nibbles twice.
-template <int MR, bool W4>
-[[gnu::always_inline]] inline void dot_group(const TileInput& in, const uint8_t* w, const uint8_t* x, int64_t width,
-                                             I (&acc)[MR][2]) {
-  const auto dot = [](I a, I lines, I four) { return dot4(a, lines, four); };
+// One group's integer dot products with kLines lines of a panel, added to acc. They are exact, so their order is free.
+template <int MR>
+[[gnu::always_inline]] inline void dot_bytes(const TileInput& in, const uint8_t* w, const uint8_t* x, int64_t width,
+                                             I (&acc)[MR][kLines]) {
+  for (int64_t k = 0; k < width; k += 4, w += 128)
+    each_row(acc, lines<kLines>([&](int v) { return load_ahead(w + v * 64); }), x + k, in.x_stride,
+             [](I a, I line, I four) { return dot4_byte(a, line, four); });
+}
+
+// The same with nibbles, in sums of up to kNibbleSums products; few rows take low and high nibbles in sums of their own,
+// to hide the latency. Many have no registers for that; they read a line twice.
+template <int MR>
+[[gnu::always_inline]] inline void dot_nibbles(const TileInput& in, const uint8_t* w, const uint8_t* x, int64_t width,
+                                               I (&acc)[MR][kLines]) {
+  constexpr bool kApart = MR <= kRowsApart;
+  const auto dot = [](I a, I line, I four) { return dot4_nibble(a, line, four); };
   const I nibble = splat_i(0x0f0f0f0f);
-  if constexpr (!W4) {
-    for (int64_t k = 0; k < width; k += 4, w += 128)
-      each_row(acc, load_ahead(w), load_ahead(w + 64), x + k, in.x_stride, dot);
-  } else if constexpr (MR <= 6) {
-    I high[MR][2];
+  for (int64_t from = 0; from < width; from += 4 * kNibbleSums) {
+    const int64_t to = width - from < 4 * kNibbleSums ? width : from + 4 * kNibbleSums;
+    I low[MR][kLines], high[kApart ? MR : 1][kLines];
+    fill(low, splat_i(0));
     fill(high, splat_i(0));
-    for (int64_t k = 0; k < width; k += 8, w += 128) {
-      const I w0 = load_ahead(w), w1 = load_ahead(w + 64);
-      each_row(acc, w0 & nibble, w1 & nibble, x + k, in.x_stride, dot);
-      each_row(high, shift_right(w0, 4) & nibble, shift_right(w1, 4) & nibble, x + k + 4, in.x_stride, dot);
+    for (int64_t k = from; k < to; k += 8, w += 128) {
+      if constexpr (kApart) {
+        const auto both = lines<kLines>([&](int v) { return load_ahead(w + v * 64); });
+        each_row(low, lines<kLines>([&](int v) { return both.line[v] & nibble; }), x + k, in.x_stride, dot);
+        each_row(high, lines<kLines>([&](int v) { return shift_right(both.line[v], 4) & nibble; }), x + k + 4,
+                 in.x_stride, dot);
+      } else {
+        each_row(low, lines<kLines>([&](int v) { return load_ahead(w + v * 64) & nibble; }), x + k, in.x_stride, dot);
+        each_row(low, lines<kLines>([&](int v) { return shift_right(load_i(w + v * 64), 4) & nibble; }), x + k + 4,
+                 in.x_stride, dot);
+      }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) acc[r][v] = acc[r][v] + high[r][v];
-  } else {
-    for (int64_t k = 0; k < width; k += 8, w += 128) {
-      each_row(acc, load_ahead(w) & nibble, load_ahead(w + 64) & nibble, x + k, in.x_stride, dot);
-      each_row(acc, shift_right(load_i(w), 4) & nibble, shift_right(load_i(w + 64), 4) & nibble, x + k + 4, in.x_stride,
-               dot);
-    }
+      for (int v = 0; v < kLines; ++v) {
+        acc[r][v] = add_nibbles(acc[r][v], low[r][v]);
+        if constexpr (kApart) acc[r][v] = add_nibbles(acc[r][v], high[r][v]);
+      }
   }
 }
 
 template <int MR, bool W4>
 void tile_q8(const TileInput& in, float* total) {
+  constexpr int32_t kZero = W4 ? 8 : kByteZero;
   const Groups groups(in.k, in.group);
   const int64_t scales = up(padded_k(in.k, in.group), 4);
   const uint8_t* w = in.w;
@@ -130,19 +159,27 @@ void tile_q8(const TileInput& in, float* total) {
     const int64_t width = groups.width(g), w_bytes = W4 ? width * 16 : width * 32;
     const uint8_t* row_scales = in.x + scales + g * 4;
     const uint8_t* row_sums = row_scales + groups.count * 4;
-    I acc[MR][2];  // starts at -zero_point * sum(x)
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r)
-      acc[r][0] = acc[r][1] = splat_i((W4 ? -8 : -128) * *reinterpret_cast<const int32_t*>(row_sums + r * in.x_stride));
-    dot_group<MR, W4>(in, w, x, width, acc);
 #pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-      const F w_scale = load_half(reinterpret_cast<const uint16_t*>(w + w_bytes + v * 32));
+    for (int from = 0; from < 2; from += kLines) {
+      I acc[MR][kLines];  // starts at -zero_point * sum(x)
 #pragma GCC unroll 16
-      for (int r = 0; r < MR; ++r) {
-        const F x_scale = splat(*reinterpret_cast<const float*>(row_scales + r * in.x_stride));
-        float* t = total + (r * 2 + v) * 16;
-        store(t, fma(to_float(acc[r][v]) * x_scale, w_scale, g ? load(t) : zero()));
+      for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < kLines; ++v)
+          acc[r][v] = splat_i(-kZero * *reinterpret_cast<const int32_t*>(row_sums + r * in.x_stride));
+      if constexpr (W4)
+        dot_nibbles<MR>(in, w + from * 64, x, width, acc);
+      else
+        dot_bytes<MR>(in, w + from * 64, x, width, acc);
+#pragma GCC unroll 2
+      for (int v = 0; v < kLines; ++v) {
+        const F w_scale = load_half(reinterpret_cast<const uint16_t*>(w + w_bytes + (from + v) * 32));
+#pragma GCC unroll 16
+        for (int r = 0; r < MR; ++r) {
+          const F x_scale = splat(*reinterpret_cast<const float*>(row_scales + r * in.x_stride));
+          float* t = total + (r * 2 + from + v) * 16;
+          store(t, fma(to_float(acc[r][v]) * x_scale, w_scale, g ? load(t) : zero()));
+        }
       }
     }
     w += w_bytes + kLine;
@@ -170,11 +207,11 @@ void tile_a16(const TileInput& in, float* total) {
     F acc[MR][2];
     fill(acc, zero());
     for (int64_t k = 0; k < width; k += kStep, w += 128) {
-      const I w0 = load_ahead(w), w1 = load_ahead(w + 64);
+      const auto codes = lines<2>([&](int v) { return load_ahead(w + v * 64); });
 #pragma GCC unroll 4
       for (int p = 0; p < kStep / 2; ++p) {  // W4: bytes hold elements k..k+3 low, k+4..k+7 high
         const int shift = p % 2 * 16 + p / 2 * 4;
-        each_row(acc, code_pair<W4>(w0, shift), code_pair<W4>(w1, shift), x + k * 2 + p * 4, in.x_stride,
+        each_row(acc, lines<2>([&](int v) { return code_pair<W4>(codes.line[v], shift); }), x + k * 2 + p * 4, in.x_stride,
                  [](F a, I pairs, I pair) { return dot2(a, pairs, pair); });
       }
     }
@@ -248,9 +285,12 @@ void tile_of(int rows, const MatmulArgs& a, const TileInput& in, int64_t panel_s
   if constexpr (MR > 1) tile_of<C, MR - 1>(rows, a, in, panel_stride, row, panel, panels);
 }
 
-// Rows of a tile. Weights that are converted to bfloat16 pairs need two registers more.
+// Rows of a tile at most, so that its sums stay in registers.
 template <Class C>
-constexpr int kRowsOf = (C == Class::w8a16 || C == Class::w4a16) && kTileRows > 12 ? 12 : kTileRows;
+constexpr int kRowsOf = C == Class::w4a8                        ? kNibbleRows
+                        : C == Class::w8a8                      ? kByteRows
+                        : C == Class::w8a16 || C == Class::w4a16 ? kPairRows
+                                                                 : kTileRows;
 
 // Tasks are runs of panels whose weights stay in the second-level cache while all rows pass over them.
 template <Class C>
