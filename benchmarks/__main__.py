@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import (
+    TUNE_S,
     bandwidth,
     decode,
     load_seconds,
@@ -30,6 +31,7 @@ from benchmarks.sampling import shares
 from benchmarks.shapes import SHAPES, random_source
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import RESCORED, PrecisionMap, precision_map
+from millrace.compile.tune import Tuning
 from millrace.engine.engine import Engine
 from millrace.engine.native import NativeExecutor
 from millrace.engine.probe import peak_rates
@@ -89,7 +91,8 @@ def run(shape: str, precision: str, threads: int, runs: int, engines: Path) -> d
     if not folder.exists():
         source = random_source(shape, CONTEXT)
         started = time.perf_counter()
-        write_engine(source, plan_engine(source, BuildOptions(precision=precision_map(precision))), folder, name=shape)
+        plan = plan_engine(source, BuildOptions(precision=precision_map(precision)))
+        write_engine(source, plan, folder, name=shape, tuning=Tuning(TUNE_S))
         build_s = round(time.perf_counter() - started, 1)
     engine = Engine.open(folder)
     return {

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import Timing, bandwidth, pages_for, prefill, repeat, step
+from benchmarks.measure import TUNE_S, Timing, bandwidth, pages_for, prefill, repeat
 from benchmarks.record import provenance, write_result
 from benchmarks.shapes import SHAPES, random_source
 from millrace.checkpoint.tokenizer import Specials, Tokenizer
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
+from millrace.compile.tune import Tuning
+from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.native import KV_CACHE_DTYPES, NativeExecutor
 from millrace.machine.cpu import usable_cores
@@ -58,7 +60,7 @@ def decode_by_depth(executor: NativeExecutor, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         read.append(bandwidth(executor.isa, usable_cores()))
         for depth, samples in found.items():
-            steps = [step([1], depth + i, executor.limits.n_pages, seed=i) for i in range(NEW_TOKENS)]
+            steps = [dummy_step([1], depth + i, executor.limits.n_pages, seed=i) for i in range(NEW_TOKENS)]
             samples += repeat(lambda steps=steps: [executor.run(s) for s in steps], 1).samples_s  # type: ignore[misc]
     rates = {depth: NEW_TOKENS / Timing(samples).median_s for depth, samples in found.items()}
     return {
@@ -138,7 +140,7 @@ def mixed_work(executor: NativeExecutor, rounds: int) -> dict[str, Any]:
 def run(shape: str, precision: str, kv: str, rounds: int, folder: Path) -> dict[str, Any]:
     source = random_source(shape, CONTEXT)
     options = BuildOptions(precision=precision_map(precision), max_batch=4, kv_format=KV_CACHE_DTYPES[kv])
-    write_engine(source, plan_engine(source, options), folder, name=shape)
+    write_engine(source, plan_engine(source, options), folder, name=shape, tuning=Tuning(TUNE_S))
     engine = Engine.open(folder)
     executor = engine.executor(n_pages=pages_for(1, CONTEXT), threads=usable_cores())
     result = {

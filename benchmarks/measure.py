@@ -3,18 +3,16 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
+from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
-from millrace.engine.executor import SAMPLING, StepInputs
 from millrace.engine.native import PAGE_TOKENS, NativeExecutor
 from millrace.engine.probe import read_rates
 
-Int = np.int32
+TUNE_S = 2.0  # of timing kernels in a build, as `millrace build` does it
 LOOKED_UP = ("embed", "rope")  # kernels that take a row of their table for each token
 
 
@@ -39,33 +37,16 @@ def repeat(work: Callable[[], object], n: int) -> Timing:
     return Timing(samples)
 
 
-def step(lengths: Sequence[int], first: int, n_pages: int, seed: int = 0, vocab: int = 32000) -> StepInputs:
-    """Sequences of so many new tokens each, from position `first`; one greedy row each."""
-    rng = np.random.default_rng(seed)
-    pages_each = n_pages // len(lengths)
-    rows = np.zeros(len(lengths), SAMPLING)
-    rows["sequence"], rows["top_p"], rows["repetition_penalty"], rows["n_top"] = np.arange(len(lengths)), 1, 1, -1
-    empty = np.zeros(0, Int)
-    return StepInputs(
-        tokens=rng.integers(0, vocab, sum(lengths)).astype(Int),
-        positions=np.concatenate([np.arange(first, first + n, dtype=Int) for n in lengths]),
-        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(Int),
-        pages=np.arange(pages_each * len(lengths), dtype=Int),
-        page_starts=(np.arange(len(lengths) + 1) * pages_each).astype(Int),
-        sampling=rows, history=empty, bias_ids=empty, bias_values=np.zeros(0, np.float32),
-    )  # fmt: skip
-
-
 def prefill(executor: NativeExecutor, n_tokens: int, runs: int) -> Timing:
     """One prompt of n tokens, in steps as large as the engine takes."""
     size = executor.limits.max_step_tokens
-    parts = [step([min(size, n_tokens - at)], at, executor.limits.n_pages) for at in range(0, n_tokens, size)]
+    parts = [dummy_step([min(size, n_tokens - at)], at, executor.limits.n_pages) for at in range(0, n_tokens, size)]
     return repeat(lambda: [executor.run(p) for p in parts], runs)
 
 
 def decode(executor: NativeExecutor, n_sequences: int, context: int, n_tokens: int, runs: int) -> Timing:
     """n new tokens for each of several sequences that already hold `context` tokens."""
-    steps = [step([1] * n_sequences, context + i, executor.limits.n_pages, seed=i) for i in range(n_tokens)]
+    steps = [dummy_step([1] * n_sequences, context + i, executor.limits.n_pages, seed=i) for i in range(n_tokens)]
     return repeat(lambda: [executor.run(s) for s in steps], runs)
 
 
@@ -89,7 +70,7 @@ def read_per_step(engine: Engine) -> int:
 def load_seconds(engine: Engine, n_pages: int, threads: int) -> tuple[NativeExecutor, float]:
     started = time.perf_counter()
     executor = engine.executor(n_pages=n_pages, threads=threads)
-    executor.run(step([1], 0, n_pages))
+    executor.run(dummy_step([1], 0, n_pages))
     return executor, time.perf_counter() - started
 
 

@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import pages_for, step
+from benchmarks.measure import pages_for
 from benchmarks.record import RESULTS, provenance, write_result
 from millrace import LLM, SamplingParams
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
+from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
 from millrace.engine.native import KvFormat
@@ -90,7 +91,7 @@ def log_probabilities(engine: Engine, documents: Documents) -> LogProbs:
 
 
 def _one_token_each(tokens: Sequence[int], at: int, pages: int) -> StepInputs:
-    made = step([1] * len(tokens), at, pages * len(tokens))
+    made = dummy_step([1] * len(tokens), at, pages * len(tokens))
     return replace(made, tokens=np.array(tokens, np.int32))
 
 

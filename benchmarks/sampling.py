@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import step
+from millrace.engine.dummy import dummy_step
 from millrace.engine.native import NativeExecutor
 
 ROWS, STEPS = 16, 6
@@ -24,7 +24,7 @@ def shares(executor: NativeExecutor, context: int, runs: int) -> list[dict[str, 
     """Medians over runs of six steps each. Random weights make flat logits, the worst case of top_p."""
     found = []
     for name, fields in ASKED.items():
-        steps = [step([1] * ROWS, context + i, executor.limits.n_pages, seed=i) for i in range(STEPS)]
+        steps = [dummy_step([1] * ROWS, context + i, executor.limits.n_pages, seed=i) for i in range(STEPS)]
         for s in steps:
             s.sampling["seed"] = np.arange(ROWS)
             for field, value in fields.items():

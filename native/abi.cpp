@@ -75,6 +75,10 @@ int mr_run(mr_engine* engine, const mr_step* step, char* error, int64_t error_by
   return guarded(error, error_bytes, [&] { engine->executor.run(*step); });
 }
 
+int mr_set_tactics(mr_engine* engine, const mr_tactic* tactics, int64_t n, char* error, int64_t error_bytes) {
+  return guarded(error, error_bytes, [&] { engine->executor.set_tactics(tactics, n); });
+}
+
 void mr_destroy(mr_engine* engine) { delete engine; }
 
 uint8_t* mr_activations(mr_engine* engine) { return engine->executor.activations(); }

@@ -158,6 +158,7 @@ Executor::Executor(const mr_create_args& a)
   if (logits_offset_ >= 0)
     bounds.resolve(2ull << 56 | static_cast<uint64_t>(logits_offset_), int64_t{4} * a.max_sequences * a.vocab_size, true,
                    false, "the logits");
+  set_tactics(nullptr, 0);
   next_task_.resize(program_.size() + 1);
   seconds_.resize(program_.size() + 1);
   const int64_t kernel_bytes = std::max(isa_.scratch_floats, scratch_floats(program_)) * 4 + 64;
@@ -240,7 +241,38 @@ void Executor::prepare(const mr_step& s) {
   for (int q = 0; q < s.n_sequences; ++q)
     std::fill(sequence_of_.begin() + s.starts[q], sequence_of_.begin() + s.starts[q + 1], q);
   const auto* rows = static_cast<const SamplingRow*>(s.sampling);
+  if (!tactics_.empty()) choose_tactics(s);
   for (int r = 0; r < s.n_rows; ++r) row_tokens_[r] = s.starts[rows[r].sequence + 1] - 1;
+}
+
+void Executor::set_tactics(const mr_tactic* tactics, int64_t n) {
+  const auto n_steps = static_cast<int32_t>(program_.size());
+  for (int64_t i = 0; i < n; ++i) {
+    const mr_tactic& t = tactics[i];
+    if (t.step < 0 || t.step >= n_steps) throw ProgramError("a tactic for no step of the program");
+    const bool ordered = i == 0 || tactics[i - 1].step < t.step || (tactics[i - 1].step == t.step && tactics[i - 1].rows < t.rows);
+    if (!ordered) throw ProgramError("tactics out of order");
+    const int32_t* highest = kHighestKnobs[static_cast<uint32_t>(program_[static_cast<size_t>(t.step)].id)];
+    for (int k = 0; k < kKnobs; ++k)
+      if (t.knobs[k] < 0 || t.knobs[k] > highest[k]) throw ProgramError("a knob beyond what its kernel takes");
+  }
+  tactics_.assign(tactics, tactics + n);
+  tactics_of_.assign(program_.size() + 1, tactics_.size());
+  for (size_t i = tactics_.size(); i-- > 0;) tactics_of_[static_cast<size_t>(tactics_[i].step)] = i;
+  for (size_t s = program_.size(); s-- > 0;) tactics_of_[s] = std::min(tactics_of_[s], tactics_of_[s + 1]);
+  chosen_.assign(program_.size(), Tactic{});
+}
+
+// A step's tactic is that for the fewest rows that suffice, beyond all the last.
+void Executor::choose_tactics(const mr_step& s) {
+  for (size_t i = 0; i < program_.size(); ++i) {
+    const size_t begin = tactics_of_[i], end = tactics_of_[i + 1];
+    if (begin == end) continue;
+    const bool sampled = program_[i].id == KernelId::matmul && program_[i].matmul.rows;
+    size_t at = begin;
+    while (at + 1 < end && tactics_[at].rows < (sampled ? s.n_rows : s.n_tokens)) ++at;
+    std::memcpy(chosen_[i].knob, tactics_[at].knobs, sizeof chosen_[i].knob);
+  }
 }
 
 void Executor::run(const mr_step& step) {
@@ -254,7 +286,7 @@ void Executor::work(const mr_step& s, int worker) {
   StepContext c{s.n_tokens, s.n_sequences, s.n_rows,       s.tokens,           s.positions, sequence_of_.data(),
                 s.starts,   s.pages,       s.page_starts,  row_tokens_.data(), kv_,         pool_.workers(),
                 nullptr,    reinterpret_cast<float*>(scratch_[worker]->data()), scratch_[worker]->bytes() / 4,
-                shared_.data(), shared_.bytes()};
+                shared_.data(), shared_.bytes(), nullptr};
   const bool timed = profiling_ && worker == 0;
   auto before = timed ? Clock::now() : Clock::time_point();
   const auto lap = [&](size_t i) {
@@ -265,6 +297,7 @@ void Executor::work(const mr_step& s, int worker) {
   };
   for (size_t i = 0; i < program_.size(); ++i) {
     c.next_task = &next_task_[i];
+    c.tactic = &chosen_[i];
     call(isa_.kernels, program_[i], c);
     pool_.barrier(worker);
     lap(i);

@@ -29,6 +29,7 @@ class Executor {
  public:
   explicit Executor(const mr_create_args& args);
   void run(const mr_step& step);
+  void set_tactics(const mr_tactic* tactics, int64_t n);
 
   uint8_t* activations() const { return activations_.data(); }
   const Arena& weights() const { return weights_; }
@@ -39,6 +40,7 @@ class Executor {
   void load_weights(const mr_create_args& args);
   void check(const mr_step& step) const;
   void prepare(const mr_step& step);
+  void choose_tactics(const mr_step& step);
   void work(const mr_step& step, int worker);
   void sample_rows(const mr_step& step, StepContext& context, int worker);
 
@@ -48,6 +50,9 @@ class Executor {
   Arena weights_, activations_, kv_arena_;
   KvLayout kv_;
   std::vector<Step> program_;
+  std::vector<mr_tactic> tactics_;      // in order of step, then rows
+  std::vector<size_t> tactics_of_;      // where each step's begin; one more
+  std::vector<Tactic> chosen_;          // of each step, for the rows of this one
   std::vector<int32_t> next_task_, sequence_of_, row_tokens_;
   std::vector<std::unique_ptr<Arena>> scratch_, sampling_;  // one a worker
   Pool pool_;

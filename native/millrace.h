@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-#define MR_ABI 2 /* raised with every change of this file; the Python side refuses another */
+#define MR_ABI 3 /* raised with every change of this file; the Python side refuses another */
 
 #pragma GCC visibility push(default)
 typedef struct mr_engine mr_engine;
@@ -44,11 +44,20 @@ typedef struct {
   float* out_top_logprobs;
 } mr_step;
 
+/* How a step of the program works when it has at most so many rows (knobs as kernels/declare.py gives them; 0: as the
+ * kernel likes). Of several entries for a step that with the fewest rows that suffice counts, beyond all the last. */
+typedef struct {
+  int32_t step, rows;
+  int32_t knobs[4];
+} mr_tactic;
+
 int32_t mr_abi(void);
 /* Names of the instruction sets that this build has and this CPU runs, best first, separated by spaces. */
 const char* mr_isas(void);
 int mr_create(const mr_create_args* args, mr_engine** engine, char* error, int64_t error_bytes);
 int mr_run(mr_engine* engine, const mr_step* step, char* error, int64_t error_bytes);
+/* Replaces all tactics; entries are in order of step, then rows. No result ever depends on them. */
+int mr_set_tactics(mr_engine* engine, const mr_tactic* tactics, int64_t n, char* error, int64_t error_bytes);
 void mr_destroy(mr_engine* engine);
 
 /* For tests, the inspector and measurements. */

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "kernels_generated.hpp"
 #include "layout.hpp"
 
 namespace millrace {
@@ -56,6 +57,7 @@ struct StepContext {
   int64_t scratch_floats;
   uint8_t* shared;  // all workers'; its first kSharedCounters int32 are 0 between kernels
   int64_t shared_bytes;
+  const Tactic* tactic;  // of this kernel's step
 
   int rows(int32_t kind) const { return kind ? n_rows : n_tokens; }
   int take() { return __atomic_fetch_add(next_task, 1, __ATOMIC_RELAXED); }

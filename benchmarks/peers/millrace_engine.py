@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import millrace
-from benchmarks.measure import pages_for, read_per_step, step
+from benchmarks.measure import TUNE_S, pages_for, read_per_step
 from benchmarks.peers.engine import Description
 from benchmarks.peers.timing import seconds
 from benchmarks.peers.weights import NamedWeights
@@ -12,6 +12,8 @@ from benchmarks.peers.workloads import CONTEXT, MAX_USERS, Phase, Workload
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
+from millrace.compile.tune import Tuning
+from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
 from millrace.engine.native import NativeExecutor
@@ -32,7 +34,7 @@ def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "Mi
         architecture=weights.config.architecture, dtype=weights.config.dtype,
     )  # fmt: skip
     options = BuildOptions(precision=precision_map(precision), max_batch=MAX_USERS)
-    write_engine(source, plan_engine(source, options), built, name=folder.name)
+    write_engine(source, plan_engine(source, options), built, name=folder.name, tuning=Tuning(TUNE_S))
     return MillraceEngine(Engine.open(built), threads, isa or None)
 
 
@@ -65,10 +67,11 @@ class MillraceEngine:
         limits = self._executor.limits
         chunk = limits.max_step_tokens // w.users
         prompt = [
-            step([min(chunk, w.prompt - at)] * w.users, at, limits.n_pages, vocab=limits.vocab_size)
+            dummy_step([min(chunk, w.prompt - at)] * w.users, at, limits.n_pages, vocab=limits.vocab_size)
             for at in range(0, w.prompt, chunk)
         ]
         decode = [
-            step([1] * w.users, w.prompt + i, limits.n_pages, seed=i, vocab=limits.vocab_size) for i in range(w.new)
+            dummy_step([1] * w.users, w.prompt + i, limits.n_pages, seed=i, vocab=limits.vocab_size)
+            for i in range(w.new)
         ]
         return prompt, decode

@@ -44,7 +44,7 @@ def test_inspect_shows_layers_fusions_and_bytes(millrace: Millrace, built_tiny: 
     assert re.search(r"model\.layers\.0 to 4 +10 +rms_norm matmul:w4a8 rope attention", out)
     assert re.search(r"5 +matmul +3 products merged +layers\.\*\.self_attn\.q_proj \+ k_proj \+ v_proj", out)
     assert "gate and up merged" in out and "passes: fold_constants" in out
-    assert "tuned for" in out and "the lower bound is" in out and "w4g128" in out
+    assert "tactics" in out and "the lower bound is" in out and "w4g128" in out
 
 
 def test_inspect_parts_agree_with_the_engine(millrace: Millrace, built_tiny: Path) -> None:
@@ -64,3 +64,20 @@ def test_inspect_finds_engines_of_the_cache_by_model(millrace: Millrace) -> None
     millrace("generate", "tiny", "-p", "Once", "--max-tokens", "1")
     assert "bf16" in millrace("inspect", "tiny").out
     millrace("inspect", "tony").assert_mistake('no cached engine "tony"')
+
+
+def test_a_build_says_what_it_timed_and_tune_times_again(millrace: Millrace, tmp_path: Path) -> None:
+    built = json.loads(millrace("build", "tiny", "-o", tmp_path / "e", "--tune", "1", "--json").out)["tactics"]
+    assert built["regions"] == 5 and built["threads"] >= 1 and not built["note"]
+    out = millrace("inspect", tmp_path / "e", "--tactics").out
+    assert "sampled rows" in out and "tile_rows" in out and "rule" in out
+    again = json.loads(millrace("tune", tmp_path / "e", "--threads", "1", "--seconds", "1", "--json").out)
+    assert again["threads"] == 1 and len(again["regions"]) == 5
+    assert "for 1 thread on" in millrace("inspect", tmp_path / "e").out
+    assert json.loads(millrace("inspect", tmp_path / "e", "--tactics", "--json").out) == again
+
+
+def test_a_build_without_tuning_says_so(millrace: Millrace, tmp_path: Path) -> None:
+    millrace("build", "tiny", "-o", tmp_path / "e", "--tune", "0")
+    assert "never tuned" in millrace("inspect", tmp_path / "e").out
+    assert json.loads(millrace("inspect", tmp_path / "e", "--tactics", "--json").out) is None

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.cli.models import build_engine
 from millrace.compile.cache import EngineCache
-from millrace.engine.manifest import Manifest, sealed
+from millrace.engine.manifest import FORMAT, Manifest, sealed
 from millrace.runtime.open import BUNDLED, BuildSettings
 from tests.cli.conftest import Millrace
 
@@ -88,7 +88,7 @@ def test_an_edited_manifest(millrace: Millrace, engine: Path, was: str, becomes:
     millrace("generate", engine, *ASK).assert_mistake("manifest.json")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"null", b"[]", b"\xff\xfe\x00", b'{"format": 2}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b"[]", b"\xff\xfe\x00", b'{"format": %d}' % FORMAT])
 def test_a_manifest_that_is_none(millrace: Millrace, engine: Path, content: bytes) -> None:
     (engine / "manifest.json").write_bytes(content)
     millrace("generate", engine, *ASK).assert_mistake("manifest.json")

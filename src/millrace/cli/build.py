@@ -10,11 +10,11 @@ import click
 from millrace.cli.models import build_engine
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import count, heading, pairs, print_json, progress, size
-from millrace.cli.tables import Tables
+from millrace.cli.tables import Tables, tuned
 from millrace.engine.manifest import MANIFEST
 from millrace.env import Env
 from millrace.errors import ConfigError
-from millrace.runtime.open import BuildSettings, model_folder
+from millrace.runtime.open import BuildSettings, model_folder, tuning_of
 
 EPILOG = """\b
 Examples:
@@ -56,7 +56,7 @@ def _build(model: str, output: Path, build: BuildSettings, map_file: Path | None
         name, folder = model_folder(model, env, report)
         if (folder / MANIFEST).is_file():
             raise ConfigError(f"{folder} is an engine already", "a checkpoint", "name the checkpoint it was built from")
-        return Tables(build_engine(name, folder, output, build, precisions, report))
+        return Tables(build_engine(name, folder, output, build, precisions, report, tuning_of(build, env)))
 
 
 def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:
@@ -89,6 +89,7 @@ def show(tables: Tables, seconds: float) -> None:
             ("peak memory", f"{size(memory['peak_bytes'])} with every sequence at full context"),
             ("program", f"{len(tables.steps)} steps for {len(tables.graph.nodes)} operations, "
                         f"{len(tables.fusions)} of them fused (millrace inspect shows them)"),
+            ("tactics", tuned(tables)),
             *(("note", text) for text in m.notes),
             ("next", f"millrace serve {tables.engine.folder}"),
         ]

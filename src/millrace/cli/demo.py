@@ -16,6 +16,7 @@ from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, size
 from millrace.cli.server_process import ServerProcess
 from millrace.cli.tables import Tables
+from millrace.compile.tune import Tuning
 from millrace.engine.engine import Engine
 from millrace.engine.probe import roofline_here
 from millrace.errors import MachineError
@@ -87,7 +88,8 @@ def _journey(folder: Path, say: Any, quiet: bool) -> Told:
 
 def _build(folder: Path) -> tuple[Tables, float]:
     start_s = time.perf_counter()
-    engine = build_engine("tiny", BUNDLED / "tiny", folder, BuildSettings())
+    build = BuildSettings()
+    engine = build_engine("tiny", BUNDLED / "tiny", folder, build, tuning=Tuning(build.tune))
     return Tables(engine), time.perf_counter() - start_s
 
 

@@ -1,7 +1,7 @@
 """`millrace inspect`: what an engine is made of."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,13 @@ from msgspec import to_builtins
 
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, pairs, print_json, size, table
-from millrace.cli.tables import Step, Tables
+from millrace.cli.tables import Tables, tuned
 from millrace.compile.cache import EngineCache
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import MANIFEST
+from millrace.engine.tables import Step
 from millrace.env import Env
 from millrace.errors import EngineError, nearest
-from millrace.kernels.library import usable_isas
-from millrace.machine.cpu import fingerprint
 
 EPILOG = """\b
 Examples:
@@ -30,6 +29,7 @@ Examples:
 @click.option("--steps", "part", flag_value="steps", help="Every step of the program, in its order.")
 @click.option("--weights", "part", flag_value="weights", help="Every packed weight.")
 @click.option("--memory", "part", flag_value="memory", help="The memory plan of a step, buffer by buffer.")
+@click.option("--tactics", "part", flag_value="tactics", help="What was timed for each kernel and shape, and chosen.")
 @click.option("--graph", "part", flag_value="graph", help="The graph as traced from the model, before any pass.")
 @json_option
 @click.pass_obj
@@ -66,13 +66,12 @@ def find(name: str, cache: EngineCache) -> Path:
 def _summary(tables: Tables) -> None:
     m, memory, program = tables.engine.manifest, tables.memory(), tables.program
     heading(f"{m.model_name}  ({tables.engine.folder})")
-    here = fingerprint(usable_isas()[0])
     pairs(
         [
             ("model", f"{m.architecture}, {count(m.n_parameters)} parameters, vocabulary {m.vocab_size:,}"),
             ("precision", tables.precision()),
             ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences, {m.max_step_tokens} a step"),
-            ("tuned for", _machine(m.tuned_for) + ("" if m.tuned_for == here else f" (here: {_machine(here)})")),
+            ("tactics", tuned(tables)),
             ("built by", f"millrace {m.millrace}, engine format {m.format}"),
             *(("note", text) for text in m.notes),
         ]
@@ -97,10 +96,6 @@ def _summary(tables: Tables) -> None:
             ("peak", size(memory["peak_bytes"])),
         ]
     )
-
-
-def _machine(fingerprint: Mapping[str, str | int]) -> str:
-    return ", ".join(str(fingerprint.get(key, "?")) for key in ("cpu", "isa")) + f", {fingerprint.get('cores')} cores"
 
 
 def _layers(tables: Tables) -> list[tuple[str, str, str]]:
@@ -175,9 +170,27 @@ def _graph(tables: Tables) -> None:
     table(("value", "op", "inputs", "shape", "origin"), rows)
 
 
+def _tactics(tables: Tables) -> None:
+    table_ = tables.tactics
+    rows = []
+    for region in table_.regions if table_ else ():
+        for choice in region.choices:
+            for c in choice.compared:
+                tried = ", ".join(
+                    f"{'rule' if t.value == 0 else t.value} {t.median_us:,.0f} us"
+                    + ("*" if t.value == c.chosen else "")
+                    for t in c.tried
+                )
+                rows.append((region.name, str(choice.rows), c.knob, tried))
+    table(("kernel", "rows", "knob", "tried (median), * chosen"), rows)
+    click.echo(f"  {tuned(tables)}")
+
+
 def _as_json(tables: Tables, part: str | None) -> Any:
     if part == "graph":
         return to_builtins(tables.graph)
+    if part == "tactics":
+        return to_builtins(tables.tactics)
     if part is not None:
         program = to_builtins(tables.program)
         return program[{"steps": "steps", "weights": "weights", "memory": "buffers"}[part]]
@@ -189,5 +202,6 @@ _PARTS: dict[str | None, Callable[[Tables], None]] = {
     "steps": _steps,
     "weights": _weights,
     "memory": _memory,
+    "tactics": _tactics,
     "graph": _graph,
 }

@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "generate",
     "build": "build",
     "inspect": "inspect",
+    "tune": "tune",
     "demo": "demo",
     "doctor": "doctor",
     "list": "list",

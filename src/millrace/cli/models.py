@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from millrace.cli.screen import Progress, note, progress
 from millrace.compile.cache import EngineCache
@@ -10,6 +11,9 @@ from millrace.engine.engine import Engine
 from millrace.env import Env
 from millrace.errors import EngineError
 from millrace.runtime.open import BuildSettings, Opened, RunSettings, build_options, find_engine, open_engine
+
+if TYPE_CHECKING:
+    from millrace.compile.tune import Tuning
 
 
 def engine_of(model: str, build: BuildSettings, env: Env) -> tuple[str, Engine]:
@@ -44,7 +48,7 @@ def _cache_mended(env: Env) -> Iterator[None]:
 
 def build_engine(
     name: str, checkpoint: Path, output: Path, build: BuildSettings, precisions: Mapping[str, str] | None = None,
-    report: Progress | None = None,
+    report: Progress | None = None, tuning: "Tuning | None" = None,
 ) -> Engine:  # fmt: skip
     """Compiles a checkpoint (folder or GGUF file) into the new folder `output`. `precisions`: by layer patterns."""
     from millrace.checkpoint.checkpoint import Checkpoint  # the compiler is not needed for a built engine
@@ -53,5 +57,5 @@ def build_engine(
 
     source = Source.from_checkpoint(Checkpoint.open(checkpoint), build.max_context)
     options = build_options(build, source.own_precision, precisions)
-    write_engine(source, plan_engine(source, options), output, name=name, progress=report)
+    write_engine(source, plan_engine(source, options), output, name=name, progress=report, tuning=tuning)
     return Engine.open(output)

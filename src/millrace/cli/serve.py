@@ -110,7 +110,7 @@ def _served(model: Opened, engine: AsyncEngine, name: str | None) -> ServedModel
     m = model.engine.manifest
     metadata = {
         "source": m.source, "engine": m.files["program.bin"].checksum, "architecture": m.architecture,
-        "precision": m.precision, "isa": model.executor.isa, "tuned_for": m.tuned_for,
+        "precision": m.precision, "isa": model.executor.isa,
     }  # fmt: skip
     return ServedModel(
         name=name or model.name,

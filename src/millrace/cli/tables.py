@@ -1,63 +1,17 @@
-"""An engine folder's own tables (program.json, graph.json), read for people."""
+"""What an engine folder's own tables tell people."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
-
-from msgspec import DecodeError, Struct, json
+from typing import Any
 
 from millrace.engine.engine import Engine
-from millrace.engine.manifest import GRAPH, PROGRAM_TABLE, damaged
 from millrace.engine.native import PAGE_TOKENS
-
-T = TypeVar("T")
-
-
-class Step(Struct, frozen=True):
-    kernel: str
-    note: str
-    origin: list[str]
-    operands: dict[str, dict[str, str | int]]  # {"weight": name, "bytes": n} or {"buffer": number, "offset": n}
-    params: dict[str, int | float]
-
-
-class Weight(Struct, frozen=True):
-    name: str
-    origin: list[str]
-    shape: list[int]
-    format: str
-    bytes: int
-    offset: int
-
-
-class Buffer(Struct, frozen=True):
-    name: str
-    bytes: int
-    offset: int
-
-
-class ProgramTable(Struct, frozen=True):
-    """program.json, as `compile/report.py` writes it."""
-
-    passes: list[str]
-    steps: list[Step]
-    weights: list[Weight]
-    buffers: list[Buffer]
-
-
-class Node(Struct, frozen=True):
-    op: str
-    inputs: list[int | str]  # numbers of values, names of constants
-    output: int
-    shape: list[str]
-    origin: list[str]
-
-
-class GraphTable(Struct, frozen=True):
-    """graph.json, likewise."""
-
-    nodes: list[Node]
+from millrace.engine.tables import GraphTable, ProgramTable, Step, read_graph_table, read_program_table
+from millrace.engine.tactics import TacticTable, differing, read_tactics
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import fingerprint
 
 
 @dataclass(frozen=True)
@@ -68,19 +22,15 @@ class Tables:
 
     @cached_property
     def program(self) -> ProgramTable:
-        """raises EngineError where it is not what `millrace build` writes"""
-        return self._read(PROGRAM_TABLE, ProgramTable)
+        return read_program_table(self.engine.folder)
 
     @cached_property
     def graph(self) -> GraphTable:
-        """raises EngineError where it is not what `millrace build` writes"""
-        return self._read(GRAPH, GraphTable)
+        return read_graph_table(self.engine.folder)
 
-    def _read(self, name: str, kind: type[T]) -> T:
-        try:
-            return json.decode((self.engine.folder / name).read_bytes(), type=kind)
-        except DecodeError as error:
-            raise damaged(self.engine.folder, f"{name} is not readable: {error}") from error
+    @cached_property
+    def tactics(self) -> TacticTable | None:
+        return read_tactics(self.engine.folder)
 
     @property
     def steps(self) -> list[Step]:
@@ -115,6 +65,17 @@ class Tables:
             "peak_bytes": m.weights_bytes + m.activation_bytes + kv * m.max_sequences,
         }
 
+    def tuning(self) -> dict[str, Any]:
+        """What the tactics were made for, and how much they changed."""
+        table = self.tactics
+        if table is None:
+            return {"machine": None, "threads": None, "regions": 0, "timed": 0, "changed": 0, "note": "never tuned"}
+        timed = sum(len(c.tried) for r in table.regions for choice in r.choices for c in choice.compared)
+        return {
+            "machine": table.machine, "threads": table.threads, "regions": len(table.regions), "timed": timed,
+            "changed": sum(1 for _ in differing(table)), "note": table.note,
+        }  # fmt: skip
+
     def precision(self) -> str:
         """ "w4a8, lm_head w8a8, groups of 128"."""
         m = self.engine.manifest
@@ -144,11 +105,30 @@ class Tables:
             "kernels": dict(self.kernels()),
             "weights_by_format": self.bytes_by_format(),
             "memory": self.memory(),
-            "tuned_for": m.tuned_for,
+            "tactics": self.tuning(),
             "notes": m.notes,
             "millrace": m.millrace,
             "format": m.format,
         }
+
+
+def tuned(tables: Tables) -> str:
+    """For what machine the kernels were timed, and what came of it."""
+    found, table = tables.tuning(), tables.tactics
+    if table is None or not table.regions or found["note"]:
+        return found["note"] or "nothing to tune"
+    choices = sum(len(r.choices) for r in table.regions)
+    here = fingerprint(usable_isas()[0])
+    elsewhere = "" if table.machine == here else f"; here is {machine(here)}: millrace tune {tables.engine.folder}"
+    threads = f"{table.threads} thread" + ("" if table.threads == 1 else "s")
+    return (
+        f"for {threads} on {machine(table.machine)}{elsewhere}; {found['timed']} settings timed, "
+        f"{found['changed']} of {choices} choices are not the rule"
+    )
+
+
+def machine(fingerprint: Mapping[str, str | int]) -> str:
+    return ", ".join(str(fingerprint.get(key, "?")) for key in ("cpu", "isa")) + f", {fingerprint.get('cores')} cores"
 
 
 def _fused(step: Step) -> str:

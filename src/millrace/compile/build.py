@@ -15,6 +15,7 @@ from millrace.compile.passes import pipeline, run_passes, unfused
 from millrace.compile.precision import PrecisionMap, rounding_notes
 from millrace.compile.report import graph_table, program_table
 from millrace.compile.source import Source
+from millrace.compile.tune import Tuning, tune_folder
 from millrace.engine.manifest import (
     FORMAT,
     GRAPH,
@@ -33,9 +34,8 @@ from millrace.engine.program import Program
 from millrace.errors import ConfigError, EngineError
 from millrace.graph.types import Graph
 from millrace.kernels.encode import Limits
-from millrace.kernels.library import library, usable_isas
+from millrace.kernels.library import library
 from millrace.kernels.precision import Precision
-from millrace.machine.cpu import fingerprint
 from millrace.model.module import trace_model
 
 DEFAULT_BATCH = 16
@@ -99,8 +99,14 @@ def _check(options: BuildOptions) -> None:
             raise ConfigError(f"{name} is {value}", f"{low} to {high}", f"change {name}")
 
 
-def write_engine(source: Source, plan: Plan, folder: Path, *, name: str, progress: Progress | None = None) -> Manifest:
-    """Packs the weights and writes the engine folder, which must not exist: whole, or not at all."""
+def write_engine(
+    source: Source, plan: Plan, folder: Path, *, name: str, progress: Progress | None = None,
+    tuning: Tuning | None = None,
+) -> Manifest:  # fmt: skip
+    """Packs the weights and writes the engine folder, which must not exist: whole, or not at all.
+
+    `tuning` None: kernels work by their own rules, which needs no measurements
+    """
     if folder.exists():
         raise EngineError(
             f"{folder} is already there", "a folder that does not exist yet", "remove it, or name another"
@@ -110,6 +116,8 @@ def write_engine(source: Source, plan: Plan, folder: Path, *, name: str, progres
     unfinished.mkdir()
     try:
         manifest = _write(source, plan, unfinished, name, progress or (lambda *_: None))
+        if tuning is not None:
+            tune_folder(unfinished, tuning, progress)
         unfinished.rename(folder)
     except BaseException:  # also Ctrl-C: nothing half-written stays behind
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -162,5 +170,5 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
         max_step_tokens=program.limits.T, max_sequences=program.limits.S, max_context=program.max_context,
         vocab_size=program.vocab_size, kv=KvEntry(kv.layers, kv.heads, kv.head_dim, kv.format.name.lower()),
         eos_token_ids=list(source.eos_token_ids), bos_token_id=source.bos_token_id, files=files,
-        tuned_for=fingerprint(usable_isas()[0]), notes=list(plan.notes),
+        notes=list(plan.notes),
     )  # fmt: skip

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from millrace.engine.manifest import PROGRAM, WEIGHTS, Manifest, check_files, damaged, read_manifest
 from millrace.engine.native import PAGE_TOKENS, KvFormat, KvShape, NativeExecutor, NativeProgram
-from millrace.errors import MachineError
+from millrace.engine.tactics import TacticTable, read_tactics
+from millrace.errors import EngineError, MachineError
 from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import fingerprint, usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,11 @@ class Engine:
         """How many KV pages fit into so many bytes."""
         return kv_bytes // max(self.kv.page_bytes(), 1)
 
-    def executor(self, *, n_pages: int, threads: int = 0, isa: str | None = None) -> NativeExecutor:
-        """Loads the weights. raises MachineError for an instruction set that this CPU lacks"""
+    def executor(self, *, n_pages: int, threads: int = 0, isa: str | None = None, tuned: bool = True) -> NativeExecutor:
+        """Loads the weights, and takes the engine's tactics where they were made for this machine and as many threads.
+
+        raises MachineError for an instruction set that this CPU lacks
+        """
         if isa is not None and isa not in usable_isas():
             raise MachineError(
                 f'instruction set "{isa}" cannot run here',
@@ -51,7 +56,17 @@ class Engine:
         if f"{executor.weights_checksum() & (2**64 - 1):016x}" != m.files[WEIGHTS].checksum:
             executor.close()
             raise damaged(self.folder, f"{WEIGHTS} is damaged: its checksum differs")
+        table = read_tactics(self.folder) if tuned else None
+        if table and table.is_for(fingerprint(executor.isa), threads or usable_cores()):
+            self._take(executor, table)
         return executor
+
+    def _take(self, executor: NativeExecutor, table: TacticTable) -> None:
+        try:
+            executor.set_tactics(table.entries())
+        except EngineError:
+            executor.close()
+            raise
 
     @property
     def pages_per_sequence(self) -> int:

@@ -5,6 +5,8 @@
     program.bin       the steps as the native core reads them (kernels/encode.py)
     program.json      the same for people: steps, fusions, weights, memory plan (millrace inspect shows it)
     graph.json        the graph as traced from the model, before any pass
+    tactics.json      how the kernels work on one machine (engine/tactics.py); no result depends on it, so it may be
+                      missing, and may be written again without the rest
     tokenizer files   copies from the checkpoint, with generation_config.json and the chat template
 
 An engine is hostile input: sizes and checksums are verified at load, every offset is checked by the native core.
@@ -19,7 +21,7 @@ import msgspec
 
 from millrace.errors import EngineError
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 WEIGHTS, PROGRAM, PROGRAM_TABLE, GRAPH = "weights.bin", "program.bin", "program.json", "graph.json"
 _MANIFEST_LIMIT = 1 << 20
@@ -65,7 +67,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eos_token_ids: list[int]
     bos_token_id: int | None
     files: dict[str, FileEntry]
-    tuned_for: dict[str, str | int]
     notes: list[str]
     checksum: str = ""  # of all of the above
 

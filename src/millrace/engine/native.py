@@ -1,6 +1,7 @@
 """The native executor: the whole step, sampling included, in one call into C++ that releases the interpreter's lock."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -140,6 +141,16 @@ class NativeExecutor:
 
     def weights_checksum(self) -> int:
         return int(self._lib.mr_weights_checksum(self._handle))
+
+    def set_tactics(self, entries: Sequence[tuple[int, int, tuple[int, ...]]]) -> None:
+        """(step, rows, knobs) in order of step, then rows; replaces all. raises EngineError for what no kernel takes"""
+        table = np.array([(step, rows, *knobs) for step, rows, knobs in entries], np.int32)
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        if self._lib.mr_set_tactics(self._handle, table.ctypes.data, len(entries), error, _ERROR_BYTES):
+            raise EngineError(
+                f"the engine's tactics do not fit its program: {error.value.decode(errors='replace')}",
+                "tactics.json as `millrace tune` writes it", "run `millrace tune` on the engine, or remove the file",
+            )  # fmt: skip
 
     def profile(self, enabled: bool) -> NDArray[np.float64]:
         """Seconds each step of the program took since the last call (sampling last); then measures anew, or not."""

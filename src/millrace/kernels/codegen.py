@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from declare import KERNELS, Kernel, Operand  # type: ignore[import-not-found]
+from declare import KERNELS, MAX_KNOBS, Kernel, Operand  # type: ignore[import-not-found]
 
 C_TYPE = {"i32": "int32_t", "f32": "float"}
 
@@ -61,6 +61,19 @@ def decoder(kernel: Kernel) -> str:
     return "\n".join([*lines, "}"])
 
 
+def knobs() -> list[str]:
+    """How a kernel works, chosen for each step of the program; see Knob."""
+    rows = ["{" + ", ".join(str(k.high) for k in kernel.knobs) + "}" for kernel in KERNELS]
+    fields = [f"MILLRACE_INLINE int32_t {k.name}() const {{ return knob[{i}]; }}" for kernel in KERNELS
+              for i, k in enumerate(kernel.knobs)]  # fmt: skip
+    return [
+        "// How a step works: its kernel's knobs, which never change a result; 0 leaves one to the kernel.",
+        f"constexpr int kKnobs = {MAX_KNOBS};",
+        f"struct Tactic {{ int32_t knob[kKnobs]; {' '.join(fields)} }};",
+        "inline constexpr int32_t kHighestKnobs[][kKnobs] = {" + ", ".join(rows) + "};",
+    ]
+
+
 def header() -> str:
     names = [k.name for k in KERNELS]
     parts = [
@@ -72,6 +85,7 @@ def header() -> str:
         "enum class KernelId : uint32_t { " + ", ".join(f"{n} = {i}" for i, n in enumerate(names)) + " };",
         f"constexpr uint32_t kKernels = {len(names)};",
         "inline constexpr const char* kKernelNames[] = {" + ", ".join(f'"{n}"' for n in names) + "};",
+        *knobs(),
         *(struct(k) for k in KERNELS),
         "struct Step {",
         "  KernelId id;",

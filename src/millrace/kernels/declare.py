@@ -45,6 +45,14 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
+class Knob:
+    """Something about how a kernel works that never changes its result; 0 leaves it to the kernel."""
+
+    name: str
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """`params` are "i32 name" or "f32 name"; `checks` are C++ and Python conditions that a legal step satisfies."""
 
@@ -53,6 +61,7 @@ class Kernel:
     operands: tuple[Operand, ...]
     params: tuple[str, ...]
     checks: tuple[str, ...] = ()
+    knobs: tuple[Knob, ...] = ()
 
     @property
     def fields(self) -> list[tuple[str, str, int]]:
@@ -71,6 +80,8 @@ def _field(param: str) -> tuple[str, str, int]:
 # An element-wise expression: up to 24 operations on 8 registers and up to 8 immediates (see kernels/expression.py).
 MAX_OPERATIONS, MAX_REGISTERS, MAX_IMMEDIATES, MAX_INPUTS = 24, 8, 8, 4
 EXPRESSION = (f"i32 code[{MAX_OPERATIONS}]", f"f32 imm[{MAX_IMMEDIATES}]")
+
+MAX_KNOBS = 4  # of one kernel
 
 ROWS = "rows_of(rows, T, S)"  # rows 0: one per token of the step; rows 1: one per sampled row
 
@@ -172,6 +183,11 @@ KERNELS: tuple[Kernel, ...] = (
             "x_stride >= row_bytes(format, k, group)",
             "gated == 1 or y_stride >= n",
             "gated == 0 or up(y_stride, 16) * 2 == n",
+        ),
+        (
+            Knob("tile_rows", 64),  # rows of one tile at most
+            Knob("task_panels", 1 << 20),  # panels of 32 outputs that a worker takes at a time
+            Knob("ahead", 1 << 20),  # how many bytes ahead of their use weights are fetched
         ),
     ),
     Kernel(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from millrace.errors import MachineError
 
-ABI = 2
+ABI = 3
 NAME = "libmillrace.so"
 
 
@@ -63,6 +63,7 @@ def library() -> c.CDLL:
     lib.mr_isas.restype = c.c_char_p
     lib.mr_create.argtypes = [c.POINTER(CreateArgs), c.POINTER(c.c_void_p), c.c_char_p, c.c_int64]
     lib.mr_run.argtypes = [c.c_void_p, c.POINTER(StepArgs), c.c_char_p, c.c_int64]
+    lib.mr_set_tactics.argtypes = [c.c_void_p, c.c_void_p, c.c_int64, c.c_char_p, c.c_int64]
     lib.mr_destroy.argtypes, lib.mr_destroy.restype = [c.c_void_p], None
     lib.mr_activations.argtypes, lib.mr_activations.restype = [c.c_void_p], c.c_void_p
     lib.mr_isa.argtypes, lib.mr_isa.restype = [c.c_void_p], c.c_char_p

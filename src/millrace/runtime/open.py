@@ -24,6 +24,7 @@ from millrace.settings import Settings, flag_of, setting
 
 if TYPE_CHECKING:
     from millrace.compile.build import BuildOptions
+    from millrace.compile.tune import Tuning
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 Say = Callable[[str], None]
@@ -54,6 +55,9 @@ class BuildSettings(Settings):
         "inputs that share one scale in quantised weights, a multiple of 4; default: 32 for a quantised GGUF, else 128",
         low=4,
         high=4096,
+    )
+    tune: float = setting(
+        2.0, "seconds spent on timing kernels on this machine; 0: they go by their own rules", low=0, high=3600
     )
 
 
@@ -157,10 +161,11 @@ def _built(
 
     source = Source.from_checkpoint(checkpoint, build.max_context)
     options = build_options(build, source.own_precision, precisions)
-    key = f"{FORMAT} {checkpoint.identity()} {source.max_context} {options}"
+    key = f"{FORMAT} {checkpoint.identity()} {source.max_context} {options} {build.tune}"
 
     def write(folder: Path) -> None:
-        write_engine(source, plan_engine(source, options), folder, name=name, progress=progress)
+        plan, tuning = plan_engine(source, options), tuning_of(build, env)
+        write_engine(source, plan, folder, name=name, progress=progress, tuning=tuning)
 
     folder, _ = EngineCache(env.cache).get_or_build(name, key, write)
     return Engine.open(folder)
@@ -177,6 +182,14 @@ def build_options(
         max_batch=build.max_batch,
         kv_format=KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None,
     )
+
+
+def tuning_of(build: BuildSettings, env: Env) -> "Tuning | None":
+    """For all cores of this machine, with its timing cache."""
+    from millrace.compile.timings import TimingCache
+    from millrace.compile.tune import Tuning
+
+    return Tuning(build.tune, cache=TimingCache(env.cache / "timings.json")) if build.tune else None
 
 
 def asked_precision(

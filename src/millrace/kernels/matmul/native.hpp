@@ -12,9 +12,9 @@ namespace millrace::MILLRACE_ISA {
 
 constexpr int64_t kBlock = 128;  // K elements between two additions into the total
 
-// Weights are read once a step, in one stream: fetched this far ahead they come at nine tenths of the memory's rate,
-// without it at seven (docs/log.md).
-constexpr int64_t kAhead = 2048;
+// Weights are read once a step, in one stream: fetched this far ahead they come nearly at the memory's rate, without it at
+// two thirds of that (docs/log.md). Tuning finds the distance of a machine.
+constexpr int64_t kAhead = 8192;
 
 // What one tile of MR rows x one panel reads, and the totals it writes: total[row][half of the panel][16].
 struct TileInput {
@@ -22,12 +22,13 @@ struct TileInput {
   const uint8_t* w;
   int64_t x_stride;
   int64_t k, group;
-};
+  int64_t ahead;  // bytes
 
-inline I load_ahead(const uint8_t* w) {
-  __builtin_prefetch(w + kAhead);
-  return load_i(w);
-}
+  I load_ahead(const uint8_t* at) const {
+    __builtin_prefetch(at + ahead);
+    return load_i(at);
+  }
+};
 
 template <int MR, int L, class V>
 [[gnu::always_inline]] inline void fill(V (&acc)[MR][L], V value) {
@@ -81,7 +82,7 @@ template <int MR, class Op>
     F acc[MR][2];
     fill(acc, zero());
     for (int64_t k = from; k < to; ++k)
-      each_row(acc, lines<2>([&](int v) { return load_ahead(in.w + k * 128 + v * 64); }), in.x + k * 4, in.x_stride, op);
+      each_row(acc, lines<2>([&](int v) { return in.load_ahead(in.w + k * 128 + v * 64); }), in.x + k * 4, in.x_stride, op);
     add_block(acc, from == 0, total);
   }
 }
@@ -109,7 +110,7 @@ template <int MR>
 [[gnu::always_inline]] inline void dot_bytes(const TileInput& in, const uint8_t* w, const uint8_t* x, int64_t width,
                                              I (&acc)[MR][kLines]) {
   for (int64_t k = 0; k < width; k += 4, w += 128)
-    each_row(acc, lines<kLines>([&](int v) { return load_ahead(w + v * 64); }), x + k, in.x_stride,
+    each_row(acc, lines<kLines>([&](int v) { return in.load_ahead(w + v * 64); }), x + k, in.x_stride,
              [](I a, I line, I four) { return dot4_byte(a, line, four); });
 }
 
@@ -128,12 +129,12 @@ template <int MR>
     fill(high, splat_i(0));
     for (int64_t k = from; k < to; k += 8, w += 128) {
       if constexpr (kApart) {
-        const auto both = lines<kLines>([&](int v) { return load_ahead(w + v * 64); });
+        const auto both = lines<kLines>([&](int v) { return in.load_ahead(w + v * 64); });
         each_row(low, lines<kLines>([&](int v) { return both.line[v] & nibble; }), x + k, in.x_stride, dot);
         each_row(high, lines<kLines>([&](int v) { return shift_right(both.line[v], 4) & nibble; }), x + k + 4,
                  in.x_stride, dot);
       } else {
-        each_row(low, lines<kLines>([&](int v) { return load_ahead(w + v * 64) & nibble; }), x + k, in.x_stride, dot);
+        each_row(low, lines<kLines>([&](int v) { return in.load_ahead(w + v * 64) & nibble; }), x + k, in.x_stride, dot);
         each_row(low, lines<kLines>([&](int v) { return shift_right(load_i(w + v * 64), 4) & nibble; }), x + k + 4,
                  in.x_stride, dot);
       }
@@ -207,7 +208,7 @@ void tile_a16(const TileInput& in, float* total) {
     F acc[MR][2];
     fill(acc, zero());
     for (int64_t k = 0; k < width; k += kStep, w += 128) {
-      const auto codes = lines<2>([&](int v) { return load_ahead(w + v * 64); });
+      const auto codes = lines<2>([&](int v) { return in.load_ahead(w + v * 64); });
 #pragma GCC unroll 4
       for (int p = 0; p < kStep / 2; ++p) {  // W4: bytes hold elements k..k+3 low, k+4..k+7 high
         const int shift = p % 2 * 16 + p / 2 * 4;
@@ -292,19 +293,26 @@ constexpr int kRowsOf = C == Class::w4a8                        ? kNibbleRows
                         : C == Class::w8a16 || C == Class::w4a16 ? kPairRows
                                                                  : kTileRows;
 
-// Tasks are runs of panels whose weights stay in the second-level cache while all rows pass over them.
+// Panels of a task: what the tactic says, or else so many that their weights stay in a second-level cache while all rows
+// pass over them, that there are several tasks a worker, and that the workers finish together.
+inline int64_t task_panels(const StepContext& c, int64_t panels, int64_t panel_stride) {
+  if (c.tactic->task_panels()) return c.tactic->task_panels();
+  const int64_t cached = 320 * 1024 / panel_stride, fair = panels / (4 * c.n_workers);
+  const int64_t most = cached < fair ? cached : fair;
+  if (most <= 1) return 1;
+  const int64_t rounds = (panels - 1) / (most * c.n_workers) + 1;
+  return (panels - 1) / (rounds * c.n_workers) + 1;
+}
+
 template <Class C>
 void multiply(const MatmulArgs& a, StepContext& c) {
   const int64_t rows = c.rows(a.rows), panels = up(a.n, kPanel) / kPanel;
   if (rows == 0) return;
   const int64_t panel_stride = panel_bytes(a.weights, a.k, a.group);
-  const TileInput in{a.x, a.w, a.x_stride, a.k, a.group};
-  const int64_t tiles = (rows + kRowsOf<C> - 1) / kRowsOf<C>, tile_height = (rows + tiles - 1) / tiles;
-  const int64_t cached = 320 * 1024 / panel_stride, fair = panels / (4 * c.n_workers);
-  const int64_t most = cached < fair ? cached : fair;
-  const int64_t rounds = most > 1 ? (panels - 1) / (most * c.n_workers) + 1 : 1;  // the workers finish together
-  const int64_t size = most > 1 ? (panels - 1) / (rounds * c.n_workers) + 1 : 1;
-  for (Chunk p(c, panels, size); p.next();)
+  const TileInput in{a.x, a.w, a.x_stride, a.k, a.group, c.tactic->ahead() ? c.tactic->ahead() : kAhead};
+  const int64_t asked = c.tactic->tile_rows(), most = asked && asked < kRowsOf<C> ? asked : kRowsOf<C>;
+  const int64_t tiles = (rows + most - 1) / most, tile_height = (rows + tiles - 1) / tiles;
+  for (Chunk p(c, panels, task_panels(c, panels, panel_stride)); p.next();)
     for (int64_t row = 0; row < rows; row += tile_height) {
       const int64_t height = rows - row < tile_height ? rows - row : tile_height;
       tile_of<C, kRowsOf<C>>(static_cast<int>(height), a, in, panel_stride, row, p.begin, p.end - p.begin);

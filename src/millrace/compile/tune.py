@@ -1,0 +1,261 @@
+"""The tactic tuner: times settings of the kernels' knobs on this machine, inside the program that will run.
+
+A program does the same work in every layer. So the layers of one pass run different settings, and take turns: all
+settings see the same machine in the same moments, with cold weights, real neighbours and barriers. A setting is chosen
+where it clearly beats the kernel's rule; none changes a bit of any result.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from millrace.compile.timings import TimingCache, machine_key
+from millrace.engine.dummy import dummy_step
+from millrace.engine.engine import Engine
+from millrace.engine.executor import StepInputs
+from millrace.engine.native import PAGE_TOKENS, NativeExecutor
+from millrace.engine.tables import Step, read_program_table
+from millrace.engine.tactics import Choice, Comparison, Region, TacticTable, Timed, knob_values, write_tactics
+from millrace.kernels.declare import KERNELS, WeightFormat
+from millrace.kernels.layout import PANEL, panel_bytes, up
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import fingerprint, memory, usable_cores
+
+CLEARLY = 0.97  # of the rule's time, or less: below that a difference may be noise
+SAMPLES, PLENTY = 3, 24  # of each setting: at least, and where more would tell nothing new
+DECODE_ROWS, PREFILL_ROWS = (1, 4, 16), (64, 128)
+_TUNABLE = frozenset(k.name for k in KERNELS if k.knobs)
+Knobs = dict[str, int]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step with so many rows, and which knobs are worth a try then."""
+
+    rows: int
+    step: StepInputs
+    knobs: tuple[str, ...]
+    samples: bool  # as many rows are sampled as there are tokens
+
+
+@dataclass(slots=True)
+class Work:
+    """A region while it is tuned."""
+
+    name: str
+    kernel: str
+    params: Mapping[str, int | float]
+    steps: list[int] = field(default_factory=list)
+    known: dict[int, Choice] = field(default_factory=dict)  # by rows
+
+    def takes_part(self, case: Case) -> bool:
+        return case.samples or not self.params.get("rows")
+
+    def settings(self, knob: str, rows: int, threads: int) -> list[int]:
+        """What is tried; the rule first."""
+        return [0, *_SETTINGS[knob](self, rows, threads)]
+
+
+def _heights(_: Work, rows: int, threads: int) -> Iterator[int]:
+    """Heights that cut the rows into different numbers of tiles."""
+    seen = {1}
+    for height in (12, 10, 8, 6, 4):
+        tiles = -(-rows // height)
+        if tiles not in seen and len(seen) < 5:
+            seen.add(tiles)
+            yield height
+
+
+def _task_panels(work: Work, rows: int, threads: int) -> Iterator[int]:
+    """Sizes that leave every worker something to do."""
+    panels = up(int(work.params["n"]), PANEL) // PANEL
+    weights, k, group = (int(work.params[name]) for name in ("weights", "k", "group"))
+    size = panel_bytes(WeightFormat(weights), k, group)
+    return (p for p in (1, 4, 16) if p * threads <= panels and p * size <= 2 << 20)
+
+
+def _distances(_: Work, rows: int, threads: int) -> Iterator[int]:
+    yield from (2048, 4096, 16384)
+
+
+_SETTINGS: dict[str, Callable[[Work, int, int], Iterator[int]]] = {
+    "tile_rows": _heights, "ahead": _distances, "task_panels": _task_panels
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How long to time (at most twice as long), for how many threads (0: all cores), and what remembers it."""
+
+    seconds: float
+    threads: int = 0
+    cache: TimingCache | None = None
+
+
+def tune_folder(folder: Path, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
+    """Tunes the engine in `folder` for this machine and writes its tactics.
+
+    raises MachineError where the timing cache cannot be read, EngineError where the engine is damaged
+    """
+    return write_tactics(folder, tune(Engine.open(folder), tuning, progress))
+
+
+def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
+    """Times what the cache does not know, and adds it there."""
+    cache, isa, threads = tuning.cache, usable_isas()[0], tuning.threads or usable_cores()
+    works = regions(read_program_table(engine.folder).steps)
+    cases = _cases(engine)
+    key = machine_key(isa, threads)
+    for name, choices in (cache.read().get(key, {}) if cache else {}).items():
+        if name in works:
+            works[name].known = {c.rows: c for c in choices}
+    note, missing = "", [c for c in cases if any(w.takes_part(c) and c.rows not in w.known for w in works.values())]
+    if missing and not _fits(engine):
+        note = "not timed: the weights do not fit into the memory that is free"
+    elif missing:
+        found = _timed(engine, works, missing, _Clock(tuning.seconds, len(missing), progress), threads)
+        if cache:
+            cache.merge(key, found)
+    done = [
+        Region(w.name, w.kernel, w.steps, [w.known[c.rows] for c in cases if c.rows in w.known and w.takes_part(c)])
+        for w in works.values()
+    ]
+    return TacticTable(fingerprint(isa), threads, done, note)
+
+
+def regions(steps: Sequence[Step]) -> dict[str, Work]:
+    """By name: kernel, numerics class and shape, whatever the layer."""
+    found: dict[str, Work] = {}
+    for i, step in enumerate(steps):
+        if step.kernel not in _TUNABLE:
+            continue
+        p = step.params
+        flags = (", gated" if p.get("gated") else "") + (", sampled rows" if p.get("rows") else "")
+        name = f"{step.kernel} {step.note} {p['n']} x {p['k']}{flags}"
+        found.setdefault(name, Work(name, step.kernel, p)).steps.append(i)
+    return found
+
+
+def choose(tried: Sequence[Timed]) -> int:
+    """The fastest setting where it clearly beats the rule, which is the first."""
+    best = min(tried, key=lambda t: t.median_us)
+    enough = min(best.samples, tried[0].samples) >= SAMPLES
+    return best.value if enough and best.median_us < CLEARLY * tried[0].median_us else tried[0].value
+
+
+def _cases(engine: Engine) -> list[Case]:
+    m = engine.manifest
+    first = min(PAGE_TOKENS, m.max_context - 1)
+    n_pages, vocab = _pages(engine), m.vocab_size
+    decode = [
+        Case(n, dummy_step([1] * n, first, n_pages, vocab=vocab),
+             ("tile_rows", "ahead", "task_panels") if n >= 8 else ("ahead", "task_panels"), samples=True)
+        for n in DECODE_ROWS if n <= m.max_sequences
+    ]  # fmt: skip
+    prefill = [
+        Case(n, dummy_step([n], 0, n_pages, vocab=vocab), ("tile_rows", "task_panels"), samples=False)
+        for n in PREFILL_ROWS
+        if n <= min(m.max_step_tokens, m.max_context)
+    ]
+    return decode + prefill
+
+
+def _pages(engine: Engine) -> int:
+    return max(2 * min(max(DECODE_ROWS), engine.manifest.max_sequences), max(PREFILL_ROWS) // PAGE_TOKENS)
+
+
+def _fits(engine: Engine) -> bool:
+    m = engine.manifest
+    return m.weights_bytes + m.activation_bytes + _pages(engine) * engine.kv.page_bytes() < memory().available_bytes
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Shares the seconds out over the comparisons; says how far it is."""
+
+    seconds: float
+    n_cases: int
+    progress: Progress | None
+    cases_done: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    def slice(self, comparisons: int) -> float:
+        return self.seconds / (self.n_cases * comparisons)
+
+    @property
+    def overdue(self) -> bool:
+        return time.perf_counter() - self.started > 2 * self.seconds
+
+    def begin(self, case: Case) -> None:
+        if self.progress:
+            self.progress(f"timing kernels with {case.rows} rows", self.cases_done, self.n_cases)
+        self.cases_done += 1
+
+
+def _timed(
+    engine: Engine, works: Mapping[str, Work], cases: Sequence[Case], clock: _Clock, threads: int
+) -> dict[str, list[Choice]]:
+    """The choices that were not known before; they are added to `works`."""
+    executor = engine.executor(n_pages=_pages(engine), threads=threads, tuned=False)
+    found: dict[str, list[Choice]] = {}
+    try:
+        for case in cases:
+            clock.begin(case)
+            executor.run(case.step)  # warms up: pages are touched, threads awake
+            asked = [w for w in works.values() if w.takes_part(case) and case.rows not in w.known]
+            compared: dict[str, list[Comparison]] = {w.name: [] for w in asked}
+            knobs: dict[str, Knobs] = {w.name: {} for w in asked}
+            for knob in case.knobs:
+                if clock.overdue:
+                    break
+                for work, tried in _compare(executor, case, asked, knob, knobs, clock.slice(len(case.knobs)), threads):
+                    chosen = choose(tried)
+                    compared[work.name].append(Comparison(knob, tried, chosen))
+                    if chosen:
+                        knobs[work.name][knob] = chosen
+            if clock.overdue:
+                break  # what was not compared in full is not known
+            for work in asked:
+                work.known[case.rows] = Choice(case.rows, knobs[work.name], compared[work.name])
+                found.setdefault(work.name, []).append(work.known[case.rows])
+    finally:
+        executor.close()
+    return found
+
+
+def _compare(
+    executor: NativeExecutor, case: Case, works: Sequence[Work], knob: str, knobs: Mapping[str, Knobs], seconds: float,
+    threads: int,
+) -> list[tuple[Work, list[Timed]]]:  # fmt: skip
+    """Passes in which the layers take turns with the settings, until time is up and all have samples enough."""
+    settings = {w.name: w.settings(knob, case.rows, threads) for w in works}
+    samples: dict[str, dict[int, list[float]]] = {name: {s: [] for s in tried} for name, tried in settings.items()}
+    start, passes, fewest = time.perf_counter(), 0, 0
+    while fewest < SAMPLES or (fewest < PLENTY and time.perf_counter() - start < seconds):
+        turn = {
+            step: settings[w.name][(i + passes) % len(settings[w.name])]
+            for w in works
+            for i, step in enumerate(w.steps)
+        }
+        executor.set_tactics(sorted(
+            (step, case.rows, knob_values(w.kernel, {**knobs[w.name], knob: turn[step]}))
+            for w in works for step in w.steps
+        ))  # fmt: skip
+        executor.profile(True)
+        executor.run(case.step)
+        spent = executor.profile(False)
+        for w in works:
+            for step in w.steps:
+                samples[w.name][turn[step]].append(float(spent[step]) * 1e6)
+        passes += 1
+        fewest = min(len(s) for of_work in samples.values() for s in of_work.values())
+    return [(w, [_summary(value, samples[w.name][value]) for value in settings[w.name]]) for w in works]
+
+
+def _summary(value: int, microseconds: Sequence[float]) -> Timed:
+    cut = sorted(microseconds)
+    low, high = cut[len(cut) // 10], cut[-1 - len(cut) // 10]
+    return Timed(value, round(statistics.median(cut), 2), round(low, 2), round(high, 2), len(cut))

@@ -1,0 +1,73 @@
+"""An engine folder's own tables, read back: the program (program.json) and the traced graph (graph.json)."""
+
+from pathlib import Path
+from typing import TypeVar
+
+from msgspec import DecodeError, Struct, json
+
+from millrace.engine.manifest import GRAPH, PROGRAM_TABLE, damaged
+
+T = TypeVar("T")
+
+
+class Step(Struct, frozen=True):
+    kernel: str
+    note: str
+    origin: list[str]
+    operands: dict[str, dict[str, str | int]]  # {"weight": name, "bytes": n} or {"buffer": number, "offset": n}
+    params: dict[str, int | float]
+
+
+class Weight(Struct, frozen=True):
+    name: str
+    origin: list[str]
+    shape: list[int]
+    format: str
+    bytes: int
+    offset: int
+
+
+class Buffer(Struct, frozen=True):
+    name: str
+    bytes: int
+    offset: int
+
+
+class ProgramTable(Struct, frozen=True):
+    """program.json, as `compile/report.py` writes it."""
+
+    passes: list[str]
+    steps: list[Step]
+    weights: list[Weight]
+    buffers: list[Buffer]
+
+
+class Node(Struct, frozen=True):
+    op: str
+    inputs: list[int | str]  # numbers of values, names of constants
+    output: int
+    shape: list[str]
+    origin: list[str]
+
+
+class GraphTable(Struct, frozen=True):
+    """graph.json, likewise."""
+
+    nodes: list[Node]
+
+
+def read_program_table(folder: Path) -> ProgramTable:
+    """raises EngineError where it is not what `millrace build` writes"""
+    return _read(folder, PROGRAM_TABLE, ProgramTable)
+
+
+def read_graph_table(folder: Path) -> GraphTable:
+    """raises EngineError where it is not what `millrace build` writes"""
+    return _read(folder, GRAPH, GraphTable)
+
+
+def _read(folder: Path, name: str, kind: type[T]) -> T:
+    try:
+        return json.decode((folder / name).read_bytes(), type=kind)
+    except DecodeError as error:
+        raise damaged(folder, f"{name} is not readable: {error}") from error

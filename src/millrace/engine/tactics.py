@@ -1,0 +1,129 @@
+"""Tactics: how each step of a program works on one machine, and what was timed to find that out (tactics.json).
+
+A tactic turns the knobs that a kernel declares (kernels/declare.py). None ever changes a result, so a table may be
+missing, old or made elsewhere: it is used only on the machine and with the threads that it was made for; elsewhere
+kernels go by their own rules.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from millrace.engine.manifest import damaged
+from millrace.kernels.declare import KERNELS, MAX_KNOBS
+
+TACTICS = "tactics.json"
+_LIMIT = 16 << 20
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One setting of a knob; 0 is the kernel's own rule."""
+
+    value: Count
+    median_us: float
+    p10_us: float
+    p90_us: float
+    samples: Count
+
+
+class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of one knob, timed in turn; the knobs before it stay as they were chosen. The first is the rule."""
+
+    knob: str
+    tried: list[Timed]
+    chosen: Count
+
+
+class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a region does with at most so many rows, beyond what the last one says as that says."""
+
+    rows: Count
+    knobs: dict[str, Count]  # what differs from the rule
+    compared: list[Comparison]
+
+
+class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Steps of the program that do the same work on other weights."""
+
+    name: str
+    kernel: str
+    steps: list[Count]
+    choices: list[Choice]  # in order of rows
+
+
+class TacticTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    machine: dict[str, str | int]  # cpu, isa, cores
+    threads: Count
+    regions: list[Region]
+    note: str = ""  # why there is nothing, where there is nothing
+    checksum: str = ""  # of all of the above
+
+    def is_for(self, machine: Mapping[str, str | int], threads: int) -> bool:
+        return dict(self.machine) == dict(machine) and self.threads == threads
+
+    def entries(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """(step, rows, knobs) as the native core takes them, in its order."""
+        found = [
+            (step, choice.rows, knob_values(region.kernel, choice.knobs))
+            for region in self.regions
+            for step in region.steps
+            for choice in region.choices
+        ]
+        return sorted(found)
+
+
+def knob_values(kernel: str, knobs: Mapping[str, int]) -> tuple[int, ...]:
+    """In the kernel's order. raises KeyError for a knob that it does not have"""
+    names = [k.name for k in next(k for k in KERNELS if k.name == kernel).knobs]
+    values = [0] * MAX_KNOBS
+    for name, value in knobs.items():
+        if name not in names:
+            raise KeyError(f"{kernel} has no knob {name}")
+        values[names.index(name)] = value
+    return tuple(values)
+
+
+def read_tactics(folder: Path) -> TacticTable | None:
+    """None: the engine was never tuned. raises EngineError for a damaged file"""
+    path = folder / TACTICS
+    if not path.is_file():
+        return None
+    if path.stat().st_size > _LIMIT:
+        raise _damaged(folder, f"it has {path.stat().st_size} bytes, more than {_LIMIT}")
+    try:
+        table = msgspec.json.decode(path.read_bytes(), type=TacticTable)
+        table.entries()
+    except (msgspec.DecodeError, KeyError, StopIteration) as error:
+        raise _damaged(folder, f"it is not readable: {error}") from error
+    if table != _sealed(table):
+        raise _damaged(folder, "its checksum differs")
+    return table
+
+
+def write_tactics(folder: Path, table: TacticTable) -> TacticTable:
+    """Whole, or not at all. Gives the table with its checksum."""
+    table = _sealed(table)
+    unfinished = folder / f".{TACTICS}.{os.getpid()}"
+    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1))
+    unfinished.replace(folder / TACTICS)
+    return table
+
+
+def differing(table: TacticTable) -> Iterator[tuple[Region, Choice]]:
+    """Where the rule was beaten."""
+    return ((r, c) for r in table.regions for c in r.choices if c.knobs)
+
+
+def _sealed(table: TacticTable) -> TacticTable:
+    content = msgspec.json.encode(msgspec.structs.replace(table, checksum=""))
+    return msgspec.structs.replace(table, checksum=hashlib.blake2b(content, digest_size=16).hexdigest())
+
+
+def _damaged(folder: Path, what: str) -> Exception:
+    error = damaged(folder, f"{TACTICS} is damaged: {what}")
+    return type(error)(error.what, error.expected, f"time the kernels again: millrace tune {folder}")

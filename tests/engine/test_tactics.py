@@ -1,0 +1,135 @@
+"""Tactics never change a result, are used only where they were made, and are hostile input like all of an engine."""
+
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from millrace.engine.dummy import dummy_step
+from millrace.engine.engine import Engine
+from millrace.engine.native import NativeExecutor
+from millrace.engine.tables import read_program_table
+from millrace.engine.tactics import Choice, Region, TacticTable, knob_values, read_tactics, write_tactics
+from millrace.errors import EngineError
+from millrace.kernels.declare import KERNELS, MAX_KNOBS
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import fingerprint, usable_cores
+from millrace.runtime.open import BUNDLED
+from tests.support.engines import build
+
+ROWS = (1, 3, 7, 13, 16, 31)
+MATMUL = next(k for k in KERNELS if k.name == "matmul")
+
+
+@pytest.fixture(scope="module", params=["bf16", "w8a8", "w4a8", "w4a16"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return build(BUNDLED / "tiny", tmp_path_factory.mktemp("tactics") / "engine", request.param, max_step_tokens=64)
+
+
+def products(engine: Engine) -> list[int]:
+    return [i for i, s in enumerate(read_program_table(engine.folder).steps) if s.kernel == "matmul"]
+
+
+def everything(executor: NativeExecutor, rows: int) -> bytes:
+    """All activations of a step: tokens of several sequences where there is room for them."""
+    executor.activations()[:] = 0
+    executor.run(dummy_step([rows], 0, executor.limits.n_pages, vocab=executor.limits.vocab_size))
+    return executor.activations().tobytes()
+
+
+@pytest.mark.parametrize("isa", usable_isas())
+def test_no_tactic_changes_a_bit(engine: Engine, isa: str) -> None:
+    executor = engine.executor(n_pages=4, threads=3, isa=isa)
+    expected = {rows: everything(executor, rows) for rows in ROWS}
+    draw = random.Random(0)
+    for _ in range(3):
+        executor.set_tactics(
+            [
+                (step, at, (draw.randint(0, 17), draw.choice([0, 1, 2, 5, 99]), draw.choice([0, 64, 70, 1 << 20]), 0))
+                for step in products(engine)
+                for at in sorted(draw.sample(range(1, 40), 3))
+            ]
+        )
+        for rows in ROWS:
+            assert everything(executor, rows) == expected[rows]
+    executor.close()
+
+
+HOSTILE = {
+    "no such step": [(99999, 1, (0, 0, 0, 0))],
+    "a step before the first": [(-1, 1, (0, 0, 0, 0))],
+    "no knobs in this kernel": [(0, 1, (1, 0, 0, 0))],
+    "too high": [("matmul", 1, (MATMUL.knobs[0].high + 1, 0, 0, 0))],
+    "below 0": [("matmul", 1, (0, -1, 0, 0))],
+    "a knob that is not declared": [("matmul", 1, (0, 0, 0, 1))],
+    "the same rows twice": [("matmul", 4, (0, 0, 0, 0)), ("matmul", 4, (0, 0, 0, 0))],
+    "rows out of order": [("matmul", 4, (0, 0, 0, 0)), ("matmul", 1, (0, 0, 0, 0))],
+}
+
+
+@pytest.mark.parametrize("entries", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_tactics_are_refused(engine: Engine, entries: list[tuple[int | str, int, tuple[int, ...]]]) -> None:
+    executor = engine.executor(n_pages=1)
+    first = products(engine)[0]
+    before = everything(executor, 2)
+    with pytest.raises(EngineError, match="tactics do not fit"):
+        executor.set_tactics([(first if step == "matmul" else int(step), rows, knobs) for step, rows, knobs in entries])
+    assert everything(executor, 2) == before  # what it had before is still there
+    executor.close()
+
+
+def table(engine: Engine, threads: int, knobs: dict[str, int], kernel: str = "matmul") -> TacticTable:
+    region = Region("all products", kernel, products(engine), [Choice(4, knobs, [])])
+    return TacticTable(fingerprint(usable_isas()[0]), threads, [region])
+
+
+def test_tactics_are_used_only_where_they_were_made(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(NativeExecutor, "set_tactics", lambda self, entries: taken.append(len(entries)))
+    write_tactics(engine.folder, table(engine, usable_cores(), {"tile_rows": 2}))
+    engine.executor(n_pages=1).close()
+    assert taken == [len(products(engine))]
+    engine.executor(n_pages=1, tuned=False).close()
+    engine.executor(n_pages=1, threads=usable_cores() + 1).close()
+    for isa in usable_isas()[1:]:
+        engine.executor(n_pages=1, isa=isa).close()
+    assert len(taken) == 1
+    (engine.folder / "tactics.json").unlink()
+    assert read_tactics(engine.folder) is None
+    engine.executor(n_pages=1).close()
+    assert len(taken) == 1
+
+
+def test_damaged_tactics_say_how_to_mend_them(engine: Engine) -> None:
+    path = engine.folder / "tactics.json"
+    write_tactics(engine.folder, table(engine, usable_cores(), {"tile_rows": 2}))
+    whole = path.read_bytes()
+    for damaged, says in (
+        (whole.replace(b'"tile_rows": 2', b'"tile_rows": 3'), "checksum"),
+        (whole[: len(whole) // 2], "not readable"),
+        (whole.replace(b'"threads"', b'"treads"'), "not readable"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(EngineError, match=says) as error:
+            engine.executor(n_pages=1)
+        assert "millrace tune" in error.value.mend
+    for bad in (table(engine, 1, {"no_such_knob": 1}), table(engine, 1, {}, kernel="no_such_kernel")):
+        path.write_bytes(msgspec.json.encode(bad))
+        with pytest.raises(EngineError, match="not readable"):
+            read_tactics(engine.folder)
+    write_tactics(engine.folder, table(engine, usable_cores(), {"tile_rows": MATMUL.knobs[0].high + 1}))
+    with pytest.raises(EngineError, match="do not fit"):
+        engine.executor(n_pages=1)
+    path.unlink()
+
+
+def test_knobs_are_in_the_order_of_their_declaration() -> None:
+    values = knob_values("matmul", {"ahead": 7, "tile_rows": 5})
+    assert dict(zip([k.name for k in MATMUL.knobs], values, strict=False)) == {
+        "tile_rows": 5, "task_panels": 0, "ahead": 7
+    }  # fmt: skip
+    assert len(values) == MAX_KNOBS and np.all(np.array(values) >= 0)
