@@ -27,6 +27,7 @@ from millrace.checkpoint.config import ModelConfig
 from millrace.kernels.convert.ref import to_bf16
 
 CONTEXT, PROMPT = 2048, 32
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 # Asks as a program would, and tells what of its own memory is neither weights nor KV pages.
 ASK = """
 import json, sys
@@ -42,12 +43,13 @@ with LLM(sys.argv[1], kv_memory="64M") as llm:
 
 
 def write_checkpoint(shape: str, folder: Path) -> None:
-    """config.json, one file of safetensors in bfloat16, and a tokenizer of bytes."""
+    """config.json, one file of safetensors in bfloat16, a tokenizer of bytes and a template that adds nothing."""
     config, source = SHAPES[shape], random_source(shape, CONTEXT)
     sizes = {n: s for n, s in source.weights.shapes.items() if not (config.tie_embeddings and n == "lm_head.weight")}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(_config(config)))
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(config.vocab_size)))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     header, at = {}, 0
     for name, size in sizes.items():
         end = at + 2 * int(np.prod(size))

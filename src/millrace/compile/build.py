@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,12 +31,13 @@ from millrace.engine.manifest import (
     sealed,
 )  # fmt: skip
 from millrace.engine.native import KvFormat
-from millrace.engine.program import Program
+from millrace.engine.program import Packed, Program
 from millrace.errors import ConfigError, EngineError
 from millrace.graph.types import Graph
 from millrace.kernels.encode import Limits
 from millrace.kernels.library import library
 from millrace.kernels.precision import Precision
+from millrace.machine.cpu import usable_cores
 from millrace.model.module import trace_model
 
 DEFAULT_BATCH = 16
@@ -143,16 +145,25 @@ def _write(source: Source, plan: Plan, folder: Path, name: str, progress: Progre
 
 
 def _write_weights(program: Program, path: Path, progress: Progress) -> str:
-    """Packs one constant after the other into the file; gives its checksum. Memory: the largest one, not all."""
+    """Packs the constants into the file, one a core at a time; gives its checksum. Memory: the largest, not all."""
     if program.weights_bytes == 0:
         path.write_bytes(b"")
         return f"{library().mr_checksum(0, 0):016x}"
     out = np.memmap(path, np.uint8, "w+", shape=(program.weights_bytes,))
-    for packed, offset in zip(program.weights, program.weights_offsets, strict=True):
-        progress(packed.name, offset, program.weights_bytes)
+
+    def pack(packed: Packed, offset: int) -> Packed:
         data = packed.pack()
         assert data.size == packed.nbytes, f"{packed.name}: {data.size} bytes packed, {packed.nbytes} planned"
         out[offset : offset + data.size] = data
+        return packed
+
+    pool, done = ThreadPoolExecutor(usable_cores()), 0  # NumPy lets go of the interpreter while it works
+    try:
+        for packed in pool.map(pack, program.weights, program.weights_offsets):
+            done += packed.nbytes
+            progress(packed.name, done, program.weights_bytes)
+    finally:
+        pool.shutdown(cancel_futures=True)
     out.flush()
     progress("weights", program.weights_bytes, program.weights_bytes)
     return f"{library().mr_checksum(out.ctypes.data, out.size):016x}"
