@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.config import RopeConfig
 from millrace.kernels.convert.ref import pack_rows, to_bf16, to_q8
 from millrace.kernels.declare import RowFormat
-from millrace.kernels.layout import row_bytes
+from millrace.kernels.layout import padded_k, row_bytes, up
 from millrace.kernels.rms_norm.ref import rms_norm
 from millrace.kernels.rope.ref import rope
 from millrace.model.layers import rotary_angles
@@ -37,6 +37,23 @@ def test_convert_stores_the_reference_bytes(n: int, group: int, format: RowForma
     expected = pack_rows(x, format, group)
     size = expected.shape[1] if group == 0 or format == RowFormat.BF16 else stride
     assert (got.reshape(7, stride)[:, :size][expected != 0] == expected[expected != 0]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [0, 15, 40, 99])
+def test_what_is_not_finite_is_not_lost(bad: float, at: int, machine: Machine) -> None:
+    """A group of int8 codes with one such element has the scale NaN; its neighbours are as ever."""
+    x = normal(3, 100, seed=1)
+    x[1, at] = bad
+    stride = row_bytes(RowFormat.Q8, 100, 32)
+    params = {"rows": 0, "n": 100, "x_stride": 100, "y_stride": stride, "format": RowFormat.Q8, "group": 32}
+    got = run_kernel("convert", {"x": x, "y": np.zeros((3, stride), np.uint8)}, params, step_inputs(3), machine)["y"]
+    begin = up(padded_k(100, 32), 4)
+    scales = got.reshape(3, stride)[:, begin : begin + 16].copy().view(np.float32)
+    x[1, at] = 0
+    expected = to_q8(x, 32).scales
+    expected[1, at // 32] = np.nan
+    np.testing.assert_array_equal(scales, expected)
 
 
 @pytest.mark.parametrize("group", [0, 32])

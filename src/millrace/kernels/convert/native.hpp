@@ -1,5 +1,6 @@
 // convert   y = x in the row format of a matrix product: bfloat16 or int8, group by group, each zero-padded to 8
-//   int8: scale = amax / 127, code = nearest(x * (127 / amax)); amax 0 gives scale 0 and codes 0
+//   int8: scale = amax / 127, code = nearest(x * (127 / amax)); amax 0 gives scale 0 and codes 0. A group with an element
+//   that is not finite has the scale NaN, so that what follows of it is seen to be nothing
 //   x (rows, n) float | y (rows, y_stride bytes): codes, then a float scale and an int32 sum of codes per group
 #pragma once
 namespace millrace::MILLRACE_ISA {
@@ -25,12 +26,10 @@ inline void to_q8_row(const float* x, int64_t n, int64_t group, uint8_t* y) {
     const float* from = x + g * size;
     const int64_t count = (g + 1) * size < n ? size : n - g * size, width = up(count, group ? 8 : 2);
     auto* out = reinterpret_cast<int8_t*>(y + g * padded);
-    F most = zero();
+    F check = zero();
+    const float amax = row_magnitude(from, count, check);
+    scales[g] = amax / 127.0f + sum(check);
     int64_t i = 0;
-    for (; i + 16 <= count; i += 16) most = max(abs(load(from + i)), most);
-    most = max(abs(load(from + i, static_cast<int>(count - i))), most);
-    const float amax = largest(most);
-    scales[g] = amax / 127.0f;
     const F inverse = splat(amax > 0.0f ? 127.0f / amax : 0.0f);
     I total = splat_i(0);
     for (i = 0; i + 16 <= count; i += 16) {
