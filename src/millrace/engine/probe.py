@@ -65,36 +65,51 @@ def peak_rates(isa: str, precision: str, threads: int) -> list[float]:
 
 
 def matmul_rates(isa: str, precision: str, threads: int) -> list[float]:
-    """Operations a second of our kernel on (ROWS, K) x (N, K), run as a program of one step."""
-    rows, weights, group = _FORMATS[precision]
-    x_stride, w_bytes = row_bytes(rows, K, group), matrix_bytes(weights, N, K, group)
+    """Operations a second of our kernel on (ROWS, K) x (N, K)."""
+    return [2.0 * ROWS * N * K / seconds for seconds in product_seconds(isa, precision, threads, ROWS, N, K)]
+
+
+def product_bytes(precision: str, n: int, k: int) -> int:
+    """Of packed weights (n, k)."""
+    _, weights, group = _FORMATS[precision]
+    return matrix_bytes(weights, n, k, group)
+
+
+def product_seconds(
+    isa: str, precision: str, threads: int, rows: int, n: int, k: int, *, repeats: int = 1
+) -> list[float]:
+    """Seconds of (rows, k) x (n, k) by our kernel, one figure per round: a program of `repeats` products of one matrix.
+
+    raises MachineError for an instruction set that this CPU lacks, EngineError for sizes that no kernel takes
+    """
+    format, weights, group = _FORMATS[precision]
+    x_stride, w_bytes = row_bytes(format, k, group), matrix_bytes(weights, n, k, group)
     params: dict[str, Param] = {
-        "rows": 0, "n": N, "k": K, "group": group, "format": int(rows), "weights": int(weights),
-        "x_stride": x_stride, "y_stride": N,
+        "rows": 0, "n": n, "k": k, "group": group, "format": int(format), "weights": int(weights),
+        "x_stride": x_stride, "y_stride": n,
     }  # fmt: skip
     operands = {
         "x": Ref(Space.ACTIVATIONS, 0),
         "w": Ref(Space.WEIGHTS, 0),
-        "y": Ref(Space.ACTIVATIONS, ROWS * x_stride),
+        "y": Ref(Space.ACTIVATIONS, rows * x_stride),
     }
-    limits = Limits(T=ROWS, S=1)
     program = NativeProgram(
-        steps=encode("matmul", operands, params, limits), n_steps=1, weights=np.full(w_bytes, _FILL, np.uint8),
-        weights_bytes=w_bytes, activation_bytes=ROWS * (x_stride + 4 * N), logits_offset=-1, max_step_tokens=ROWS,
-        max_sequences=1, max_context=ROWS, vocab_size=1,
-        kv=KvShape(layers=0, heads=1, head_dim=16, format=KvFormat.F32),
+        steps=encode("matmul", operands, params, Limits(T=rows, S=1)) * repeats, n_steps=repeats,
+        weights=np.full(w_bytes, _FILL, np.uint8), weights_bytes=w_bytes,
+        activation_bytes=rows * (x_stride + 4 * n), logits_offset=-1, max_step_tokens=rows, max_sequences=1,
+        max_context=rows, vocab_size=1, kv=KvShape(layers=0, heads=1, head_dim=16, format=KvFormat.F32),
     )  # fmt: skip
     executor = NativeExecutor(program, n_pages=0, threads=threads, isa=isa)
     try:
         executor.activations()[:] = _FILL
-        return [2.0 * ROWS * N * K / seconds for seconds in _timed(executor)]
+        return [seconds / repeats for seconds in _timed(executor, rows)]
     finally:
         executor.close()
 
 
-def _timed(executor: NativeExecutor) -> list[float]:
+def _timed(executor: NativeExecutor, rows: int) -> list[float]:
     """Seconds of one step, averaged over each round."""
-    step = _whole_step()
+    step = _whole_step(rows)
     start = time.perf_counter()
     executor.run(step)
     once = time.perf_counter() - start
@@ -108,12 +123,12 @@ def _timed(executor: NativeExecutor) -> list[float]:
     return rounds
 
 
-def _whole_step() -> StepInputs:
-    """ROWS tokens of one sequence, nothing sampled, no KV pages."""
+def _whole_step(rows: int) -> StepInputs:
+    """So many tokens of one sequence, nothing sampled, no KV pages."""
     empty = np.zeros(0, np.int32)
     return StepInputs(
-        tokens=np.zeros(ROWS, np.int32), positions=np.arange(ROWS, dtype=np.int32),
-        starts=np.array([0, ROWS], np.int32), pages=empty, page_starts=np.zeros(2, np.int32),
+        tokens=np.zeros(rows, np.int32), positions=np.arange(rows, dtype=np.int32),
+        starts=np.array([0, rows], np.int32), pages=empty, page_starts=np.zeros(2, np.int32),
         sampling=np.zeros(0, SAMPLING), history=empty, bias_ids=empty, bias_values=np.zeros(0, np.float32),
     )  # fmt: skip
 
