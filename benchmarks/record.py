@@ -1,14 +1,17 @@
 """What every result file says about where its numbers come from, and where it is written."""
 
+import argparse
 import datetime
 import json
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shapes import SHAPES
 from millrace.machine.cpu import cpu_model, huge_pages, memory, usable_cores
 
 RESULTS = Path(__file__).parent / "results"
@@ -48,3 +51,22 @@ def write_result(name: str, result: Mapping[str, Any], folder: Path = RESULTS) -
     path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def shape_command(
+    name: str, doc: str | None, run: Callable[[str, str, int, Path], dict[str, Any]],
+    summary: Callable[[dict[str, Any]], str],
+) -> None:  # fmt: skip
+    """The command line of a benchmark of one shape: run(shape, precision, rounds, empty folder) -> the result."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=[*SHAPES], default="llama-143m", help="default: %(default)s")
+    parser.add_argument("--precision", default="w4a8", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print the result instead of a summary")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        result = run(args.shape, args.precision, args.rounds, Path(temporary))
+    path = write_result(f"{name}-{result['date']}-{args.shape}", result)
+    print(json.dumps(result) if args.json else f"{summary(result)}\n{path}")

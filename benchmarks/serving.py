@@ -7,16 +7,12 @@ the same tokens are asked of the same engine in this process. Clients, server an
 where everything runs on one machine. Writes results/serving-DATE-SHAPE.json.
 """
 
-import argparse
-import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import provenance, write_result
-from benchmarks.shapes import SHAPES
+from benchmarks.record import provenance, shape_command
 from benchmarks.start import timed, write_checkpoint
 from millrace.cli.load import Ask, ask_all, quantile
 from millrace.cli.server_process import ServerProcess
@@ -70,30 +66,15 @@ def run(shape: str, precision: str, rounds: int, folder: Path) -> dict[str, Any]
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
-    parser.add_argument("--shape", choices=[*SHAPES], default="llama-143m")
-    parser.add_argument("--precision", default="w4a8")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="print the result instead of a summary")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        result = run(args.shape, args.precision, args.rounds, Path(temporary))
-    path = write_result(f"serving-{result['date']}-{args.shape}", result)
-    print(json.dumps(result) if args.json else summary(result, path))
-
-
-def summary(result: dict[str, Any], path: Path) -> str:
+def summary(result: dict[str, Any]) -> str:
     lines = [f"{result['shape']} {result['precision']}, prompt {PROMPT}, {NEW} new tokens each, prompts included"]
     for load in result["loads"]:
         http, alone = load["http_tokens_per_s"], load["in_process_tokens_per_s"]
         lines.append(
             f"  {load['users']:2} users: {http:.0f} tok/s over HTTP, {alone:.0f} in process; cost {load['cost']:.1%}"
         )
-    return "\n".join([*lines, f"  {path}"])
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    shape_command("serving", __doc__, run, summary)

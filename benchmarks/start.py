@@ -7,21 +7,19 @@ with the command line, then starts processes that answer a prompt of 32 tokens w
 results/start-DATE-SHAPE.json.
 """
 
-import argparse
 import json
 import os
 import statistics
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.record import provenance, write_result
+from benchmarks.record import provenance, shape_command
 from benchmarks.shapes import SHAPES, random_source
 from millrace.checkpoint.config import ModelConfig
 from millrace.kernels.convert.ref import to_bf16
@@ -115,30 +113,14 @@ def run(shape: str, precision: str, rounds: int, folder: Path) -> dict[str, Any]
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.start", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
-    parser.add_argument("--shape", choices=[*SHAPES], default="llama-143m")
-    parser.add_argument("--precision", default="w4a8")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="print the result instead of a summary")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        result = run(args.shape, args.precision, args.rounds, Path(temporary))
-    path = write_result(f"start-{result['date']}-{args.shape}", result)
-    print(json.dumps(result) if args.json else summary(result, path))
-
-
-def summary(result: dict[str, Any], path: Path) -> str:
+def summary(result: dict[str, Any]) -> str:
     return "\n".join([
         f"{result['shape']} {result['precision']}",
         f"  build, checkpoint in the page cache   {result['build_s']:.1f} s",
         f"  process start to first token          {result['start_to_first_token_s']:.2f} s",
         f"  resident beyond weights and KV        {result['resident_beyond_bytes'] / 2**20:.0f} MiB",
-        f"  {path}",
     ])  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    shape_command("start", __doc__, run, summary)

@@ -102,7 +102,7 @@ def test_merging_keeps_what_it_does_not_replace(tmp_path: Path) -> None:
     cache, draw = TimingCache(tmp_path / "timings.json"), random.Random(1)
     expected: dict[str, dict[str, dict[int, Choice]]] = {}
     for i in range(50):
-        machine, region = draw.choice("AB"), draw.choice("xyz")
+        machine, region = draw.choice("AB"), draw.choice(["matmul x", "matmul y", "matmul z"])
         choices = [Choice(rows, {"ahead": i}, []) for rows in draw.sample([1, 4, 16], draw.randint(1, 3))]
         cache.merge(machine, {region: choices})
         expected.setdefault(machine, {}).setdefault(region, {}).update({c.rows: c for c in choices})
@@ -111,11 +111,27 @@ def test_merging_keeps_what_it_does_not_replace(tmp_path: Path) -> None:
     }
 
 
-def test_a_cache_that_cannot_be_read_is_an_error(engine: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"machine": [1, 2',
+        "[]",
+        '{"m": {"matmul x": [{"rows": -1, "knobs": {}, "compared": []}]}}',
+        '{"m": {"matmul x": [{"rows": 1, "knobs": {"no_such_knob": 1}, "compared": []}]}}',
+        '{"m": {"matmul x": [{"rows": 1, "knobs": {"ahead": 2147483647}, "compared": []}]}}',
+    ],
+)
+def test_a_cache_that_cannot_be_read_is_an_error(engine: Engine, tmp_path: Path, content: str) -> None:
     path = tmp_path / "timings.json"
-    path.write_text('{"machine": [1, 2')
+    path.write_text(content)
     with pytest.raises(MachineError, match="timing cache"):
         tune(engine, Tuning(0.01, cache=TimingCache(path)))
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_a_build(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    table = tune(engine, Tuning(SECONDS, cache=TimingCache(tmp_path / "file" / "timings.json")))
+    assert "could not be kept" in table.note and any(r.choices for r in table.regions)
 
 
 def test_without_the_memory_nothing_is_timed_and_the_table_says_so(

@@ -117,11 +117,13 @@ def test_damaged_tactics_say_how_to_mend_them(engine: Engine) -> None:
         with pytest.raises(EngineError, match=says) as error:
             engine.executor(n_pages=1)
         assert "millrace tune" in error.value.mend
-    for bad in (table(engine, 1, {"no_such_knob": 1}), table(engine, 1, {}, kernel="no_such_kernel")):
+    too_high = table(engine, 1, {"tile_rows": MATMUL.knobs[0].high + 1})
+    for bad in (too_high, table(engine, 1, {"no_such_knob": 1}), table(engine, 1, {"ahead": 1}, kernel="no_kernel")):
         path.write_bytes(msgspec.json.encode(bad))
         with pytest.raises(EngineError, match="not readable"):
             read_tactics(engine.folder)
-    write_tactics(engine.folder, table(engine, usable_cores(), {"tile_rows": MATMUL.knobs[0].high + 1}))
+    elsewhere = Region("a norm", "matmul", [1], [Choice(4, {"tile_rows": 1}, [])])
+    write_tactics(engine.folder, msgspec.structs.replace(table(engine, usable_cores(), {}), regions=[elsewhere]))
     with pytest.raises(EngineError, match="do not fit"):
         engine.executor(n_pages=1)
     path.unlink()

@@ -115,15 +115,15 @@ class Tables:
 def tuned(tables: Tables) -> str:
     """For what machine the kernels were timed, and what came of it."""
     found, table = tables.tuning(), tables.tactics
-    if table is None or not table.regions or found["note"]:
-        return found["note"] or "nothing to tune"
-    choices = sum(len(r.choices) for r in table.regions)
+    choices = sum(len(r.choices) for r in table.regions) if table else 0
+    if table is None or not choices:
+        return found["note"] or "nothing was tuned"
     here = fingerprint(usable_isas()[0])
     elsewhere = "" if table.machine == here else f"; here is {machine(here)}: millrace tune {tables.engine.folder}"
     threads = f"{table.threads} thread" + ("" if table.threads == 1 else "s")
     return (
         f"for {threads} on {machine(table.machine)}{elsewhere}; {found['timed']} settings timed, "
-        f"{found['changed']} of {choices} choices are not the rule"
+        f"{found['changed']} of {choices} choices are not the rule" + (f"; {table.note}" if table.note else "")
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.engine.tactics import Choice
+from millrace.engine.tactics import Choice, knob_values
 from millrace.errors import MachineError
 from millrace.kernels.library import library_path
 from millrace.machine.cpu import fingerprint
@@ -39,10 +39,15 @@ class TimingCache:
     def read(self) -> Timings:
         """raises MachineError where the file cannot be read"""
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=Timings)
-        except FileNotFoundError:
+            timings = msgspec.json.decode(self._path.read_bytes(), type=Timings)
+            for regions in timings.values():
+                for region, choices in regions.items():
+                    for choice in choices:
+                        knob_values(region.split(" ")[0], choice.knobs)
+            return timings
+        except (FileNotFoundError, NotADirectoryError):
             return {}
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, ValueError) as error:
             raise MachineError(
                 f"the timing cache {self._path} cannot be read: {error}",
                 "JSON as millrace writes it",

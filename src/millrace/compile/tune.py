@@ -117,8 +117,11 @@ def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> Ta
         note = "not timed: the weights do not fit into the memory that is free"
     elif missing:
         found = _timed(engine, works, missing, _Clock(tuning.seconds, len(missing), progress), threads)
-        if cache:
-            cache.merge(key, found)
+        try:
+            if cache:
+                cache.merge(key, found)
+        except OSError as error:
+            note = f"what was timed could not be kept for other builds: {error}"
     done = [
         Region(w.name, w.kernel, w.steps, [w.known[c.rows] for c in cases if c.rows in w.known and w.takes_part(c)])
         for w in works.values()
@@ -180,7 +183,11 @@ class _Clock:
     n_cases: int
     progress: Progress | None
     cases_done: int = 0
-    started: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+
+    def start(self) -> None:
+        """When the weights are loaded."""
+        self.started = time.perf_counter()
 
     def slice(self, comparisons: int) -> float:
         return self.seconds / (self.n_cases * comparisons)
@@ -201,6 +208,7 @@ def _timed(
     """The choices that were not known before; they are added to `works`."""
     executor = engine.executor(n_pages=_pages(engine), threads=threads, tuned=False)
     found: dict[str, list[Choice]] = {}
+    clock.start()
     try:
         for case in cases:
             clock.begin(case)

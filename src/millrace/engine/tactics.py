@@ -60,7 +60,7 @@ class TacticTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: dict[str, str | int]  # cpu, isa, cores
     threads: Count
     regions: list[Region]
-    note: str = ""  # why there is nothing, where there is nothing
+    note: str = ""  # what went wrong
     checksum: str = ""  # of all of the above
 
     def is_for(self, machine: Mapping[str, str | int], threads: int) -> bool:
@@ -78,13 +78,16 @@ class TacticTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def knob_values(kernel: str, knobs: Mapping[str, int]) -> tuple[int, ...]:
-    """In the kernel's order. raises KeyError for a knob that it does not have"""
-    names = [k.name for k in next(k for k in KERNELS if k.name == kernel).knobs]
+    """In the kernel's order. raises ValueError for a kernel, a knob or a value that there is not"""
+    declared = {knob.name: (i, knob.high) for k in KERNELS if k.name == kernel for i, knob in enumerate(k.knobs)}
     values = [0] * MAX_KNOBS
     for name, value in knobs.items():
-        if name not in names:
-            raise KeyError(f"{kernel} has no knob {name}")
-        values[names.index(name)] = value
+        if name not in declared:
+            raise ValueError(f"no kernel {kernel} has a knob {name}")
+        at, high = declared[name]
+        if not 0 <= value <= high:
+            raise ValueError(f"{name} of {kernel} is {value}, not 0 to {high}")
+        values[at] = value
     return tuple(values)
 
 
@@ -98,7 +101,7 @@ def read_tactics(folder: Path) -> TacticTable | None:
     try:
         table = msgspec.json.decode(path.read_bytes(), type=TacticTable)
         table.entries()
-    except (msgspec.DecodeError, KeyError, StopIteration) as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise _damaged(folder, f"it is not readable: {error}") from error
     if table != _sealed(table):
         raise _damaged(folder, "its checksum differs")
