@@ -82,8 +82,9 @@ class Checkpoint:
 
     def identity(self) -> str:
         """32 hexadecimal digits: equal for equal checkpoints. Small files count by content, weights by their headers,
-        sizes and times of last change (reading them would take longer than what the key is for)."""
+        sizes, times of last change and a sample (reading all would take longer than what the key is for)."""
         digest = hashlib.blake2b(self.tensors.header_digest.encode(), digest_size=16)
+        digest.update(self.tensors.sample_digest().encode())
         for name in SMALL_FILES:
             path = self.folder / name
             content = path.read_bytes() if path.is_file() else b""
@@ -98,6 +99,12 @@ def _open_folder(folder: Path) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}", "the folder of a checkpoint", "check the path")
     if not (folder / CONFIG).is_file():
+        files = sorted(p.name for p in folder.glob("*.gguf"))
+        if files:
+            raise CheckpointError(
+                f"{folder} has GGUF files but no {CONFIG}", "one file, or a checkpoint's folder",
+                f"name the file: {folder / files[0]}",
+            )  # fmt: skip
         raise CheckpointError(
             f"{folder} has no {CONFIG}", "the folder of a Hugging Face checkpoint", "name the folder that has it"
         )

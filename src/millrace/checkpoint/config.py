@@ -217,10 +217,11 @@ def _head_dim(read: _Reader, hidden_size: int, n_heads: int) -> int:
             raise _wrong(
                 "hidden_size", hidden_size, f"a multiple of num_attention_heads {n_heads}, or an explicit head_dim"
             )
-        return hidden_size // n_heads
-    head_dim = read.positive_int("head_dim")
-    if head_dim % 2:
-        raise _wrong("head_dim", head_dim, "an even number, because RoPE rotates pairs")
+        head_dim = hidden_size // n_heads
+    else:
+        head_dim = read.positive_int("head_dim")
+    if head_dim % 8 or head_dim > 512:
+        raise _wrong("head_dim", head_dim, "a multiple of 8, at most 512: no kernel takes others")
     return head_dim
 
 

@@ -55,7 +55,10 @@ def build_engine(
     from millrace.compile.build import plan_engine, write_engine
     from millrace.compile.source import Source
 
-    source = Source.from_checkpoint(Checkpoint.open(checkpoint), build.max_context)
+    opened = Checkpoint.open(checkpoint)
+    if checkpoint.is_file():  # a GGUF holds its tokenizer; a folder may be built without one
+        _ = opened.tokenizer
+    source = Source.from_checkpoint(opened, build.max_context)
     options = build_options(build, source.own_precision, precisions)
     write_engine(source, plan_engine(source, options), output, name=name, progress=report, tuning=tuning)
     return Engine.open(output)

@@ -32,7 +32,7 @@ from millrace.engine.manifest import (
 )  # fmt: skip
 from millrace.engine.native import KvFormat
 from millrace.engine.program import Packed, Program
-from millrace.errors import ConfigError, EngineError
+from millrace.errors import CheckpointError, ConfigError, EngineError
 from millrace.graph.types import Graph
 from millrace.kernels.encode import Limits
 from millrace.kernels.library import library
@@ -152,7 +152,10 @@ def _write_weights(program: Program, path: Path, progress: Progress) -> str:
     out = np.memmap(path, np.uint8, "w+", shape=(program.weights_bytes,))
 
     def pack(packed: Packed, offset: int) -> Packed:
-        data = packed.pack()
+        try:
+            data = packed.pack()
+        except CheckpointError as error:
+            raise CheckpointError(f"{packed.name} has {error.what}", error.expected, error.mend) from error
         assert data.size == packed.nbytes, f"{packed.name}: {data.size} bytes packed, {packed.nbytes} planned"
         out[offset : offset + data.size] = data
         return packed

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.engine.engine import Engine
 from millrace.errors import CheckpointError
+from millrace.kernels.matmul.quantise import quantise_matrix
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 from tests.support.engines import build, last_logits
 from tests.support.gguf_files import BLOCKY, write_gguf
@@ -106,6 +107,25 @@ def test_identity(tmp_path: Path) -> None:
     other = write_gguf(tmp_path / "o.gguf", folder, edit=lambda w: w.add_name("another"))
     os.utime(other, ns=(1, 1))
     assert Checkpoint.open(other).identity() != first
+    tuned = write_gguf(tmp_path / "t.gguf", random_checkpoint(tmp_path / "tuned", "llama", seed=4))
+    os.utime(tuned, ns=(1, 1))
+    assert tuned.stat().st_size == path.stat().st_size
+    assert Checkpoint.open(tuned).identity() != first, "other weights behind the same header"
+
+
+def test_a_folder_with_a_gguf_file_says_so(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", random_checkpoint(tmp_path / "made", "llama"))
+    with pytest.raises(CheckpointError, match="has GGUF files"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_that_are_not_finite_are_no_weights(bits: int) -> None:
+    for bad in (np.nan, np.inf, -np.inf):
+        w = np.ones((3, 64), np.float32)
+        w[1, 40] = bad
+        with pytest.raises(CheckpointError, match="not finite"):
+            quantise_matrix(w, bits, 32)
 
 
 def test_a_vocabulary_larger_than_the_model(tmp_path: Path) -> None:

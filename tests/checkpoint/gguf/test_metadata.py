@@ -95,13 +95,16 @@ def test_a_missing_key_is_named(tmp_path: Path, llama: Path, key: str) -> None:
         (with_value("llama.block_count", "two", STRING), "'two'"),
         (with_value("llama.attention.head_count", 0, U32), "at least 1"),
         (with_value("llama.attention.head_count_kv", 3, U32), "a divisor"),
-        (with_value("llama.attention.key_length", 63, U32), "even"),
+        (with_value("llama.attention.key_length", 62, U32), "multiple of 8"),
         (with_value("llama.attention.value_length", 32, U32), "the size of a head"),
         (with_value("llama.rope.dimension_count", 32, U32), "the size of a head"),
         (with_value("llama.embedding_length", 321, U32), "by the file's metadata"),
         (with_value("llama.vocab_size", 5, U32), "1003"),
         (with_value("llama.rope.freq_base", float("nan"), F32), "positive number"),
         (with_value("llama.rope.scaling.type", "yarn", STRING), "none or linear"),
+        (with_value("llama.rope.scaling.factor", 0.5, F32), "at least 1"),
+        (with_value("llama.rope.freq_base", 1e-300, gguf.GGUFValueType.FLOAT64), "float32 can hold"),
+        (with_value("general.type", "adapter", STRING), "the model's own file"),
         (with_value("llama.attention.layer_norm_rms_epsilon", -1.0, F32), "positive number"),
         (with_value("llama.expert_count", 8, U32), "0: no other"),
         (with_value("llama.atention.head_count", 8, U32), "attention.head_count"),
@@ -124,6 +127,31 @@ def test_values_that_change_nothing(tmp_path: Path, llama: Path) -> None:
         writer.add_uint32("tokenizer.ggml.unknown_token_id2", 1)
 
     assert Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=edit)).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "old", "expected"),
+    [
+        (None, None, None, 1), (None, 4.0, None, 4), (None, None, 2.0, 2), ("linear", 4.0, 2.0, 4),
+        ("linear", None, 2.0, 2),
+        ("none", 4.0, None, 1), ("none", None, 4.0, 1), ("linear", None, None, 1),
+    ],
+)  # fmt: skip
+def test_scaling_of_positions_is_read_as_llama_cpp_reads_it(
+    tmp_path: Path, llama: Path, kind: str | None, factor: float | None, old: float | None, expected: float
+) -> None:
+    """Without a type it is linear; a type of none turns off whatever else is there."""
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        if kind is not None:
+            writer.add_string("llama.rope.scaling.type", kind)
+        if factor is not None:
+            writer.add_float32("llama.rope.scaling.factor", factor)
+        if old is not None:
+            writer.add_float32("llama.rope.scale_linear", old)
+
+    rope = Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=edit)).config.rope
+    assert (rope.factor if rope.kind == "linear" else 1) == expected
 
 
 def test_sampling_defaults(tmp_path: Path, llama: Path) -> None:

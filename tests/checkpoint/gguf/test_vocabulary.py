@@ -204,6 +204,8 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"pre": "qwen3.5"}, "one of gpt-2"),
     ({"tokens": ["a", "a", "ab", "<s>", "x"]}, "each token once"),
     ({"tokens": 3}, "an array of strings"),
+    ({"tokens": [], "token_type": np.zeros(0, int), "bos_token_id": None, "eos_token_id": None}, "at least one token"),
+    ({**SPM, "scores": np.full(5, 1e300)}, "finite numbers"),
     ({"token_type": np.array([1, 1])}, "an array of 5 integers"),
     ({"token_type": np.array([1, 1, 1, 3, 7])}, "types from 1 to 6"),
     ({"token_type": "1"}, "an array of 5 integers"),
@@ -233,6 +235,43 @@ def test_an_original_that_is_of_another_model(text: str) -> None:
     values = {**keys().values, "tokenizer.huggingface.json": text}
     with pytest.raises(CheckpointError, match=r"tokenizer\.huggingface\.json"):
         tokenizer_files(Keys(Path("m.gguf"), values))
+
+
+def original(**more: object) -> str:
+    """The tokenizer.json of `keys()`, which puts <s> before a text."""
+    raw = json.loads(tokenizer_files(keys(add_bos_token=True))["tokenizer.json"])
+    return json.dumps(raw | more)
+
+
+def test_the_files_flags_are_above_an_originals_own() -> None:
+    def encoded(**flags: bool) -> list[int]:
+        values = {**keys(**flags).values, "tokenizer.huggingface.json": original()}
+        return make_tokenizer(tokenizer_files(Keys(Path("m.gguf"), values)), Path("m.gguf")).encode("ab")
+
+    assert encoded() == [3, 2] == encoded(add_bos_token=True)
+    assert encoded(add_bos_token=False) == [2] and encoded(add_bos_token=False, add_eos_token=True) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"added_tokens": [{"id": 5, "content": "x"}]},
+        {"added_tokens": [{"id": "5", "content": "x"}]},
+        {"post_processor": {"type": "TemplateProcessing", "special_tokens": {"x": {"ids": [2, 999]}}}},
+        {"post_processor": {"type": "Sequence", "processors": [{"special_tokens": {"x": {"ids": [-1]}}}]}},
+    ],
+)
+def test_an_original_that_names_ids_that_are_not_there(more: dict[str, object]) -> None:
+    values = {**keys().values, "tokenizer.huggingface.json": original(**more)}
+    with pytest.raises(CheckpointError, match="ids below 5"):
+        tokenizer_files(Keys(Path("m.gguf"), values))
+
+
+def test_bytes_of_sentencepiece_are_known_by_name_where_types_are_missing() -> None:
+    byte_names = [f"<0x{i:02X}>" for i in range(256)]
+    changes = {"tokens": ["<unk>", "a", *byte_names], "scores": np.zeros(258, np.float32), "token_type": None}
+    ours = tokenizer(**{**SPM, **changes, "bos_token_id": None, "eos_token_id": None, "add_space_prefix": False})
+    assert ours.encode("a\t", add_special_tokens=False) == [1, 2 + 9]
 
 
 def test_no_template_is_no_chat_model(tmp_path: Path) -> None:

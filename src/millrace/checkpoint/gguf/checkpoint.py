@@ -10,11 +10,11 @@ import numpy as np
 
 from millrace.checkpoint.checkpoint import GENERATION_CONFIG, Checkpoint
 from millrace.checkpoint.generation import GenerationDefaults, read_generation
-from millrace.checkpoint.gguf.metadata import Keys, read_model
+from millrace.checkpoint.gguf.metadata import Keys, check_is_model, read_model
 from millrace.checkpoint.gguf.reader import GgufFile
 from millrace.checkpoint.gguf.tensors import GgufTensors, rope_divisors
 from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
-from millrace.checkpoint.tokenizer import Files
+from millrace.checkpoint.tokenizer import Files, Tokenizer, make_tokenizer
 from millrace.errors import CheckpointError
 
 _SAMPLING = "general.sampling."
@@ -37,14 +37,25 @@ class GgufCheckpoint(Checkpoint):
         generation = {GENERATION_CONFIG: json.dumps(said).encode()} if said else {}
         return {**generation, **tokenizer_files(self.keys)}
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """raises CheckpointError, which names this file: what it was written into is nobody's to mend"""
+        try:
+            return make_tokenizer(self.files, self.folder)
+        except CheckpointError as error:
+            what = error.what.replace(f"{self.folder}/", "")
+            raise CheckpointError(
+                f"{self.folder}: its tokenizer cannot be used: {what}", error.expected, "choose another file"
+            ) from error
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self.config.eos_token_ids
 
     def identity(self) -> str:
-        """Everything but the weights is in the header; they count by the file's size and time of last change."""
-        status = self.folder.stat()
-        whole = f"{self.tensors.header_digest} {status.st_size} {status.st_mtime_ns}"
+        """Everything but the weights is in the header; they count by size, time of last change and a sample."""
+        status, tensors = self.folder.stat(), self.tensors
+        whole = f"{tensors.header_digest} {tensors.sample_digest()} {status.st_size} {status.st_mtime_ns}"
         return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
 
 
@@ -55,6 +66,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}", "a file that may be read", "check it") from error
     keys = Keys(path, file.metadata)
+    check_is_model(keys)
     specials = read_specials(keys)
     config = read_model(file, specials.bos, specials.eos)
     outside = [i for i in (specials.bos, *specials.eos) if i is not None and i >= config.vocab_size]

@@ -80,8 +80,8 @@ class Keys:
     def number(self, key: str, missing: float | None = None) -> float:
         """A finite number above zero. Files hold float32; its shortest decimal is what was meant (1e-5)."""
         value = self.values.get(key, missing)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise self.wrong(key, "a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30:
+            raise self.wrong(key, "a positive number that float32 can hold")
         return float(str(np.float32(value))) if isinstance(value, float) else float(value)
 
     def text(self, key: str, missing: str | None = None) -> str:
@@ -117,11 +117,6 @@ def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelCo
     """`bos`, `eos`: as the tokenizer's keys have them. raises CheckpointError"""
     keys = Keys(file.path, file.metadata)
     arch = keys.text("general.architecture")
-    if arch not in ARCHITECTURES:
-        raise keys.wrong("general.architecture", "one of " + ", ".join(ARCHITECTURES), "choose a supported family")
-    if keys.integer("split.count", 1) != 1:
-        mend = "join its parts into one file: llama-gguf-split --merge FIRST_PART WHOLE"
-        raise keys.wrong("split.count", "1 (a model in one file)", mend)
     _check_keys(keys, arch)
     n_heads = keys.integer(f"{arch}.attention.head_count")
     n_kv_heads = keys.integer(f"{arch}.attention.head_count_kv", n_heads)
@@ -150,6 +145,17 @@ def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelCo
     )  # fmt: skip
 
 
+def check_is_model(keys: Keys) -> None:
+    """Parts of split models, adapters, projectors and importance matrices are GGUF files too. raises CheckpointError"""
+    if keys.integer("split.count", 1) != 1:
+        mend = "join its parts into one file: llama-gguf-split --merge FIRST_PART WHOLE"
+        raise keys.wrong("split.count", "1 (a model in one file)", mend)
+    if keys.text("general.type", "model") != "model":
+        raise keys.wrong("general.type", "model", "name the model's own file")
+    if keys.text("general.architecture") not in ARCHITECTURES:
+        raise keys.wrong("general.architecture", "one of " + ", ".join(ARCHITECTURES), "choose a supported family")
+
+
 def _check_keys(keys: Keys, arch: str) -> None:
     prefix = f"{arch}."
     for key, value in keys.values.items():
@@ -169,8 +175,12 @@ def _head_dim(keys: Keys, arch: str, hidden_size: int, n_heads: int) -> int:
     head_dim = keys.integer(f"{arch}.attention.key_length", max(hidden_size // n_heads, 1))
     if f"{arch}.attention.key_length" not in keys.values and hidden_size % n_heads:
         raise keys.wrong(f"{arch}.embedding_length", f"a multiple of {n_heads} heads, or an attention.key_length")
-    if head_dim % 2:
-        raise keys.wrong(f"{arch}.attention.key_length", "an even number, because RoPE rotates pairs")
+    if head_dim % 8 or head_dim > 512:
+        what = f"{arch}.embedding_length / {arch}.attention.head_count, or {arch}.attention.key_length,"
+        raise CheckpointError(
+            f"{keys.path}: {what} gives heads of {head_dim}", "a multiple of 8, at most 512: no kernel takes others",
+            "choose another model",
+        )  # fmt: skip
     for name in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(f"{arch}.{name}", head_dim) != head_dim:
             raise keys.wrong(f"{arch}.{name}", f"{head_dim}, the size of a head", "choose another model")
@@ -192,11 +202,13 @@ def _vocab_size(file: GgufFile, keys: Keys, arch: str) -> int:
 def _rope(keys: Keys, arch: str) -> RopeConfig:
     """`rope_freqs.weight` is added by who reads tensors (`GgufTensors.rope_divisors`)."""
     theta = keys.number(f"{arch}.rope.freq_base", 10_000.0)
-    kind = keys.text(f"{arch}.rope.scaling.type", "none")
-    old = keys.number(f"{arch}.rope.scale_linear", 1.0)  # before there was a type
+    kind = keys.text(f"{arch}.rope.scaling.type", "linear")  # as llama.cpp takes it where a file does not say
     if kind not in ("none", "linear"):
         raise keys.wrong(f"{arch}.rope.scaling.type", "none or linear", "choose a model without this scaling")
-    factor = keys.number(f"{arch}.rope.scaling.factor", old) if kind == "linear" else old
+    old = keys.number(f"{arch}.rope.scale_linear", 1.0)  # its name before there was a type
+    factor = keys.number(f"{arch}.rope.scaling.factor", old)
     if factor < 1:
         raise keys.wrong(f"{arch}.rope.scaling.factor", "at least 1")
-    return RopeConfig(theta=theta) if factor == 1 else RopeConfig(theta=theta, kind="linear", factor=factor)
+    if factor == 1 or kind == "none":
+        return RopeConfig(theta=theta)
+    return RopeConfig(theta=theta, kind="linear", factor=factor)

@@ -28,6 +28,7 @@ from millrace.errors import CheckpointError
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 100_000_000  # a vocabulary of 256,000 tokens with its merges takes 10 MB
+MAX_ENTRIES, MAX_STRINGS = 1 << 16, 1 << 22  # far more than any model has; reading more would take seconds
 MAX_NAME_BYTES = 65_535  # of a key; tensors' names have 64 at most, by the format
 MAX_DIMENSIONS = 4
 
@@ -145,6 +146,8 @@ class _Cursor:
         data, at, end, length = self.data, self.at, self.end, struct.Struct("<Q")
         if count > (end - at) // 8:
             self._ends(key)
+        if count > MAX_STRINGS:
+            damaged(self.path, f"has {count} texts in {key}", f"at most {MAX_STRINGS}")
         found: list[bytes] = []
         for _ in range(count):
             (n,) = length.unpack_from(data, at) if end - at >= 8 else (end,)
@@ -174,6 +177,8 @@ def _read(path: Path, cursor: _Cursor, size: int) -> GgufFile:
         order = "is big endian" if version in (2 << 24, 3 << 24) else f"is of version {version}"
         damaged(path, order, "GGUF version 2 or 3, little endian", "convert the model again with a recent llama.cpp")
     n_tensors, n_pairs = cursor.u64("the number of tensors"), cursor.u64("the number of metadata pairs")
+    if max(n_tensors, n_pairs) > MAX_ENTRIES:
+        damaged(path, f"promises {n_tensors} tensors and {n_pairs} metadata pairs", f"at most {MAX_ENTRIES} of each")
     metadata: dict[str, Value] = {}
     for i in range(n_pairs):  # each takes bytes of the header, so a wrong count ends soon
         key = _name(cursor, f"key {i} of {n_pairs}", MAX_NAME_BYTES)
@@ -208,7 +213,10 @@ def _name(cursor: _Cursor, what: str, limit: int) -> str:
     length = cursor.u64(what)
     if not 0 < length <= limit:
         damaged(cursor.path, f"has a name of {length} bytes: {what}", f"1 to {limit}")
-    return cursor._text(cursor.take(length, what), what)
+    name = cursor._text(cursor.take(length, what), what)
+    if not name.isprintable():  # it will stand in messages
+        damaged(cursor.path, f"has a name with control characters: {name!r}", "printable characters")
+    return name
 
 
 def _entry(cursor: _Cursor, i: int, n_tensors: int) -> tuple[str, tuple[int, ...], BlockType, int]:

@@ -5,6 +5,7 @@ Two kinds: "gpt2", byte-level BPE with merges, whose way of cutting a text into 
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -57,6 +58,9 @@ _PRE: Mapping[str, _Words] = {
 }
 
 
+_AROUND = ("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token")
+
+
 @dataclass(frozen=True, slots=True)
 class Specials:
     """What the model needs to know of the tokenizer; `notes` are to be said aloud to the user."""
@@ -69,11 +73,13 @@ class Specials:
 def read_specials(keys: Keys) -> Specials:
     """raises CheckpointError"""
     tokens = keys.texts("tokenizer.ggml.tokens")
+    if not tokens:
+        raise keys.wrong("tokenizer.ggml.tokens", "at least one token")
     spm = _kind(keys) == "llama"
     bos = keys.token("bos", len(tokens), 1 if spm else None)
     named = [keys.token(name, len(tokens)) for name in ("eot", "eom")]
     eos = [i for i in (keys.token("eos", len(tokens), 2 if spm else None), *named) if i is not None]
-    types = _types(keys, len(tokens))
+    types = _types(keys, tokens)
     found = [i for i, text in enumerate(tokens) if types[i] == _CONTROL and text in _ENDS and i not in eos]
     shown = ", ".join(tokens[i] for i in found)
     notes = (f"taken as ends of a turn by their names, as llama.cpp does: {shown}",) if found else ()
@@ -83,7 +89,7 @@ def read_specials(keys: Keys) -> Specials:
 def tokenizer_files(keys: Keys) -> dict[str, bytes]:
     """tokenizer.json or tokenizer.model, and tokenizer_config.json with the chat template. raises CheckpointError"""
     tokens = keys.texts("tokenizer.ggml.tokens")
-    types = _types(keys, len(tokens))
+    types = _types(keys, tokens)
     ids = {
         "bos_token": read_specials(keys).bos,
         "eos_token": keys.token("eos", len(tokens), 2 if _kind(keys) == "llama" else None),
@@ -94,7 +100,7 @@ def tokenizer_files(keys: Keys) -> dict[str, bytes]:
     if "tokenizer.chat_template" in keys.values:
         config["chat_template"] = keys.text("tokenizer.chat_template")
     if ORIGINAL in keys.values:
-        files = {TOKENIZER_JSON: _original(keys, tokens)}
+        files = {TOKENIZER_JSON: _original(keys, tokens, ids)}
     elif _kind(keys) == "llama":
         files, more = _sentencepiece(keys, tokens, types, ids["unk_token"])
         config |= more
@@ -111,11 +117,12 @@ def _kind(keys: Keys) -> str:
     return kind
 
 
-def _types(keys: Keys, n_tokens: int) -> list[int]:
-    """One for each token; all ordinary where the file does not say."""
-    value = keys.values.get("tokenizer.ggml.token_type")
+def _types(keys: Keys, tokens: list[str]) -> list[int]:
+    """One for each token. Where the file says none, bytes go by their names, as in llama.cpp; others are ordinary."""
+    value, n_tokens = keys.values.get("tokenizer.ggml.token_type"), len(tokens)
     if value is None:
-        return [_NORMAL] * n_tokens
+        named = re.compile("<0x[0-9A-F]{2}>") if _kind(keys) == "llama" else None
+        return [_BYTE if named and named.fullmatch(text) else _NORMAL for text in tokens]
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or len(value) != n_tokens:
         raise keys.wrong("tokenizer.ggml.token_type", f"an array of {n_tokens} integers")
     types: list[int] = value.tolist()
@@ -124,7 +131,8 @@ def _types(keys: Keys, n_tokens: int) -> list[int]:
     return types
 
 
-def _original(keys: Keys, tokens: list[str]) -> bytes:
+def _original(keys: Keys, tokens: list[str], ids: Mapping[str, int | None]) -> bytes:
+    """Its tokens are the file's; what is put around a text is what the file's own flags say, where it has them."""
     text = keys.text(ORIGINAL)
     try:
         raw = json.loads(text)
@@ -137,7 +145,26 @@ def _original(keys: Keys, tokens: list[str]) -> bytes:
     for token, i in vocabulary.items():
         if type(i) is not int or not 0 <= i < len(tokens) or tokens[i] != token:
             raise keys.wrong(ORIGINAL, f"the vocabulary of tokenizer.ggml.tokens, which lacks {token!r} as {i}")
-    return text.encode()
+    for i in _ids_beside(raw):
+        if type(i) is not int or not 0 <= i < len(tokens):
+            raise keys.wrong(ORIGINAL, f"ids below {len(tokens)}, the number of tokens, which {str(i)[:30]} is not")
+    if keys.values.keys().isdisjoint(_AROUND):
+        return text.encode()
+    before = ids["bos_token"] if keys.boolean(_AROUND[0], True) else None
+    after = ids["eos_token"] if keys.boolean(_AROUND[1], False) else None
+    return json.dumps({**raw, "post_processor": _template(tokens, before, after)}, ensure_ascii=False).encode()
+
+
+def _ids_beside(raw: Mapping[str, object]) -> list[object]:
+    """All ids that a tokenizer.json names outside of its vocabulary."""
+    added, processor = raw.get("added_tokens"), raw.get("post_processor")
+    found = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    parts = [processor, *processor.get("processors", [])] if isinstance(processor, dict) else []
+    for part in parts:
+        special = part.get("special_tokens") if isinstance(part, dict) else None
+        for token in special.values() if isinstance(special, dict) else ():
+            found += token.get("ids", []) if isinstance(token, dict) else []
+    return found
 
 
 def _byte_level(keys: Keys, tokens: list[str], types: list[int], ids: Mapping[str, int | None]) -> bytes:
@@ -159,8 +186,8 @@ def _byte_level(keys: Keys, tokens: list[str], types: list[int], ids: Mapping[st
     cut = [] if words.pattern is None else [_split(words.pattern)]
     cut += [{"type": "Digits", "individual_digits": True}] if words.digits else []
     level = {"add_prefix_space": False, "trim_offsets": True, "use_regex": words.pattern is None}
-    before = ids["bos_token"] if keys.boolean("tokenizer.ggml.add_bos_token", words.bos) else None
-    after = ids["eos_token"] if keys.boolean("tokenizer.ggml.add_eos_token", False) else None
+    before = ids["bos_token"] if keys.boolean(_AROUND[0], words.bos) else None
+    after = ids["eos_token"] if keys.boolean(_AROUND[1], False) else None
     whole = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
         "normalizer": {"type": "NFC"} if words.nfc else None,
@@ -211,8 +238,8 @@ def _sentencepiece(
     scores = keys.values.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or scores.dtype.kind != "f" or len(scores) != len(tokens):
         raise keys.wrong("tokenizer.ggml.scores", f"an array of {len(tokens)} numbers")
-    if not np.isfinite(scores).all():
-        raise keys.wrong("tokenizer.ggml.scores", "finite numbers")
+    if not (np.abs(scores) < np.finfo(np.float32).max).all():
+        raise keys.wrong("tokenizer.ggml.scores", "finite numbers of float32")
     if keys.boolean("tokenizer.ggml.remove_extra_whitespaces", False):
         raise keys.wrong(
             "tokenizer.ggml.remove_extra_whitespaces", "false, as Llama's and Gemma's vocabularies have it"
@@ -233,8 +260,8 @@ def _sentencepiece(
     user = {str(i): {"content": tokens[i]} for i, kind in enumerate(types) if kind == _USER and prefix}
     config: dict[str, object] = {
         "additional_special_tokens": special, "added_tokens_decoder": user,
-        "add_bos_token": keys.boolean("tokenizer.ggml.add_bos_token", True),
-        "add_eos_token": keys.boolean("tokenizer.ggml.add_eos_token", False),
+        "add_bos_token": keys.boolean(_AROUND[0], True),
+        "add_eos_token": keys.boolean(_AROUND[1], False),
         "legacy": True,  # llama.cpp puts the space before the text after every special token
     }  # fmt: skip
     return {TOKENIZER_MODEL: model}, config
