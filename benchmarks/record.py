@@ -53,6 +53,13 @@ def write_result(name: str, result: Mapping[str, Any], folder: Path = RESULTS) -
     return path
 
 
+def count(text: str) -> int:
+    """As argparse takes a type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+    return int(text)
+
+
 def shape_command(
     name: str, doc: str | None, run: Callable[[str, str, int, Path], dict[str, Any]],
     summary: Callable[[dict[str, Any]], str],
@@ -63,7 +70,7 @@ def shape_command(
     )
     parser.add_argument("--shape", choices=[*SHAPES], default="llama-143m", help="default: %(default)s")
     parser.add_argument("--precision", default="w4a8", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--rounds", type=count, default=5, help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print the result instead of a summary")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -81,6 +81,12 @@ int mr_set_tactics(mr_engine* engine, const mr_tactic* tactics, int64_t n, char*
 
 void mr_destroy(mr_engine* engine) { delete engine; }
 
+void mr_chosen_tactics(const mr_engine* engine, int32_t* knobs, int32_t n_steps) {
+  const auto& chosen = engine->executor.chosen_tactics();
+  for (size_t i = 0; i < chosen.size() && i < static_cast<size_t>(n_steps); ++i)
+    std::memcpy(knobs + i * millrace::kKnobs, chosen[i].knob, sizeof chosen[i].knob);
+}
+
 uint8_t* mr_activations(mr_engine* engine) { return engine->executor.activations(); }
 const char* mr_isa(const mr_engine* engine) { return engine->executor.isa().name; }
 int64_t mr_weights_checksum(const mr_engine* engine) {

@@ -34,6 +34,7 @@ class Executor {
   uint8_t* activations() const { return activations_.data(); }
   const Arena& weights() const { return weights_; }
   const Isa& isa() const { return isa_; }
+  const std::vector<Tactic>& chosen_tactics() const { return chosen_; }
   void profile(bool enabled, double* seconds, int n_steps);
 
  private:

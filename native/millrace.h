@@ -61,6 +61,8 @@ int mr_set_tactics(mr_engine* engine, const mr_tactic* tactics, int64_t n, char*
 void mr_destroy(mr_engine* engine);
 
 /* For tests, the inspector and measurements. */
+/* The knobs that each step of the program worked with in the last run, 4 a step. */
+void mr_chosen_tactics(const mr_engine* engine, int32_t* knobs, int32_t n_steps);
 uint8_t* mr_activations(mr_engine* engine);
 const char* mr_isa(const mr_engine* engine);
 int64_t mr_weights_checksum(const mr_engine* engine); /* of the bytes in the arena, see mr_checksum */

@@ -20,7 +20,7 @@ from benchmarks.peers.engine import CATALOGUE
 from benchmarks.peers.race import Course, Race, race
 from benchmarks.peers.report import Findings, show
 from benchmarks.peers.workloads import WORKLOADS
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, count, write_result
 from benchmarks.shapes import SHAPES
 from millrace.machine.cpu import usable_cores
 
@@ -39,7 +39,7 @@ def main() -> None:
         prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="llama-143m")
-    parser.add_argument("--rounds", type=int, default=5, help="samples of each pair (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=5, help="samples of each pair (default: %(default)s)")
     parser.add_argument("--engines", nargs="+", choices=list(CATALOGUE), default=list(CATALOGUE), metavar="ENGINE",
                         help="any of: %(choices)s (default: all)")  # fmt: skip
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), metavar="WORKLOAD",

@@ -77,6 +77,11 @@ def test_a_build_says_what_it_timed_and_tune_times_again(millrace: Millrace, tmp
     assert json.loads(millrace("inspect", tmp_path / "e", "--tactics", "--json").out) == again
 
 
+def test_tuning_without_time_says_so(millrace: Millrace, engine: Path) -> None:
+    millrace("tune", engine, "--seconds", "0.01", "--threads", "64").assert_mistake("nothing was timed", "--seconds")
+    millrace("tune", engine, "--seconds", "nan").assert_mistake("nan")
+
+
 def test_a_build_without_tuning_says_so(millrace: Millrace, tmp_path: Path) -> None:
     millrace("build", "tiny", "-o", tmp_path / "e", "--tune", "0")
     assert "never tuned" in millrace("inspect", tmp_path / "e").out

@@ -1,17 +1,22 @@
 """The tuner: what is tried, what is chosen, and the timing cache that makes a build repeatable."""
 
+import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from millrace.compile import tune as tune_module
 from millrace.compile.timings import TimingCache, machine_key
-from millrace.compile.tune import CLEARLY, SAMPLES, Tuning, choose, regions, tune, tune_folder
+from millrace.compile.tune import CLEARLY, FEW_CLEARLY, SAMPLES, SOME, Tuning, choose, regions, tune, tune_folder
 from millrace.engine.engine import Engine
-from millrace.engine.tables import read_program_table
-from millrace.engine.tactics import Choice, Comparison, TacticTable, Timed, read_tactics
-from millrace.errors import MachineError
+from millrace.engine.native import NativeExecutor
+from millrace.engine.tables import Step, read_program_table
+from millrace.engine.tactics import Choice, Comparison, TacticTable, Timed, read_tactics, write_tactics
+from millrace.errors import EngineError, MachineError
+from millrace.kernels.declare import KERNELS
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import Memory, usable_cores
 from millrace.runtime.open import BUNDLED
@@ -33,13 +38,19 @@ def tuned(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tac
     return tune_folder(engine.folder, tuning), tuning
 
 
+def compared(table: TacticTable) -> bool:
+    return any(choice.compared for region in table.regions for choice in region.choices)
+
+
 def timed(value: int, median_us: float, samples: int = SAMPLES) -> Timed:
     return Timed(value, median_us, median_us, median_us, samples)
 
 
 def test_a_setting_must_beat_the_rule_clearly() -> None:
-    assert choose([timed(0, 100), timed(4, 100 * CLEARLY - 1), timed(8, 100)]) == 4
-    assert choose([timed(0, 100), timed(4, 100 * CLEARLY + 1), timed(8, 120)]) == 0
+    for clearly, samples in ((CLEARLY, SOME), (FEW_CLEARLY, SAMPLES)):
+        rule = timed(0, 100, samples)
+        assert choose([rule, timed(4, 100 * clearly - 1, samples), timed(8, 100, samples)]) == 4
+        assert choose([rule, timed(4, 100 * clearly + 1, samples), timed(8, 120, samples)]) == 0
     assert choose([timed(0, 100), timed(4, 50, SAMPLES - 1)]) == 0, "two samples are no evidence"
     assert choose([timed(0, 100)]) == 0
 
@@ -90,11 +101,15 @@ def test_only_what_the_cache_lacks_is_timed(engine: Engine, tmp_path: Path) -> N
     known = Choice(4, {"ahead": 128}, [Comparison("ahead", [timed(0, 2), timed(128, 1)], 128)])
     cache.merge(KEY, {name: [known]})
     cache.merge("another machine", {name: [Choice(1, {"ahead": 64}, [])]})
+    entries = json.loads((tmp_path / "timings.json").read_text())
+    entries["a later version"] = {"matmul": [{"rows": 1, "knobs": {"unheard_of": 1}, "new": 2}]}
+    (tmp_path / "timings.json").write_text(json.dumps(entries))
     table = tune(engine, Tuning(SECONDS, cache=cache))
     found = {c.rows: c for r in table.regions if r.name == name for c in r.choices}
     assert found[4] == known and found[1].compared, "one was known, the others were timed"
-    assert cache.read()["another machine"] == {name: [Choice(1, {"ahead": 64}, [])]}
-    assert {c.rows for c in cache.read()[KEY][name]} == {1, 4, 64, 128}
+    assert cache.read("another machine") == {name: [Choice(1, {"ahead": 64}, [])]}
+    assert {c.rows for c in cache.read(KEY)[name]} == {1, 4, 64, 128}
+    assert json.loads((tmp_path / "timings.json").read_text())["a later version"] == entries["a later version"]
 
 
 def test_merging_keeps_what_it_does_not_replace(tmp_path: Path) -> None:
@@ -106,9 +121,8 @@ def test_merging_keeps_what_it_does_not_replace(tmp_path: Path) -> None:
         choices = [Choice(rows, {"ahead": i}, []) for rows in draw.sample([1, 4, 16], draw.randint(1, 3))]
         cache.merge(machine, {region: choices})
         expected.setdefault(machine, {}).setdefault(region, {}).update({c.rows: c for c in choices})
-    assert cache.read() == {
-        m: {r: [known[rows] for rows in sorted(known)] for r, known in of.items()} for m, of in expected.items()
-    }
+    for machine, of in expected.items():
+        assert cache.read(machine) == {r: [known[rows] for rows in sorted(known)] for r, known in of.items()}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +137,7 @@ def test_merging_keeps_what_it_does_not_replace(tmp_path: Path) -> None:
 )
 def test_a_cache_that_cannot_be_read_is_an_error(engine: Engine, tmp_path: Path, content: str) -> None:
     path = tmp_path / "timings.json"
-    path.write_text(content)
+    path.write_text(content.replace('"m"', json.dumps(KEY)))
     with pytest.raises(MachineError, match="timing cache"):
         tune(engine, Tuning(0.01, cache=TimingCache(path)))
 
@@ -131,7 +145,7 @@ def test_a_cache_that_cannot_be_read_is_an_error(engine: Engine, tmp_path: Path,
 def test_a_cache_that_cannot_be_written_does_not_stop_a_build(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     table = tune(engine, Tuning(SECONDS, cache=TimingCache(tmp_path / "file" / "timings.json")))
-    assert "could not be kept" in table.note and any(r.choices for r in table.regions)
+    assert "could not be kept" in table.note and compared(table) and str(tmp_path) not in table.note
 
 
 def test_without_the_memory_nothing_is_timed_and_the_table_says_so(
@@ -139,9 +153,91 @@ def test_without_the_memory_nothing_is_timed_and_the_table_says_so(
 ) -> None:
     monkeypatch.setattr(tune_module, "memory", lambda: Memory(1, 1))
     table = tune(engine, Tuning(0.01))
-    assert "not timed" in table.note and all(not r.choices for r in table.regions)
+    assert "not timed" in table.note and not compared(table)
 
 
 def test_time_that_is_up_ends_it(engine: Engine) -> None:
     table: TacticTable = tune(engine, Tuning(1e-9))
-    assert all(not r.choices for r in table.regions), "nothing that was not compared in full is kept"
+    assert not compared(table), "nothing that was not compared in full is kept"
+    assert "1, 4, 64, 128 rows" in table.note and "--seconds" in table.note
+    assert [c.rows for c in table.regions[0].choices] == [1, 4, 64, 128], "all go by the rule"
+
+
+def test_a_run_without_time_leaves_what_was_known(engine: Engine, tuned: tuple[TacticTable, Tuning]) -> None:
+    before = write_tactics(engine.folder, tuned[0])
+    after = tune_folder(engine.folder, Tuning(1e-9, anew=True))
+    assert after.regions == before.regions and compared(after)
+    other = tune_folder(engine.folder, Tuning(1e-9, threads=usable_cores() + 1, anew=True))
+    assert not compared(other), "another number of threads is another machine"
+
+
+class Wanted:
+    """Stands in for the clock: one setting of each knob takes half the time, in some layers of a pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, int]) -> None:
+        self.names = [k.name for k in next(k for k in KERNELS if k.name == "matmul").knobs]
+        self.wanted, self.passes = wanted, list[dict[int, dict[str, int]]]()
+        monkeypatch.setattr(NativeExecutor, "set_tactics", self.set_tactics)
+        monkeypatch.setattr(NativeExecutor, "profile", self.profile)
+
+    def set_tactics(self, entries: list[tuple[int, int, tuple[int, ...]]]) -> None:
+        self.passes.append({step: dict(zip(self.names, knobs, strict=False)) for step, _, knobs in entries})
+
+    def profile(self, enabled: bool) -> list[float]:
+        spent = [1e-3] * 1000
+        for step, knobs in (self.passes[-1] if self.passes else {}).items():
+            spent[step] = 1e-3 * 0.5 ** sum(knobs[name] == value for name, value in self.wanted.items())
+        return spent
+
+
+def test_what_is_fastest_is_chosen_and_kept_for_the_next_knob(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"tile_rows": 8, "ahead": 4096, "task_panels": 1}
+    clock = Wanted(monkeypatch, wanted)
+    table = tune(engine, Tuning(0.2))
+    for region in table.regions:
+        for choice in region.choices:
+            tried = {c.knob: [t.value for t in c.tried] for c in choice.compared}
+            assert choice.knobs == {name: wanted[name] for name, values in tried.items() if wanted[name] in values}
+    layers = next(w.steps for w in regions(read_program_table(engine.folder).steps).values() if len(w.steps) > 1)
+    assert all(len({tuple(p[step].items()) for step in layers}) > 1 for p in clock.passes[:4]), (
+        "layers differ in a pass"
+    )
+    shown = [p[layers[0]] for p in clock.passes]
+    assert any(p["ahead"] == 4096 and p["task_panels"] == 1 for p in shown), "what was chosen first is kept"
+
+
+def test_two_processes_merge_into_one_cache(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from millrace.compile.timings import TimingCache
+from millrace.engine.tactics import Choice
+for i in range(40):
+    TimingCache(Path(sys.argv[1])).merge("m", {f"matmul {sys.argv[2]} {i}": [Choice(1, {}, [])]})
+"""
+    path = tmp_path / "timings.json"
+    running = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in "abc"]
+    assert [p.wait() for p in running] == [0, 0, 0]
+    assert len(TimingCache(path).read("m")) == 120
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".timings.json.") and p.suffix != ".lock"] == []
+
+
+def test_groups_and_epilogues_are_regions_of_their_own() -> None:
+    def step(group: int, *operands: str) -> Step:
+        params: dict[str, int | float] = {"n": 64, "k": 64, "weights": 3, "group": group}
+        return Step("matmul", "w4a8", [], {name: {} for name in operands}, params)
+
+    assert len(regions([step(32), step(128), step(32, "residual"), step(32, "bias"), step(32)])) == 4
+
+
+@pytest.mark.parametrize("edit", [{"n": 0}, {"k": "x"}, {"weights": 99}, {"group": None}])
+def test_a_program_table_that_does_not_fit_is_damage(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, edit: dict[str, object]
+) -> None:
+    table = read_program_table(engine.folder)
+    for step in table.steps:
+        if step.kernel == "matmul":
+            step.params.update(edit)  # type: ignore[arg-type]
+    monkeypatch.setattr(tune_module, "read_program_table", lambda _: table)
+    with pytest.raises(EngineError, match="does not fit"):
+        tune(engine, Tuning(0.1))

@@ -57,6 +57,29 @@ def test_no_tactic_changes_a_bit(engine: Engine, isa: str) -> None:
     executor.close()
 
 
+def test_a_tactic_is_chosen_by_the_rows_of_its_step(engine: Engine) -> None:
+    """Below, at, between and beyond what there is; a product of sampled rows goes by those."""
+    executor = engine.executor(n_pages=8)
+    table = read_program_table(engine.folder).steps
+    plain = next(i for i in products(engine) if not table[i].params["rows"])
+    head = next(i for i in products(engine) if table[i].params["rows"])
+    executor.set_tactics([(i, rows, (rows, 0, 0, 0)) for i in sorted((plain, head)) for rows in (2, 4, 8)])
+
+    def chosen(lengths: list[int]) -> tuple[int, int]:
+        executor.run(dummy_step(lengths, 0, executor.limits.n_pages, vocab=executor.limits.vocab_size))
+        knobs = executor.chosen_tactics()
+        others = [i for i in range(len(knobs)) if i not in (plain, head)]
+        assert not knobs[others].any()
+        return int(knobs[plain, 0]), int(knobs[head, 0])
+
+    expected = {1: 2, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 20: 8}
+    assert {rows: chosen([rows])[0] for rows in expected} == expected
+    assert chosen([20]) == (8, 2) and chosen([1] * 4) == (4, 4) and chosen([3, 3, 3]) == (8, 4)
+    executor.set_tactics([])
+    assert chosen([4]) == (0, 0)
+    executor.close()
+
+
 HOSTILE = {
     "no such step": [(99999, 1, (0, 0, 0, 0))],
     "a step before the first": [(-1, 1, (0, 0, 0, 0))],

@@ -170,6 +170,10 @@ def _graph(tables: Tables) -> None:
     table(("value", "op", "inputs", "shape", "origin"), rows)
 
 
+def _microseconds(us: float) -> str:
+    return f"{us:,.0f} us" if us >= 100 else f"{us:.3g} us"
+
+
 def _tactics(tables: Tables) -> None:
     table_ = tables.tactics
     rows = []
@@ -177,7 +181,7 @@ def _tactics(tables: Tables) -> None:
         for choice in region.choices:
             for c in choice.compared:
                 tried = ", ".join(
-                    f"{'rule' if t.value == 0 else t.value} {t.median_us:,.0f} us"
+                    f"{'rule' if t.value == 0 else t.value} {_microseconds(t.median_us)}"
                     + ("*" if t.value == c.chosen else "")
                     for t in c.tried
                 )

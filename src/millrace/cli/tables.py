@@ -11,7 +11,7 @@ from millrace.engine.native import PAGE_TOKENS
 from millrace.engine.tables import GraphTable, ProgramTable, Step, read_graph_table, read_program_table
 from millrace.engine.tactics import TacticTable, differing, read_tactics
 from millrace.kernels.library import usable_isas
-from millrace.machine.cpu import fingerprint
+from millrace.machine.cpu import fingerprint, usable_cores
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,14 @@ class Tables:
 def tuned(tables: Tables) -> str:
     """For what machine the kernels were timed, and what came of it."""
     found, table = tables.tuning(), tables.tactics
-    choices = sum(len(r.choices) for r in table.regions) if table else 0
+    choices = sum(1 for r in table.regions for c in r.choices if c.compared) if table else 0
     if table is None or not choices:
         return found["note"] or "nothing was tuned"
     here = fingerprint(usable_isas()[0])
     elsewhere = "" if table.machine == here else f"; here is {machine(here)}: millrace tune {tables.engine.folder}"
     threads = f"{table.threads} thread" + ("" if table.threads == 1 else "s")
+    if table.threads != usable_cores() and not elsewhere:
+        elsewhere = " (a run with another number of threads goes by the rules)"
     return (
         f"for {threads} on {machine(table.machine)}{elsewhere}; {found['timed']} settings timed, "
         f"{found['changed']} of {choices} choices are not the rule" + (f"; {table.note}" if table.note else "")

@@ -1,5 +1,7 @@
 """`millrace tune`: time the kernels of a built engine again, for the machine at hand."""
 
+import math
+
 import click
 from msgspec import to_builtins
 
@@ -12,6 +14,7 @@ from millrace.compile.timings import TimingCache
 from millrace.compile.tune import Tuning, tune_folder
 from millrace.engine.engine import Engine
 from millrace.env import Env
+from millrace.errors import ConfigError, MachineError
 
 EPILOG = """\b
 Examples:
@@ -21,22 +24,34 @@ Examples:
 
 @click.command(epilog=EPILOG)
 @click.argument("engine")
-@click.option("--seconds", type=click.FloatRange(0.01, 3600), default=2.0, show_default=True, help="How long to time.")
-@click.option("--threads", type=click.IntRange(1, 1024), help="Compute threads it will run with; default: all cores.")
 @click.option(
-    "--cache/--no-cache", default=True, help="Take what was timed before on this machine; else time all anew."
+    "--seconds",
+    type=click.FloatRange(0.01, 3600),
+    default=2.0,
+    show_default=True,
+    help="About how long to time; up to twice that.",
 )
+@click.option("--threads", type=click.IntRange(1, 1024), help="Compute threads it will run with; default: all cores.")
+@click.option("--cached", is_flag=True, help="Take what was timed on this machine before; time only what is missing.")
 @json_option
 @click.pass_obj
-def command(env: Env, engine: str, seconds: float, threads: int | None, cache: bool, as_json: bool) -> None:
+def command(env: Env, engine: str, seconds: float, threads: int | None, cached: bool, as_json: bool) -> None:
     """Time the kernels of a built engine on this machine, and keep the fastest settings in it.
 
-    ENGINE is as for `millrace inspect`. Answers never depend on it, only speed does.
+    ENGINE is as for `millrace inspect`. Answers never depend on it, only speed does. What time does not suffice
+    for stays as it was.
     """
+    if math.isnan(seconds):
+        raise ConfigError("--seconds is nan", "a number of seconds", "write one")
     folder = find(engine, EngineCache(env.cache))
-    timings = TimingCache(env.cache / "timings.json") if cache else None
+    timings = TimingCache(env.cache / "timings.json")
     with progress() as report:
-        table = tune_folder(folder, Tuning(seconds, threads or 0, timings), report)
+        table = tune_folder(folder, Tuning(seconds, threads or 0, timings, anew=not cached), report)
+    if not any(choice.compared for region in table.regions for choice in region.choices):
+        raise MachineError(
+            f"nothing was timed: {table.note or 'there is nothing to time'}", "time for a few passes of the engine",
+            "give more --seconds",
+        )  # fmt: skip
     if as_json:
         print_json(to_builtins(table))
         return

@@ -110,9 +110,7 @@ def write_engine(
     `tuning` None: kernels work by their own rules, which needs no measurements
     """
     if folder.exists():
-        raise EngineError(
-            f"{folder} is already there", "a folder that does not exist yet", "remove it, or name another"
-        )
+        raise _already_there(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
     unfinished.mkdir()
@@ -120,11 +118,17 @@ def write_engine(
         manifest = _write(source, plan, unfinished, name, progress or (lambda *_: None))
         if tuning is not None:
             tune_folder(unfinished, tuning, progress)
+        if folder.exists():  # somebody else was faster
+            raise _already_there(folder)
         unfinished.rename(folder)
     except BaseException:  # also Ctrl-C: nothing half-written stays behind
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return manifest
+
+
+def _already_there(folder: Path) -> EngineError:
+    return EngineError(f"{folder} is already there", "a folder that does not exist yet", "remove it, or name another")
 
 
 def _write(source: Source, plan: Plan, folder: Path, name: str, progress: Progress) -> Manifest:

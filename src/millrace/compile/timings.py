@@ -5,7 +5,6 @@ With every answer in it a build times nothing, so the same inputs and the same c
 
 import fcntl
 import hashlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.engine.tactics import Choice, knob_values
+from millrace.engine.tactics import Choice, knob_values, write_whole
 from millrace.errors import MachineError
 from millrace.kernels.library import library_path
 from millrace.machine.cpu import fingerprint
 
-Timings = dict[str, dict[str, list[Choice]]]  # machine -> region -> a choice for each number of rows
+Regions = dict[str, list[Choice]]  # region -> a choice for each number of rows
 
 
 @cache
@@ -36,35 +35,39 @@ class TimingCache:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self) -> Timings:
-        """raises MachineError where the file cannot be read"""
+    def read(self, machine: str) -> Regions:
+        """What is known of one machine: others may be another version's. raises MachineError where it cannot be read"""
         try:
-            timings = msgspec.json.decode(self._path.read_bytes(), type=Timings)
-            for regions in timings.values():
-                for region, choices in regions.items():
-                    for choice in choices:
-                        knob_values(region.split(" ")[0], choice.knobs)
-            return timings
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except (OSError, msgspec.DecodeError, ValueError) as error:
-            raise MachineError(
-                f"the timing cache {self._path} cannot be read: {error}",
-                "JSON as millrace writes it",
-                "remove the file",
-            ) from error
+            regions = msgspec.json.decode(self._machines().get(machine, b"{}"), type=Regions)
+            for region, choices in regions.items():
+                for choice in choices:
+                    knob_values(region.split(" ")[0], choice.knobs)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise self._unreadable(error) from error
+        return regions
 
-    def merge(self, machine: str, found: dict[str, list[Choice]]) -> None:
+    def merge(self, machine: str, found: Regions) -> None:
         """New answers replace old ones for the same rows; all others stay."""
         with self._locked():
-            timings = self.read()
-            regions = timings.setdefault(machine, {})
+            regions = self.read(machine)
             for region, choices in found.items():
                 known = {c.rows: c for c in [*regions.get(region, []), *choices]}
                 regions[region] = [known[rows] for rows in sorted(known)]
-            unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(timings), indent=1))
-            unfinished.replace(self._path)
+            machines = {**self._machines(), machine: msgspec.Raw(msgspec.json.encode(regions))}
+            write_whole(self._path, msgspec.json.format(msgspec.json.encode(machines), indent=1))
+
+    def _machines(self) -> dict[str, msgspec.Raw]:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, msgspec.Raw])
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except (OSError, msgspec.DecodeError) as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> MachineError:
+        return MachineError(
+            f"the timing cache {self._path} cannot be read: {error}", "JSON as millrace writes it", "remove the file"
+        )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

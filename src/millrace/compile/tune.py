@@ -11,20 +11,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from millrace.compile.timings import TimingCache, machine_key
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
+from millrace.engine.manifest import PROGRAM, PROGRAM_TABLE, damaged
 from millrace.engine.native import PAGE_TOKENS, NativeExecutor
 from millrace.engine.tables import Step, read_program_table
-from millrace.engine.tactics import Choice, Comparison, Region, TacticTable, Timed, knob_values, write_tactics
+from millrace.engine.tactics import (
+    Choice,
+    Comparison,
+    Region,
+    TacticTable,
+    Timed,
+    knob_values,
+    read_tactics,
+    write_tactics,
+)
 from millrace.kernels.declare import KERNELS, WeightFormat
 from millrace.kernels.layout import PANEL, panel_bytes, up
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, memory, usable_cores
 
-CLEARLY = 0.97  # of the rule's time, or less: below that a difference may be noise
-SAMPLES, PLENTY = 3, 24  # of each setting: at least, and where more would tell nothing new
+# A setting must take at most so much of the rule's time: what differs less may be noise. Few samples have more of it.
+CLEARLY, FEW_CLEARLY = 0.97, 0.94
+SAMPLES, SOME, PLENTY = 3, 8, 24  # of each setting: at least, no longer few, and where more would tell nothing new
 DECODE_ROWS, PREFILL_ROWS = (1, 4, 16), (64, 128)
 _TUNABLE = frozenset(k.name for k in KERNELS if k.knobs)
 Knobs = dict[str, int]
@@ -53,6 +66,10 @@ class Work:
 
     def takes_part(self, case: Case) -> bool:
         return case.samples or not self.params.get("rows")
+
+    def choice(self, rows: int) -> Choice:
+        """The kernel's rule where nothing is known."""
+        return self.known.get(rows, Choice(rows, {}, []))
 
     def settings(self, knob: str, rows: int, threads: int) -> list[int]:
         """What is tried; the rule first."""
@@ -88,28 +105,41 @@ _SETTINGS: dict[str, Callable[[Work, int, int], Iterator[int]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How long to time (at most twice as long), for how many threads (0: all cores), and what remembers it."""
+    """About how long to time (at most twice as long), for how many threads (0: all cores), and what remembers it."""
 
     seconds: float
     threads: int = 0
     cache: TimingCache | None = None
+    anew: bool = False  # what the cache knows is timed again
 
 
 def tune_folder(folder: Path, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
-    """Tunes the engine in `folder` for this machine and writes its tactics.
+    """Tunes the engine in `folder` for this machine; what time did not suffice for stays as it was.
 
     raises MachineError where the timing cache cannot be read, EngineError where the engine is damaged
     """
-    return write_tactics(folder, tune(Engine.open(folder), tuning, progress))
+    table, before = tune(Engine.open(folder), tuning, progress), read_tactics(folder, mend=True)
+    if before and before.is_for(table.machine, table.threads):
+        table = kept(before, table)
+    return write_tactics(folder, table)
+
+
+def kept(before: TacticTable, now: TacticTable) -> TacticTable:
+    """The new table, with choices of the old one where the new one compared nothing."""
+    old = {(region.name, c.rows): c for region in before.regions for c in region.choices if c.compared}
+    regions = [
+        replace(r, choices=[c if c.compared else old.get((r.name, c.rows), c) for c in r.choices]) for r in now.regions
+    ]
+    return replace(now, regions=regions)
 
 
 def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
     """Times what the cache does not know, and adds it there."""
     cache, isa, threads = tuning.cache, usable_isas()[0], tuning.threads or usable_cores()
-    works = regions(read_program_table(engine.folder).steps)
+    works = regions(_steps(engine))
     cases = _cases(engine)
     key = machine_key(isa, threads)
-    for name, choices in (cache.read().get(key, {}) if cache else {}).items():
+    for name, choices in (cache.read(key) if cache and not tuning.anew else {}).items():
         if name in works:
             works[name].known = {c.rows: c for c in choices}
     note, missing = "", [c for c in cases if any(w.takes_part(c) and c.rows not in w.known for w in works.values())]
@@ -120,13 +150,31 @@ def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> Ta
         try:
             if cache:
                 cache.merge(key, found)
-        except OSError as error:
-            note = f"what was timed could not be kept for other builds: {error}"
-    done = [
-        Region(w.name, w.kernel, w.steps, [w.known[c.rows] for c in cases if c.rows in w.known and w.takes_part(c)])
-        for w in works.values()
+        except OSError:
+            note = "what was timed could not be kept for other builds: the cache's folder cannot be written"
+        late = sorted(c.rows for c in missing if any(w.takes_part(c) and c.rows not in w.known for w in works.values()))
+        if late:
+            note = f"time was up before {', '.join(map(str, late))} rows were timed: millrace tune with more --seconds"
+    cases.sort(key=lambda c: c.rows)
+    done = [  # what was not timed goes by the rule, not by what is best for other rows
+        Region(w.name, w.kernel, w.steps, [w.choice(c.rows) for c in cases if w.takes_part(c)]) for w in works.values()
     ]
     return TacticTable(fingerprint(isa), threads, done, note)
+
+
+def _steps(engine: Engine) -> list[Step]:
+    """The program's steps; what is read of them is there, and may be."""
+    steps = read_program_table(engine.folder).steps
+    whole = len(steps) == engine.manifest.n_steps
+    for step in steps:
+        if step.kernel in _TUNABLE:
+            sizes = [step.params.get(name, 0) for name in ("n", "k")]
+            whole = whole and all(isinstance(size, int) and 0 < size < 1 << 24 for size in sizes)
+            whole = whole and step.params.get("weights") in [int(f) for f in WeightFormat]
+            whole = whole and isinstance(step.params.get("group"), int)
+    if not whole:
+        raise damaged(engine.folder, f"{PROGRAM_TABLE} does not fit {PROGRAM}")
+    return steps
 
 
 def regions(steps: Sequence[Step]) -> dict[str, Work]:
@@ -136,8 +184,10 @@ def regions(steps: Sequence[Step]) -> dict[str, Work]:
         if step.kernel not in _TUNABLE:
             continue
         p = step.params
-        flags = (", gated" if p.get("gated") else "") + (", sampled rows" if p.get("rows") else "")
-        name = f"{step.kernel} {step.note} {p['n']} x {p['k']}{flags}"
+        flags = [f"groups of {p['group']}"] if p["group"] else []
+        flags += [flag for flag in ("bias", "residual") if flag in step.operands]
+        flags += [text for name, text in (("gated", "gated"), ("rows", "sampled rows")) if p.get(name)]
+        name = ", ".join([f"{step.kernel} {step.note} {p['n']} x {p['k']}", *flags])
         found.setdefault(name, Work(name, step.kernel, p)).steps.append(i)
     return found
 
@@ -145,11 +195,13 @@ def regions(steps: Sequence[Step]) -> dict[str, Work]:
 def choose(tried: Sequence[Timed]) -> int:
     """The fastest setting where it clearly beats the rule, which is the first."""
     best = min(tried, key=lambda t: t.median_us)
-    enough = min(best.samples, tried[0].samples) >= SAMPLES
-    return best.value if enough and best.median_us < CLEARLY * tried[0].median_us else tried[0].value
+    samples = min(best.samples, tried[0].samples)
+    clearly = CLEARLY if samples >= SOME else FEW_CLEARLY
+    return best.value if samples >= SAMPLES and best.median_us < clearly * tried[0].median_us else tried[0].value
 
 
 def _cases(engine: Engine) -> list[Case]:
+    """In the order of what matters most, for time may be up."""
     m = engine.manifest
     first = min(PAGE_TOKENS, m.max_context - 1)
     n_pages, vocab = _pages(engine), m.vocab_size
@@ -163,7 +215,7 @@ def _cases(engine: Engine) -> list[Case]:
         for n in PREFILL_ROWS
         if n <= min(m.max_step_tokens, m.max_context)
     ]
-    return decode + prefill
+    return [*decode[:1], *prefill[::-1][:1], *decode[1:][::-1], *prefill[::-1][1:]]
 
 
 def _pages(engine: Engine) -> int:
@@ -193,8 +245,12 @@ class _Clock:
         return self.seconds / (self.n_cases * comparisons)
 
     @property
+    def deadline(self) -> float:
+        return self.started + 2 * self.seconds
+
+    @property
     def overdue(self) -> bool:
-        return time.perf_counter() - self.started > 2 * self.seconds
+        return time.perf_counter() > self.deadline
 
     def begin(self, case: Case) -> None:
         if self.progress:
@@ -219,7 +275,8 @@ def _timed(
             for knob in case.knobs:
                 if clock.overdue:
                     break
-                for work, tried in _compare(executor, case, asked, knob, knobs, clock.slice(len(case.knobs)), threads):
+                until = time.perf_counter() + clock.slice(len(case.knobs)), clock.deadline
+                for work, tried in _compare(executor, case, asked, knob, knobs, until, threads):
                     chosen = choose(tried)
                     compared[work.name].append(Comparison(knob, tried, chosen))
                     if chosen:
@@ -235,14 +292,17 @@ def _timed(
 
 
 def _compare(
-    executor: NativeExecutor, case: Case, works: Sequence[Work], knob: str, knobs: Mapping[str, Knobs], seconds: float,
-    threads: int,
+    executor: NativeExecutor, case: Case, works: Sequence[Work], knob: str, knobs: Mapping[str, Knobs],
+    until: tuple[float, float], threads: int,
 ) -> list[tuple[Work, list[Timed]]]:  # fmt: skip
-    """Passes in which the layers take turns with the settings, until time is up and all have samples enough."""
+    """Passes in which the layers take turns with the settings.
+
+    until: when it ends if all have samples enough, and when it ends in any case
+    """
     settings = {w.name: w.settings(knob, case.rows, threads) for w in works}
     samples: dict[str, dict[int, list[float]]] = {name: {s: [] for s in tried} for name, tried in settings.items()}
-    start, passes, fewest = time.perf_counter(), 0, 0
-    while fewest < SAMPLES or (fewest < PLENTY and time.perf_counter() - start < seconds):
+    passes, fewest = 0, 0
+    while fewest < PLENTY and time.perf_counter() < until[fewest < SAMPLES]:
         turn = {
             step: settings[w.name][(i + passes) % len(settings[w.name])]
             for w in works
@@ -260,6 +320,8 @@ def _compare(
                 samples[w.name][turn[step]].append(float(spent[step]) * 1e6)
         passes += 1
         fewest = min(len(s) for of_work in samples.values() for s in of_work.values())
+    if fewest < SAMPLES:
+        return []
     return [(w, [_summary(value, samples[w.name][value]) for value in settings[w.name]]) for w in works]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from millrace.engine.manifest import PROGRAM, WEIGHTS, Manifest, check_files, damaged, read_manifest
 from millrace.engine.native import PAGE_TOKENS, KvFormat, KvShape, NativeExecutor, NativeProgram
-from millrace.engine.tactics import TacticTable, read_tactics
+from millrace.engine.tactics import TacticTable, damaged_tactics, read_tactics
 from millrace.errors import EngineError, MachineError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, usable_cores
@@ -64,9 +64,9 @@ class Engine:
     def _take(self, executor: NativeExecutor, table: TacticTable) -> None:
         try:
             executor.set_tactics(table.entries())
-        except EngineError:
+        except EngineError as error:
             executor.close()
-            raise
+            raise damaged_tactics(self.folder, error.what) from error
 
     @property
     def pages_per_sequence(self) -> int:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, StepOutputs
 from millrace.errors import EngineError
+from millrace.kernels.declare import MAX_KNOBS
 from millrace.kernels.library import CreateArgs, StepArgs, library
 
 PAGE_TOKENS = 64
@@ -151,6 +152,12 @@ class NativeExecutor:
                 f"the engine's tactics do not fit its program: {error.value.decode(errors='replace')}",
                 "tactics.json as `millrace tune` writes it", "run `millrace tune` on the engine, or remove the file",
             )  # fmt: skip
+
+    def chosen_tactics(self) -> NDArray[np.int32]:
+        """(steps, knobs) that the last run worked with."""
+        knobs = np.zeros((self._program.n_steps, MAX_KNOBS), np.int32)
+        self._lib.mr_chosen_tactics(self._handle, knobs.ctypes.data, len(knobs))
+        return knobs
 
     def profile(self, enabled: bool) -> NDArray[np.float64]:
         """Seconds each step of the program took since the last call (sampling last); then measures anew, or not."""

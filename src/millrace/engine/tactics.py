@@ -7,6 +7,7 @@ kernels go by their own rules.
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from millrace.engine.manifest import damaged
+from millrace.errors import EngineError
 from millrace.kernels.declare import KERNELS, MAX_KNOBS
 
 TACTICS = "tactics.json"
@@ -91,30 +93,52 @@ def knob_values(kernel: str, knobs: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def read_tactics(folder: Path) -> TacticTable | None:
-    """None: the engine was never tuned. raises EngineError for a damaged file"""
+def read_tactics(folder: Path, *, mend: bool = False) -> TacticTable | None:
+    """None: the engine was never tuned, or with `mend` its table is damaged. raises EngineError for a damaged table"""
+    try:
+        return _read(folder)
+    except EngineError:
+        if mend:
+            return None
+        raise
+
+
+def _read(folder: Path) -> TacticTable | None:
     path = folder / TACTICS
-    if not path.is_file():
+    if not path.exists():
         return None
+    if not path.is_file():
+        raise damaged_tactics(folder, "it is no file")
     if path.stat().st_size > _LIMIT:
-        raise _damaged(folder, f"it has {path.stat().st_size} bytes, more than {_LIMIT}")
+        raise damaged_tactics(folder, f"it has {path.stat().st_size} bytes, more than {_LIMIT}")
     try:
         table = msgspec.json.decode(path.read_bytes(), type=TacticTable)
         table.entries()
     except (msgspec.DecodeError, ValueError) as error:
-        raise _damaged(folder, f"it is not readable: {error}") from error
+        raise damaged_tactics(folder, f"it is not readable: {error}") from error
     if table != _sealed(table):
-        raise _damaged(folder, "its checksum differs")
+        raise damaged_tactics(folder, "its checksum differs")
     return table
 
 
 def write_tactics(folder: Path, table: TacticTable) -> TacticTable:
     """Whole, or not at all. Gives the table with its checksum."""
     table = _sealed(table)
-    unfinished = folder / f".{TACTICS}.{os.getpid()}"
-    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1))
-    unfinished.replace(folder / TACTICS)
+    write_whole(folder / TACTICS, msgspec.json.format(msgspec.json.encode(table), indent=1))
     return table
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The whole content or what was there before; nothing unfinished stays behind."""
+    handle, unfinished = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(unfinished).chmod(0o644)
+        Path(unfinished).replace(path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
 
 
 def differing(table: TacticTable) -> Iterator[tuple[Region, Choice]]:
@@ -127,6 +151,8 @@ def _sealed(table: TacticTable) -> TacticTable:
     return msgspec.structs.replace(table, checksum=hashlib.blake2b(content, digest_size=16).hexdigest())
 
 
-def _damaged(folder: Path, what: str) -> Exception:
+def damaged_tactics(folder: Path, what: str) -> EngineError:
     error = damaged(folder, f"{TACTICS} is damaged: {what}")
-    return type(error)(error.what, error.expected, f"time the kernels again: millrace tune {folder}")
+    return EngineError(
+        error.what, error.expected, f"time the kernels again: millrace tune {folder}, or remove the file"
+    )

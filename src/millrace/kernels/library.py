@@ -65,6 +65,7 @@ def library() -> c.CDLL:
     lib.mr_run.argtypes = [c.c_void_p, c.POINTER(StepArgs), c.c_char_p, c.c_int64]
     lib.mr_set_tactics.argtypes = [c.c_void_p, c.c_void_p, c.c_int64, c.c_char_p, c.c_int64]
     lib.mr_destroy.argtypes, lib.mr_destroy.restype = [c.c_void_p], None
+    lib.mr_chosen_tactics.argtypes, lib.mr_chosen_tactics.restype = [c.c_void_p, c.c_void_p, c.c_int32], None
     lib.mr_activations.argtypes, lib.mr_activations.restype = [c.c_void_p], c.c_void_p
     lib.mr_isa.argtypes, lib.mr_isa.restype = [c.c_void_p], c.c_char_p
     lib.mr_weights_checksum.argtypes, lib.mr_weights_checksum.restype = [c.c_void_p], c.c_int64

@@ -151,6 +151,7 @@ inline I dot4(I acc, I w, I x) { return {dot4_half(acc.a, w.a, x.a), dot4_half(a
 inline void add_words(__m256i& sums, __m256i x) { asm("vpaddw %1, %0, %0" : "+x"(sums) : "x"(x)); }
 inline void add_ints(__m256i& sums, __m256i x) { asm("vpaddd %1, %0, %0" : "+x"(sums) : "x"(x)); }
 
+// Codes of activations are -127 to 127 (convert), never -128, whose sign could not be changed.
 // vpmaddubsw does not saturate where the magnitudes of both are at most 128 and 127: 2 * 128 * 127 < 2^15.
 inline __m256i dot4_byte_half(__m256i acc, __m256i w, __m256i x) {
   const __m256i code = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
