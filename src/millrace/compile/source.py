@@ -14,6 +14,7 @@ from millrace.model.families import build_model, is_weight
 from millrace.model.module import Module, Weights
 
 EMBEDDING = "model.embed_tokens.weight"
+LONGEST = 1 << 24  # tokens: what a program's parameters hold
 DEFAULT_CONTEXT = 8192  # where the checkpoint allows more: rotary tables and the least KV memory follow from it
 
 
@@ -40,12 +41,10 @@ class Source:
         """raises ConfigError for a context that the model was not made for"""
         config = checkpoint.config
         context = max_context or min(config.max_context, DEFAULT_CONTEXT)
-        if not 1 <= context <= config.max_context:
-            raise ConfigError(
-                f"a context of {context} tokens",
-                f"1 to {config.max_context}, for which the model was made",
-                "lower --max-context",
-            )
+        if not 1 <= context <= min(config.max_context, LONGEST):
+            most = min(config.max_context, LONGEST)
+            why = "for which the model was made" if most < LONGEST else "the longest that an engine takes"
+            raise ConfigError(f"a context of {context} tokens", f"1 to {most}, {why}", "lower --max-context")
         config = replace(config, max_context=context)
         tensors = checkpoint.tensors
         shapes = {name: info.shape for name, info in tensors.items() if is_weight(name, config)}

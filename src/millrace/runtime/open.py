@@ -48,9 +48,7 @@ class BuildSettings(Settings):
         "how keys and values are kept: fp32, bf16 or int8 (half the memory of bf16); default: bf16, with fp32 fp32",
         choices=tuple(KV_CACHE_DTYPES),
     )
-    max_context: int | None = setting(
-        None, "longest sequence in tokens; default: the model's own, at most 8192", low=1, high=1 << 24
-    )
+    max_context: int | None = setting(None, "longest sequence in tokens; default: the model's own, at most 8192", low=1)
     max_batch: int = setting(16, "sequences that run at the same time", low=1, high=1024)
     group: int | None = setting(
         None,
