@@ -210,6 +210,14 @@ def _check_keys(raw: Raw, family: Family) -> tuple[str, ...]:
     return tuple(notes)
 
 
+HEAD_SIZES = "a multiple of 8, at most 512: no kernel takes others"
+
+
+def head_fits(head_dim: int) -> bool:
+    """Whether it is one of HEAD_SIZES."""
+    return head_dim % 8 == 0 and head_dim <= 512
+
+
 def _head_dim(read: _Reader, hidden_size: int, n_heads: int) -> int:
     value = read.raw.get("head_dim", read.family.defaults["head_dim"])
     if value is None and read.family.defaults["head_dim"] is None:
@@ -220,8 +228,8 @@ def _head_dim(read: _Reader, hidden_size: int, n_heads: int) -> int:
         head_dim = hidden_size // n_heads
     else:
         head_dim = read.positive_int("head_dim")
-    if head_dim % 8 or head_dim > 512:
-        raise _wrong("head_dim", head_dim, "a multiple of 8, at most 512: no kernel takes others")
+    if not head_fits(head_dim):
+        raise _wrong("head_dim", head_dim, HEAD_SIZES)
     return head_dim
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from millrace.engine.engine import Engine
 from millrace.engine.native import PAGE_TOKENS
 from millrace.engine.tables import GraphTable, ProgramTable, Step, read_graph_table, read_program_table
-from millrace.engine.tactics import TacticTable, differing, read_tactics
+from millrace.engine.tactics import TacticTable, read_tactics
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, usable_cores
 
@@ -70,10 +70,11 @@ class Tables:
         table = self.tactics
         if table is None:
             return {"machine": None, "threads": None, "regions": 0, "timed": 0, "changed": 0, "note": "never tuned"}
-        timed = sum(len(c.tried) for r in table.regions for choice in r.choices for c in choice.compared)
+        choices = table.compared()
         return {
-            "machine": table.machine, "threads": table.threads, "regions": len(table.regions), "timed": timed,
-            "changed": sum(1 for _ in differing(table)), "note": table.note,
+            "machine": table.machine, "threads": table.threads, "regions": len(table.regions),
+            "timed": sum(len(c.tried) for choice in choices for c in choice.compared),
+            "changed": sum(1 for choice in choices if choice.knobs), "note": table.note,
         }  # fmt: skip
 
     def precision(self) -> str:
@@ -115,8 +116,7 @@ class Tables:
 def tuned(tables: Tables) -> str:
     """For what machine the kernels were timed, and what came of it."""
     found, table = tables.tuning(), tables.tactics
-    choices = sum(1 for r in table.regions for c in r.choices if c.compared) if table else 0
-    if table is None or not choices:
+    if table is None or not table.compared():
         return found["note"] or "nothing was tuned"
     here = fingerprint(usable_isas()[0])
     elsewhere = "" if table.machine == here else f"; here is {machine(here)}: millrace tune {tables.engine.folder}"
@@ -125,7 +125,8 @@ def tuned(tables: Tables) -> str:
         elsewhere = " (a run with another number of threads goes by the rules)"
     return (
         f"for {threads} on {machine(table.machine)}{elsewhere}; {found['timed']} settings timed, "
-        f"{found['changed']} of {choices} choices are not the rule" + (f"; {table.note}" if table.note else "")
+        f"{found['changed']} of {len(table.compared())} choices are not the rule"
+        + (f"; {table.note}" if table.note else "")
     )
 
 

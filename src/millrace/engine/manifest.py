@@ -15,7 +15,7 @@ Nothing in it depends on when or where it was built, so the same inputs give the
 
 import hashlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -71,10 +71,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: str = ""  # of all of the above
 
 
-def sealed(manifest: Manifest) -> Manifest:
-    """The same with its checksum."""
-    content = msgspec.json.encode(msgspec.structs.replace(manifest, checksum=""))
-    return msgspec.structs.replace(manifest, checksum=hashlib.blake2b(content, digest_size=16).hexdigest())
+Sealed = TypeVar("Sealed", bound=msgspec.Struct)
+
+
+def sealed(table: Sealed) -> Sealed:
+    """The same with the checksum of all else in its field `checksum`."""
+    content = msgspec.json.encode(msgspec.structs.replace(table, checksum=""))
+    return msgspec.structs.replace(table, checksum=hashlib.blake2b(content, digest_size=16).hexdigest())
 
 
 def damaged(folder: Path, what: str) -> EngineError:

@@ -5,16 +5,15 @@ missing, old or made elsewhere: it is used only on the machine and with the thre
 kernels go by their own rules.
 """
 
-import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from millrace.engine.manifest import damaged
+from millrace.engine.manifest import damaged, sealed
 from millrace.errors import EngineError
 from millrace.kernels.declare import KERNELS, MAX_KNOBS
 
@@ -68,6 +67,10 @@ class TacticTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def is_for(self, machine: Mapping[str, str | int], threads: int) -> bool:
         return dict(self.machine) == dict(machine) and self.threads == threads
 
+    def compared(self) -> list[Choice]:
+        """What was chosen by timing, not for want of it."""
+        return [choice for region in self.regions for choice in region.choices if choice.compared]
+
     def entries(self) -> list[tuple[int, int, tuple[int, ...]]]:
         """(step, rows, knobs) as the native core takes them, in its order."""
         found = [
@@ -116,14 +119,14 @@ def _read(folder: Path) -> TacticTable | None:
         table.entries()
     except (msgspec.DecodeError, ValueError) as error:
         raise damaged_tactics(folder, f"it is not readable: {error}") from error
-    if table != _sealed(table):
+    if table != sealed(table):
         raise damaged_tactics(folder, "its checksum differs")
     return table
 
 
 def write_tactics(folder: Path, table: TacticTable) -> TacticTable:
     """Whole, or not at all. Gives the table with its checksum."""
-    table = _sealed(table)
+    table = sealed(table)
     write_whole(folder / TACTICS, msgspec.json.format(msgspec.json.encode(table), indent=1))
     return table
 
@@ -139,16 +142,6 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         Path(unfinished).unlink(missing_ok=True)
         raise
-
-
-def differing(table: TacticTable) -> Iterator[tuple[Region, Choice]]:
-    """Where the rule was beaten."""
-    return ((r, c) for r in table.regions for c in r.choices if c.knobs)
-
-
-def _sealed(table: TacticTable) -> TacticTable:
-    content = msgspec.json.encode(msgspec.structs.replace(table, checksum=""))
-    return msgspec.structs.replace(table, checksum=hashlib.blake2b(content, digest_size=16).hexdigest())
 
 
 def damaged_tactics(folder: Path, what: str) -> EngineError:

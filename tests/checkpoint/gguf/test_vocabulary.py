@@ -259,6 +259,7 @@ def test_the_files_flags_are_above_an_originals_own() -> None:
         {"added_tokens": [{"id": "5", "content": "x"}]},
         {"post_processor": {"type": "TemplateProcessing", "special_tokens": {"x": {"ids": [2, 999]}}}},
         {"post_processor": {"type": "Sequence", "processors": [{"special_tokens": {"x": {"ids": [-1]}}}]}},
+        {"post_processor": {"type": "TemplateProcessing", "special_tokens": {"x": {"ids": 7}}}},
     ],
 )
 def test_an_original_that_names_ids_that_are_not_there(more: dict[str, object]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.config import ModelConfig, RopeConfig
+from millrace.checkpoint.config import HEAD_SIZES, ModelConfig, RopeConfig, head_fits
 from millrace.checkpoint.gguf.reader import GgufFile, Value
 from millrace.errors import CheckpointError, nearest
 
@@ -175,12 +175,9 @@ def _head_dim(keys: Keys, arch: str, hidden_size: int, n_heads: int) -> int:
     head_dim = keys.integer(f"{arch}.attention.key_length", max(hidden_size // n_heads, 1))
     if f"{arch}.attention.key_length" not in keys.values and hidden_size % n_heads:
         raise keys.wrong(f"{arch}.embedding_length", f"a multiple of {n_heads} heads, or an attention.key_length")
-    if head_dim % 8 or head_dim > 512:
+    if not head_fits(head_dim):
         what = f"{arch}.embedding_length / {arch}.attention.head_count, or {arch}.attention.key_length,"
-        raise CheckpointError(
-            f"{keys.path}: {what} gives heads of {head_dim}", "a multiple of 8, at most 512: no kernel takes others",
-            "choose another model",
-        )  # fmt: skip
+        raise CheckpointError(f"{keys.path}: {what} gives heads of {head_dim}", HEAD_SIZES, "choose another model")
     for name in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(f"{arch}.{name}", head_dim) != head_dim:
             raise keys.wrong(f"{arch}.{name}", f"{head_dim}, the size of a head", "choose another model")

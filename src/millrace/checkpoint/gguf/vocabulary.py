@@ -158,13 +158,18 @@ def _original(keys: Keys, tokens: list[str], ids: Mapping[str, int | None]) -> b
 def _ids_beside(raw: Mapping[str, object]) -> list[object]:
     """All ids that a tokenizer.json names outside of its vocabulary."""
     added, processor = raw.get("added_tokens"), raw.get("post_processor")
-    found = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    parts = [processor, *processor.get("processors", [])] if isinstance(processor, dict) else []
-    for part in parts:
-        special = part.get("special_tokens") if isinstance(part, dict) else None
-        for token in special.values() if isinstance(special, dict) else ():
-            found += token.get("ids", []) if isinstance(token, dict) else []
+    found = [token.get("id") for token in _dicts(added)]
+    for part in (*_dicts([processor]), *(p for whole in _dicts([processor]) for p in _dicts(whole.get("processors")))):
+        special = part.get("special_tokens")  # a list for some kinds, with names only
+        for token in _dicts(list(special.values())) if isinstance(special, dict) else ():
+            ids = token.get("ids")
+            found += ids if isinstance(ids, list) else [ids]
     return found
+
+
+def _dicts(value: object) -> list[dict[str, object]]:
+    """Those of a list; none of anything else."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _byte_level(keys: Keys, tokens: list[str], types: list[int], ids: Mapping[str, int | None]) -> bytes:
