@@ -111,7 +111,7 @@ def test_codes_and_scales_are_the_files(tmp_path: Path, folder: Path, kind: Kind
 def test_a_mixture_keeps_what_it_can(tmp_path: Path, folder: Path) -> None:
     """q and k in Q4_0 beside v in Q4_1, all in one product of w4a8: the first two unchanged, the third rounded."""
     path = write_gguf(tmp_path / "m.gguf", folder, lambda n: Kind.Q4_1 if "attn_v" in n else Kind.Q4_0)
-    made = plan(path)
+    made = plan(path, "w4a8", 32)
     assert len(rounded(made)) == 1 and "2 of 15 matrices are stored as Q4_1" in made.notes[0]
     qkv = next(w for w in made.program.weights if len(w.origin) == 3)
     codes, scales = unpacked(qkv)
@@ -134,7 +134,8 @@ KINDS: list[tuple[Kind | Callable[[str], Kind], str, dict[str, str], int]] = [
     (Kind.F16, "fp32", {}, 128),
     (Kind.BF16, "bf16", {}, 128),
     (Kind.Q4_0, "w4a8", {"lm_head": "w4a8"}, 32),
-    (Kind.Q4_K, "w4a8", {}, 32),
+    (Kind.Q4_1, "w8a8", {}, 32),  # four bits and a minimum per group: only eight hold them
+    (Kind.Q4_K, "w8a8", {}, 32),
     (Kind.Q5_K, "w8a8", {}, 32),
     (Kind.Q6_K, "w8a8", {}, 32),
     (Kind.Q8_0, "w8a8", {}, 32),
@@ -164,7 +165,18 @@ def test_a_tied_head_has_the_embeddings_type(tmp_path: Path, folder: Path) -> No
 
 
 def test_a_mixture_by_layers() -> None:
-    stored = {"a.down": StoredMatrix("q4_k", 10), "b.down": StoredMatrix("q6_k", 10), "c": StoredMatrix("q4_k", 5)}
+    stored = {"a.down": StoredMatrix("q4_0", 10), "b.down": StoredMatrix("q6_k", 10), "c": StoredMatrix("q4_0", 5)}
     chosen = nearest_precisions(stored)
     assert (chosen.default.value, [n for n, _ in chosen.patterns]) == ("w4a8", ["b.down"])
-    assert len(rounding_notes(stored, chosen)) == 2
+    (note,) = rounding_notes(stored, chosen)
+    assert "1 of 3 matrices are stored as Q6_K" in note
+
+
+@pytest.mark.parametrize("dtype", ["q4_1", "q4_k"])
+def test_the_note_says_why_four_bits_become_eight(dtype: str) -> None:
+    """Nobody asked for 4 bits, and they would change answers: SmolLM2-135M in Q4_1 loops in greedy chat as w4a8."""
+    stored = {"a": StoredMatrix(dtype, 10), "b": StoredMatrix("q4_0", 4)}
+    chosen = nearest_precisions(stored)
+    assert chosen.of("a") is Precision.W8A8 and chosen.of("b") is Precision.W4A8
+    (note,) = rounding_notes(stored, chosen)
+    assert "minimum per group" in note and "w8a8 with groups of 32" in note
