@@ -1,7 +1,7 @@
 """Every mistake that a caller can make ends in one of these: what was wrong, what was expected, how to mend it."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class MillraceError(Exception):
@@ -10,6 +10,11 @@ class MillraceError(Exception):
     def __init__(self, what: str, expected: str, mend: str) -> None:
         super().__init__(what, expected, mend)  # all in args, so it survives pickling between processes
         self.what, self.expected, self.mend = what, expected, mend
+
+    def reworded(self, reword: Callable[[str], str]) -> None:
+        """Says it in the caller's own words, such as arguments instead of flags."""
+        self.args = tuple(reword(a) if isinstance(a, str) else a for a in self.args)
+        self.what, self.expected, self.mend = map(reword, (self.what, self.expected, self.mend))
 
     def __str__(self) -> str:
         return f"{self.what}\n  expected: {self.expected}\n  to mend:  {self.mend}"

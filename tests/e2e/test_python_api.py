@@ -1,12 +1,16 @@
 """`from millrace import LLM, SamplingParams`: what a Python user types, with the bundled model."""
 
 import asyncio
+import copy
 import gc
 import itertools
+import os
+import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -28,7 +32,7 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 
 def test_every_way_to_write_a_prompt(llm: LLM) -> None:
-    ids = llm.tokenizer.encode("Once upon a time")  # type: ignore[attr-defined]
+    ids = llm.tokenizer.encode("Once upon a time")
     (answer,) = llm.generate("Once upon a time", GREEDY)
     assert answer.finished and answer.prompt == "Once upon a time" and answer.prompt_token_ids == ids
     (choice,) = answer.outputs
@@ -59,7 +63,8 @@ def test_n_and_seeds(llm: LLM) -> None:
 
 
 def test_ignore_eos(llm: LLM) -> None:
-    eos = llm.tokenizer.eos_token_id  # type: ignore[attr-defined]
+    eos = llm.tokenizer.eos_token_id
+    assert eos is not None
     biased = {eos: 100.0}
     (ended,) = llm.generate("The", SamplingParams(max_tokens=8, logit_bias=biased))
     (went_on,) = llm.generate("The", SamplingParams(max_tokens=8, logit_bias=biased, ignore_eos=True))
@@ -226,3 +231,101 @@ def test_after_closing_it_says_so() -> None:
     model.close()
     with pytest.raises(MillraceError, match="closed"):
         model.generate("The", GREEDY)
+
+
+def test_without_max_tokens_a_text_gets_a_few_tokens_and_a_chat_the_context(llm: LLM) -> None:
+    """As vLLM and OpenAI's completions: who forgets max_tokens does not wait for minutes."""
+    endless = SamplingParams(temperature=0, ignore_eos=True)
+    (text,) = llm.generate("Once upon a time", endless)
+    assert len(text.outputs[0].token_ids) == 16 and text.outputs[0].finish_reason == "length"
+    assert [len(o.outputs[0].token_ids) for o in llm.generate(["a", "b"], [endless, GREEDY])] == [16, 24]
+    (chat,) = llm.chat([{"role": "user", "content": "Tell me a story."}], endless)
+    assert len(chat.prompt_token_ids) + len(chat.outputs[0].token_ids) == 2048
+
+
+def test_log_probabilities_are_vllms_dicts(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.5, seed=4, logprobs=3, ignore_eos=True)
+    choice = llm.generate("Once upon a time", params)[0].outputs[0]
+    assert choice.logprobs is not None and len(choice.logprobs) == 12
+    for token_id, shown in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert token_id in shown and 3 <= len(shown) <= 4, (
+            "the alternatives, and the chosen one where it is not of them"
+        )
+        ranks = sorted((p.rank, -p.logprob) for p in shown.values())
+        assert ranks == sorted(ranks, key=lambda r: r[1]) and [r for r, _ in ranks][:3] == [1, 2, 3]
+        assert shown[token_id].decoded_token == llm.get_tokenizer().token_text(token_id)
+    chosen = [shown[i].logprob for i, shown in zip(choice.token_ids, choice.logprobs, strict=True)]
+    assert choice.cumulative_logprob == pytest.approx(sum(chosen))
+
+
+def test_vllms_names_are_taken(llm: LLM) -> None:
+    same: dict[str, Any] = {
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "dtype": "float32",
+        "tensor_parallel_size": 1,
+        "seed": 0,
+    }
+    with LLM("tiny", **same, tune=0, trust_remote_code=False, kv_cache_dtype="auto") as model:
+        manifest = model._opened.engine.manifest
+        assert (manifest.max_context, manifest.max_sequences) == (512, 4)
+        assert manifest.precision["default"] == "fp32" and model.get_tokenizer() is model.tokenizer
+
+
+@pytest.mark.parametrize(
+    ("given", "fragments"),
+    [
+        ({"tensor_parallel_size": 2}, ["tensor_parallel_size is 2", "threads="]),
+        ({"gpu_memory_utilization": 0.9}, ["gpu_memory_utilization is 0.9", 'kv_memory="4G"']),
+        ({"quantization": "awq"}, ["quantization is 'awq'", "precision="]),
+        ({"trust_remote_code": True}, ["trust_remote_code is True", "own_model.py"]),
+        ({"dtype": "float16"}, ["dtype is 'float16'", "bfloat16"]),
+        ({"dtype": "bfloat16", "precision": "fp32"}, ["dtype and precision are both given"]),
+        ({"dtype": "bfloat16", "precision": {"default": "fp32"}}, ["dtype and precision are both given"]),
+        ({"max_model_len": 64, "max_context": 32}, ["max_model_len and max_context are both given"]),
+        ({"max_modle_len": 64}, ['did you mean "max_model_len"?']),
+        # in the words of who asks: arguments, not flags
+        ({"max_context": 10**6}, ["max_context"]),
+        ({"kv_memory": "1M"}, ["kv_memory=1 MiB", "max_context="]),
+    ],
+)
+def test_what_cannot_be_says_what_to_use(given: dict[str, Any], fragments: list[str]) -> None:
+    with pytest.raises(MillraceError) as error:
+        LLM("tiny", **given)
+    assert all(f in str(error.value) for f in fragments), str(error.value)
+    assert "--" not in str(error.value) and all("--" not in a for a in error.value.args if isinstance(a, str))
+
+
+def test_progress_is_shown_when_asked(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], GREEDY)
+    assert capfd.readouterr() == ("", "")
+    llm.generate(["a", "b"], GREEDY, use_tqdm=True)
+    out, err = capfd.readouterr()
+    assert out == "" and "2/2" in err and "48 tokens" in err
+
+
+def test_a_forked_child_is_told(llm: LLM) -> None:
+    """Its threads stayed with the parent: it would wait for ever."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate("The", GREEDY)
+            said = "no error"
+        except MillraceError as error:
+            said = str(error)
+        os.write(writing, said.encode())
+        llm.close()  # must not wait for the threads either, nor take the parent's memory
+        os._exit(0)
+    os.close(writing)
+    assert os.waitpid(child, 0)[1] == 0
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    assert "forked" in said and "spawn" in said
+    assert texts(llm.generate("The", GREEDY)), "the parent goes on"
+
+
+def test_it_cannot_be_pickled_and_says_so(llm: LLM) -> None:
+    for copy_of in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(MillraceError, match="cannot be pickled"):
+            copy_of(llm)

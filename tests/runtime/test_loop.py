@@ -8,11 +8,20 @@ import pytest
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
-from millrace.runtime.generate import Collector
+from millrace.runtime.generate import Collector, new_output
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import CompletionOutput, Delta, FinishReason, SamplingParams
 from millrace.runtime.sequence import Request
-from tests.runtime.fakes import POISON, VOCAB, FakeClock, RandomBudget, expected_choice, limits, make_loop
+from tests.runtime.fakes import (
+    POISON,
+    VOCAB,
+    FakeClock,
+    FakeTokenizer,
+    RandomBudget,
+    expected_choice,
+    limits,
+    make_loop,
+)
 
 
 class Client:
@@ -25,7 +34,7 @@ class Client:
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        collector = Collector("", None, self.prompt, 0, self.params.n)
+        collector = Collector(new_output(self.request), FakeTokenizer())
         for deltas in self.deltas:
             collector.add(deltas)
         return collector.output.outputs
@@ -215,8 +224,12 @@ def test_logprobs_come_as_asked() -> None:
     assert plain.outputs[0].logprobs is None and plain.outputs[0].cumulative_logprob is None
     for client, n in zip(clients, (0, 2, 5), strict=True):
         logprobs = client.outputs[0].logprobs
-        assert logprobs is not None and [p.token_id for p in logprobs] == plain.outputs[0].token_ids
-        assert [len(p.top) for p in logprobs] == [n, n] and logprobs[0].rank == 1
+        assert logprobs is not None and [next(iter(p)) for p in logprobs] == plain.outputs[0].token_ids
+        tokens = [token for deltas in client.deltas for delta in deltas for token in delta.logprobs or ()]
+        assert [len(p.top) for p in tokens] == [n, n] and tokens[0].rank == 1
+        for shown, token in zip(logprobs, tokens, strict=True):
+            assert shown[token.token_id].logprob == token.logprob
+            assert shown.keys() == {token.token_id, *(i for i, _ in token.top)}, "the chosen one and the alternatives"
 
 
 def test_a_seed_is_drawn_and_told() -> None:

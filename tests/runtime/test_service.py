@@ -13,9 +13,9 @@ import pytest
 from millrace.engine.executor import StepInputs
 from millrace.errors import BusyError, ConfigError, RequestError
 from millrace.runtime.generate import Collector
-from millrace.runtime.params import CompletionOutput, FinishReason, SamplingParams
+from millrace.runtime.params import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 from millrace.runtime.service import AsyncEngine, RequestHandle, ServiceOptions
-from tests.runtime.fakes import VOCAB, expected_choice, limits, make_loop
+from tests.runtime.fakes import VOCAB, FakeTokenizer, expected_choice, limits, make_loop
 
 pytestmark = pytest.mark.timeout(60)  # a stream that never ends is what these tests look for
 TIGHT = limits(n_pages=60, page_tokens=4, max_sequences=8, max_step_tokens=24)  # 240 tokens for 8 sequences: preemption
@@ -45,7 +45,9 @@ def in_asyncio(
 
 
 async def whole(handle: RequestHandle, n: int = 1) -> list[CompletionOutput]:
-    collector = Collector(handle.request_id, None, handle.prompt_token_ids, handle.seed, n)
+    choices = [CompletionOutput(index=i, text="", token_ids=[]) for i in range(n)]
+    output = RequestOutput(handle.request_id, None, handle.prompt_token_ids, choices, finished=False, seed=handle.seed)
+    collector = Collector(output, FakeTokenizer())
     async for deltas in handle:
         assert deltas
         collector.add(deltas)

@@ -99,6 +99,10 @@ class Tokenizer(ABC):
             held = self._bytes[token_id] = self._token_bytes(token_id)
         return held
 
+    def token_text(self, token_id: int) -> str:
+        """A token alone; what is not a whole character in it is U+FFFD (`token_bytes` has it exactly)."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
     @abstractmethod
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 

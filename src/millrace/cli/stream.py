@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import CheckpointError, MachineError
-from millrace.runtime.generate import Collector
+from millrace.runtime.generate import Collector, new_output
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened
 from millrace.runtime.params import Delta, FinishReason, RequestOutput, SamplingParams
@@ -80,7 +80,7 @@ def stream(
     """
     arrived: list[Delta] = []
     request = loop.submit(prompt_ids, params, arrived.extend)
-    collector = Collector(request.id, None, request.prompt.tolist(), request.resolved.seed, params.n)
+    collector = Collector(new_output(request), loop.tokenizer)
     while not collector.output.finished:
         if stopped():
             loop.cancel(request)

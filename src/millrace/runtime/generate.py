@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import RequestError
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import CompletionOutput, Delta, RequestOutput, SamplingParams
+from millrace.runtime.params import CompletionOutput, Delta, Logprob, RequestOutput, SamplingParams, TokenLogprobs
 from millrace.runtime.sequence import Request
 
 Prompt = (
@@ -27,13 +28,21 @@ class Progress(NamedTuple):
     n_output_tokens: int
 
 
+def new_output(request: Request, prompt: str | None = None) -> RequestOutput:
+    """Of a request that has just been submitted. prompt: its text, where it was one"""
+    outputs = [CompletionOutput(index=i, text="", token_ids=[]) for i in range(request.resolved.n)]
+    ids = request.prompt.tolist()
+    return RequestOutput(request.id, prompt, ids, outputs, finished=False, seed=request.resolved.seed)
+
+
 class Collector:
     """Puts the deltas of one request together into its RequestOutput."""
 
-    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], seed: int, n: int) -> None:
-        outputs = [CompletionOutput(index=i, text="", token_ids=[]) for i in range(n)]
-        self.output = RequestOutput(request_id, prompt, prompt_token_ids, outputs, finished=False, seed=seed)
-        self._n_open = n
+    def __init__(self, output: RequestOutput, tokenizer: Tokenizer) -> None:
+        """output: of `new_output`, to be filled"""
+        self.output = output
+        self._n_open = len(output.outputs)
+        self._tokenizer = tokenizer
 
     def add(self, deltas: list[Delta]) -> int:
         """Append; returns how many tokens came."""
@@ -41,15 +50,22 @@ class Collector:
             choice = self.output.outputs[delta.index]
             choice.text += delta.text
             choice.token_ids.extend(delta.token_ids)
-            if delta.logprobs is not None:
-                choice.logprobs = (choice.logprobs or []) + list(delta.logprobs)
-                choice.cumulative_logprob = sum(p.logprob for p in choice.logprobs)
+            for token in delta.logprobs or ():
+                choice.logprobs = [] if choice.logprobs is None else choice.logprobs
+                choice.logprobs.append(self._named(token))
+                choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + token.logprob
             if delta.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
                 choice.error = delta.error
                 self._n_open -= 1
         self.output.finished = self._n_open == 0
         return sum(len(d.token_ids) for d in deltas)
+
+    def _named(self, token: TokenLogprobs) -> dict[int, Logprob]:
+        """The chosen token and its alternatives, best first."""
+        chosen = (token.token_id, token.logprob, token.rank)
+        ranked = [chosen, *((i, p, rank) for rank, (i, p) in enumerate(token.top, 1) if i != token.token_id)]
+        return {i: Logprob(p, rank, self._tokenizer.token_text(i)) for i, p, rank in ranked}
 
 
 def generate(
@@ -75,7 +91,7 @@ def generate(
 
             request = loop.submit(ids, wanted, deliver)
             requests.append(request)
-            collectors.append(Collector(request.id, text, request.prompt.tolist(), request.resolved.seed, wanted.n))
+            collectors.append(Collector(new_output(request, text), loop.tokenizer))
         n_finished = n_tokens = 0
         while n_finished < len(requests):
             if not loop.running_in_thread and arrived.empty():
@@ -113,7 +129,7 @@ async def astream(
             here.call_soon_threadsafe(arrived.put_nowait, deltas)
 
     request = loop.submit(ids, wanted, deliver)
-    collector = Collector(request.id, text, request.prompt.tolist(), request.resolved.seed, wanted.n)
+    collector = Collector(new_output(request, text), loop.tokenizer)
     try:
         while not collector.output.finished:
             collector.add(await arrived.get())

@@ -1,40 +1,88 @@
 """`LLM`: a model in this process, with the calls and results that users of vLLM and TensorRT-LLM know."""
 
+import os
+import re
 import threading
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.env import read_env
-from millrace.errors import CheckpointError, ConfigError, RequestError, nearest
-from millrace.runtime.generate import Prompt, astream, generate
+from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, nearest
+from millrace.runtime import vllm_names
+from millrace.runtime.generate import Progress, Prompt, astream, generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import BuildSettings, Opened, RunSettings, find_engine, open_engine
-from millrace.runtime.params import RequestOutput, SamplingParams
+from millrace.runtime.params import COMPLETION_TOKENS, RequestOutput, SamplingParams
 
 Message = Mapping[str, object]
+_FLAG = re.compile(r"--([a-z][a-z-]*[a-z])( (?=[\d\"]))?")
 
 
-def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings]:
-    """raises ConfigError for a name that neither of them has"""
+def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mapping[str, str] | None]:
+    """The settings, and the precision where it is a map. raises ConfigError for a name that neither of them has"""
     build, run = ({f.name for f in fields(kind)} for kind in (BuildSettings, RunSettings))
     for name in given:
-        if name not in build | run:
-            raise ConfigError(f'LLM has no setting "{name}"', nearest(name, build | run), "correct the name")
-    parts = ({name: v for name, v in given.items() if name in known} for known in (build, run))
-    return BuildSettings(**next(parts)), RunSettings(**next(parts))
+        if name not in build | run | vllm_names.KNOWN:
+            known = build | run
+            near = nearest(name, known | vllm_names.KNOWN)
+            raise ConfigError(
+                f'LLM has no setting "{name}"', near if "did" in near else nearest(name, known), "correct it"
+            )
+    ours = vllm_names.translated(given)
+    precisions = ours.pop("precision") if isinstance(ours.get("precision"), Mapping) else None
+    for_build, for_run = ({name: v for name, v in ours.items() if name in known} for known in (build, run))
+    return BuildSettings(**for_build), RunSettings(**for_run), precisions
 
 
-def _release(loop: EngineLoop, opened: Opened) -> None:
+def _as_arguments(text: str) -> str:
+    """`--max-context 512` as `max_context=512`."""
+    return _FLAG.sub(lambda flag: flag[1].replace("-", "_") + ("=" if flag[2] else ""), text)
+
+
+@contextmanager
+def _in_python_words() -> Iterator[None]:
+    """Errors name settings as flags (--max-context); here they are arguments (max_context=)."""
+    try:
+        yield
+    except MillraceError as error:
+        error.reworded(_as_arguments)
+        raise
+
+
+def _release(loop: EngineLoop, opened: Opened, made_in: int) -> None:
     """Ends the engine's thread, then gives the memory back."""
+    if os.getpid() != made_in:  # a forked child: threads and memory are its parent's
+        return
     if loop.in_own_thread:  # which cannot wait for itself: the collector may run anywhere
-        threading.Thread(target=_release, args=(loop, opened)).start()
+        threading.Thread(target=_release, args=(loop, opened, made_in)).start()
         return
     loop.stop()
     opened.close()
+
+
+@contextmanager
+def _progress_bar(shown: bool) -> Iterator[Callable[[Progress], None] | None]:
+    """Finished requests and tokens per second on stderr, while they are computed."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+    )  # fmt: skip
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task("", total=None, tokens=0)
+        yield lambda now: bars.update(task, completed=now.n_finished, total=now.n_requests, tokens=now.n_output_tokens)
 
 
 class LLM:
@@ -43,58 +91,101 @@ class LLM:
     model: an engine or checkpoint folder, a GGUF file, a hub id (`org/name@revision`) or `tiny`; built when needed.
     precision: a name, or a map like {"default": "w4a8", "lm_head": "bf16"}.
     settings: those of `millrace build` and `serve` by the same names (head, kv_cache_dtype, group, max_context,
-    max_batch, kv_memory, threads, isa).
+    max_batch, tune, kv_memory, threads, isa), and vLLM's (max_model_len, max_num_seqs, dtype, tensor_parallel_size=1).
     raises MillraceError, each with its mend
     """
 
     def __init__(self, model: str | Path, *, precision: str | Mapping[str, str] | None = None, **settings: Any) -> None:
-        named, precisions = (precision, None) if not isinstance(precision, Mapping) else (None, precision)
-        build, run = _split({"precision": named, **settings})
-        name, engine = find_engine(str(model), build, read_env(), precisions=precisions)
-        self._opened: Opened = open_engine(name, engine, run)
+        with _in_python_words():
+            build, run, precisions = _split({"precision": precision, **settings})
+            name, engine = find_engine(str(model), build, read_env(), precisions=precisions)
+            self._opened: Opened = open_engine(name, engine, run)
         self._loop = self._opened.loop(throughput=True)
         self._threading = threading.Lock()
-        self._released = weakref.finalize(self, _release, self._loop, self._opened)  # also for who forgets close()
+        self._made_in = os.getpid()
+        # also for who forgets close()
+        self._released = weakref.finalize(self, _release, self._loop, self._opened, self._made_in)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """All prompts in one in-flight batch, answers in order. A prompt: text, or {"prompt_token_ids": [...]}."""
-        self._check_open()
+        """All prompts in one in-flight batch, answers in order. A prompt: text, or {"prompt_token_ids": [...]}.
+
+        Without max_tokens an answer has 16 tokens, as in vLLM and OpenAI's completions.
+        use_tqdm: show progress on stderr (vLLM's name for it)
+        """
+        self._check_usable()
         if not isinstance(prompts, str | Mapping | Sequence):
             raise RequestError(
                 f"prompts is of type {type(prompts).__name__}", "a prompt or a list of prompts", "pass one of these"
             )
         single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        return generate(self._loop, [prompts] if single else prompts, sampling_params)  # type: ignore[list-item, arg-type]
+        if isinstance(sampling_params, Sequence):
+            sampling_params = [_of_some_length(p) for p in sampling_params]
+        else:
+            sampling_params = _of_some_length(sampling_params)
+        return self._answer([prompts] if single else prompts, sampling_params, use_tqdm)  # type: ignore[list-item, arg-type]
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """One conversation or several, through the model's chat template."""
+        """One conversation or several, through the model's chat template.
+
+        Without max_tokens an answer may fill the rest of the context.
+        """
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Sequence[Message]] = messages if several else [messages]  # type: ignore[assignment, list-item]
-        return self.generate([{"prompt_token_ids": self._chat_ids(c)} for c in conversations], sampling_params)
+        prompts = [{"prompt_token_ids": self._chat_ids(c)} for c in conversations]
+        return self._answer(prompts, sampling_params, use_tqdm)
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """The answer as it grows: each item holds all of it so far. Any number of them may run side by side."""
-        self._check_open()
+        """The answer as it grows: each item holds all of it so far. Any number of them may run side by side.
+
+        Without max_tokens an answer has 16 tokens.
+        """
+        self._check_usable()
         with self._threading:  # from the first stream on, the engine has a thread of its own
             if not self._loop.running_in_thread:
                 self._loop.start()
-        async for output in astream(self._loop, prompt, sampling_params):
-            yield output
+        with _in_python_words():
+            async for output in astream(self._loop, prompt, _of_some_length(sampling_params)):
+                yield output
 
-    def _check_open(self) -> None:
+    def _answer(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        with _in_python_words(), _progress_bar(use_tqdm) as progress:
+            return generate(self._loop, prompts, params, progress)
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._made_in:
+            raise RequestError(
+                "this LLM was made before the process was forked, and its threads are not in the child",
+                "calls in the process that made it",
+                'make an LLM in each process, or start processes with multiprocessing.get_context("spawn")',
+            )
         if not self._released.alive:
             raise RequestError("this LLM is closed", "calls before close()", "make a new LLM")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ConfigError(
+            "an LLM cannot be pickled or copied: it is threads, mapped weights and a KV cache of this process",
+            "the name of the model",
+            "send the name, and make an LLM in the process that runs it",
+        )
+
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        self._check_open()
+        self._check_usable()
         template = self._opened.chat_template
         if template is None:
             raise CheckpointError(
@@ -109,8 +200,13 @@ class LLM:
         return self._opened.tokenizer.encode(template.render(messages), add_special_tokens=False)
 
     @property
-    def tokenizer(self) -> object:
+    def tokenizer(self) -> Tokenizer:
+        """`encode(text)` gives token ids, `decode(ids)` their text."""
         return self._opened.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """vLLM's name for `tokenizer`."""
+        return self.tokenizer
 
     def close(self) -> None:
         """Gives the memory back; also at the end of a `with`."""
@@ -123,3 +219,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _of_some_length(params: SamplingParams | None) -> SamplingParams:
+    """Who continues a text and does not say how far gets a few tokens, and not minutes of them."""
+    asked = params or SamplingParams()
+    known = isinstance(asked, SamplingParams)  # else `generate` refuses it
+    return replace(asked, max_tokens=COMPLETION_TOKENS) if known and asked.max_tokens is None else asked

@@ -11,6 +11,7 @@ MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 LEAST = 1e-9  # of what must be above 0: in float32 it still is
+COMPLETION_TOKENS = 16  # of a text to be continued, where max_tokens is not said; a chat has the rest of the context
 
 
 class FinishReason(StrEnum):
@@ -138,13 +139,22 @@ class Delta:
     error: str | None = None  # with FinishReason.ERROR: what happened, for the caller
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """What is known of one token at one place, in vLLM's shape."""
+
+    logprob: float
+    rank: int  # 1 = the likeliest of the vocabulary
+    decoded_token: str  # the token alone; half a character is U+FFFD
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # a dict per token: the chosen one first, then the likeliest
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None  # with FinishReason.ERROR or ABORT: what happened

@@ -1,0 +1,78 @@
+"""vLLM's names for settings of `LLM`: taken where the meaning is the same, else refused with what to use instead.
+
+source: the arguments of vllm.LLM and its EngineArgs, vLLM 0.11.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.errors import ConfigError
+
+SAME = {"max_model_len": "max_context", "max_num_seqs": "max_batch"}
+_DTYPES = {"auto": None, "float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
+_KV_DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32"}
+# Name -> the values that ask for what happens anyway, and what to use where another one was meant.
+_NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "tensor_parallel_size": ((1,), "one process has one machine's cores: threads="),
+    "pipeline_parallel_size": ((1,), "the whole model runs in this process"),
+    "data_parallel_size": ((1,), "start one LLM per process"),
+    "trust_remote_code": ((False,), "a model of your own, written as in examples/own_model.py"),
+    "quantization": ((None,), 'precision="w8a8" or another of fp32, bf16, w8a8, w8a16, w4a8, w4a16'),
+    "gpu_memory_utilization": ((), 'kv_memory="4G", the memory of the KV cache on this machine'),
+    "kv_cache_memory_bytes": ((), "kv_memory="),
+    "swap_space": ((0,), "KV pages are computed again instead of swapped; kv_memory= gives them more room"),
+    "cpu_offload_gb": ((0,), "the weights are in this machine's memory already"),
+    "enforce_eager": ((False, True), ""),  # there are no CUDA graphs to do without
+    "max_num_batched_tokens": ((None,), "steps have 512 tokens; fewer sequences at a time: max_batch="),
+    "enable_chunked_prefill": ((None, True), "prompts are always computed in chunks"),
+    "enable_prefix_caching": ((None, False), "n= in SamplingParams: the answers of one request share its prompt"),
+    "disable_log_stats": ((True, False), ""),
+    "seed": ((None, 0), "SamplingParams(seed=...), which gives the same answer in any batch"),
+    "revision": ((None,), 'the model as "org/name@revision"'),
+    "tokenizer": ((None,), "a checkpoint folder that holds the tokenizer's files"),
+    "tokenizer_mode": (("auto",), "a checkpoint folder that holds the tokenizer's files"),
+    "skip_tokenizer_init": ((False,), 'prompts as {"prompt_token_ids": [...]}; text is made all the same'),
+    "load_format": (("auto", "safetensors"), "a checkpoint in safetensors or GGUF"),
+    "download_dir": ((None,), "the environment variable HF_HOME"),
+    "hf_token": ((None,), "the environment variable HF_TOKEN"),
+    "block_size": ((None, 64), "KV pages have 64 tokens"),
+}  # fmt: skip
+KNOWN = frozenset({"dtype", *SAME, *_NEUTRAL})
+
+
+def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` in our own names. raises ConfigError for a value that means something else here, or a name given twice"""
+    ours: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _NEUTRAL:
+            _check_neutral(name, value)
+        elif name == "dtype":
+            _add(ours, given, name, "precision", _precision(value))
+        elif name == "kv_cache_dtype" and value in _KV_DTYPES:
+            ours[name] = _KV_DTYPES[value]
+        else:
+            _add(ours, given, name, SAME.get(name, name), value)
+    return ours
+
+
+def _add(ours: dict[str, Any], given: Mapping[str, Any], name: str, own: str, value: Any) -> None:
+    if own != name and given.get(own) is not None and value is not None:
+        raise ConfigError(f"{name} and {own} are both given", "one of them: they mean the same", f"leave {name} out")
+    if value is not None or own == name:
+        ours[own] = value
+
+
+def _precision(dtype: object) -> str | None:
+    """Of vLLM's `dtype`: a name, or a torch.dtype, which prints as "torch.bfloat16"."""
+    name = str(dtype).removeprefix("torch.")
+    if name in _DTYPES:
+        return _DTYPES[name]
+    mend = "float16 is not computed here: bfloat16 is as small, float32 exact" if name in ("float16", "half") else ""
+    raise ConfigError(f"dtype is {dtype!r}", "auto, float32 or bfloat16", mend or "precision= has the integer formats")
+
+
+def _check_neutral(name: str, value: object) -> None:
+    neutral, instead = _NEUTRAL[name]
+    if not any(value == v and type(value) is type(v) for v in neutral):
+        allowed = " or ".join(map(repr, neutral)) or "nothing by that name"
+        raise ConfigError(f"{name} is {value!r}, which this LLM does not have", allowed, f"use {instead}")
