@@ -16,6 +16,7 @@ class Env:
     hf_home: Path | None  # HF_HOME: where huggingface_hub keeps its downloads
     hf_token: str | None  # HF_TOKEN
     hf_offline: bool  # HF_HUB_OFFLINE
+    plain_terminal: bool  # NO_COLOR, or TERM=dumb: no colours, nothing that moves the cursor
 
 
 def read_env(variables: Mapping[str, str] | None = None) -> Env:
@@ -27,7 +28,14 @@ def read_env(variables: Mapping[str, str] | None = None) -> Env:
         hf_home=Path(v["HF_HOME"]) if v.get("HF_HOME") else None,
         hf_token=v.get("HF_TOKEN") or None,
         hf_offline=_flag(v, "HF_HUB_OFFLINE"),
+        plain_terminal=is_plain_terminal(v),
     )
+
+
+def is_plain_terminal(variables: Mapping[str, str] | None = None) -> bool:
+    """source: https://no-color.org, "present and not an empty string" """
+    v = os.environ if variables is None else variables
+    return bool(v.get("NO_COLOR")) or v.get("TERM") == "dumb"
 
 
 def _flag(variables: Mapping[str, str], name: str) -> bool:

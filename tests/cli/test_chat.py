@@ -1,21 +1,27 @@
 """`millrace chat` from a pipe, as JSON, and in a terminal."""
 
+import fcntl
 import io
 import json
 import os
 import pty
+import re
 import select
+import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.conftest import Millrace
-from tests.support.command_line import Result, environment
+from tests.support.command_line import Result, environment, run_process
 
 Talk = Callable[..., Result]
 GREEDY = ("--temperature", "0", "--max-tokens", "10")
@@ -56,6 +62,36 @@ def test_commands(talk: Talk, tmp_path: Path) -> None:
     assert len(result.out.splitlines()) == 1, "nothing is answered after /exit"
 
 
+def test_a_message_of_several_lines(talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    lines = [
+        "one \\",
+        "two",
+        '"""three',
+        "",
+        '  four"""',
+        '"""',
+        "five",
+        '"""',
+        "last \\",
+    ]
+    assert talk([*lines[:-1], f"/save {file}"]).code == 0
+    told = [m["content"] for m in json.loads(file.read_text())["messages"] if m["role"] == "user"]
+    assert told == ["one \ntwo", "three\n\n  four", "five"]
+    assert talk(lines[-1:]).code == 0, "the input may end in the middle of a message"
+
+
+def test_a_path_is_text_and_a_misspelt_command_is_not(talk: Talk) -> None:
+    result = talk(["/etc/hosts is a file, is it not?", "/rest", "/ what is this?"])
+    assert len(result.out.splitlines()) == 2 and 'did you mean "/reset"?' in result.err
+
+
+def test_a_file_that_is_there_is_not_overwritten_unasked(talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text("mine")
+    assert "already there" in talk(["Hello!", f"/save {file}"]).err and file.read_text() == "mine"
+
+
 def test_a_message_that_is_too_long_is_refused_and_the_chat_goes_on(talk: Talk) -> None:
     result = talk(["word " * 3000, "Hello!"])
     assert result.code == 0
@@ -89,19 +125,100 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_twice_leaves(built_tiny: Path
     )
     os.close(theirs)
     with process, killed_at_last(process):
-        screen = Screen(ours)
+        screen = Screen(ours, process)
         screen.until("/help for commands")
-        os.write(ours, b"Tell me a story about a fox.\n")
+        screen.type("Tell me a story about a fox.\n")
         screen.until("\x1b[32m")  # the answer is green
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         screen.until("tokens", "> ")
-        time.sleep(0.5)  # the prompt is shown a moment before a signal is looked for
-        process.send_signal(2)
+        screen.interrupt()
         screen.until("Ctrl-C again leaves", "> ")
-        time.sleep(0.5)
-        process.send_signal(2)
+        screen.interrupt()
         assert process.wait(20) == 0
     os.close(ours)
+
+
+@contextmanager
+def in_a_terminal(engine: Path, cache: Path, columns: int = 80, **variables: Any) -> Iterator["Screen"]:
+    """A chat on a terminal of its own, at its first prompt."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    command = [sys.executable, "-m", "millrace", "chat", str(engine), "--max-tokens", "60", "--seed", "1"]
+    settings = {**environment(cache), "TERM": "xterm", **variables}
+    settings.pop("COLUMNS", None)
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings, start_new_session=True
+    )
+    os.close(theirs)
+    with process, killed_at_last(process):
+        screen = Screen(ours, process)
+        screen.until("leaves", "> ")
+        yield screen
+    os.close(ours)
+
+
+@pytest.mark.parametrize("brackets", [("\x1b[200~", "\x1b[201~"), ("", "")])
+def test_what_is_pasted_is_one_message(
+    built_tiny: Path, cache: Path, tmp_path: Path, brackets: tuple[str, str]
+) -> None:
+    """With the terminal's marks around it, and from one that sends none."""
+    file = tmp_path / "talk.json"
+    with in_a_terminal(built_tiny, cache) as screen:
+        screen.type(f"{brackets[0]}Hello!\nTell me\na story.{brackets[1]}\n")
+        screen.until("tokens", "> ")
+        screen.type(f"/save {file}\n")
+        screen.until("Saved 2 messages")
+    assert json.loads(file.read_text())["messages"][0]["content"] == "Hello!\nTell me\na story."
+
+
+def test_saving_over_a_file_is_asked(built_tiny: Path, cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text("mine")
+    with in_a_terminal(built_tiny, cache) as screen:
+        screen.type(f"/save {file}\n")
+        screen.until("Overwrite it?")
+        screen.type("n\n")
+        screen.until("nothing was written", "> ")
+        assert file.read_text() == "mine"
+        screen.type(f"/save {file}\n")
+        screen.until("Overwrite it?")
+        screen.type("y\n")
+        screen.until("Saved 0 messages")
+    assert json.loads(file.read_text()) == {"messages": []}
+
+
+def test_typing_takes_back_the_first_ctrl_c(built_tiny: Path, cache: Path) -> None:
+    with in_a_terminal(built_tiny, cache) as screen:
+        screen.interrupt()
+        screen.until("Ctrl-C again leaves", "> ")
+        screen.type("something")
+        screen.until("something")
+        screen.interrupt()
+        screen.until("Ctrl-C again leaves", "> ")
+        screen.interrupt()
+        assert screen.process.wait(20) == 0
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_a_chat_without_colours(built_tiny: Path, cache: Path, variables: dict[str, str]) -> None:
+    with in_a_terminal(built_tiny, cache, **variables) as screen:
+        screen.type("Tell me a story.\n")
+        screen.until("tokens", "> ")
+        assert not re.search("\x1b\\[[0-9;]*3[0-9]", screen.all), "no colours"
+        assert "TERM" not in variables or "\x1b" not in screen.all
+
+
+def test_words_are_not_broken_at_the_edge(built_tiny: Path, cache: Path) -> None:
+    with in_a_terminal(built_tiny, cache, columns=20, NO_COLOR="1") as screen:
+        screen.type("Tell me a story.\n")
+        screen.until("tokens", "> ")
+    plain = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", screen.all).replace("\r", "")
+    answer = plain.split("Tell me a story.\n")[1].split(" tokens")[0].splitlines()[:-1]
+    assert len(answer) > 3 and all(len(line.rstrip()) <= 20 for line in answer), answer
+    whole = run_process(
+        ["generate", str(built_tiny), "--chat", "Tell me a story.", "--max-tokens", "60", "--seed", "1"], cache
+    )
+    assert " ".join(answer).split() == whole.out.split(), "the same words"
 
 
 @contextmanager
@@ -115,8 +232,16 @@ def killed_at_last(process: "subprocess.Popen[bytes]") -> Iterator[None]:
 class Screen:
     """What the other side of a terminal shows."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, process: "subprocess.Popen[bytes]") -> None:
         self._descriptor, self._seen = descriptor, ""
+        self.process, self.all = process, ""
+
+    def type(self, text: str) -> None:
+        os.write(self._descriptor, text.encode())
+
+    def interrupt(self) -> None:
+        time.sleep(0.5)  # the prompt is shown a moment before a signal is looked for
+        self.process.send_signal(signal.SIGINT)
 
     def until(self, *wanted: str) -> None:
         """Waits until these were shown, one after the other, since the last call."""
@@ -125,5 +250,6 @@ class Screen:
             while text not in self._seen:
                 assert time.monotonic() < until_s, f"{text!r} was not shown, but {self._seen!r}"
                 if select.select([self._descriptor], [], [], 0.2)[0]:
-                    self._seen += os.read(self._descriptor, 4096).decode(errors="replace")
+                    part = os.read(self._descriptor, 4096).decode(errors="replace")
+                    self._seen, self.all = self._seen + part, self.all + part
             self._seen = self._seen.partition(text)[2]

@@ -1,7 +1,10 @@
 """The command line as a whole: help, unknown words, exit codes."""
 
+import contextlib
 import io
 import json
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +41,42 @@ def test_every_command_has_an_example_json_and_help_for_each_option(millrace: Mi
     assert all(o.help for o in options), [o.name for o in options if not o.help]
 
 
+def test_help_is_a_command_too(millrace: Millrace) -> None:
+    assert millrace("help").out == millrace("--help").out
+    assert millrace("help", "serve").out == millrace("serve", "--help").out
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_colours_where_they_are_not_wanted(cache: Path, variables: dict[str, str]) -> None:
+    """https://no-color.org; a dumb terminal shows escape sequences as rubbish."""
+    for arguments in (["doctor", "--help"], ["sreve"], ["list"]):
+        assert "\x1b" not in in_a_terminal(arguments, cache, variables)
+    assert "\x1b[31m" in in_a_terminal(["sreve"], cache, {"TERM": "xterm", "NO_COLOR": ""}), "where they are, there are"
+
+
+def in_a_terminal(arguments: list[str], cache: Path, variables: dict[str, str]) -> str:
+    """All that a command shows on a terminal of its own."""
+    ours, theirs = pty.openpty()
+    settings = {**environment(cache), "TERM": "xterm", **variables}
+    command = [sys.executable, "-m", "millrace", *arguments]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings):
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the other side is closed
+            while part := os.read(ours, 4096):
+                shown += part
+    os.close(ours)
+    return shown.decode()
+
+
+def test_a_terminal_without_the_characters_shows_others(cache: Path) -> None:
+    """A Latin-1 locale and a name that it cannot spell: question marks, and no traceback."""
+    settings = {**environment(cache), "PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-m", "millrace", "inspect", "\u732b/\u732b/\u732b"]
+    told = subprocess.run(command, env=settings, capture_output=True)
+    assert told.returncode == 2 and b"?/?/?" in told.stderr and b"Traceback" not in told.stderr
+
+
 def test_version(millrace: Millrace) -> None:
     assert millrace("--version").out == f"millrace {__version__}\n"
 
@@ -50,9 +89,15 @@ def test_version(millrace: Millrace) -> None:
         (["--verbos"], ["no option --verbos"]),
         (["serve", "tiny", "--prot", "80"], ["no option --prot", 'did you mean "--port"?']),
         (["serve"], ["Missing argument 'MODEL'", "millrace serve --help"]),
-        (["generate", "tiny"], ["Missing option '-p'"]),
+        (["generate", "tiny"], ["there is no prompt", "millrace generate MODEL PROMPT"]),
+        (["generate", "tiny", "Once", "-p", "Once"], ["the prompt is given twice"]),
+        (
+            ["generate", "tiny", "-p", "x", "--precision", "fp16"],
+            ['"fp16" is unknown', "fp32 runs a float16 checkpoint"],
+        ),
+        (["generate", "tiny", "-p", "x", "--precision", "INT8"], ["use w8a8"]),
         (["generate", "tiny", "-p", "x", "--max-tokens", "many"], ["'many' is not a valid integer"]),
-        (["generate", "tiny", "-p", "x", "extra"], ["unexpected extra argument"]),
+        (["generate", "tiny", "x", "extra"], ["unexpected extra argument"]),
         (["rm"], ["Missing argument"]),
     ],
 )

@@ -1,5 +1,6 @@
 """`millrace chat`: a conversation in the terminal; also reads questions from a pipe."""
 
+import difflib
 import json
 import signal
 import sys
@@ -15,14 +16,13 @@ import click
 from millrace.cli.models import opened
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.sampling import SamplingFlags
-from millrace.cli.screen import decoded, note, size
-from millrace.cli.stream import Answered, chat_ids, stream
-from millrace.cli.tables import Tables
+from millrace.cli.stream import chat_ids, stream
+from millrace.cli.terminal import JsonScreen, Screen, Terminal
 from millrace.env import Env
 from millrace.errors import ConfigError, MillraceError, nearest
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import BuildSettings, Opened, RunSettings
-from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.runtime.params import SamplingParams
 
 EPILOG = """\b
 Examples:
@@ -35,7 +35,9 @@ HELP = {
     "/system TEXT": "set the system message and forget the conversation; without TEXT: have none",
     "/save FILE": "write the conversation as JSON",
     "/exit": "leave; Ctrl-D and Ctrl-C twice do too",
+    '"""': "begin a message of several lines, and end it; a \\ at the end of a line goes on, too",
 }
+_NAMES = [key.split()[0] for key in HELP if key.startswith("/")]
 
 
 @click.command(epilog=EPILOG)
@@ -47,12 +49,12 @@ HELP = {
 def command(env: Env, /, model: str, system: str | None, as_json: bool, **given: Any) -> None:
     """Chat with MODEL in this terminal.
 
-    /help lists the commands; Ctrl-C stops an answer, twice leaves. From a pipe every line is one message; --json
-    prints every answer as one line of JSON.
+    /help lists the commands; Ctrl-C stops an answer, twice leaves. What is pasted is one message. From a pipe every
+    line is one message; --json prints every answer as one line of JSON.
     """
     params = made(SamplingFlags, given).params()
     with opened(model, made(BuildSettings, given), made(RunSettings, given), env) as model_opened:
-        chat = Chat(model_opened, params, _screen(as_json), system)
+        chat = Chat(model_opened, params, _screen(as_json, env.plain_terminal), system)
         chat.check()
         chat.screen.welcome(model_opened)
         chat.run()
@@ -68,7 +70,7 @@ class Chat:
 
     model: Opened
     params: SamplingParams
-    screen: "Screen"
+    screen: Screen
     system: str | None
     messages: list[dict[str, object]] = field(default_factory=list)
     _loop: EngineLoop = field(init=False)
@@ -89,7 +91,7 @@ class Chat:
                 text = line.strip()
                 if text == "/exit":
                     return
-                if text.startswith("/"):
+                if _is_command(text):
                     self._command(text)
                 elif text:
                     self._answer(text)
@@ -120,16 +122,17 @@ class Chat:
             case "/save":
                 self._save(rest.strip())
             case _:
-                raise ConfigError(
-                    f"there is no command {name}", nearest(name, [k.split()[0] for k in HELP]), "/help lists them"
-                )
+                raise ConfigError(f"there is no command {name}", nearest(name, _NAMES), "/help lists them")
 
     def _save(self, name: str) -> None:
         if not name:
             raise ConfigError("/save has no file", "/save FILE", "name the file to write")
         whole = {"messages": [*self._opening(), *self.messages]}
+        file = Path(name).expanduser()
         try:
-            Path(name).expanduser().write_text(json.dumps(whole, indent=2) + "\n")
+            if file.exists() and not self.screen.confirm(f"{name} is already there. Overwrite it?"):
+                raise ConfigError(f"{name} is already there", "a new file", "name another; nothing was written")
+            file.write_text(json.dumps(whole, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(
                 f"cannot write {name}: {error}", "a file in a folder that exists", "name another"
@@ -140,94 +143,14 @@ class Chat:
         return [message("system", self.system)] if self.system else []
 
 
-class Screen:
-    """What a conversation looks like in a pipe: one message a line in, answers out."""
-
-    def welcome(self, model: Opened) -> None:
-        """Before the first message."""
-
-    def read(self) -> str | None:
-        """The next message; None at the end."""
-        return decoded(sys.stdin.buffer.readline()) or None
-
-    def part(self, text: str) -> None:
-        click.echo(text, nl=False)
-
-    def answered(self, answered: Answered) -> None:
-        click.echo()
-
-    def say(self, text: str) -> None:
-        note(text)
-
-    def mistake(self, error: MillraceError) -> None:
-        note(f"error: {error}")
+def _screen(as_json: bool, plain: bool) -> Screen:
+    return JsonScreen() if as_json else Terminal(plain) if sys.stdin.isatty() and sys.stdout.isatty() else Screen()
 
 
-class JsonScreen(Screen):
-    """Every answer as one line of JSON."""
-
-    def part(self, text: str) -> None:
-        """The whole answer comes at its end."""
-
-    def answered(self, answered: Answered) -> None:
-        click.echo(json.dumps({"role": "assistant", "content": answered.texts[0], **answered.as_dict()}))
-
-
-class Terminal(Screen):
-    """For people: colours, line editing, a word on how to leave."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        self._console = Console(highlight=False)
-        self._fresh = True
-        self._left_once = False
-        import readline  # line editing and history, for input()
-
-        readline.set_auto_history(True)
-
-    def welcome(self, model: Opened) -> None:
-        precision, memory = Tables(model.engine).precision(), size(model.plan.total_bytes)
-        self._console.print(
-            f"[bold]{model.name}[/bold]  [dim]{precision}, {memory}; /help for commands, Ctrl-D leaves[/dim]"
-        )
-
-    def read(self) -> str | None:
-        self._fresh = True
-        while True:
-            try:
-                # \001 and \002 tell readline which characters take no room
-                line = input("\n\001\033[1;36m\002> \001\033[0m\002")
-                self._left_once = False
-                return line
-            except EOFError:
-                self._console.print()
-                return None
-            except KeyboardInterrupt:
-                if self._left_once:
-                    return None
-                self._left_once = True
-                self._console.print("\n[dim]Ctrl-C again leaves[/dim]")
-
-    def part(self, text: str) -> None:
-        self._console.print(text.lstrip() if self._fresh else text, end="", markup=False, soft_wrap=True, style="green")
-        self._fresh = False
-
-    def answered(self, answered: Answered) -> None:
-        n, seconds = answered.decode
-        rate = f", {n / seconds:,.0f} tokens/s" if seconds > 0 else ""
-        stopped = ", stopped" if answered.output.outputs[0].finish_reason == FinishReason.ABORT else ""
-        self._console.print(f"\n[dim]{n + 1} tokens{rate}{stopped}[/dim]")
-
-    def say(self, text: str) -> None:
-        self._console.print(text, style="dim", markup=False)
-
-    def mistake(self, error: MillraceError) -> None:
-        self._console.print(str(error), style="red", markup=False)
-
-
-def _screen(as_json: bool) -> Screen:
-    return JsonScreen() if as_json else Terminal() if sys.stdin.isatty() and sys.stdout.isatty() else Screen()
+def _is_command(text: str) -> bool:
+    """A word of its own behind a slash, known or misspelt; `/etc/hosts is ...` is text."""
+    name = text.split()[0] if text.startswith("/") else ""
+    return "\n" not in text and bool(difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.6))
 
 
 @contextmanager

@@ -11,29 +11,33 @@ from millrace.cli.sampling import SamplingFlags
 from millrace.cli.screen import decoded, note, print_json
 from millrace.cli.stream import chat_ids, stream
 from millrace.env import Env
+from millrace.errors import ConfigError
 from millrace.runtime.open import BuildSettings, RunSettings
 
 EPILOG = """\b
 Examples:
-  millrace generate tiny -p "Once upon a time" --max-tokens 64
-  echo "Tell me a story." | millrace generate tiny --chat -p - --seed 7"""
+  millrace generate tiny "Once upon a time" --max-tokens 64
+  echo "Tell me a story." | millrace generate tiny --chat - --seed 7"""
 
 
 @click.command(epilog=EPILOG)
 @click.argument("model")
-@click.option("-p", "--prompt", required=True, metavar="TEXT", help="The prompt; - reads it from stdin.")
+@click.argument("text", required=False, metavar="[PROMPT]")
+@click.option("-p", "--prompt", metavar="TEXT", help="The same as PROMPT, for texts that begin with a dash.")
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template, as a user's message.")
 @click.option("-n", "n", type=int, default=1, show_default=True, help="Answers to the same prompt.")
 @settings_options(SamplingFlags, BuildSettings, RunSettings)
 @json_option
 @click.pass_obj
-def command(env: Env, /, model: str, prompt: str, chat: bool, n: int, as_json: bool, **given: Any) -> None:
-    """Continue a text, or answer a message, in this process.
+def command(
+    env: Env, /, model: str, text: str | None, prompt: str | None, chat: bool, n: int, as_json: bool, **given: Any
+) -> None:
+    """Continue a text, or answer a message, in this process. PROMPT - reads it from stdin.
 
     The text streams to stdout; stderr closes with the time for prompt and answer, and the seed that gives it again.
     """
     params = made(SamplingFlags, given).params(n)
-    text = decoded(sys.stdin.buffer.read()).removesuffix("\n") if prompt == "-" else prompt
+    text = _prompt(text, prompt)
     with opened(model, made(BuildSettings, given), made(RunSettings, given), env) as model_opened:
         loop = model_opened.loop()
         ids = chat_ids(model_opened, [{"role": "user", "content": text}]) if chat else loop.tokenizer.encode(text)
@@ -48,6 +52,18 @@ def command(env: Env, /, model: str, prompt: str, chat: bool, n: int, as_json: b
     answered.raise_error()
     if not as_json:
         note(click.style(answered.summary(), dim=True))
+
+
+def _prompt(text: str | None, flag: str | None) -> str:
+    """raises ConfigError where there is none, or two"""
+    if (text is None) == (flag is None):
+        raise ConfigError(
+            "there is no prompt" if text is None else "the prompt is given twice",
+            "one prompt: millrace generate MODEL PROMPT, or - to read it from stdin",
+            "`millrace generate --help` shows examples",
+        )
+    given = text or flag or ""
+    return decoded(sys.stdin.buffer.read()).removesuffix("\n") if given == "-" else given
 
 
 def _show(text: str) -> None:

@@ -4,13 +4,14 @@ Exit codes: 0 done, 2 a mistake (what was wrong, what was expected, how to mend 
 """
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
 import click
 
 from millrace import __version__
-from millrace.env import read_env
+from millrace.env import is_plain_terminal, read_env
 from millrace.errors import ConfigError, MachineError, MillraceError, nearest
 
 MISTAKE, INTERRUPTED = 2, 130
@@ -74,31 +75,37 @@ def cli(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line (None: the process's own); gives the exit code. Prints every MillraceError."""
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; gives the exit code. Prints every MillraceError."""
+    given = list(arguments)
+    if given[:1] == ["help"]:  # `millrace help serve` is what people type first
+        given = [*given[1:], "--help"]
+    color = False if is_plain_terminal() else None  # None: where the output is a terminal
     try:
-        code = cli.main(None if arguments is None else list(arguments), prog_name="millrace", standalone_mode=False)
+        code = cli.main(given, prog_name="millrace", standalone_mode=False, color=color)
         return code if isinstance(code, int) else 0
     except MillraceError as error:
-        return _mistake(error)
+        return _mistake(error, color)
     except click.UsageError as error:
-        return _mistake(_as_error(error))
+        return _mistake(_as_error(error), color)
     except click.ClickException as error:
-        return _mistake(ConfigError(error.format_message(), "a readable file", "check the path"))
+        return _mistake(ConfigError(error.format_message(), "a readable file", "check the path"), color)
     except OSError as error:  # a full disk, a folder that may not be written: nobody below could say it better
-        return _mistake(
-            MachineError(f"{error}", "files that can be read and written", "make room, or check the rights")
-        )
+        full = MachineError(f"{error}", "files that can be read and written", "make room, or check the rights")
+        return _mistake(full, color)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
 
 
 def main() -> None:
-    sys.exit(run())
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character shows "?" instead
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    sys.exit(run(sys.argv[1:]))
 
 
-def _mistake(error: MillraceError) -> int:
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {error}", err=True)
+def _mistake(error: MillraceError, color: bool | None) -> int:
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {error}", err=True, color=color)
     return MISTAKE
 
 

@@ -118,13 +118,22 @@ def _matches(origin: str, pattern: str) -> bool:
     return fnmatchcase(origin, pattern) or fnmatchcase(origin, f"*.{pattern}")
 
 
+_FLOAT16 = "float16 is not computed here: fp32 runs a float16 checkpoint exactly, bf16 in half the memory"
+_MEANT = {
+    "fp16": _FLOAT16, "float16": _FLOAT16, "f16": _FLOAT16, "half": _FLOAT16,
+    "float32": "use fp32", "f32": "use fp32", "float": "use fp32", "bfloat16": "use bf16",
+    "int8": "use w8a8 (8-bit weights and activations) or w8a16 (8-bit weights alone)",
+    "int4": "use w4a8 (4-bit weights, 8-bit activations) or w4a16 (4-bit weights alone)",
+    "fp8": "use w8a8, which has 8 bits too", "auto": "leave it out: the checkpoint's own precision is taken",
+}  # fmt: skip
+
+
 def parse_precision(name: str) -> Precision:
     try:
         return Precision(name)
     except ValueError:
-        raise ConfigError(
-            f'precision "{name}" is unknown', "one of " + ", ".join(Precision), "choose one of them"
-        ) from None
+        mend = _MEANT.get(name.lower(), "choose one of them")
+        raise ConfigError(f'precision "{name}" is unknown', "one of " + ", ".join(Precision), mend) from None
 
 
 def precision_map(asked: str | Mapping[str, str], group: int = DEFAULT_GROUP, head: str | None = None) -> PrecisionMap:
