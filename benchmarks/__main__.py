@@ -2,10 +2,10 @@
 
     python -m benchmarks --shape tinyllama-1.1b --precision w4a8
 
-Weights are random, the shape is real. The machine's read bandwidth is measured before and after each decode, in the
-same process, because shared machines change it from minute to minute. Writes every sample into
-benchmarks/results/DATE_SHAPE_PRECISION.json. Shares: decode against reading the weights once a step, prefill against
-the peak of the instructions themselves.
+Weights are random, the shape is real. The machine's read bandwidth is measured in turns with decode, in the same
+process, because shared machines change it from minute to minute. Writes every sample into
+benchmarks/results/alone-SHAPE-PRECISION-TIME-COMMIT.json. Shares: decode against reading the weights once a step,
+prefill against the peak of the instructions themselves.
 """
 
 import argparse
@@ -18,19 +18,20 @@ from typing import Any
 
 from benchmarks.measure import (
     TUNE_S,
-    bandwidth,
     decode,
     load_seconds,
     pages_for,
     prefill,
     read_per_step,
     resident_bytes,
+    share_of_bandwidth,
 )
+from benchmarks.names import named
 from benchmarks.record import provenance, write_result
 from benchmarks.sampling import shares
 from benchmarks.shapes import SHAPES, random_source
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.precision import RESCORED, PrecisionMap, precision_map
+from millrace.compile.precision import precision_map
 from millrace.compile.tune import Tuning
 from millrace.engine.engine import Engine
 from millrace.engine.native import NativeExecutor
@@ -73,15 +74,12 @@ def measure(engine: Engine, precision: str, threads: int, runs: int) -> dict[str
 
 
 def decode_at(executor: NativeExecutor, engine: Engine, n: int, threads: int, runs: int) -> dict[str, Any]:
-    before = bandwidth(executor.isa, threads)
-    timing = decode(executor, n, AT, NEW_TOKENS, runs)
-    after = bandwidth(executor.isa, threads)
-    step_s = timing.median_s / NEW_TOKENS
-    share = read_per_step(engine) / step_s / ((before + after) / 2)
+    timing, rates = decode(executor, n, AT, NEW_TOKENS, threads, runs)
+    read = read_per_step(engine)
+    share = share_of_bandwidth(timing.samples_s, rates, read * NEW_TOKENS)
     return {
-        "sequences": n, "tokens_per_s": round(n / step_s, 1), "samples_s": timing.samples_s,
-        "read_bytes_per_step": read_per_step(engine), "bandwidth_bytes_per_s": [before, after],
-        "share_of_bandwidth": round(share, 3),
+        "sequences": n, "tokens_per_s": round(n * NEW_TOKENS / timing.median_s, 1), "samples_s": timing.samples_s,
+        "read_bytes_per_step": read, "bandwidth_bytes_per_s": rates, "share_of_bandwidth": share and round(share, 3),
     }  # fmt: skip
 
 
@@ -97,17 +95,10 @@ def run(shape: str, precision: str, threads: int, runs: int, engines: Path) -> d
     engine = Engine.open(folder)
     return {
         **provenance("benchmarks"),
-        "shape": shape, "precision": precision,
-        "head": head_name(precision_map(precision)), "threads": threads,
+        "shape": shape, "precision": precision, **named(engine), "threads": threads,
         "build_with_random_weights_s": build_s, "weights_bytes": engine.manifest.weights_bytes,
         "activation_bytes": engine.manifest.activation_bytes, **measure(engine, precision, threads, runs),
     }  # fmt: skip
-
-
-def head_name(precisions: PrecisionMap) -> str:
-    """In what the logits are computed."""
-    rough = precisions.of("lm_head").value
-    return f"{rough}, its best {RESCORED} again in w8a8" if precisions.rescores("lm_head") else rough
 
 
 def main() -> None:
@@ -124,7 +115,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for shape in SHAPES if args.shape == "all" else [args.shape]:
             result = run(shape, args.precision, args.threads, args.runs, args.engines or Path(temporary))
-            path = write_result(f"{result['date']}_{shape}_{args.precision}", result)
+            path = write_result(f"alone-{shape}-{args.precision}", result)
             print(json.dumps(result) if args.json else table(result, path))
 
 
@@ -137,11 +128,10 @@ def table(result: dict[str, Any], path: Path) -> str:
         f"  prefill {p['tokens']:5}         {p['tokens_per_s']:8.1f} tok/s  {peak}",
     ]
     for d in result["decode"]:
-        rates = " and ".join(f"{b / 1e9:.0f}" for b in d["bandwidth_bytes_per_s"])
-        lines.append(
-            f"  decode, {d['sequences']:2} sequences  {d['tokens_per_s']:8.1f} tok/s  "
-            f"{d['share_of_bandwidth']:.0%} of {rates} GB/s read before and after"
-        )
+        rates = d["bandwidth_bytes_per_s"]
+        beside = f"{min(rates) / 1e9:.0f} to {max(rates) / 1e9:.0f} GB/s read beside it"
+        share = f"{d['share_of_bandwidth']:.0%} of" if d["share_of_bandwidth"] else "no share measured:"
+        lines.append(f"  decode, {d['sequences']:2} sequences  {d['tokens_per_s']:8.1f} tok/s  {share} {beside}")
     most = max(result["sampling"], key=lambda s: s["sampling_s"] / s["step_s"])
     share = most["sampling_s"] / most["step_s"]
     lines.append(f"  sampling, 16 rows      {share:8.1%} of a step with {most['asked']}, less with others")

@@ -3,7 +3,7 @@
     python -m benchmarks.contexts --shape tinyllama-1.1b --kv-cache-dtype int8
 
 Everything in process with random weights, interleaved. In the mix one user streams, and another's prompt of 2,000
-tokens arrives; then the same two one after the other. Writes results/contexts-DATE-SHAPE-KV.json.
+tokens arrives; then the same two one after the other. Writes results/contexts-SHAPE-KV-TIME-COMMIT.json.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import TUNE_S, Timing, bandwidth, pages_for, prefill, repeat
-from benchmarks.record import provenance, write_result
+from benchmarks.names import named
+from benchmarks.record import judged, provenance, write_result
 from benchmarks.shapes import SHAPES, random_source
 from millrace.checkpoint.tokenizer import Specials, Tokenizer
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
@@ -143,13 +144,26 @@ def run(shape: str, precision: str, kv: str, rounds: int, folder: Path) -> dict[
     write_engine(source, plan_engine(source, options), folder, name=shape, tuning=Tuning(TUNE_S))
     engine = Engine.open(folder)
     executor = engine.executor(n_pages=pages_for(1, CONTEXT), threads=usable_cores())
+    decode, mixed = decode_by_depth(executor, rounds), mixed_work(executor, rounds)
     result = {
-        **provenance("benchmarks.contexts"), "shape": shape, "precision": precision, "kv_cache_dtype": kv,
-        "threads": usable_cores(), "isa": executor.isa, "decode": decode_by_depth(executor, rounds),
-        "mixed": mixed_work(executor, rounds),
+        **provenance("benchmarks.contexts"), "shape": shape, "precision": precision, **named(engine),
+        "kv_cache_dtype": kv, "threads": usable_cores(), "isa": executor.isa, "decode": decode, "mixed": mixed,
+        "goals": goals(decode, mixed, kv),
     }  # fmt: skip
     executor.close()
     return result
+
+
+def goals(decode: dict[str, Any], mixed: dict[str, Any], kv: str) -> list[dict[str, Any]]:
+    """What this project set out to reach."""
+    depth = judged(f"decode at {DEEP:,} as a share of decode at {SHALLOW}, KV in int8", decode["share"], 0.8, 0.7)
+    gaps = "p99 of a stream's gaps beside a prompt, in medians of the gaps"
+    together = "a stream and a prompt together, of one after the other"
+    return [
+        *([depth] if kv == "int8" else []),
+        judged(gaps, mixed["p99_to_median_gap"], 3.0, 3.0, at_most=True),
+        judged(together, mixed["total_to_one_after_the_other"], 1.1, 1.1, at_most=True),
+    ]
 
 
 def main() -> None:
@@ -164,7 +178,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         result = run(args.shape, args.precision, args.kv_cache_dtype, args.rounds, Path(temporary) / "engine")
-    path = write_result(f"contexts-{result['date']}-{args.shape}-{args.kv_cache_dtype}", result)
+    path = write_result(f"contexts-{args.shape}-{args.kv_cache_dtype}", result)
     print(json.dumps(result) if args.json else summary(result, path))
 
 

@@ -3,8 +3,9 @@
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from millrace.engine.dummy import dummy_step
@@ -44,10 +45,34 @@ def prefill(executor: NativeExecutor, n_tokens: int, runs: int) -> Timing:
     return repeat(lambda: [executor.run(p) for p in parts], runs)
 
 
-def decode(executor: NativeExecutor, n_sequences: int, context: int, n_tokens: int, runs: int) -> Timing:
-    """n new tokens for each of several sequences that already hold `context` tokens."""
+def decode(
+    executor: NativeExecutor, n_sequences: int, context: int, n_tokens: int, threads: int, runs: int
+) -> tuple[Timing, list[float]]:
+    """n new tokens for each of several sequences that already hold `context` tokens.
+
+    Also the read bandwidth in bytes a second, before the first run and after each: they take turns in this process,
+    because shared machines change it from minute to minute.
+    """
     steps = [dummy_step([1] * n_sequences, context + i, executor.limits.n_pages, seed=i) for i in range(n_tokens)]
-    return repeat(lambda: [executor.run(s) for s in steps], runs)
+    repeat(lambda: [executor.run(s) for s in steps], 0)  # warms up
+    samples, rates = [], [bandwidth(executor.isa, threads)]
+    for _ in range(runs):
+        started = time.perf_counter()
+        for step in steps:
+            executor.run(step)
+        samples.append(time.perf_counter() - started)
+        rates.append(bandwidth(executor.isa, threads))
+    return Timing(samples), rates
+
+
+def share_of_bandwidth(samples_s: Sequence[float], rates: Sequence[float], bytes_per_sample: float) -> float | None:
+    """The median over runs, each beside the two probes next to it.
+
+    None: more than 1, so the machine changed in between and nothing was measured.
+    """
+    beside = [(a + b) / 2 for a, b in pairwise(rates)]
+    share = statistics.median(bytes_per_sample / s / r for s, r in zip(samples_s, beside, strict=True))
+    return share if share <= 1 else None
 
 
 def bandwidth(isa: str, threads: int) -> float:

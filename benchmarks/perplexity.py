@@ -1,18 +1,21 @@
 """What each precision costs in accuracy: perplexity on a fixed text, beside the same engine in float32.
 
     python -m benchmarks.perplexity --model tiny
+    python -m benchmarks.perplexity --model SmolLM2-135M-Instruct.Q4_1.gguf --text wiki.test.raw
 
 `tiny` reads held-out documents of the generator that it was trained with. Another checkpoint reads `--text FILE`, or,
-where none is given, text that it drew itself in float32 with fixed seeds. Writes results/perplexity-DATE-MODEL.json.
-Everything is computed by the native executor, one token of every document a step, from its float32 logits.
+where none is given, text that it drew itself in float32 with fixed seeds. Everything is computed by the native
+executor, one token of every document a step, from its float32 logits; llama.cpp reads the same tokens of a GGUF file,
+where it is installed. Writes results/perplexity-MODEL-TIME-COMMIT.json.
 """
 
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import pages_for
+from benchmarks.names import named
+from benchmarks.peers.workloads import Phase, Workload
 from benchmarks.record import RESULTS, provenance, write_result
 from millrace import LLM, SamplingParams
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
@@ -32,6 +38,7 @@ from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
 from millrace.engine.native import KvFormat
+from millrace.machine.cpu import usable_cores
 from millrace.runtime.open import BUNDLED
 
 DOCUMENTS, LENGTH = 32, 192  # how many, and tokens of each at most: a few thousand in all, and it takes seconds
@@ -41,10 +48,10 @@ LogProbs = NDArray[np.float32]  # (positions of all documents, vocabulary)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An engine to be measured; `kv` and `head` as `millrace build` chooses where they are None."""
+    """An engine to be measured; what is None as `millrace build` chooses it."""
 
     name: str
-    precision: str
+    precision: str | None
     group: int = 128
     kv: KvFormat | None = None
     head: str | None = None
@@ -56,6 +63,8 @@ PRECISIONS = (
     Variant("w4a8 g32", "w4a8", 32), Variant("w4a8 g64", "w4a8", 64), Variant("w4a8 g128", "w4a8"),
     Variant("w4a8 g128, int8 kv", "w4a8", kv=KvFormat.INT8),
 )  # fmt: skip
+# What nobody asked for: integers as the file stores them, where engines hold them.
+STORED = (Variant("as stored (default)", None), Variant("w8a8 g32", "w8a8", 32), Variant("w8a8 g64", "w8a8", 64))
 # The same body under each head: what the head alone does to the ranking.
 HEADS = (
     Variant("w4a8, head fp32", "w4a8", head="fp32"), Variant("w4a8, head in two steps (default)", "w4a8"),
@@ -65,9 +74,13 @@ HEADS = (
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one precision; the last three beside the first of its table."""
+    """Of one engine; the last three beside the first of its table. weights ... head: as `benchmarks.names` says them"""
 
     precision: str
+    weights: str
+    activations: str
+    head: str
+    kv: str
     perplexity: float
     ratio: float  # of the perplexities
     mean_kl: float  # nats by which its distribution differs, on average over positions
@@ -104,11 +117,11 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 @contextmanager
 def _built(folder: Path, variant: Variant, sequences: int) -> Iterator[Engine]:
     source = Source.from_checkpoint(Checkpoint.open(folder))
-    precision = precision_map(variant.precision, variant.group, variant.head)
-    options = BuildOptions(precision=precision, max_batch=sequences, kv_format=variant.kv)
+    asked = variant.precision and precision_map(variant.precision, variant.group, variant.head)
+    options = BuildOptions(precision=asked or None, max_batch=sequences, kv_format=variant.kv)
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "engine"
-        write_engine(source, plan_engine(source, options), out, name=folder.name)
+        write_engine(source, plan_engine(source, options), out, name=folder.stem)
         yield Engine.open(out)
 
 
@@ -117,12 +130,15 @@ def targets(documents: Documents) -> NDArray[np.int64]:
     return np.array([t for d in sorted(documents, key=len, reverse=True) for t in d[1:]])
 
 
-def score(name: str, found: LogProbs, reference: LogProbs, tokens: NDArray[np.int64]) -> Score:
+def score(
+    name: str, numbers: Mapping[str, str], found: LogProbs, reference: LogProbs, tokens: NDArray[np.int64]
+) -> Score:
     at = np.arange(len(tokens))
     loss, reference_loss = (-float(x[at, tokens].mean(dtype=np.float64)) for x in (found, reference))
     divergence = (np.exp(reference) * (reference - found)).sum(axis=1, dtype=np.float64)
     return Score(
         name,
+        **numbers,
         perplexity=float(np.exp(loss)),
         ratio=float(np.exp(loss - reference_loss)),
         mean_kl=float(divergence.mean()),
@@ -130,16 +146,42 @@ def score(name: str, found: LogProbs, reference: LogProbs, tokens: NDArray[np.in
     )
 
 
-def scores(folder: Path, documents: Documents, precisions: Sequence[Variant] = PRECISIONS) -> list[Score]:
-    """One for each precision; the first is the reference."""
+def scores(
+    folder: Path, documents: Documents, precisions: Sequence[Variant] = PRECISIONS, llama_cpp: bool = False
+) -> list[Score]:
+    """One for each precision; the first is the reference. llama_cpp: and one for it, on the same GGUF file"""
     tokens, found = targets(documents), []
     reference: LogProbs | None = None
     for variant in precisions:
         with _built(folder, variant, len(documents)) as engine:
             log_probs = log_probabilities(engine, documents)
+            numbers = named(engine)
         reference = log_probs if reference is None else reference
-        found.append(score(variant.name, log_probs, reference, tokens))
+        found.append(score(variant.name, numbers, log_probs, reference, tokens))
+    if llama_cpp:
+        assert reference is not None
+        numbers, log_probs = _of_llama_cpp(folder, documents)
+        found.append(score("llama.cpp, the file as it is", numbers, log_probs, reference, tokens))
     return found
+
+
+def _of_llama_cpp(path: Path, documents: Documents) -> tuple[dict[str, str], LogProbs]:
+    """In the order of `log_probabilities`."""
+    from benchmarks.peers.llama_cpp_engine import LlamaCppEngine, batches
+
+    engine = LlamaCppEngine(path, usable_cores())
+    size = Workload(Phase.PREFILL, users=1, prompt=max(map(len, documents)), new=0)
+    context, rows = engine.context(size, flash=True), []
+    described, vocab = engine.describe(), engine.vocab
+    for document in sorted(documents, key=len, reverse=True):
+        context.keep(1, 0)
+        part = [(token, at, 0, True) for at, token in enumerate(document[:-1])]
+        with batches([part]) as batch:
+            context.decode(batch)
+            rows.append(np.stack([_log_softmax(context.logits(i, vocab)) for i in range(len(part))]))
+    context.close()
+    engine.close()
+    return {key: str(getattr(described, key)) for key in ("weights", "activations", "head", "kv")}, np.concatenate(rows)
 
 
 def tiny_documents() -> Documents:
@@ -197,12 +239,15 @@ def main() -> None:
         documents, text = tiny_documents(), "held-out documents of its generator"
     else:
         documents, text = drawn_documents(folder), "drawn by itself in float32"
-    found, heads = scores(folder, documents), scores(folder, documents, HEADS)
+    quantised_file = is_gguf(folder)
+    precisions = (*PRECISIONS, *STORED) if quantised_file else PRECISIONS
+    beside = quantised_file and find_spec("llama_cpp") is not None
+    found, heads = scores(folder, documents, precisions, beside), scores(folder, documents, HEADS)
     result: dict[str, Any] = {
-        **provenance("benchmarks.perplexity"), "model": folder.name, "text": text, "tokens": len(targets(documents)),
+        **provenance("benchmarks.perplexity"), "model": folder.stem, "text": text, "tokens": len(targets(documents)),
         "scores": [asdict(s) for s in found], "heads": [asdict(s) for s in heads],
     }  # fmt: skip
-    path = write_result(f"perplexity-{result['date']}-{folder.name}", result, args.results)
+    path = write_result(f"perplexity-{folder.stem}", result, args.results)
     if args.json:
         print(json.dumps(result))
     else:

@@ -5,7 +5,7 @@
 
 Small weights (the default) stay in the second-level cache, so arithmetic alone counts; large ones come from memory each
 time. Kernels go by their own rules here: what tuning chooses shows in a whole engine. Writes
-results/products-DATE-PRECISION-ISA-SIZE.json.
+results/products-PRECISION-ISA-SIZE-TIME-COMMIT.json.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main() -> None:
     if not 1 <= args.threads <= usable_cores():
         parser.error(f"--threads {args.threads}: 1 to {usable_cores()}")
     result = run(args.isa, args.precision, args.threads, args.n, args.k, args.rows)
-    path = write_result(f"products-{result['date']}-{args.precision}-{args.isa}-{args.n}x{args.k}", result)
+    path = write_result(f"products-{args.precision}-{args.isa}-{args.n}x{args.k}", result)
     print(json.dumps(result) if args.json else f"{table(result)}\n{path}")
 
 

@@ -1,4 +1,4 @@
-"""What every result file says about where its numbers come from, and where it is written."""
+"""What every result file says about where its numbers come from, where it is written, and what it was to reach."""
 
 import argparse
 import datetime
@@ -18,12 +18,14 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def provenance(module: str) -> dict[str, Any]:
-    """Date, commit, command and machine; no names of hosts, no paths of this machine.
+    """Time, commit, command and machine; no names of hosts, no paths of this machine.
 
     module: what was started with `python -m`
     """
+    now = datetime.datetime.now(datetime.UTC)
     return {
-        "date": datetime.date.today().isoformat(),
+        "date": now.date().isoformat(),
+        "time": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit(),
         "command": " ".join([f"python -m {module}", *(_without_folder(a) for a in sys.argv[1:])]),
         "machine": {
@@ -46,11 +48,26 @@ def commit() -> str:
 
 
 def write_result(name: str, result: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """FOLDER/NAME.json; a second run of one day replaces the first."""
+    """FOLDER/NAME-TIME-COMMIT.json, of the result's own provenance: no run ever replaces another."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    time = result["time"].replace("-", "").replace(":", "")
+    path = folder / f"{name}-{time}-{result['commit']}.json"
+    with path.open("x") as file:
+        file.write(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def judged(what: str, reached: float, goal: float, milestone: float, *, at_most: bool = False) -> dict[str, Any]:
+    """One goal as it goes into a result file, with the verdict of the day. at_most: less is better"""
+
+    def within(bound: float) -> bool:
+        return reached <= bound if at_most else reached >= bound
+
+    verdict = "goal met" if within(goal) else "milestone met, goal missed" if within(milestone) else "missed"
+    return {
+        "what": what, "milestone": milestone, "goal": goal, "at_most": at_most, "reached": round(reached, 3),
+        "verdict": verdict,
+    }  # fmt: skip
 
 
 def count(text: str) -> int:
@@ -75,5 +92,5 @@ def shape_command(
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         result = run(args.shape, args.precision, args.rounds, Path(temporary))
-    path = write_result(f"{name}-{result['date']}-{args.shape}", result)
+    path = write_result(f"{name}-{args.shape}", result)
     print(json.dumps(result) if args.json else f"{summary(result)}\n{path}")

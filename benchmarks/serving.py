@@ -4,7 +4,8 @@
 
 Clients stream chat completions from `millrace serve`, all at once, each a request of PROMPT tokens for NEW more; then
 the same tokens are asked of the same engine in this process. Clients, server and engine share the cores, as they do
-where everything runs on one machine. Writes results/serving-DATE-SHAPE.json.
+where everything runs on one machine. Writes
+results/serving-SHAPE-TIME-COMMIT.json.
 """
 
 import statistics
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.names import named
 from benchmarks.record import provenance, shape_command
 from benchmarks.start import timed, write_checkpoint
 from millrace.cli.load import Ask, ask_all, quantile
@@ -61,8 +63,8 @@ def run(shape: str, precision: str, rounds: int, folder: Path) -> dict[str, Any]
     finally:
         model.close()
     return {
-        **provenance("benchmarks.serving"), "shape": shape, "precision": precision, "prompt": PROMPT, "new": NEW,
-        "loads": found,
+        **provenance("benchmarks.serving"), "shape": shape, "precision": precision, **named(Engine.open(built)),
+        "prompt": PROMPT, "new": NEW, "loads": found,
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@
 
 Writes a checkpoint of random bfloat16 weights as Hugging Face lays it out, so the page cache holds it; builds an engine
 with the command line, then starts processes that answer a prompt of 32 tokens with one. Writes
-results/start-DATE-SHAPE.json.
+results/start-SHAPE-TIME-COMMIT.json.
 """
 
 import json
@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.record import provenance, shape_command
+from benchmarks.names import named
+from benchmarks.record import judged, provenance, shape_command
 from benchmarks.shapes import SHAPES, random_source
 from millrace.checkpoint.config import ModelConfig
+from millrace.engine.engine import Engine
 from millrace.kernels.convert.ref import to_bf16
 
 CONTEXT, PROMPT = 2048, 32
@@ -104,12 +106,18 @@ def run(shape: str, precision: str, rounds: int, folder: Path) -> dict[str, Any]
     starts = [timed(*ask) for _ in range(rounds)]
     env = {**os.environ, "XDG_CACHE_HOME": str(folder)}
     held = json.loads(subprocess.check_output([sys.executable, "-c", ASK, engine, str(PROMPT)], text=True, env=env))
+    build_s, start_s = statistics.median(builds), statistics.median(starts)
+    beyond = held["rss"] - held["weights"] - held["kv"]
     return {
-        **provenance("benchmarks.start"), "shape": shape, "precision": precision,
-        "build_s": statistics.median(builds), "builds_s": builds,
-        "start_to_first_token_s": statistics.median(starts), "starts_s": starts,
+        **provenance("benchmarks.start"), "shape": shape, "precision": precision, **named(Engine.open(engine)),
+        "build_s": build_s, "builds_s": builds, "start_to_first_token_s": start_s, "starts_s": starts,
         "resident_bytes": held["rss"], "weights_bytes": held["weights"], "kv_bytes": held["kv"],
-        "resident_beyond_bytes": held["rss"] - held["weights"] - held["kv"],
+        "resident_beyond_bytes": beyond,
+        "goals": [
+            judged("build, seconds", build_s, 15, 15, at_most=True),
+            judged("process start to first token, seconds", start_s, 1.0, 1.0, at_most=True),
+            judged("resident beyond weights and KV, MiB", beyond / 2**20, 150, 150, at_most=True),
+        ],
     }  # fmt: skip
 
 

@@ -1,11 +1,13 @@
 """Millrace beside llama.cpp, OpenVINO and transformers, on the same random weights, round by round.
 
     python -m benchmarks.peers --shape tinyllama-1.1b --rounds 5
+    python -m benchmarks.peers --model SmolLM2-135M-Instruct.Q4_1.gguf
 
 Every engine is loaded in a process of its own and waits asleep for its turn. In a round each does each workload once,
 with the machine's read bandwidth measured before and after; ratios are taken within a round, and their median counts.
 The first round warms up. Packages of others come with the extra: pip install 'millrace[peers]'; an engine whose
-packages are missing is left out, and the result says so. Writes every sample into results/peers-DATE-SHAPE.json.
+packages are missing is left out, and the result says so. Writes every sample into
+results/peers-SHAPE-TIME-COMMIT.json.
 Needs an otherwise idle machine: the load average is in the result.
 """
 
@@ -18,11 +20,13 @@ from rich.markup import escape
 
 from benchmarks.peers.engine import CATALOGUE
 from benchmarks.peers.race import Course, Race, race
-from benchmarks.peers.report import Findings, show
+from benchmarks.peers.report import Findings, show, subject_name
 from benchmarks.peers.workloads import WORKLOADS
 from benchmarks.record import RESULTS, count, write_result
 from benchmarks.shapes import SHAPES
 from millrace.machine.cpu import usable_cores
+
+OF_A_FILE = ("millrace", "llama.cpp", "millrace-bf16")  # what runs the GGUF of a real model unless others are named
 
 
 def run(course: Course, messages: Console) -> Race:
@@ -39,9 +43,10 @@ def main() -> None:
         prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="llama-143m")
+    parser.add_argument("--model", type=Path, help="a GGUF file of a real model instead of a shape")
     parser.add_argument("--rounds", type=count, default=5, help="samples of each pair (default: %(default)s)")
-    parser.add_argument("--engines", nargs="+", choices=list(CATALOGUE), default=list(CATALOGUE), metavar="ENGINE",
-                        help="any of: %(choices)s (default: all)")  # fmt: skip
+    parser.add_argument("--engines", nargs="+", choices=list(CATALOGUE), metavar="ENGINE",
+                        help="any of: %(choices)s (default: all that take these weights)")  # fmt: skip
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), metavar="WORKLOAD",
                         help="any of: %(choices)s (default: all)")  # fmt: skip
     parser.add_argument("--threads", type=int, default=usable_cores(), help="of each engine (default: all cores)")
@@ -52,13 +57,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the result instead of tables")
     args = parser.parse_args()
     messages, out = Console(stderr=True), Console()
-    for shape in SHAPES if args.shape == "all" else [args.shape]:
+    subjects = [str(args.model)] if args.model else [*SHAPES] if args.shape == "all" else [args.shape]
+    engines = args.engines or [name for name in CATALOGUE if (name in OF_A_FILE) == bool(args.model)]
+    for subject in subjects:
+        name = subject_name(subject)
         course = Course(
-            shape, args.engines, [WORKLOADS[w] for w in args.workloads], args.rounds, args.threads, args.work / shape
+            subject, engines, [WORKLOADS[w] for w in args.workloads], args.rounds, args.threads, args.work / name
         )
         found = run(course, messages)
         result = Findings(course, found).result()
-        path = write_result("-".join(filter(None, ("peers", result["date"], shape, args.label))), result, args.results)
+        path = write_result("-".join(filter(None, ("peers", name, args.label))), result, args.results)
         if args.json:
             print(json.dumps(result))
         else:

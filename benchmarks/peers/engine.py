@@ -13,9 +13,13 @@ from benchmarks.peers.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What was measured: of which version, how its weights lie in memory, how it was set up."""
+    """What was measured: of which version, in which numbers, how its weights lie in memory, how it was set up."""
 
     version: str
+    weights: str
+    activations: str
+    head: str
+    kv: str
     weights_bytes: int
     read_bytes_per_step: int
     settings: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +68,10 @@ class Entry:
 
 EXTRA = "peers"
 _LLAMA = ("llama_cpp", "gguf")
+# "stored" and "file": the GGUF file that --model names, as `millrace serve` and llama.cpp run it unasked.
 CATALOGUE = {
+    "millrace": Entry("millrace_engine", "stored", (), "int8"),
+    "llama.cpp": Entry("llama_cpp_engine", "file", _LLAMA, "int8"),
     "millrace-w4a8": Entry("millrace_engine", "w4a8", (), "int8"),
     "llama.cpp-q4_0": Entry("llama_cpp_engine", "Q4_0", _LLAMA, "int8"),
     "llama.cpp-q4_k_m": Entry("llama_cpp_engine", "Q4_K_M", _LLAMA, "int8"),

@@ -82,6 +82,12 @@ def read_per_step(path: Path) -> int:
     return sum(tensors.values()) - looked_up
 
 
+def head_type(path: Path) -> str:
+    """Of the head, which is the embedding where it has no matrix of its own."""
+    tensors = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
+    return str(tensors.get("output.weight", tensors["token_embd.weight"]))
+
+
 def types(path: Path) -> dict[str, int]:
     """How many matrices are stored in which type: quantisers fall back where a row does not divide into blocks."""
     matrices = (t for t in gguf.GGUFReader(path).tensors if len(t.shape) == 2)

@@ -9,8 +9,9 @@ How it does where there is no AVX-512: LLAMA_CPP_AVX2 names the `llama_cpp/lib` 
 built from source with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON".
 """
 
+import ctypes
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,35 @@ Token = tuple[int, int, int, bool]  # id, position, sequence, whether its logits
 
 
 def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "LlamaCppEngine":
-    """`variant`: BF16, or what llama.cpp's quantiser is asked for, from the BF16 file."""
+    """`variant`: BF16, what llama.cpp's quantiser is asked for, from the BF16 file, or "file": the GGUF as it is."""
+    if variant == "file":
+        assert weights.file is not None, "random weights lie in no file"
+        return LlamaCppEngine(weights.file, threads)
     plain, path = folder / "llama-bf16.gguf", folder / f"llama-{variant.lower()}.gguf"
     if not plain.exists():
         gguf_file.write_gguf(plain, weights, "bf16")
     if not path.exists():
         gguf_file.quantise(plain, path, variant)
     return LlamaCppEngine(path, threads)
+
+
+def version() -> str:
+    """Of the package, and of the ggml inside, with its commit where the build says it."""
+    base = ctypes.CDLL(str(next(Path(llama_cpp.__file__).parent.glob("lib/libggml-base.so*"))))
+    told = []
+    for name in ("ggml_version", "ggml_commit"):
+        ask = getattr(base, name)
+        ask.restype = ctypes.c_char_p
+        told.append(ask().decode())
+    return f"{llama_cpp.__version__} (ggml {told[0]}, commit {told[1]})"
+
+
+def _activations(types: Mapping[str, int]) -> str:
+    """ggml rounds them to the partner type of the weights: Q8_0 or Q8_1 in blocks of 32, Q8_K in blocks of 256."""
+    kind = max(types, key=types.__getitem__)
+    if kind in ("BF16", "F32"):
+        return {"BF16": "bf16", "F32": "fp32"}[kind]
+    return f"int8, groups of {256 if kind.endswith('_K') else 32}"
 
 
 class LlamaCppEngine:
@@ -50,7 +73,7 @@ class LlamaCppEngine:
         if model is None:
             raise RuntimeError(f"llama.cpp cannot load {path.name}")
         self._model, self._path, self._threads, self._cache = model, path, threads, cache
-        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._contexts: dict[Workload, Context] = {}
         self._flash: dict[Workload, bool] = {}
 
@@ -61,20 +84,25 @@ class LlamaCppEngine:
             "physical_batch": PHYSICAL_BATCH,
             "flash_attention": {w.name: flash for w, flash in self._flash.items()},
         }
-        size = llama_cpp.llama_model_size(self._model)
-        return Description(llama_cpp.__version__, size, gguf_file.read_per_step(self._path), settings)
+        types = gguf_file.types(self._path)
+        return Description(
+            version(), weights=max(types, key=types.__getitem__), activations=_activations(types),
+            head=gguf_file.head_type(self._path), kv="fp16" if self._cache is None else str(self._cache),
+            weights_bytes=llama_cpp.llama_model_size(self._model),
+            read_bytes_per_step=gguf_file.read_per_step(self._path), settings=settings,
+        )  # fmt: skip
 
     def warm_up(self, workload: Workload) -> None:
         """Keeps the context of the setting that was fastest."""
         choices = (True,) if workload.prompt >= ALWAYS_FLASH else (True, False)
         contexts = {flash: self.context(workload, flash=flash) for flash in choices}
-        chosen = fastest(contexts, lambda flash: _run(contexts[flash], workload, self._vocab))
+        chosen = fastest(contexts, lambda flash: _run(contexts[flash], workload, self.vocab))
         self._flash[workload], self._contexts[workload] = chosen, contexts.pop(chosen)
         for context in contexts.values():
             context.close()
 
     def run(self, workload: Workload) -> float:
-        return _run(self._contexts[workload], workload, self._vocab)
+        return _run(self._contexts[workload], workload, self.vocab)
 
     def context(self, workload: Workload, *, flash: bool) -> "Context":
         """Room for the whole workload; a context belongs to its model and must be closed before it."""

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import millrace
 from benchmarks.measure import TUNE_S, pages_for, read_per_step
+from benchmarks.names import named
 from benchmarks.peers.engine import Description
 from benchmarks.peers.timing import seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import CONTEXT, MAX_USERS, Phase, Workload
+from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
@@ -22,20 +24,27 @@ from millrace.model.module import Weights
 
 
 def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "MillraceEngine":
-    """`variant`: a precision, or precision@isa; 4 and 8 bits in groups of 128.
+    """`variant`: a precision, precision@isa, or "stored": what nobody asked for. Groups: the model's own, else 128.
 
     Built anew each time: an old engine is not this code.
     """
     precision, _, isa = variant.partition("@")
     built = folder / f"millrace-{variant}"
     shutil.rmtree(built, ignore_errors=True)
-    source = Source(
+    source = _source(weights)
+    asked = None if precision == "stored" else precision_map(precision, source.own_precision.group)
+    options = BuildOptions(precision=asked, max_batch=MAX_USERS)
+    write_engine(source, plan_engine(source, options), built, name=folder.name, tuning=Tuning(TUNE_S))
+    return MillraceEngine(Engine.open(built), threads, isa or None)
+
+
+def _source(weights: NamedWeights) -> Source:
+    if weights.file is not None:
+        return Source.from_checkpoint(Checkpoint.open(weights.file), CONTEXT)
+    return Source(
         module=build_model(weights.config), weights=Weights(weights.shapes, weights.load), max_context=CONTEXT,
         architecture=weights.config.architecture, dtype=weights.config.dtype,
     )  # fmt: skip
-    options = BuildOptions(precision=precision_map(precision), max_batch=MAX_USERS)
-    write_engine(source, plan_engine(source, options), built, name=folder.name, tuning=Tuning(TUNE_S))
-    return MillraceEngine(Engine.open(built), threads, isa or None)
 
 
 class MillraceEngine:
@@ -46,8 +55,11 @@ class MillraceEngine:
 
     def describe(self) -> Description:
         m = self._engine.manifest
-        settings = {"precision": m.precision, "group": m.group, "kv": m.kv.format, "isa": self._executor.isa}
-        return Description(millrace.__version__, m.weights_bytes, read_per_step(self._engine), settings)
+        return Description(
+            millrace.__version__, **named(self._engine), weights_bytes=m.weights_bytes,
+            read_bytes_per_step=read_per_step(self._engine),
+            settings={"precision": m.precision, "group": m.group, "isa": self._executor.isa},
+        )  # fmt: skip
 
     def warm_up(self, workload: Workload) -> None:
         self.run(workload)

@@ -64,7 +64,12 @@ class OpenVinoEngine:
             "weights": f"int4 symmetric, groups of {openvino_ir.group_of(c.hidden_size)}; embedding and head int8",
             "chosen": {w.name: asdict(s) for w, s in self._chosen.items()},
         }
-        return Description(ov.__version__.split("-")[0], total, total - looked_up, settings)
+        groups = sorted({s.dynamic_group for s in self._chosen.values()})
+        return Description(
+            ov.__version__, weights=f"int4, groups of {openvino_ir.group_of(c.hidden_size)}",
+            activations=" or ".join(f"int8, groups of {g}" if g else "floats" for g in groups), head="int8 by output",
+            kv="as its plugin chooses", weights_bytes=total, read_bytes_per_step=total - looked_up, settings=settings,
+        )  # fmt: skip
 
     def warm_up(self, workload: Workload) -> None:
         self._chosen[workload] = fastest(self._settings, lambda s: self._run(self._models[s], workload))

@@ -1,14 +1,12 @@
-"""Round after round, every engine takes its turn on every workload, and the machine is measured beside each."""
+"""Round after round, every engine takes its turn on every workload, and measures the machine beside itself."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import bandwidth
 from benchmarks.peers.child import Child, EngineFailedError
 from benchmarks.peers.engine import CATALOGUE
 from benchmarks.peers.samples import Peaks, Sample
@@ -17,7 +15,6 @@ from millrace.engine.probe import peak_rates
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import load
 
-SETTLE_S = 0.05  # until the threads of whoever ran last have stopped spinning
 Say = Callable[[str], None]
 
 
@@ -34,7 +31,7 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    shape: str
+    shape: str  # or the path of a GGUF file
     engines: Sequence[str]
     workloads: Sequence[Workload]
     rounds: int
@@ -87,15 +84,10 @@ def _turns(children: dict[str, Child], workload: Workload, at: int, course: Cour
     """One sample of each; who begins changes from round to round."""
     names = list(children)
     first = at % max(1, len(names))
-    before = _read_rate(course.threads)
     for name in names[first:] + names[:first]:
         say(f"round {at + 1} of {course.rounds}, {workload.name}, {name}")
-        reply = _ask(children, name, "run", workload.name, found)
-        time.sleep(SETTLE_S)
-        after = _read_rate(course.threads)
-        if reply:
-            found.samples.append(Sample(at, workload.name, name, reply["seconds"], before, after))
-        before = after
+        if reply := _ask(children, name, "run", workload.name, found):
+            found.samples.append(Sample(at, workload.name, name, **reply))
 
 
 def _ask(children: dict[str, Child], name: str, do: str, workload: str, found: Race) -> dict[str, Any] | None:
@@ -106,10 +98,6 @@ def _ask(children: dict[str, Child], name: str, do: str, workload: str, found: R
         found.left_out[name] = f"{do} {workload}: {error}"
         del children[name]
         return None
-
-
-def _read_rate(threads: int) -> float:
-    return bandwidth(usable_isas()[0], threads)
 
 
 def _peaks(threads: int) -> Peaks:

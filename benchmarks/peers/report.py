@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +17,8 @@ from benchmarks.peers.weights import multiply_operations
 from benchmarks.peers.workloads import Phase
 from benchmarks.record import provenance
 from benchmarks.shapes import SHAPES
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.config import ModelConfig
 from millrace.kernels.library import usable_isas
 
 _STYLES = {"goal met": "green", "milestone met": "yellow", "not ": "yellow"}
@@ -33,8 +36,8 @@ class Findings:
         """The result file."""
         c, found = self._course, self._found
         return {
-            **provenance("benchmarks.peers"), "shape": c.shape, "threads": c.threads, "isa": usable_isas()[0],
-            "rounds": c.rounds, "load_average": found.load, "peaks_per_s": [asdict(p) for p in found.peaks],
+            **provenance("benchmarks.peers"), "shape": subject_name(c.shape), "threads": c.threads,
+            "isa": usable_isas()[0], "rounds": c.rounds, "load_average": found.load, "peaks_per_s": [asdict(p) for p in found.peaks],
             "workloads": {w.name: asdict(w) for w in c.workloads}, "engines": found.engines,
             "left_out": found.left_out, "summary": self.summary(), "goals": self.goals(),
             "samples": [asdict(s) for s in found.samples],
@@ -50,7 +53,7 @@ class Findings:
                     entries.append({
                         "workload": workload.name, "engine": engine, "median_s": median_s,
                         "tokens_per_s": round(workload.tokens / median_s, 1),
-                        "share_of_limit": round(self.share(workload.name, engine) or 0, 3),
+                        "share_of_limit": (share := self.share(workload.name, engine)) and round(share, 3),
                     })  # fmt: skip
         return entries
 
@@ -68,8 +71,17 @@ class Findings:
             read = self._found.engines[engine]["read_bytes_per_step"] * w.steps
             return self._samples.share_of_bandwidth(workload, engine, read)
         peak = statistics.median(getattr(p, CATALOGUE[engine].precision) for p in self._found.peaks)
-        rate = multiply_operations(SHAPES[self._course.shape]) * w.tokens / median_s
-        return rate / peak if peak else None
+        rate = multiply_operations(config_of(self._course.shape)) * w.tokens / median_s
+        return rate / peak if 0 < rate <= peak else None
+
+
+def subject_name(subject: str) -> str:
+    """A shape's name, or a model file's without its folder."""
+    return subject if subject in SHAPES else Path(subject).stem
+
+
+def config_of(subject: str) -> ModelConfig:
+    return SHAPES[subject] if subject in SHAPES else Checkpoint.open(Path(subject)).config
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -94,8 +106,15 @@ def _speeds(result: dict[str, Any], workloads: Sequence[str]) -> Table:
         table.add_column(name, justify="right")
     for engine in result["engines"]:
         found = [cells.get((engine, w)) for w in workloads]
-        table.add_row(engine, *(f"{c['tokens_per_s']:,.0f} ({c['share_of_limit']:.0%})" if c else "" for c in found))
+        table.add_row(engine, *(_cell(c) for c in found))
     return table
+
+
+def _cell(entry: dict[str, Any] | None) -> str:
+    if entry is None:
+        return ""
+    share = f" ({entry['share_of_limit']:.0%})" if entry["share_of_limit"] else ""
+    return f"{entry['tokens_per_s']:,.0f}{share}"
 
 
 def _goals(goals: Sequence[dict[str, Any]]) -> Table:

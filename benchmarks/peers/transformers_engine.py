@@ -42,7 +42,10 @@ class TransformersEngine:
         looked_up = sizes["model.embed_tokens.weight"] if "lm_head.weight" in sizes else 0
         settings = {"torch": torch.__version__, "attention": self._model.config._attn_implementation}
         total = sum(sizes.values())
-        return Description(transformers.__version__, total, total - looked_up, settings)
+        return Description(
+            transformers.__version__, weights="bf16", activations="bf16", head="bf16", kv="bf16", weights_bytes=total,
+            read_bytes_per_step=total - looked_up, settings=settings,
+        )  # fmt: skip
 
     def warm_up(self, workload: Workload) -> None:
         self.run(workload)

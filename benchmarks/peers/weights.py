@@ -1,7 +1,11 @@
-"""The weights that all engines get: a configuration, and a way to load each tensor by its Hugging Face name."""
+"""The weights that all engines get: a configuration, and a way to load each tensor by its Hugging Face name.
+
+Random ones in a real model's shape, or a real model's from a GGUF file.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.peers.workloads import CONTEXT
 from benchmarks.shapes import SHAPES, random_source
@@ -15,6 +19,16 @@ class NamedWeights:
     config: ModelConfig
     shapes: Mapping[str, tuple[int, ...]]
     load: Callable[[str], Array]
+    file: Path | None = None  # the GGUF that they are from
+
+    @classmethod
+    def named(cls, subject: str) -> "NamedWeights":
+        """subject: one of `benchmarks.shapes`, or the path of a GGUF file"""
+        if subject in SHAPES:
+            return cls.random(subject)
+        checkpoint = Checkpoint.open(Path(subject))
+        found = cls.of(checkpoint)
+        return cls(found.config, found.shapes, found.load, checkpoint.folder)
 
     @classmethod
     def random(cls, shape: str) -> "NamedWeights":

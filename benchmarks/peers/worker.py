@@ -1,35 +1,46 @@
-"""One engine in a process of its own: `python -m benchmarks.peers.worker ENGINE SHAPE FOLDER THREADS`.
+"""One engine in a process of its own: `python -m benchmarks.peers.worker ENGINE SUBJECT FOLDER THREADS`.
 
-Between requests it blocks on its standard input, so that its threads sleep while another engine is measured. Requests
-and replies are lines of JSON; whatever the engine's libraries print goes to stderr.
+Between requests it blocks on its standard input, so that its threads sleep while another engine is measured. The
+machine's read bandwidth is measured here, right before and after each run. Requests and replies are lines of JSON;
+whatever the engine's libraries print goes to stderr.
 """
 
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from benchmarks.measure import bandwidth
 from benchmarks.peers.engine import CATALOGUE, Engine
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import WORKLOADS
+from millrace.kernels.library import usable_isas
+
+SETTLE_S = 0.05  # until the engine's threads have stopped spinning
+Probe = Callable[[], float]  # bytes a second
 
 
-def serve(engine: Engine, requests: TextIO, replies: TextIO) -> None:
+def serve(engine: Engine, requests: TextIO, replies: TextIO, probe: Probe) -> None:
     """Until the requests end: {"do": "warm_up" | "run", "workload": name} or {"do": "describe"}."""
     for line in requests:
         request = json.loads(line)
-        _reply(replies, _done(engine, request))
+        _reply(replies, _done(engine, request, probe))
 
 
-def _done(engine: Engine, request: dict[str, str]) -> dict[str, Any]:
+def _done(engine: Engine, request: dict[str, str], probe: Probe) -> dict[str, Any]:
     match request["do"]:
         case "warm_up":
             engine.warm_up(WORKLOADS[request["workload"]])
             return {}
         case "run":
-            return {"seconds": engine.run(WORKLOADS[request["workload"]])}
+            before = probe()
+            seconds = engine.run(WORKLOADS[request["workload"]])
+            time.sleep(SETTLE_S)
+            return {"seconds": seconds, "read_before": before, "read_after": probe()}
         case "describe":
             return asdict(engine.describe())
         case other:
@@ -42,13 +53,13 @@ def _reply(replies: TextIO, message: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    name, shape, folder, threads = sys.argv[1:]
+    name, subject, folder, threads = sys.argv[1:]
     # C libraries write to descriptor 1: the replies keep the pipe, everything else goes to stderr
     with os.fdopen(os.dup(1), "w") as replies:
         os.dup2(2, 1)
-        engine = CATALOGUE[name].load(NamedWeights.random(shape), Path(folder), int(threads))
+        engine = CATALOGUE[name].load(NamedWeights.named(subject), Path(folder), int(threads))
         _reply(replies, {"ready": name})
-        serve(engine, sys.stdin, replies)
+        serve(engine, sys.stdin, replies, lambda: bandwidth(usable_isas()[0], int(threads)))
 
 
 if __name__ == "__main__":

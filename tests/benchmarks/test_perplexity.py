@@ -16,7 +16,8 @@ def by_name(found: list[Score]) -> dict[str, Score]:
 def test_scores_of_known_distributions() -> None:
     reference = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], np.float32))
     worse = np.log(np.array([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1]], np.float32))
-    found = score("worse", worse, reference, np.array([0, 1]))
+    numbers = {"weights": "int4", "activations": "int8", "head": "bf16", "kv": "bf16"}
+    found = score("worse", numbers, worse, reference, np.array([0, 1]))
     assert found.perplexity == pytest.approx((0.25 * 0.8) ** -0.5)
     assert found.ratio == pytest.approx(2**0.5)
     assert found.mean_kl == pytest.approx((0.5 * np.log(2) - 0.25 * np.log(2)) / 2)

@@ -201,7 +201,7 @@ def test_typing_takes_back_the_first_ctrl_c(built_tiny: Path, cache: Path) -> No
 
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_a_chat_without_colours(built_tiny: Path, cache: Path, variables: dict[str, str]) -> None:
-    with in_a_terminal(built_tiny, cache, **variables) as screen:
+    with in_a_terminal(built_tiny, cache, 80, **variables) as screen:
         screen.type("Tell me a story.\n")
         screen.until("tokens", "> ")
         assert not re.search("\x1b\\[[0-9;]*3[0-9]", screen.all), "no colours"
