@@ -1,13 +1,14 @@
 # make demo   everything set up, `tiny` compiled, served, asked and measured, in one go
 # make test   the whole test suite
-# make check  what CI runs: format, lint, types, then the tests
+# make check  what CI runs: format, lint, types, the tests, and how old the last nightly results are
+# make nightly  what is too slow for that; make nightly PARTS=fuzz-gguf for one part
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 NATIVE := $(shell find native src/millrace/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name 'declare.py' -o -name 'codegen.py') CMakeLists.txt
 TOOLS := "cmake>=3.25" "ninja>=1.11" "scikit-build-core>=0.10"
 
-.PHONY: all demo test timing check lint wheel wheel-check tiny bench clean
+.PHONY: all demo test timing nightly nightly-status check lint wheel wheel-check tiny bench clean
 
 all: $(STAMP)
 
@@ -31,17 +32,26 @@ demo: $(STAMP)
 	$(VENV)/bin/millrace demo
 
 test: $(VENV)/.dev
-	$(PY) -m pytest
+	$(PY) -m pytest $(TEST_FLAGS)
 
 timing: $(VENV)/.dev
 	$(PY) -m pytest -m timing -s
+
+# What takes too long for every change, part by part; an interrupted night goes on where it was.
+nightly: $(VENV)/.dev
+	$(PY) -m tools.nightly $(PARTS)
+
+# The age of each part's last result; fails where one is absent, or red for a reason that nobody knows.
+nightly-status: $(VENV)/.dev
+	$(PY) -m tools.nightly --status
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
-check: lint test
+check: TEST_FLAGS = --skips known
+check: lint test nightly-status
 
 wheel: $(PY)
 	rm -rf dist

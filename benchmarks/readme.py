@@ -1,72 +1,83 @@
-"""The README's tables, from the newest result file of each shape and precision: `python -m benchmarks.readme`."""
+"""The README's table and picture, from the newest run of a real model beside others: `python -m benchmarks.readme`."""
 
-import json
 from pathlib import Path
-from typing import Any
+from xml.sax.saxutils import escape
+
+from benchmarks.page import REAL, kl, table
+from benchmarks.runs import Result, Speed, host, of_kind, speeds
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+README, PICTURE = ROOT / "README.md", ROOT / "docs" / "speed.svg"
 BEGIN, END = "<!-- benchmarks: written by python -m benchmarks.readme -->", "<!-- end of benchmarks -->"
+_WORKLOADS = {"prefill-512": "prompt of 512", "decode-1": "1 user", "decode-16": "16 users"}
+_COLOURS = {"millrace": "#0b7285"}
+_OTHER = "#adb5bd"
 
 
-def newest() -> list[dict[str, Any]]:
-    """One result for each shape and precision; file names begin with the date."""
-    found = {}
-    for path in sorted(RESULTS.glob("[0-9]*.json")):
-        result = json.loads(path.read_text())
-        found[result["shape"], result["precision"]] = result
-    return sorted(found.values(), key=lambda r: (-r["weights_bytes"], r["precision"]))
+def newest() -> Result:
+    """The last run of the real model beside others."""
+    return [result for _, result in of_kind("peers") if result["shape"] == REAL][-1]
 
 
-def table() -> str:
-    lines = [
-        "| shape (random weights) | precision | prefill of 512, tok/s | decode, tok/s in all, for 1 / 4 / 16 sequences"
-        " | of the read bandwidth, 1 sequence | load and first step |",
-        "|---|---|---|---|---|---|",
-    ]
-    for r in newest():
-        p, decode = r["prefill"], r["decode"]
-        peak = f" ({p['share_of_peak']:.0%} of the instructions' peak)" if p["share_of_peak"] else ""
-        rates = " / ".join(f"{d['tokens_per_s']:,.0f}" for d in decode)
-        lines.append(
-            f"| {r['shape']} | {r['precision']}, head {r['head']} | {p['tokens_per_s']:,.0f}{peak} | {rates} "
-            f"| {decode[0]['share_of_bandwidth']:.0%} | {r['load_s']:.2f} s |"
-        )
-    machines = sorted({f"{r['machine']['cores']} cores of {r['machine']['cpu']}, {r['isa']}" for r in newest()})
-    dates = sorted({r["date"] for r in newest()})
-    return "\n".join(
-        [*lines, "", f"{'; '.join(machines)}; {', '.join(dates)}; medians, every sample in `benchmarks/results/`."]
+def by_engine(result: Result) -> dict[str, dict[str, Speed]]:
+    found: dict[str, dict[str, Speed]] = {}
+    for speed in speeds(result):
+        found.setdefault(speed.engine, {})[speed.workload] = speed
+    return found
+
+
+def speed_table(result: Result) -> str:
+    rows = []
+    for engine, cells in by_engine(result).items():
+        numbers = next(iter(cells.values())).numbers
+        rates = [f"{cells[w].median:,.0f}" if w in cells else "" for w in _WORKLOADS]
+        rows.append([engine, numbers.weights, numbers.activations, numbers.head, kl(numbers), *rates])
+    header = ("", "weights", "activations", "head", "KL", *(f"{name}, tok/s" for name in _WORKLOADS.values()))
+    versions = ", ".join(sorted({f"{name.split('-')[0]} {e['version']}" for name, e in result["engines"].items()}))
+    told = f"SmolLM2-135M-Instruct, its Q4_1 file; {host(result)}; {result['date']}; {versions}."
+    return f"{table(header, rows)}\n\n{told}"
+
+
+def picture(result: Result) -> str:
+    """Bars for each workload, each with the KL of its numbers behind it; an SVG of its own, with no fonts to fetch."""
+    engines = by_engine(result)
+    parts, y = [], 34
+    for workload, name in _WORKLOADS.items():
+        shown = [(engine, cells[workload]) for engine, cells in engines.items() if workload in cells]
+        most = max(s.median for _, s in shown)
+        parts.append(f'<text x="0" y="{y}" font-weight="bold">{escape(name)}, tokens/s</text>')
+        for engine, speed in shown:
+            y += 22
+            parts.append(_bar(engine, speed, most, y))
+        y += 34
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-12 0 752 {y - 8}" width="752" role="img" '
+        'font-family="sans-serif" font-size="13" fill="#212529">'
+    )
+    title = "<title>Speed beside accuracy, SmolLM2-135M-Instruct from its Q4_1 file</title>"
+    ground = '<rect x="-12" y="0" width="100%" height="100%" fill="#ffffff"/>'
+    caption = '<text x="0" y="14" fill="#495057">KL: how far answers are from float32; less is better</text>'
+    return "\n".join([head, title, ground, caption, *parts, "</svg>"]) + "\n"
+
+
+def _bar(engine: str, speed: Speed, most: float, y: int) -> str:
+    width = 360 * speed.median / most
+    colour = next((c for start, c in _COLOURS.items() if engine.startswith(start)), _OTHER)
+    found = kl(speed.numbers)
+    told = f"{speed.median:,.0f}" + (f"   KL {found}" if found else "")
+    return (
+        f'<text x="0" y="{y}">{escape(engine)}</text>'
+        f'<rect x="130" y="{y - 12}" width="{width:.0f}" height="15" rx="2" fill="{colour}"/>'
+        f'<text x="{138 + width:.0f}" y="{y}" xml:space="preserve">{escape(told)}</text>'
     )
 
 
-def peers() -> str:
-    """A table for each shape that was measured beside other engines; each is one run."""
-    newest_run = {}
-    for path in sorted(RESULTS.glob("peers-*.json")):
-        result = json.loads(path.read_text())
-        newest_run[path.name.replace(result["date"], "")] = (path.name, result)
-    return "\n\n".join(_peers_table(name, result) for name, result in newest_run.values())
-
-
-def _peers_table(file: str, result: dict[str, Any]) -> str:
-    cells = {(e["engine"], e["workload"]): e for e in result["summary"]}
-    workloads = list(result["workloads"])
-    lines = [f"| {result['shape']}, tok/s | {' | '.join(workloads)} |", "|---" * (len(workloads) + 1) + "|"]
-    for engine in result["engines"]:
-        found = (cells.get((engine, w)) for w in workloads)
-        lines.append(f"| {engine} | " + " | ".join(f"{c['tokens_per_s']:,.0f}" if c else "" for c in found) + " |")
-    versions = ", ".join(sorted({f"{name.split('-')[0]} {e['version']}" for name, e in result["engines"].items()}))
-    machine = f"{result['machine']['cores']} cores of {result['machine']['cpu']}"
-    return "\n".join([*lines, "", f"{machine}; {result['date']}; {versions}; goals and samples: `{file}`."])
-
-
 def written(readme: str) -> str:
-    """The README with the tables of today's results between its marks."""
+    """The README with the table of the newest run between its marks."""
     before, rest = readme.split(BEGIN)
-    tables = "\n\n".join(filter(None, [table(), peers()]))
-    return f"{before}{BEGIN}\n{tables}\n{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n{speed_table(newest())}\n{END}{rest.split(END)[1]}"
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(written(path.read_text()))
+    README.write_text(written(README.read_text()))
+    PICTURE.write_text(picture(newest()))

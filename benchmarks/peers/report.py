@@ -37,7 +37,8 @@ class Findings:
         c, found = self._course, self._found
         return {
             **provenance("benchmarks.peers"), "shape": subject_name(c.shape), "threads": c.threads,
-            "isa": usable_isas()[0], "rounds": c.rounds, "load_average": found.load, "peaks_per_s": [asdict(p) for p in found.peaks],
+            "isa": usable_isas()[0], "rounds": c.rounds, "load_average": found.load,
+            "peaks_per_s": [asdict(p) for p in found.peaks],
             "workloads": {w.name: asdict(w) for w in c.workloads}, "engines": found.engines,
             "left_out": found.left_out, "summary": self.summary(), "goals": self.goals(),
             "samples": [asdict(s) for s in found.samples],

@@ -20,10 +20,11 @@ def test_no_run_replaces_another(tmp_path: Path) -> None:
     assert later != path
 
 
-def test_a_result_says_where_it_is_from_and_nothing_of_the_host() -> None:
+def test_a_result_says_where_it_is_from_and_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["page", "--model", "/somewhere/of/mine/model.gguf"])
     told = provenance("benchmarks")
     assert {"date", "time", "commit", "command", "machine"} == set(told) and told["time"].startswith(told["date"])
-    assert "/" not in told["command"]
+    assert told["command"] == "python -m benchmarks --model model.gguf"
 
 
 @pytest.mark.parametrize(

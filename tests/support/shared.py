@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+NOT_BESIDE = "is not beside this repository (../shared)"
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 
 
@@ -11,5 +12,5 @@ def shared(path: str) -> Path:
     """`SHARED / path`, or the calling test is skipped."""
     found = SHARED / path
     if not found.exists():
-        pytest.skip(f"{path} is not beside this repository (../shared)")
+        pytest.skip(f"{path} {NOT_BESIDE}")
     return found

