@@ -22,10 +22,12 @@ START_S, STOP_S = 60.0, 40.0
 class ServerProcess:
     """`with ServerProcess(engine) as server:` gives a server that is ready; the end stops it."""
 
-    def __init__(self, model: Path | str, flags: Sequence[str] = ()) -> None:
+    def __init__(self, model: Path | str, flags: Sequence[str] = (), start_s: float = START_S) -> None:
+        """start_s: that it may take until it is ready, the build of its engine included"""
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
         command = [sys.executable, "-P", "-m", "millrace", "serve", str(model), "--port", "0", "--json", *flags]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors)
+        self._start_s = start_s
         self.url = ""
         self.ready_s = 0.0  # from the process's start, as it says itself
 
@@ -63,9 +65,9 @@ class ServerProcess:
 
     def _wait_until_ready(self) -> None:
         assert self._process.stdout is not None
-        until_s = time.perf_counter() + START_S
-        if not select.select([self._process.stdout], [], [], START_S)[0]:
-            raise self._failed(f"the server was not ready after {START_S:g} s")
+        until_s = time.perf_counter() + self._start_s
+        if not select.select([self._process.stdout], [], [], self._start_s)[0]:
+            raise self._failed(f"the server was not ready after {self._start_s:g} s")
         line = self._process.stdout.readline()
         if not line:
             raise self._failed("the server ended before it was ready")
@@ -73,7 +75,7 @@ class ServerProcess:
         self.url, self.ready_s = announced["url"], announced["ready_s"]
         while not self._says_ready():
             if time.perf_counter() > until_s:
-                raise self._failed(f"{self.url}/v1/health/ready did not say ready within {START_S:g} s")
+                raise self._failed(f"{self.url}/v1/health/ready did not say ready within {self._start_s:g} s")
             time.sleep(0.05)
 
     def _says_ready(self) -> bool:
