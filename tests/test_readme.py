@@ -1,10 +1,27 @@
-"""Numbers in prose are generated: the README's table is what the result files say."""
+"""Numbers in prose are generated: the README, its picture and the page of performance are what the result files say."""
 
-from pathlib import Path
+from benchmarks.page import PAGE, page
+from benchmarks.readme import PICTURE, README, newest, picture, written
+from benchmarks.runs import results
 
-from benchmarks.readme import written
+AGAIN = "run `python -m benchmarks.page` and `python -m benchmarks.readme`"
 
 
-def test_the_table_is_what_was_measured() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    assert written(readme) == readme, "run `python -m benchmarks.readme`"
+def test_the_readme_is_what_was_measured() -> None:
+    readme = README.read_text()
+    assert written(readme) == readme, AGAIN
+    assert picture(newest()) == PICTURE.read_text(), AGAIN
+
+
+def test_the_page_of_performance_is_what_was_measured() -> None:
+    assert page() == PAGE.read_text(), AGAIN
+
+
+def test_the_readme_fits_a_screen_or_two() -> None:
+    assert len(README.read_text().splitlines()) <= 100
+
+
+def test_what_is_published_is_from_trees_without_changes() -> None:
+    """Files from before names had a time in them are as they were, and the page marks them."""
+    dirty = [name for name, result in results() if "time" in result and result["commit"].endswith("+")]
+    assert not dirty, f"{dirty}: commit first, then measure"

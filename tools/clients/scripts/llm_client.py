@@ -10,7 +10,7 @@ USER = Path("llm-user")
 USER.mkdir(exist_ok=True)
 os.environ["LLM_USER_PATH"] = str(USER.resolve())
 (USER / "extra-openai-models.yaml").write_text(
-    f"- model_id: ours\n  model_name: {MODEL}\n  api_base: {BASE}\n"
+    f"- model_id: ours\n  model_name: {MODEL}\n  api_base: {BASE}\n  supports_schema: true\n"
     f"- model_id: ours-text\n  model_name: {MODEL}\n  api_base: {BASE}\n  completion: true\n"
 )
 
