@@ -18,6 +18,7 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.sequence import Request, Timings
 from millrace.runtime.stats import LoopStats
+from millrace.runtime.stops import StopTables
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
 SWITCH_INTERVAL_S = 0.0005  # the engine thread gets the interpreter back quickly after each native call
@@ -182,8 +183,12 @@ class AsyncEngine:
         prompt_token_ids: Sequence[int] | IntArray,
         params: SamplingParams,
         request_id: str | None = None,
+        stops: StopTables | None = None,
     ) -> RequestHandle:
-        """Queue a request. raises RequestError on bad input, BusyError when the queue is full or draining."""
+        """Queue a request. raises RequestError on bad input, BusyError when the queue is full or draining.
+
+        stops: the tables of `params.stop`, where they were made beforehand, off the event loop
+        """
         assert self._aio is not None, "submit before start"
         self._check_room(params.n)
         handle = RequestHandle(self)
@@ -192,7 +197,7 @@ class AsyncEngine:
             self._outbox_append(handle, deltas)
 
         handle._unfinished = params.n
-        handle._request = self.loop.submit(prompt_token_ids, params, deliver, request_id)
+        handle._request = self.loop.submit(prompt_token_ids, params, deliver, request_id, stops)
         self._live.add(handle)
         self._all_done.clear()
         return handle

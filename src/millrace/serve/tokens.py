@@ -41,7 +41,11 @@ async def detokenize(serving: Serving, call: Call, body: bytes) -> ASGIApp:
     """The text of these ids, special tokens included. raises MillraceError"""
     asked = decode(body, DetokenizeRequest)
     call.log.model = serving.check_model(asked.model)
-    n_vocabulary = serving.model.engine.limits.vocab_size
+    most, n_vocabulary = serving.model.max_context, serving.model.engine.limits.vocab_size
+    if len(asked.tokens) > most:
+        raise RequestError(
+            f"tokens has {len(asked.tokens)} ids", f"at most {most}, this model's context", "send fewer", param="tokens"
+        )
     for at, token in enumerate(asked.tokens):
         if not 0 <= token < n_vocabulary:
             raise RequestError(
