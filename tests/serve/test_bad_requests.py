@@ -144,7 +144,7 @@ BODIES: list[tuple[bytes, str]] = [
     (b'{"prompt": "a", "temperature": Infinity}', "invalid character"),
     (b'{"prompt": "a", "temperature": 1e999}', "out of range"),
     (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", ""),
-    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "prompt[0][0] is of type array"),
     (b'{"prompt": "a", "tools": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
     (b'{"prompt": "a"} x', "trailing"),
     (b'{"prompt": "a\x00"}', "invalid character"),

@@ -30,7 +30,7 @@ class FrameProcess:
             # not fork: the parent has threads; -P: the script's folder is not put in front of the import path
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(script)],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )

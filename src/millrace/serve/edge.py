@@ -44,12 +44,13 @@ class Edge:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.log.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), id_header]
+                message["headers"] = [*message.get("headers", ()), id_header, *_ignored_header(call)]
             await send(message)
 
         try:
             await self._run(scope, receive, send_with_id, call)
         finally:
+            call.log.ignored = ",".join(call.ignored) or None
             call.log.total_ms = (time.perf_counter() - call.arrived_s) * 1e3
             log_request(call.log)
             route = scope.get("route")
@@ -80,6 +81,7 @@ class Edge:
         except Exception:  # a bug of ours must cost one request and not the server; the log has it all
             log.exception("request %s: a bug in the server", call.id)
             problem = BUG
+        call.log.error = problem.brief
         if call.log.status is None:  # otherwise the response is under way, and can only be cut off
             await problem.response(headers)(scope, receive, send)
 
@@ -97,6 +99,10 @@ class Edge:
         else:
             refusal = unknown_path(path)
         return problem_of(refusal, accepting=True)
+
+
+def _ignored_header(call: Call) -> list[tuple[bytes, bytes]]:
+    return [(b"x-millrace-ignored", ", ".join(call.ignored).encode())] if call.ignored else []
 
 
 def call_path(scope: Scope) -> str:

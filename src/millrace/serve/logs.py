@@ -2,12 +2,14 @@
 
 import json
 import logging
+import re
 import time
 from dataclasses import dataclass, fields
 from typing import Literal
 
 LOGGER = "millrace"
 ACCESS = "millrace.serve.access"
+_PLAIN = re.compile(r"[!-~]+")
 _REQUEST = "request"  # attribute of a LogRecord that carries a RequestLog
 QUIET_PATHS = ("/health", "/v1/health/", "/metrics", "/v1/metrics")  # asked every few seconds: logged at DEBUG
 
@@ -27,6 +29,8 @@ class RequestLog:
     queue_ms: float | None = None
     ttft_ms: float | None = None
     finish_reason: str | None = None
+    ignored: str | None = None  # fields that change nothing here
+    error: str | None = None  # why it was refused, in short
 
     def known(self) -> dict[str, object]:
         """Rounded, and without what does not apply."""
@@ -34,8 +38,13 @@ class RequestLog:
         return {k: round(v, 1) if isinstance(v, float) else v for k, v in values if v is not None}
 
     def __str__(self) -> str:
-        rest = (f"{key}={value}" for key, value in self.known().items() if key not in ("method", "path"))
+        rest = (f"{key}={_quoted(value)}" for key, value in self.known().items() if key not in ("method", "path"))
         return " ".join((self.method, self.path, *rest))
+
+
+def _quoted(value: object) -> object:
+    """What clients write stays one value on one line: quoted where it has white space, control characters escaped."""
+    return json.dumps(value) if isinstance(value, str) and not _PLAIN.fullmatch(value) else value
 
 
 def log_request(entry: RequestLog) -> None:

@@ -20,6 +20,7 @@ from millrace.runtime.service import quick_switches
 from millrace.serve.app import create_app
 from millrace.serve.health import Phase
 from millrace.serve.logs import Logging
+from millrace.serve.protocol import Message
 from millrace.serve.serving import Serving, make_serving
 from millrace.serve.settings import ServedModel, ServerSettings
 
@@ -83,7 +84,7 @@ class Server:
                         task.result()
         finally:
             sock.close()
-            serving.texts.close()
+            serving.close()
 
     def stop(self) -> None:
         """Begin to drain; the second time, stop waiting. From any thread."""
@@ -173,7 +174,7 @@ async def _warm_up_template(serving: Serving) -> None:
     if serving.model.chat_template is None:
         return
     try:
-        await serving.texts.encode_chat([{"role": "user", "content": "Hi"}], True, {}, False)
+        await serving.texts.encode_chat([Message(role="user", content="Hi")])
     except MillraceError as error:  # completions work all the same, and every chat is told
         log.warning("the chat template does not render a greeting: %s", error)
 

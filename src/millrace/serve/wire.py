@@ -14,13 +14,15 @@ T = TypeVar("T")
 CALL = "millrace.call"  # where the edge leaves the Call in the ASGI scope
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One HTTP request, as its handler sees it."""
 
     id: str  # x-request-id
     arrived_s: float  # time.perf_counter()
     log: RequestLog
+    body_bytes: int = 0
+    ignored: tuple[str, ...] = ()  # fields of the request that change nothing
 
 
 @dataclass(frozen=True, slots=True)
