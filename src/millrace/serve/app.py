@@ -36,7 +36,7 @@ from millrace.serve.replies import (
 )
 from millrace.serve.serving import LARGE_BODY, Serving
 from millrace.serve.tokens import detokenize, tokenize
-from millrace.serve.wire import CALL, BodyLimits, Call, read_body, unless_gone
+from millrace.serve.wire import CALL, Bodies, Call, read_body, unless_gone
 
 Posted = Callable[[Serving, Call, Any], Awaitable[ASGIApp]]  # the last: the struct that the endpoint's requests are
 Asked = Callable[[Serving, Scope], Response]
@@ -86,8 +86,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 def create_app(serving: Serving) -> ASGIApp:
     """The ASGI application. It does not start the engine: `server.py` does."""
     keys = Keys(serving.settings.api_keys)
-    limits = BodyLimits(serving.settings.max_body_bytes, serving.settings.body_timeout_s)
-    routes = [_route(endpoint, serving, keys, limits) for endpoint in ENDPOINTS]
+    settings = serving.settings
+    bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, settings.max_receiving_bytes)
+    routes = [_route(endpoint, serving, keys, bodies) for endpoint in ENDPOINTS]
     schema = msgspec.json.encode(document([endpoint.operation for endpoint in ENDPOINTS]))
     page = Path(__file__).with_name("docs.html").read_bytes()
     routes.append(_fixed("/openapi.json", schema, {"content-type": "application/json"}))
@@ -99,7 +100,7 @@ def create_app(serving: Serving) -> ASGIApp:
     return app
 
 
-def _route(endpoint: Endpoint, serving: Serving, keys: Keys, limits: BodyLimits) -> Route:
+def _route(endpoint: Endpoint, serving: Serving, keys: Keys, bodies: Bodies) -> Route:
     operation, posted, asked = endpoint.operation, endpoint.posted, endpoint.asked
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,11 +111,12 @@ def _route(endpoint: Endpoint, serving: Serving, keys: Keys, limits: BodyLimits)
         if posted is not None:
             kind, call = operation.request, scope[CALL]
             assert kind is not None
-            body = await read_body(scope, receive, limits)
-            call.body_bytes = len(body)
-            request = await serving.off_loop(len(body) > LARGE_BODY, partial(decode, body, kind), len(body))
+            with bodies.receiving() as incoming:
+                body = await read_body(scope, receive, bodies, incoming)
+                call.body_bytes = len(body)
+                request = await serving.off_loop(len(body) > LARGE_BODY, partial(decode, body, kind), len(body))
+                del body  # an answer may take minutes
             call.ignored = tuple(ignored_fields(request))
-            del body  # an answer may take minutes
             await unless_gone(receive, _answer(posted(serving, call, request), scope, receive, send))
 
     path = operation.path.replace("{model}", "{model:path}")  # names of models may have slashes

@@ -45,7 +45,7 @@ async def chat_completions(serving: Serving, call: Call, asked: ChatRequest) -> 
     answer = _Answer(serving, generation, f"chatcmpl-{call.id}", model)
     if asked.stream:
         with_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-        return EventStream(generation, answer.stream(with_usage), serving.settings.write_timeout_s)
+        return EventStream(generation, answer.stream(with_usage))
     return await answer.whole()
 
 

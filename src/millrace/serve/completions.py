@@ -33,7 +33,7 @@ async def completions(serving: Serving, call: Call, asked: CompletionRequest) ->
     answer = _Answer(serving, generation, f"cmpl-{call.id}", model, echoes)
     if asked.stream:
         with_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-        return EventStream(generation, answer.stream(with_usage), serving.settings.write_timeout_s)
+        return EventStream(generation, answer.stream(with_usage))
     return await answer.whole()
 
 

@@ -15,7 +15,6 @@ from millrace.serve.errors import (
     ClientGoneError,
     HttpError,
     Problem,
-    SlowReaderError,
     problem_of,
 )
 from millrace.serve.generation import GenerationFailedError
@@ -64,10 +63,6 @@ class Edge:
         except ClientGoneError:
             call.log.status = CLIENT_CLOSED
             return
-        except SlowReaderError:
-            log.warning("request %s: its reader took nothing for too long and was dropped", call.id)
-            call.log.status = CLIENT_CLOSED
-            return  # the response is not complete, so that the connection is closed
         except GenerationFailedError as error:
             log.error("request %s failed: %s", call.id, error)
             problem = error.problem

@@ -33,10 +33,6 @@ class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete; nobody is left to be told."""
 
 
-class SlowReaderError(Exception):
-    """The client did not take what was sent to it for too long."""
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One error as it goes over the wire."""

@@ -53,6 +53,24 @@ def log_request(entry: RequestLog) -> None:
     logging.getLogger(ACCESS).log(level, "%s", entry, extra={_REQUEST: entry})
 
 
+class Seldom:
+    """Warnings that strangers could multiply: each text at most once in `every_s`, with how many it stands for."""
+
+    def __init__(self, log: logging.Logger, every_s: float = 10.0) -> None:
+        self._log, self._every_s = log, every_s
+        self._quiet: dict[str, tuple[float, int]] = {}  # text to (until when nothing is said, how many were not)
+
+    def warn(self, text: str) -> None:
+        """`text` is one of a few: nothing that a client wrote."""
+        now_s = time.monotonic()
+        until_s, n_unsaid = self._quiet.get(text, (0.0, 0))
+        if now_s < until_s:
+            self._quiet[text] = (until_s, n_unsaid + 1)
+            return
+        self._quiet[text] = (now_s + self._every_s, 0)
+        self._log.warning("%s%s", text, f" ({n_unsaid} more since the last such line)" if n_unsaid else "")
+
+
 class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00Z INFO POST /v1/completions status=200 request_id=...`"""
 
