@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from millrace.serve import connections
+from millrace.serve import server as server_module
 from millrace.serve.connections import MAX_HEAD_BYTES
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits
@@ -20,6 +22,12 @@ from tests.serve.support import VOCABULARY, Fake, Running, post, running
 
 ROOT = Path(__file__).resolve().parents[2]
 START = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "SWEEP_TICKS", 1)
+    monkeypatch.setattr(connections, "LINGER_S", 0.5)
 
 
 def connect(server: Running, receive_bytes: int | None = None) -> socket.socket:
@@ -117,8 +125,8 @@ def test_headers_byte_by_byte_do_not_help(server: Running) -> None:
 def test_an_answer_that_takes_long_is_no_silence() -> None:
     slow = Fake(before_run=lambda step: time.sleep(0.05))
     with server_with(slow, header_timeout_s=0.2, keep_alive_s=0.2, write_timeout_s=0.2) as server:
-        reply = post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 30, "seed": 1})
-        assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 30
+        reply = post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 15, "seed": 1})
+        assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 15
 
 
 def test_at_the_limit_the_longest_idle_connection_goes(caplog: pytest.LogCaptureFixture) -> None:
@@ -218,7 +226,7 @@ def ask_for_much(raw: socket.socket) -> None:
 
 
 def test_a_reply_that_nobody_reads_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    with server_with(write_timeout_s=0.6) as server, connect(server, 4096) as raw:
+    with server_with(write_timeout_s=0.3) as server, connect(server, 4096) as raw:
         ask_for_much(raw)
         until_s = time.monotonic() + 10
         while "a reader took nothing" not in caplog.text:
@@ -237,7 +245,7 @@ def test_a_reader_that_is_slow_but_reads_gets_all() -> None:
         while more:
             more = bool(got := raw.recv(400_000)) and not got.endswith(b"]}")
             n += len(got)
-            time.sleep(0.03)
+            time.sleep(0.02)
         assert n > 5_000_000
 
 
@@ -256,12 +264,12 @@ def test_replies_that_nobody_reads_are_bounded_together(caplog: pytest.LogCaptur
 
 def test_a_stream_that_nobody_reads_is_reset() -> None:
     wide = limits(vocab_size=VOCABULARY, max_sequences=32, max_context=1024, n_pages=8192)
-    with server_with(Fake(limits=wide), write_timeout_s=0.5) as server, connect(server, 4096) as raw:
+    with server_with(Fake(limits=wide), write_timeout_s=0.3) as server, connect(server, 4096) as raw:
         body = {"prompt": "a", "max_tokens": 900, "n": 31, "stream": True, "logprobs": 20}
         content = json.dumps(body).encode()
         raw.sendall(START + b"content-length: %d\r\n\r\n" % len(content) + content)
         server.wait_until_idle(20)
-        time.sleep(1.5)
+        time.sleep(0.7)
         with pytest.raises(ConnectionResetError):
             for _ in range(1_000_000):
                 assert raw.recv(4096)

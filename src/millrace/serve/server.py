@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -51,6 +52,9 @@ def serve(model: ServedModel, settings: ServerSettings, announce: Announce | Non
     server = Server(model, settings, announced)
     with Logging(settings.log_format), quick_switches(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_with_signals(server))
+        if model.engine.stuck:  # whoever gave its memory back now would pull it away from under the step
+            log.critical("the process ends without waiting for the engine")
+            os._exit(1)
     gc.unfreeze()
 
 
@@ -80,6 +84,7 @@ class Server:
                 finally:
                     warming.cancel()
                     await self._model.engine.close()  # aborts what is left, so that every stream ends
+                    serving.close()  # so that nobody waits for a text any more
                     web.should_exit, web.force_exit = True, self._hurrying.is_set()
                     await asyncio.wait((warming, listening))
                 for task in (warming, listening):
@@ -87,7 +92,7 @@ class Server:
                         task.result()
         finally:
             sock.close()
-            serving.close()
+            serving.close()  # also where it never came so far
 
     def stop(self) -> None:
         """Begin to drain; the second time, stop waiting. From any thread."""
