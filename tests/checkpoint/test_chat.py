@@ -2,11 +2,14 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -201,8 +204,8 @@ def test_long_conversations_and_surrogates_pass_through() -> None:
 def test_the_process_ends_with_its_owner() -> None:
     template = ChatTemplate(CHATML, {})
     template.render(TALK)
-    assert template._process is not None
-    process = template._process.process
+    assert template._worker.process is not None
+    process = template._worker.process.process
     assert process.poll() is None
     del template
     assert process.poll() is not None
@@ -211,9 +214,9 @@ def test_the_process_ends_with_its_owner() -> None:
 def test_a_killed_process_is_replaced() -> None:
     template = ChatTemplate(CHATML, {})
     expected = template.render(TALK)
-    assert template._process is not None
-    template._process.process.kill()
-    template._process.process.wait()
+    assert template._worker.process is not None
+    template._worker.process.process.kill()
+    template._worker.process.process.wait()
     assert template.render(TALK) == expected
     template.close()
 
@@ -222,12 +225,46 @@ def test_a_process_whose_owner_was_killed_ends_by_itself() -> None:
     """Nobody is left to kill it when the server itself was killed in the middle of a template that loops."""
     request = {"messages": TALK, "add_generation_prompt": True, "extra": {}, "timeout_s": 0.1, "max_characters": 9}
     frames: list[dict[str, object]] = [{"memory_bytes": 2**29}, {"template": LOOP, "variables": {}}, request]
-    payloads = [json.dumps(frame).encode() for frame in frames]
-    stream = b"".join(len(payload).to_bytes(4, "big") + payload for payload in payloads)
-    done = subprocess.run(
-        [sys.executable, "-P", str(WORKER)], input=stream, capture_output=True, timeout=20, check=False
+    ours, theirs = socket.socketpair()
+    with subprocess.Popen([sys.executable, "-P", str(WORKER)], stdin=theirs) as process:
+        theirs.close()
+        with Connection(ours.detach()) as owner:
+            for frame in frames:
+                owner.send_bytes(json.dumps(frame).encode())
+            assert owner.recv_bytes() == owner.recv_bytes() == b'{"ready": true}'
+        assert process.wait(20) == -signal.SIGALRM
+
+
+def test_it_is_closed_in_the_middle_of_a_rendering() -> None:
+    """Whoever closes it, the server's event loop for one, does not wait for the rendering."""
+    template = ChatTemplate("{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}done", {})
+    assert template.render(TALK) == "done"
+    with ThreadPoolExecutor(1) as threads:
+        rendering = threads.submit(template.render, [{"role": "user", "content": "loop"}])
+        time.sleep(0.2)
+        start_s = time.monotonic()
+        template.close()
+        assert time.monotonic() - start_s < 0.5
+        with pytest.raises(CheckpointError, match="ended"):
+            rendering.result(2)
+    assert template.render(TALK) == "done", "closed is not the end"
+    template.close()
+
+
+def test_without_a_standard_input() -> None:
+    """A server may be started with its standard streams closed: then the connection gets their numbers."""
+    code = (
+        "import os, sys; sys.path[:0] = ['src']; os.close(0); os.close(1);"
+        "from millrace.checkpoint.chat import ChatTemplate;"
+        "from millrace.checkpoint.tokenizer_process import TokenizerProcess;"
+        "from millrace.runtime.open import BUNDLED;"
+        "text = ChatTemplate('{{ messages[0].content }}', {}).render([{'role': 'user', 'content': 'x'}]);"
+        "ids = TokenizerProcess(BUNDLED / 'tiny').encode('Once', True);"
+        "os._exit(0 if text == 'x' and len(ids) > 1 else 1)"
     )
-    assert done.returncode == -signal.SIGALRM
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, stderr=subprocess.PIPE, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_worker_imports_little() -> None:

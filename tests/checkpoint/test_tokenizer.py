@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -281,6 +282,16 @@ def test_tokens_and_decoders_that_do_not_fit(tmp_path: Path) -> None:
         broken(tmp_path, "tokenizer.json", json.dumps({**raw, "decoder": decoder}))
         with pytest.raises(CheckpointError, match="decoder"):
             open_tokenizer(tmp_path)
+
+
+def test_many_ids_in_one_push_are_linear(folder: Callable[[str], Path]) -> None:
+    """3.9 million of them came in one request: quadratic copying took minutes, and half a million 20 s."""
+    tokenizer = open_tokenizer(folder("byte level"))
+    ids = [max(range(tokenizer.vocab_size), key=lambda i: len(tokenizer.token_bytes(i)))] * 500_000
+    start_s = time.perf_counter()
+    text = tokenizer.decode(ids)
+    assert time.perf_counter() - start_s < 5
+    assert len(text) == 500_000 * len(tokenizer.decode(ids[:1]))
 
 
 def test_pushing_is_linear(folder: Callable[[str], Path]) -> None:

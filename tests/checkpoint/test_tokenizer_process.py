@@ -42,9 +42,9 @@ def test_threads_take_turns(process: TokenizerProcess) -> None:
 
 def test_a_killed_process_is_replaced(process: TokenizerProcess) -> None:
     expected = process.encode("Hello", True)
-    assert process._process is not None
-    process._process.process.kill()
-    process._process.process.wait()
+    assert process._worker.process is not None
+    process._worker.process.process.kill()
+    process._worker.process.process.wait()
     assert process.encode("Hello", True) == expected
     process.close()
 

@@ -6,11 +6,12 @@ import pytest
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer
+from millrace.errors import RequestError
 from millrace.runtime.answer import Answer
-from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from millrace.runtime.params import MAX_STOP_CHARACTERS, MAX_STOP_TOKENS, Delta, FinishReason, SamplingParams
 from millrace.runtime.resolve import check_prompt, resolve
 from millrace.runtime.sequence import Request, Timings, sequences_of
-from millrace.runtime.stops import StopStrings
+from millrace.runtime.stops import StopStrings, StopTables
 from tests.runtime.fakes import EOS, LIMITS, FakeTokenizer, make_loop
 
 
@@ -31,7 +32,7 @@ def test_stop_strings_agree_with_plain_search(seed: int) -> None:
     stops = ["".join(rng.choices(letters, k=rng.randint(1, 6))) for _ in range(rng.randint(0, 4))]
     include = rng.random() < 0.5
     want, want_stop = plain(text, stops, include)
-    matcher, got, stop, at = StopStrings(stops, include), "", None, 0
+    matcher, got, stop, at = StopStrings(StopTables(stops), include), "", None, 0
     while at < len(text) and stop is None:
         n = rng.randint(0, 5)
         piece, stop = matcher.push(text[at : at + n])
@@ -42,17 +43,54 @@ def test_stop_strings_agree_with_plain_search(seed: int) -> None:
 
 
 def test_only_a_possible_beginning_is_held_back() -> None:
-    matcher = StopStrings(["</tool>"], include_in_output=False)
+    matcher = StopStrings(StopTables(["</tool>"]), include_in_output=False)
     assert matcher.push("a < b") == ("a < b", None)
     assert matcher.push(" </to") == (" ", None)
     assert matcher.push("p></tool>x") == ("</top>", "</tool>")
 
 
 def test_a_very_long_stop_string_costs_no_more_per_character() -> None:
-    matcher = StopStrings(["a" * 100_000], include_in_output=False)
+    matcher = StopStrings(StopTables(["a" * 100_000]), include_in_output=False)
     for _ in range(100):
         assert matcher.push("a" * 999)[0] == ""
     assert matcher.push("b")[0] == "a" * 99_900 + "b"
+
+
+def test_the_choices_of_a_request_share_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    init = StopTables.__init__
+
+    def counting(self: StopTables, stops: list[str]) -> None:
+        made.append(len(stops))
+        init(self, stops)
+
+    monkeypatch.setattr(StopTables, "__init__", counting)
+    make_loop().submit([1], SamplingParams(n=8, stop=["ab", "c"]), lambda deltas: None)
+    assert made == [2]
+
+
+STOPS: list[tuple[object, str]] = [
+    (["a" * (MAX_STOP_CHARACTERS + 1)], f"stop[0] has {MAX_STOP_CHARACTERS + 1} characters"),
+    (["b", "a" * 3_500_000], "stop[1] has 3500000 characters"),
+    (["a" * 1000] * 1000, "stop has 1000 strings"),
+    ([""], "stop[0] has 0 characters"),
+    (["a", 5], "stop[1] is of type int"),
+]
+
+
+@pytest.mark.parametrize("stop, what", STOPS, ids=[what for _, what in STOPS])
+def test_stop_is_bounded_and_its_error_short(stop: list[str], what: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(stop=stop)
+    assert caught.value.what == what and caught.value.param == "stop" and len(str(caught.value)) < 300
+    SamplingParams(stop=["a" * MAX_STOP_CHARACTERS] * 16)
+
+
+def test_lists_of_tokens_are_bounded() -> None:
+    SamplingParams(stop_token_ids=[1] * MAX_STOP_TOKENS, logit_bias=dict.fromkeys(range(MAX_STOP_TOKENS), 1.0))
+    for name, many in (("stop_token_ids", [1] * 1025), ("logit_bias", dict.fromkeys(range(1025), 1.0))):
+        with pytest.raises(RequestError, match=f"{name} has 1025 tokens"):
+            SamplingParams(**{name: many})  # type: ignore[arg-type]
 
 
 def answer_to(params: SamplingParams, tokens: list[int]) -> list[Delta]:
@@ -60,7 +98,8 @@ def answer_to(params: SamplingParams, tokens: list[int]) -> list[Delta]:
     tokenizer, prompt = FakeTokenizer(), check_prompt([1], LIMITS)
     resolved = resolve(params, GenerationDefaults(eos_token_ids=(EOS,)), LIMITS, 1)
     request = Request("r", prompt, params, resolved, lambda deltas: None, Timings(0.0))
-    answer = Answer(sequences_of(request)[0], Detokenizer(tokenizer, params.skip_special_tokens, [1]))
+    detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, [1])
+    answer = Answer(sequences_of(request)[0], detokenizer, StopTables(params.stop))
     deltas = [answer.take(token, None) for token in tokens]
     assert all(d.finish_reason is None for d in deltas[:-1])
     return deltas

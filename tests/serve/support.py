@@ -48,6 +48,7 @@ class Fake:
     before_run: Callable[[StepInputs], None] | None = None
     template: str | None = CHATML
     aliases: tuple[str, ...] = ()
+    folder: Path | None = None  # of the tokenizer's files, for processes of long texts
 
     def model(self) -> ServedModel:
         size = self.limits.max_step_tokens  # whole prompts at once: as many sequences as can be, so that pages run out
@@ -59,6 +60,7 @@ class Fake:
             aliases=self.aliases,
             engine=AsyncEngine(loop, self.options),
             tokenizer=tokenizer(),
+            tokenizer_folder=self.folder,
             chat_template=None if self.template is None else ChatTemplate(self.template, {}, ChatLimits(timeout_s=2.0)),
             created=1_700_000_000,
             metadata={

@@ -17,7 +17,7 @@ from millrace.engine.executor import StepInputs
 from millrace.errors import ConfigError
 from millrace.serve.app import ENDPOINTS
 from millrace.serve.auth import read_keys
-from millrace.serve.protocol import HARMLESS, NOT_YET, TAKES_HARMLESS
+from millrace.serve.protocol import other_names
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import MODEL, Fake, Running, post, running
 
@@ -239,8 +239,7 @@ def test_the_document_covers_every_route_and_field(server: Running) -> None:
         assert described["summary"] and ("security" in described) == operation.protected
         if operation.request is not None:
             properties = document["components"]["schemas"][operation.request.__name__]["properties"]
-            fields = set(operation.request.__struct_fields__) | set(NOT_YET[operation.request])
-            assert set(properties) == fields | (HARMLESS if operation.request in TAKES_HARMLESS else set())
+            assert set(properties) == set(operation.request.__struct_fields__) | other_names(operation.request)
         for reply in operation.replies:
             properties = document["components"]["schemas"][reply.__name__]["properties"]
             assert set(properties) == set(reply.__struct_fields__) and issubclass(reply, msgspec.Struct)

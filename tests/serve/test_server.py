@@ -7,9 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -20,26 +21,31 @@ from millrace.serve.logs import JsonFormatter, Logging, TextFormatter
 from millrace.serve.server import Server, bind
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import MODEL, Fake, Running, post, running
+from tests.support.vocabularies import CHATML
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = """
 import sys, time
 sys.path[:0] = ["src", "."]
-from tests.serve.support import Fake
+from tests.serve.support import Fake, tokenizer
 from millrace.serve.server import serve
 from millrace.serve.settings import ServerSettings
-model = Fake(before_run=lambda step: time.sleep(0.02)).model()
-settings = ServerSettings(port=0, log_format="json", drain_timeout_s=20.0)
+{before}
+model = Fake(before_run=lambda step: time.sleep({step_s}), template={template!r}).model()
+settings = ServerSettings(port=0, log_format="json", drain_timeout_s={drain_s})
 serve(model, settings, announce=lambda url: print(url, flush=True))
 assert not model.engine.loop.running_in_thread and sys.getswitchinterval() == 0.005
 """
 
 
 @contextmanager
-def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(
+    before: str = "", drain_s: float = 20.0, step_s: str = "0.02", template: str = CHATML
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server of its own, and its address."""
+    code = MAIN.format(before=before, drain_s=drain_s, step_s=step_s, template=template)
     with subprocess.Popen(
-        [sys.executable, "-c", MAIN], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
         try:
             assert child.stdout is not None
@@ -93,6 +99,49 @@ def test_a_second_signal_is_quicker() -> None:
                 rest = []  # cut off before the error event was flushed
             assert not rest or any("could not be finished" in line for line in rest)
         assert child.wait(10) == 0 and time.monotonic() - start_s < 5
+
+
+def ends_in(child: subprocess.Popen[str], url: str, path: str, body: dict[str, object]) -> tuple[int, float]:
+    """The exit status, and the seconds from the signal to the end, while such a request is under way."""
+
+    def ask() -> None:
+        with suppress(httpx.HTTPError):
+            httpx.post(url + path, json=body, timeout=30)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.4)
+    start_s = time.monotonic()
+    child.send_signal(signal.SIGTERM)
+    status = child.wait(20)
+    took_s = time.monotonic() - start_s
+    asking.join()
+    return status, took_s
+
+
+SLOW_TEXT = "type(tokenizer())._encode = lambda self, text, special: time.sleep(60 if len(text) > 600 else 0) or [1]"
+LOOP = (
+    "{% if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}x"
+)
+
+
+def test_no_thread_holds_up_the_exit() -> None:
+    """One that tokenises for a minute, and a process that renders for ever."""
+    with process(before=SLOW_TEXT, drain_s=0.2) as (child, url):
+        status, took_s = ends_in(child, url, "/v1/completions", {"prompt": "a" * 1000})
+        assert status == 0 and took_s < 4
+    with process(template=LOOP, drain_s=0.2) as (child, url):
+        body: dict[str, object] = {"messages": [{"role": "user", "content": "loop"}]}
+        status, took_s = ends_in(child, url, "/v1/chat/completions", body)
+        assert status == 0 and took_s < 4
+
+
+def test_a_step_that_never_ends_does_not_hold_up_the_exit() -> None:
+    before = "import millrace.runtime.service; millrace.runtime.service.STOP_S = 0.5"
+    with process(before=before, drain_s=0.2, step_s="0 if len(step.tokens) < 5 else 60") as (child, url):
+        status, took_s = ends_in(child, url, "/v1/completions", {"prompt": list(range(1, 10))})
+        assert status == 1 and took_s < 4 and "did not end within" in (child.stderr.read() if child.stderr else "")
 
 
 def test_an_address_in_use_is_a_clear_error() -> None:

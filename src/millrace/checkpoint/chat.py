@@ -5,13 +5,14 @@ A template is a Jinja2 program that comes with the checkpoint. It runs in Jinja2
 """
 
 import json
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
-from millrace.checkpoint.frames import EndedError, FrameProcess, LateError
+from millrace.checkpoint.frames import EndedError, FrameProcess, LateError, Worker
 from millrace.errors import CheckpointError, RequestError
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
@@ -35,8 +36,11 @@ class ChatTemplate:
         self.source = source
         self._variables = dict(variables)
         self._limits = limits or ChatLimits()
-        self._lock = threading.Lock()
-        self._process: FrameProcess | None = None
+        self._worker = Worker(_WORKER, partial(_greet, source, self._variables, self._limits))
+
+    def another(self) -> "ChatTemplate":
+        """The same template with a process of its own, for those who must not wait for others' renderings."""
+        return ChatTemplate(self.source, self._variables, self._limits)
 
     def render(
         self,
@@ -66,8 +70,8 @@ class ChatTemplate:
             payload = json.dumps(request).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise _refused(f"messages or template variables are not JSON: {error}", "JSON values") from error
-        with self._lock:
-            reply = self._exchange(self._started(), payload, self._limits.timeout_s)
+        with _said(self._limits, self._limits.timeout_s):
+            reply = cast(dict[str, object], json.loads(self._worker.exchange(payload, self._limits.timeout_s)))
         match reply:
             case {"text": str(text)}:
                 return text
@@ -80,40 +84,35 @@ class ChatTemplate:
         raise _broken(f"the chat template was stopped at its limits: {reply.get('what')}")
 
     def close(self) -> None:
-        """Stop the process; a later rendering would start it again."""
-        with self._lock:
-            self._stop()
+        """Stop the process, also in the middle of a rendering; a later one would start it again."""
+        self._worker.stop()
 
-    def _started(self) -> FrameProcess:
-        if self._process is not None and self._process.alive:
-            return self._process
-        self._process = process = FrameProcess(_WORKER)
-        self._exchange(process, json.dumps({"memory_bytes": self._limits.memory_bytes}).encode(), _START_S)
-        load = {"template": self.source, "variables": self._variables}
-        reply = self._exchange(process, json.dumps(load).encode(), self._limits.timeout_s)
-        if reply.get("error"):
-            self._stop()
-            raise _broken(f"the chat template is broken: {reply.get('what')}")
-        return process
 
-    def _exchange(self, process: FrameProcess, payload: bytes, timeout_s: float) -> dict[str, object]:
-        """Send one frame and read one; a process that is late is killed. raises CheckpointError when it ended."""
-        try:
-            return cast(dict[str, object], json.loads(process.exchange(payload, timeout_s)))
-        except LateError:
-            raise _broken(
-                f"the chat template was stopped: not done after {timeout_s:g} s (does it loop for ever?)"
-            ) from None
-        except EndedError:
-            limit = self._limits.memory_bytes // 2**20
-            raise _broken(
-                f"the process that renders the chat template ended (does it need more than {limit} MB?)"
-            ) from None
+def _greet(source: str, variables: Mapping[str, str], limits: ChatLimits, process: FrameProcess) -> None:
+    """Give a new process its memory limit, then the template. raises CheckpointError where that is broken"""
+    with _said(limits, _START_S):
+        process.exchange(json.dumps({"memory_bytes": limits.memory_bytes}).encode(), _START_S)
+    load = {"template": source, "variables": dict(variables)}
+    with _said(limits, limits.timeout_s):
+        reply = json.loads(process.exchange(json.dumps(load).encode(), limits.timeout_s))
+    if reply.get("error"):
+        raise _broken(f"the chat template is broken: {reply.get('what')}")
 
-    def _stop(self) -> None:
-        if self._process is not None:
-            self._process.close()
-        self._process = None
+
+@contextmanager
+def _said(limits: ChatLimits, timeout_s: float) -> Iterator[None]:
+    """What became of the process, in words. raises CheckpointError"""
+    try:
+        yield
+    except LateError:
+        raise _broken(
+            f"the chat template was stopped: not done after {timeout_s:g} s (does it loop for ever?)"
+        ) from None
+    except EndedError:
+        limit = limits.memory_bytes // 2**20
+        raise _broken(
+            f"the process that renders the chat template ended (does it need more than {limit} MB?)"
+        ) from None
 
 
 def _checked(index: int, message: Mapping[str, object]) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The process in which chat templates are rendered: a template is a program from the internet, so it can be killed.
 
-It is started as a script, imports the standard library and Jinja2 only, and speaks frames over stdin and stdout:
-4 bytes of length (big endian), then JSON. Until stdin ends:
+It is started as a script, imports the standard library and Jinja2 only, and its stdin is a connection to its owner (see
+`frames.py`). The messages are JSON; until the connection ends:
 
     {"memory_bytes"}  ->  {"ready": true}
     {"template", "variables"}  ->  {"ready": true} or an error; then, any number of times,
@@ -14,9 +14,9 @@ import datetime
 import json
 import resource
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, cast
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, cast
 
 import jinja2
 import jinja2.ext
@@ -174,24 +174,18 @@ def _serve(read: Callable[[], dict[str, Any] | None], write: Callable[[Reply], N
         write(reply)
 
 
-def frames(source: BinaryIO) -> Iterator[bytes]:
-    """The payloads of a stream of frames, until it ends."""
-    while len(head := source.read(4)) == 4:
-        yield source.read(int.from_bytes(head, "big"))
-
-
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the parent's business
-    incoming = frames(sys.stdin.buffer)
+    owner = Connection(0)
 
     def read() -> dict[str, Any] | None:
-        payload = next(incoming, None)
-        return None if payload is None else cast(dict[str, Any], json.loads(payload))
+        try:
+            return cast(dict[str, Any], json.loads(owner.recv_bytes()))
+        except (EOFError, OSError):
+            return None
 
     def write(reply: Reply) -> None:
-        payload = json.dumps(reply).encode()
-        sys.stdout.buffer.write(len(payload).to_bytes(4, "big") + payload)
-        sys.stdout.buffer.flush()
+        owner.send_bytes(json.dumps(reply).encode())
 
     _serve(read, write)
 

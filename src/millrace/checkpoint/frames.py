@@ -1,12 +1,16 @@
-"""A script in a process of its own that answers one frame with another: 4 bytes of length, big endian, then as many."""
+"""A script in a process of its own that answers one message with another, over a connection that is its stdin.
 
-import contextlib
+The messages are bytes, as `multiprocessing.connection` sends them: nothing is pickled.
+"""
+
+import socket
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, cast
 
 
 class LateError(Exception):
@@ -21,21 +25,30 @@ class FrameProcess:
     """Runs from its making until `close`, or until nobody holds it any more. One exchange at a time."""
 
     def __init__(self, script: Path) -> None:
-        # not fork: the parent has threads; -P: the script's folder is not put in front of the import path
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        self.close = weakref.finalize(self, _end, self.process)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            # not fork: the parent has threads; -P: the script's folder is not put in front of the import path
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(script)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            self._connection = Connection(ours.detach())
+        self._killed = False
+        self.close = weakref.finalize(self, _end, self.process, self._connection)
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return not self._killed and self.process.poll() is None
+
+    def kill(self) -> None:
+        """From any thread, without waiting: an exchange under way ends with EndedError, and nobody begins another."""
+        self._killed = True
+        self.process.kill()
 
     def exchange(self, payload: bytes, timeout_s: float) -> bytes:
-        """Send one frame and read one. raises LateError, EndedError; the process is gone after either"""
+        """Send one message and receive one. raises LateError, EndedError; the process is gone after either"""
         late, process = threading.Event(), self.process
 
         def kill() -> None:  # holds the process, not its owner, which must be free to go
@@ -45,10 +58,12 @@ class FrameProcess:
         timer = threading.Timer(timeout_s, kill)
         timer.daemon = True
         timer.start()
+        answer = None
         try:
-            answer = _transfer(cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout), payload)
-        except BrokenPipeError:
-            answer = None
+            self._connection.send_bytes(payload)
+            answer = self._connection.recv_bytes()
+        except (EOFError, OSError):  # broken pipe, connection reset
+            pass
         finally:
             timer.cancel()
         if answer is not None and not late.is_set():
@@ -57,21 +72,44 @@ class FrameProcess:
         raise LateError if late.is_set() else EndedError
 
 
-def _transfer(to: IO[bytes], source: IO[bytes], payload: bytes) -> bytes | None:
-    to.write(len(payload).to_bytes(4, "big") + payload)
-    to.flush()
-    head = source.read(4)
-    if len(head) < 4:
-        return None
-    length = int.from_bytes(head, "big")
-    answer = source.read(length)
-    return answer if len(answer) == length else None
+class Worker:
+    """A FrameProcess that is started when it is needed, and again after it ended. Threads take turns with it."""
+
+    def __init__(self, script: Path, greet: Callable[[FrameProcess], None]) -> None:
+        """greet: says the first messages to a new process; what it raises ends the process"""
+        self._script, self._greet = script, greet
+        self._turn = threading.Lock()
+        self.process: FrameProcess | None = None
+
+    def exchange(self, payload: bytes, timeout_s: float) -> bytes:
+        """raises LateError, EndedError, and what `greet` raises"""
+        with self._turn:
+            return self._started().exchange(payload, timeout_s)
+
+    def stop(self) -> None:
+        """End the process, whatever it does, without waiting for whose turn it is; the next exchange starts another."""
+        process = self.process
+        if process is not None:
+            process.kill()
+            if self._turn.acquire(blocking=False):  # otherwise whoever has the turn lets it go
+                process.close()
+                self._turn.release()
+
+    def _started(self) -> FrameProcess:
+        if self.process is not None and self.process.alive:
+            return self.process
+        if self.process is not None:
+            self.process.close()
+        self.process = process = FrameProcess(self._script)
+        try:
+            self._greet(process)
+        except BaseException:
+            process.close()
+            raise
+        return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # what was buffered for a dead process is lost with it
-                pipe.close()
+    connection.close()

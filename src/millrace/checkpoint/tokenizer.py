@@ -129,23 +129,23 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The characters that `ids` complete."""
-        data = b""
+        parts = []
         for i in self._visible(ids):
-            data += self._tokenizer.token_bytes(i, first=self._first)
+            parts.append(self._tokenizer.token_bytes(i, first=self._first))
             self._first = False
-        return self._utf8.decode(data)
+        return self._utf8.decode(b"".join(parts))
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for an unfinished character, or nothing."""
         return self._utf8.decode(b"", final=True)
 
-    def _visible(self, ids: Sequence[int]) -> Iterator[int]:
+    def _visible(self, ids: Iterable[int]) -> Iterator[int]:
         return (i for i in map(int, ids) if i not in self._skip and self._tokenizer.token_bytes(i))
 
     def _tail(self, prompt: Sequence[int]) -> bytes:
         """The prompt's last bytes, enough to hold a character that it leaves unfinished (at most 3 bytes)."""
         data = b""
-        for i in self._visible(prompt[::-1]):
+        for i in self._visible(reversed(prompt)):
             data = self._tokenizer.token_bytes(i) + data
             if len(data) >= 4:
                 break

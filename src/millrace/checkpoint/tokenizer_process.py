@@ -6,12 +6,12 @@ barrier, and a thread of low priority that holds the interpreter's lock is waite
 
 import json
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.frames import EndedError, FrameProcess, LateError
+from millrace.checkpoint.frames import EndedError, FrameProcess, LateError, Worker
 from millrace.errors import CheckpointError
 
 _WORKER = Path(__file__).with_name("tokenizer_worker.py")
@@ -21,37 +21,28 @@ class TokenizerProcess:
     """The tokenizer of a folder. Safe to use from several threads, which take turns; starts with the first text."""
 
     def __init__(self, folder: Path, timeout_s: float = 120.0) -> None:
-        self._folder = folder
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._process: FrameProcess | None = None
+        self._worker = Worker(_WORKER, partial(_greet, folder, timeout_s))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """`text` holds no half of a surrogate pair. raises CheckpointError where the process cannot do it"""
         payload = (b"\1" if add_special_tokens else b"\0") + text.encode()
-        with self._lock:
-            try:
-                answer = self._started().exchange(payload, self._timeout_s)
-            except (LateError, EndedError) as error:
-                raise CheckpointError(
-                    f"a text of {len(text):,} characters was not tokenised: the process for it "
-                    + ("took too long" if isinstance(error, LateError) else "ended"),
-                    f"tokens within {self._timeout_s:g} s and the machine's memory",
-                    "send a shorter text, or try again when the machine is less busy",
-                ) from None
+        try:
+            answer = self._worker.exchange(payload, self._timeout_s)
+        except (LateError, EndedError) as error:
+            raise CheckpointError(
+                f"a text of {len(text):,} characters was not tokenised: the process for it "
+                + ("took too long" if isinstance(error, LateError) else "ended"),
+                f"tokens within {self._timeout_s:g} s and the machine's memory",
+                "send a shorter text, or try again when the machine is less busy",
+            ) from None
         ids: list[int] = np.frombuffer(answer, np.int32).tolist()
         return ids
 
     def close(self) -> None:
-        """Stop the process; a later text would start it again."""
-        with self._lock:
-            if self._process is not None:
-                self._process.close()
-            self._process = None
+        """Stop the process, also in the middle of a text; a later one would start it again."""
+        self._worker.stop()
 
-    def _started(self) -> FrameProcess:
-        if self._process is None or not self._process.alive:
-            self._process = FrameProcess(_WORKER)
-            load = {"folder": str(self._folder), "path": sys.path}
-            self._process.exchange(json.dumps(load).encode(), self._timeout_s)
-        return self._process
+
+def _greet(folder: Path, timeout_s: float, process: FrameProcess) -> None:
+    process.exchange(json.dumps({"folder": str(folder), "path": sys.path}).encode(), timeout_s)

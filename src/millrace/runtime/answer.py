@@ -5,7 +5,7 @@ from typing import Protocol
 
 from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
 from millrace.runtime.sequence import Sequence
-from millrace.runtime.stops import Finish, StopStrings, finish_by_length, finish_by_token
+from millrace.runtime.stops import Finish, StopStrings, StopTables, finish_by_length, finish_by_token
 
 
 class TextStream(Protocol):
@@ -25,11 +25,11 @@ class Answer:
 
     __slots__ = ("_detokenizer", "_stops", "sequence")
 
-    def __init__(self, sequence: Sequence, detokenizer: TextStream) -> None:
-        params = sequence.request.params
+    def __init__(self, sequence: Sequence, detokenizer: TextStream, stops: StopTables) -> None:
+        """stops: of the request's `stop`, one for all of its choices"""
         self.sequence = sequence
         self._detokenizer = detokenizer
-        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        self._stops = StopStrings(stops, sequence.request.params.include_stop_str_in_output)
 
     def take(self, token: int, logprobs: TokenLogprobs | None) -> Delta:
         """Append a drawn token to the sequence and say what that adds, and whether it ends the answer.

@@ -24,6 +24,7 @@ from millrace.runtime.resolve import check_prompt, resolve
 from millrace.runtime.scheduler import Scheduler, Step
 from millrace.runtime.sequence import Deliver, Request, Stage, Timings, sequences_of
 from millrace.runtime.stats import Counters, LoopStats
+from millrace.runtime.stops import StopTables
 
 MAX_FAILURES_IN_A_ROW = 3
 NOT_FINITE = "the model's output for this request was not finite"
@@ -94,10 +95,12 @@ class EngineLoop:
         params: SamplingParams,
         deliver: Deliver,
         request_id: str | None = None,
+        stops: StopTables | None = None,
     ) -> Request:
         """Queue a request; its deltas go to `deliver`, in the engine thread, at most once a step.
 
         Every choice ends with exactly one delta that has a finish_reason.
+        stops: the tables of `params.stop`, where they were made elsewhere
         raises RequestError on bad input, BusyError when the loop has stopped.
         """
         prompt = check_prompt(prompt_token_ids, self.limits)
@@ -105,8 +108,8 @@ class EngineLoop:
         timings = Timings(queued_s=self.clock())
         request = Request(request_id or uuid.uuid4().hex, prompt, params, resolved, deliver, timings)
         prompt_ids = prompt.tolist()
-        skip = params.skip_special_tokens
-        answers = [Answer(seq, Detokenizer(self.tokenizer, skip, prompt_ids)) for seq in sequences_of(request)]
+        skip, tables = params.skip_special_tokens, stops or StopTables(params.stop)
+        answers = [Answer(seq, Detokenizer(self.tokenizer, skip, prompt_ids), tables) for seq in sequences_of(request)]
         with self._commands_changed:
             if self._dead_because is not None or self._stopping:
                 why = self._dead_because or "it is being closed"

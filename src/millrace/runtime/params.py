@@ -8,6 +8,8 @@ from enum import StrEnum
 from millrace.errors import RequestError
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024  # of one stop string: the search keeps a table as long, and an answer holds back as much
+MAX_STOP_TOKENS = MAX_BIASED_TOKENS = 1024  # vLLM's bound of a biased request
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 LEAST = 1e-9  # of what must be above 0: in float32 it still is
@@ -70,13 +72,9 @@ class SamplingParams:
         _check_float("repetition_penalty", self.repetition_penalty, LEAST, 100.0)
         _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if len(self.stop) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in self.stop):
-            raise RequestError(
-                f"stop is {list(self.stop)!r}",
-                f"at most {MAX_STOP_STRINGS} non-empty strings",
-                "shorten the list",
-                param="stop",
-            )
+        _check_stop(self.stop)
+        _check_number("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKENS)
+        _check_number("logit_bias", len(self.logit_bias), MAX_BIASED_TOKENS)
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias", token, 0, None)
             _check_float("logit_bias", bias, -100.0, 100.0)
@@ -90,6 +88,27 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     ("include_stop_str_in_output", bool, "true or false"),
     ("skip_special_tokens", bool, "true or false"),
 )
+
+
+def _check_stop(stop: Sequence[str]) -> None:
+    """Bounded in number and length. The message never repeats the list, which may be megabytes."""
+    what = ""
+    if len(stop) > MAX_STOP_STRINGS:
+        what = f"stop has {len(stop)} strings"
+    else:
+        for i, one in enumerate(stop):
+            if not isinstance(one, str):
+                what = f"stop[{i}] is of type {type(one).__name__}"
+            elif not 1 <= len(one) <= MAX_STOP_CHARACTERS:
+                what = f"stop[{i}] has {len(one)} characters"
+    if what:
+        expected = f"at most {MAX_STOP_STRINGS} non-empty strings of at most {MAX_STOP_CHARACTERS} characters"
+        raise RequestError(what, expected, "shorten stop, or leave it out", param="stop")
+
+
+def _check_number(name: str, n: int, most: int) -> None:
+    if n > most:
+        raise RequestError(f"{name} has {n} tokens", f"at most {most}", f"shorten {name}", param=name)
 
 
 def _check_int(name: str, value: int | None, low: int, high: int | None) -> None:

@@ -6,6 +6,7 @@ Everything here runs in one asyncio thread; the engine loop runs in its own. Del
 
 import asyncio
 import contextlib
+import logging
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -18,9 +19,14 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.sequence import Request, Timings
 from millrace.runtime.stats import LoopStats
+from millrace.runtime.stops import StopTables
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
+STOP_S = 5.0  # for the step in progress, at the end
 SWITCH_INTERVAL_S = 0.0005  # the engine thread gets the interpreter back quickly after each native call
+
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -133,13 +139,15 @@ class RequestHandle:
         self._unfinished -= sum(d.finish_reason is not None for d in deltas)
         # a reader that waits is not slow: much came at once because this thread was held up
         if self._undelivered_tokens > max_undelivered_tokens * self._made.resolved.n and self._wakeup is None:
-            self._drop()
+            self._drop(f"the reader fell {self._undelivered_tokens} tokens behind, so the request was aborted")
+        self._wake()
+
+    def _wake(self) -> None:
         if self._wakeup is not None and not self._wakeup.done():
             self._wakeup.set_result(None)
 
-    def _drop(self) -> None:
+    def _drop(self, why: str) -> None:
         """Forget what the reader did not fetch, and end every choice for it."""
-        why = f"the reader fell {self._undelivered_tokens} tokens behind, so the request was aborted"
         self._dropped = True
         self._engine.loop.cancel(self._made)
         self._buffer = [
@@ -160,6 +168,7 @@ class AsyncEngine:
         self._all_done = asyncio.Event()
         self._all_done.set()
         self._draining = False
+        self.stuck = False  # it could not be closed
         self._lock = threading.Lock()
         self._outbox: list[tuple[RequestHandle, list[Delta]]] = []  # guarded by _lock
         self._flush_due = False  # guarded by _lock
@@ -182,8 +191,12 @@ class AsyncEngine:
         prompt_token_ids: Sequence[int] | IntArray,
         params: SamplingParams,
         request_id: str | None = None,
+        stops: StopTables | None = None,
     ) -> RequestHandle:
-        """Queue a request. raises RequestError on bad input, BusyError when the queue is full or draining."""
+        """Queue a request. raises RequestError on bad input, BusyError when the queue is full or draining.
+
+        stops: the tables of `params.stop`, where they were made beforehand, off the event loop
+        """
         assert self._aio is not None, "submit before start"
         self._check_room(params.n)
         handle = RequestHandle(self)
@@ -192,7 +205,7 @@ class AsyncEngine:
             self._outbox_append(handle, deltas)
 
         handle._unfinished = params.n
-        handle._request = self.loop.submit(prompt_token_ids, params, deliver, request_id)
+        handle._request = self.loop.submit(prompt_token_ids, params, deliver, request_id, stops)
         self._live.add(handle)
         self._all_done.clear()
         return handle
@@ -211,11 +224,32 @@ class AsyncEngine:
         return True
 
     async def close(self) -> None:
-        """Abort what is left and stop the engine thread. The executor stays open: its owner closes it."""
+        """Abort what is left and stop the engine thread. The executor stays open: its owner closes it.
+
+        A step that does not end within STOP_S is left alone: then `stuck` is true, and the executor is in use for ever.
+        """
         self._draining = True
         for handle in self._live:
             handle.cancel()
-        await asyncio.get_running_loop().run_in_executor(None, self.loop.stop)
+        aio, stopped = asyncio.get_running_loop(), asyncio.Event()
+
+        def stop() -> None:
+            try:
+                self.loop.stop()
+            finally:
+                with contextlib.suppress(RuntimeError):  # the event loop is closed: it did not wait for so long
+                    aio.call_soon_threadsafe(stopped.set)
+
+        # no thread of a pool: those are joined when the interpreter ends
+        threading.Thread(target=stop, name="millrace-stop", daemon=True).start()
+        try:
+            await asyncio.wait_for(stopped.wait(), STOP_S)
+        except TimeoutError:
+            self.stuck = True
+            log.critical("the engine's step did not end within %g s; it is left behind", STOP_S)
+            for handle in self._live:
+                handle._drop("the engine is stuck, and the server is stopping")
+                handle._wake()
         self._flush()  # the last step's flush may not have had its turn yet
 
     async def __aenter__(self) -> "AsyncEngine":

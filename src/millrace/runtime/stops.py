@@ -37,14 +37,23 @@ def finish_by_length(n_output: int, resolved: Resolved) -> Finish | None:
     return Finish(FinishReason.LENGTH) if n_output >= resolved.max_tokens else None
 
 
+class StopTables:
+    """What the search for some stop strings needs beforehand: made once a request, shared by its choices."""
+
+    __slots__ = ("borders", "stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = sorted(set(stops), key=len, reverse=True)  # the longest first wins a tie
+        self.borders = [_borders(stop) for stop in self.stops]
+
+
 class StopStrings:
     """Finds the first of some strings in a stream of text (Knuth, Morris and Pratt, one automaton each)."""
 
     __slots__ = ("_borders", "_held", "_include", "_matched", "_stops")
 
-    def __init__(self, stops: Sequence[str], include_in_output: bool) -> None:
-        self._stops = sorted(set(stops), key=len, reverse=True)  # the longest first wins a tie
-        self._borders = [_borders(stop) for stop in self._stops]
+    def __init__(self, tables: StopTables, include_in_output: bool) -> None:
+        self._stops, self._borders = tables.stops, tables.borders
         self._matched = [0] * len(self._stops)  # how much of each stop string the text ends with
         self._include = include_in_output
         self._held = ""

@@ -2,7 +2,9 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -16,6 +18,7 @@ from millrace.serve.auth import Keys
 from millrace.serve.chat import chat_completions
 from millrace.serve.completions import completions
 from millrace.serve.edge import Edge
+from millrace.serve.fields import decode, ignored_fields
 from millrace.serve.openapi import Operation, document
 from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from millrace.serve.replies import (
@@ -31,11 +34,11 @@ from millrace.serve.replies import (
     TokenizeReply,
     VersionReply,
 )
-from millrace.serve.serving import Serving
+from millrace.serve.serving import LARGE_BODY, Serving
 from millrace.serve.tokens import detokenize, tokenize
-from millrace.serve.wire import CALL, BodyLimits, Call, read_body, unless_gone
+from millrace.serve.wire import CALL, Bodies, Call, read_body, unless_gone
 
-Posted = Callable[[Serving, Call, bytes], Awaitable[ASGIApp]]
+Posted = Callable[[Serving, Call, Any], Awaitable[ASGIApp]]  # the last: the struct that the endpoint's requests are
 Asked = Callable[[Serving, Scope], Response]
 # the page's script and style are in the page; it may fetch this server's own document and nothing else
 _DOCS_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
@@ -50,7 +53,7 @@ class Endpoint:
     asked: Asked | None = None  # one of the two
 
 
-def _post(path: str, handler: Posted, summary: str, request: type, *replies: type) -> Endpoint:
+def _post(path: str, handler: Posted, summary: str, request: type[msgspec.Struct], *replies: type) -> Endpoint:
     return Endpoint(Operation("POST", path, summary, True, request, replies), posted=handler)
 
 
@@ -83,8 +86,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 def create_app(serving: Serving) -> ASGIApp:
     """The ASGI application. It does not start the engine: `server.py` does."""
     keys = Keys(serving.settings.api_keys)
-    limits = BodyLimits(serving.settings.max_body_bytes, serving.settings.body_timeout_s)
-    routes = [_route(endpoint, serving, keys, limits) for endpoint in ENDPOINTS]
+    settings = serving.settings
+    bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, settings.max_receiving_bytes)
+    routes = [_route(endpoint, serving, keys, bodies) for endpoint in ENDPOINTS]
     schema = msgspec.json.encode(document([endpoint.operation for endpoint in ENDPOINTS]))
     page = Path(__file__).with_name("docs.html").read_bytes()
     routes.append(_fixed("/openapi.json", schema, {"content-type": "application/json"}))
@@ -96,7 +100,7 @@ def create_app(serving: Serving) -> ASGIApp:
     return app
 
 
-def _route(endpoint: Endpoint, serving: Serving, keys: Keys, limits: BodyLimits) -> Route:
+def _route(endpoint: Endpoint, serving: Serving, keys: Keys, bodies: Bodies) -> Route:
     operation, posted, asked = endpoint.operation, endpoint.posted, endpoint.asked
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,8 +109,15 @@ def _route(endpoint: Endpoint, serving: Serving, keys: Keys, limits: BodyLimits)
         if asked is not None:
             await asked(serving, scope)(scope, receive, send)
         if posted is not None:
-            body = await read_body(scope, receive, limits)
-            await unless_gone(receive, _answer(posted(serving, scope[CALL], body), scope, receive, send))
+            kind, call = operation.request, scope[CALL]
+            assert kind is not None
+            with bodies.receiving() as incoming:
+                body = await read_body(scope, receive, bodies, incoming)
+                call.body_bytes = len(body)
+                request = await serving.off_loop(len(body) > LARGE_BODY, partial(decode, body, kind), len(body))
+                del body  # an answer may take minutes
+            call.ignored = tuple(ignored_fields(request))
+            await unless_gone(receive, _answer(posted(serving, call, request), scope, receive, send))
 
     path = operation.path.replace("{model}", "{model:path}")  # names of models may have slashes
     return Route(path, _Asgi(app), methods=[operation.method])
@@ -143,5 +154,5 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "x-millrace-ignored", "retry-after"],
     )

@@ -9,7 +9,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
-from millrace.serve.fields import check_messages, decode
 from millrace.serve.generation import Generation, Step, check_context, start
 from millrace.serve.logprobs import chat_logprobs
 from millrace.serve.protocol import ChatRequest
@@ -30,23 +29,23 @@ from millrace.serve.wire import Call
 Finish = Literal["stop", "length"]
 
 
-async def chat_completions(serving: Serving, call: Call, body: bytes) -> ASGIApp:
+async def chat_completions(serving: Serving, call: Call, asked: ChatRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    asked = decode(body, ChatRequest)
     call.log.model = model = serving.check_model(asked.model)
     params = chat_params(asked)
     prompt = await serving.texts.encode_chat(
-        check_messages(asked.messages),
-        asked.add_generation_prompt is not False,
-        asked.chat_template_kwargs or {},
-        bool(asked.add_special_tokens),
+        asked.messages,
+        body_bytes=call.body_bytes,
+        add_generation_prompt=asked.add_generation_prompt is not False,
+        extra=asked.chat_template_kwargs,
+        add_special_tokens=bool(asked.add_special_tokens),
     )
     check_context(len(prompt), params, serving.model.max_context, "messages")
-    generation = start(serving.model.engine, [prompt], params, call, serving.metrics)
+    generation = await start(serving, [prompt], params, call)
     answer = _Answer(serving, generation, f"chatcmpl-{call.id}", model)
     if asked.stream:
         with_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-        return EventStream(generation, answer.stream(with_usage), serving.settings.write_timeout_s)
+        return EventStream(generation, answer.stream(with_usage))
     return await answer.whole()
 
 

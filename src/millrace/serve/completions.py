@@ -10,7 +10,6 @@ from starlette.types import ASGIApp
 from millrace.errors import RequestError
 from millrace.runtime.params import Delta, SamplingParams
 from millrace.serve.chat import finish_of
-from millrace.serve.fields import decode
 from millrace.serve.generation import Generation, Step, check_context, start
 from millrace.serve.logprobs import OffsetLogprobs, joined
 from millrace.serve.protocol import CompletionRequest
@@ -22,20 +21,19 @@ from millrace.serve.texts import Texts
 from millrace.serve.wire import Call
 
 
-async def completions(serving: Serving, call: Call, body: bytes) -> ASGIApp:
+async def completions(serving: Serving, call: Call, asked: CompletionRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    asked = decode(body, CompletionRequest)
     call.log.model = model = serving.check_model(asked.model)
     params = completion_params(asked)
     given = _prompts(asked.prompt)
     _check_number(len(given) * params.n, serving)
-    prompts = [await _tokens(serving, prompt, params, asked.add_special_tokens is not False) for prompt in given]
+    prompts = await _tokens(serving, given, params, asked.add_special_tokens is not False)
     echoes = [await _echo(serving.texts, prompt, params) for prompt in given] if asked.echo else None
-    generation = start(serving.model.engine, prompts, params, call, serving.metrics)
+    generation = await start(serving, prompts, params, call)
     answer = _Answer(serving, generation, f"cmpl-{call.id}", model, echoes)
     if asked.stream:
         with_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-        return EventStream(generation, answer.stream(with_usage), serving.settings.write_timeout_s)
+        return EventStream(generation, answer.stream(with_usage))
     return await answer.whole()
 
 
@@ -165,10 +163,17 @@ def _check_number(n_sequences: int, serving: Serving) -> None:
         )
 
 
-async def _tokens(serving: Serving, prompt: str | list[int], params: SamplingParams, special: bool) -> list[int]:
-    ids = await serving.texts.encode(prompt, special) if isinstance(prompt, str) else prompt
-    check_context(len(ids), params, serving.model.max_context, "prompt")
-    return ids
+async def _tokens(
+    serving: Serving, given: list[str | list[int]], params: SamplingParams, special: bool
+) -> list[list[int]]:
+    """All prompts are of one kind: texts or token ids."""
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    prompts = [prompt for prompt in given if not isinstance(prompt, str)]
+    if texts:
+        prompts = await serving.texts.encode(texts, special, "prompt")
+    for ids in prompts:
+        check_context(len(ids), params, serving.model.max_context, "prompt")
+    return prompts
 
 
 async def _echo(texts: Texts, prompt: str | list[int], params: SamplingParams) -> str:

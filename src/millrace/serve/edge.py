@@ -15,7 +15,6 @@ from millrace.serve.errors import (
     ClientGoneError,
     HttpError,
     Problem,
-    SlowReaderError,
     problem_of,
 )
 from millrace.serve.generation import GenerationFailedError
@@ -44,12 +43,13 @@ class Edge:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.log.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), id_header]
+                message["headers"] = [*message.get("headers", ()), id_header, *_ignored_header(call)]
             await send(message)
 
         try:
             await self._run(scope, receive, send_with_id, call)
         finally:
+            call.log.ignored = ",".join(call.ignored) or None
             call.log.total_ms = (time.perf_counter() - call.arrived_s) * 1e3
             log_request(call.log)
             route = scope.get("route")
@@ -63,10 +63,6 @@ class Edge:
         except ClientGoneError:
             call.log.status = CLIENT_CLOSED
             return
-        except SlowReaderError:
-            log.warning("request %s: its reader took nothing for too long and was dropped", call.id)
-            call.log.status = CLIENT_CLOSED
-            return  # the response is not complete, so that the connection is closed
         except GenerationFailedError as error:
             log.error("request %s failed: %s", call.id, error)
             problem = error.problem
@@ -80,6 +76,7 @@ class Edge:
         except Exception:  # a bug of ours must cost one request and not the server; the log has it all
             log.exception("request %s: a bug in the server", call.id)
             problem = BUG
+        call.log.error = problem.brief
         if call.log.status is None:  # otherwise the response is under way, and can only be cut off
             await problem.response(headers)(scope, receive, send)
 
@@ -97,6 +94,10 @@ class Edge:
         else:
             refusal = unknown_path(path)
         return problem_of(refusal, accepting=True)
+
+
+def _ignored_header(call: Call) -> list[tuple[bytes, bytes]]:
+    return [(b"x-millrace-ignored", ", ".join(call.ignored).encode())] if call.ignored else []
 
 
 def call_path(scope: Scope) -> str:

@@ -33,10 +33,6 @@ class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete; nobody is left to be told."""
 
 
-class SlowReaderError(Exception):
-    """The client did not take what was sent to it for too long."""
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One error as it goes over the wire."""
@@ -47,6 +43,11 @@ class Problem:
     param: str | None = None
     code: str | None = None
     retry_after_s: float | None = None
+
+    @property
+    def brief(self) -> str:
+        """For the log: the code, and the beginning of what was wrong."""
+        return f"{self.code}: {self.message.split('; expected: ')[0][:160]}"
 
     def body(self) -> bytes:
         return msgspec.json.encode(
@@ -91,6 +92,19 @@ def generation_failed(why: str | None, *, status: int = 500) -> Problem:
     return Problem(
         status, f"The answer could not be finished: {why or 'it was aborted'}", "server_error", code="generation_failed"
     )
+
+
+def context_exceeded(max_context: int, n_prompt: str, max_tokens: int | None, param: str) -> HttpError:
+    """In the words that clients look for when they shorten a conversation by themselves. n_prompt: "at least 9" """
+    of_answer = f"max_tokens of {max_tokens}" if max_tokens else "an answer of at least 1"
+    return HttpError(
+        400,
+        "context_length_exceeded",
+        f"This model's maximum context length is {max_context} tokens, but the prompt has {n_prompt} tokens "
+        f"and {of_answer} was asked for",
+        f"{max_context} tokens together",
+        "shorten the prompt or lower max_tokens",
+    ).about(param)
 
 
 def not_yet(field: str, mend: str) -> RequestError:

@@ -1,18 +1,19 @@
 """A request's body to its struct: every field is used, known to be harmless, or an error that names the nearest one."""
 
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from millrace.errors import RequestError, nearest
 from millrace.serve.errors import HttpError, not_yet
-from millrace.serve.protocol import HARMLESS, NOT_YET, TAKES_HARMLESS, Message, StreamOptions, TextPart
+from millrace.serve.protocol import IGNORED, NOT_YET, OTHER_NAMES, WIRE, Message, StreamOptions, TextPart
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*)` - at `\$\.?(?P<path>.*)`", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _WRONG = re.compile(r"(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
 _GOT = re.compile(r"Expected (?P<expected>`.*`), got (?P<got>`.*`)")
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?")
@@ -22,26 +23,35 @@ _TYPE_NAMES = {"`array`": "a list", "`str`": "a string", "`int`": "an integer", 
 def decode(body: bytes, kind: type[T]) -> T:
     """raises RequestError naming the field, HttpError where the body is not a JSON object"""
     try:
-        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        _check_names(given, kind)
-        return msgspec.json.decode(body, type=kind)
+        asked = msgspec.json.decode(body, type=WIRE[kind])
     except msgspec.ValidationError as error:
-        raise _wrong_value(str(error)) from None
+        raise _wrong_value(str(error), known_names(kind)) from None
     except RecursionError:
         raise _no_json("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise _no_json(_no_utf8(body)) from None
     except ValueError as error:  # msgspec.DecodeError, integers with thousands of digits
         raise _no_json(str(error)) from None
+    for name, neutral in NOT_YET[kind].items():  # in this order: of two that clients send together, the cause
+        value = getattr(asked, name)
+        if value is not UNSET and value is not None and value not in neutral:
+            raise not_yet(name, _mend(neutral))
+    assert isinstance(asked, kind)
+    return asked
+
+
+def ignored_fields(asked: msgspec.Struct) -> list[str]:
+    """Those of the request that change nothing, and of which the client is told so."""
+    names = sorted(IGNORED & set(asked.__struct_fields__))
+    return [name for name in names if getattr(asked, name) not in (UNSET, None)]
 
 
 def known_names(kind: type[msgspec.Struct]) -> set[str]:
     """Every top-level field that gets an answer of its own."""
-    names = set(kind.__struct_fields__) | NOT_YET[kind].keys()
-    return names | HARMLESS if kind in TAKES_HARMLESS else names
+    return set(WIRE[kind].__struct_fields__)
 
 
-def check_messages(messages: list[Message]) -> list[dict[str, object]]:
+def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     """As the chat template takes them. raises RequestError where a message holds what is not supported yet"""
     return [_checked(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
@@ -62,17 +72,6 @@ def _checked(where: str, message: Message) -> dict[str, object]:
     return plain | {key: value for key, value in extra.items() if value is not None}
 
 
-def _check_names(given: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]) -> None:
-    known, refused = known_names(kind), NOT_YET[kind]
-    for name, raw in given.items():
-        if name not in known:
-            raise _unknown(name, name, known)
-        if name in refused:
-            value: Any = msgspec.json.decode(raw)
-            if value is not None and value not in refused[name]:
-                raise not_yet(name, _mend(refused[name]))
-
-
 def _mend(neutral: tuple[object, ...]) -> str:
     values = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
     return "leave it out" + (f", or send {values}" if values else "")
@@ -80,16 +79,16 @@ def _mend(neutral: tuple[object, ...]) -> str:
 
 def _unknown(field: str, where: str, known: set[str]) -> RequestError:
     shown = where[:100]
-    return RequestError(
-        f'unknown field "{shown}"', nearest(field[:100], known), "correct the name, or leave it out", shown
-    )
+    ours = OTHER_NAMES.get(field)
+    expected = f'did you mean "{ours}"?' if ours in known else nearest(field[:100], known)
+    return RequestError(f'unknown field "{shown}"', expected, "correct the name, or leave it out", shown)
 
 
-def _wrong_value(message: str) -> RequestError | HttpError:
-    """msgspec's message in our words."""
+def _wrong_value(message: str, known: set[str]) -> RequestError | HttpError:
+    """msgspec's message in our words. known: the top-level fields"""
     if unknown := _UNKNOWN.fullmatch(message):
         path, field = unknown["path"], unknown["field"]
-        return _unknown(field, f"{path}.{field}", _fields_at(path))
+        return _unknown(field, f"{path}.{field}", _fields_at(path)) if path else _unknown(field, field, known)
     if missing := _MISSING.fullmatch(message):
         field = f"{missing['path']}.{missing['field']}" if missing["path"] else missing["field"]
         return RequestError(f'"{field}" is missing', f'a request with "{field}"', "send it", param=_top(field))

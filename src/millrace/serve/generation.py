@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from millrace.errors import MillraceError
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
-from millrace.runtime.service import AsyncEngine, RequestHandle
-from millrace.serve.errors import HttpError, generation_failed
+from millrace.runtime.service import RequestHandle
+from millrace.runtime.stops import StopTables
+from millrace.serve.errors import context_exceeded, generation_failed
 from millrace.serve.metrics import Metrics
 from millrace.serve.replies import Asked, Usage
 from millrace.serve.sampling import with_own_seed
+from millrace.serve.serving import LARGE, Serving
 from millrace.serve.wire import Call
 
 
@@ -145,34 +147,25 @@ class Generation:
                 self._metrics.finished(handle.timings, n_prompt, self.params.n, handle.max_tokens)
 
 
-def start(
-    engine: AsyncEngine, prompts: Sequence[list[int]], params: SamplingParams, call: Call, metrics: Metrics
-) -> Generation:
+async def start(serving: Serving, prompts: Sequence[list[int]], params: SamplingParams, call: Call) -> Generation:
     """Submit all prompts, or none. raises RequestError, BusyError"""
-    handles: list[RequestHandle] = []
+    engine, handles = serving.model.engine, list[RequestHandle]()
+    stops = await serving.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
     try:
         for i, prompt in enumerate(prompts):
-            handles.append(engine.submit(prompt, with_own_seed(params), f"{call.id}-{i}"))
+            handles.append(engine.submit(prompt, with_own_seed(params), f"{call.id}-{i}", stops))
     except MillraceError:
         for handle in handles:
             handle.cancel()
         raise
-    return Generation(handles, params, call, metrics)
+    return Generation(handles, params, call, serving.metrics)
 
 
 def check_context(n_prompt: int, params: SamplingParams, max_context: int, param: str) -> None:
-    """raises HttpError in the words that clients look for when they shorten a conversation by themselves"""
-    asked = params.max_tokens or 1
-    if n_prompt + asked > max_context:
-        of_answer = f"max_tokens of {params.max_tokens}" if params.max_tokens else "an answer of at least 1"
-        raise HttpError(
-            400,
-            "context_length_exceeded",
-            f"This model's maximum context length is {max_context} tokens, but the prompt has {n_prompt} tokens "
-            f"and {of_answer} was asked for",
-            f"{max_context} tokens together",
-            "shorten the prompt or lower max_tokens",
-        ).about(param if n_prompt >= max_context else "max_tokens")
+    """raises HttpError where they do not fit"""
+    if n_prompt + (params.max_tokens or 1) > max_context:
+        about = param if n_prompt >= max_context else "max_tokens"
+        raise context_exceeded(max_context, str(n_prompt), params.max_tokens, about)
 
 
 def _joined(a: Delta, b: Delta) -> Delta:

@@ -2,12 +2,14 @@
 
 import json
 import logging
+import re
 import time
 from dataclasses import dataclass, fields
 from typing import Literal
 
 LOGGER = "millrace"
 ACCESS = "millrace.serve.access"
+_PLAIN = re.compile(r"[!-~]+")
 _REQUEST = "request"  # attribute of a LogRecord that carries a RequestLog
 QUIET_PATHS = ("/health", "/v1/health/", "/metrics", "/v1/metrics")  # asked every few seconds: logged at DEBUG
 
@@ -27,6 +29,8 @@ class RequestLog:
     queue_ms: float | None = None
     ttft_ms: float | None = None
     finish_reason: str | None = None
+    ignored: str | None = None  # fields that change nothing here
+    error: str | None = None  # why it was refused, in short
 
     def known(self) -> dict[str, object]:
         """Rounded, and without what does not apply."""
@@ -34,14 +38,37 @@ class RequestLog:
         return {k: round(v, 1) if isinstance(v, float) else v for k, v in values if v is not None}
 
     def __str__(self) -> str:
-        rest = (f"{key}={value}" for key, value in self.known().items() if key not in ("method", "path"))
+        rest = (f"{key}={_quoted(value)}" for key, value in self.known().items() if key not in ("method", "path"))
         return " ".join((self.method, self.path, *rest))
+
+
+def _quoted(value: object) -> object:
+    """What clients write stays one value on one line: quoted where it has white space, control characters escaped."""
+    return json.dumps(value) if isinstance(value, str) and not _PLAIN.fullmatch(value) else value
 
 
 def log_request(entry: RequestLog) -> None:
     quiet = entry.path.startswith(QUIET_PATHS) and (entry.status or 0) < 400
     level = logging.DEBUG if quiet else logging.INFO
     logging.getLogger(ACCESS).log(level, "%s", entry, extra={_REQUEST: entry})
+
+
+class Seldom:
+    """Warnings that strangers could multiply: each text at most once in `every_s`, with how many it stands for."""
+
+    def __init__(self, log: logging.Logger, every_s: float = 10.0) -> None:
+        self._log, self._every_s = log, every_s
+        self._quiet: dict[str, tuple[float, int]] = {}  # text to (until when nothing is said, how many were not)
+
+    def warn(self, text: str) -> None:
+        """`text` is one of a few: nothing that a client wrote."""
+        now_s = time.monotonic()
+        until_s, n_unsaid = self._quiet.get(text, (0.0, 0))
+        if now_s < until_s:
+            self._quiet[text] = (until_s, n_unsaid + 1)
+            return
+        self._quiet[text] = (now_s + self._every_s, 0)
+        self._log.warning("%s%s", text, f" ({n_unsaid} more since the last such line)" if n_unsaid else "")
 
 
 class TextFormatter(logging.Formatter):

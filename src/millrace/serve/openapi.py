@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from millrace import __version__
-from millrace.serve.protocol import HARMLESS, NOT_YET, TAKES_HARMLESS
+from millrace.serve.protocol import NOT_YET, other_names
 from millrace.serve.replies import ChatChunk, ErrorReply
 
 _STATUSES = {
@@ -64,9 +64,8 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
 def _add_other_fields(kind: type[msgspec.Struct], schema: dict[str, Any]) -> None:
     """Fields that are no members of the struct: harmless ones, and those with a single accepted value."""
     properties = schema["properties"]
-    if kind in TAKES_HARMLESS:
-        for name in sorted(HARMLESS):
-            properties[name] = {"description": "accepted; changes nothing"}
+    for name in sorted(other_names(kind) - NOT_YET[kind].keys()):
+        properties[name] = {"description": "accepted; changes nothing"}
     for name, neutral in NOT_YET[kind].items():
         properties[name] = {"enum": [None, *neutral], "description": "other values are not supported yet"}
     schema["additionalProperties"] = False

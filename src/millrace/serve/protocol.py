@@ -1,21 +1,22 @@
 """What clients may ask: OpenAI's requests with vLLM's extras.
 
-A field is in a struct, in `HARMLESS` or in `NOT_YET`; any other is refused, naming the nearest.
+A field is in a struct, in `HARMLESS`, `IGNORED` or `NOT_YET`; any other is refused, naming the nearest.
 Ranges are checked once, by SamplingParams; here are only names and types.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, defstruct
 
 
-class TextPart(Struct, forbid_unknown_fields=True):
+# gc=False: what comes from JSON holds no cycles, and hundreds of thousands of messages would keep the collector busy
+class TextPart(Struct, forbid_unknown_fields=True, gc=False):
     text: str
     type: Literal["text"]
 
 
-class Message(Struct, forbid_unknown_fields=True):
+class Message(Struct, forbid_unknown_fields=True, gc=False):
     """`developer` is today's name of `system`, and is given to the chat template as such."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -32,6 +33,7 @@ class Message(Struct, forbid_unknown_fields=True):
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: Annotated[bool | None, Meta(description="end with an event that carries the usage")] = None
+    continuous_usage_stats: Annotated[bool | None, Meta(description="with include_usage: in every event")] = None
     include_obfuscation: Annotated[bool | None, Meta(description="accepted; nothing is padded")] = None
 
 
@@ -113,6 +115,30 @@ HARMLESS: frozenset[str] = frozenset(
         "parallel_tool_calls",
     ]
 )
+# Other servers know them: OpenAI's for reasoning models, vLLM's, SGLang's and llama.cpp's for caches and batches,
+# Ollama's for memory, LiteLLM's and OpenRouter's for routing. Any value is taken, changes no answer here, and is named
+# in the header `x-millrace-ignored` and in the log.
+IGNORED: frozenset[str] = frozenset(
+    [
+        *("reasoning_effort", "verbosity", "reasoning", "include_reasoning", "separate_reasoning", "stream_reasoning"),
+        *("think", "thinking", "prediction"),
+        *("request_id", "cache_salt", "kv_transfer_params", "mm_processor_kwargs", "rid", "cache_prompt", "id_slot"),
+        *("timings_per_token", "return_progress"),
+        *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock", "keep_alive"),
+        *("provider", "route", "models", "transforms", "usage", "session_id", "trace", "tags"),
+        *("caching", "drop_params", "num_retries", "timeout", "request_timeout", "fallbacks"),
+    ]
+)
+# What others call a field of ours.
+OTHER_NAMES: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "num_predict": "max_tokens",
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "random_seed": "seed",
+}
 # They would change the answer. A value that asks for what happens anyway is taken; anything else is refused.
 _CHAT_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
@@ -122,10 +148,7 @@ _CHAT_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "audio": (),
     "modalities": (["text"],),
-    "prediction": (),
     "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
     "continue_final_message": (False,),
     "echo": (False,),
     "chat_template": (),
@@ -150,7 +173,7 @@ _VLLM_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
     "truncate_prompt_tokens": (),
     "priority": (0,),
-    "cache_salt": (),
+    "options": ({},),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
@@ -162,3 +185,21 @@ NOT_YET: Mapping[type[Struct], Mapping[str, tuple[object, ...]]] = {
     DetokenizeRequest: {},
 }
 TAKES_HARMLESS: frozenset[type[Struct]] = frozenset({ChatRequest, CompletionRequest})
+
+
+def other_names(kind: type[Struct]) -> frozenset[str]:
+    """The fields of a request that are no members of its struct."""
+    return frozenset(NOT_YET[kind]) | (HARMLESS | IGNORED if kind in TAKES_HARMLESS else frozenset())
+
+
+# What a body is decoded to, in one pass: the struct with its other fields, which hold any value, or UNSET
+WIRE: Mapping[type[Struct], type[Struct]] = {
+    kind: defstruct(
+        f"{kind.__name__}Body",
+        [(name, Any, UNSET) for name in sorted(other_names(kind))],
+        bases=(kind,),
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+    for kind in NOT_YET
+}

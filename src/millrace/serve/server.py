@@ -8,9 +8,12 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import uvicorn
 
@@ -18,12 +21,14 @@ from millrace.errors import ConfigError, MillraceError
 from millrace.runtime.params import FinishReason, SamplingParams
 from millrace.runtime.service import quick_switches
 from millrace.serve.app import create_app
+from millrace.serve.connections import ConnectionLimits, Connections, default_max_connections
 from millrace.serve.health import Phase
 from millrace.serve.logs import Logging
+from millrace.serve.protocol import Message
 from millrace.serve.serving import Serving, make_serving
 from millrace.serve.settings import ServedModel, ServerSettings
 
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they do not write into a closing one
+SWEEP_TICKS = 5  # of uvicorn, which are 0.1 s each
 FLUSH_S = 5  # for answers that are complete to reach their clients, at the end
 WARM_UP_TOKENS = 2
 log = logging.getLogger(__name__)
@@ -47,6 +52,9 @@ def serve(model: ServedModel, settings: ServerSettings, announce: Announce | Non
     server = Server(model, settings, announced)
     with Logging(settings.log_format), quick_switches(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_with_signals(server))
+        if model.engine.stuck:  # whoever gave its memory back now would pull it away from under the step
+            log.critical("the process ends without waiting for the engine")
+            os._exit(1)
     gc.unfreeze()
 
 
@@ -76,6 +84,7 @@ class Server:
                 finally:
                     warming.cancel()
                     await self._model.engine.close()  # aborts what is left, so that every stream ends
+                    serving.close()  # so that nobody waits for a text any more
                     web.should_exit, web.force_exit = True, self._hurrying.is_set()
                     await asyncio.wait((warming, listening))
                 for task in (warming, listening):
@@ -83,7 +92,7 @@ class Server:
                         task.result()
         finally:
             sock.close()
-            serving.texts.close()
+            serving.close()  # also where it never came so far
 
     def stop(self) -> None:
         """Begin to drain; the second time, stop waiting. From any thread."""
@@ -173,34 +182,54 @@ async def _warm_up_template(serving: Serving) -> None:
     if serving.model.chat_template is None:
         return
     try:
-        await serving.texts.encode_chat([{"role": "user", "content": "Hi"}], True, {}, False)
+        await serving.texts.encode_chat([Message(role="user", content="Hi")])
     except MillraceError as error:  # completions work all the same, and every chat is told
         log.warning("the chat template does not render a greeting: %s", error)
 
 
-class _Quiet(uvicorn.Server):
+class _Web(uvicorn.Server):
     """Signals are ours: uvicorn would raise them again after its shutdown, and the exit status would not be 0."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._all_connections = connections
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % SWEEP_TICKS == 0:
+            self._all_connections.sweep()
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def _uvicorn(serving: Serving) -> _Quiet:
-    return _Quiet(
+def _uvicorn(serving: Serving) -> _Web:
+    settings = serving.settings
+    connections = Connections(
+        ConnectionLimits(
+            max_connections=settings.max_connections or default_max_connections(),
+            header_timeout_s=settings.header_timeout_s,
+            keep_alive_s=settings.keep_alive_s,
+            write_timeout_s=settings.write_timeout_s,
+            max_unread_bytes=settings.max_unread_bytes,
+        )
+    )
+    return _Web(
         uvicorn.Config(
             create_app(serving),
             loop="none",
-            http="httptools",
+            http=cast(type[asyncio.Protocol], connections.protocol),  # called like a class, once a connection
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=math.ceil(settings.keep_alive_s),
             timeout_graceful_shutdown=FLUSH_S,
-        )
+        ),
+        connections,
     )
 
 

@@ -2,15 +2,22 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from millrace import __version__
 from millrace.serve.errors import HttpError
 from millrace.serve.health import Heartbeat
+from millrace.serve.lanes import Lane
 from millrace.serve.metrics import Metrics
 from millrace.serve.settings import ServedModel, ServerSettings
 from millrace.serve.texts import Texts
+
+T = TypeVar("T")
+LARGE_BODY = 64 * 1024  # bytes of JSON: half a millisecond of the event loop
+LARGE = 8192  # tokens of an answer, characters of stop strings: a few milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +27,7 @@ class Serving:
     model: ServedModel
     settings: ServerSettings
     texts: Texts
+    large: Lane
     metrics: Metrics
     heartbeat: Heartbeat
 
@@ -29,6 +37,14 @@ class Serving:
         metadata = self.model.metadata
         parts = [__version__, self.model.name, metadata.get("engine"), metadata.get("precision")]
         return "fp_" + hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=5).hexdigest()
+
+    async def off_loop(self, is_large: bool, work: Callable[[], T], n_bytes: int = 0) -> T:
+        """`work()`, in a thread where it is large. n_bytes: it holds. raises BusyError, and whatever `work` raises"""
+        return await self.large.run(work, n_bytes) if is_large else work()
+
+    def close(self) -> None:
+        self.texts.close()
+        self.large.close()
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with: the one asked for, or the first. raises HttpError with 404"""
@@ -49,7 +65,10 @@ def make_serving(model: ServedModel, settings: ServerSettings) -> Serving:
     return Serving(
         model=model,
         settings=settings,
-        texts=Texts(model.tokenizer, model.chat_template, settings.max_preparing, model.tokenizer_folder),
+        texts=Texts(
+            model.tokenizer, model.chat_template, settings.max_preparing, model.max_context, model.tokenizer_folder
+        ),
+        large=Lane("large", settings.max_preparing),
         metrics=Metrics(model.name, model.engine.stats, model.engine.limits),
         heartbeat=Heartbeat(model.engine.stats, settings.stall_timeout_s),
     )

@@ -27,7 +27,12 @@ class ServerSettings:
     log_format: Literal["text", "json"] = "text"
     max_body_bytes: int = 8 * MIB
     max_preparing: int = 64  # requests whose text is being rendered and tokenised; further ones get 429
+    max_receiving_bytes: int = 64 * MIB  # of all bodies together that are on their way
+    max_unread_bytes: int = 256 * MIB  # of all replies together that wait for their readers
+    max_connections: int | None = None  # None: as many as there are files for (`ulimit -n`), at most 4,096
+    header_timeout_s: float = 20.0  # for a client to send the headers of a request
     body_timeout_s: float = 60.0  # for a client to send its whole body
+    keep_alive_s: float = 75.0  # longer than clients keep idle connections: they do not write into a closing one
     write_timeout_s: float = 30.0  # a reader that takes nothing for so long is dropped
     stall_timeout_s: float = 60.0  # without a finished step, the engine counts as stuck
     drain_timeout_s: float = 30.0  # for running requests, after the first signal
@@ -37,10 +42,11 @@ class ServerSettings:
             raise ConfigError(f"port is {self.port}", "0 to 65535", "choose another port")
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"log_format is {self.log_format!r}", '"text" or "json"', "choose one of them")
-        for name in ("max_body_bytes", "max_preparing"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}", "at least 1", f"raise {name}")
-        for name in ("body_timeout_s", "write_timeout_s", "stall_timeout_s"):
+        for name in ("max_body_bytes", "max_preparing", "max_receiving_bytes", "max_unread_bytes", "max_connections"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}", "at least 1", f"raise {name}")
+        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s", "write_timeout_s", "stall_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}", "more than 0 seconds", f"raise {name}")
         if not self.drain_timeout_s >= 0:

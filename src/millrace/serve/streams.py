@@ -1,13 +1,11 @@
 """Server-sent events: one write for each step of the engine, whatever the number of its tokens and choices."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from millrace.serve.errors import SlowReaderError
 from millrace.serve.generation import Generation, GenerationFailedError
 
 DONE = b"data: [DONE]\n\n"
@@ -28,19 +26,16 @@ def events(replies: Iterable[msgspec.Struct]) -> bytes:
 class EventStream:
     """A response that writes `blocks` as they come, and cancels `generation` when it ends early.
 
-    A generation that fails after the status line was sent becomes an error event. raises SlowReaderError
+    A generation that fails after the status line was sent becomes an error event. A reader that takes nothing loses its
+    connection (`connections.py`), and so the generation ends as for any client that goes away.
     """
 
-    def __init__(self, generation: Generation, blocks: AsyncIterator[bytes], write_timeout_s: float) -> None:
-        self._generation, self._blocks, self._write_timeout_s = generation, blocks, write_timeout_s
+    def __init__(self, generation: Generation, blocks: AsyncIterator[bytes]) -> None:
+        self._generation, self._blocks = generation, blocks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(body: bytes, more: bool = True) -> None:
-            try:
-                async with asyncio.timeout(self._write_timeout_s):
-                    await send({"type": "http.response.body", "body": body, "more_body": more})
-            except TimeoutError:
-                raise SlowReaderError from None
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
         async with self._generation:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})

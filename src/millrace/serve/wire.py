@@ -1,7 +1,8 @@
 """The raw side of one call: its context, its body within limits, and the client that may go away."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,19 +15,59 @@ T = TypeVar("T")
 CALL = "millrace.call"  # where the edge leaves the Call in the ASGI scope
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One HTTP request, as its handler sees it."""
 
     id: str  # x-request-id
     arrived_s: float  # time.perf_counter()
     log: RequestLog
+    body_bytes: int = 0
+    ignored: tuple[str, ...] = ()  # fields of the request that change nothing
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
-    max_bytes: int
-    timeout_s: float
+FREE_BYTES = 64 * 1024  # of each body: short requests get through whatever long ones do
+
+
+class Bodies:
+    """The bounds of bodies: of each, and of all that are being received and decoded."""
+
+    def __init__(self, max_bytes: int, timeout_s: float, max_receiving_bytes: int) -> None:
+        self.max_bytes, self.timeout_s = max_bytes, timeout_s
+        self._left_bytes = max_receiving_bytes
+
+    @contextmanager
+    def receiving(self) -> Iterator["Incoming"]:
+        """While a body is held in memory."""
+        incoming = Incoming()
+        try:
+            yield incoming
+        finally:
+            self._left_bytes += incoming.counted_bytes
+
+    def count(self, incoming: "Incoming", n_bytes: int) -> None:
+        """raises HttpError with 413 or 503 for what is too much"""
+        incoming.n_bytes += n_bytes
+        if incoming.n_bytes > self.max_bytes:
+            raise too_large("too many bytes", self.max_bytes)
+        more = max(0, incoming.n_bytes - FREE_BYTES) - incoming.counted_bytes
+        if more > self._left_bytes:
+            error = HttpError(
+                503, "too_many_bodies", "other requests' bodies take all the memory for bodies", "fewer large requests "
+                "at a time", "come back later",
+            )  # fmt: skip
+            error.headers["retry-after"] = "5"
+            raise error
+        self._left_bytes -= more
+        incoming.counted_bytes += more
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One body on its way."""
+
+    n_bytes: int = 0
+    counted_bytes: int = 0
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -34,34 +75,31 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-async def read_body(scope: Scope, receive: Receive, limits: BodyLimits) -> bytes:
+async def read_body(scope: Scope, receive: Receive, bodies: Bodies, incoming: Incoming) -> bytes:
     """The whole body. Whatever is larger is refused before it is held in memory.
 
-    raises HttpError with 413, 415 or 408; ClientGoneError
+    raises HttpError with 413, 415, 408 or 503; ClientGoneError
     """
     _check_content_type(header(scope, b"content-type"))
     announced = header(scope, b"content-length")
-    if announced is not None and int(announced) > limits.max_bytes:  # the HTTP parser lets only digits through
-        raise _too_large(f"{int(announced)} bytes", limits)
+    if announced is not None and int(announced) > bodies.max_bytes:  # the HTTP parser lets only digits through
+        raise too_large(f"{int(announced)} bytes", bodies.max_bytes)
     parts: list[bytes] = []
-    n_bytes = 0
     try:
-        async with asyncio.timeout(limits.timeout_s):
+        async with asyncio.timeout(bodies.timeout_s):
             more = True
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGoneError
                 parts.append(message.get("body", b""))
-                n_bytes += len(parts[-1])
-                if n_bytes > limits.max_bytes:
-                    raise _too_large("too many bytes", limits)
+                bodies.count(incoming, len(parts[-1]))
                 more = message.get("more_body", False)
     except TimeoutError:
         raise HttpError(
             408,
             "body_timeout",
-            f"the body was not complete after {limits.timeout_s:g} s",
+            f"the body was not complete after {bodies.timeout_s:g} s",
             "the whole request",
             "send it again",
         ) from None
@@ -104,11 +142,11 @@ def _check_content_type(value: bytes | None) -> None:
         )
 
 
-def _too_large(what: str, limits: BodyLimits) -> HttpError:
+def too_large(what: str, most: int) -> HttpError:
     return HttpError(
         413,
         "body_too_large",
         f"the body has {what}",
-        f"at most {limits.max_bytes}",
+        f"at most {most}",
         "send less, or raise the server's --max-body-bytes",
     )
