@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace import LLM, SamplingParams
 from tests.cli.conftest import Millrace
 
 ASK = ("-p", "Once", "--max-tokens", "1")
@@ -32,6 +33,18 @@ def test_rm_of_an_unknown_name_removes_nothing(millrace: Millrace) -> None:
     millrace("rm", entry["name"], near).assert_mistake(f'no engine "{near}"', f'did you mean "{entry["name"]}"?')
     assert len(json.loads(millrace("list", "--json").out)) == 1
     assert "removed" in millrace("rm", entry["name"]).err
+
+
+def test_an_engine_that_runs_is_not_removed(millrace: Millrace) -> None:
+    millrace("generate", "tiny", *ASK, "--precision", "w8a8")
+    with LLM("tiny") as llm:
+        entries = json.loads(millrace("list", "--json").out)
+        used, free = (e["name"] for e in entries)
+        millrace("rm", free, used).assert_mistake(f'the engine "{used}" is in use', "end the server or program")
+        assert json.loads(millrace("list", "--json").out) == entries, "none of them"
+        assert len(llm.generate("word " * 500, SamplingParams(max_tokens=1))) == 1
+    assert millrace("rm", free, used).code == 0
+    assert json.loads(millrace("list", "--json").out) == []
 
 
 @pytest.mark.parametrize("name", ["../engines", "..", "/", ".", ""])

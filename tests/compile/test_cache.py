@@ -2,14 +2,19 @@
 
 import multiprocessing
 import os
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 
 from millrace.compile.cache import EngineCache, age
+from millrace.engine.hold import hold
 from millrace.engine.manifest import MANIFEST
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, MachineError
 
 MIB = 1 << 20
 
@@ -20,6 +25,11 @@ def write(folder: Path, nbytes: int = MIB) -> None:
     (folder / MANIFEST).write_text("{}")
 
 
+def get(cache: EngineCache, name: str, key: str, build: Callable[[Path], None] = write) -> tuple[Path, bool]:
+    with cache.get_or_build(name, key, build) as found:
+        return found
+
+
 def names(cache: EngineCache) -> list[str]:
     return [e.name.rpartition("-")[0] for e in cache.entries()]
 
@@ -27,10 +37,10 @@ def names(cache: EngineCache) -> list[str]:
 def test_built_once_and_then_found(tmp_path: Path) -> None:
     cache = EngineCache(tmp_path)
     assert cache.entries() == []
-    first, built = cache.get_or_build("tiny", "key", write)
-    again, rebuilt = cache.get_or_build("tiny", "key", write)
+    first, built = get(cache, "tiny", "key")
+    again, rebuilt = get(cache, "tiny", "key")
     assert (built, rebuilt) == (True, False) and first == again
-    other, _ = cache.get_or_build("tiny", "another key", write)
+    other, _ = get(cache, "tiny", "another key")
     assert other != first and len(cache.entries()) == 2
 
 
@@ -41,7 +51,7 @@ def slow_builder(root: Path, log: Path) -> None:
         time.sleep(0.5)
         write(folder)
 
-    folder, _ = EngineCache(root).get_or_build("tiny", "key", build)
+    folder, _ = get(EngineCache(root), "tiny", "key", build)
     assert (folder / MANIFEST).is_file()
 
 
@@ -65,7 +75,7 @@ def test_a_builder_that_dies_lets_the_next_one_build(tmp_path: Path) -> None:
         time.sleep(0.01)
     builder.kill()
     builder.join()
-    _, built = EngineCache(tmp_path / "cache").get_or_build("tiny", "key", write)
+    _, built = get(EngineCache(tmp_path / "cache"), "tiny", "key")
     assert built
 
 
@@ -75,52 +85,110 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
     cache = EngineCache(tmp_path)
     with pytest.raises(ConfigError):
-        cache.get_or_build("tiny", "key", fail)
+        get(cache, "tiny", "key", fail)
     assert cache.entries() == []
-    assert cache.get_or_build("tiny", "key", write)[1]
+    assert get(cache, "tiny", "key")[1]
 
 
-def test_what_a_killed_builder_left_is_swept_away(tmp_path: Path) -> None:
+def test_half_an_engine_is_built_again(tmp_path: Path) -> None:
     cache = EngineCache(tmp_path)
-    folder, _ = cache.get_or_build("tiny", "key", write)
-    (folder / MANIFEST).unlink()  # half an engine
-    unfinished = folder.with_name(f".{folder.name}.123.unfinished")
-    write(unfinished)
-    assert cache.get_or_build("tiny", "key", write)[1]
-    assert not unfinished.exists() and (folder / MANIFEST).is_file()
+    folder, _ = get(cache, "tiny", "key")
+    (folder / MANIFEST).unlink()
+    assert get(cache, "tiny", "key")[1] and (folder / MANIFEST).is_file()
 
 
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     cache = EngineCache(tmp_path, limit_bytes=3 * MIB + 100)
     for i, name in enumerate(["a", "b", "c"]):
-        folder, _ = cache.get_or_build(name, "key", write)
+        folder, _ = get(cache, name, "key")
         os.utime(folder, (i, i))
-    cache.get_or_build("a", "key", write)  # used again, so b is now the oldest
+    get(cache, "a", "key")  # used again, so b is now the oldest
     assert names(cache) == ["a", "c", "b"]
-    cache.get_or_build("d", "key", write)
+    get(cache, "d", "key")
     assert names(cache) == ["d", "a", "c"]
 
 
 def test_an_engine_larger_than_the_limit_stays_while_it_is_the_one_in_use(tmp_path: Path) -> None:
     cache = EngineCache(tmp_path, limit_bytes=MIB)
-    cache.get_or_build("small", "key", write)
-    cache.get_or_build("large", "key", lambda folder: write(folder, 4 * MIB))
+    get(cache, "small", "key")
+    get(cache, "large", "key", lambda folder: write(folder, 4 * MIB))
     assert names(cache) == ["large"]
 
 
 def test_removing(tmp_path: Path) -> None:
     cache = EngineCache(tmp_path)
-    cache.get_or_build("tiny", "key", write)
+    get(cache, "tiny", "key")
     (entry,) = cache.entries()
     assert entry.nbytes == MIB + 2 and cache.remove(entry.name) == entry and cache.entries() == []
     with pytest.raises(ConfigError, match="the cache is empty"):
         cache.remove(entry.name)
 
 
+def test_an_engine_in_use_stays(tmp_path: Path) -> None:
+    cache = EngineCache(tmp_path, limit_bytes=MIB)
+    with cache.get_or_build("used", "key", write) as (folder, _):
+        (entry,) = cache.entries()
+        for forbidden in (lambda: cache.check([entry.name]), lambda: cache.remove(entry.name)):
+            with pytest.raises(ConfigError, match=f'"{entry.name}" is in use'):
+                forbidden()
+        get(cache, "other", "key", write)  # the limit is for one of them only
+        assert names(cache) == ["other", "used"] and (folder / "weights.bin").is_file()
+    get(cache, "third", "key", write)
+    assert names(cache) == ["third"]
+
+
+def hold_until(folder: Path, held: Event, done: Event) -> None:
+    kept = hold(folder)
+    held.set()
+    done.wait(60)
+    del kept
+
+
+def test_a_hold_of_another_process_ends_with_it_even_if_it_is_killed(tmp_path: Path) -> None:
+    cache, context = EngineCache(tmp_path), multiprocessing.get_context("spawn")
+    folder, _ = get(cache, "tiny", "key")
+    held, done = context.Event(), context.Event()
+    process = context.Process(target=hold_until, args=(folder, held, done))
+    process.start()
+    assert held.wait(60)
+    with pytest.raises(ConfigError, match="is in use"):
+        cache.remove(folder.name)
+    process.kill()
+    process.join()
+    assert cache.remove(folder.name).folder == folder
+
+
+@contextmanager
+def read_only(root: Path) -> Iterator[None]:
+    """Nobody may write below `root`: an administrator may anyway, and is somebody else meanwhile."""
+    root.chmod(0o555)
+    (root / "engines").chmod(0o555)
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        root.chmod(0o755)
+        (root / "engines").chmod(0o755)
+
+
+def test_a_cache_that_may_only_be_read() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # others may look into it, unlike pytest's
+        root = Path(folder)
+        root.chmod(0o755)
+        cache = EngineCache(root / "cache")
+        built, _ = get(cache, "tiny", "key")
+        with read_only(root / "cache"):
+            assert get(cache, "tiny", "key") == (built, False)
+            with pytest.raises(MachineError, match="cannot be written"):
+                get(cache, "another", "key")
+
+
 @pytest.mark.parametrize("name", ["../../up", "org/model", "", "...", "a b\nc"])
 def test_any_model_name_makes_one_folder_of_the_cache(tmp_path: Path, name: str) -> None:
     cache = EngineCache(tmp_path)
-    folder, _ = cache.get_or_build(name, "key", write)
+    folder, _ = get(cache, name, "key")
     assert folder.parent == tmp_path / "engines" and len(cache.entries()) == 1
 
 

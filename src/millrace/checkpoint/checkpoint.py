@@ -8,6 +8,7 @@ from pathlib import Path
 
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.config import ModelConfig, read_config
+from millrace.checkpoint.files import Report, file_digest
 from millrace.checkpoint.generation import GenerationDefaults, read_generation
 from millrace.checkpoint.tokenizer import (
     TEMPLATE_FILE,
@@ -22,7 +23,7 @@ from millrace.checkpoint.tokenizer import (
     read_files,
     read_json_object,
 )
-from millrace.checkpoint.weights import INDEX, Tensors
+from millrace.checkpoint.weights import INDEX, DigestOf, Tensors
 from millrace.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -80,18 +81,14 @@ class Checkpoint:
         eos = self.tokenizer.eos_token_id
         return found if eos is None or eos in found else (*found, eos)
 
-    def identity(self) -> str:
-        """32 hexadecimal digits: equal for equal checkpoints. Small files count by content, weights by their headers,
-        sizes, times of last change and a sample (reading all would take longer than what the key is for)."""
-        digest = hashlib.blake2b(self.tensors.header_digest.encode(), digest_size=16)
-        digest.update(self.tensors.sample_digest().encode())
-        for name in SMALL_FILES:
-            path = self.folder / name
-            content = path.read_bytes() if path.is_file() else b""
+    def identity(self, digest_of: DigestOf = file_digest, report: Report | None = None) -> str:
+        """32 hexadecimal digits: equal for checkpoints of equal content, wherever they lie and whenever they were made.
+
+        Reads all weights, except where `digest_of` knows what it has read before. raises CheckpointError
+        """
+        digest = hashlib.blake2b(self.tensors.digest(digest_of, report).encode(), digest_size=16)
+        for name, content in read_files(self.folder, SMALL_FILES).items():  # a GGUF file has everything inside
             digest.update(f"{name} {len(content)}\n".encode() + content)
-        for file in self.tensors.files:
-            status = file.stat()
-            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
         return digest.hexdigest()
 
 

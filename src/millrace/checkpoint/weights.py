@@ -1,4 +1,4 @@
-"""Weights as safetensors: headers are read and checked at once, data is memory-mapped and touched only by `load`.
+"""Weights as safetensors: headers are read and checked at once, data is read by `load` only.
 
     byte 0-7         length N of the header, little endian, at most MAX_HEADER_BYTES
     byte 8 - 8+N     JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {...}}
@@ -10,16 +10,16 @@ A file is hostile input. source: https://github.com/huggingface/safetensors, for
 import hashlib
 import json
 import math
-import mmap
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
+from millrace.checkpoint.files import FileState, Report, file_digest, read_span, unreadable
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.errors import CheckpointError
 
@@ -28,6 +28,7 @@ SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 Array = np.ndarray[Any, np.dtype[Any]]
+DigestOf = Callable[[Path, FileState, Report | None], str]  # as `file_digest`, or remembered
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 # Tables that old checkpoints saved and that follow from config.json; transformers skips them too.
@@ -48,12 +49,11 @@ class TensorInfo:
 
 
 class Tensors(Mapping[str, TensorInfo]):
-    """All tensors of a checkpoint folder by name. `load` gives a view on the mapped file."""
+    """All tensors of a checkpoint folder by name. `load` reads one."""
 
-    def __init__(self, infos: Mapping[str, TensorInfo], header_digest: str) -> None:
-        self._infos = dict(infos)
-        self._maps: dict[Path, mmap.mmap] = {}
-        self.header_digest = header_digest  # blake2b over the headers, in the order of the files' names
+    def __init__(self, infos: Mapping[str, TensorInfo], states: Mapping[Path, FileState]) -> None:
+        """states: of each file, when its header was read"""
+        self._infos, self._states = dict(infos), dict(states)
 
     @classmethod
     def open(cls, folder: Path) -> "Tensors":
@@ -68,10 +68,12 @@ class Tensors(Mapping[str, TensorInfo]):
                 "finish the download of the checkpoint",
             )
         infos: dict[str, TensorInfo] = {}
-        digest = hashlib.blake2b(digest_size=16)
+        states: dict[Path, FileState] = {}
         for name in files:
-            header, found = _read_header(folder / name)
-            digest.update(header)
+            try:
+                states[folder / name], found = _read_header(folder / name)
+            except OSError as error:
+                raise unreadable(folder / name, error) from error
             for info in found:
                 if info.name in infos:
                     raise CheckpointError(
@@ -85,7 +87,7 @@ class Tensors(Mapping[str, TensorInfo]):
                 raise CheckpointError(
                     f"{folder / name} has no tensor {tensor}", f"what {INDEX} promises", "download the checkpoint again"
                 )
-        return cls(infos, digest.hexdigest())
+        return cls(infos, states)
 
     def __getitem__(self, name: str) -> TensorInfo:
         return self._infos[name]
@@ -103,22 +105,21 @@ class Tensors(Mapping[str, TensorInfo]):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return tuple(sorted({info.file for info in self._infos.values()}))
+        return tuple(sorted(self._states))
 
-    def sample_digest(self) -> str:
-        """blake2b over 4 KB from the middle of every tensor: models that differ at all hardly agree in all of these."""
-        digest = hashlib.blake2b(digest_size=16)
+    def digest(self, digest_of: DigestOf = file_digest, report: Report | None = None) -> str:
+        """blake2b of the digests of all files, each of the whole content, in the order of their names.
+
+        raises CheckpointError where a file has changed since it was opened
+        """
+        whole = hashlib.blake2b(digest_size=16)
         for file in self.files:
-            with file.open("rb") as data:
-                for name in sorted(n for n, info in self._infos.items() if info.file == file):
-                    info = self._infos[name]
-                    digest.update(os.pread(data.fileno(), min(4096, info.nbytes), info.offset + info.nbytes // 2))
-        return digest.hexdigest()
+            whole.update(digest_of(file, self._states[file], report).encode())
+        return whole.hexdigest()
 
     def load(self, name: str) -> Array:
-        """The tensor as a read-only view on the file, of its own dtype; nothing is read until it is touched.
+        """The tensor, of its own dtype, read from the file now.
 
-        The view keeps the map alive. Its address has the file's alignment, which may be less than the dtype's.
         raises CheckpointError where there is no such tensor or the file has changed since it was opened
         """
         info = self._infos.get(name)
@@ -128,34 +129,15 @@ class Tensors(Mapping[str, TensorInfo]):
                 f"one of its {len(self)} tensors",
                 "check that config.json belongs to these weights",
             )
-        dtype = _DTYPES[info.dtype]
-        if info.nbytes == 0:
-            return np.empty(info.shape, dtype)
-        return np.ndarray(info.shape, dtype, buffer=self._map(info), offset=info.offset)
+        values: Array = self._data(info).view(_DTYPES[info.dtype])
+        return values.reshape(info.shape)
+
+    def _data(self, info: TensorInfo) -> NDArray[np.uint8]:
+        return read_span(info.file, self._states[info.file], info.offset, info.nbytes)
 
     def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
         """The tensor's own integers, where it is stored as such and `bits` and `group` hold them unchanged."""
         return None
-
-    def _map(self, info: TensorInfo) -> mmap.mmap:
-        held = self._maps.get(info.file)
-        mend = "open the checkpoint again once the file is complete"
-        if held is None:
-            try:
-                with info.file.open("rb") as file:
-                    held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:  # ValueError: an empty file
-                raise CheckpointError(
-                    f"{info.file} cannot be mapped: {error}", "the file that was there when it was opened", mend
-                ) from error
-            self._maps[info.file] = held
-        if info.offset + info.nbytes > len(held):
-            raise CheckpointError(
-                f"{info.file} has {len(held)} bytes and {info.name} ends at {info.offset + info.nbytes}",
-                "the file that was there when the checkpoint was opened",
-                mend,
-            )
-        return held
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -210,10 +192,11 @@ def _no_weights(folder: Path) -> CheckpointError:
     )
 
 
-def _read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
-    """The header's bytes and its tensors, each checked against the file's size."""
-    size = path.stat().st_size
+def _read_header(path: Path) -> tuple[FileState, list[TensorInfo]]:
+    """The file as it is, and its tensors, each checked against the file's size."""
     with path.open("rb") as file:
+        state = FileState.of(file)
+        size = state.nbytes
         first = file.read(8)
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > size - 8:
@@ -240,7 +223,7 @@ def _read_header(path: Path) -> tuple[bytes, list[TensorInfo]]:
         kind = "is truncated" if start + at > size else "has bytes that belong to no tensor"
         _damaged(path, f"{kind}: {size} bytes", f"{start + at} bytes by its header")
     infos = [_info(path, name, raw[name], start + begin, end - begin) for begin, end, name in spans]
-    return header, [info for info in infos if not info.name.endswith(_DERIVED)]
+    return state, [info for info in infos if not info.name.endswith(_DERIVED)]
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

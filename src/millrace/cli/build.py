@@ -10,6 +10,7 @@ import click
 from millrace.cli.models import build_engine
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import count, heading, pairs, print_json, progress, size
+from millrace.cli.signals import ended_in_order
 from millrace.cli.tables import Tables, tuned
 from millrace.engine.manifest import MANIFEST
 from millrace.env import Env
@@ -52,7 +53,7 @@ def command(env: Env, /, model: str, output: Path, precision_map: Path | None, a
 
 def _build(model: str, output: Path, build: BuildSettings, map_file: Path | None, env: Env) -> Tables:
     precisions = _read_map(map_file, build) if map_file else None
-    with progress() as report:
+    with ended_in_order(), progress() as report:
         name, folder = model_folder(model, env, report)
         if (folder / MANIFEST).is_file():
             raise ConfigError(f"{folder} is an engine already", "a checkpoint", "name the checkpoint it was built from")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cli.screen import Progress, note, progress
+from millrace.cli.signals import ended_in_order
 from millrace.compile.cache import EngineCache
 from millrace.engine.engine import Engine
 from millrace.env import Env
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def engine_of(model: str, build: BuildSettings, env: Env) -> tuple[str, Engine]:
     """Name and engine of MODEL, downloaded and built where needed."""
-    with progress() as report:
+    with ended_in_order(), progress() as report:
         return find_engine(model, build, env, progress=report, say=lambda text: note(f"note: {text}"))
 
 

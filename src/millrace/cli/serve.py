@@ -109,7 +109,7 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
 def _served(model: Opened, engine: AsyncEngine, name: str | None) -> ServedModel:
     m = model.engine.manifest
     metadata = {
-        "source": m.source, "engine": m.files["program.bin"].checksum, "architecture": m.architecture,
+        "source": m.source, "engine": m.identity, "architecture": m.architecture,
         "precision": m.precision, "isa": model.executor.isa,
     }  # fmt: skip
     return ServedModel(

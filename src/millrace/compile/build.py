@@ -1,5 +1,6 @@
 """From a checkpoint to an engine folder: trace, passes, lowering, packing; whole or not at all."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from millrace.compile.precision import PrecisionMap, rounding_notes
 from millrace.compile.report import graph_table, program_table
 from millrace.compile.source import Source
 from millrace.compile.tune import Tuning, tune_folder
+from millrace.engine.hold import building
 from millrace.engine.manifest import (
     FORMAT,
     GRAPH,
@@ -32,7 +34,7 @@ from millrace.engine.manifest import (
 )  # fmt: skip
 from millrace.engine.native import KvFormat
 from millrace.engine.program import Packed, Program
-from millrace.errors import CheckpointError, ConfigError, EngineError
+from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError
 from millrace.graph.types import Graph
 from millrace.kernels.encode import Limits
 from millrace.kernels.library import library
@@ -111,20 +113,31 @@ def write_engine(
     """
     if folder.exists():
         raise _already_there(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
-    unfinished.mkdir()
     try:
-        manifest = _write(source, plan, unfinished, name, progress or (lambda *_: None))
-        if tuning is not None:
-            tune_folder(unfinished, tuning, progress)
-        if folder.exists():  # somebody else was faster
-            raise _already_there(folder)
-        unfinished.rename(folder)
-    except BaseException:  # also Ctrl-C: nothing half-written stays behind
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with building(folder) as unfinished:
+            manifest = _write(source, plan, unfinished, name, progress or (lambda *_: None))
+            if tuning is not None:
+                tune_folder(unfinished, tuning, progress)
+            if folder.exists():  # somebody else was faster
+                raise _already_there(folder)
+    except OSError as error:
+        raise _cannot_write(folder, plan.program.weights_bytes, error) from error
     return manifest
+
+
+def _cannot_write(folder: Path, nbytes: int, error: OSError) -> MachineError:
+    """`nbytes`: of its weights, which are all but a few megabytes of an engine."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    what = f"the engine {folder} cannot be written: {error.strerror or error}"
+    if full:
+        free = shutil.disk_usage(folder.parent).free
+        what += f"; its weights need {nbytes:,} bytes, and {free:,} are free there"
+    return MachineError(
+        what,
+        "room for the engine, also by quotas and limits" if full else "a folder that can be written",
+        "make room, or build on another disk (-o; XDG_CACHE_HOME for the cache)" if full else "check the rights",
+    )
 
 
 def _already_there(folder: Path) -> EngineError:
@@ -142,6 +155,7 @@ def _write(source: Source, plan: Plan, folder: Path, name: str, progress: Progre
     files = {
         path.name: FileEntry(path.stat().st_size, weights if path.name == WEIGHTS else file_checksum(path))
         for path in sorted(folder.iterdir())
+        if path.name != MANIFEST
     }
     manifest = sealed(_manifest(source, plan, files, name))
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
@@ -149,38 +163,59 @@ def _write(source: Source, plan: Plan, folder: Path, name: str, progress: Progre
 
 
 def _write_weights(program: Program, path: Path, progress: Progress) -> str:
-    """Packs the constants into the file, one a core at a time; gives its checksum. Memory: the largest, not all."""
+    """Packs the constants into the file, one a core at a time; gives its checksum. Memory: the largest, not all.
+
+    Space is reserved first, and nothing is written through a map: a full disk is OSError, not SIGBUS
+    """
     if program.weights_bytes == 0:
         path.write_bytes(b"")
         return f"{library().mr_checksum(0, 0):016x}"
-    out = np.memmap(path, np.uint8, "w+", shape=(program.weights_bytes,))
-
-    def pack(packed: Packed, offset: int) -> Packed:
-        try:
-            data = packed.pack()
-        except CheckpointError as error:
-            raise CheckpointError(f"{packed.name} has {error.what}", error.expected, error.mend) from error
-        assert data.size == packed.nbytes, f"{packed.name}: {data.size} bytes packed, {packed.nbytes} planned"
-        out[offset : offset + data.size] = data
-        return packed
-
     pool, done = ThreadPoolExecutor(usable_cores()), 0  # NumPy lets go of the interpreter while it works
-    try:
-        for packed in pool.map(pack, program.weights, program.weights_offsets):
-            done += packed.nbytes
-            progress(packed.name, done, program.weights_bytes)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    out.flush()
+    with path.open("w+b") as file:
+        _reserve(file.fileno(), program.weights_bytes)
+
+        def pack(packed: Packed, offset: int) -> Packed:
+            try:
+                data = packed.pack()
+            except CheckpointError as error:
+                raise CheckpointError(f"{packed.name}: {error.what}", error.expected, error.mend) from error
+            assert data.size == packed.nbytes, f"{packed.name}: {data.size} bytes packed, {packed.nbytes} planned"
+            _write_at(file.fileno(), data.reshape(-1).data, offset)
+            return packed
+
+        try:
+            for packed in pool.map(pack, program.weights, program.weights_offsets):
+                done += packed.nbytes
+                progress(packed.name, done, program.weights_bytes)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        os.fsync(file.fileno())  # a network's file system may say only now that it is full
     progress("weights", program.weights_bytes, program.weights_bytes)
-    return f"{library().mr_checksum(out.ctypes.data, out.size):016x}"
+    written = np.memmap(path, np.uint8, "r")
+    return f"{library().mr_checksum(written.ctypes.data, written.size):016x}"
+
+
+def _reserve(file: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(file, nbytes)  # this file system does not reserve: then writing will say where it is full
+
+
+def _write_at(file: int, data: memoryview, offset: int) -> None:
+    """The whole of it; one call writes less than 2 GiB."""
+    while data:
+        n = os.pwrite(file, data[: 1 << 30], offset)
+        data, offset = data[n:], offset + n
 
 
 def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str) -> Manifest:
     program, kv = plan.program, plan.program.kv
     return Manifest(
         format=FORMAT, millrace=millrace.__version__, model_name=name, architecture=source.architecture,
-        source=source.identity,
+        source=source.identity(),
         precision={"default": plan.precision.default.value, **{p: v.value for p, v in plan.precision.patterns}},
         group=plan.precision.group, n_steps=len(program.steps), n_parameters=source.n_parameters,
         weights_bytes=program.weights_bytes, activation_bytes=program.activation_bytes,

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.engine.manifest import MANIFEST
+from millrace.engine.hold import Hold, hold, in_use, remove
 from millrace.errors import ConfigError, MachineError, nearest
 
 DEFAULT_LIMIT = 50 << 30
@@ -25,30 +25,30 @@ class CacheEntry:
 
 
 class EngineCache:
-    """Engines under `root/engines`. `limit_bytes` bounds them together; the one in use is never removed."""
+    """Engines under `root/engines`. `limit_bytes` bounds them together, as far as nobody uses them."""
 
     def __init__(self, root: Path, limit_bytes: int = DEFAULT_LIMIT) -> None:
         self._engines, self._limit_bytes = root / "engines", limit_bytes
 
-    def get_or_build(self, name: str, key: str, build: Callable[[Path], object]) -> tuple[Path, bool]:
-        """The engine's folder, and whether it was built now. `build` writes into the path that it is given."""
+    @contextmanager
+    def get_or_build(self, name: str, key: str, build: Callable[[Path], object]) -> Iterator[tuple[Path, bool]]:
+        """The engine's folder, and whether it was built now; nobody removes it within the block.
+
+        `build` writes into the path that it is given. An engine that is there needs no right to write.
+        raises MachineError where it is not, and the cache cannot be written
+        """
         folder = self._engines / f"{_safe(name)}-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}"
+        held, fresh = hold(folder), False
+        if held is None:
+            held, fresh = self._build(folder, build)
         try:
-            self._engines.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise MachineError(
-                f"the cache of engines cannot be made: {error}", "a folder that can be written",
-                "set XDG_CACHE_HOME to one",
-            ) from error  # fmt: skip
-        with self._locked(folder):
-            fresh = not (folder / MANIFEST).is_file()
+            with suppress(OSError):  # a cache that may only be read removes nothing, so it needs no times
+                os.utime(folder)
             if fresh:
-                self._sweep(folder)
-                build(folder)
-            os.utime(folder)
-        if fresh:
-            self._shrink(keep=folder)
-        return folder, fresh
+                self._shrink()
+            yield folder, fresh
+        finally:
+            held.release()
 
     def entries(self) -> list[CacheEntry]:
         """Most recently used first."""
@@ -64,42 +64,55 @@ class EngineCache:
         return sorted(found, key=lambda e: -e.last_used)
 
     def check(self, names: Iterable[str]) -> None:
-        """raises ConfigError where one of them is not there"""
-        known = [e.name for e in self.entries()]
+        """raises ConfigError where one of them is not there, or in use"""
+        entries = {e.name: e.folder for e in self.entries()}
         for name in names:
-            if name not in known:
-                expected = nearest(name, known) if known else "the cache is empty"
+            if name not in entries:
+                expected = nearest(name, entries) if entries else "the cache is empty"
                 raise ConfigError(f'the cache has no engine "{name}"', expected, "name one that `millrace list` shows")
+            if in_use(entries[name]):
+                raise _in_use(name)
 
     def remove(self, name: str) -> CacheEntry:
-        """raises ConfigError where there is no such engine"""
+        """raises ConfigError where there is no such engine, or a process has it open"""
         self.check([name])
         entry = next(e for e in self.entries() if e.name == name)
-        with self._locked(entry.folder):
-            shutil.rmtree(entry.folder)
+        if not remove(entry.folder):
+            raise _in_use(name)
         return entry
 
-    def _sweep(self, folder: Path) -> None:
-        """What a builder that was killed left behind; called with the lock held, so nobody is building."""
-        for left in (folder, *self._engines.glob(f".{folder.name}.*.unfinished")):
-            shutil.rmtree(left, ignore_errors=True)
+    def _build(self, folder: Path, build: Callable[[Path], object]) -> tuple[Hold, bool]:
+        try:
+            self._engines.mkdir(parents=True, exist_ok=True)
+            lock = (self._engines / f".{folder.name}.lock").open("w")
+        except OSError as error:
+            raise MachineError(
+                f"the cache of engines cannot be written: {error}", "a folder that can be written",
+                "set XDG_CACHE_HOME to one",
+            ) from error  # fmt: skip
+        fresh = False
+        with lock:  # two processes that want the same engine: the second waits, then finds it built
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            while (held := hold(folder)) is None:
+                shutil.rmtree(folder, ignore_errors=True)  # without a manifest it is no engine
+                build(folder)
+                fresh = True
+        return held, fresh
 
-    def _shrink(self, keep: Path) -> None:
+    def _shrink(self) -> None:
         entries = self.entries()
         total = sum(e.nbytes for e in entries)
         for entry in reversed(entries):
             if total <= self._limit_bytes:
                 return
-            if entry.folder != keep:
-                shutil.rmtree(entry.folder, ignore_errors=True)
-                total -= entry.nbytes
+            with suppress(OSError):  # another process was faster, or it is another user's
+                total -= entry.nbytes if remove(entry.folder) else 0
 
-    @contextmanager
-    def _locked(self, folder: Path) -> Iterator[None]:
-        """Two processes that want the same engine: the second waits, then finds it built. Dies with the process."""
-        with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+
+def _in_use(name: str) -> ConfigError:
+    return ConfigError(
+        f'the engine "{name}" is in use', "one that no process has open", "end the server or program that runs it"
+    )
 
 
 def _safe(name: str) -> str:

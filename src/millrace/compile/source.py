@@ -30,7 +30,7 @@ class Source:
     # of a checkpoint in which each tensor has a type of its own: the linear layers by name, and the embedding
     stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
     stored_table: str | None = None
-    identity: str = ""  # of the weights' headers
+    identity: Callable[[], str] = str  # of a checkpoint: of its whole content, which reads all of it
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     notes: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Source:
         own = checkpoint.own_precisions
         return cls(
             module=build_model(config), weights=Weights(shapes, tensors.load, tensors.stored), max_context=context,
-            architecture=config.architecture, dtype=config.dtype, identity=tensors.header_digest,
+            architecture=config.architecture, dtype=config.dtype, identity=checkpoint.identity,
             eos_token_ids=checkpoint.eos_token_ids, bos_token_id=config.bos_token_id, notes=checkpoint.notes,
             files=lambda: checkpoint.files, stored=_stored_matrices(checkpoint) if own else {},
             stored_table=tensors[EMBEDDING].dtype if own else None,

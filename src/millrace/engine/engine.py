@@ -1,9 +1,10 @@
 """A built engine: opened from its folder, checked, and turned into an executor on this machine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from millrace.engine.manifest import PROGRAM, WEIGHTS, Manifest, check_files, damaged, read_manifest
+from millrace.engine.hold import Hold, hold
+from millrace.engine.manifest import PROGRAM, WEIGHTS, Manifest, check_files, damaged, not_an_engine, read_manifest
 from millrace.engine.native import PAGE_TOKENS, KvFormat, KvShape, NativeExecutor, NativeProgram
 from millrace.engine.tactics import TacticTable, damaged_tactics, read_tactics
 from millrace.errors import EngineError, MachineError
@@ -13,17 +14,27 @@ from millrace.machine.cpu import fingerprint, usable_cores
 
 @dataclass(frozen=True, slots=True)
 class Engine:
+    """Nobody removes its folder before `close`, or the end of this object."""
+
     folder: Path
     manifest: Manifest
+    held: Hold = field(compare=False, repr=False)
 
     @classmethod
     def open(cls, folder: Path) -> "Engine":
         """raises EngineError for anything missing, damaged or of another version"""
+        held = hold(folder)
+        if held is None:
+            raise not_an_engine(folder)
         manifest = read_manifest(folder)
         check_files(folder, manifest)
         if manifest.kv.format.upper() not in KvFormat.__members__:
             raise damaged(folder, f"unknown KV format {manifest.kv.format!r}")
-        return cls(folder, manifest)
+        return cls(folder, manifest, held)
+
+    def close(self) -> None:
+        """From now on the folder may go; an executor works on, it has all in memory."""
+        self.held.release()
 
     @property
     def kv(self) -> KvShape:

@@ -50,7 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     millrace: str
     model_name: str
     architecture: str
-    source: str  # Checkpoint.identity() of what it was built from
+    source: str  # Checkpoint.identity() of what it was built from; "" for a model of the user's own Python
     precision: dict[str, str]
     group: Count
     n_steps: Size
@@ -70,6 +70,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     notes: list[str]
     checksum: str = ""  # of all of the above
 
+    @property
+    def identity(self) -> str:
+        """Of all that decides answers, weights included: equal for two builds of one checkpoint, whatever their names,
+        and different for two fine-tunes of one shape."""
+        return sealed(msgspec.structs.replace(self, millrace="", model_name="", source="", notes=[])).checksum
+
 
 Sealed = TypeVar("Sealed", bound=msgspec.Struct)
 
@@ -84,6 +90,10 @@ def damaged(folder: Path, what: str) -> EngineError:
     return EngineError(f"{folder}: {what}", "an engine as `millrace build` writes it", "build it again")
 
 
+def not_an_engine(folder: Path) -> EngineError:
+    return EngineError(f"{folder} has no {MANIFEST}", "an engine folder", "name a folder that `millrace build` wrote")
+
+
 def file_checksum(path: Path) -> str:
     with path.open("rb") as f:
         return hashlib.file_digest(f, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -93,9 +103,7 @@ def read_manifest(folder: Path) -> Manifest:
     """raises EngineError where it is missing, not a manifest, or of another format version"""
     path = folder / MANIFEST
     if not path.is_file():
-        raise EngineError(
-            f"{folder} has no {MANIFEST}", "an engine folder", "name a folder that `millrace build` wrote"
-        )
+        raise not_an_engine(folder)
     data = path.read_bytes()
     if len(data) > _MANIFEST_LIMIT:
         raise damaged(folder, f"{MANIFEST} has {len(data)} bytes, more than {_MANIFEST_LIMIT}")

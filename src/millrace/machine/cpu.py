@@ -1,11 +1,12 @@
-"""This machine's processor and memory, as far as this process may use them: affinity and cgroup limits included."""
+"""This machine's processor and memory, as far as this process may use them: affinity and control groups included."""
 
 import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+from millrace.machine.cgroup import cpu_quotas, memory_limits
+
 _CPUS = Path("/sys/devices/system/cpu")
 
 
@@ -37,13 +38,12 @@ def affinity_cores() -> int:
 
 
 def quota_cores() -> float | None:
-    """Cores' worth of time that the cgroup allows; None: no limit."""
-    quota = (_cgroup_value("cpu.max") or "max").split()
-    return None if quota[0] == "max" else int(quota[0]) / int(quota[1])
+    """Cores' worth of time that the control groups allow; None: no limit."""
+    return min(cpu_quotas(), default=None)
 
 
 def usable_cores() -> int:
-    """Cores by affinity, or fewer by the cgroup's quota."""
+    """Cores by affinity, or fewer by a control group's quota."""
     quota = quota_cores()
     return affinity_cores() if quota is None else min(affinity_cores(), max(1, int(quota)))
 
@@ -92,7 +92,7 @@ def load() -> float:
 @dataclass(frozen=True, slots=True)
 class Memory:
     total_bytes: int
-    available_bytes: int  # what a process can take now without swapping, or what its cgroup leaves
+    available_bytes: int  # what a process can take now without swapping, or what its control groups leave
 
 
 def memory() -> Memory:
@@ -101,25 +101,11 @@ def memory() -> Memory:
         name, value = line.split(":", 1)
         fields[name] = int(value.split()[0]) * 1024
     total, available = fields["MemTotal"], fields["MemAvailable"]
-    limit, used = _cgroup_value("memory.max"), _cgroup_value("memory.current")
-    if limit and limit != "max" and used:
-        total = min(total, int(limit))
-        available = min(available, int(limit) - int(used) + _reclaimable())
-    return Memory(total, max(available, 0))
-
-
-def _reclaimable() -> int:
-    """Page cache that counts against the cgroup and is given back under pressure."""
-    stat = _cgroup_value("memory.stat") or ""
-    values = dict(line.split() for line in stat.splitlines() if len(line.split()) == 2)
-    return int(values.get("inactive_file", 0))
-
-
-def _cgroup_value(name: str) -> str | None:
-    try:
-        return (_CGROUP / name).read_text().strip()
-    except OSError:
-        return None
+    limits = memory_limits()
+    return Memory(
+        min([total, *(limit.limit_bytes for limit in limits)]),
+        min([available, *(limit.left_bytes for limit in limits)]),
+    )
 
 
 def huge_pages() -> str:

@@ -100,6 +100,7 @@ class Opened:
 
     def close(self) -> None:
         self.executor.close()
+        self.engine.close()
         if self.chat_template is not None:
             self.chat_template.close()
 
@@ -161,15 +162,32 @@ def _built(
 
     source = Source.from_checkpoint(checkpoint, build.max_context)
     options = build_options(build, source.own_precision, precisions)
-    key = f"{FORMAT} {checkpoint.identity()} {source.max_context} {options} {build.tune}"
+    identity = _identity(checkpoint, env, progress)
+    key = f"{FORMAT} {identity} {source.max_context} {options} {build.tune}"
 
     def write(folder: Path) -> None:
         _ = checkpoint.tokenizer  # an engine whose tokenizer is broken is of no use to anybody
-        plan, tuning = plan_engine(source, options), tuning_of(build, env)
-        write_engine(source, plan, folder, name=name, progress=progress, tuning=tuning)
+        known = replace(source, identity=lambda: identity)
+        plan, tuning = plan_engine(known, options), tuning_of(build, env)
+        write_engine(known, plan, folder, name=name, progress=progress, tuning=tuning)
 
-    folder, _ = EngineCache(env.cache).get_or_build(name, key, write)
-    return Engine.open(folder)
+    with EngineCache(env.cache).get_or_build(name, key, write) as (folder, _):
+        return Engine.open(folder)
+
+
+def _identity(checkpoint: Checkpoint, env: Env, progress: Progress | None) -> str:
+    """Of the checkpoint's whole content; what was read before, and is as it was then, is not read again."""
+    from millrace.compile.digests import FileDigests
+
+    done, total = 0, sum(file.stat().st_size for file in checkpoint.tensors.files)
+
+    def read(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress("reading the checkpoint", done, total)
+
+    return checkpoint.identity(FileDigests(env.cache / "digests.json").digest, read)
 
 
 def build_options(

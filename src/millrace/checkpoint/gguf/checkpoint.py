@@ -1,6 +1,5 @@
 """A GGUF file as a checkpoint: one file that holds configuration, tokenizer, chat template and weights."""
 
-import hashlib
 import json
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -52,19 +51,10 @@ class GgufCheckpoint(Checkpoint):
     def eos_token_ids(self) -> tuple[int, ...]:
         return self.config.eos_token_ids
 
-    def identity(self) -> str:
-        """Everything but the weights is in the header; they count by size, time of last change and a sample."""
-        status, tensors = self.folder.stat(), self.tensors
-        whole = f"{tensors.header_digest} {tensors.sample_digest()} {status.st_size} {status.st_mtime_ns}"
-        return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
-
 
 def open_gguf(path: Path) -> GgufCheckpoint:
     """Reads the header only. raises CheckpointError for what is damaged, hostile or not supported"""
-    try:
-        file = GgufFile.open(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", "a file that may be read", "check it") from error
+    file = GgufFile.open(path)
     keys = Keys(path, file.metadata)
     check_is_model(keys)
     specials = read_specials(keys)

@@ -12,17 +12,15 @@ Integers are little endian; a string is its length in bytes (8 bytes) and UTF-8;
 source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-import hashlib
 import math
-import mmap
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
+from millrace.checkpoint.files import FileState, unreadable
 from millrace.checkpoint.gguf.blocks import TYPES, BlockType, type_name
 from millrace.errors import CheckpointError
 
@@ -68,19 +66,21 @@ class GgufFile:
     path: Path
     metadata: Mapping[str, Value]
     tensors: Mapping[str, GgufTensor]
-    header_digest: str  # blake2b over all bytes before the data
+    state: FileState
 
     @classmethod
     def open(cls, path: Path) -> "GgufFile":
         """raises CheckpointError for anything damaged, or of a version or tensor type that is not supported"""
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            if (start := file.read(len(MAGIC))) != MAGIC:
-                damaged(path, f"is no GGUF file: it begins with {start!r}", f"{MAGIC!r}", "name a .gguf file")
-            if size < 24:
-                damaged(path, f"is truncated: {size} bytes", "a header of at least 24 bytes")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
-                return _read(path, _Cursor(path, held, min(size, MAX_HEADER_BYTES)), size)
+        try:
+            with path.open("rb") as file:
+                if (start := file.read(len(MAGIC))) != MAGIC:
+                    damaged(path, f"is no GGUF file: it begins with {start!r}", f"{MAGIC!r}", "name a .gguf file")
+                state = FileState.of(file)
+                if state.nbytes < 24:
+                    damaged(path, f"is truncated: {state.nbytes} bytes", "a header of at least 24 bytes")
+                return _read(path, _Cursor(path, file, min(state.nbytes, MAX_HEADER_BYTES)), state)
+        except OSError as error:
+            raise unreadable(path, error) from error
 
 
 def is_gguf(path: Path) -> bool:
@@ -101,14 +101,15 @@ def damaged(path: Path, what: str, expected: str, mend: str = _COPY_AGAIN) -> No
 class _Cursor:
     """Reads on through the header; never past `end`."""
 
-    def __init__(self, path: Path, data: mmap.mmap, end: int) -> None:
-        self.path, self.data, self.end, self.at = path, data, end, len(MAGIC)
+    def __init__(self, path: Path, file: BinaryIO, end: int) -> None:
+        self.path, self.file, self.end, self.at = path, file, end, len(MAGIC)
 
     def take(self, n: int, what: str) -> bytes:
-        if n > self.end - self.at:
+        data = self.file.read(n) if n <= self.end - self.at else b""
+        if len(data) < n:  # also where the file was truncated since
             self._ends(what)
         self.at += n
-        return self.data[self.at - n : self.at]
+        return data
 
     def u32(self, what: str) -> int:
         return int.from_bytes(self.take(4, what), "little")
@@ -143,20 +144,21 @@ class _Cursor:
 
     def _strings(self, count: int, key: str) -> list[str]:
         """A vocabulary has hundreds of thousands, so this loop is kept tight."""
-        data, at, end, length = self.data, self.at, self.end, struct.Struct("<Q")
+        read, at, end = self.file.read, self.at, self.end
         if count > (end - at) // 8:
             self._ends(key)
         if count > MAX_STRINGS:
             damaged(self.path, f"has {count} texts in {key}", f"at most {MAX_STRINGS}")
         found: list[bytes] = []
         for _ in range(count):
-            (n,) = length.unpack_from(data, at) if end - at >= 8 else (end,)
-            at += 8
-            if n > end - at:
+            n = int.from_bytes(read(8), "little")
+            at += 8 + n
+            if at > end:
                 self._ends(key)
-            found.append(data[at : at + n])
-            at += n
+            found.append(read(n))
         self.at = at
+        if self.file.tell() != at:
+            self._ends(key)
         return [self._text(raw, key) for raw in found]
 
     def _text(self, raw: bytes, what: str) -> str:
@@ -171,7 +173,7 @@ class _Cursor:
         damaged(self.path, f"is truncated: it ends inside its header, in {what}", "a complete file")
 
 
-def _read(path: Path, cursor: _Cursor, size: int) -> GgufFile:
+def _read(path: Path, cursor: _Cursor, state: FileState) -> GgufFile:
     version = cursor.u32("version")
     if version not in (2, 3):
         order = "is big endian" if version in (2 << 24, 3 << 24) else f"is of version {version}"
@@ -186,7 +188,6 @@ def _read(path: Path, cursor: _Cursor, size: int) -> GgufFile:
             damaged(path, f"has the key {key} twice", "each key once")
         metadata[key] = cursor.value(key)
     entries = [_entry(cursor, i, n_tensors) for i in range(n_tensors)]
-    digest = hashlib.blake2b(cursor.data[: cursor.at], digest_size=16).hexdigest()
     alignment = metadata.get("general.alignment", 32)
     if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment % 8 or not 8 <= alignment <= 1 << 20:
         damaged(path, f"has general.alignment = {str(alignment)[:50]}", "a multiple of 8, at most a million")
@@ -203,10 +204,10 @@ def _read(path: Path, cursor: _Cursor, size: int) -> GgufFile:
         if at < end:
             damaged(path, f"has a wrong header: {name} at byte {at} overlaps its neighbour", f"byte {end} or later")
         end = at + nbytes
-        if end > size:
-            damaged(path, f"is truncated: {name} ends at byte {end}, the file at {size}", "a complete file")
+        if end > state.nbytes:
+            damaged(path, f"is truncated: {name} ends at byte {end}, the file at {state.nbytes}", "a complete file")
         tensors[name] = GgufTensor(name, shape, kind, at, nbytes)
-    return GgufFile(path, metadata, tensors, digest)
+    return GgufFile(path, metadata, tensors, state)
 
 
 def _name(cursor: _Cursor, what: str, limit: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.files import read_span
 from millrace.checkpoint.gguf.blocks import BlockType, signed_codes
 from millrace.checkpoint.gguf.reader import GgufFile, GgufTensor
 from millrace.checkpoint.quantised import QuantisedMatrix
@@ -44,10 +45,10 @@ class _Stored:
 
 
 class GgufTensors(Tensors):
-    """`load` gives floats that are exact by the format, as a view where the file holds them so and in this order."""
+    """`load` gives floats that are exact by the format, read from the file now."""
 
-    def __init__(self, infos: dict[str, TensorInfo], header_digest: str, stored: dict[str, _Stored]) -> None:
-        super().__init__(infos, header_digest)
+    def __init__(self, infos: dict[str, TensorInfo], file: GgufFile, stored: dict[str, _Stored]) -> None:
+        super().__init__(infos, {file.path: file.state})
         self._stored = stored
 
     @classmethod
@@ -77,10 +78,10 @@ class GgufTensors(Tensors):
                 f"tensors that have their place in the model; {nearest(unused[0], wanted)}",
                 "choose another model: this one computes something else",
             )
-        return cls(infos, file.header_digest, stored)
+        return cls(infos, file, stored)
 
     def load(self, name: str) -> Array:
-        """Rows in Hugging Face's order: a view, float32, or float64 where that takes (Gemma's norms, exactly)."""
+        """Rows in Hugging Face's order: as stored, float32, or float64 where that takes (Gemma's norms, exactly)."""
         return self._floats(name) if name in self._stored else super().load(name)
 
     def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
@@ -95,9 +96,7 @@ class GgufTensors(Tensors):
         return QuantisedMatrix(self._reordered(name, codes.reshape(shape)), self._reordered(name, scales), group, bits)
 
     def _blocks(self, name: str) -> Array:
-        info, kind = self[name], self._stored[name].type
-        count = info.nbytes // kind.nbytes
-        return np.ndarray((count,), kind.layout, buffer=self._map(info), offset=info.offset)
+        return self._data(self[name]).view(self._stored[name].type.layout)
 
     def _floats(self, name: str) -> Array:
         kind, info = self._stored[name].type, self[name]
@@ -130,10 +129,8 @@ def rope_divisors(file: GgufFile, config: ModelConfig) -> tuple[float, ...]:
         return ()
     if tensor.shape != (config.head_dim // 2,) or tensor.type.name != "F32":
         raise _misshapen(file, tensor, (config.head_dim // 2,))
-    with file.path.open("rb") as opened:
-        opened.seek(tensor.offset)
-        values = np.frombuffer(opened.read(tensor.nbytes), "<f4")
-    if len(values) * 4 != tensor.nbytes or not (np.isfinite(values) & (values > 0)).all():
+    values = read_span(file.path, file.state, tensor.offset, tensor.nbytes).view("<f4")
+    if not (np.isfinite(values) & (values > 0)).all():
         raise CheckpointError(f"{file.path}: {ROPE_FREQS} has {values.min()}", "numbers above zero", _again(file.path))
     return tuple(values.tolist())
 

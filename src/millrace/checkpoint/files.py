@@ -1,0 +1,92 @@
+"""Large files of a checkpoint, read so that one which changes meanwhile is an error, and never a signal.
+
+Data is read into memory of its own: a page of a mapped file that is truncated, or lies on a failing disk, is SIGBUS.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import CheckpointError
+from millrace.machine.cpu import usable_cores
+
+_READ = 1 << 30  # bytes a call: the system takes less than 2 GiB
+_DIGEST_BLOCK = 16 << 20
+Report = Callable[[int], None]  # bytes that were read since it was called last
+
+
+class FileState(NamedTuple):
+    """What differs when a file was written or replaced. Not its inode: not every network file system keeps these."""
+
+    nbytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file: BinaryIO) -> "FileState":
+        """raises OSError"""
+        status = os.fstat(file.fileno())
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+def read_span(path: Path, seen: FileState, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    """(nbytes,) from `offset` on. raises CheckpointError where the file is not what it was when it was `seen`"""
+    data = np.empty(nbytes, np.uint8)
+    try:
+        with path.open("rb") as file:
+            done = _read_into(file.fileno(), data.data, offset)
+            now = FileState.of(file)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if done < nbytes or now != seen:
+        raise _changed(path, seen, now)
+    return data
+
+
+def _read_into(file: int, view: memoryview, offset: int) -> int:
+    """How many bytes were read: fewer than asked for where the file ends."""
+    done = 0
+    while done < len(view):
+        n = os.preadv(file, [view[done : done + _READ]], offset + done)
+        if n == 0:
+            break
+        done += n
+    return done
+
+
+def file_digest(path: Path, seen: FileState, report: Report | None = None) -> str:
+    """blake2b (16 bytes, hex) over the blake2b of every 16 MiB, which are read on all cores. raises CheckpointError"""
+
+    def block(offset: int) -> tuple[int, bytes]:
+        data = read_span(path, seen, offset, min(_DIGEST_BLOCK, seen.nbytes - offset))
+        return len(data), hashlib.blake2b(data.data, digest_size=16).digest()
+
+    whole = hashlib.blake2b(digest_size=16)
+    pool = ThreadPoolExecutor(usable_cores())  # reading and hashing both let go of the interpreter
+    try:
+        for nbytes, digest in pool.map(block, range(0, seen.nbytes, _DIGEST_BLOCK)):
+            whole.update(digest)
+            if report:
+                report(nbytes)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return whole.hexdigest()
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {error.strerror}", "a file that can be read", "check the file")
+
+
+def _changed(path: Path, seen: FileState, now: FileState) -> CheckpointError:
+    sizes = f"{seen.nbytes} bytes then, {now.nbytes} now"
+    how = sizes if seen.nbytes != now.nbytes else "it was written, or replaced"
+    return CheckpointError(
+        f"{path} has changed since it was opened: {how}",
+        "a file that stays as it is while it is read",
+        "wait until its download or conversion is done, and ask again",
+    )

@@ -1,0 +1,32 @@
+"""Signals that would end the process at once, while there is something to clear away."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the block like Ctrl-C, then end the process with 128 + signal; a second one at once.
+
+    For the main thread. A signal that is ignored (nohup) or handled already stays so.
+    """
+    ours = [s for s in _SIGNALS if signal.getsignal(s) == signal.SIG_DFL]
+
+    def restore() -> None:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        restore()
+        raise SystemExit(128 + number)
+
+    try:
+        for number in ours:
+            signal.signal(number, end)
+        yield
+    finally:
+        restore()

@@ -1,0 +1,73 @@
+"""Digests of large files, remembered beside the cached engines, so that a later start does not read them again.
+
+What is promised: a file is read again if its inode, its size, or its time of last change or of last modification is
+another than when it was read. The time of change cannot be set by programs, so that a weight which is changed in place
+is noticed even if its writer restores the time of modification. It goes unnoticed only where the clock was set back, or
+where the file system's times are coarser than `SETTLED_S`: what was changed later than that before it was read is not
+remembered.
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from millrace.checkpoint.files import FileState, Report, file_digest, unreadable
+from millrace.engine.tactics import write_whole
+
+SETTLED_S = 2.0  # the coarsest times that a file system in use has
+_MOST, _LIMIT = 4096, 1 << 20  # files, and bytes of the table
+
+
+class Remembered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    nbytes: int
+    modified_ns: int
+    changed_ns: int
+    digest: str
+
+
+class FileDigests:
+    """The table at `path`. One that is damaged or cannot be written costs time, and nothing else."""
+
+    def __init__(self, path: Path, settled_s: float = SETTLED_S) -> None:
+        self._path, self._settled_s = path, settled_s
+
+    def digest(self, file: Path, seen: FileState, report: Report | None = None) -> str:
+        """As `file_digest`, which it calls for what it does not know. raises CheckpointError"""
+        try:
+            key, before = _status(file)
+            known = self._table().get(key)
+            as_seen = seen == FileState(before["nbytes"], before["modified_ns"])
+            if as_seen and known is not None and known == Remembered(**before, digest=known.digest):
+                return known.digest
+            now_ns = time.time_ns()
+            found = file_digest(file, seen, report)
+            settled = now_ns - max(before["modified_ns"], before["changed_ns"]) >= self._settled_s * 1e9
+            if settled and _status(file) == (key, before):
+                self._add(key, Remembered(**before, digest=found))
+        except OSError as error:
+            raise unreadable(file, error) from error
+        return found
+
+    def _table(self) -> Mapping[str, Remembered]:
+        try:
+            if self._path.stat().st_size > _LIMIT:
+                return {}
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, Remembered])
+        except (OSError, msgspec.DecodeError):
+            return {}
+
+    def _add(self, key: str, entry: Remembered) -> None:
+        """The oldest go first. Where two write at once, one of them reads its file again next time."""
+        table = [(k, v) for k, v in self._table().items() if k != key][1 - _MOST :]
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, msgspec.json.encode(dict([*table, (key, entry)])))
+
+
+def _status(file: Path) -> tuple[str, dict[str, int]]:
+    status = file.stat()
+    times = {"modified_ns": status.st_mtime_ns, "changed_ns": status.st_ctime_ns}
+    return f"{status.st_dev}:{status.st_ino}", {"nbytes": status.st_size, **times}

@@ -1,0 +1,115 @@
+"""Who uses an engine's folder: each process that has it open holds a shared lock on its manifest, its builder included.
+
+Only who gets the lock for itself alone removes a folder, so what is in use stays. Locks end with their process, however
+that ends, and need no right to write. A manifest is the first file of a folder, and is never replaced by another file.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from millrace.engine.manifest import MANIFEST
+
+
+class Hold:
+    """A shared lock, until `release` or the end of this object."""
+
+    def __init__(self, file: int) -> None:
+        self._release = weakref.finalize(self, os.close, file)
+
+    def release(self) -> None:
+        self._release()
+
+
+def hold(folder: Path) -> Hold | None:
+    """None where there is no such engine, or no longer. raises OSError where its manifest may not be read"""
+    path = folder / MANIFEST
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # else a pipe of that name would block
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    held = Hold(file)
+    with suppress(OSError):  # a file system without locks: there nobody gets the one that removing takes
+        fcntl.flock(file, fcntl.LOCK_SH)  # waits for who is just removing it
+    try:
+        return held if os.path.samestat(os.fstat(file), path.stat()) else None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def remove(folder: Path) -> bool:
+    """Removes an engine's folder; False where somebody holds it. raises OSError"""
+    with _alone(folder) as free:
+        if free:
+            gone = _unfinished(folder)
+            folder.rename(gone)  # from here on nobody finds it, even if we do not get to the end
+            shutil.rmtree(gone)
+    return free
+
+
+def in_use(folder: Path) -> bool:
+    """raises OSError"""
+    with _alone(folder) as free:
+        return not free
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Whether nobody else holds the folder; nobody gets hold of it in the block."""
+    try:
+        file = os.open(folder / MANIFEST, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:  # what somebody left of an engine
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """An empty folder that becomes `folder` at the end of the block, or goes if that fails; held meanwhile.
+
+    Removes first what builders of the same folder left that were killed.
+    """
+    _sweep(folder)
+    held = None
+    while held is None:  # until no other builder has swept it away in the moment before it was held
+        path = _unfinished(folder)
+        path.mkdir()
+        with suppress(FileNotFoundError):
+            (path / MANIFEST).touch()
+        held = hold(path)
+    try:
+        yield path
+        path.rename(folder)
+    except BaseException:  # also Ctrl-C: nothing half-written stays behind
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    finally:
+        held.release()
+
+
+def _unfinished(folder: Path) -> Path:
+    """A new name beside `folder`."""
+    return folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.unfinished")
+
+
+def _sweep(folder: Path) -> None:
+    ours = re.compile(re.escape(f".{folder.name}.") + r"[0-9a-f]+\.unfinished")
+    for left in [p for p in folder.parent.iterdir() if ours.fullmatch(p.name)]:
+        with suppress(OSError), _alone(left) as free:  # another user's, or another builder was faster
+            if free:
+                shutil.rmtree(left)

@@ -1,0 +1,59 @@
+"""`millrace build` that is told to end, or is killed: nothing stays for good."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from millrace.cli.signals import ended_in_order
+from tests.cli.conftest import Millrace
+from tests.support.command_line import environment
+
+
+def ended(folder: Path, signal_number: int) -> int:
+    """Starts a build that takes a minute, sends the signal once it writes, and gives the exit code."""
+    arguments = ["build", "tiny", "-o", str(folder / "e"), "--tune", "60"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "millrace", *arguments], stderr=subprocess.DEVNULL, env=environment(folder / "cache")
+    ) as process:
+        until_s = time.monotonic() + 30
+        while not any(folder.glob(".e.*.unfinished/program.bin")) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        process.send_signal(signal_number)
+        return process.wait(30)
+
+
+def left(folder: Path) -> list[str]:
+    return [p.name for p in folder.iterdir() if p.name != "cache"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_build_that_is_told_to_end_leaves_nothing(tmp_path: Path, number: int) -> None:
+    assert ended(tmp_path, number) == 128 + number
+    assert left(tmp_path) == []
+
+
+def test_a_killed_build_is_cleared_away_by_the_next(millrace: Millrace, tmp_path: Path) -> None:
+    assert ended(tmp_path, signal.SIGKILL) == -signal.SIGKILL
+    assert len(left(tmp_path)) == 1
+    assert millrace("build", "tiny", "-o", tmp_path / "e", "--tune", "0").code == 0
+    assert left(tmp_path) == ["e"]
+
+
+def test_signals_are_as_before_afterwards() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with ended_in_order():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
+        with pytest.raises(SystemExit) as caught, ended_in_order():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        assert caught.value.code == 128 + signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
