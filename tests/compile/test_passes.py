@@ -23,7 +23,8 @@ from millrace.compile.precision import precision_map
 from millrace.engine.native import KvFormat
 from millrace.errors import CheckpointError, ConfigError, GraphError
 from millrace.graph.rewrite import listing
-from millrace.graph.types import Graph, T
+from millrace.graph.types import Constant, Graph, Node, T, Value
+from millrace.graph.verify import verify
 from millrace.kernels.encode import Limits
 from millrace.kernels.precision import Precision
 from millrace.model import ops
@@ -203,6 +204,42 @@ def test_a_wrong_model_says_where(body: Callable[[Wrong, Tensor], object], names
     model = Wrong(body)
     with pytest.raises(GraphError, match=names):
         trace_model(model, ones(model))
+
+
+def deep(levels: int) -> object:
+    tree: object = 0
+    for _ in range(levels):
+        tree = ("add", tree, tree)
+    return tree
+
+
+ILLEGAL_TREES: list[tuple[object, str]] = [
+    (("silu", 0), "the operation 'silu'"), (("ad", 0, 1), 'did you mean "add"'), (("immediate", 0), "immediate"),
+    (("add", 0), "add of 1 operands"), (("exp", 0, 1), "exp of 2 operands"), (("add", 0, 1, 0), "add of 3"),
+    (("add", 0, 2), "an input 2"), (("mul", -1, 0), "an input -1"), (("add", 0, True), "has True"),
+    (("add", 0, "1"), "has '1'"), (("add", 0, ("exp",)), "exp of 0"), ((), "has \\(\\)"), (None, "has None"),
+    (("neg", ["exp", 0]), "has \\["), (deep(32), "more than 32 levels"), ("x" * 10000, "an input, a number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tree, says", ILLEGAL_TREES, ids=[says for _, says in ILLEGAL_TREES])
+@pytest.mark.parametrize("op", ["elementwise", "gated_linear"])
+def test_trees_are_verified(op: str, tree: object, says: str) -> None:
+    """A pass that writes an expression which no kernel knows is caught behind it, not in a kernel."""
+    x, w = Value((T, N)), Value((N, N), constant=Constant(lambda: np.zeros((N, N)), ("w",)))
+    inputs = (x, x) if op == "elementwise" else (x, w, w)
+    precision = {} if op == "elementwise" else {"precision": Precision.FP32}
+    node = Node(op, inputs, Value((T, N)), {"tree": tree, **precision})
+    with pytest.raises(GraphError, match=says) as error:
+        verify(Graph(x, (node,), node.output), after="a pass")
+    assert len(str(error.value)) < 600
+
+
+def test_legal_trees_pass() -> None:
+    x = Value((T, N))
+    for tree in (0, 1.5, deep(31), ("mul", ("sigmoid", 0), ("max", 1, -2.0))):
+        node = Node("elementwise", (x, x), Value((T, N)), {"tree": tree})
+        verify(Graph(x, (node,), node.output), after="a pass")
 
 
 def test_weights_must_fit_the_model() -> None:

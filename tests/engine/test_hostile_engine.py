@@ -192,7 +192,7 @@ def test_limits_are_bounded(engine: Engine, name: str, value: int) -> None:
 def test_the_shape_of_pages_is_bounded(engine: Engine, changes: dict[str, int]) -> None:
     good = program(engine, (engine.folder / PROGRAM).read_bytes())
     with pytest.raises(EngineError, match="cannot run"):
-        NativeExecutor(replace(good, kv=replace(good.kv, **changes)), n_pages=4)
+        NativeExecutor(replace(good, kv=replace(good.kv, **changes)), n_pages=4)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="kv_pages"):
         NativeExecutor(good, n_pages=2**62)
 

@@ -22,12 +22,12 @@ def kernels_digest() -> str:
     numbers = np.arange(-400, _N * _K - 400).reshape(_N, _K)
     floats = interleave_halves(numbers.astype(np.float32), -numbers.astype(np.float32))
     for format in (WeightFormat.F32, WeightFormat.BF16):
-        digest.update(pack_matrix(floats, format, 0))
+        digest.update(pack_matrix(floats, format, 0).tobytes())
     for format, bits in ((WeightFormat.W8, 8), (WeightFormat.W4, 4)):
         for group in _GROUPS:
             codes = (numbers % (1 << bits) - (1 << bits - 1)).astype(np.int8)
             scales = np.arange(_N * n_groups(_K, group), dtype=np.float16).reshape(_N, -1)
             gate, up = QuantisedMatrix(codes, scales, group, bits), QuantisedMatrix(-1 - codes, -scales, group, bits)
-            digest.update(pack_codes(interleave_codes(gate, up), format))
-            digest.update(pack_byte_rows(gate) if bits == 8 else b"")
+            digest.update(pack_codes(interleave_codes(gate, up), format).tobytes())
+            digest.update(pack_byte_rows(gate).tobytes() if bits == 8 else b"")
     return digest.hexdigest()
