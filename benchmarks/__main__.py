@@ -37,6 +37,7 @@ from millrace.engine.native import NativeExecutor
 from millrace.engine.probe import peak_rates
 from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores
+from millrace.model.families import HEAD
 
 CONTEXT, PROMPT, NEW_TOKENS = 2048, 512, 32
 AT = 128  # tokens already in the context while decoding
@@ -106,8 +107,8 @@ def run(shape: str, precision: str, threads: int, runs: int, engines: Path) -> d
 
 def head_name(precisions: PrecisionMap) -> str:
     """In what the logits are computed."""
-    rough = precisions.of("lm_head").value
-    return f"{rough}, its best {RESCORED} again in w8a8" if precisions.rescores("lm_head") else rough
+    rough = precisions.of(HEAD, is_head=True).value
+    return f"{rough}, its best {RESCORED} again in w8a8" if precisions.rescores(HEAD) else rough
 
 
 def main() -> None:

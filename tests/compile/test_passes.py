@@ -148,20 +148,56 @@ def test_precision_by_pattern() -> None:
     chosen = precision_map({"default": "w4a8", "layers.*.mlp.*": "w8a8", "lm_head": "bf16"})
     assert chosen.of("model.layers.3.mlp.up_proj") == Precision.W8A8
     assert chosen.of("model.layers.3.self_attn.q_proj") == Precision.W4A8
-    assert chosen.of("lm_head") == Precision.BF16
+    assert chosen.of("lm_head", is_head=True) == Precision.BF16
     assert not chosen.rescores("lm_head")
 
 
 def test_the_head_of_a_4_bit_engine() -> None:
     """In two steps, unless something else is asked for."""
     plain = precision_map("w4a8")
-    assert plain.of("lm_head") == Precision.W4A8 and plain.rescores("lm_head") and not plain.rescores("layers.0.up")
+    assert plain.of("head", is_head=True) == Precision.W4A8 and plain.rescores("head")
     fixed = precision_map("w4a8", head="w8a8")
-    assert fixed.of("lm_head") == Precision.W8A8 and not fixed.rescores("lm_head")
-    assert precision_map("w4a16").of("lm_head") == Precision.W8A16
-    assert not precision_map("w8a8").rescores("lm_head")
+    assert fixed.of("head", is_head=True) == Precision.W8A8 and not fixed.rescores("head")
+    assert fixed.of("head") == Precision.W4A8
+    assert precision_map("w4a16").of("head", is_head=True) == Precision.W8A16
+    assert not precision_map("w8a8").rescores("head")
+    assert not precision_map({"default": "w4a8", "head": "w4a8"}).rescores("head")
+
+
+class Scored(Module):
+    """A head of any name, with `finish` between it and the logits."""
+
+    def __init__(self, name: str, finish: Callable[[Tensor], Tensor]) -> None:
+        self.embed = Embedding(40, N)
+        self.lm_head = Linear(N, N)  # not the head, whatever it is called
+        self._finish, self._name = finish, name
+        setattr(self, name, Linear(N, 40))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        head = getattr(self, self._name)
+        return self._finish(head(ops.sampled_rows(self.lm_head(self.embed(tokens)))))
+
+
+def precisions_of(model: Module, asked: str | dict[str, str], head: str | None = None) -> dict[str, object]:
+    """The kind and precision of each product behind all passes, by its layer."""
+    graph = run_passes(trace_model(model, ones(model)), pipeline(precision_map(asked, 16, head)))
+    found = [n for n in graph.nodes if "precision" in n.attrs]
+    return {f"{n.origin[0]} {n.op}": str(n.attrs["precision"]) for n in found}
+
+
+@pytest.mark.parametrize("name", ["head", "output_projection"])
+def test_the_head_is_what_gives_the_logits(name: str) -> None:
+    """By what it is, not by its name."""
+    plain = Scored(name, lambda x: x)
+    rescored = {"lm_head linear": "w4a8", f"{name} linear": "w4a8", f"{name} rescore": "w8a8"}
+    assert precisions_of(plain, "w4a8") == rescored
+    assert precisions_of(plain, "w4a16") == {"lm_head linear": "w4a16", f"{name} linear": "w8a16"}
+    for head in ({"asked": "w4a8", "head": "bf16"}, {"asked": {"default": "w4a8", name: "bf16"}}):
+        assert precisions_of(plain, **head) == {"lm_head linear": "w4a8", f"{name} linear": "bf16"}  # type: ignore[arg-type]
+    capped = Scored(name, lambda x: 30.0 * ops.tanh(x / 30.0))
+    assert precisions_of(capped, "w4a16") == {"lm_head linear": "w4a16", f"{name} linear": "w8a16"}
     with pytest.raises(ConfigError, match="twice"):
-        precision_map({"default": "w4a8", "lm_head": "bf16"}, head="w8a8")
+        precisions_of(plain, {"default": "w4a8", name: "bf16"}, head="w8a8")
 
 
 @pytest.mark.parametrize(
