@@ -53,7 +53,7 @@ int guarded(char* error, int64_t error_bytes, Work work) {
 
 extern "C" {
 
-int32_t mr_abi(void) { return MR_ABI; }
+const char* mr_build(void) { return millrace::kBuild; }
 
 const char* mr_isas(void) {
   static const std::string names = [] {

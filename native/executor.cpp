@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cmath>
 #include <cstring>
 
 #include "platform.hpp"
@@ -124,12 +125,38 @@ void check_kv(const std::vector<Step>& program, const KvLayout& kv, int32_t max_
   }
 }
 
+// Bounds what a caller may ask for, before anything is made of it: every size below stays far from overflow.
+const mr_create_args& checked(const mr_create_args& a) {
+  const auto within = [](int64_t value, int64_t low, int64_t high, const char* what) {
+    if (value < low || value > high)
+      throw ProgramError(std::string(what) + " is " + std::to_string(value) + ", not " + std::to_string(low) + " to " +
+                         std::to_string(high));
+  };
+  constexpr int64_t kMaxBytes = int64_t{1} << 55;
+  within(a.max_tokens, 1, kMaxParam, "max_tokens");
+  within(a.max_sequences, 1, kMaxParam, "max_sequences");
+  within(a.max_context, 1, kMaxParam, "max_context");
+  within(a.vocab_size, 1, kMaxParam, "vocab_size");
+  within(a.threads, 1, kMaxThreads, "threads");
+  within(a.program_bytes, 0, kMaxBytes, "program_bytes");
+  within(a.weights_bytes, 0, kMaxBytes, "weights_bytes");
+  within(a.activation_bytes, 0, kMaxBytes, "activation_bytes");
+  within(a.logits_offset, -1, kMaxBytes, "logits_offset");
+  within(a.kv_format, 0, 2, "kv_format");
+  within(a.kv_layers, 0, 1 << 16, "kv_layers");
+  within(a.kv_heads, 1, 1 << 16, "kv_heads");
+  within(a.kv_head_dim, 1, kMaxHeadDim, "kv_head_dim");
+  const KvLayout page{nullptr, static_cast<KvFormat>(a.kv_format), a.kv_layers, 1, a.kv_heads, a.kv_head_dim};
+  within(a.kv_pages, 0, kMaxBytes / std::max(page.layer_bytes() * a.kv_layers, int64_t{1 << 24}), "kv_pages");
+  return a;
+}
+
 constexpr int64_t kSharedBytes = 4 << 20;  // a worker; only of address space: what is not needed is never touched
 
 }  // namespace
 
 Executor::Executor(const mr_create_args& a)
-    : isa_(choose_isa(a.isa)),
+    : isa_(choose_isa(checked(a).isa)),
       max_tokens_(a.max_tokens),
       max_sequences_(a.max_sequences),
       max_context_(a.max_context),
@@ -144,10 +171,8 @@ Executor::Executor(const mr_create_args& a)
       kv_{kv_arena_.data(), static_cast<KvFormat>(a.kv_format), a.kv_layers, a.kv_pages, a.kv_heads, a.kv_head_dim},
       sequence_of_(a.max_tokens),
       row_tokens_(a.max_sequences),
-      pool_(a.threads > 0 ? a.threads : platform::usable_cpus()),
+      pool_(a.threads),
       shared_(a.kv_layers > 0 ? pool_.workers() * kSharedBytes : 64, "what workers share") {
-  if (a.max_tokens < 1 || a.max_sequences < 1 || a.vocab_size < 1) throw ProgramError("a limit below 1");
-  if (a.kv_format < 0 || a.kv_format > 2) throw ProgramError("unknown KV format " + std::to_string(a.kv_format));
   load_weights(a);
   const Bounds bounds{weights_.data(),      weights_.bytes(), activations_.data(),
                       activations_.bytes(), a.max_tokens,     a.max_sequences};
@@ -196,30 +221,50 @@ void Executor::load_weights(const mr_create_args& a) {
   if (failed) throw std::runtime_error(std::string(a.weights_path) + " is shorter than the engine says");
 }
 
+namespace {
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::runtime_error(std::string("an illegal step: ") + what);
+}
+
+void check_ids(const int32_t* ids, int64_t n, int64_t limit, const char* what) {
+  require(n >= 0 && (n == 0 || ids), what);
+  for (int64_t i = 0; i < n; ++i) require(ids[i] >= 0 && ids[i] < limit, what);
+}
+
+}  // namespace
+
+// Nothing is read before the index by which it is read was bounded: counts, then where sequences begin, then their tokens.
 void Executor::check(const mr_step& s) const {
-  const auto require = [](bool holds, const char* what) {
-    if (!holds) throw std::runtime_error(std::string("an illegal step: ") + what);
-  };
   require(s.n_tokens >= 1 && s.n_tokens <= max_tokens_, "the number of tokens");
   require(s.n_sequences >= 1 && s.n_sequences <= max_sequences_, "the number of sequences");
   require(s.n_rows >= 0 && s.n_rows <= max_sequences_, "the number of rows");
+  require(s.tokens && s.positions && s.starts && s.page_starts, "an array is missing");
   require(s.starts[0] == 0 && s.starts[s.n_sequences] == s.n_tokens, "starts do not span the tokens");
   require(s.page_starts[0] == 0 && s.page_starts[s.n_sequences] <= s.n_pages, "page_starts do not fit the pages");
   for (int q = 0; q < s.n_sequences; ++q) {
     require(s.starts[q] < s.starts[q + 1], "a sequence without tokens");
+    require(s.page_starts[q] <= s.page_starts[q + 1], "page_starts do not ascend");
+  }
+  check_ids(s.pages, s.n_pages, kv_.pages, "a page that does not exist");
+  check_ids(s.tokens, s.n_tokens, vocab_size_, "a token beyond the vocabulary");
+  for (int q = 0; q < s.n_sequences; ++q) {
     const int64_t room = int64_t{kPageTokens} * (s.page_starts[q + 1] - s.page_starts[q]);
     for (int t = s.starts[q]; t < s.starts[q + 1]; ++t) {
-      require(s.tokens[t] >= 0 && s.tokens[t] < vocab_size_, "a token beyond the vocabulary");
       require(s.positions[t] >= 0 && s.positions[t] < max_context_ && (kv_.layers == 0 || s.positions[t] < room),
               "a position beyond the context or the pages");
       require(t == s.starts[q] || s.positions[t] == s.positions[t - 1] + 1, "positions are not consecutive");
     }
   }
-  for (int64_t p = 0; p < s.n_pages; ++p) require(s.pages[p] >= 0 && s.pages[p] < kv_.pages, "a page that does not exist");
-  for (int64_t i = 0; i < s.n_history; ++i)
-    require(s.history[i] >= 0 && s.history[i] < vocab_size_, "a history token beyond the vocabulary");
-  for (int64_t i = 0; i < s.n_bias; ++i)
-    require(s.bias_ids[i] >= 0 && s.bias_ids[i] < vocab_size_, "a bias beyond the vocabulary");
+  check_rows(s);
+}
+
+void Executor::check_rows(const mr_step& s) const {
+  check_ids(s.history, s.n_history, vocab_size_, "a history token beyond the vocabulary");
+  check_ids(s.bias_ids, s.n_bias, vocab_size_, "a bias beyond the vocabulary");
+  require(s.n_bias == 0 || s.bias_values, "an array is missing");
+  require(s.n_rows == 0 || (s.sampling && s.out_tokens && s.out_logprobs && s.out_ranks), "an array is missing");
+  require(s.max_top >= 0 && (s.max_top == 0 || (s.out_top_ids && s.out_top_logprobs)), "max_top");
   const auto* rows = static_cast<const SamplingRow*>(s.sampling);
   for (int r = 0; r < s.n_rows; ++r) {
     const SamplingRow& row = rows[r];
@@ -231,7 +276,8 @@ void Executor::check(const mr_step& s) const {
     require(row.bias_start >= 0 && row.bias_count >= 0 && row.bias_count <= vocab_size_ &&
                 int64_t{row.bias_start} + row.bias_count <= s.n_bias,
             "a row's biases");
-    require(row.temperature >= 0 && row.top_p > 0 && row.min_p >= 0 && row.min_p <= 1 && row.repetition_penalty > 0,
+    require(row.temperature >= 0 && std::isfinite(row.temperature) && row.top_p > 0 && row.min_p >= 0 &&
+                row.min_p <= 1 && row.repetition_penalty > 0,
             "a row's sampling parameters");
   }
 }

@@ -40,6 +40,7 @@ class Executor {
  private:
   void load_weights(const mr_create_args& args);
   void check(const mr_step& step) const;
+  void check_rows(const mr_step& step) const;
   void prepare(const mr_step& step);
   void choose_tactics(const mr_step& step);
   void work(const mr_step& step, int worker);

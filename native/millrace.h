@@ -7,8 +7,6 @@
 extern "C" {
 #endif
 
-#define MR_ABI 3 /* raised with every change of this file; the Python side refuses another */
-
 #pragma GCC visibility push(default)
 typedef struct mr_engine mr_engine;
 
@@ -23,7 +21,7 @@ typedef struct {
   int32_t max_tokens, max_sequences, max_context, vocab_size;
   int32_t kv_format, kv_layers, kv_heads, kv_head_dim;
   int64_t kv_pages;
-  int32_t threads;
+  int32_t threads; /* at least 1, with the caller's */
   const char* isa; /* null: the best that this CPU has */
 } mr_create_args;
 
@@ -51,7 +49,8 @@ typedef struct {
   int32_t knobs[4];
 } mr_tactic;
 
-int32_t mr_abi(void);
+/* Digests of this file and of the kernels' declarations, as the library was built from them. */
+const char* mr_build(void);
 /* Names of the instruction sets that this build has and this CPU runs, best first, separated by spaces. */
 const char* mr_isas(void);
 int mr_create(const mr_create_args* args, mr_engine** engine, char* error, int64_t error_bytes);

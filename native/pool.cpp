@@ -1,5 +1,8 @@
 #include "pool.hpp"
 
+#include <stdexcept>
+#include <string>
+
 #include "platform.hpp"
 
 namespace millrace {
@@ -22,10 +25,18 @@ void Pool::Counter::advance() {
 }
 
 Pool::Pool(int workers) : workers_(workers), cpus_suffice_(platform::usable_cpus() >= workers), cpu_of_(workers, -1) {
-  for (int w = 1; w < workers_; ++w) threads_.emplace_back([this, w] { serve(w); });
+  try {
+    for (int w = 1; w < workers_; ++w) threads_.emplace_back([this, w] { serve(w); });
+  } catch (const std::exception& e) {  // a limit on processes or on memory; those that run must end before their Pool does
+    stop();
+    throw std::runtime_error("no more than " + std::to_string(threads_.size() + 1) + " of " + std::to_string(workers_) +
+                             " threads can be started: " + e.what());
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   stopping_ = true;
   job_.advance();
   for (auto& t : threads_) t.join();

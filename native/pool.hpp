@@ -27,6 +27,7 @@ class Pool {
   };
 
   void serve(int worker);
+  void stop();
   void wait(Counter& counter, int32_t old, int spins, int worker);
   void leave_shared_cpu(int worker);
 

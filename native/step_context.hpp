@@ -9,6 +9,8 @@ namespace millrace {
 
 constexpr int kPageTokens = 64;
 constexpr int kSharedCounters = 1024;
+constexpr int kMaxHeadDim = 512;
+constexpr int kMaxThreads = 1024;
 enum class KvFormat : int32_t { f32 = 0, bf16 = 1, int8 = 2 };
 
 // One arena for keys and values. A block is one (layer, page, KV head): first the keys, then the values.

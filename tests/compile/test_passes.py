@@ -23,7 +23,8 @@ from millrace.compile.precision import precision_map
 from millrace.engine.native import KvFormat
 from millrace.errors import CheckpointError, ConfigError, GraphError
 from millrace.graph.rewrite import listing
-from millrace.graph.types import Graph, T
+from millrace.graph.types import Constant, Graph, Node, T, Value
+from millrace.graph.verify import verify
 from millrace.kernels.encode import Limits
 from millrace.kernels.precision import Precision
 from millrace.model import ops
@@ -147,20 +148,56 @@ def test_precision_by_pattern() -> None:
     chosen = precision_map({"default": "w4a8", "layers.*.mlp.*": "w8a8", "lm_head": "bf16"})
     assert chosen.of("model.layers.3.mlp.up_proj") == Precision.W8A8
     assert chosen.of("model.layers.3.self_attn.q_proj") == Precision.W4A8
-    assert chosen.of("lm_head") == Precision.BF16
+    assert chosen.of("lm_head", is_head=True) == Precision.BF16
     assert not chosen.rescores("lm_head")
 
 
 def test_the_head_of_a_4_bit_engine() -> None:
     """In two steps, unless something else is asked for."""
     plain = precision_map("w4a8")
-    assert plain.of("lm_head") == Precision.W4A8 and plain.rescores("lm_head") and not plain.rescores("layers.0.up")
+    assert plain.of("head", is_head=True) == Precision.W4A8 and plain.rescores("head")
     fixed = precision_map("w4a8", head="w8a8")
-    assert fixed.of("lm_head") == Precision.W8A8 and not fixed.rescores("lm_head")
-    assert precision_map("w4a16").of("lm_head") == Precision.W8A16
-    assert not precision_map("w8a8").rescores("lm_head")
+    assert fixed.of("head", is_head=True) == Precision.W8A8 and not fixed.rescores("head")
+    assert fixed.of("head") == Precision.W4A8
+    assert precision_map("w4a16").of("head", is_head=True) == Precision.W8A16
+    assert not precision_map("w8a8").rescores("head")
+    assert not precision_map({"default": "w4a8", "head": "w4a8"}).rescores("head")
+
+
+class Scored(Module):
+    """A head of any name, with `finish` between it and the logits."""
+
+    def __init__(self, name: str, finish: Callable[[Tensor], Tensor]) -> None:
+        self.embed = Embedding(40, N)
+        self.lm_head = Linear(N, N)  # not the head, whatever it is called
+        self._finish, self._name = finish, name
+        setattr(self, name, Linear(N, 40))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        head = getattr(self, self._name)
+        return self._finish(head(ops.sampled_rows(self.lm_head(self.embed(tokens)))))
+
+
+def precisions_of(model: Module, asked: str | dict[str, str], head: str | None = None) -> dict[str, object]:
+    """The kind and precision of each product behind all passes, by its layer."""
+    graph = run_passes(trace_model(model, ones(model)), pipeline(precision_map(asked, 16, head)))
+    found = [n for n in graph.nodes if "precision" in n.attrs]
+    return {f"{n.origin[0]} {n.op}": str(n.attrs["precision"]) for n in found}
+
+
+@pytest.mark.parametrize("name", ["head", "output_projection"])
+def test_the_head_is_what_gives_the_logits(name: str) -> None:
+    """By what it is, not by its name."""
+    plain = Scored(name, lambda x: x)
+    rescored = {"lm_head linear": "w4a8", f"{name} linear": "w4a8", f"{name} rescore": "w8a8"}
+    assert precisions_of(plain, "w4a8") == rescored
+    assert precisions_of(plain, "w4a16") == {"lm_head linear": "w4a16", f"{name} linear": "w8a16"}
+    for head in ({"asked": "w4a8", "head": "bf16"}, {"asked": {"default": "w4a8", name: "bf16"}}):
+        assert precisions_of(plain, **head) == {"lm_head linear": "w4a8", f"{name} linear": "bf16"}  # type: ignore[arg-type]
+    capped = Scored(name, lambda x: 30.0 * ops.tanh(x / 30.0))
+    assert precisions_of(capped, "w4a16") == {"lm_head linear": "w4a16", f"{name} linear": "w8a16"}
     with pytest.raises(ConfigError, match="twice"):
-        precision_map({"default": "w4a8", "lm_head": "bf16"}, head="w8a8")
+        precisions_of(plain, {"default": "w4a8", name: "bf16"}, head="w8a8")
 
 
 @pytest.mark.parametrize(
@@ -203,6 +240,42 @@ def test_a_wrong_model_says_where(body: Callable[[Wrong, Tensor], object], names
     model = Wrong(body)
     with pytest.raises(GraphError, match=names):
         trace_model(model, ones(model))
+
+
+def deep(levels: int) -> object:
+    tree: object = 0
+    for _ in range(levels):
+        tree = ("add", tree, tree)
+    return tree
+
+
+ILLEGAL_TREES: list[tuple[object, str]] = [
+    (("silu", 0), "the operation 'silu'"), (("ad", 0, 1), 'did you mean "add"'), (("immediate", 0), "immediate"),
+    (("add", 0), "add of 1 operands"), (("exp", 0, 1), "exp of 2 operands"), (("add", 0, 1, 0), "add of 3"),
+    (("add", 0, 2), "an input 2"), (("mul", -1, 0), "an input -1"), (("add", 0, True), "has True"),
+    (("add", 0, "1"), "has '1'"), (("add", 0, ("exp",)), "exp of 0"), ((), "has \\(\\)"), (None, "has None"),
+    (("neg", ["exp", 0]), "has \\["), (deep(32), "more than 32 levels"), ("x" * 10000, "an input, a number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tree, says", ILLEGAL_TREES, ids=[says for _, says in ILLEGAL_TREES])
+@pytest.mark.parametrize("op", ["elementwise", "gated_linear"])
+def test_trees_are_verified(op: str, tree: object, says: str) -> None:
+    """A pass that writes an expression which no kernel knows is caught behind it, not in a kernel."""
+    x, w = Value((T, N)), Value((N, N), constant=Constant(lambda: np.zeros((N, N)), ("w",)))
+    inputs = (x, x) if op == "elementwise" else (x, w, w)
+    precision = {} if op == "elementwise" else {"precision": Precision.FP32}
+    node = Node(op, inputs, Value((T, N)), {"tree": tree, **precision})
+    with pytest.raises(GraphError, match=says) as error:
+        verify(Graph(x, (node,), node.output), after="a pass")
+    assert len(str(error.value)) < 600
+
+
+def test_legal_trees_pass() -> None:
+    x = Value((T, N))
+    for tree in (0, 1.5, deep(31), ("mul", ("sigmoid", 0), ("max", 1, -2.0))):
+        node = Node("elementwise", (x, x), Value((T, N)), {"tree": tree})
+        verify(Graph(x, (node,), node.output), after="a pass")
 
 
 def test_weights_must_fit_the_model() -> None:

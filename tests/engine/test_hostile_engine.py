@@ -1,7 +1,11 @@
 """An engine is hostile input: whatever its bytes say, the answer is an error or a result, never a crash."""
 
+import json
 import random
 import struct
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +15,10 @@ from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
 from millrace.engine.manifest import MANIFEST, PROGRAM, WEIGHTS
 from millrace.engine.native import ExecutionError, NativeExecutor, NativeProgram
-from millrace.errors import EngineError
+from millrace.errors import ConfigError, EngineError
+from millrace.kernels.declare import KERNELS
+from millrace.kernels.identity import kernels_digest
+from millrace.kernels.rescore.pack import pack_byte_rows
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build, prompts_as_step
 from tests.support.one_step import i32
@@ -106,9 +113,149 @@ def test_illegal_steps_are_refused_and_the_next_one_runs(engine: Engine) -> None
     executor.close()
 
 
+def test_any_step_runs_or_is_refused(engine: Engine) -> None:
+    """Each array as long as the counts say, with whatever numbers: nothing is read by an index that was not bounded."""
+    rng = random.Random(3)
+    executor = engine.executor(n_pages=4, threads=1)
+    good = prompts_as_step([[1, 2, 3], [5], list(range(40))])
+    expected = executor.run(good).tokens
+    refused = 0
+    for _ in range(400):
+        changes: dict[str, object] = {}
+        for name in rng.sample(
+            ["tokens", "positions", "starts", "pages", "page_starts", "sampling"], rng.randint(1, 2)
+        ):
+            array = getattr(good, name).copy()
+            words = array.view(np.int32)
+            for _ in range(rng.randint(1, 3)):
+                at, small = rng.randrange(len(words)), int(words[rng.randrange(len(words))])
+                words[at] = rng.choice([-(2**31), -1, 0, 1, small, 64, 2**20, 2**31 - 1, rng.randrange(2**31)])
+            changes[name] = array
+        try:
+            executor.run(illegal(good, **changes))
+        except ExecutionError as error:
+            refused += "an illegal step" in str(error)
+    assert refused > 250, "most changes break a rule"
+    assert (executor.run(good).tokens == expected).all()
+    executor.close()
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"positions": i32([0, 1, 2])}, "positions has 3 elements, not 4"),
+        ({"tokens": np.zeros(4, np.int64)}, "tokens is int64"),
+        ({"pages": i32([[0], [1]])}, "pages is int32\\[2, 1\\]"),
+        ({"starts": i32([])}, "starts has 0 elements"),
+        ({"page_starts": i32([0, 2])}, "page_starts has 2 elements, not 3"),
+        ({"tokens": i32(range(8))[::2]}, "tokens is"),
+        ({"bias_ids": i32([1])}, "bias_values has 0 elements, not 1"),
+        ({"sampling": np.zeros(2, np.int32)}, "sampling is int32"),
+    ],
+)
+def test_arrays_that_are_no_step_are_refused(engine: Engine, changes: dict[str, object], says: str) -> None:
+    executor = engine.executor(n_pages=4)
+    with pytest.raises(ExecutionError, match=says):
+        executor.run(illegal(prompts_as_step([[1, 2, 3], [5]]), **changes))
+    executor.close()
+
+
+@pytest.mark.parametrize("name, value", [("temperature", np.inf), ("temperature", np.nan), ("top_p", 0), ("min_p", 2)])
+def test_sampling_parameters_are_bounded(engine: Engine, name: str, value: float) -> None:
+    executor = engine.executor(n_pages=4)
+    step = prompts_as_step([[1, 2, 3]])
+    step.sampling[name] = value
+    with pytest.raises(ExecutionError, match="sampling parameters"):
+        executor.run(step)
+    executor.close()
+
+
+LIMITS = [
+    *(("max_step_tokens", n) for n in (0, -1, 2**31 - 1)), *(("max_sequences", n) for n in (0, 2**31 - 1)),
+    *(("max_context", n) for n in (0, 2**31 - 1)), *(("vocab_size", n) for n in (0, 2**31 - 1)),
+    *(("activation_bytes", n) for n in (-1, 2**62)), *(("weights_bytes", n) for n in (-1, 2**62)),
+    *(("logits_offset", n) for n in (-2, 2**57, 2**62, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, value", LIMITS)
+def test_limits_are_bounded(engine: Engine, name: str, value: int) -> None:
+    """Whatever a manifest says, sizes are checked before anything is multiplied with them."""
+    bad = replace(program(engine, (engine.folder / PROGRAM).read_bytes()), **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="cannot run"):
+        NativeExecutor(bad, n_pages=4)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"layers": 2**31 - 1}, {"heads": 2**31 - 1}, {"head_dim": 2**31 - 1}, {"head_dim": 0}]
+)
+def test_the_shape_of_pages_is_bounded(engine: Engine, changes: dict[str, int]) -> None:
+    good = program(engine, (engine.folder / PROGRAM).read_bytes())
+    with pytest.raises(EngineError, match="cannot run"):
+        NativeExecutor(replace(good, kv=replace(good.kv, **changes)), n_pages=4)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="kv_pages"):
+        NativeExecutor(good, n_pages=2**62)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1025, 2**31])
+def test_threads_are_a_number_of_threads(engine: Engine, threads: int) -> None:
+    with pytest.raises(ConfigError, match="1 to 1024"):
+        engine.executor(n_pages=4, threads=threads)
+
+
+def test_without_a_number_all_cores_compute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.engine.native.usable_cores", lambda: 3)
+    executor = engine.executor(n_pages=4)
+    assert executor.threads == 3
+    executor.close()
+
+
+OUT_OF_THREADS = """
+import resource, sys
+from pathlib import Path
+from millrace.engine.engine import Engine
+from millrace.errors import ConfigError, EngineError
+engine = Engine.open(Path(sys.argv[1]))
+engine.executor(n_pages=4, threads=2).close()
+used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), used + (1 << 30)))
+try:
+    engine.executor(n_pages=4, threads=1000)
+except EngineError as error:
+    print(error.what)
+"""
+
+
+def test_threads_that_cannot_be_started_are_an_error(engine: Engine) -> None:
+    done = subprocess.run([sys.executable, "-c", OUT_OF_THREADS, str(engine.folder)], capture_output=True, text=True)
+    assert done.returncode == 0 and "of 1000 threads can be started" in done.stdout, done.stdout + done.stderr
+
+
 def test_building_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "checkpoint", "llama", seed=2)
     folders = [build(checkpoint, tmp_path / name, "w8a8").folder for name in ("one", "two")]
     files = [{p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders]
     assert files[0] == files[1]
     assert np.all([len(data) > 0 for data in files[0].values()])
+
+
+@pytest.mark.parametrize("change", [{"format": 3}, {"kernels": "0123456789abcdef"}, {"kernels": None}])
+def test_engines_for_other_kernels_are_refused(engine: Engine, change: dict[str, object], tmp_path: Path) -> None:
+    """Whatever else the manifest says is not looked at."""
+    manifest = {**json.loads((engine.folder / MANIFEST).read_bytes()), **change}
+    (tmp_path / MANIFEST).write_text(json.dumps({k: v for k, v in manifest.items() if v is not None}))
+    with pytest.raises(EngineError, match=r"format 3|for other kernels|for which kernels") as error:
+        Engine.open(tmp_path)
+    assert "build it again" in error.value.mend
+
+
+def test_the_digest_knows_declarations_and_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(kernels_digest()) == 16
+    fresh = kernels_digest.__wrapped__
+    assert fresh() == kernels_digest()
+    with monkeypatch.context() as changed:
+        changed.setattr("millrace.kernels.declare.KERNELS", KERNELS[::-1])
+        assert fresh() != kernels_digest()
+    with monkeypatch.context() as changed:
+        changed.setattr("millrace.kernels.identity.pack_byte_rows", lambda q: pack_byte_rows(q)[1:])
+        assert fresh() != kernels_digest()

@@ -155,6 +155,41 @@ def test_what_is_not_finite_stays_so(format: KvFormat, where: str, bad: float, m
     assert not np.isfinite(got[5:]).all(axis=(1, 2)).any()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("format", list(KvFormat))
+@pytest.mark.parametrize("at", [1, 64, 65, 257])
+def test_what_was_said_before_is_not_touched(format: KvFormat, at: int, bad: float, machine: Machine) -> None:
+    """Tokens before one that is not finite have the bits that they have without it, in the same chunk and tile.
+
+    Their pages may be shared with another sequence, or read again after preemption.
+    """
+    q, k, v = random_qkv(at + 9, 4, 2, 24, seed=4)
+    pages, table = Pages(4, 2, 24, format, machine), [3, 1, 4, 2, 6]
+    clean = pages(q, k, v, one_sequence(0, at + 9, table))
+    for x in (q, k, v):
+        x[at] = bad
+    got = pages(q, k, v, one_sequence(0, at + 9, table))
+    pages.executor.close()
+    assert not np.isfinite(got[at:]).all(axis=(1, 2)).any()
+    assert (got[:at] == clean[:at]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("format", list(KvFormat))
+@pytest.mark.parametrize("length", [1, 2, 63, 65, 200])
+def test_pages_of_a_failed_sequence_are_as_good_as_new(
+    format: KvFormat, length: int, bad: float, machine: Machine
+) -> None:
+    table = [5, 2, 9, 7]
+    q, k, v = random_qkv(length, 3, 1, 40, seed=6)
+    pages = Pages(3, 1, 40, format, machine)
+    clean = pages(q, k, v, one_sequence(0, length, table))
+    junk = [np.full_like(x, bad) for x in random_qkv(256, 3, 1, 40, seed=7)]
+    pages(junk[0], junk[1], junk[2], one_sequence(0, 256, table))
+    assert (pages(q, k, v, one_sequence(0, length, table)) == clean).all()
+    pages.executor.close()
+
+
 def test_sequences_do_not_see_each_other(machine: Machine) -> None:
     """A decode row, a whole prompt and a later chunk in one step equal the same three alone."""
     lengths, chunk = (70, 130, 200), (1, 130, 64)

@@ -4,13 +4,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from millrace.graph.ops import BINARY, UNARY
 from millrace.kernels.encode import Param
 from millrace.kernels.expression import OPERATIONS, TooComplexError, Tree, compile_tree, evaluate, substitute
 from tests.support.one_step import Machine, run_kernel, step_inputs
 from tests.support.tolerance import assert_no_worse
-
-UNARY = [op for op in ("neg", "exp", "sigmoid", "tanh", "sqrt", "abs") if op in OPERATIONS]
-BINARY = ["add", "sub", "mul", "div", "max", "min"]
 
 
 def run(tree: Tree, inputs: list[NDArray[np.float32]], n: int, machine: Machine) -> NDArray[np.float32]:
@@ -80,6 +78,10 @@ def test_what_does_not_fit_says_so() -> None:
         tree = ("add", tree, float(i))
     with pytest.raises(TooComplexError):
         compile_tree(tree, 1)
+
+
+def test_what_a_graph_may_say_is_what_kernels_know() -> None:
+    assert {*UNARY, *BINARY} == {*OPERATIONS} - {"end", "immediate"}
 
 
 def test_substitute_replaces_inputs() -> None:

@@ -1,18 +1,25 @@
 """The C++ side says the same as the Python side, and keeps each instruction set to itself."""
 
+import ctypes
 import itertools
 import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from millrace.engine.executor import SAMPLING
+from millrace.engine.native import TACTIC
+from millrace.errors import MachineError
 from millrace.kernels import codegen
 from millrace.kernels.expression import OPERATIONS
 from millrace.kernels.layout import byte_row_bytes, matrix_bytes, padded_k, row_bytes
+from millrace.kernels.library import INTERFACE, CreateArgs, StepArgs, library
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src" / "millrace" / "kernels"
+INTERFACE_FILE = ROOT / "native" / "millrace.h"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 
 
@@ -37,10 +44,55 @@ def test_layout_agrees(tmp_path: Path) -> None:
 
 
 @needs_compiler
+def test_structures_agree(tmp_path: Path) -> None:
+    """static_assert of the C++ structures against the ctypes ones, field by field."""
+    (tmp_path / "kernels_generated.hpp").write_text(codegen.header(INTERFACE_FILE))
+    lines = ["#include <cstddef>", '#include "sampling.hpp"', '#include "millrace.h"', "using namespace millrace;"]
+    structures: dict[str, tuple[int, dict[str, tuple[int, int]]]] = {
+        "mr_create_args": ctypes_layout(CreateArgs), "mr_step": ctypes_layout(StepArgs),
+        "SamplingRow": numpy_layout(SAMPLING), "mr_tactic": numpy_layout(TACTIC),
+    }  # fmt: skip
+    for name, (size, fields) in structures.items():
+        lines.append(f"static_assert(sizeof({name}) == {size});")
+        for field, (offset, width) in fields.items():
+            lines.append(f"static_assert(offsetof({name}, {field}) == {offset});")
+            lines.append(f"static_assert(sizeof({name}::{field}) == {width});")
+    source = tmp_path / "structures.cpp"
+    source.write_text("\n".join(lines))
+    includes = [f"-I{ROOT / 'native'}", f"-I{KERNELS}", f"-I{tmp_path}"]
+    done = subprocess.run(
+        ["g++", "-std=c++20", "-fsyntax-only", *includes, str(source)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(lines) > 4 + 2 * (17 + 19 + 18 + 3)
+
+
+def ctypes_layout(structure: type[ctypes.Structure]) -> tuple[int, dict[str, tuple[int, int]]]:
+    fields = {name: getattr(structure, name) for name, *_ in structure._fields_}
+    return ctypes.sizeof(structure), {name: (f.offset, f.size) for name, f in fields.items()}
+
+
+def numpy_layout(dtype: np.dtype[np.void]) -> tuple[int, dict[str, tuple[int, int]]]:
+    assert dtype.fields
+    return dtype.itemsize, {name: (int(offset), kind.itemsize) for name, (kind, offset, *_) in dtype.fields.items()}
+
+
+def test_the_interface_is_the_one_that_python_knows() -> None:
+    """After a change of millrace.h: see that library.py still says the same, then write the new digest there."""
+    assert codegen.interface_digest(INTERFACE_FILE) == INTERFACE
+
+
+def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.kernels.library.INTERFACE", "0123456789abcdef")
+    with pytest.raises(MachineError, match="built from other sources"):
+        library.__wrapped__()
+
+
+@needs_compiler
 @pytest.mark.parametrize("isa, flags", [("scalar", []), ("avx2", ["-mavx2", "-mfma", "-mf16c"])])
 def test_isa_units_leak_nothing(isa: str, flags: list[str], tmp_path: Path) -> None:
     """A weak symbol outside of the unit's namespace could replace everybody's copy by one for this instruction set."""
-    (tmp_path / "kernels_generated.hpp").write_text(codegen.header())
+    (tmp_path / "kernels_generated.hpp").write_text(codegen.header(INTERFACE_FILE))
     unit = tmp_path / "unit.o"
     command = [
         "g++", "-std=c++20", "-O1", "-c", *flags, f"-DMILLRACE_ISA={isa}", f'-DMILLRACE_LANES="lanes/{isa}.hpp"',

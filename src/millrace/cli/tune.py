@@ -46,7 +46,7 @@ def command(env: Env, engine: str, seconds: float, threads: int | None, cached: 
     folder = find(engine, EngineCache(env.cache))
     timings = TimingCache(env.cache / "timings.json")
     with progress() as report:
-        table = tune_folder(folder, Tuning(seconds, threads or 0, timings, anew=not cached), report)
+        table = tune_folder(folder, Tuning(seconds, threads, timings, anew=not cached), report)
     if not table.compared():
         raise MachineError(
             f"nothing was timed: {table.note or 'there is nothing to time'}", "time for a few passes of the engine",

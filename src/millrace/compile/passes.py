@@ -6,7 +6,7 @@ import numpy as np
 
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.compile.precision import RESCORED, PrecisionMap
-from millrace.graph.rewrite import Live, make_node, prune, rewrite
+from millrace.graph.rewrite import Live, head_of, make_node, prune, rewrite
 from millrace.graph.types import F32, Array, Constant, Graph, Node, Value
 from millrace.graph.verify import verify
 from millrace.kernels.declare import MAX_INPUTS
@@ -139,12 +139,21 @@ def _joined(*nodes: Node) -> tuple[str, ...]:
 
 
 def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
-    """Each linear layer gets its precision by its name. Not searched yet: the map is what was asked for."""
+    """Each linear layer gets its precision by its name, or as the head. Not searched: the map is what was asked for.
+
+    raises ConfigError where two things are asked for the head
+    """
+    head = head_of(graph)
+    if head:
+        precisions.check_head(head.origin[0])
 
     def rule(node: Node, live: Live) -> list[Node] | None:
         if node.op != "linear":
             return None
-        attrs = {**node.attrs, "precision": precisions.of(node.origin[0])}
+        attrs = {
+            **node.attrs,
+            "precision": precisions.of(node.origin[0], is_head=bool(head and node.output is head.output)),
+        }
         return [make_node("linear", node.inputs, attrs, node.origin)]
 
     return rewrite(graph, rule)

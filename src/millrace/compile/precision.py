@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from millrace.errors import ConfigError, nearest
 from millrace.kernels.precision import Precision
+from millrace.model.families import HEAD
 
 DEFAULT_GROUP = 128
 
@@ -26,18 +27,25 @@ class PrecisionMap:
     group: int = DEFAULT_GROUP
     head: Precision | None = None  # what was asked for the head; None: what `default` does with it
 
-    def rescores(self, origin: str) -> bool:
-        """Whether this is a head whose likeliest tokens are computed again in W8A8."""
-        named = self.head or any(_matches(origin, pattern) for pattern, _ in self.patterns)
-        return origin.endswith("lm_head") and not named and self.default == Precision.W4A8
-
-    def of(self, origin: str) -> Precision:
+    def of(self, name: str, *, is_head: bool = False) -> Precision:
         for pattern, precision in self.patterns:
-            if _matches(origin, pattern):
+            if _matches(name, pattern):
                 return precision
-        if not origin.endswith("lm_head"):
+        if not is_head:
             return self.default
         return self.head or _HEAD.get(self.default, self.default)
+
+    def rescores(self, head: str) -> bool:
+        """Whether the likeliest tokens of the head, by its name, are computed again in W8A8."""
+        return self.default == Precision.W4A8 and not self.head and not self._names(head)
+
+    def check_head(self, head: str) -> None:
+        """raises ConfigError where two things are asked for the head of this name"""
+        if self.head and self._names(head):
+            raise ConfigError("the head's precision is given twice", "--head or a pattern in the map", "leave one out")
+
+    def _names(self, name: str) -> bool:
+        return any(_matches(name, pattern) for pattern, _ in self.patterns)
 
     def check_patterns(self, origins: Iterable[str]) -> None:
         """raises ConfigError for a pattern that is about none of the matrix products `origins`"""
@@ -83,15 +91,16 @@ def nearest_precisions(stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
     group = DEFAULT_GROUP if all("float" in matrix.dtype for matrix in stored.values()) else STORED_GROUP
     plain = PrecisionMap(sizes.most_common(1)[0][0], group=group)
     # a head that has to be rounded again is done in two steps; one that need not is taken as it is
-    own = {n: _NEAREST[m.dtype] for n, m in stored.items() if not n.endswith("lm_head") or m.dtype in _EXACT}
-    return replace(plain, patterns=tuple((n, p) for n, p in own.items() if p != plain.of(n) or plain.rescores(n)))
+    own = {n: _NEAREST[m.dtype] for n, m in stored.items() if n != HEAD or m.dtype in _EXACT}
+    kept = [(n, p) for n, p in own.items() if p != plain.of(n, is_head=n == HEAD) or (n == HEAD and plain.rescores(n))]
+    return replace(plain, patterns=tuple(kept))
 
 
 def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> tuple[str, ...]:
     """Which matrices that a checkpoint holds in integers are rounded once more, and into what."""
     rounded: dict[tuple[str, Precision], int] = {}
     for name, matrix in stored.items():
-        precision = chosen.of(name)
+        precision = chosen.of(name, is_head=name == HEAD)
         if "float" in matrix.dtype or precision == Precision.FP32:
             continue
         bits = _INTEGERS.get(matrix.dtype)
@@ -139,15 +148,13 @@ def parse_precision(name: str) -> Precision:
 def precision_map(asked: str | Mapping[str, str], group: int = DEFAULT_GROUP, head: str | None = None) -> PrecisionMap:
     """From `"w4a8"`, or from a map like {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8"}.
 
-    head: of the head alone, which the map then does not name. raises ConfigError
+    head: of the head alone, which the map then must not name. raises ConfigError
     """
     if group < 4 or group % 4 or group > 4096:
         raise ConfigError(f"a quantisation group of {group}", "a multiple of 4, at most 4096", "use 128")
     own = parse_precision(head) if head else None
     if isinstance(asked, str):
         return PrecisionMap(parse_precision(asked), group=group, head=own)
-    if own and any(_matches("lm_head", pattern) for pattern in asked):
-        raise ConfigError("the head's precision is given twice", "--head or a pattern in the map", "leave one out")
     if "default" not in asked:
         raise ConfigError("the map of precisions has no default", 'an entry "default"', 'add "default": "bf16"')
     patterns = tuple((p, parse_precision(v)) for p, v in asked.items() if p != "default")

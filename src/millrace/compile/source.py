@@ -10,7 +10,7 @@ from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_preci
 from millrace.errors import ConfigError
 from millrace.graph.types import Array
 from millrace.kernels.precision import Precision
-from millrace.model.families import build_model, is_weight
+from millrace.model.families import HEAD, build_model, is_weight
 from millrace.model.module import Module, Weights
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -89,7 +89,7 @@ def _stored_matrices(checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
         if name == EMBEDDING:
             if not checkpoint.config.tie_embeddings:
                 continue
-            layer = "lm_head"
+            layer = HEAD
         if len(info.shape) == 2:
             found[layer] = StoredMatrix(info.dtype, math.prod(info.shape))
     return found

@@ -105,10 +105,10 @@ _SETTINGS: dict[str, Callable[[Work, int, int], Iterator[int]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """About how long to time (at most twice as long), for how many threads (0: all cores), and what remembers it."""
+    """About how long to time (at most twice as long), for how many threads (None: all cores), and what remembers it."""
 
     seconds: float
-    threads: int = 0
+    threads: int | None = None
     cache: TimingCache | None = None
     anew: bool = False  # what the cache knows is timed again
 
@@ -135,7 +135,7 @@ def kept(before: TacticTable, now: TacticTable) -> TacticTable:
 
 def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
     """Times what the cache does not know, and adds it there."""
-    cache, isa, threads = tuning.cache, usable_isas()[0], tuning.threads or usable_cores()
+    cache, isa, threads = tuning.cache, usable_isas()[0], usable_cores() if tuning.threads is None else tuning.threads
     works = regions(_steps(engine))
     cases = _cases(engine)
     key = machine_key(isa, threads)

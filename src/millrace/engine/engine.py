@@ -9,7 +9,7 @@ from millrace.engine.native import PAGE_TOKENS, KvFormat, KvShape, NativeExecuto
 from millrace.engine.tactics import TacticTable, damaged_tactics, read_tactics
 from millrace.errors import EngineError, MachineError
 from millrace.kernels.library import usable_isas
-from millrace.machine.cpu import fingerprint, usable_cores
+from millrace.machine.cpu import fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class Engine:
         """How many KV pages fit into so many bytes."""
         return kv_bytes // max(self.kv.page_bytes(), 1)
 
-    def executor(self, *, n_pages: int, threads: int = 0, isa: str | None = None, tuned: bool = True) -> NativeExecutor:
+    def executor(
+        self, *, n_pages: int, threads: int | None = None, isa: str | None = None, tuned: bool = True
+    ) -> NativeExecutor:
         """Loads the weights, and takes the engine's tactics where they were made for this machine and as many threads.
 
         raises MachineError for an instruction set that this CPU lacks
@@ -68,7 +70,7 @@ class Engine:
             executor.close()
             raise damaged(self.folder, f"{WEIGHTS} is damaged: its checksum differs")
         table = read_tactics(self.folder) if tuned else None
-        if table and table.is_for(fingerprint(executor.isa), threads or usable_cores()):
+        if table and table.is_for(fingerprint(executor.isa), executor.threads):
             self._take(executor, table)
         return executor
 

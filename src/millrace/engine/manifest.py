@@ -20,8 +20,9 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from millrace.errors import EngineError
+from millrace.kernels.identity import kernels_digest
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 WEIGHTS, PROGRAM, PROGRAM_TABLE, GRAPH = "weights.bin", "program.bin", "program.json", "graph.json"
 _MANIFEST_LIMIT = 1 << 20
@@ -68,6 +69,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bos_token_id: int | None
     files: dict[str, FileEntry]
     notes: list[str]
+    kernels: str = msgspec.field(default_factory=kernels_digest)  # what program.bin and weights.bin are written for
     checksum: str = ""  # of all of the above
 
     @property
@@ -108,11 +110,19 @@ def read_manifest(folder: Path) -> Manifest:
     if len(data) > _MANIFEST_LIMIT:
         raise damaged(folder, f"{MANIFEST} has {len(data)} bytes, more than {_MANIFEST_LIMIT}")
     try:
-        version = msgspec.json.decode(data, type=dict[str, object]).get("format")
+        raw = msgspec.json.decode(data, type=dict[str, object])
+        version, kernels = raw.get("format"), raw.get("kernels")
         if version != FORMAT:
             raise EngineError(
                 f"{folder} is of engine format {version}", f"format {FORMAT}", "build it again with this version"
             )
+        if kernels is None:
+            raise damaged(folder, f"{MANIFEST} does not say for which kernels it was written")
+        if kernels != kernels_digest():
+            raise EngineError(
+                f"{folder} was built for other kernels (digest {kernels})", f"digest {kernels_digest()}",
+                "build it again with this version",
+            )  # fmt: skip
         manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.DecodeError as e:
         raise damaged(folder, f"{MANIFEST} is not readable: {e}") from e

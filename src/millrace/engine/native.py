@@ -10,12 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, StepOutputs
-from millrace.errors import EngineError
+from millrace.errors import ConfigError, EngineError
 from millrace.kernels.declare import MAX_KNOBS
 from millrace.kernels.library import CreateArgs, StepArgs, library
+from millrace.machine.cpu import usable_cores
 
 PAGE_TOKENS = 64
+MAX_THREADS = 1024
+TACTIC = np.dtype([("step", "<i4"), ("rows", "<i4"), ("knobs", "<i4", MAX_KNOBS)])  # mr_tactic
 _ERROR_BYTES = 1024
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class KvFormat(IntEnum):
@@ -66,9 +70,18 @@ class ExecutionError(RuntimeError):
 
 
 class NativeExecutor:
-    """Owns the weights, activations and KV pages of one engine. `run` may be called from one thread at a time."""
+    """Owns the weights, activations and KV pages of one engine. `run` may be called from one thread at a time.
 
-    def __init__(self, program: NativeProgram, *, n_pages: int, threads: int = 0, isa: str | None = None) -> None:
+    threads: how many compute, the caller's among them; None: as many as this process has cores
+    raises ConfigError for a number of threads out of range, EngineError for what the native core refuses
+    """
+
+    def __init__(
+        self, program: NativeProgram, *, n_pages: int, threads: int | None = None, isa: str | None = None
+    ) -> None:
+        self.threads = usable_cores() if threads is None else threads
+        if not 1 <= self.threads <= MAX_THREADS:
+            raise ConfigError(f"{threads} compute threads", f"1 to {MAX_THREADS}", "leave threads out for all cores")
         self._lib = library()
         self._handle = ctypes.c_void_p()
         self._program = program
@@ -78,7 +91,7 @@ class NativeExecutor:
             max_tokens=program.max_step_tokens, max_sequences=program.max_sequences,
             max_context=program.max_context, vocab_size=program.vocab_size,
             kv_format=program.kv.format, kv_layers=program.kv.layers, kv_heads=program.kv.heads,
-            kv_head_dim=program.kv.head_dim, kv_pages=n_pages, threads=threads,
+            kv_head_dim=program.kv.head_dim, kv_pages=n_pages, threads=self.threads,
             isa=isa.encode() if isa else None,
         )  # fmt: skip
         if isinstance(program.weights, Path):
@@ -107,10 +120,11 @@ class NativeExecutor:
         return name.decode()
 
     def run(self, step: StepInputs) -> StepOutputs:
-        rows = len(step.sampling)
         assert self._handle, "a step after close"
-        assert step.sampling.dtype == SAMPLING and step.tokens.dtype == np.int32
-        top = max(int(step.sampling["n_top"].max()), 0) if rows else 0
+        _check_arrays(step)
+        rows = len(step.sampling)
+        most = self._program.vocab_size  # more than that the native core refuses
+        top = min(max(int(step.sampling["n_top"].max()), 0), most) if rows else 0
         out = StepOutputs(
             tokens=np.zeros(rows, np.int32),
             logprobs=np.zeros(rows, np.float32),
@@ -145,7 +159,7 @@ class NativeExecutor:
 
     def set_tactics(self, entries: Sequence[tuple[int, int, tuple[int, ...]]]) -> None:
         """(step, rows, knobs) in order of step, then rows; replaces all. raises EngineError for what no kernel takes"""
-        table = np.array([(step, rows, *knobs) for step, rows, knobs in entries], np.int32)
+        table = np.array(list(entries), TACTIC)
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         if self._lib.mr_set_tactics(self._handle, table.ctypes.data, len(entries), error, _ERROR_BYTES):
             raise EngineError(
@@ -169,3 +183,19 @@ class NativeExecutor:
         if self._handle:
             self._lib.mr_destroy(self._handle)
             self._handle = ctypes.c_void_p()
+
+
+def _check_arrays(step: StepInputs) -> None:
+    """What the native core cannot see of arrays given by their addresses. raises ExecutionError"""
+    tokens, starts, biases = len(step.tokens), len(step.starts), len(step.bias_ids)
+    for name, array, dtype, length in (
+        ("tokens", step.tokens, _INT32, tokens), ("positions", step.positions, _INT32, tokens),
+        ("starts", step.starts, _INT32, max(starts, 2)), ("page_starts", step.page_starts, _INT32, starts),
+        ("pages", step.pages, _INT32, None), ("history", step.history, _INT32, None),
+        ("bias_ids", step.bias_ids, _INT32, biases), ("bias_values", step.bias_values, _FLOAT32, biases),
+        ("sampling", step.sampling, SAMPLING, None),
+    ):  # fmt: skip
+        if array.dtype != dtype or array.ndim != 1 or not array.flags.c_contiguous:
+            raise ExecutionError(f"an illegal step: {name} is {array.dtype}{list(array.shape)}, not a row of {dtype}")
+        if length is not None and len(array) != length:
+            raise ExecutionError(f"an illegal step: {name} has {len(array)} elements, not {length}")

@@ -7,7 +7,7 @@ Operators marked "fused" exist only behind the compiler's passes. The meaning of
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from millrace.errors import GraphError
+from millrace.errors import GraphError, nearest
 from millrace.graph.types import S, Shape, Storage, T, Value
 
 Attrs = Mapping[str, object]
@@ -53,6 +53,7 @@ def _linear(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
 
 def _gated_linear(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
     x, gate, up = inputs
+    _check_tree("gated_linear", attrs, 2)
     if gate.shape != up.shape or len(gate.shape) != 2 or x.shape[1:] != gate.shape[1:]:
         raise illegal("gated_linear", f"x {x}, gate {gate}, up {up}", "x [rows, K], gate and up [N, K]")
     return (x.shape[0], gate.shape[0])
@@ -66,7 +67,38 @@ def _rescore(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
     return logits.shape
 
 
+_DEEPEST_TREE = 32  # more than a kernel's operations
+
+
+def _check_tree(op: str, attrs: Attrs, n_inputs: int) -> None:
+    """A tree is an int (which input), a float (a number), or (operation, operand, ...)."""
+    level = [attrs.get("tree")]
+    for _ in range(_DEEPEST_TREE):
+        below = (operand for tree in level for operand in _operands(op, tree, n_inputs))
+        level = list({id(tree): tree for tree in below}.values())  # what is shared is looked at once
+    if level:
+        raise illegal(op, f"a tree of more than {_DEEPEST_TREE} levels", "what a kernel can hold")
+
+
+def _operands(op: str, tree: object, n_inputs: int) -> tuple[object, ...]:
+    if isinstance(tree, float):
+        return ()
+    if isinstance(tree, int) and not isinstance(tree, bool):
+        if not 0 <= tree < n_inputs:
+            raise illegal(op, f"its tree has an input {tree}", f"0 to {n_inputs - 1}")
+        return ()
+    if not isinstance(tree, tuple) or not tree:
+        raise illegal(op, f"its tree has {tree!r:.80}", "an input, a number, or (operation, operand, ...)")
+    name = tree[0]
+    if name not in UNARY + BINARY:
+        raise illegal(op, f"its tree has the operation {name!r:.80}", nearest(str(name)[:80], UNARY + BINARY))
+    if len(tree) != (2 if name in UNARY else 3):
+        raise illegal(op, f"its tree has {name} of {len(tree) - 1} operands", "1" if name in UNARY else "2")
+    return tree[1:]
+
+
 def _elementwise(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
+    _check_tree("elementwise", attrs, len(inputs))
     whole = next((v for v in inputs if not v.constant), inputs[0])
     for v in inputs:
         row = v.constant is not None and len(whole.shape) == 2 and v.shape == whole.shape[1:]

@@ -59,6 +59,17 @@ def rewrite(graph: Graph, rule: Callable[[Node, Live], Replacement]) -> Graph:
     return prune(Graph(graph.tokens, tuple(nodes), live.moved.get(graph.output, graph.output)))
 
 
+def head_of(graph: Graph) -> Node | None:
+    """The linear layer that gives the logits, whatever the model calls it; scaled or capped, they are still its."""
+    producers, at = graph.producers(), graph.output
+    while (node := producers.get(at)) and node.op == "elementwise":
+        computed = [v for v in node.inputs if not v.constant]
+        if len(computed) != 1:
+            return None
+        at = computed[0]
+    return node if node and node.op == "linear" else None
+
+
 def prune(graph: Graph) -> Graph:
     """Drops the nodes whose results nobody reads."""
     needed = {graph.output}

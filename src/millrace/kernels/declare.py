@@ -7,6 +7,7 @@ Sizes are written as expressions that mean the same in Python and in C++: T (tok
 step at most), the kernel's own parameters, `+`, `-`, `*`, and the functions of layout.py and native/layout.hpp.
 """
 
+import hashlib
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -115,6 +116,7 @@ KERNELS: tuple[Kernel, ...] = (
             "format <= 2",
             "format == 0 or runs == 1",
             "group >= 0",
+            "y_stride % 4 == 0",
             "format != 0 or y_stride >= runs * n * 4",
             "format == 0 or y_stride >= row_bytes(format, n, group)",
         ),
@@ -135,6 +137,7 @@ KERNELS: tuple[Kernel, ...] = (
             "format >= 1",
             "format <= 2",
             "group >= 0",
+            "y_stride % 4 == 0",
             "y_stride >= row_bytes(format, n, group)",
         ),
     ),
@@ -292,3 +295,9 @@ KERNELS: tuple[Kernel, ...] = (
         ),
     ),
 )
+
+
+def declarations_digest() -> str:
+    """Of all that a program's bytes mean: kernels, operands, parameters, sizes and checks, in their order."""
+    said = [(k.name, [(o.name, o.access, o.size, o.ctype) for o in k.operands], k.params, k.checks) for k in KERNELS]
+    return hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""The native core's shared library: found, loaded, its ABI version checked. Plain ctypes over native/millrace.h."""
+"""The native core's shared library: found, loaded, known to be this package's. Plain ctypes over native/millrace.h."""
 
 import ctypes as c
 import importlib.metadata
@@ -6,12 +6,17 @@ from functools import cache
 from pathlib import Path
 
 from millrace.errors import MachineError
+from millrace.kernels.declare import declarations_digest
 
-ABI = 3
+INTERFACE = (
+    "91d4201cc88e60c0"  # digest of native/millrace.h, from which the structures below are copied (a test compares both)
+)
 NAME = "libmillrace.so"
 
 
 class CreateArgs(c.Structure):
+    """mr_create_args"""
+
     _fields_ = (
         ("program", c.c_char_p), ("program_bytes", c.c_int64),
         ("weights", c.c_void_p), ("weights_bytes", c.c_int64), ("weights_path", c.c_char_p),
@@ -23,6 +28,8 @@ class CreateArgs(c.Structure):
 
 
 class StepArgs(c.Structure):
+    """mr_step"""
+
     _fields_ = (
         ("n_tokens", c.c_int32), ("n_sequences", c.c_int32), ("n_rows", c.c_int32),
         ("tokens", c.c_void_p), ("positions", c.c_void_p), ("starts", c.c_void_p),
@@ -52,14 +59,24 @@ def library_path() -> Path:
     return installed
 
 
+def _check_build(lib: c.CDLL) -> None:
+    """raises MachineError for a library that other sources were built into: its structures would mean something else"""
+    expected, found = f"{INTERFACE} {declarations_digest()}", "none"
+    if hasattr(lib, "mr_build"):
+        lib.mr_build.restype = c.c_char_p
+        found = lib.mr_build().decode()
+    if found != expected:
+        raise MachineError(
+            f"{library_path()} was built from other sources than this Python package (digests {found})",
+            f"digests {expected}", "rebuild it with `make`, or install the wheel again",
+        )  # fmt: skip
+
+
 @cache
 def library() -> c.CDLL:
     """The loaded library, with the signatures of millrace.h."""
     lib = c.CDLL(str(library_path()))
-    if lib.mr_abi() != ABI:
-        raise MachineError(
-            f"{library_path()} has ABI {lib.mr_abi()}", f"ABI {ABI}, of this Python package", "rebuild it with `make`"
-        )
+    _check_build(lib)
     lib.mr_isas.restype = c.c_char_p
     lib.mr_create.argtypes = [c.POINTER(CreateArgs), c.POINTER(c.c_void_p), c.c_char_p, c.c_int64]
     lib.mr_run.argtypes = [c.c_void_p, c.POINTER(StepArgs), c.c_char_p, c.c_int64]

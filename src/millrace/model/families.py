@@ -19,6 +19,8 @@ FAMILIES: dict[str, type[LlamaForCausalLM]] = {
     "GemmaForCausalLM": GemmaForCausalLM,
 }
 
+HEAD = "lm_head"  # what every family calls its head, as Hugging Face's checkpoints do
+
 _ROTARY_BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")  # saved by early versions of transformers; computed here
 
 
@@ -35,5 +37,5 @@ def build_model(config: ModelConfig) -> Module:
 
 def is_weight(name: str, config: ModelConfig) -> bool:
     """False for tensors that a checkpoint may carry and the model rightly ignores."""
-    tied_head = config.tie_embeddings and name == "lm_head.weight"
+    tied_head = config.tie_embeddings and name == f"{HEAD}.weight"
     return not tied_head and not _ROTARY_BUFFER.search(name)

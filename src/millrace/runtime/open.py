@@ -16,6 +16,7 @@ from millrace.engine.manifest import FORMAT, MANIFEST
 from millrace.engine.native import KV_CACHE_DTYPES, NativeExecutor
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError
+from millrace.kernels.identity import kernels_digest
 from millrace.machine.cpu import memory, usable_cores
 from millrace.runtime.budget import TokenBudget
 from millrace.runtime.loop import EngineLoop
@@ -163,7 +164,7 @@ def _built(
     source = Source.from_checkpoint(checkpoint, build.max_context)
     options = build_options(build, source.own_precision, precisions)
     identity = _identity(checkpoint, env, progress)
-    key = f"{FORMAT} {identity} {source.max_context} {options} {build.tune}"
+    key = f"{FORMAT} {kernels_digest()} {identity} {source.max_context} {options} {build.tune}"
 
     def write(folder: Path) -> None:
         _ = checkpoint.tokenizer  # an engine whose tokenizer is broken is of no use to anybody

@@ -147,6 +147,7 @@ inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
 template <bool BF16>
 struct FloatSteps {
   static constexpr int kTile = kAttentionTile;
+  static constexpr bool kZeroTimesNan = true;
   static void load(AttentionTile& t) { load_queries(t); }
   template <int R>
   static void score(AttentionTile& t, int row, uint8_t* block, int at) {
@@ -162,6 +163,7 @@ struct FloatSteps {
 };
 struct Int8Steps {
   static constexpr int kTile = kAttentionTile / 2;
+  static constexpr bool kZeroTimesNan = false;  // codes are integers, and scales are taken of the row's own keys alone
   static void load(AttentionTile& t) { load_int8_queries(t); }
   template <int R>
   static void score(AttentionTile& t, int row, uint8_t* block, int at) {
@@ -177,7 +179,15 @@ struct Int8Steps {
   }
 };
 
-// One span of all rows of a tile: o into span_out, maxima into m, sums into l.
+inline bool all_finite(const float* x, int64_t n) {
+  F check = zero();
+  for (int64_t i = 0; i < n; i += 16) check = fma(load(x + i), zero(), check);
+  return sum(check) == 0.0f;
+}
+
+// One span of all rows of a tile: o into span_out, maxima into m, sums into l. Rows share their passes over the keys up
+// to the last row's; what lies beyond a row's own has weight 0. Where such a value is not finite 0 times it is NaN, and
+// the row is weighed again by itself: a token has no part in what was said before it.
 template <class Steps>
 void attend_span(AttentionTile& t, int from, float* m, float* l) {
   const int reach = t.last + 1 - from < kSpan ? t.last + 1 - from : kSpan;
@@ -191,6 +201,12 @@ void attend_span(AttentionTile& t, int from, float* m, float* l) {
     Steps::soften(t, r, from, own < reach ? (own > 0 ? own : 0) : reach, span, m[r], l[r]);
   }
   each_tile<Steps::kTile>(t.rows, 0, [&]<int R>(int row) { Steps::template weigh<R>(t, row, from, reach); });
+  if (!Steps::kZeroTimesNan) return;
+  for (int r = 0; r < t.rows; ++r) {
+    const int own = t.positions[r] + 1 - from;
+    if (own > 0 && own < reach && !all_finite(t.span_out[r], t.c->kv.value_width()))
+      Steps::template weigh<1>(t, r, from, own);
+  }
 }
 
 inline void finish(const AttentionTile& t) {

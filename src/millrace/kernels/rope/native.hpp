@@ -5,8 +5,6 @@
 #pragma once
 namespace millrace::MILLRACE_ISA {
 
-constexpr int kMaxHeadDim = 512;
-
 inline void rotate(float* x, const float* table, int64_t head_dim) {
   const int64_t half = head_dim / 2;
   for (int64_t d = 0; d < half; d += 16) {
