@@ -58,3 +58,26 @@ def test_pull_of_what_is_here(millrace: Millrace) -> None:
     told = json.loads(millrace("pull", "tiny", "--json").out)
     assert told["name"] == "tiny" and told["bytes"] > 1 << 20
     assert "tiny: " in millrace("pull", "tiny").err
+
+
+def test_the_list_says_which_model_in_which_precision(millrace: Millrace) -> None:
+    for precision in ("w8a8", "bf16"):
+        assert (
+            millrace("generate", "tiny", "Once", "--max-tokens", "1", "--tune", "0", "--precision", precision).code == 0
+        )
+    listed = json.loads(millrace("list", "--json").out)
+    assert [(e["model"], e["precision"]) for e in listed] == [("tiny", "bf16"), ("tiny", "w8a8")]
+    shown = millrace("list").out.splitlines()
+    assert shown[0].split() == ["model", "precision", "size", "used", "engine"]
+    assert shown[1].split()[:2] == ["tiny", "bf16"] and listed[0]["name"] in shown[1] and "ago" in shown[1]
+    (Path(listed[0]["folder"]) / "manifest.json").write_text("{}")
+    assert "unreadable" in millrace("list").out
+    removed = json.loads(millrace("rm", "tiny", "--json").out)
+    assert {e["name"] for e in removed} == {e["name"] for e in listed} and json.loads(
+        millrace("list", "--json").out
+    ) == []
+
+
+def test_a_misspelt_model_is_suggested(millrace: Millrace) -> None:
+    for command in (["serve", "tinny"], ["generate", "tinny", "Once"], ["chat", "Tiny"]):
+        millrace(*command).assert_mistake("there is no model", 'did you mean "tiny"?')

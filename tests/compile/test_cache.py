@@ -119,18 +119,31 @@ def test_removing(tmp_path: Path) -> None:
     cache = EngineCache(tmp_path)
     get(cache, "tiny", "key")
     (entry,) = cache.entries()
-    assert entry.nbytes == MIB + 2 and cache.remove(entry.name) == entry and cache.entries() == []
+    assert entry.nbytes == MIB + 2 and cache.remove([entry.name]) == [entry] and cache.entries() == []
     with pytest.raises(ConfigError, match="the cache is empty"):
-        cache.remove(entry.name)
+        cache.remove([entry.name])
+
+
+def test_a_models_name_means_all_its_engines(tmp_path: Path) -> None:
+    cache = EngineCache(tmp_path)
+    for key in "ab":
+        get(cache, "tiny", key)
+    get(cache, "tiny-chat", "a")
+    assert sorted(e.model for e in cache.entries()) == ["tiny", "tiny", "tiny-chat"]
+    with pytest.raises(ConfigError, match='did you mean "tiny"'):
+        cache.remove(["tiny", "tinny"])
+    assert len(cache.entries()) == 3, "all or none"
+    assert len(cache.remove(["tiny", *(e.name for e in cache.entries() if e.model == "tiny")])) == 2, "each once"
+    assert [e.model for e in cache.entries()] == ["tiny-chat"]
 
 
 def test_an_engine_in_use_stays(tmp_path: Path) -> None:
     cache = EngineCache(tmp_path, limit_bytes=MIB)
     with cache.get_or_build("used", "key", write) as (folder, _):
         (entry,) = cache.entries()
-        for forbidden in (lambda: cache.check([entry.name]), lambda: cache.remove(entry.name)):
+        for name in (entry.name, entry.model):
             with pytest.raises(ConfigError, match=f'"{entry.name}" is in use'):
-                forbidden()
+                cache.remove([name])
         get(cache, "other", "key", write)  # the limit is for one of them only
         assert names(cache) == ["other", "used"] and (folder / "weights.bin").is_file()
     get(cache, "third", "key", write)
@@ -152,10 +165,10 @@ def test_a_hold_of_another_process_ends_with_it_even_if_it_is_killed(tmp_path: P
     process.start()
     assert held.wait(60)
     with pytest.raises(ConfigError, match="is in use"):
-        cache.remove(folder.name)
+        cache.remove([folder.name])
     process.kill()
     process.join()
-    assert cache.remove(folder.name).folder == folder
+    assert [e.folder for e in cache.remove([folder.name])] == [folder]
 
 
 @contextmanager

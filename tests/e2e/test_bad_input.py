@@ -120,9 +120,9 @@ def test_checkpoints(checkpoint: Path, tmp_path: Path, damage: Callable[[Path], 
 
 ARGUMENTS: list[tuple[dict[str, Any], type[MillraceError], list[str]]] = [
     ({"max_context": 513}, ConfigError, ["513", "1 to 512"]),
-    ({"max_context": 0}, ConfigError, ["max-context", "at least 1"]),
-    ({"max_batch": 0}, ConfigError, ["max-batch"]),
-    ({"max_batch": None}, ConfigError, ["max-batch"]),
+    ({"max_context": 0}, ConfigError, ["max_context", "at least 1"]),
+    ({"max_batch": 0}, ConfigError, ["max_batch"]),
+    ({"max_batch": None}, ConfigError, ["max_batch"]),
     ({"precision": "int3"}, ConfigError, ["int3", "w4a8"]),
     ({"precision": {"lm_head": "bf16"}}, ConfigError, ["default"]),
     ({"precision": {"default": "fp8"}}, ConfigError, ["fp8"]),
@@ -132,8 +132,8 @@ ARGUMENTS: list[tuple[dict[str, Any], type[MillraceError], list[str]]] = [
     ({"threads": 0}, ConfigError, ["threads"]),
     ({"threads": "2"}, ConfigError, ["threads", "a number"]),
     ({"kv_memory": "plenty"}, ConfigError, ["plenty", "512M"]),
-    ({"kv_memory": "200K"}, MachineError, ["tokens", "max-context 192"]),
-    ({"kv_memory": "900T"}, MachineError, ["available", "kv-memory"]),
+    ({"kv_memory": "200K"}, MachineError, ["tokens", "max_context=192"]),
+    ({"kv_memory": "900T"}, MachineError, ["available", "kv_memory"]),
 ]
 
 

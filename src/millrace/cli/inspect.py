@@ -52,7 +52,7 @@ def find(name: str, cache: EngineCache) -> Path:
         return path
     entries = cache.entries()
     for entry in entries:
-        if name in (entry.name, entry.name.rpartition("-")[0]):
+        if name in (entry.name, entry.model):
             return entry.folder
     if path.is_dir():
         raise EngineError(f"{path} has no {MANIFEST}", "an engine folder", f"build it: millrace build {name} -o ENGINE")

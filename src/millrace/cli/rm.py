@@ -8,8 +8,9 @@ from millrace.compile.cache import EngineCache
 from millrace.env import Env
 
 EPILOG = """\b
-Example:
-  millrace rm tiny-0123456789ab"""
+Examples:
+  millrace rm tiny                 every engine of tiny
+  millrace rm tiny-0123456789ab    this one"""
 
 
 @click.command(epilog=EPILOG)
@@ -17,10 +18,8 @@ Example:
 @json_option
 @click.pass_obj
 def command(env: Env, names: tuple[str, ...], as_json: bool) -> None:
-    """Remove engines from the cache, by the names that `millrace list` shows."""
-    cache = EngineCache(env.cache)
-    cache.check(names)
-    removed = [cache.remove(name) for name in names]
+    """Remove engines from the cache: one by its name, or all of a model, as `millrace list` shows them."""
+    removed = EngineCache(env.cache).remove(names)
     if as_json:
         print_json([{"name": e.name, "bytes": e.nbytes} for e in removed])
     for entry in () if as_json else removed:

@@ -18,10 +18,15 @@ DEFAULT_LIMIT = 50 << 30
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    name: str
+    name: str  # of the folder: the model's, and a digest of what it was built from
     folder: Path
     nbytes: int
     last_used: float  # seconds since the epoch
+
+    @property
+    def model(self) -> str:
+        """As it was named when it was built; spelt for a folder."""
+        return self.name.rpartition("-")[0]
 
 
 class EngineCache:
@@ -63,23 +68,26 @@ class EngineCache:
                 found.append(CacheEntry(folder.name, folder, nbytes, folder.stat().st_mtime))
         return sorted(found, key=lambda e: -e.last_used)
 
-    def check(self, names: Iterable[str]) -> None:
-        """raises ConfigError where one of them is not there, or in use"""
-        entries = {e.name: e.folder for e in self.entries()}
-        for name in names:
-            if name not in entries:
-                expected = nearest(name, entries) if entries else "the cache is empty"
-                raise ConfigError(f'the cache has no engine "{name}"', expected, "name one that `millrace list` shows")
-            if in_use(entries[name]):
-                raise _in_use(name)
+    def named(self, name: str) -> list[CacheEntry]:
+        """The engine of that name, or all engines of the model. raises ConfigError where there is none"""
+        entries = self.entries()
+        found = [e for e in entries if e.name == name] or [e for e in entries if e.model == name]
+        if not found:
+            known = {e.name for e in entries} | {e.model for e in entries}
+            expected = nearest(name, known) if known else "the cache is empty"
+            raise ConfigError(f'the cache has no engine "{name}"', expected, "name one that `millrace list` shows")
+        return found
 
-    def remove(self, name: str) -> CacheEntry:
-        """raises ConfigError where there is no such engine, or a process has it open"""
-        self.check([name])
-        entry = next(e for e in self.entries() if e.name == name)
-        if not remove(entry.folder):
-            raise _in_use(name)
-        return entry
+    def remove(self, names: Iterable[str]) -> list[CacheEntry]:
+        """Those that these names mean: all of them, or none where one is not there or in use. raises ConfigError"""
+        entries = list({e.name: e for name in names for e in self.named(name)}.values())
+        for entry in entries:
+            if in_use(entry.folder):
+                raise _in_use(entry.name)
+        for entry in entries:
+            if not remove(entry.folder):  # somebody opened it just now
+                raise _in_use(entry.name)
+        return entries
 
     def _build(self, folder: Path, build: Callable[[Path], object]) -> tuple[Hold, bool]:
         try:

@@ -15,7 +15,7 @@ from millrace.engine.engine import Engine
 from millrace.engine.manifest import FORMAT, MANIFEST
 from millrace.engine.native import KV_CACHE_DTYPES, NativeExecutor
 from millrace.env import Env
-from millrace.errors import CheckpointError, ConfigError
+from millrace.errors import CheckpointError, ConfigError, nearest
 from millrace.kernels.identity import kernels_digest
 from millrace.machine.cpu import memory, usable_cores
 from millrace.runtime.budget import TokenBudget
@@ -121,6 +121,12 @@ def model_folder(model: str, env: Env, progress: Progress | None = None) -> tupl
         return path.resolve().name, path
     if is_gguf(path):
         return path.stem, path
+    if "/" not in model and not path.exists():  # neither a path that anybody wrote out, nor a hub id
+        names = [folder.name for folder in BUNDLED.iterdir() if folder.is_dir()]
+        raise CheckpointError(
+            f'there is no model "{model}"', "a folder, a GGUF file, a hub id org/name, or " + nearest(model, names),
+            "check the spelling",
+        )  # fmt: skip
     from millrace.checkpoint.hub import resolve
 
     def downloading(done: int, total: int) -> None:
