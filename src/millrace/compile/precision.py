@@ -109,9 +109,19 @@ def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> 
         rounded[matrix.dtype, precision] = rounded.get((matrix.dtype, precision), 0) + 1
     return tuple(
         f"{n} of {len(stored)} matrices are stored as {dtype.upper()} and rounded again, from their exact values, "
-        f"to {precision}" + (f" with groups of {chosen.group}" if precision.quantised else "") + _why(dtype, precision)
+        f"to {precision}"
+        + (f" with groups of {chosen.group}" if precision.quantised else "")
+        + f" ({_WORDS[precision]})"
+        + _why(dtype, precision)
         for (dtype, precision), n in rounded.items()
     )
+
+
+_WORDS = {
+    Precision.BF16: "16-bit floats", Precision.W8A8: "8-bit weights and activations",
+    Precision.W8A16: "8-bit weights, 16-bit activations", Precision.W4A8: "4-bit weights, 8-bit activations",
+    Precision.W4A16: "4-bit weights, 16-bit activations",
+}  # fmt: skip
 
 
 def _why(dtype: str, precision: Precision) -> str:
@@ -119,7 +129,7 @@ def _why(dtype: str, precision: Precision) -> str:
     if precision.quantised and precision.bits == 4:
         return "; w8a8 would stay closer"
     if precision.quantised and dtype in _AFFINE:
-        return ": its minimum per group does not fit into w4a8, which is half the size and answers worse"
+        return ": w4a8, half the size, has no room for its minimum per group and would answer worse"
     return ""
 
 

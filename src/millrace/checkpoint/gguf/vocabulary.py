@@ -82,7 +82,8 @@ def read_specials(keys: Keys) -> Specials:
     types = _types(keys, tokens)
     found = [i for i, text in enumerate(tokens) if types[i] == _CONTROL and text in _ENDS and i not in eos]
     shown = ", ".join(tokens[i] for i in found)
-    notes = (f"taken as ends of a turn by their names, as llama.cpp does: {shown}",) if found else ()
+    note = f"{shown} ends an answer too: the file does not say so, but the name does, and llama.cpp takes it so"
+    notes = (note,) if found else ()
     return Specials(bos, tuple(dict.fromkeys([*eos, *found])), notes)
 
 
