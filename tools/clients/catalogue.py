@@ -20,4 +20,19 @@ class Client:
     gaps: Mapping[str, str] = field(default_factory=dict)
 
 
-CLIENTS: Mapping[str, Client] = {}
+CLIENTS: Mapping[str, Client] = {
+    "openai": Client(("openai==3.54.0",), {"tools": TOOLS, "structured output": SCHEMA, "responses": RESPONSES}),
+    "litellm": Client(("litellm==1.106.2", "mcp==2.3.0"), {"tools": TOOLS}),
+    "langchain": Client(("langchain-openai==1.7.3",), {"tools": TOOLS, "structured output": SCHEMA}),
+    "llama-index": Client(("llama-index-llms-openai-like==0.8.1",)),
+    "instructor": Client(("instructor==1.17.0",), {"tools": TOOLS, "json_schema": SCHEMA}),
+    "pydantic-ai": Client(("pydantic-ai-slim[openai]==2.68.0",), {"tools": TOOLS}),
+    "smolagents": Client(("smolagents[openai]==1.26.0",), {"tools": TOOLS}),
+    "openai-agents": Client(("openai-agents==0.24.0",), {"tools": TOOLS}),
+    "llm": Client(("llm==0.36",), {"schema": SCHEMA}),
+    "dspy": Client(("dspy==3.4.1",)),
+    # with the small build of torch: the plain name would fetch gigabytes of CUDA
+    "aiperf": Client(("torch==2.13.0", "aiperf==0.13.0")),
+    "guidellm": Client(("torch==2.13.0", "guidellm==0.8.1")),
+    "lm-eval": Client(("torch==2.13.0", "lm-eval[api]==0.4.13"), {"multiple choice": ECHO}),
+}
