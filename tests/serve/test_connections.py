@@ -60,6 +60,13 @@ def is_closed(raw: socket.socket, within_s: float) -> bool:
     return False
 
 
+def until_said(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    until_s = time.monotonic() + 20
+    while text not in caplog.text:
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
 @contextmanager
 def server_with(fake: Fake | None = None, **settings: object) -> Iterator[Running]:
     with running(fake, ServerSettings(port=0, **settings)) as server:  # type: ignore[arg-type]
@@ -228,10 +235,7 @@ def ask_for_much(raw: socket.socket) -> None:
 def test_a_reply_that_nobody_reads_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     with server_with(write_timeout_s=0.3) as server, connect(server, 4096) as raw:
         ask_for_much(raw)
-        until_s = time.monotonic() + 10
-        while "a reader took nothing" not in caplog.text:
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
+        until_said(caplog, "a reader took nothing")
         time.sleep(0.2)
         with pytest.raises(ConnectionResetError):  # at once, whatever lies in the buffers
             for _ in range(100_000):
@@ -254,22 +258,19 @@ def test_replies_that_nobody_reads_are_bounded_together(caplog: pytest.LogCaptur
         readers = [stack.enter_context(connect(server, 4096)) for _ in range(4)]
         for raw in readers:
             ask_for_much(raw)
-        until_s = time.monotonic() + 20
-        while "hold too much memory" not in caplog.text:
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
+        until_said(caplog, "hold too much memory")
         assert post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
         assert is_closed(readers[0], 10)
 
 
-def test_a_stream_that_nobody_reads_is_reset() -> None:
+def test_a_stream_that_nobody_reads_is_reset(caplog: pytest.LogCaptureFixture) -> None:
     wide = limits(vocab_size=VOCABULARY, max_sequences=32, max_context=1024, n_pages=8192)
     with server_with(Fake(limits=wide), write_timeout_s=0.3) as server, connect(server, 4096) as raw:
         body = {"prompt": "a", "max_tokens": 900, "n": 31, "stream": True, "logprobs": 20}
         content = json.dumps(body).encode()
         raw.sendall(START + b"content-length: %d\r\n\r\n" % len(content) + content)
-        server.wait_until_idle(20)
-        time.sleep(0.7)
+        until_said(caplog, "a reader took nothing")
+        server.wait_until_idle()
         with pytest.raises(ConnectionResetError):
             for _ in range(1_000_000):
                 assert raw.recv(4096)

@@ -28,10 +28,12 @@ from millrace.serve.replies import (
     DetokenizeReply,
     EngineVersionReply,
     HealthReply,
+    LoadReply,
     MetadataReply,
     ModelCard,
     ModelList,
     TokenizeReply,
+    TokenizerInfoReply,
     VersionReply,
 )
 from millrace.serve.serving import LARGE_BODY, Serving
@@ -70,12 +72,16 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _post("/v1/tokenize", tokenize, "The same as /tokenize", TokenizeRequest, TokenizeReply),
     _post("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, DetokenizeReply),
     _post("/v1/detokenize", detokenize, "The same as /detokenize", DetokenizeRequest, DetokenizeReply),
+    _get("/tokenizer_info", management.tokenizer_info, "Special tokens and template", TokenizerInfoReply, True),
     _get("/v1/models", management.models, "The model and its aliases", ModelList, protected=True),
     _get("/v1/models/{model}", management.model, "One model", ModelCard, protected=True),
     _get("/v1/metadata", management.metadata, "Model, engine and licence", MetadataReply, protected=True),
     _get("/v1/health/live", management.live, "Does the process answer?", HealthReply),
     _get("/v1/health/ready", management.ready, "May requests be sent? 503: not now", HealthReply),
     _get("/health", management.health, "Does the engine work? 503: no", None),
+    _get("/ping", management.health, "The same as /health", None),
+    Endpoint(Operation("POST", "/ping", "The same as /health", False, None, ()), asked=management.health),
+    _get("/load", management.load, "Requests that are being answered", LoadReply),
     _get("/v1/metrics", management.metrics, "Prometheus metrics", None),
     _get("/metrics", management.metrics, "The same as /v1/metrics", None),
     _get("/v1/version", management.version, "Release and API version", VersionReply),
@@ -94,7 +100,8 @@ def create_app(serving: Serving) -> ASGIApp:
     routes.append(_fixed("/openapi.json", schema, {"content-type": "application/json"}))
     headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": _DOCS_POLICY}
     routes.append(_fixed("/docs", page, headers))
-    app: ASGIApp = Edge(Router(routes, redirect_slashes=False, default=_nothing_there), serving)
+    paths = {endpoint.operation.path for endpoint in ENDPOINTS}
+    app: ASGIApp = Edge(Router(routes, redirect_slashes=False, default=_nothing_there), serving, paths)
     if serving.settings.cors_origins:
         app = _with_cors(app, serving.settings.cors_origins)
     return app
