@@ -226,7 +226,7 @@ def test_a_process_whose_owner_was_killed_ends_by_itself() -> None:
     request = {"messages": TALK, "add_generation_prompt": True, "extra": {}, "timeout_s": 0.1, "max_characters": 9}
     frames: list[dict[str, object]] = [{"memory_bytes": 2**29}, {"template": LOOP, "variables": {}}, request]
     ours, theirs = socket.socketpair()
-    with subprocess.Popen([sys.executable, "-P", str(WORKER)], stdin=theirs) as process:
+    with subprocess.Popen([sys.executable, "-P", str(WORKER)], stdin=theirs.fileno()) as process:
         theirs.close()
         with Connection(ours.detach()) as owner:
             for frame in frames:

@@ -18,7 +18,7 @@ from millrace.serve import server as server_module
 from millrace.serve.connections import MAX_HEAD_BYTES
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits
-from tests.serve.support import VOCABULARY, Fake, Running, post, running
+from tests.serve.support import VOCABULARY, Fake, Running, post, running, tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 START = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -226,13 +226,24 @@ def test_a_client_that_goes_on_after_its_refusal_is_cut_off(server: Running) -> 
         assert time.monotonic() - start_s < 5
 
 
+@pytest.fixture
+def much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of any medium text are very many."""
+    few = type(tokenizer())._encode
+    monkeypatch.setattr(
+        type(tokenizer()),
+        "_encode",
+        lambda self, text, special: [650] * 1_200_000 if len(text) > 512 else few(self, text, special),
+    )
+
+
 def ask_for_much(raw: socket.socket) -> None:
-    """Some 9 MB of reply, of which nothing is read: more than a socket's buffers take."""
-    content = json.dumps({"prompt": "\n \n a" * 150_000, "return_token_strs": True}).encode()
+    """Some 8 MB of reply, of which nothing is read: more than a socket's buffers take."""
+    content = json.dumps({"prompt": "a" * 600, "return_token_strs": True}).encode()
     raw.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
 
 
-def test_a_reply_that_nobody_reads_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reply_that_nobody_reads_is_given_up(much: None, caplog: pytest.LogCaptureFixture) -> None:
     with server_with(write_timeout_s=0.3) as server, connect(server, 4096) as raw:
         ask_for_much(raw)
         until_said(caplog, "a reader took nothing")
@@ -242,7 +253,7 @@ def test_a_reply_that_nobody_reads_is_given_up(caplog: pytest.LogCaptureFixture)
                 assert raw.recv(4096)
 
 
-def test_a_reader_that_is_slow_but_reads_gets_all() -> None:
+def test_a_reader_that_is_slow_but_reads_gets_all(much: None) -> None:
     with server_with(write_timeout_s=0.6) as server, connect(server, 65536) as raw:
         ask_for_much(raw)
         n, more = 0, True
@@ -250,10 +261,10 @@ def test_a_reader_that_is_slow_but_reads_gets_all() -> None:
             more = bool(got := raw.recv(400_000)) and not got.endswith(b"]}")
             n += len(got)
             time.sleep(0.02)
-        assert n > 5_000_000
+        assert n > 8_000_000
 
 
-def test_replies_that_nobody_reads_are_bounded_together(caplog: pytest.LogCaptureFixture) -> None:
+def test_replies_that_nobody_reads_are_bounded_together(much: None, caplog: pytest.LogCaptureFixture) -> None:
     with server_with(write_timeout_s=60, max_unread_bytes=8_000_000) as server, ExitStack() as stack:
         readers = [stack.enter_context(connect(server, 4096)) for _ in range(4)]
         for raw in readers:
@@ -274,3 +285,16 @@ def test_a_stream_that_nobody_reads_is_reset(caplog: pytest.LogCaptureFixture) -
         with pytest.raises(ConnectionResetError):
             for _ in range(1_000_000):
                 assert raw.recv(4096)
+
+
+def test_requests_behind_each_other_in_one_packet(server: Running) -> None:
+    one = b"GET /v1/health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+    with connect(server) as raw:
+        raw.sendall(one * 3 + b"GET /v1/health/live HTTP/1.1\r\nconnection: close\r\nhost: x\r\n\r\n")
+        assert everything(raw).count(b"HTTP/1.1 200") == 4
+    with connect(server) as raw:  # the second is refused, and what follows it is not read
+        raw.sendall(one)
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+        raw.sendall(b"GET / HTTP/1.1\r\na: " + b"b" * MAX_HEAD_BYTES + b"\r\n\r\n" + one * 2)
+        said = everything(raw)
+        assert said.count(b"HTTP/1.1") == 1 and said.startswith(b"HTTP/1.1 431")

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import re
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -283,6 +285,50 @@ def test_the_document_covers_every_route_and_field(server: Running) -> None:
             assert set(properties) == set(reply.__struct_fields__) and issubclass(reply, msgspec.Struct)
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert references <= set(document["components"]["schemas"])
+
+
+@pytest.mark.parametrize("keys", [(), ("secret",)])
+def test_every_example_of_the_document_runs(keys: tuple[str, ...]) -> None:
+    with running(Fake(aliases=("it's/an alias",)), ServerSettings(port=0, api_keys=keys)) as server:
+        document = httpx.get(server.url + "/openapi.json").json()
+        for path, methods in document["paths"].items():
+            for described in methods.values():
+                (sample,) = described["x-codeSamples"]
+                command = sample["source"].replace("{origin}", server.url)
+                assert ("authorization" in command) == bool(keys and described.get("security")), command
+                done = subprocess.run(
+                    ["bash", "-c", command.replace("curl ", "curl -s -f -S ", 1)],
+                    env={**os.environ, "KEY": "secret"}, capture_output=True, text=True, check=False,
+                )  # fmt: skip
+                assert done.returncode == 0, (command, done.stderr)
+                assert MODEL in command or described.get("requestBody") is None, path
+
+
+def test_the_document_says_defaults_and_ranges(server: Running) -> None:
+    """And says nothing else than what is checked: the bounds are taken, and what lies beyond is refused."""
+    schemas = httpx.get(server.url + "/openapi.json").json()["components"]["schemas"]
+    n_checked = 0
+    for name in ("ChatRequest", "CompletionRequest"):
+        chat = name == "ChatRequest"
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        asked = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+        assert schemas[name]["properties"]["temperature"]["default"] == 1.0
+        assert all(field.get("default", 0) is not None for field in schemas[name]["properties"].values())
+        for field, described in schemas[name]["properties"].items():
+            more = {"logprobs": True} if field == "top_logprobs" else {}
+            for key, beyond in (("minimum", -1), ("maximum", 1)):
+                bound = described.get(key)
+                if bound is None or field in ("n", "best_of"):  # n has an engine to fill
+                    continue
+                body = {"max_tokens": 1, **asked, **more}
+                if field == "max_completion_tokens":
+                    del body["max_tokens"]
+                inside = post(server.url, path, body | {field: bound})
+                assert inside.status_code == 200, (field, bound, inside.text)
+                outside = post(server.url, path, body | {field: bound + beyond if bound != 1e-9 else 0})
+                assert outside.status_code == 400 and field in outside.json()["error"]["message"], (field, outside.text)
+                n_checked += 1
+    assert n_checked > 30
 
 
 def test_the_page_needs_nobody_else(server: Running) -> None:

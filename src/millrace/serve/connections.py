@@ -151,8 +151,9 @@ class Connection(HttpToolsProtocol):
             self._reading, self._head_bytes, self.since_s = _Reading.HEAD, 0, time.monotonic()
 
     def on_headers_complete(self) -> None:
-        self._check_head(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
         if self._reading is _Reading.HEAD:
+            self._check_head(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
+        if self._reading is _Reading.HEAD:  # still: it was not refused
             self._reading = _Reading.BODY
             super().on_headers_complete()
 
