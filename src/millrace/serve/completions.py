@@ -28,8 +28,7 @@ async def completions(serving: Serving, call: Call, asked: CompletionRequest) ->
     """The response, or the stream that will be one. raises MillraceError"""
     call.log.model = model = serving.check_model(asked.model)
     params = completion_params(asked)
-    given = _prompts(asked.prompt)
-    _check_number(len(given) * params.n, serving)
+    given = _prompts(asked.prompt, params, serving)
     prompts = await _tokens(serving, given, params, asked.add_special_tokens is not False)
     if params.max_tokens is None:
         rest = serving.model.max_context - max(map(len, prompts))
@@ -144,10 +143,16 @@ class _Answer:
         return "" if self._echoes is None else self._echoes[choice // self._generation.params.n]
 
 
-def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The four ways to write prompts, as a list of texts and token-id lists."""
+def _prompts(
+    given: str | list[str | int | list[int]], params: SamplingParams, serving: Serving
+) -> list[str | list[int]]:
+    """The four ways to write prompts, as a list of texts and token-id lists. What is too long is not looked at."""
     if isinstance(given, str):
-        return [given]
+        given = [given]
+    is_one = bool(given) and isinstance(given[0], int)
+    _check_number((1 if is_one else len(given)) * params.n, serving)
+    if is_one:
+        check_context(len(given), params, serving.model.max_context, "prompt")
     texts = [p for p in given if isinstance(p, str)]
     lists = [p for p in given if isinstance(p, list)]
     ids = [p for p in given if isinstance(p, int)]
