@@ -1,6 +1,7 @@
 """Connections that send too much, too slowly or nothing, and readers that take nothing: the others are served."""
 
 import json
+import resource
 import select
 import socket
 import subprocess
@@ -11,11 +12,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace.serve import connections
 from millrace.serve import server as server_module
-from millrace.serve.connections import MAX_HEAD_BYTES
+from millrace.serve.connections import MAX_HEAD_BYTES, number_of_connections
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits
 from tests.serve.support import VOCABULARY, Fake, Running, post, running, tokenizer
@@ -161,6 +163,19 @@ def test_at_the_limit_of_busy_connections_a_new_one_is_told_at_once(caplog: pyte
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_connections"
         assert time.monotonic() - start_s < 1
     assert "new ones get a 503" in caplog.text
+
+
+def test_the_number_of_connections_follows_the_files(caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n_open = len(psutil.Process().open_files()) + psutil.Process().num_fds()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 200, hard))
+        assert 100 < number_of_connections(None) < n_open + 200
+        assert number_of_connections(7) == 7 and not caplog.text
+        assert number_of_connections(10_000) == number_of_connections(None)
+        assert "max_connections is 10000" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 LIMITED = """

@@ -28,13 +28,16 @@ MAX_CONNECTIONS = 4096  # where there are files for more
 log = logging.getLogger(__name__)
 
 
-def default_max_connections() -> int:
-    """As many as there are files left for, at most MAX_CONNECTIONS."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
+def number_of_connections(asked: int | None) -> int:
+    """As many as were asked for, or MAX_CONNECTIONS; fewer where there are no files left for so many."""
+    wanted, most_files = asked or MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most_files == resource.RLIM_INFINITY:
+        return wanted
     n_open = sum(1 for _ in Path("/dev/fd").iterdir())
-    return max(4, min(MAX_CONNECTIONS, most - n_open - RESERVED_FILES - MAX_REFUSED))
+    room = max(4, most_files - n_open - RESERVED_FILES - MAX_REFUSED)
+    if asked is not None and room < asked:
+        log.warning("max_connections is %d, but there are files for %d (raise `ulimit -n`)", asked, room)
+    return min(wanted, room)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ _STATUSES = {
     "422": "the chat template cannot render this",
     "429": "the queue is full; Retry-After says when to come back",
     "500": "the answer failed",
-    "503": "the server is shutting down, or its engine has stopped",
+    "503": "the server is shutting down, its engine has stopped, or it has no room for another large request",
 }
 
 
