@@ -162,6 +162,8 @@ def test_at_the_limit_of_busy_connections_a_new_one_is_told_at_once(caplog: pyte
         refused = httpx.get(server.url + "/health")
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_connections"
         assert time.monotonic() - start_s < 1
+        silent = stack.enter_context(connect(server))
+        assert is_closed(silent, 3), "what is over the limit is not waited for"
     assert "new ones get a 503" in caplog.text
 
 
@@ -300,6 +302,19 @@ def test_a_stream_that_nobody_reads_is_reset(caplog: pytest.LogCaptureFixture) -
         with pytest.raises(ConnectionResetError):
             for _ in range(1_000_000):
                 assert raw.recv(4096)
+
+
+def test_a_head_behind_a_long_body_is_counted_alone(server: Running) -> None:
+    """The packet that ends a body of 60 kB begins the next head, which comes in several."""
+    content = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * 60_000}).encode()
+    first = START + b"content-length: %d\r\n\r\n" % len(content) + content
+    with connect(server) as raw:
+        raw.sendall(first + b"GET /v1/health/live HTTP/1.1\r\nhost: x\r\n")
+        for i in range(5):
+            time.sleep(0.02)
+            raw.sendall(b"x-%d: " % i + b"a" * 8000 + b"\r\n")
+        raw.sendall(b"connection: close\r\n\r\n")
+        assert everything(raw).count(b"HTTP/1.1 200") == 2
 
 
 def test_requests_behind_each_other_in_one_packet(server: Running) -> None:
