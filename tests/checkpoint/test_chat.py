@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace.checkpoint import chat
@@ -226,7 +227,7 @@ def test_a_process_whose_owner_was_killed_ends_by_itself() -> None:
     request = {"messages": TALK, "add_generation_prompt": True, "extra": {}, "timeout_s": 0.1, "max_characters": 9}
     frames: list[dict[str, object]] = [{"memory_bytes": 2**29}, {"template": LOOP, "variables": {}}, request]
     ours, theirs = socket.socketpair()
-    with subprocess.Popen([sys.executable, "-P", str(WORKER)], stdin=theirs) as process:
+    with subprocess.Popen([sys.executable, "-P", str(WORKER)], stdin=theirs.fileno()) as process:
         theirs.close()
         with Connection(ours.detach()) as owner:
             for frame in frames:
@@ -249,6 +250,34 @@ def test_it_is_closed_in_the_middle_of_a_rendering() -> None:
             rendering.result(2)
     assert template.render(TALK) == "done", "closed is not the end"
     template.close()
+
+
+def test_processes_end_with_a_server_that_is_killed() -> None:
+    """Both kinds: each reads the end of its connection, and no process holds that of another open."""
+    code = (
+        "import os, sys; sys.path[:0] = ['src'];"
+        "from millrace.checkpoint.chat import ChatTemplate;"
+        "from millrace.checkpoint.tokenizer_process import TokenizerProcess;"
+        "from millrace.runtime.open import BUNDLED;"
+        "chats = [ChatTemplate('x', {}) for _ in range(2)]; [c.render([{'role': 'user'}]) for c in chats];"
+        "text = TokenizerProcess(BUNDLED / 'tiny'); text.encode('Once', True);"
+        "print(*(one._worker.process.process.pid for one in (*chats, text)), flush=True); os.kill(os.getpid(), 9)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, check=False, timeout=60)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL and len(pids) == 3, done.stderr
+    until_s = time.monotonic() + 30
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_without_a_standard_input() -> None:

@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace.serve.fields import known_names
-from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from millrace.serve.protocol import IGNORED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import MODEL, Fake, Running, post, running
 
@@ -65,6 +65,12 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [  # path, body, 
     (CHAT, chat(max_new_tokens=3), "max_new_tokens", 'unknown field "max_new_tokens"; expected: did you mean "max_'),
     (CHAT, chat(temprature=3), "temprature", 'did you mean "temperature"?'),
     (CHAT, chat(tools=[{"type": "function"}]), "tools", "tools is not supported yet"),
+    (CHAT, chat(tool_choice="auto", tools=[{"type": "function"}]), "tools", "tools is not supported yet"),
+    (CHAT, chat(function_call="auto", functions=[{}]), "functions", "functions is not supported yet"),
+    (CHAT, chat(reasoning_efort="low"), "reasoning_efort", 'did you mean "reasoning_effort"?'),
+    (CHAT, chat(num_predict=3), "num_predict", 'did you mean "max_tokens"?'),
+    (CHAT, chat(options={"num_predict": 3}), "options", "options is not supported yet"),
+    (CHAT, chat(do_sample=False), "do_sample", 'unknown field "do_sample"'),
     (CHAT, chat(tool_choice="auto"), "tool_choice", "not supported yet"),
     (CHAT, chat(functions=[{}]), "functions", "not supported yet"),
     (CHAT, chat(response_format={"type": "json_object"}), "response_format", 'or send {"type":"text"}'),
@@ -168,6 +174,35 @@ def test_wrong_paths_methods_and_types(server: Running) -> None:
     check(httpx.delete(server.url + "/v1/models"), 405, "DELETE")
     check(httpx.post(server.url + TEXT, data={"prompt": "a"}), 415, "application/x-www-form-urlencoded")
     check(post(server.url, TEXT, text(model="gpt-9")), 404, 'the model "gpt-9" does not exist', "model")
+
+
+PATHS = {"/chat/completions": CHAT, "/completions": TEXT, "/models": "/v1/models", "/v1/v1/completions": TEXT}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_base_url_without_v1_is_told_the_path(server: Running, path: str) -> None:
+    reply = httpx.get(server.url + path) if path == "/models" else post(server.url, path, chat())
+    check(reply, 404, f'expected: "{PATHS[path]}"; to mend: end the base URL of the client with /v1')
+
+
+@pytest.mark.parametrize("path, body", [(CHAT, chat()), (TEXT, text())])
+def test_fields_of_other_servers_are_named(server: Running, path: str, body: dict[str, object]) -> None:
+    plain = post(server.url, path, body | {"seed": 1, "user": "me"})
+    assert plain.status_code == 200 and "x-millrace-ignored" not in plain.headers
+    more = {"reasoning_effort": "low", "verbosity": "high", "num_ctx": 4096, "keep_alive": "5m", "think": None}
+    reply = post(server.url, path, body | {"seed": 1} | more)
+    assert (
+        reply.status_code == 200
+        and reply.headers["x-millrace-ignored"] == "keep_alive, num_ctx, reasoning_effort, verbosity"
+    )
+    assert reply.json()["choices"] == plain.json()["choices"]
+
+
+def test_every_field_of_others_is_accepted_alone(server: Running) -> None:
+    everything = {name: {"any": ["value"]} for name in IGNORED}
+    for path, body in ((CHAT, chat()), (TEXT, text())):
+        reply = post(server.url, path, body | everything)
+        assert reply.status_code == 200 and reply.headers["x-millrace-ignored"].split(", ") == sorted(IGNORED)
 
 
 def test_request_ids_are_kept_when_sane(server: Running) -> None:

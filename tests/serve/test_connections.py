@@ -1,6 +1,7 @@
 """Connections that send too much, too slowly or nothing, and readers that take nothing: the others are served."""
 
 import json
+import resource
 import select
 import socket
 import subprocess
@@ -11,14 +12,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace.serve import connections
 from millrace.serve import server as server_module
-from millrace.serve.connections import MAX_HEAD_BYTES
+from millrace.serve.connections import MAX_HEAD_BYTES, number_of_connections
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits
-from tests.serve.support import VOCABULARY, Fake, Running, post, running
+from tests.serve.support import VOCABULARY, Fake, Running, post, running, tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 START = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -58,6 +60,13 @@ def is_closed(raw: socket.socket, within_s: float) -> bool:
             except ConnectionResetError:
                 return True
     return False
+
+
+def until_said(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    until_s = time.monotonic() + 20
+    while text not in caplog.text:
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -153,7 +162,22 @@ def test_at_the_limit_of_busy_connections_a_new_one_is_told_at_once(caplog: pyte
         refused = httpx.get(server.url + "/health")
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_connections"
         assert time.monotonic() - start_s < 1
+        silent = stack.enter_context(connect(server))
+        assert is_closed(silent, 3), "what is over the limit is not waited for"
     assert "new ones get a 503" in caplog.text
+
+
+def test_the_number_of_connections_follows_the_files(caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n_open = len(psutil.Process().open_files()) + psutil.Process().num_fds()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 200, hard))
+        assert 100 < number_of_connections(None) < n_open + 200
+        assert number_of_connections(7) == 7 and not caplog.text
+        assert number_of_connections(10_000) == number_of_connections(None)
+        assert "max_connections is 10000" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 LIMITED = """
@@ -219,26 +243,34 @@ def test_a_client_that_goes_on_after_its_refusal_is_cut_off(server: Running) -> 
         assert time.monotonic() - start_s < 5
 
 
+@pytest.fixture
+def much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of any medium text are very many."""
+    few = type(tokenizer())._encode
+    monkeypatch.setattr(
+        type(tokenizer()),
+        "_encode",
+        lambda self, text, special: [650] * 1_200_000 if len(text) > 512 else few(self, text, special),
+    )
+
+
 def ask_for_much(raw: socket.socket) -> None:
-    """Some 9 MB of reply, of which nothing is read: more than a socket's buffers take."""
-    content = json.dumps({"prompt": "\n \n a" * 150_000, "return_token_strs": True}).encode()
+    """Some 8 MB of reply, of which nothing is read: more than a socket's buffers take."""
+    content = json.dumps({"prompt": "a" * 600, "return_token_strs": True}).encode()
     raw.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
 
 
-def test_a_reply_that_nobody_reads_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reply_that_nobody_reads_is_given_up(much: None, caplog: pytest.LogCaptureFixture) -> None:
     with server_with(write_timeout_s=0.3) as server, connect(server, 4096) as raw:
         ask_for_much(raw)
-        until_s = time.monotonic() + 10
-        while "a reader took nothing" not in caplog.text:
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
+        until_said(caplog, "a reader took nothing")
         time.sleep(0.2)
         with pytest.raises(ConnectionResetError):  # at once, whatever lies in the buffers
             for _ in range(100_000):
                 assert raw.recv(4096)
 
 
-def test_a_reader_that_is_slow_but_reads_gets_all() -> None:
+def test_a_reader_that_is_slow_but_reads_gets_all(much: None) -> None:
     with server_with(write_timeout_s=0.6) as server, connect(server, 65536) as raw:
         ask_for_much(raw)
         n, more = 0, True
@@ -246,30 +278,53 @@ def test_a_reader_that_is_slow_but_reads_gets_all() -> None:
             more = bool(got := raw.recv(400_000)) and not got.endswith(b"]}")
             n += len(got)
             time.sleep(0.02)
-        assert n > 5_000_000
+        assert n > 8_000_000
 
 
-def test_replies_that_nobody_reads_are_bounded_together(caplog: pytest.LogCaptureFixture) -> None:
+def test_replies_that_nobody_reads_are_bounded_together(much: None, caplog: pytest.LogCaptureFixture) -> None:
     with server_with(write_timeout_s=60, max_unread_bytes=8_000_000) as server, ExitStack() as stack:
         readers = [stack.enter_context(connect(server, 4096)) for _ in range(4)]
         for raw in readers:
             ask_for_much(raw)
-        until_s = time.monotonic() + 20
-        while "hold too much memory" not in caplog.text:
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
+        until_said(caplog, "hold too much memory")
         assert post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
         assert is_closed(readers[0], 10)
 
 
-def test_a_stream_that_nobody_reads_is_reset() -> None:
+def test_a_stream_that_nobody_reads_is_reset(caplog: pytest.LogCaptureFixture) -> None:
     wide = limits(vocab_size=VOCABULARY, max_sequences=32, max_context=1024, n_pages=8192)
     with server_with(Fake(limits=wide), write_timeout_s=0.3) as server, connect(server, 4096) as raw:
         body = {"prompt": "a", "max_tokens": 900, "n": 31, "stream": True, "logprobs": 20}
         content = json.dumps(body).encode()
         raw.sendall(START + b"content-length: %d\r\n\r\n" % len(content) + content)
-        server.wait_until_idle(20)
-        time.sleep(0.7)
+        until_said(caplog, "a reader took nothing")
+        server.wait_until_idle()
         with pytest.raises(ConnectionResetError):
             for _ in range(1_000_000):
                 assert raw.recv(4096)
+
+
+def test_a_head_behind_a_long_body_is_counted_alone(server: Running) -> None:
+    """The packet that ends a body of 60 kB begins the next head, which comes in several."""
+    content = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * 60_000}).encode()
+    first = START + b"content-length: %d\r\n\r\n" % len(content) + content
+    with connect(server) as raw:
+        raw.sendall(first + b"GET /v1/health/live HTTP/1.1\r\nhost: x\r\n")
+        for i in range(5):
+            time.sleep(0.02)
+            raw.sendall(b"x-%d: " % i + b"a" * 8000 + b"\r\n")
+        raw.sendall(b"connection: close\r\n\r\n")
+        assert everything(raw).count(b"HTTP/1.1 200") == 2
+
+
+def test_requests_behind_each_other_in_one_packet(server: Running) -> None:
+    one = b"GET /v1/health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+    with connect(server) as raw:
+        raw.sendall(one * 3 + b"GET /v1/health/live HTTP/1.1\r\nconnection: close\r\nhost: x\r\n\r\n")
+        assert everything(raw).count(b"HTTP/1.1 200") == 4
+    with connect(server) as raw:  # the second is refused, and what follows it is not read
+        raw.sendall(one)
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+        raw.sendall(b"GET / HTTP/1.1\r\na: " + b"b" * MAX_HEAD_BYTES + b"\r\n\r\n" + one * 2)
+        said = everything(raw)
+        assert said.count(b"HTTP/1.1") == 1 and said.startswith(b"HTTP/1.1 431")

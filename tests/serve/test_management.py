@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import re
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -27,7 +29,8 @@ HISTOGRAMS = (
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
     "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
     "request_inference_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_params_n",
-    "request_params_max_tokens", "iteration_tokens_total",
+    "request_max_num_generation_tokens", "request_time_per_output_token_seconds", "request_params_max_tokens",
+    "iteration_tokens_total",
 )  # fmt: skip
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -71,6 +74,10 @@ def test_metrics_count_what_was_asked_and_answered() -> None:
         assert grown("vllm:request_success_total", finished_reason="length") == 4
         assert grown("vllm:request_generation_tokens_sum") == 16 and grown("vllm:request_params_n_sum") == 4
         assert grown("vllm:request_params_max_tokens_sum") == 8
+        assert grown("vllm:request_max_num_generation_tokens_sum") == 3 + 5  # of the longest of each request's two
+        assert grown("vllm:request_time_per_output_token_seconds_count") == 2
+        decode_s = grown("vllm:request_decode_time_seconds_sum")
+        assert decode_s / 4 <= grown("vllm:request_time_per_output_token_seconds_sum") <= decode_s / 2
         assert grown("vllm:time_to_first_token_seconds_count") == grown("vllm:e2e_request_latency_seconds_count") == 2
         assert grown("vllm:request_queue_time_seconds_count") == 2
         assert grown("vllm:inter_token_latency_seconds_count") <= 12
@@ -185,6 +192,38 @@ def test_metadata_and_versions(server: Running) -> None:
     assert httpx.get(server.url + "/version").json() == {"version": reply["version"]}
 
 
+def test_metrics_of_the_process_and_of_http() -> None:
+    with running() as server:
+        post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        post(server.url, "/v1/completions", {})
+        httpx.get(server.url + "/nothing")
+        samples = metrics(server)
+        process = {name for name, _ in samples if name.startswith("process_")}
+        assert {"process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds"} <= process
+        counted = {
+            (labels["handler"], labels["method"], labels["status"]): n
+            for (name, pairs), n in samples.items()
+            if name == "http_requests_total" and (labels := dict(pairs))
+        }
+        assert counted["/v1/completions", "POST", "2xx"] == counted["/v1/completions", "POST", "4xx"] == 1
+        assert counted["other", "GET", "4xx"] == 1
+
+
+def test_vllms_small_endpoints() -> None:
+    with running(Fake(before_run=lambda step: time.sleep(0.02))) as server:
+        assert httpx.get(server.url + "/ping").status_code == httpx.post(server.url + "/ping").status_code == 200
+        assert httpx.get(server.url + "/load").json() == {"server_load": 0}
+        body = {"prompt": "a", "max_tokens": 100, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            assert next(lines) and httpx.get(server.url + "/load").json() == {"server_load": 1}
+        info = httpx.get(server.url + "/tokenizer_info").json()
+        named = server.model.tokenizer.special_token_strings
+        assert server.model.chat_template is not None
+        assert info["chat_template"] == server.model.chat_template.source and info["model_max_length"] == 512
+        assert named.items() <= info.items() and info["tokenizer_class"]
+
+
 def test_keys_protect_what_costs_and_leave_probes_open() -> None:
     with running(Fake(), ServerSettings(port=0, api_keys=("first", "zweiter-schlüssel"))) as server:
         body = {"prompt": "a", "max_tokens": 1}
@@ -203,7 +242,8 @@ def test_keys_protect_what_costs_and_leave_probes_open() -> None:
                     assert reply.json()["error"]["code"] == "invalid_api_key"
         open_paths = {e.operation.path for e in ENDPOINTS if not e.operation.protected}
         assert open_paths == {
-            "/v1/health/live", "/v1/health/ready", "/health", "/v1/metrics", "/metrics", "/v1/version", "/version",
+            "/v1/health/live", "/v1/health/ready", "/health", "/ping", "/load", "/v1/metrics", "/metrics",
+            "/v1/version", "/version",
         }  # fmt: skip
 
 
@@ -245,6 +285,50 @@ def test_the_document_covers_every_route_and_field(server: Running) -> None:
             assert set(properties) == set(reply.__struct_fields__) and issubclass(reply, msgspec.Struct)
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert references <= set(document["components"]["schemas"])
+
+
+@pytest.mark.parametrize("keys", [(), ("secret",)])
+def test_every_example_of_the_document_runs(keys: tuple[str, ...]) -> None:
+    with running(Fake(aliases=("it's/an alias",)), ServerSettings(port=0, api_keys=keys)) as server:
+        document = httpx.get(server.url + "/openapi.json").json()
+        for path, methods in document["paths"].items():
+            for described in methods.values():
+                (sample,) = described["x-codeSamples"]
+                command = sample["source"].replace("{origin}", server.url)
+                assert ("authorization" in command) == bool(keys and described.get("security")), command
+                done = subprocess.run(
+                    ["bash", "-c", command.replace("curl ", "curl -s -f -S ", 1)],
+                    env={**os.environ, "KEY": "secret"}, capture_output=True, text=True, check=False,
+                )  # fmt: skip
+                assert done.returncode == 0, (command, done.stderr)
+                assert MODEL in command or described.get("requestBody") is None, path
+
+
+def test_the_document_says_defaults_and_ranges(server: Running) -> None:
+    """And says nothing else than what is checked: the bounds are taken, and what lies beyond is refused."""
+    schemas = httpx.get(server.url + "/openapi.json").json()["components"]["schemas"]
+    n_checked = 0
+    for name in ("ChatRequest", "CompletionRequest"):
+        chat = name == "ChatRequest"
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        asked = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+        assert schemas[name]["properties"]["temperature"]["default"] == 1.0
+        assert all(field.get("default", 0) is not None for field in schemas[name]["properties"].values())
+        for field, described in schemas[name]["properties"].items():
+            more = {"logprobs": True} if field == "top_logprobs" else {}
+            for key, beyond in (("minimum", -1), ("maximum", 1)):
+                bound = described.get(key)
+                if bound is None or field in ("n", "best_of"):  # n has an engine to fill
+                    continue
+                body = {"max_tokens": 1, **asked, **more}
+                if field == "max_completion_tokens":
+                    del body["max_tokens"]
+                inside = post(server.url, path, body | {field: bound})
+                assert inside.status_code == 200, (field, bound, inside.text)
+                outside = post(server.url, path, body | {field: bound + beyond if bound != 1e-9 else 0})
+                assert outside.status_code == 400 and field in outside.json()["error"]["message"], (field, outside.text)
+                n_checked += 1
+    assert n_checked > 30
 
 
 def test_the_page_needs_nobody_else(server: Running) -> None:

@@ -1,5 +1,7 @@
 """The real `openai` client against a real server: everything that it can ask for, and its answers' exact shapes."""
 
+import json
+
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionTokenLogprob
@@ -172,9 +174,40 @@ def test_developer_is_the_template_s_system_and_parts_are_joined(server: Running
     assert count("developer", parts) == count("system", "be\nbrief")
 
 
-def test_unset_max_tokens_is_the_rest_of_the_context(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt="a", seed=1, extra_body={"ignore_eos": True})
-    assert answer.usage is not None and answer.usage.total_tokens == 512
+def test_unset_max_tokens(client: openai.OpenAI) -> None:
+    """16 for a text, or what is left; the rest of the context for a chat."""
+    to_the_end = {"ignore_eos": True}
+    for n_prompt, n_answer in ((1, 16), (496, 16), (500, 12), (511, 1)):
+        text = client.completions.create(model=MODEL, prompt=[5] * n_prompt, seed=1, extra_body=to_the_end)
+        assert text.usage is not None and text.usage.completion_tokens == n_answer
+    chat = client.chat.completions.create(model=MODEL, messages=HELLO, seed=1, extra_body=to_the_end)
+    assert chat.usage is not None and chat.usage.total_tokens == 512
+
+
+def test_usage_has_openais_details(client: openai.OpenAI) -> None:
+    usage = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2).usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    assert usage.completion_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == usage.completion_tokens_details.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_usage_in_every_event(server: Running, path: str) -> None:
+    """guidellm counts by it."""
+    asked = {"messages": HELLO} if "chat" in path else {"prompt": "a"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**asked, "max_tokens": 9, "seed": 1, "n": 2, "ignore_eos": True, "stream": True, "stream_options": options}
+    lines = post(server.url, path, body).text.splitlines()
+    *events, last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    for event in events:
+        usage = event["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        seen[event["choices"][0]["index"]].append(usage["completion_tokens"])
+    assert all(counts == sorted(counts) and counts[-1] == 9 for counts in seen.values()), seen
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 18
+    body["stream_options"] = {"include_usage": False, "continuous_usage_stats": True}  # as in vLLM: then none at all
+    assert '"usage"' not in post(server.url, path, body).text
 
 
 def test_models(client: openai.OpenAI) -> None:

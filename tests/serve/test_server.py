@@ -210,6 +210,27 @@ def test_one_text_line_a_request(server: Running) -> None:
     assert "GET /a%0Ab" in missing
 
 
+def test_the_log_says_why_a_request_was_refused(server: Running) -> None:
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(TextFormatter())
+    logger = logging.getLogger("millrace.serve.access")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        post(server.url, "/v1/completions", {"prompt": "a", "temperature": -1})
+        post(server.url, "/v1/completions", {"prompt": "a", 'x"\n\u001b[31m': 1})
+        post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 1, "num_ctx": 5, "verbosity": "low"})
+        time.sleep(0.05)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    range_, unknown, ignored = written.getvalue().splitlines()
+    assert "status=400" in range_ and 'error="invalid_value: temperature is -1' in range_
+    assert "\x1b" not in unknown and "unknown field" in unknown and len(unknown) < 400
+    assert "status=200" in ignored and "ignored=num_ctx,verbosity" in ignored
+
+
 def test_logging_is_put_back() -> None:
     logger = logging.getLogger("millrace")
     before = (list(logger.handlers), logger.level)

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -78,13 +79,29 @@ STARVING: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize("path, body, n", STARVING, ids=["texts", "messages", "ids"])
-def test_a_chat_stays_quick_beside_long_texts(served: Running, path: str, body: dict[str, Any], n: int) -> None:
+each_load = pytest.mark.parametrize("path, body, n", STARVING, ids=["texts", "messages", "ids"])
+
+
+def chats_s(server: Running, path: str, body: dict[str, Any], n: int) -> tuple[float, list[float]]:
+    """Of chats of 550 and of 2 characters: the slowest on an idle server, and all that came beside such a load."""
     medium, short = "ab " * 184, "hi"
-    idle_s = max(chat_s(served, content) for content in (medium, short) for _ in range(2))
-    with beside(served, path, body, n):
-        busy_s = [chat_s(served, content) for content in (medium, short) for _ in range(3)]
-    assert max(busy_s) < idle_s + 0.8, (idle_s, busy_s)
+    idle_s = max(chat_s(server, content) for content in (medium, short) for _ in range(2))
+    with beside(server, path, body, n):
+        return idle_s, [chat_s(server, content) for content in (medium, short) for _ in range(3)]
+
+
+@each_load
+def test_a_chat_does_not_wait_for_long_texts(served: Running, path: str, body: dict[str, Any], n: int) -> None:
+    """It took 13.6 s beside five such texts, and 2.9 s beside the messages."""
+    idle_s, busy_s = chats_s(served, path, body, n)
+    assert statistics.median(busy_s) < idle_s + 1, (idle_s, busy_s)  # the median: the machine may have other work
+
+
+@pytest.mark.timing
+@each_load
+def test_a_chat_stays_quick_beside_long_texts(served: Running, path: str, body: dict[str, Any], n: int) -> None:
+    idle_s, busy_s = chats_s(served, path, body, n)
+    assert max(busy_s) < idle_s + 0.5, (idle_s, busy_s)
 
 
 def test_what_cannot_fit_by_its_bytes_is_refused_before_it_is_tokenised(served: Running) -> None:
@@ -240,4 +257,4 @@ def test_a_client_that_goes_away_frees_the_process_of_its_text(served: Running) 
         httpx.post(served.url + "/tokenize", json={"prompt": "river " * 1_200_000}, timeout=0.3)
     start_s = time.monotonic()
     reply = httpx.post(served.url + "/tokenize", json={"prompt": "mill " * 30_000}, timeout=30)
-    assert reply.status_code == 200 and time.monotonic() - start_s < 5
+    assert reply.status_code == 200 and time.monotonic() - start_s < 10

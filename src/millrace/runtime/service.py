@@ -88,6 +88,11 @@ class RequestHandle:
         return tokens
 
     @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._made.prompt)
+
+    @property
     def timings(self) -> Timings:
         """Readings of the engine's clock; written by the engine thread while the request runs."""
         return self._made.timings

@@ -1,7 +1,7 @@
 """The table of routes, and the application made of it; the OpenAPI document comes from the same table."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from millrace.serve.chat import chat_completions
 from millrace.serve.completions import completions
 from millrace.serve.edge import Edge
 from millrace.serve.fields import decode, ignored_fields
-from millrace.serve.openapi import Operation, document
+from millrace.serve.openapi import About, Operation, document
 from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from millrace.serve.replies import (
     ChatChunk,
@@ -28,10 +28,12 @@ from millrace.serve.replies import (
     DetokenizeReply,
     EngineVersionReply,
     HealthReply,
+    LoadReply,
     MetadataReply,
     ModelCard,
     ModelList,
     TokenizeReply,
+    TokenizerInfoReply,
     VersionReply,
 )
 from millrace.serve.serving import LARGE_BODY, Serving
@@ -63,24 +65,42 @@ def _get(path: str, handler: Asked, summary: str, reply: type | None, protected:
 
 # Protected: whatever costs time or says which model this is. Health, metrics and versions stay open, as in vLLM, for
 # load balancers and Prometheus.
-ENDPOINTS: tuple[Endpoint, ...] = (
+_MAIN: tuple[Endpoint, ...] = (
     _post("/v1/chat/completions", chat_completions, "Answer a conversation", ChatRequest, ChatReply, ChatChunk),
     _post("/v1/completions", completions, "Continue a text", CompletionRequest, CompletionReply),
     _post("/tokenize", tokenize, "Text or messages to token ids", TokenizeRequest, TokenizeReply),
-    _post("/v1/tokenize", tokenize, "The same as /tokenize", TokenizeRequest, TokenizeReply),
     _post("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, DetokenizeReply),
-    _post("/v1/detokenize", detokenize, "The same as /detokenize", DetokenizeRequest, DetokenizeReply),
+    _get("/tokenizer_info", management.tokenizer_info, "Special tokens and template", TokenizerInfoReply, True),
     _get("/v1/models", management.models, "The model and its aliases", ModelList, protected=True),
     _get("/v1/models/{model}", management.model, "One model", ModelCard, protected=True),
     _get("/v1/metadata", management.metadata, "Model, engine and licence", MetadataReply, protected=True),
     _get("/v1/health/live", management.live, "Does the process answer?", HealthReply),
     _get("/v1/health/ready", management.ready, "May requests be sent? 503: not now", HealthReply),
     _get("/health", management.health, "Does the engine work? 503: no", None),
+    _get("/load", management.load, "Requests that are being answered", LoadReply),
     _get("/v1/metrics", management.metrics, "Prometheus metrics", None),
-    _get("/metrics", management.metrics, "The same as /v1/metrics", None),
     _get("/v1/version", management.version, "Release and API version", VersionReply),
     _get("/version", management.engine_version, "Release, in vLLM's shape", EngineVersionReply),
 )
+# the same under another path, as other servers have it
+_ALSO: tuple[tuple[str, str, str], ...] = (
+    ("POST", "/v1/tokenize", "/tokenize"),
+    ("POST", "/v1/detokenize", "/detokenize"),
+    ("GET", "/ping", "/health"),
+    ("POST", "/ping", "/health"),
+    ("GET", "/metrics", "/v1/metrics"),
+)
+
+
+def _also(method: str, path: str, same_as: str) -> Endpoint:
+    original = next(endpoint for endpoint in _MAIN if endpoint.operation.path == same_as)
+    summary = f"The same as {same_as}"
+    return replace(
+        original, operation=replace(original.operation, method=method, path=path, summary=summary, same_as=same_as)
+    )
+
+
+ENDPOINTS = (*_MAIN, *(_also(*other) for other in _ALSO))
 
 
 def create_app(serving: Serving) -> ASGIApp:
@@ -89,15 +109,25 @@ def create_app(serving: Serving) -> ASGIApp:
     settings = serving.settings
     bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, settings.max_receiving_bytes)
     routes = [_route(endpoint, serving, keys, bodies) for endpoint in ENDPOINTS]
-    schema = msgspec.json.encode(document([endpoint.operation for endpoint in ENDPOINTS]))
+    schema = msgspec.json.encode(document([endpoint.operation for endpoint in ENDPOINTS], _about(serving)))
     page = Path(__file__).with_name("docs.html").read_bytes()
     routes.append(_fixed("/openapi.json", schema, {"content-type": "application/json"}))
     headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": _DOCS_POLICY}
     routes.append(_fixed("/docs", page, headers))
-    app: ASGIApp = Edge(Router(routes, redirect_slashes=False, default=_nothing_there), serving)
+    paths = {endpoint.operation.path for endpoint in ENDPOINTS}
+    app: ASGIApp = Edge(Router(routes, redirect_slashes=False, default=_nothing_there), serving, paths)
     if serving.settings.cors_origins:
         app = _with_cors(app, serving.settings.cors_origins)
     return app
+
+
+def _about(serving: Serving) -> About:
+    of_model = asdict(serving.model.engine.loop.defaults)
+    return About(
+        serving.model.name,
+        {name: value for name, value in of_model.items() if value is not None},
+        bool(serving.settings.api_keys),
+    )
 
 
 def _route(endpoint: Endpoint, serving: Serving, keys: Keys, bodies: Bodies) -> Route:

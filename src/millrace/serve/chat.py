@@ -23,7 +23,7 @@ from millrace.serve.replies import (
 )
 from millrace.serve.sampling import chat_params
 from millrace.serve.serving import Serving
-from millrace.serve.streams import EventStream, events
+from millrace.serve.streams import EventStream, StreamUsage, events
 from millrace.serve.wire import Call
 
 Finish = Literal["stop", "length"]
@@ -44,8 +44,7 @@ async def chat_completions(serving: Serving, call: Call, asked: ChatRequest) -> 
     generation = await start(serving, [prompt], params, call)
     answer = _Answer(serving, generation, f"chatcmpl-{call.id}", model)
     if asked.stream:
-        with_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-        return EventStream(generation, answer.stream(with_usage))
+        return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
     return await answer.whole()
 
 
@@ -68,7 +67,15 @@ class _Answer:
                     texts[step.choice].append(step.delta.text)
                     logprobs[step.choice] += step.delta.logprobs or ()
                     last[step.choice] = step.delta
-        reply = ChatReply(
+
+        def reply() -> bytes:
+            return msgspec.json.encode(self._reply(texts, logprobs, last))
+
+        content = await self._serving.off_loop(self._generation.is_large, reply)
+        return Response(content, media_type="application/json")
+
+    def _reply(self, texts: list[list[str]], logprobs: list[list[TokenLogprobs]], last: dict[int, Delta]) -> ChatReply:
+        return ChatReply(
             id=self._id,
             created=self._created,
             model=self._model,
@@ -80,36 +87,34 @@ class _Answer:
                     finish_reason=finish_of(last[i]),
                     stop_reason=last[i].stop_reason,
                 )
-                for i in range(n)
+                for i in range(self._generation.params.n)
             ],
             usage=self._generation.usage,
             system_fingerprint=self._serving.fingerprint,
             millrace=self._generation.asked,
         )
-        return Response(msgspec.json.encode(reply), media_type="application/json")
 
-    async def stream(self, with_usage: bool) -> AsyncIterator[bytes]:
+    async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
         """Blocks of events. raises GenerationFailedError"""
         roles = [
             ChatChunkChoice(index=i, delta=ChatDelta(role="assistant", content=""))
             for i in range(self._generation.params.n)
         ]
-        first = self._chunk(roles, with_usage)
+        first = self._chunk(roles, usage)
         first.millrace = self._generation.asked
         head = events([first])  # goes out with the first token: whoever takes the first event for it is not misled
         async for steps in self._generation:
             choices = [self._choice(step) for step in steps if _says_something(step.delta)]
-            yield head + events(self._chunk([choice], with_usage) for choice in choices)
+            yield head + events(self._chunk([choice], usage) for choice in choices)
             head = b""
-        if with_usage:
-            last = self._chunk([], with_usage)
+        if usage.at_end:
+            last = ChatChunk(self._id, self._created, self._model, self._serving.fingerprint, [])
             last.usage = self._generation.usage
             yield events([last])
 
-    def _chunk(self, choices: list[ChatChunkChoice], with_usage: bool) -> ChatChunk:
+    def _chunk(self, choices: list[ChatChunkChoice], usage: StreamUsage) -> ChatChunk:
         chunk = ChatChunk(self._id, self._created, self._model, self._serving.fingerprint, choices)
-        if with_usage:
-            chunk.usage = None
+        chunk.usage = usage.of(choices[0].index)
         return chunk
 
     def _choice(self, step: Step) -> ChatChunkChoice:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgspec
 from starlette.responses import Response
@@ -16,24 +17,27 @@ from millrace.serve.protocol import CompletionRequest
 from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply
 from millrace.serve.sampling import completion_params
 from millrace.serve.serving import Serving
-from millrace.serve.streams import EventStream, events
+from millrace.serve.streams import EventStream, StreamUsage, events
 from millrace.serve.texts import Texts
 from millrace.serve.wire import Call
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's, of a request to continue a text; a chat may use the rest of the context
 
 
 async def completions(serving: Serving, call: Call, asked: CompletionRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     call.log.model = model = serving.check_model(asked.model)
     params = completion_params(asked)
-    given = _prompts(asked.prompt)
-    _check_number(len(given) * params.n, serving)
+    given = _prompts(asked.prompt, params, serving)
     prompts = await _tokens(serving, given, params, asked.add_special_tokens is not False)
+    if params.max_tokens is None:
+        rest = serving.model.max_context - max(map(len, prompts))
+        params = replace(params, max_tokens=min(DEFAULT_MAX_TOKENS, rest))
     echoes = [await _echo(serving.texts, prompt, params) for prompt in given] if asked.echo else None
     generation = await start(serving, prompts, params, call)
     answer = _Answer(serving, generation, f"cmpl-{call.id}", model, echoes)
     if asked.stream:
-        with_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-        return EventStream(generation, answer.stream(with_usage))
+        return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
     return await answer.whole()
 
 
@@ -72,6 +76,14 @@ class _Answer:
                     last[step.choice] = step.delta
                     if (piece := self._logprobs(step)) is not None:
                         logprobs[step.choice].append(piece)
+        content = await self._serving.off_loop(
+            self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(texts, logprobs, last))
+        )
+        return Response(content, media_type="application/json")
+
+    def _whole_reply(
+        self, texts: list[list[str]], logprobs: list[list[CompletionLogprobs]], last: dict[int, Delta]
+    ) -> CompletionReply:
         choices = [
             CompletionChoice(
                 index=i,
@@ -84,31 +96,30 @@ class _Answer:
         ]
         reply = self._reply(choices)
         reply.usage, reply.millrace = self._generation.usage, self._generation.asked
-        return Response(msgspec.json.encode(reply), media_type="application/json")
+        return reply
 
-    async def stream(self, with_usage: bool) -> AsyncIterator[bytes]:
+    async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
         """Blocks of events. raises GenerationFailedError"""
         asked: Asked | None = self._generation.asked  # told in the first event
         head = b""  # goes out with the first token: whoever takes the first event for it is not misled
         if self._echoes is not None:
             echoed = [CompletionChoice(i, self._echo(i), None, None) for i in range(self._n_choices)]
-            head, asked = self._events([echoed], with_usage, asked), None
+            head, asked = self._events([echoed], usage, asked), None
         async for steps in self._generation:
             choices = [self._choice(step) for step in steps]
             block = [[choice] for choice in choices if choice.text or choice.logprobs or choice.finish_reason]
             if block:
-                yield head + self._events(block, with_usage, asked)
+                yield head + self._events(block, usage, asked)
                 head, asked = b"", None
-        if with_usage:
+        if usage.at_end:
             last = self._reply([])
             last.usage = self._generation.usage
             yield events([last])
 
-    def _events(self, blocks: list[list[CompletionChoice]], with_usage: bool, asked: Asked | None) -> bytes:
+    def _events(self, blocks: list[list[CompletionChoice]], usage: StreamUsage, asked: Asked | None) -> bytes:
         replies = [self._reply(choices) for choices in blocks]
         for reply in replies:
-            if with_usage:
-                reply.usage = None
+            reply.usage = usage.of(reply.choices[0].index)
         if asked is not None:
             replies[0].millrace = asked
         return events(replies)
@@ -132,10 +143,16 @@ class _Answer:
         return "" if self._echoes is None else self._echoes[choice // self._generation.params.n]
 
 
-def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The four ways to write prompts, as a list of texts and token-id lists."""
+def _prompts(
+    given: str | list[str | int | list[int]], params: SamplingParams, serving: Serving
+) -> list[str | list[int]]:
+    """The four ways to write prompts, as a list of texts and token-id lists. What is too long is not looked at."""
     if isinstance(given, str):
-        return [given]
+        given = [given]
+    is_one = bool(given) and isinstance(given[0], int)
+    _check_number((1 if is_one else len(given)) * params.n, serving)
+    if is_one:
+        check_context(len(given), params, serving.model.max_context, "prompt")
     texts = [p for p in given if isinstance(p, str)]
     lists = [p for p in given if isinstance(p, list)]
     ids = [p for p in given if isinstance(p, int)]

@@ -4,6 +4,7 @@ uvicorn speaks HTTP; here is what it leaves open. Nothing is done per token or p
 all connections twice a second.
 """
 
+import contextlib
 import enum
 import http
 import logging
@@ -28,13 +29,16 @@ MAX_CONNECTIONS = 4096  # where there are files for more
 log = logging.getLogger(__name__)
 
 
-def default_max_connections() -> int:
-    """As many as there are files left for, at most MAX_CONNECTIONS."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
+def number_of_connections(asked: int | None) -> int:
+    """As many as were asked for, or MAX_CONNECTIONS; fewer where there are no files left for so many."""
+    wanted, most_files = asked or MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most_files == resource.RLIM_INFINITY:
+        return wanted
     n_open = sum(1 for _ in Path("/dev/fd").iterdir())
-    return max(4, min(MAX_CONNECTIONS, most - n_open - RESERVED_FILES - MAX_REFUSED))
+    room = max(4, most_files - n_open - RESERVED_FILES - MAX_REFUSED)
+    if asked is not None and room < asked:
+        log.warning("max_connections is %d, but there are files for %d (raise `ulimit -n`)", asked, room)
+    return min(wanted, room)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,7 @@ class Connections:
                 return False
             self.seldom.warn("all connections are in use, so that idle ones are closed (raise `ulimit -n`)")
             self.leave(waiting)
-            waiting.abort()
+            waiting.end()
         self._open[connection] = None
         return True
 
@@ -115,7 +119,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(**given)
         self._all, self._limits = all_of_them, all_of_them.limits
         self._reading = _Reading.START
-        self._head_bytes = 0
+        self._head_bytes = self._n_heads = 0  # bytes of this head; heads so far
         self._admitted = True
         self.since_s = 0.0  # time.monotonic(): the beginning of what is being waited for
         self.n_unread = 0  # bytes of replies that the client has not taken, at the last sweep
@@ -138,8 +142,9 @@ class Connection(HttpToolsProtocol):
         if not self._admitted:
             self._refuse(503, "too_many_connections", "all connections are in use", "fewer at a time")
             return
+        this_head = self._n_heads + (self._reading is _Reading.START)
         super().data_received(data)
-        if self._reading is _Reading.HEAD:
+        if self._reading is _Reading.HEAD and self._n_heads == this_head:  # it holds nothing else
             self._head_bytes += len(data)
             self._check_head(self._head_bytes)
 
@@ -149,10 +154,12 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         if self._reading is not _Reading.NOTHING:
             self._reading, self._head_bytes, self.since_s = _Reading.HEAD, 0, time.monotonic()
+            self._n_heads += 1
 
     def on_headers_complete(self) -> None:
-        self._check_head(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
         if self._reading is _Reading.HEAD:
+            self._check_head(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
+        if self._reading is _Reading.HEAD:  # still: it was not refused
             self._reading = _Reading.BODY
             super().on_headers_complete()
 
@@ -191,14 +198,24 @@ class Connection(HttpToolsProtocol):
         if n_unread and now_s - self.unread_since_s > self._limits.write_timeout_s:
             self._all.seldom.warn("a reader took nothing for too long, so that its connection is closed")
             self.abort()
-        elif self.is_waiting:
+        elif self.is_waiting and not self.transport.is_closing():
             self._check_silence(now_s - self.since_s)
+
+    def end(self) -> None:
+        """Close; what the client has not taken so far is lost."""
+        if self.transport.get_write_buffer_size():
+            self.abort()
+        else:
+            self.transport.close()
 
     def abort(self) -> None:
         """Close at once, and forget what is unread, in the kernel too: otherwise it would keep megabytes of it."""
-        same = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        same.detach()
+        with contextlib.suppress(OSError):  # the other side was quicker
+            same = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
+            try:
+                same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            finally:
+                same.detach()  # or it would be closed with `same`
         self.transport.abort()
 
     def _check_silence(self, silent_s: float) -> None:
@@ -206,6 +223,8 @@ class Connection(HttpToolsProtocol):
         match self._reading:
             case _Reading.HEAD if silent_s > limits.header_timeout_s:
                 self._refuse(408, "header_timeout", "the headers did not come", f"all in {limits.header_timeout_s:g} s")
+            case _Reading.START if not self._admitted and silent_s > LINGER_S:
+                self.transport.close()
             case _Reading.START if self.cycle is None and silent_s > limits.header_timeout_s:
                 self._all.seldom.warn("a connection without a request was closed")
                 self.transport.close()

@@ -4,6 +4,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Collection
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,8 +31,9 @@ log = logging.getLogger(__name__)
 class Edge:
     """An ASGI application around the routes."""
 
-    def __init__(self, routes: ASGIApp, serving: Serving) -> None:
-        self._routes, self._serving = routes, serving
+    def __init__(self, routes: ASGIApp, serving: Serving, paths: Collection[str]) -> None:
+        """paths: those of the routes, for whoever asks for another one"""
+        self._routes, self._serving, self._paths = routes, serving, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]  # the server speaks neither websockets nor lifespan
@@ -46,14 +48,16 @@ class Edge:
                 message["headers"] = [*message.get("headers", ()), id_header, *_ignored_header(call)]
             await send(message)
 
+        self._serving.load.n += 1
         try:
             await self._run(scope, receive, send_with_id, call)
         finally:
             call.log.ignored = ",".join(call.ignored) or None
             call.log.total_ms = (time.perf_counter() - call.arrived_s) * 1e3
             log_request(call.log)
-            route = scope.get("route")
-            self._serving.metrics.answered(getattr(route, "path", "other"), call.log.status or CLIENT_CLOSED)
+            self._serving.load.n -= 1
+            path = getattr(scope.get("route"), "path", "other")
+            self._serving.metrics.answered(path, scope["method"], call.log.status or CLIENT_CLOSED)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, call: Call) -> None:
         headers: dict[str, str] = {}
@@ -92,7 +96,7 @@ class Edge:
                 "use that method",
             )
         else:
-            refusal = unknown_path(path)
+            refusal = unknown_path(path, self._paths)
         return problem_of(refusal, accepting=True)
 
 

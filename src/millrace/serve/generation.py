@@ -44,7 +44,7 @@ class Generation:
         self.handles = handles
         self.params = params
         self._call, self._metrics = call, metrics
-        self._n_generated = 0
+        self._n_generated = [0] * (len(handles) * params.n)  # of each choice
         self._last_s: dict[int, float] = {}  # when each choice last got a token
         self._first_token_seen = False
         self._reasons: set[str] = set()
@@ -53,9 +53,23 @@ class Generation:
         self._n_pumping = 0
 
     @property
+    def n_generated(self) -> int:
+        """Tokens so far, of all choices."""
+        return sum(self._n_generated)
+
+    @property
+    def is_large(self) -> bool:
+        """Writing down its log probabilities takes more than a few milliseconds."""
+        n_top = self.params.logprobs
+        return n_top is not None and self.n_generated * (1 + n_top) > LARGE
+
+    @property
     def usage(self) -> Usage:
-        n_prompt = sum(len(handle.prompt_token_ids) for handle in self.handles)
-        return Usage(n_prompt, self._n_generated, n_prompt + self._n_generated)
+        return _usage(sum(handle.n_prompt for handle in self.handles), self.n_generated)
+
+    def usage_so_far(self, choice: int) -> Usage:
+        """Of one choice alone, in the middle of a stream, as vLLM counts it."""
+        return _usage(self.handles[choice // self.params.n].n_prompt, self._n_generated[choice])
 
     @property
     def asked(self) -> Asked:
@@ -119,7 +133,7 @@ class Generation:
             n_tokens = len(step.delta.token_ids)
             if not n_tokens:
                 continue
-            self._n_generated += n_tokens
+            self._n_generated[step.choice] += n_tokens
             last_s = self._last_s.get(step.choice)
             if not self._first_token_seen:
                 self._first_token_seen = True
@@ -135,16 +149,17 @@ class Generation:
     def _note(self) -> None:
         """Into the log line and, for those that came to a regular end, the histograms."""
         log, timings = self._call.log, self.handles[0].timings
-        log.prompt_tokens, log.generated_tokens = self.usage.prompt_tokens, self._n_generated
+        log.prompt_tokens, log.generated_tokens = self.usage.prompt_tokens, self.n_generated
         if timings.first_scheduled_s is not None:
             log.queue_ms = (timings.first_scheduled_s - timings.queued_s) * 1e3
         ended = all(handle.finished for handle in self.handles)
         log.finish_reason = "+".join(sorted(self._reasons)) if ended else FinishReason.ABORT.value
         if ended and self._reasons <= {FinishReason.STOP.value, FinishReason.LENGTH.value}:
             self._metrics.e2e.observe(time.perf_counter() - self._call.arrived_s)
-            for handle in self.handles:
-                n_prompt = len(handle.prompt_token_ids)
-                self._metrics.finished(handle.timings, n_prompt, self.params.n, handle.max_tokens)
+            n = self.params.n
+            for i, handle in enumerate(self.handles):
+                longest = max(self._n_generated[i * n : (i + 1) * n])
+                self._metrics.finished(handle.timings, handle.n_prompt, n, handle.max_tokens, longest)
 
 
 async def start(serving: Serving, prompts: Sequence[list[int]], params: SamplingParams, call: Call) -> Generation:
@@ -166,6 +181,10 @@ def check_context(n_prompt: int, params: SamplingParams, max_context: int, param
     if n_prompt + (params.max_tokens or 1) > max_context:
         about = param if n_prompt >= max_context else "max_tokens"
         raise context_exceeded(max_context, str(n_prompt), params.max_tokens, about)
+
+
+def _usage(n_prompt: int, n_generated: int) -> Usage:
+    return Usage(n_prompt, n_generated, n_prompt + n_generated)
 
 
 def _joined(a: Delta, b: Delta) -> Delta:

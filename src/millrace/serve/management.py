@@ -1,5 +1,7 @@
 """GET endpoints: models, health, metrics, metadata, versions."""
 
+from collections.abc import Collection
+
 import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
@@ -12,10 +14,12 @@ from millrace.serve.replies import (
     EngineVersionReply,
     HealthReply,
     LicenseInfo,
+    LoadReply,
     MetadataReply,
     ModelCard,
     ModelInfo,
     ModelList,
+    TokenizerInfoReply,
     VersionReply,
 )
 from millrace.serve.serving import Serving
@@ -51,6 +55,26 @@ def health(serving: Serving, scope: Scope) -> Response:
     return Response(status_code=200) if alive.ok else Response(alive.message, 503, media_type="text/plain")
 
 
+def load(serving: Serving, scope: Scope) -> Response:
+    """vLLM's: how many requests are being answered, this one left out."""
+    return _json(LoadReply(serving.load.n - 1))
+
+
+def tokenizer_info(serving: Serving, scope: Scope) -> Response:
+    """vLLM's: what a client needs to write a prompt by itself."""
+    model, tokenizer = serving.model, serving.model.tokenizer
+    template = model.chat_template
+    return _json(
+        TokenizerInfoReply(
+            type(tokenizer).__name__,
+            tokenizer.vocab_size,
+            model.max_context,
+            None if template is None else template.source,
+            **tokenizer.special_token_strings,
+        )
+    )
+
+
 def metrics(serving: Serving, scope: Scope) -> Response:
     return Response(serving.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
@@ -77,7 +101,17 @@ def metadata(serving: Serving, scope: Scope) -> Response:
     return Response(msgspec.json.encode(reply, enc_hook=str), media_type="application/json")
 
 
-def unknown_path(path: str) -> HttpError:
+def unknown_path(path: str, known: Collection[str]) -> HttpError:
+    """known: the paths that there are"""
+    for wrong, right in (("", "/v1"), ("/v1/v1/", "/v1/")):  # a base URL without /v1, or with it twice
+        if path.startswith(wrong) and (meant := right + path.removeprefix(wrong)) in known:
+            return HttpError(
+                404,
+                "not_found",
+                f"there is nothing at {path}",
+                f'"{meant}"',
+                "end the base URL of the client with /v1, once",
+            )
     return HttpError(404, "not_found", f"there is nothing at {path[:200]}", "a path of /docs", "correct the path")
 
 

@@ -6,7 +6,7 @@ warm-up's two tokens are counted too.
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -67,6 +67,10 @@ class Metrics:
         self.inference = self._histogram("request_inference_time_seconds", "First step to last token", REQUEST_S)
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
         self.generation_tokens = self._histogram("request_generation_tokens", "Tokens of all answers", TOKENS)
+        self.longest = self._histogram("request_max_num_generation_tokens", "Tokens of the longest answer", TOKENS)
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "First token to last, by the tokens between", ITL_S
+        )
         self.params_n = self._histogram("request_params_n", "Answers asked for", CHOICES)
         self.params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens in effect", TOKENS)
         self._http = Counter(
@@ -75,20 +79,33 @@ class Metrics:
             ("path", "status"),
             registry=self.registry,
         )
+        self._http_classes = Counter(  # the name and labels of the instrumentation that vLLM uses
+            "http_requests",
+            "HTTP requests by route, method and class of status, such as 2xx",
+            ("handler", "method", "status"),
+            registry=self.registry,
+        )
+        ProcessCollector(registry=self.registry)  # process_resident_memory_bytes, process_open_fds, ...
         self.registry.register(_EngineCollector(model_name, stats, limits))
 
-    def answered(self, path: str, status: int) -> None:
+    def answered(self, path: str, method: str, status: int) -> None:
         """`path` is a route's pattern, never what a client wrote, so that there are few."""
         self._http.labels(path, str(status)).inc()
+        self._http_classes.labels(path, method, f"{status // 100}xx").inc()
 
-    def finished(self, timings: Timings, n_prompt: int, n: int, max_tokens: int) -> None:
-        """One request of the engine came to its regular end. `timings` are the engine clock's."""
+    def finished(self, timings: Timings, n_prompt: int, n: int, max_tokens: int, longest: int) -> None:
+        """One request of the engine came to its regular end. `timings` are the engine clock's.
+
+        longest: tokens of its longest answer
+        """
         first, token, last = timings.first_scheduled_s, timings.first_token_s, timings.last_token_s
         if first is not None and token is not None and last is not None:
             self.queue.observe(first - timings.queued_s)
             self.prefill.observe(token - first)
             self.decode.observe(last - token)
             self.inference.observe(last - first)
+            self.per_token.observe((last - token) / (longest - 1) if longest > 1 else 0.0)
+        self.longest.observe(longest)
         self.prompt_tokens.observe(n_prompt)
         self.generation_tokens.observe(timings.n_output_tokens)
         self.params_n.observe(n)

@@ -1,9 +1,12 @@
 """The OpenAPI document, from the table of routes and from the very structs that requests and replies are."""
 
+import json
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -19,7 +22,7 @@ _STATUSES = {
     "422": "the chat template cannot render this",
     "429": "the queue is full; Retry-After says when to come back",
     "500": "the answer failed",
-    "503": "the server is shutting down, or its engine has stopped",
+    "503": "the server is shutting down, its engine has stopped, or it has no room for another large request",
 }
 
 
@@ -33,10 +36,28 @@ class Operation:
     protected: bool
     request: type[msgspec.Struct] | None
     replies: tuple[type[msgspec.Struct], ...]
+    same_as: str | None = None  # the path of which this is another name
 
 
-def document(operations: Sequence[Operation]) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+@dataclass(frozen=True, slots=True)
+class About:
+    """What the document says of this very server."""
+
+    model: str
+    defaults: Mapping[str, object]  # of its model, for fields of requests
+    needs_key: bool
+
+
+_EXAMPLES: Mapping[str, Mapping[str, object]] = {
+    "ChatRequest": {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64},
+    "CompletionRequest": {"prompt": "Once upon a time", "max_tokens": 64},
+    "TokenizeRequest": {"prompt": "Once upon a time", "return_token_strs": True},
+    "DetokenizeRequest": {"tokens": [1, 2, 3]},
+}
+
+
+def document(operations: Sequence[Operation], about: About) -> dict[str, Any]:
+    """OpenAPI 3.1. Every operation has an example that runs, in `x-codeSamples`; {origin} is the server's address."""
     types: dict[type[msgspec.Struct], None] = {ErrorReply: None}
     for operation in operations:
         types |= dict.fromkeys(operation.replies)
@@ -47,9 +68,11 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
     for operation in operations:
         if operation.request is not None:
             _add_other_fields(operation.request, schemas[operation.request.__name__])
+    for schema in schemas.values():
+        _say_defaults(schema, about.defaults)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, by_type)
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, by_type, about)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Millrace", "version": __version__, "description": "OpenAI's API and NIM's management API."},
@@ -71,19 +94,47 @@ def _add_other_fields(kind: type[msgspec.Struct], schema: dict[str, Any]) -> Non
     schema["additionalProperties"] = False
 
 
-def _operation(operation: Operation, by_type: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
+def _say_defaults(schema: dict[str, Any], defaults: Mapping[str, object]) -> None:
+    """null is how a field is left out, and no value of its own: what happens then is said instead."""
+    for name, field in schema.get("properties", {}).items():
+        if "default" in field and field["default"] is None:
+            del field["default"]
+        if (default := field.pop("x-default", None)) is not None:
+            field["default"] = defaults.get(name, default)
+
+
+def _example(operation: Operation, about: About) -> dict[str, object] | None:
+    return None if operation.request is None else {"model": about.model, **_EXAMPLES[operation.request.__name__]}
+
+
+def _curl(operation: Operation, about: About) -> str:
+    parts = ["curl", shlex.quote("{origin}" + operation.path.replace("{model}", quote(about.model)))]
+    if operation.protected and about.needs_key:
+        parts += ["-H", '"authorization: Bearer $KEY"']
+    example = _example(operation, about)
+    if example is not None:
+        parts += ["-H", "'content-type: application/json'", "-d", shlex.quote(json.dumps(example))]
+    elif operation.method == "POST":
+        parts += ["-X", "POST"]
+    return " ".join(parts)
+
+
+def _operation(operation: Operation, by_type: dict[type[msgspec.Struct], Any], about: About) -> dict[str, Any]:
     described: dict[str, Any] = {
         "summary": operation.summary,
+        "x-codeSamples": [{"lang": "Shell", "source": _curl(operation, about)}],
         "operationId": operation.method.lower() + re.sub(r"\W+", "_", operation.path).rstrip("_"),
         "responses": {"200": _success(operation, by_type)},
     }
+    if operation.same_as is not None:
+        described["x-same-as"] = operation.same_as
     if "{" in operation.path:
         name = operation.path.split("{")[1].rstrip("}")
         described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.protected:
-        described["security"] = [{}, {"key": []}]  # the empty one: a server without keys asks for none
+        described["security"] = [{"key": []}] if about.needs_key else []
     if operation.request is not None:
-        content = {"application/json": {"schema": by_type[operation.request]}}
+        content = {"application/json": {"schema": by_type[operation.request], "example": _example(operation, about)}}
         described["requestBody"] = {"required": True, "content": content}
         for status, why in _STATUSES.items():
             error = {"application/json": {"schema": by_type[ErrorReply]}}

@@ -9,6 +9,16 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, defstruct
 
+from millrace.runtime.params import (
+    LEAST,
+    MAX_BIASED_TOKENS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
+
 
 # gc=False: what comes from JSON holds no cycles, and hundreds of thousands of messages would keep the collector busy
 class TextPart(Struct, forbid_unknown_fields=True, gc=False):
@@ -31,75 +41,95 @@ class Message(Struct, forbid_unknown_fields=True, gc=False):
     reasoning_content: str | None = None
 
 
+def _is(what: str, default: object = None, low: float | None = None, high: float | None = None) -> Meta:
+    """What the documentation says of a field. `x-default`: what happens where it is left out"""
+    known = {"x-default": default, "minimum": low, "maximum": high}
+    return Meta(description=what, extra_json_schema={key: value for key, value in known.items() if value is not None})
+
+
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    include_usage: Annotated[bool | None, Meta(description="end with an event that carries the usage")] = None
-    continuous_usage_stats: Annotated[bool | None, Meta(description="with include_usage: in every event")] = None
-    include_obfuscation: Annotated[bool | None, Meta(description="accepted; nothing is padded")] = None
+    include_usage: Annotated[bool | None, _is("end with an event that carries the usage", False)] = None
+    continuous_usage_stats: Annotated[bool | None, _is("with include_usage: in every event", False)] = None
+    include_obfuscation: Annotated[bool | None, _is("accepted; nothing is padded")] = None
 
 
 class SamplingFields(Struct, kw_only=True):
     """What chat and completions have in common. Left out: the model's generation_config decides, then the default."""
 
-    model: Annotated[str | None, Meta(description="one of /v1/models; may be left out")] = None
-    n: Annotated[int | None, Meta(description="answers per prompt")] = None
-    max_tokens: Annotated[int | None, Meta(description="tokens of one answer at most; the rest of the context")] = None
-    min_tokens: Annotated[int | None, Meta(description="no end before so many tokens")] = None
-    temperature: Annotated[float | None, Meta(description="0 is greedy")] = None
-    top_p: float | None = None
-    top_k: Annotated[int | None, Meta(description="0 or -1 is off")] = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: Annotated[int | None, Meta(description="the same seed, the same answer; else one is drawn and told")] = None
-    stop: Annotated[str | list[str] | None, Meta(description="texts that end the answer; they are left out")] = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    ignore_eos: Annotated[bool | None, Meta(description="go on after the model's end-of-text token")] = None
-    logit_bias: Annotated[dict[int, float] | None, Meta(description="token id to a number added to its logit")] = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    model: Annotated[str | None, _is("one of /v1/models; may be left out")] = None
+    n: Annotated[int | None, _is("answers per prompt", 1, 1, MAX_CHOICES)] = None
+    max_tokens: Annotated[
+        int | None, _is("tokens of one answer at most; left out: the rest of the context for a chat, else 16", low=1)
+    ] = None
+    min_tokens: Annotated[int | None, _is("no end before so many tokens", 0, 0)] = None
+    temperature: Annotated[float | None, _is("0 is greedy", 1.0, 0, 100)] = None
+    top_p: Annotated[float | None, _is("the likeliest tokens that together are so probable", 1.0, LEAST, 1)] = None
+    top_k: Annotated[int | None, _is("so many of the likeliest tokens; 0 or -1 is off", 0, -1)] = None
+    min_p: Annotated[float | None, _is("tokens at least so likely, relative to the likeliest", 0.0, 0, 1)] = None
+    presence_penalty: Annotated[float | None, _is("for tokens that the answer has", 0.0, -2, 2)] = None
+    frequency_penalty: Annotated[float | None, _is("for each time that it has them", 0.0, -2, 2)] = None
+    repetition_penalty: Annotated[
+        float | None, _is("divides the logits of tokens in prompt and answer; 1 is off", 1.0, LEAST, 100)
+    ] = None
+    seed: Annotated[
+        int | None, _is("the same seed, the same answer; else one is drawn and told", low=-(2**63), high=2**64 - 1)
+    ] = None
+    stop: Annotated[
+        str | list[str] | None,
+        _is(f"texts that end the answer and are left out; {MAX_STOP_STRINGS} of {MAX_STOP_CHARACTERS} characters"),
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, _is(f"tokens that end the answer; at most {MAX_STOP_TOKENS}")] = None
+    include_stop_str_in_output: Annotated[bool | None, _is("leave what ended it in the answer", False)] = None
+    skip_special_tokens: Annotated[bool | None, _is("leave tokens such as </s> out of the text", True)] = None
+    ignore_eos: Annotated[bool | None, _is("go on after the model's end-of-text token", False)] = None
+    logit_bias: Annotated[
+        dict[int, float] | None,
+        _is(f"token id to a number added to its logit, -100 to 100; at most {MAX_BIASED_TOKENS}"),
+    ] = None
+    stream: Annotated[bool | None, _is("server-sent events instead of one answer", False)] = None
+    stream_options: Annotated[StreamOptions | None, _is("with stream")] = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    messages: list[Message]
-    max_completion_tokens: Annotated[int | None, Meta(description="today's name of max_tokens")] = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Meta(description="alternatives per token; needs logprobs")] = None
-    add_generation_prompt: bool | None = None
+    messages: Annotated[list[Message], _is("the conversation so far")]
+    max_completion_tokens: Annotated[int | None, _is("today's name of max_tokens", low=1)] = None
+    logprobs: Annotated[bool | None, _is("log probabilities of the chosen tokens", False)] = None
+    top_logprobs: Annotated[int | None, _is("alternatives per token; needs logprobs", 0, 0, MAX_LOGPROBS)] = None
+    add_generation_prompt: Annotated[bool | None, _is("end the prompt where the assistant's turn begins", True)] = None
     chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Meta(description="further variables for the chat template, such as enable_thinking")
+        dict[str, Any] | None, _is("further variables for the chat template, such as enable_thinking")
     ] = None
-    add_special_tokens: Annotated[bool | None, Meta(description="in front of what the template wrote; false")] = None
+    add_special_tokens: Annotated[bool | None, _is("in front of what the template wrote", False)] = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
     prompt: Annotated[
         str | list[str | int | list[int]],
-        Meta(description="a text, token ids, or a list of texts or of token-id lists"),
+        _is("a text, token ids, or a list of texts or of token-id lists"),
     ]
-    logprobs: Annotated[int | None, Meta(description="alternatives per token; 0 is the chosen one only")] = None
-    echo: Annotated[bool | None, Meta(description="begin the text with the prompt")] = None
-    best_of: Annotated[int | None, Meta(description="only as many as n")] = None
-    add_special_tokens: Annotated[bool | None, Meta(description="in front of a text, such as <s>; true")] = None
+    logprobs: Annotated[
+        int | None, _is("alternatives per token; 0 is the chosen one only", low=0, high=MAX_LOGPROBS)
+    ] = None
+    echo: Annotated[bool | None, _is("begin the text with the prompt", False)] = None
+    best_of: Annotated[int | None, _is("only as many as n", low=1, high=MAX_CHOICES)] = None
+    add_special_tokens: Annotated[bool | None, _is("in front of a text, such as <s>", True)] = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
     """Either `prompt` or `messages`."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: Annotated[bool | None, Meta(description="true for a prompt, false for messages")] = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
+    model: Annotated[str | None, _is("one of /v1/models; may be left out")] = None
+    prompt: Annotated[str | None, _is("a text, of any length")] = None
+    messages: Annotated[list[Message] | None, _is("a conversation, as for a chat")] = None
+    add_special_tokens: Annotated[bool | None, _is("left out: true for a prompt, false for messages")] = None
+    add_generation_prompt: Annotated[bool | None, _is("end where the assistant's turn begins", True)] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, _is("further variables for the chat template")] = None
+    return_token_strs: Annotated[bool | None, _is("the text of each token, too", False)] = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):
-    model: str | None = None
-    tokens: list[int]
+    model: Annotated[str | None, _is("one of /v1/models; may be left out")] = None
+    tokens: Annotated[list[int], _is("ids, no more than the context has")]
 
 
 # They say something about accounts, caches or billing of a hosted service; any value is taken and changes no answer.

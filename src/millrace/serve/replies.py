@@ -19,10 +19,26 @@ class ErrorReply(Struct):
     error: ErrorBody
 
 
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int = 0
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
 class Usage(Struct):
+    """All details are 0 so far: no prompt is taken from a cache, and an answer is one text."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
 class Asked(Struct):
@@ -170,6 +186,28 @@ class HealthReply(Struct):
     message: str
     status: Literal["live", "ready", "not_ready"]
     object: Literal["health.response"] = "health.response"
+
+
+class LoadReply(Struct):
+    """vLLM's."""
+
+    server_load: int  # requests that are being answered
+
+
+class TokenizerInfoReply(Struct, omit_defaults=True):
+    """vLLM's: the names are those of tokenizer_config.json."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    pad_token: str | None = None
+    sep_token: str | None = None
+    cls_token: str | None = None
+    mask_token: str | None = None
 
 
 class VersionReply(Struct):

@@ -21,7 +21,7 @@ from millrace.errors import ConfigError, MillraceError
 from millrace.runtime.params import FinishReason, SamplingParams
 from millrace.runtime.service import quick_switches
 from millrace.serve.app import create_app
-from millrace.serve.connections import ConnectionLimits, Connections, default_max_connections
+from millrace.serve.connections import ConnectionLimits, Connections, number_of_connections
 from millrace.serve.health import Phase
 from millrace.serve.logs import Logging
 from millrace.serve.protocol import Message
@@ -208,7 +208,7 @@ def _uvicorn(serving: Serving) -> _Web:
     settings = serving.settings
     connections = Connections(
         ConnectionLimits(
-            max_connections=settings.max_connections or default_max_connections(),
+            max_connections=number_of_connections(settings.max_connections),
             header_timeout_s=settings.header_timeout_s,
             keep_alive_s=settings.keep_alive_s,
             write_timeout_s=settings.write_timeout_s,

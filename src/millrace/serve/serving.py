@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
@@ -20,6 +20,13 @@ LARGE_BODY = 64 * 1024  # bytes of JSON: half a millisecond of the event loop
 LARGE = 8192  # tokens of an answer, characters of stop strings: a few milliseconds
 
 
+@dataclass(slots=True)
+class Load:
+    """Requests that are being answered, of every kind."""
+
+    n: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Serving:
     """One model being served."""
@@ -30,6 +37,7 @@ class Serving:
     large: Lane
     metrics: Metrics
     heartbeat: Heartbeat
+    load: Load = field(default_factory=Load)
 
     @cached_property
     def fingerprint(self) -> str:

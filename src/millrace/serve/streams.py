@@ -4,9 +4,28 @@ import logging
 from collections.abc import AsyncIterator, Iterable
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from millrace.serve.generation import Generation, GenerationFailedError
+from millrace.serve.protocol import StreamOptions
+from millrace.serve.replies import Usage
+
+
+class StreamUsage:
+    """What a stream says of its usage: nothing, or null until its last event, or the numbers so far in every event."""
+
+    def __init__(self, asked: StreamOptions | None, generation: Generation) -> None:
+        self.at_end = asked is not None and bool(asked.include_usage)
+        self._always = self.at_end and asked is not None and bool(asked.continuous_usage_stats)
+        self._generation = generation
+
+    def of(self, choice: int) -> Usage | UnsetType | None:
+        """For an event about that choice."""
+        if not self.at_end:
+            return UNSET
+        return self._generation.usage_so_far(choice) if self._always else None
+
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [

@@ -41,6 +41,7 @@ class Texts:
         self._max_context = max_context
         self._longest_token: tuple[int | None] | None = None  # not looked at yet
         self._medium = _Encoder(tokenizer, None, Lane("text", max_pending, N_THREADS))
+        self._decoding = Lane("decode", max_pending)
         self._long, self._very_long = (_make_encoder(tokenizer, folder, n, max_pending) for n in ("long", "very-long"))
         # a template that loops must not hold up completions as well, so renderings have lanes of their own
         self._chats = None if template is None else _Renderer(template, "chat", max_pending)
@@ -71,7 +72,7 @@ class Texts:
         """raises BusyError"""
         if len(ids) <= SHORT_CHARACTERS:
             return self.tokenizer.decode(ids, skip_special_tokens)
-        return await self._medium.lane.run(lambda: self.tokenizer.decode(ids, skip_special_tokens))
+        return await self._decoding.run(lambda: self.tokenizer.decode(ids, skip_special_tokens))
 
     async def encode_chat(
         self,
@@ -113,6 +114,7 @@ class Texts:
 
     def close(self) -> None:
         """Without waiting for anything that runs."""
+        self._decoding.close()
         for part in (self._medium, self._long, self._very_long, self._chats, self._long_chats):
             if part is not None:
                 part.lane.close()

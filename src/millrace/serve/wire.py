@@ -12,6 +12,7 @@ from millrace.serve.errors import ClientGoneError, HttpError
 from millrace.serve.logs import RequestLog
 
 T = TypeVar("T")
+FREE_BYTES = 64 * 1024  # of each body are not counted: short requests get through whatever long ones do
 CALL = "millrace.call"  # where the edge leaves the Call in the ASGI scope
 
 
@@ -24,9 +25,6 @@ class Call:
     log: RequestLog
     body_bytes: int = 0
     ignored: tuple[str, ...] = ()  # fields of the request that change nothing
-
-
-FREE_BYTES = 64 * 1024  # of each body: short requests get through whatever long ones do
 
 
 class Bodies:
@@ -49,7 +47,7 @@ class Bodies:
         """raises HttpError with 413 or 503 for what is too much"""
         incoming.n_bytes += n_bytes
         if incoming.n_bytes > self.max_bytes:
-            raise too_large("too many bytes", self.max_bytes)
+            raise _too_large("too many bytes", self.max_bytes)
         more = max(0, incoming.n_bytes - FREE_BYTES) - incoming.counted_bytes
         if more > self._left_bytes:
             error = HttpError(
@@ -83,7 +81,7 @@ async def read_body(scope: Scope, receive: Receive, bodies: Bodies, incoming: In
     _check_content_type(header(scope, b"content-type"))
     announced = header(scope, b"content-length")
     if announced is not None and int(announced) > bodies.max_bytes:  # the HTTP parser lets only digits through
-        raise too_large(f"{int(announced)} bytes", bodies.max_bytes)
+        raise _too_large(f"{int(announced)} bytes", bodies.max_bytes)
     parts: list[bytes] = []
     try:
         async with asyncio.timeout(bodies.timeout_s):
@@ -142,7 +140,7 @@ def _check_content_type(value: bytes | None) -> None:
         )
 
 
-def too_large(what: str, most: int) -> HttpError:
+def _too_large(what: str, most: int) -> HttpError:
     return HttpError(
         413,
         "body_too_large",
