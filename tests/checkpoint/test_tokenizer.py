@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sentencepiece
 
+from millrace.checkpoint.gguf.sentencepiece_model import Piece, encode_model
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer, open_tokenizer
 from millrace.errors import CheckpointError, RequestError
 from tests.support.shared import shared
@@ -385,3 +386,13 @@ def test_a_normalizer_that_panics_when_it_is_used(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(with_charsmap(tmp_path, table(0x7FFFFC00)))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: index out of bounds"):
         tokenizer.encode("a")
+
+
+def test_a_sentencepiece_model_with_a_token_that_is_no_text(tmp_path: Path) -> None:
+    pieces = [Piece("<unk>", 0, 2), Piece("<s>", 0, 3), Piece("</s>", 0, 3), Piece("mill", 0, 1)]
+    data = encode_model(pieces, byte_fallback=False, prefix=True)
+    (tmp_path / "tokenizer.model").write_bytes(data)
+    assert open_tokenizer(tmp_path).token_bytes(3) == b"mill"
+    (tmp_path / "tokenizer.model").write_bytes(data.replace(b"mill", b"m\xfall"))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model cannot be read: token 3 is not UTF-8"):
+        open_tokenizer(tmp_path)
