@@ -3,13 +3,34 @@
 import difflib
 from collections.abc import Callable, Iterable
 
+# Of each part of a message; of what is longer the middle is left out.
+LONGEST, _HEAD, _TAIL = 1000, 600, 390
+
+
+def plain(text: str) -> str:
+    """`text` as it may be shown: what came from a file or a client cannot steer a terminal, nor fill a screen or a log.
+
+    It is one line; what is not printable is escaped (\\n, \\x1b, \\u202e, \\ud800). Once is as good as twice.
+    """
+    short = _shortened(text)
+    return short if short.isprintable() else _shortened("".join(map(_escaped, short)))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
+
+
+def _escaped(c: str) -> str:
+    return c if c.isprintable() else c.encode("unicode_escape").decode("ascii")
+
 
 class MillraceError(Exception):
     """A caller's mistake or a machine's limit; the command line prints it and exits with 2."""
 
     def __init__(self, what: str, expected: str, mend: str) -> None:
-        super().__init__(what, expected, mend)  # all in args, so it survives pickling between processes
-        self.what, self.expected, self.mend = what, expected, mend
+        """Each part may hold what came from outside, as it is: here it becomes `plain`."""
+        self.what, self.expected, self.mend = plain(what), plain(expected), plain(mend)
+        super().__init__(self.what, self.expected, self.mend)  # all in args, so it survives pickling between processes
 
     def reworded(self, reword: Callable[[str], str]) -> None:
         """Says it in the caller's own words, such as arguments instead of flags."""
@@ -49,7 +70,7 @@ class RequestError(MillraceError):
 
     def __init__(self, what: str, expected: str, mend: str, param: str | None = None) -> None:
         super().__init__(what, expected, mend)
-        self.args = (what, expected, mend, param)
+        self.args = (self.what, self.expected, self.mend, param)
         self.param = param
 
 
@@ -58,14 +79,18 @@ class BusyError(MillraceError):
 
     def __init__(self, what: str, expected: str, mend: str, retry_after_s: float = 1.0) -> None:
         super().__init__(what, expected, mend)
-        self.args = (what, expected, mend, retry_after_s)
+        self.args = (self.what, self.expected, self.mend, retry_after_s)
         self.retry_after_s = retry_after_s
+
+
+# Characters of a name, and names: comparing takes long with many of either.
+_COMPARED, _MOST_COMPARED = 200, 4000
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean "top_p"?`, or a short list of what is known."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name[:_COMPARED], names[:_MOST_COMPARED], n=1, cutoff=0.6)
     if close:
         return f'did you mean "{close[0]}"?'
     shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")

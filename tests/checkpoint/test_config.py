@@ -1,6 +1,8 @@
 """`read_config` against transformers' own configuration classes, and every way in which a config.json can be wrong."""
 
-from collections.abc import Mapping
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -335,11 +337,43 @@ WRONG: list[tuple[Mapping[str, object], dict[str, object], list[str]]] = [
     (QWEN_25, {"attention_bias": False}, ["attention_bias", "Qwen2"]),
     (QWEN_25, {"layer_types": ["sliding_attention"] * 24}, ["layer_types", "full_attention"]),
     (QWEN_3, {"head_dim": None}, ["head_dim", "None"]),
+    (LLAMA_31, {"architectures": [[]]}, ["architecture is []", "LlamaForCausalLM"]),
+    (LLAMA_31, {"architectures": []}, ["architecture is []", "LlamaForCausalLM"]),
+    (QWEN_25, {"layer_types": [["full_attention"]] * 24}, ["layer_types", "24 names"]),
     (GEMMA, {"hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
     (GEMMA, {"hidden_act": "silu"}, ["hidden_act", "Gemma"]),
     (GEMMA, {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
     (GEMMA, {"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
 ]
+
+
+HOSTILE: list[object] = [
+    [], [[]], [{}], {}, {"a": []}, "", "\ud800", "x" * 10**6, True, -1, 0, 10**400, -(10**400), 1e400, math.nan, 0.5,
+    None, [10**400], [None], [[[]]] * 2, {"rope_type": []}, {"rope_type": "llama3"},
+    {"factor": 10**400, "rope_type": "linear"},
+    {"rope_theta": 10**400}, {"rope_theta": [[]]}, {"type": [], "rope_type": {}}, {"partial_rotary_factor": math.nan},
+    {"\x1b": {}}, {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 10**400},
+    {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 4,
+     "original_max_position_embeddings": 10**400},
+]  # fmt: skip
+
+
+def vars_of(config: ModelConfig) -> Iterator[float]:
+    for fields in (dataclasses.asdict(config), dataclasses.asdict(config.rope)):
+        yield from (v for v in fields.values() if isinstance(v, int | float) and v != config.rope.theta)
+
+
+@pytest.mark.parametrize("base", [LLAMA_31, MISTRAL_1, QWEN_25, QWEN_3, GEMMA], ids=lambda b: str(b["architectures"]))
+def test_any_key_may_have_any_value(base: Mapping[str, object]) -> None:
+    """It is read, or refused in a few lines."""
+    more = ["layer_types", "rope_parameters", "dtype", "rope_scaling", "head_dim", "\x1b[2J", "sliding_window"]
+    for key in [*base, *more]:
+        for value in HOSTILE:
+            try:
+                for number in vars_of(read_config({**base, key: value})):
+                    assert abs(number) < 2**63
+            except CheckpointError as error:
+                assert len(str(error)) < 3000 and str(error).replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize(("base", "changed", "words"), WRONG, ids=[str(w[1])[1:40] for w in WRONG])

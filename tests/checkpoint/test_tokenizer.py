@@ -1,5 +1,6 @@
 """Tokenizers of all kinds against transformers and sentencepiece, and the incremental detokenizer against `decode`."""
 
+import base64
 import json
 import random
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import sentencepiece
 
+from millrace.checkpoint.gguf.sentencepiece_model import Piece, encode_model
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer, open_tokenizer
 from millrace.errors import CheckpointError, RequestError
 from tests.support.shared import shared
@@ -261,6 +263,15 @@ def broken(folder: Path, name: str, content: str) -> Path:
         ("tokenizer_config.json", "[]", ["tokenizer_config.json", "object"]),
         ("tokenizer_config.json", '{"bos_token": 3}', ["bos_token", "3"]),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "a"}}', ["added_tokens_decoder"]),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"%s": "a"}}' % ("9" * 5000), ["added_tokens_decoder"]),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"2147483648": "a"}}', ["added_tokens_decoder"]),
+        ("tokenizer_config.json", r'{"bos_token": "\ud800"}', ["tokenizer_config.json", "surrogates not allowed"]),
+        ("tokenizer_config.json", r'{"a": [{"\uDFFF": 1}]}', ["tokenizer_config.json", "surrogates not allowed"]),
+        ("tokenizer_config.json", '{"x": ' + "[" * 100_000, ["tokenizer_config.json", "not JSON"]),
+        ("tokenizer_config.json", '{"x": %s}' % ("9" * 5000), ["tokenizer_config.json", "not JSON"]),
+        ("added_tokens.json", '{"<a>": -1}', ["added_tokens.json", "'<a>' is -1"]),
+        ("added_tokens.json", '{"<a>": true}', ["added_tokens.json", "'<a>' is True"]),
+        ("added_tokens.json", '{"<a>": [[]]}', ["added_tokens.json", "'<a>' is [[]]"]),
     ],
 )
 def test_broken_tokenizers(tmp_path: Path, name: str, content: str, words: list[str]) -> None:
@@ -348,3 +359,51 @@ def test_no_value_of_any_key_ends_in_another_error(
             assert "tokenizer" in error.what, (key, value)
         else:
             assert "mill" in tokenizer.decode(tokenizer.encode("the mill"))
+
+
+def with_charsmap(folder: Path, charsmap: object, nested: bool = False) -> Path:
+    """A tokenizer that is whole but for its normalizer."""
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    whole: dict[str, object] = {
+        "version": "1.0", "added_tokens": [], "pre_tokenizer": None, "post_processor": None,
+        "normalizer": {"type": "Sequence", "normalizers": [normalizer]} if nested else normalizer,
+        "decoder": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
+        "model": {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]], "byte_fallback": False},
+    }  # fmt: skip
+    return broken(folder, "tokenizer.json", json.dumps(whole))
+
+
+def table(*units: int, size: int | None = None) -> str:
+    data = b"".join(unit.to_bytes(4, "little") for unit in units)
+    return base64.b64encode((len(data) if size is None else size).to_bytes(4, "little") + data + b"x\0").decode()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("size", [7, 8, 2**31, 2**32 - 4, 2**32 - 1])
+def test_a_normalizer_larger_than_its_file_is_refused_before_the_library_allocates_it(
+    tmp_path: Path, size: int, nested: bool
+) -> None:
+    with pytest.raises(CheckpointError, match=f"precompiled_charsmap of 10 bytes has a table of {size}"):
+        open_tokenizer(with_charsmap(tmp_path, table(1, size=size), nested))
+
+
+@pytest.mark.parametrize("charsmap", ["", "AA==", "!", "x", 5, None])
+def test_a_normalizer_that_panics_when_it_is_read(tmp_path: Path, charsmap: object) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        open_tokenizer(with_charsmap(tmp_path, charsmap))
+
+
+def test_a_normalizer_that_panics_when_it_is_used(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(with_charsmap(tmp_path, table(0x7FFFFC00)))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: index out of bounds"):
+        tokenizer.encode("a")
+
+
+def test_a_sentencepiece_model_with_a_token_that_is_no_text(tmp_path: Path) -> None:
+    pieces = [Piece("<unk>", 0, 2), Piece("<s>", 0, 3), Piece("</s>", 0, 3), Piece("mill", 0, 1)]
+    data = encode_model(pieces, byte_fallback=False, prefix=True)
+    (tmp_path / "tokenizer.model").write_bytes(data)
+    assert open_tokenizer(tmp_path).token_bytes(3) == b"mill"
+    (tmp_path / "tokenizer.model").write_bytes(data.replace(b"mill", b"m\xfall"))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model cannot be read: token 3 is not UTF-8"):
+        open_tokenizer(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.cli.models import build_engine
 from millrace.compile.cache import EngineCache
-from millrace.engine.manifest import FORMAT, Manifest, sealed
+from millrace.engine.manifest import FORMAT, Manifest, file_checksum, sealed
 from millrace.runtime.open import BUNDLED, BuildSettings
 from tests.cli.conftest import Millrace
 
@@ -98,6 +98,34 @@ def test_a_manifest_that_is_none(millrace: Millrace, engine: Path, content: byte
 def test_inspect_refuses_it_too(millrace: Millrace, engine: Path, part: list[str]) -> None:
     flip(engine / "program.json")
     millrace("inspect", engine, *part).assert_mistake("program.json is damaged")
+
+
+@pytest.mark.parametrize("name", ["program.json", "graph.json"])
+@pytest.mark.parametrize("text", [r"\u001b[2J", r"\t", r"\\\u202e", "\u202e", "\x9b"])
+def test_names_that_would_steer_a_terminal(millrace: Millrace, engine: Path, name: str, text: str) -> None:
+    path = engine / name
+    path.write_text(path.read_text().replace("model.layers.1.", f"model.{text}.1."))
+    files = json.loads((engine / "manifest.json").read_text())["files"]
+    change(engine, files={**files, name: {"bytes": path.stat().st_size, "checksum": file_checksum(path)}})
+    result = millrace("inspect", engine, "--graph" if name == "graph.json" else "--weights")
+    result.assert_mistake(f"{name} holds control characters")
+    assert result.err.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("field", ["model_name", "architecture", "source"])
+def test_a_manifest_with_names_that_would(millrace: Millrace, engine: Path, field: str) -> None:
+    change(engine, **{field: "\x1b[2J"})
+    result = millrace("inspect", engine)
+    result.assert_mistake("not printable", r"\x1b[2J")
+    assert result.err.replace("\n", "").isprintable()
+
+
+def test_a_backslash_in_a_name_is_nothing_bad(millrace: Millrace, engine: Path) -> None:
+    path = engine / "graph.json"
+    path.write_text(path.read_text().replace("model.layers.1.", r"model.\\nlayers.1."))
+    files = json.loads((engine / "manifest.json").read_text())["files"]
+    change(engine, files={**files, path.name: {"bytes": path.stat().st_size, "checksum": file_checksum(path)}})
+    assert millrace("inspect", engine, "--graph").code == 0
 
 
 def test_a_damaged_engine_of_the_cache_says_how_to_be_rid_of_it(millrace: Millrace, cache: Path) -> None:

@@ -251,6 +251,13 @@ def test_keys_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\none\n\n  two  \n")
     assert read_keys(path) == ("one", "two")
+    for mark, coding in (("\ufeff", "utf-8"), ("\ufeff", "utf-16-le"), ("", "utf-16")):  # as Windows saves
+        path.write_text(f"{mark}one\n", encoding=coding)
+        with pytest.raises(ConfigError, match="begins with a byte order mark"):
+            read_keys(path)
+    path.write_bytes(b"x" * (2 << 20))
+    with pytest.raises(ConfigError, match="more than 1048576 bytes"):
+        read_keys(path)
     path.write_text("# none\n")
     with pytest.raises(ConfigError, match="holds no API key"):
         read_keys(path)

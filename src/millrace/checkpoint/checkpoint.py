@@ -147,18 +147,18 @@ def read_template(files: Files, folder: Path) -> str | None:
             raise CheckpointError(f"{path} is not UTF-8: {error}", "a text file", "copy the file again") from error
     value = json_object(files, TOKENIZER_CONFIG, folder).get("chat_template")
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        value = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
         if value is None:
             raise CheckpointError(
-                f"{folder / TOKENIZER_CONFIG}: chat_template has {sorted(map(str, named))}",
+                f"{folder / TOKENIZER_CONFIG}: chat_template has {[entry.get('name') for entry in entries]}",
                 'a template named "default"',
                 "name one of them default",
             )
     if value is None or isinstance(value, str):
         return value
     raise CheckpointError(
-        f"{folder / TOKENIZER_CONFIG}: chat_template is {str(value)[:100]}",
+        f"{folder / TOKENIZER_CONFIG}: chat_template is {value}",
         "a string, or a list of {name, template}",
         "correct chat_template",
     )

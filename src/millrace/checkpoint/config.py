@@ -114,12 +114,7 @@ def read_config(raw: Raw) -> ModelConfig:
 
 def _wrong(key: str, value: object, expected: str, mend: str = "") -> CheckpointError:
     mend = mend or "check that config.json belongs to this model and is complete"
-    return CheckpointError(f"config.json: {key} is {_short(value)}", expected, mend)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."
+    return CheckpointError(f"config.json: {key} is {value!r}", expected, mend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +158,22 @@ def _family(raw: Raw) -> Family:
     supported = "one of " + ", ".join(sorted(by_architecture))
     names = raw.get("architectures")
     model_type = raw.get("model_type")
-    if names is not None and (not isinstance(names, list) or len(names) != 1 or names[0] not in by_architecture):
-        shown = names[0] if isinstance(names, list) and len(names) == 1 else names
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if names is not None and (not isinstance(name, str) or name not in by_architecture):
+        shown = names if name is None else name
         raise CheckpointError(
-            f"config.json: the architecture is {_short(shown)}, which is not supported",
+            f"config.json: the architecture is {shown!r}, which is not supported",
             supported,
             "choose a checkpoint of a supported family",
         )
-    if isinstance(names, list):
-        family = by_architecture[names[0]]
+    if isinstance(name, str):
+        family = by_architecture[name]
         if model_type not in (None, family.name):
-            raise _wrong("model_type", model_type, f'"{family.name}", because architectures says {names[0]}')
+            raise _wrong("model_type", model_type, f'"{family.name}", because architectures says {name}')
         return family
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
-            f"config.json: no architectures, and model_type is {_short(model_type)}",
+            f"config.json: no architectures, and model_type is {model_type!r}",
             f"architectures with {supported}",
             "choose a checkpoint of a supported family, or add architectures to config.json",
         )
@@ -203,7 +199,7 @@ def _check_keys(raw: Raw, family: Family) -> tuple[str, ...]:
                 raise _wrong(key, value, f"{allowed}: {why}", "choose a checkpoint without it")
             continue
         raise CheckpointError(
-            f"config.json: unknown key {key} = {_short(value)}",
+            f"config.json: unknown key {key} = {value!r}",
             f"a key that {family.architecture} is known to have; " + nearest(key, {*used, *ONLY_AT, *HARMLESS}),
             "correct the key, or remove it if the model's results do not depend on it",
         )
@@ -260,7 +256,8 @@ def _activation(read: _Reader) -> str:
 def _window(read: _Reader, n_layers: int, max_positions: int) -> tuple[int | None, tuple[str, ...]]:
     """The narrowest window that any layer has (tokens), and a note where it caps the context."""
     types = read.get("layer_types")
-    if types is not None and (not isinstance(types, list) or len(types) != n_layers):
+    named = isinstance(types, list) and len(types) == n_layers and all(isinstance(kind, str) for kind in types)
+    if types is not None and not named:
         raise _wrong("layer_types", types, f"a list of {n_layers} names, one per layer")
     name = read.family.name
     window: int | None = None
@@ -272,12 +269,12 @@ def _window(read: _Reader, n_layers: int, max_positions: int) -> tuple[int | Non
             raise _wrong("max_window_layers", first, "a number of layers")
         window = window if first < n_layers else None
     if types is not None:
-        kinds = set(cast(list[object], types))
+        kinds = set(cast(list[str], types))
         allowed = {"full_attention", "sliding_attention"} if window is not None else {"full_attention"}
         if name == "mistral" and window is not None:
             allowed = {"sliding_attention"}  # transformers gives every Mistral layer the window, whatever is said here
         if not kinds <= allowed:
-            raise _wrong("layer_types", sorted(map(str, kinds)), "only " + " and ".join(sorted(allowed)))
+            raise _wrong("layer_types", sorted(kinds), "only " + " and ".join(sorted(allowed)))
         window = window if "sliding_attention" in kinds else None
     if window is None or window >= max_positions:
         return window, ()
@@ -292,9 +289,7 @@ def _rope(read: _Reader, max_positions: int) -> RopeConfig:
         if value is not None and not isinstance(value, dict):
             raise _wrong(key, value, "an object or null")
     if old and new and old != new:
-        raise _wrong(
-            "rope_scaling", old, f"the same as rope_parameters, which is {_short(new)}", "remove one of the two"
-        )
+        raise _wrong("rope_scaling", old, f"the same as rope_parameters, which is {new!r}", "remove one of the two")
     key = "rope_scaling" if old else "rope_parameters"
     rope = {k: v for k, v in cast(dict[str, object], old or new or {}).items() if v is not None}
     nested = sorted(k for k, v in rope.items() if isinstance(v, dict))
@@ -315,7 +310,7 @@ def _rope(read: _Reader, max_positions: int) -> RopeConfig:
     beside = read.raw.get("rope_theta")
     theta = rope.get("rope_theta", 10_000.0 if beside is None else beside)
     if beside is not None and beside != theta:
-        raise _wrong("rope_theta", beside, f"the same as in {key}, which is {_short(theta)}", "remove one of the two")
+        raise _wrong("rope_theta", beside, f"the same as in {key}, which is {theta!r}", "remove one of the two")
     return _scaled_rope(key, kind, rope, positive_number("rope_theta", theta), max_positions)
 
 
@@ -346,8 +341,8 @@ def _scaled_rope(key: str, kind: str, rope: dict[str, object], theta: float, max
     if high <= low:
         raise _wrong(f"{key}.high_freq_factor", high, f"more than low_freq_factor {low}")
     original = rope.get("original_max_position_embeddings", max_positions)
-    if isinstance(original, bool) or not isinstance(original, int) or original < 1:
-        raise _wrong(f"{key}.original_max_position_embeddings", original, "a positive integer")
+    if isinstance(original, bool) or not isinstance(original, int) or not 0 < original < 2**31:
+        raise _wrong(f"{key}.original_max_position_embeddings", original, "an integer from 1 to 2147483647")
     return RopeConfig(
         theta=theta,
         kind=kind,
@@ -387,5 +382,5 @@ def token_ids(file: str, key: str, value: object) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     for i in values:
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
-            raise CheckpointError(f"{file}: {key} is {_short(value)}", "an id, a list of ids or null", f"correct {key}")
+            raise CheckpointError(f"{file}: {key} is {value!r}", "an id, a list of ids or null", f"correct {key}")
     return tuple(dict.fromkeys(values))

@@ -1,4 +1,4 @@
-"""Large files of a checkpoint, read so that one which changes meanwhile is an error, and never a signal.
+"""Files of a checkpoint; those with weights are read so that one which changes meanwhile is an error, not a signal.
 
 Data is read into memory of its own: a page of a mapped file that is truncated, or lies on a failing disk, is SIGBUS.
 """
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from millrace.errors import CheckpointError
 from millrace.machine.cpu import usable_cores
 
+MAX_SMALL_BYTES = 256 << 20  # the largest tokenizer.json in use has 35 MB
 _READ = 1 << 30  # bytes a call: the system takes less than 2 GiB
 _DIGEST_BLOCK = 16 << 20
 Report = Callable[[int], None]  # bytes that were read since it was called last
@@ -32,6 +33,19 @@ class FileState(NamedTuple):
         """raises OSError"""
         status = os.fstat(file.fileno())
         return cls(status.st_size, status.st_mtime_ns)
+
+
+def read_small(path: Path) -> bytes:
+    """The whole of a file beside the weights. raises CheckpointError where it cannot be read, or is large"""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_SMALL_BYTES + 1)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if len(data) > MAX_SMALL_BYTES:
+        what = f"{path} has more than {MAX_SMALL_BYTES >> 20} MiB"
+        raise CheckpointError(what, "a file of a few megabytes", "download or copy the file again")
+    return data
 
 
 def read_span(path: Path, seen: FileState, offset: int, nbytes: int) -> NDArray[np.uint8]:

@@ -1,6 +1,5 @@
 """`generation_config.json`: how the model's authors would sample, where a request does not say."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -72,7 +71,7 @@ def read_generation(raw: Mapping[str, object]) -> GenerationDefaults:
         repetition_penalty=_number(raw, "repetition_penalty", 1e-9, 100.0),
         eos_token_ids=token_ids("generation_config.json", "eos_token_id", raw.get("eos_token_id")),
         notes=tuple(
-            f"generation_config.json: {key} = {str(value)[:100]} is not supported and not used"
+            f"generation_config.json: {key} = {value} is not supported and not used"
             for key, value in raw.items()
             if key not in _USED and key not in _HARMLESS and value is not None and value not in _NEUTRAL.get(key, ())
         ),
@@ -83,7 +82,7 @@ def _number(raw: Mapping[str, object], key: str, low: float, high: float) -> flo
     value = raw.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise _wrong(key, value, "a number or null")
     if not low <= value <= high:
         raise _wrong(key, value, f"from {low:g} to {high:g}")
@@ -94,8 +93,8 @@ def _top_k(raw: Mapping[str, object]) -> int | None:
     value = raw.get("top_k")
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
-        raise _wrong("top_k", value, "an integer of at least 0 (0 is off)")
+    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**31:
+        raise _wrong("top_k", value, "an integer from 0 (off) to 2147483647")
     return max(value, 0)
 
 

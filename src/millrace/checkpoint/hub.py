@@ -46,7 +46,7 @@ def resolve(
     match = _HUB_ID.fullmatch(model)
     if match is None:
         raise CheckpointError(
-            f"there is no {'file' if model.endswith('.gguf') else 'folder'} {model[:200]}",
+            f"there is no {'file' if model.endswith('.gguf') else 'folder'} {model}",
             "the folder of a Hugging Face checkpoint, a GGUF file, or a hub id org/name or org/name@revision",
             "check the spelling",
         )
@@ -108,7 +108,7 @@ def _unreachable(shown: str, cache: Path, offline: bool, error: Exception) -> Hu
             "a model that was downloaded before",
             "unset HF_HUB_OFFLINE, or name a local folder",
         )
-    reason = f"{type(error).__name__}: " + " ".join(str(error.__cause__ or error).split())[:200]
+    reason = f"{type(error).__name__}: " + " ".join(str(error.__cause__ or error).split())
     return HubError(
         f"{shown} is not complete in the cache {cache}, and the hub cannot be reached ({reason})",
         "a network connection to huggingface.co, or the model in the cache",

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from millrace.checkpoint.files import read_small
 from millrace.errors import CheckpointError, RequestError
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -27,6 +28,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (
     TOKENIZER_JSON, TOKENIZER_MODEL, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, TEMPLATE_FILE,
 )  # fmt: skip
+_LAST_ID = 2**31 - 1
 Files = Mapping[str, bytes]  # the contents of small files, by name
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -208,15 +210,19 @@ def read_tokenizer_config(files: Files, folder: Path) -> TokenizerConfig:
     extra = both.get("additional_special_tokens") or both.get("extra_special_tokens") or []
     values = list(extra.values()) if isinstance(extra, dict) else extra if isinstance(extra, list) else []
     special = tuple(text for v in values if (text := _content(folder, "additional_special_tokens", v)) is not None)
-    added = {i: Added(text) for text, i in json_object(files, ADDED_TOKENS, folder).items() if isinstance(i, int)}
+    added: dict[int, Added] = {}
+    for text, i in json_object(files, ADDED_TOKENS, folder).items():
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= _LAST_ID:
+            raise CheckpointError(f"{folder / ADDED_TOKENS}: {text!r} is {i!r}", "the id of a token", "correct the id")
+        added[i] = Added(text)
     decoder = raw.get("added_tokens_decoder")
     for key, value in decoder.items() if isinstance(decoder, dict) else ():
-        text = _content(folder, f"added_tokens_decoder[{key}]", value)
-        if text is None or not key.isdecimal():
+        content = _content(folder, f"added_tokens_decoder[{key}]", value)
+        if content is None or not (key.isdecimal() and len(key) <= 10 and int(key) <= _LAST_ID):
             raise _wrong(folder, f"added_tokens_decoder[{key}]", value)
         flags = value if isinstance(value, dict) else {}
         names = ("special", "lstrip", "rstrip", "single_word", "normalized")
-        added[int(key)] = Added(text, **{name: bool(flags.get(name)) for name in names})
+        added[int(key)] = Added(content, **{name: bool(flags.get(name)) for name in names})
     return TokenizerConfig(
         named=named,
         special=special,
@@ -239,18 +245,27 @@ def _content(folder: Path, key: str, value: object) -> str | None:
 
 def _wrong(folder: Path, key: str, value: object) -> CheckpointError:
     return CheckpointError(
-        f"{folder / TOKENIZER_CONFIG}: {key} is {str(value)[:200]}", 'a string or {"content": string}', f"correct {key}"
+        f"{folder / TOKENIZER_CONFIG}: {key} is {value}", 'a string or {"content": string}', f"correct {key}"
     )
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Those that exist."""
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    """Those that exist. raises CheckpointError for one that is too large for what it is, or cannot be read"""
+    return {name: read_small(folder / name) for name in names if (folder / name).is_file()}
 
 
 def read_json_object(path: Path) -> dict[str, object]:
     """{} where there is no such file. raises CheckpointError where it is not a JSON object"""
     return json_object(read_files(path.parent, [path.name]), path.name, path.parent)
+
+
+def parsed_json(data: str | bytes) -> object:
+    """raises ValueError or RecursionError for what is not JSON in UTF-8, or has half a surrogate pair in a text"""
+    text = data if isinstance(data, str) else data.decode("utf-8-sig")
+    raw: object = json.loads(text)
+    if "\\ud" in text.lower():
+        json.dumps(raw, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+    return raw
 
 
 def json_object(files: Files, name: str, folder: Path) -> dict[str, object]:
@@ -259,7 +274,7 @@ def json_object(files: Files, name: str, folder: Path) -> dict[str, object]:
     if name not in files:
         return {}
     try:
-        raw = json.loads(files[name])
+        raw = parsed_json(files[name])
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not JSON: {error}", "a JSON object", "download or copy the file again"

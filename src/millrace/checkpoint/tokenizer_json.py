@@ -1,11 +1,15 @@
 """`tokenizer.json` through the tokenizers library: byte-level BPE, and BPE or Unigram with byte fallback."""
 
+import base64
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import tokenizers
 
 from millrace.checkpoint.tokenizer import Specials, Tokenizer, TokenizerConfig
@@ -23,22 +27,22 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
         """`data`: the file's contents; `path` is for messages."""
-        try:
-            library = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as error:  # the library raises bare Exception for every kind of bad file
-            raise CheckpointError(
-                f"{path} cannot be read: {error}", "a tokenizer.json", "download or copy the file again"
-            ) from error
-        library.no_truncation()  # of training; a prompt is never cut silently
-        library.no_padding()
-        library.encode_special_tokens = config.split_special
-        _add_tokens(library, config)
+        _check_charsmaps(data, path)
+        with _panics_told(path):
+            try:
+                library = tokenizers.Tokenizer.from_buffer(data)
+            except Exception as error:  # the library raises bare Exception for every kind of bad file
+                raise _unreadable(path, str(error)) from error
+            library.no_truncation()  # of training; a prompt is never cut silently
+            library.no_padding()
+            library.encode_special_tokens = config.split_special
+            _add_tokens(library, config)
         added = library.get_added_tokens_decoder()
         vocab_size = max(library.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
         bos, eos = (self._named_id(library, path, config, name) for name in ("bos_token", "eos_token"))
         ids = frozenset(i for i, token in added.items() if token.special)
         super().__init__(vocab_size, Specials(named=config.named, bos_token_id=bos, eos_token_id=eos, ids=ids))
-        self._library = library
+        self._library, self._path = library, path
         self._decoding = _read_decoder(path, library)
 
     @staticmethod
@@ -55,7 +59,8 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # as a batch of one: `encode` holds the interpreter lock, for 0.1 s where a text has 100 KB
-        ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        with _panics_told(self._path):
+            ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def _token_bytes(self, token_id: int) -> bytes:
@@ -71,6 +76,50 @@ class JsonTokenizer(Tokenizer):
             return None
         text: str | None = self._library.id_to_token(token_id)
         return text
+
+
+@contextmanager
+def _panics_told(path: Path) -> Iterator[None]:
+    """The library panics on some files. That is no Exception, and its class has no importable name."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _unreadable(path, str(error)) from error
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {why}", "a tokenizer.json", "download or copy the file again")
+
+
+class _Outline(msgspec.Struct):
+    """As much of a tokenizer.json as is looked at before the library reads it."""
+
+    normalizer: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def _check_charsmaps(data: bytes, path: Path) -> None:
+    """A normalizer of SentencePiece says how large its table is; the library allocates whatever it says, and may abort.
+
+    4 bytes of size, the table of so many bytes, texts. source: sentencepiece, src/normalizer.cc
+    """
+    try:
+        pending = [msgspec.json.decode(msgspec.json.decode(data, type=_Outline).normalizer)]
+    except msgspec.DecodeError:
+        return  # the library will say where
+    while pending:
+        value = pending.pop()
+        pending += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        text = value.get("precompiled_charsmap") if isinstance(value, dict) else None
+        if isinstance(text, str):
+            try:
+                charsmap = base64.b64decode(text)
+            except ValueError as error:
+                raise _unreadable(path, f"its precompiled_charsmap is not base64: {error}") from error
+            size = int.from_bytes(charsmap[:4], "little")
+            if len(charsmap) < 4 or size > len(charsmap) - 4:
+                raise _unreadable(path, f"its precompiled_charsmap of {len(charsmap)} bytes has a table of {size}")
 
 
 def _add_tokens(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
@@ -145,7 +194,7 @@ def _read_decoder(path: Path, library: tokenizers.Tokenizer) -> _Decoding:
                 replace.append((mark, " "))
                 drops = "" if step.get("prepend_scheme") == "never" else mark
             case _:
-                raise _unsupported(path, json.dumps(step)[:200])
+                raise _unsupported(path, json.dumps(step))
     if not steps:
         raise _unsupported(path, "null")
     return _Decoding(byte_level, byte_fallback, tuple(replace), strips_space, drops)

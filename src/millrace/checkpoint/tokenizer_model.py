@@ -26,7 +26,7 @@ class SentencePieceTokenizer(Tokenizer):
         size: int = self._model.get_piece_size()
         self._prefix = self._model.encode("a") != self._inner.encode("a")
         self._legacy = config.legacy
-        pieces = {self._model.id_to_piece(i): i for i in range(size)}
+        pieces = _pieces(self._model, path)
         added = dict(config.added)
         named = _named(self._model, config)
         special_texts = {*named.values(), *config.special}
@@ -106,9 +106,22 @@ def _open(
             sentencepiece.SentencePieceProcessor(model_proto=proto + _NO_PREFIX),
         )
     except (RuntimeError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}", "a SentencePiece model", "download or copy the file again"
-        ) from error
+        raise _unreadable(path, str(error)) from error
+
+
+def _pieces(model: sentencepiece.SentencePieceProcessor, path: Path) -> dict[str, int]:
+    """Ids by text. raises CheckpointError where one is no text; the library has looked at all else"""
+    found: dict[str, int] = {}
+    for i in range(model.get_piece_size()):
+        try:
+            found[model.id_to_piece(i)] = i
+        except UnicodeDecodeError as error:
+            raise _unreadable(path, f"token {i} is not UTF-8: {error}") from error
+    return found
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {why}", "a SentencePiece model", "download or copy the file again")
 
 
 def _named(model: sentencepiece.SentencePieceProcessor, config: TokenizerConfig) -> dict[str, str]:

@@ -19,13 +19,14 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.files import FileState, Report, file_digest, read_span, unreadable
+from millrace.checkpoint.files import FileState, Report, file_digest, read_small, read_span, unreadable
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_RANK = 8  # no model has more dimensions
 
 Array = np.ndarray[Any, np.dtype[Any]]
 DigestOf = Callable[[Path, FileState, Report | None], str]  # as `file_digest`, or remembered
@@ -148,7 +149,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     if not path.is_file():
         raise _no_weights(folder)
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(read_small(path))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not JSON: {error}", "the index of a sharded checkpoint", _COPY_AGAIN
@@ -244,13 +245,17 @@ def _span(path: Path, name: str, entry: object) -> tuple[int, int, str]:
         or not _are_sizes(shape)
     ):
         _damaged(
-            path, f"has a wrong header: {name} is {str(entry)[:100]}", "dtype, shape and two ascending data_offsets"
+            path,
+            f"has a wrong header: {name} is {entry}",
+            f"dtype, shape (at most {MAX_RANK} sizes) and two ascending data_offsets",
         )
+    if not name.isprintable():  # it will stand in the engine's tables
+        _damaged(path, f"has a name with control characters: {name!r}", "printable characters")
     return offsets[0], offsets[1], name
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**62 for i in value)
+    return isinstance(value, list) and len(value) <= MAX_RANK and all(type(i) is int and 0 <= i < 2**62 for i in value)
 
 
 def _info(path: Path, name: str, entry: dict[str, Any], offset: int, nbytes: int) -> TensorInfo:

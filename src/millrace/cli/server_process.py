@@ -87,8 +87,8 @@ class ServerProcess:
 
     def _failed(self, what: str) -> MachineError:
         self._errors.seek(0)
-        said = self._errors.read()[-2000:].decode(errors="replace").strip()
-        return MachineError(f"{what}; it said:\n{said}" if said else what, "a server that works", "report it")
+        said = " / ".join(self._errors.read()[-2000:].decode(errors="replace").split("\n")).strip(" /")
+        return MachineError(f"{what}; it said: {said}" if said else what, "a server that works", "report it")
 
     def _end(self) -> None:
         if self._process.poll() is None:

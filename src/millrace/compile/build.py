@@ -34,7 +34,7 @@ from millrace.engine.manifest import (
 )  # fmt: skip
 from millrace.engine.native import KvFormat
 from millrace.engine.program import Packed, Program
-from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError
+from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError, plain
 from millrace.graph.types import Graph
 from millrace.kernels.encode import Limits
 from millrace.kernels.library import library
@@ -85,7 +85,7 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     kv_format = KvFormat[table.upper()] if options.kv_format is None else options.kv_format
     program = Lowering(graph, limits, source.max_context, kv_format, table).program()
     notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, table))
-    return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), notes)
+    return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), tuple(map(plain, notes)))
 
 
 def _table_note(stored: str | None, table: str) -> tuple[str, ...]:
@@ -214,7 +214,7 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
 def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str) -> Manifest:
     program, kv = plan.program, plan.program.kv
     return Manifest(
-        format=FORMAT, millrace=millrace.__version__, model_name=name, architecture=source.architecture,
+        format=FORMAT, millrace=millrace.__version__, model_name=plain(name), architecture=source.architecture,
         source=source.identity(),
         precision={"default": plan.precision.default.value, **{p: v.value for p, v in plan.precision.patterns}},
         group=plan.precision.group, n_steps=len(program.steps), n_parameters=source.n_parameters,

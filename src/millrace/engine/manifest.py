@@ -19,7 +19,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from millrace.errors import EngineError
+from millrace.errors import EngineError, plain
 from millrace.kernels.identity import kernels_digest
 
 FORMAT = 4
@@ -128,6 +128,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} is not readable: {e}") from e
     if manifest != sealed(manifest):
         raise damaged(folder, f"{MANIFEST} is damaged: its checksum differs")
+    for text in (manifest.model_name, manifest.architecture, manifest.source, *manifest.precision, *manifest.notes):
+        if text != plain(text):  # they will be shown
+            raise damaged(folder, f"{MANIFEST} holds a text that is too long or not printable: {text}")
     return manifest
 
 

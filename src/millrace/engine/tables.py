@@ -1,5 +1,6 @@
 """An engine folder's own tables, read back: the program (program.json) and the traced graph (graph.json)."""
 
+import re
 from pathlib import Path
 from typing import TypeVar
 
@@ -8,6 +9,8 @@ from msgspec import DecodeError, Struct, json
 from millrace.engine.manifest import GRAPH, PROGRAM_TABLE, damaged
 
 T = TypeVar("T")
+# What JSON writes for a control character, or may write for any; a backslash itself is two of them.
+_ESCAPE = re.compile(rb"(?<!\\)(\\\\)*\\[bfnrtu]")
 
 
 class Step(Struct, frozen=True):
@@ -67,7 +70,11 @@ def read_graph_table(folder: Path) -> GraphTable:
 
 
 def _read(folder: Path, name: str, kind: type[T]) -> T:
+    data = (folder / name).read_bytes()
     try:
-        return json.decode((folder / name).read_bytes(), type=kind)
+        table = json.decode(data, type=kind)
     except DecodeError as error:
         raise damaged(folder, f"{name} is not readable: {error}") from error
+    if _ESCAPE.search(data) or not data.decode().replace("\n", "").isprintable():  # names will be shown
+        raise damaged(folder, f"{name} holds control characters")
+    return table

@@ -1,5 +1,6 @@
 """API keys: who may ask. Compared in constant time, and with every key, so that the time tells nothing."""
 
+import codecs
 import hmac
 from pathlib import Path
 
@@ -10,12 +11,23 @@ from millrace.serve.errors import HttpError
 from millrace.serve.wire import header
 
 _BEARER = b"bearer "
+_MAX_BYTES = 1 << 20
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
     """The keys of a file, one a line; empty lines and lines that begin with # are skipped. raises ConfigError"""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if data.startswith(
+            (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        ):  # it would be part of the first key
+            raise ConfigError(
+                f"{path} begins with a byte order mark", "UTF-8 without one", 'save it as "UTF-8", not "UTF-8 with BOM"'
+            )
+        if len(data) > _MAX_BYTES:
+            raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes", "one key a line", "name another file")
+        lines = data.decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API keys of {path}: {error}", "a text file", "name another file") from None
     keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))

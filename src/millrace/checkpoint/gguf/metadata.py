@@ -68,7 +68,7 @@ class Keys:
 
     def wrong(self, key: str, expected: str, mend: str = _MEND) -> CheckpointError:
         value = self.values.get(key)
-        shown = "missing" if value is None else repr(value)[:100]
+        shown = "missing" if value is None else repr(value)
         return CheckpointError(f"{self.path}: {key} is {shown}", expected, mend)
 
     def integer(self, key: str, missing: int | None = None, low: int = 1) -> int:

@@ -190,7 +190,7 @@ def _read(path: Path, cursor: _Cursor, state: FileState) -> GgufFile:
     entries = [_entry(cursor, i, n_tensors) for i in range(n_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment % 8 or not 8 <= alignment <= 1 << 20:
-        damaged(path, f"has general.alignment = {str(alignment)[:50]}", "a multiple of 8, at most a million")
+        damaged(path, f"has general.alignment = {alignment}", "a multiple of 8, at most a million")
     start = -(-cursor.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     end = start

@@ -13,7 +13,7 @@ import numpy as np
 
 from millrace.checkpoint.gguf.metadata import Keys
 from millrace.checkpoint.gguf.sentencepiece_model import UNKNOWN, UNUSED, Piece, encode_model
-from millrace.checkpoint.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL
+from millrace.checkpoint.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL, parsed_json
 
 ORIGINAL = "tokenizer.huggingface.json"
 _NORMAL, _CONTROL, _USER, _BYTE = 1, 3, 4, 6  # types of tokens, as in SentencePiece; UNKNOWN, UNUSED
@@ -136,19 +136,19 @@ def _original(keys: Keys, tokens: list[str], ids: Mapping[str, int | None]) -> b
     """Its tokens are the file's; what is put around a text is what the file's own flags say, where it has them."""
     text = keys.text(ORIGINAL)
     try:
-        raw = json.loads(text)
+        raw = parsed_json(text)
     except (ValueError, RecursionError):
         raw = None
     model = raw.get("model") if isinstance(raw, dict) else None
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocabulary, dict):
+    if not isinstance(raw, dict) or not isinstance(vocabulary, dict):
         raise keys.wrong(ORIGINAL, "a tokenizer.json with a vocabulary")
     for token, i in vocabulary.items():
         if type(i) is not int or not 0 <= i < len(tokens) or tokens[i] != token:
             raise keys.wrong(ORIGINAL, f"the vocabulary of tokenizer.ggml.tokens, which lacks {token!r} as {i}")
     for i in _ids_beside(raw):
         if type(i) is not int or not 0 <= i < len(tokens):
-            raise keys.wrong(ORIGINAL, f"ids below {len(tokens)}, the number of tokens, which {str(i)[:30]} is not")
+            raise keys.wrong(ORIGINAL, f"ids below {len(tokens)}, the number of tokens, which {i} is not")
     if keys.values.keys().isdisjoint(_AROUND):
         return text.encode()
     before = ids["bos_token"] if keys.boolean(_AROUND[0], True) else None
