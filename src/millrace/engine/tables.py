@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TypeVar
 
-from msgspec import DecodeError, Struct, json
+from msgspec import Struct, json
 
-from millrace.engine.manifest import GRAPH, PROGRAM_TABLE, damaged
+from millrace.engine.manifest import GRAPH, PROGRAM_TABLE, UNREADABLE, damaged
 
 T = TypeVar("T")
 
@@ -69,5 +69,5 @@ def read_graph_table(folder: Path) -> GraphTable:
 def _read(folder: Path, name: str, kind: type[T]) -> T:
     try:
         return json.decode((folder / name).read_bytes(), type=kind)
-    except DecodeError as error:
+    except UNREADABLE as error:
         raise damaged(folder, f"{name} is not readable: {error}") from error
