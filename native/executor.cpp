@@ -51,7 +51,7 @@ const Isa& choose_isa(const char* name) {
   if (!name) return *usable[0];
   for (; *usable; ++usable)
     if (std::strcmp((*usable)->name, name) == 0) return **usable;
-  throw std::runtime_error("instruction set " + std::string(name) + " cannot run here: " + isa_lacking(name));
+  throw std::runtime_error("instruction set \"" + std::string(name) + "\" cannot run here: " + isa_lacking(name));
 }
 
 // Calls field(pointer, elements) for each array of the scratch; all elements have four bytes.

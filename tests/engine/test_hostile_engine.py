@@ -1,5 +1,6 @@
 """An engine is hostile input: whatever its bytes say, the answer is an error or a result, never a crash."""
 
+import ctypes
 import json
 import random
 import struct
@@ -15,9 +16,10 @@ from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
 from millrace.engine.manifest import MANIFEST, PROGRAM, WEIGHTS
 from millrace.engine.native import ExecutionError, NativeExecutor, NativeProgram
-from millrace.errors import ConfigError, EngineError
+from millrace.errors import ConfigError, EngineError, MachineError
 from millrace.kernels.declare import KERNELS
 from millrace.kernels.identity import kernels_digest
+from millrace.kernels.library import usable_isas
 from millrace.kernels.rescore.pack import pack_byte_rows
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build, prompts_as_step
@@ -210,11 +212,32 @@ def test_without_a_number_all_cores_compute(engine: Engine, monkeypatch: pytest.
     executor.close()
 
 
+def test_an_instruction_set_that_no_build_knows(engine: Engine) -> None:
+    with pytest.raises(MachineError, match='"mmx" cannot run here: this build knows') as error:
+        engine.executor(n_pages=4, isa="mmx")
+    assert error.value.expected == "one of " + ", ".join(usable_isas())
+
+
+def test_an_instruction_set_that_the_cpu_lacks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU without AVX-512, where the library refuses it with this reason."""
+
+    class Lacking:
+        def mr_create(self, args: object, handle: object, error: "ctypes.Array[ctypes.c_char]", n_bytes: int) -> int:
+            error.value = b'instruction set "avx512" cannot run here: it needs AVX-512 F'
+            return 1
+
+    monkeypatch.setattr("millrace.engine.native.library", Lacking)
+    monkeypatch.setattr("millrace.engine.native.usable_isas", lambda: ["avx2", "scalar"])
+    with pytest.raises(MachineError, match="it needs AVX-512 F") as error:
+        engine.executor(n_pages=4, isa="avx512")
+    assert error.value.expected == "one of avx2, scalar" and "--isa" in error.value.mend
+
+
 OUT_OF_THREADS = """
 import resource, sys
 from pathlib import Path
 from millrace.engine.engine import Engine
-from millrace.errors import ConfigError, EngineError
+from millrace.errors import ConfigError, EngineError, MachineError
 engine = Engine.open(Path(sys.argv[1]))
 engine.executor(n_pages=4, threads=2).close()
 used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096

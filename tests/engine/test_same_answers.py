@@ -20,7 +20,7 @@ from tests.runtime.fakes import RandomBudget
 from tests.support.engines import build
 from tests.support.shared import shared
 
-PRECISIONS = ("fp32", "bf16", "w8a8", "w4a8", "w4a8 over int8")
+PRECISIONS = ("fp32", "bf16", "w8a8", "w4a8", "w4a8 over int8", "w8a16", "w4a16")
 Answers = list[list[int]]
 
 
@@ -105,9 +105,10 @@ def test_together_equals_alone(engines: dict[str, Engine], precision: str) -> No
         executor.close()
 
 
-def test_preemption_changes_nothing(engines: dict[str, Engine]) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_preemption_changes_nothing(engines: dict[str, Engine], precision: str) -> None:
     """Eight sequences that each outgrow their page while ten pages are there for all."""
-    engine = engines["w4a8"]
+    engine = engines[precision]
     prompts, params = sixteen(max_tokens=70)
     answers = []
     for pages in (128, 10):

@@ -1,5 +1,6 @@
 """Every family on random checkpoints of odd sizes: as close to float64 as transformers' own run in the same type."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,34 @@ def test_logits(family: str, seed: int, precision: str, dtype: str, tmp_path: Pa
     theirs = truth(folder, getattr(torch, dtype), prompts)
     for row in range(len(prompts)):
         assert_no_worse(ours[row], theirs[row], exact[row])
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip  a base so small that all three kinds of waves are among 32: kept, stretched, and between
+
+
+@pytest.mark.parametrize("precision, dtype", [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_llama_3_scaling_beyond_the_original_context(precision: str, dtype: str, tmp_path: Path) -> None:
+    """Prompts up to four times as long. Farther out transformers' angles, of float32 in every type, are no truth."""
+    folder = random_checkpoint(tmp_path / "checkpoint", "llama", seed=8, dtype=dtype, rope_parameters=LLAMA3)
+    engine = build(folder, tmp_path / "engine", precision)
+    prompts = random_prompts(8, engine.manifest.vocab_size)
+    executor = engine.executor(n_pages=16)
+    ours = last_logits(engine, executor, prompts)
+    executor.close()
+    exact, theirs = truth(folder, torch.float64, prompts), truth(folder, getattr(torch, dtype), prompts)
+    for row in range(len(prompts)):
+        assert_no_worse(ours[row], theirs[row], exact[row])
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": LLAMA3["rope_theta"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert np.abs(truth(folder, torch.float64, prompts) - exact).max() > 1, "without the scaling it is another model"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

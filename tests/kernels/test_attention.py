@@ -88,6 +88,12 @@ def test_attention(format: KvFormat, heads: int, kv_heads: int, size: int, T: in
     pages = Pages(heads, kv_heads, size, format, machine)
     got = pages(q, k, v, one_sequence(0, T, [9, 3, 7, 1, 20, 5, 11, 12, 2]))
     pages.executor.close()
+    assert_as_good_as_the_format(format, got, q, k, v)
+
+
+def assert_as_good_as_the_format(format: KvFormat, got: F32, q: F32, k: F32, v: F32) -> None:
+    """Against float64 on what the pages hold."""
+    size = q.shape[2]
     if format == KvFormat.BF16:
         q, k, v = to_bf16(q), to_bf16(k), to_bf16(v)
     elif format == KvFormat.INT8:
@@ -99,6 +105,21 @@ def test_attention(format: KvFormat, heads: int, kv_heads: int, size: int, T: in
         assert np.abs(got - exact).max() <= 2**-12 * np.abs(v).max()
     else:  # p is rounded to bfloat16: 2^-9 relative each
         assert np.abs(got - exact).max() <= 2**-8 * np.abs(v).max()
+
+
+@pytest.mark.parametrize("format", list(KvFormat))
+@pytest.mark.parametrize("heads, kv_heads, size", [(2, 1, 136), (3, 3, 192), (4, 1, 256), (2, 1, 328), (1, 1, 512)])
+def test_large_heads(format: KvFormat, heads: int, kv_heads: int, size: int, machine: Machine) -> None:
+    """A prompt, then token by token over the end of a page and of a span; the same as the whole in one piece."""
+    T, prompt = 260, 250
+    q, k, v = random_qkv(T, heads, kv_heads, size, seed=2)
+    pages, table = Pages(heads, kv_heads, size, format, machine), [4, 0, 9, 2, 7]
+    whole = pages(q, k, v, one_sequence(0, T, table))
+    assert_as_good_as_the_format(format, whole, q, k, v)
+    got = [pages(q[:prompt], k[:prompt], v[:prompt], one_sequence(0, prompt, table))]
+    got += [pages(q[i : i + 1], k[i : i + 1], v[i : i + 1], one_sequence(i, 1, table)) for i in range(prompt, T)]
+    pages.executor.close()
+    assert (np.concatenate(got) == whole).all()
 
 
 @pytest.mark.parametrize("format", list(KvFormat))

@@ -106,6 +106,26 @@ def test_integers_are_exact(kind: str, machine: Machine) -> None:
     assert (multiply(kind, x, codes, 128, machine) == x @ codes.T).all()
 
 
+@pytest.mark.parametrize("kind", ["w8a8", "w4a8", "w8a16", "w4a16"])
+@pytest.mark.parametrize(
+    "M, N, K, group", [(1, 33, 45, 12), (3, 31, 61, 20), (5, 64, 129, 32), (13, 65, 257, 128), (16, 40, 13, 4)]
+)
+def test_several_groups_are_exact(kind: str, M: int, N: int, K: int, group: int, machine: Machine) -> None:
+    """Groups of different scales, all powers of two, the last group a short and odd one: nothing may be rounded."""
+    rng = np.random.default_rng([4, M, K])
+    bits = int(kind[1])
+    low, starts = -(2 ** (bits - 1)), range(0, K, group)
+    w = rng.integers(low, -low, (N, K)).astype(np.float32)
+    x = rng.integers(-127, 128, (M, K)).astype(np.float32)
+    w[:, starts], x[:, starts] = low, 127  # the largest magnitudes: they give the scales
+    w *= np.repeat(2.0 ** rng.integers(0, 2, (N, len(starts))), group, axis=1)[:, :K].astype(np.float32)
+    x *= np.repeat(2.0 ** rng.integers(0, 2, (M, len(starts))), group, axis=1)[:, :K].astype(np.float32)
+    truth = x.astype(np.float64) @ w.astype(np.float64).T
+    magnitudes = np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64).T
+    assert magnitudes.max() < 2**24, "every sum of them is an integer that a float32 holds"
+    assert (multiply(kind, x, w, group, machine) == truth).all()
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 def test_bits_depend_on_nothing_else(kind: str) -> None:
     """Each row alone, each instruction set and 1 to 3 threads: the same bits as all rows together."""

@@ -1,5 +1,6 @@
 """convert, rms_norm, embed, gather_rows and rope: rows in, rows out."""
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.config import RopeConfig
 from millrace.kernels.convert.ref import pack_rows, to_bf16, to_q8
 from millrace.kernels.declare import RowFormat
+from millrace.kernels.embed.ref import embed
 from millrace.kernels.layout import padded_k, row_bytes, up
 from millrace.kernels.rms_norm.ref import rms_norm
 from millrace.kernels.rope.ref import rope
@@ -98,11 +100,18 @@ def test_rms_norm_packs_as_convert_does(format: RowFormat, group: int, machine: 
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_embed(dtype: type, machine: Machine) -> None:
-    table: NDArray[Any] = normal(4, 37, seed=7).astype(dtype)
-    params = {"n": 37, "vocab": 4, "bf16": int(dtype is not np.float32), "scale": 1.5}
-    y = run_kernel("embed", {"table": table, "y": np.zeros((3, 37), np.float32)}, params, step_inputs(3), machine)["y"]
-    assert (y.view(np.float32).reshape(3, 37) == table[[0, 0, 0]].astype(np.float32) * np.float32(1.5)).all()
+@pytest.mark.parametrize("n", [1, 16, 37])
+def test_embed(dtype: type, n: int, machine: Machine) -> None:
+    """Every row of the table, the last among them, in an order of its own, some twice."""
+    vocab, T = 23, 40
+    table: NDArray[Any] = normal(vocab, n, seed=7).astype(dtype)
+    tokens = np.random.default_rng(7).permutation(np.arange(T) % vocab).astype(np.int32)
+    params = {"n": n, "vocab": vocab, "bf16": int(dtype is not np.float32), "scale": 1.5}
+    operands = {"table": table, "y": np.zeros((T, n), np.float32)}
+    y = run_kernel("embed", operands, params, replace(step_inputs(T), tokens=tokens), machine)["y"]
+    expected = embed(tokens, table.astype(np.float32), 1.5)
+    assert {0, vocab - 1} < {*tokens.tolist()}
+    assert (y.view(np.float32).reshape(T, n) == expected).all()
 
 
 def test_gather_rows(machine: Machine) -> None:
@@ -112,7 +121,7 @@ def test_gather_rows(machine: Machine) -> None:
     assert (y.view(np.float32).reshape(3, 19) == x[step.starts[1:] - 1]).all()
 
 
-@pytest.mark.parametrize("size", [8, 16, 40, 64, 128])
+@pytest.mark.parametrize("size", [8, 16, 40, 64, 128, 136, 256, 328, 512])
 def test_rope(size: int, machine: Machine) -> None:
     heads, T = 3, 9
     table = rotary_angles(RopeConfig(theta=10000.0), size, 64)

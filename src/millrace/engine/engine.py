@@ -7,8 +7,7 @@ from millrace.engine.hold import Hold, hold
 from millrace.engine.manifest import PROGRAM, WEIGHTS, Manifest, check_files, damaged, not_an_engine, read_manifest
 from millrace.engine.native import PAGE_TOKENS, KvFormat, KvShape, NativeExecutor, NativeProgram
 from millrace.engine.tactics import TacticTable, damaged_tactics, read_tactics
-from millrace.errors import EngineError, MachineError
-from millrace.kernels.library import usable_isas
+from millrace.errors import EngineError
 from millrace.machine.cpu import fingerprint
 
 
@@ -52,12 +51,6 @@ class Engine:
 
         raises MachineError for an instruction set that this CPU lacks
         """
-        if isa is not None and isa not in usable_isas():
-            raise MachineError(
-                f'instruction set "{isa}" cannot run here',
-                "one of " + ", ".join(usable_isas()),
-                "leave --isa out, or choose one of them",
-            )
         m = self.manifest
         program = NativeProgram(
             steps=(self.folder / PROGRAM).read_bytes(), n_steps=m.n_steps, weights=self.folder / WEIGHTS,

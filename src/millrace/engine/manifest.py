@@ -25,7 +25,13 @@ from millrace.kernels.identity import kernels_digest
 FORMAT = 4
 MANIFEST = "manifest.json"
 WEIGHTS, PROGRAM, PROGRAM_TABLE, GRAPH = "weights.bin", "program.bin", "program.json", "graph.json"
+UNREADABLE = (
+    msgspec.DecodeError,
+    UnicodeDecodeError,
+    RecursionError,
+)  # what msgspec raises for bytes that are no table
 _MANIFEST_LIMIT = 1 << 20
+_LONGEST_NAME = 60
 
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -114,17 +120,17 @@ def read_manifest(folder: Path) -> Manifest:
         version, kernels = raw.get("format"), raw.get("kernels")
         if version != FORMAT:
             raise EngineError(
-                f"{folder} is of engine format {version}", f"format {FORMAT}", "build it again with this version"
+                f"{folder} is of engine format {version!r:.60}", f"format {FORMAT}", "build it again with this version"
             )
         if kernels is None:
             raise damaged(folder, f"{MANIFEST} does not say for which kernels it was written")
         if kernels != kernels_digest():
             raise EngineError(
-                f"{folder} was built for other kernels (digest {kernels})", f"digest {kernels_digest()}",
+                f"{folder} was built for other kernels (digest {kernels!r:.60})", f"digest {kernels_digest()}",
                 "build it again with this version",
             )  # fmt: skip
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as e:
+    except UNREADABLE as e:
         raise damaged(folder, f"{MANIFEST} is not readable: {e}") from e
     if manifest != sealed(manifest):
         raise damaged(folder, f"{MANIFEST} is damaged: its checksum differs")
@@ -137,8 +143,8 @@ def read_manifest(folder: Path) -> Manifest:
 def check_files(folder: Path, manifest: Manifest) -> None:
     """Sizes of all files and checksums of all but the weights, which the native core verifies in its arena."""
     for name, entry in manifest.files.items():
-        if Path(name).name != name:
-            raise damaged(folder, f"{MANIFEST} names a file outside the folder: {name!r}")
+        if Path(name).name != name or not name.isprintable() or len(name) > _LONGEST_NAME:
+            raise damaged(folder, f"{MANIFEST} names a file that cannot be in the folder: {name!r:.200}")
         path = folder / name
         if not path.is_file():
             raise damaged(folder, f"{name} is missing")

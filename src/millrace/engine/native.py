@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, StepOutputs
-from millrace.errors import ConfigError, EngineError
+from millrace.errors import ConfigError, EngineError, MachineError
 from millrace.kernels.declare import MAX_KNOBS
-from millrace.kernels.library import CreateArgs, StepArgs, library
+from millrace.kernels.library import CreateArgs, StepArgs, library, usable_isas
 from millrace.machine.cpu import usable_cores
 
 PAGE_TOKENS = 64
@@ -73,7 +73,8 @@ class NativeExecutor:
     """Owns the weights, activations and KV pages of one engine. `run` may be called from one thread at a time.
 
     threads: how many compute, the caller's among them; None: as many as this process has cores
-    raises ConfigError for a number of threads out of range, EngineError for what the native core refuses
+    raises ConfigError for a number of threads out of range, MachineError for an instruction set that this CPU lacks,
+    EngineError for whatever else the native core refuses
     """
 
     def __init__(
@@ -100,8 +101,11 @@ class NativeExecutor:
             args.weights = program.weights.ctypes.data
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         if self._lib.mr_create(ctypes.byref(args), ctypes.byref(self._handle), error, _ERROR_BYTES):
+            why = error.value.decode(errors="replace")
+            if isa is not None and isa not in usable_isas():
+                raise MachineError(why, "one of " + ", ".join(usable_isas()), "leave --isa out, or choose one of them")
             raise EngineError(
-                f"the engine cannot run: {error.value.decode(errors='replace')}",
+                f"the engine cannot run: {why}",
                 "a program and weights as `millrace build` writes them, and the memory that they ask for",
                 "build the engine again, or free memory",
             )

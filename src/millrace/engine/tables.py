@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import TypeVar
 
-from msgspec import DecodeError, Struct, json
+from msgspec import Struct, json
 
-from millrace.engine.manifest import GRAPH, PROGRAM_TABLE, damaged
+from millrace.engine.manifest import GRAPH, PROGRAM_TABLE, UNREADABLE, damaged
 
 T = TypeVar("T")
 # What JSON writes for a control character, or may write for any; a backslash itself is two of them.
@@ -73,7 +73,7 @@ def _read(folder: Path, name: str, kind: type[T]) -> T:
     data = (folder / name).read_bytes()
     try:
         table = json.decode(data, type=kind)
-    except DecodeError as error:
+    except UNREADABLE as error:
         raise damaged(folder, f"{name} is not readable: {error}") from error
     if _ESCAPE.search(data) or not data.decode().replace("\n", "").isprintable():  # names will be shown
         raise damaged(folder, f"{name} holds control characters")

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from millrace.engine.manifest import damaged, sealed
+from millrace.engine.manifest import UNREADABLE, damaged, sealed
 from millrace.errors import EngineError
 from millrace.kernels.declare import KERNELS, MAX_KNOBS
 
@@ -117,7 +117,7 @@ def _read(folder: Path) -> TacticTable | None:
     try:
         table = msgspec.json.decode(path.read_bytes(), type=TacticTable)
         table.entries()
-    except (msgspec.DecodeError, ValueError) as error:
+    except (*UNREADABLE, ValueError) as error:
         raise damaged_tactics(folder, f"it is not readable: {error}") from error
     if table != sealed(table):
         raise damaged_tactics(folder, "its checksum differs")

@@ -91,7 +91,6 @@ def header(interface: Path) -> str:
         "constexpr int64_t kMaxParam = 1 << 24;  // keeps every size expression far from overflow",
         "enum class KernelId : uint32_t { " + ", ".join(f"{n} = {i}" for i, n in enumerate(names)) + " };",
         f"constexpr uint32_t kKernels = {len(names)};",
-        "inline constexpr const char* kKernelNames[] = {" + ", ".join(f'"{n}"' for n in names) + "};",
         *knobs(),
         *(struct(k) for k in KERNELS),
         "struct Step {",

@@ -114,11 +114,6 @@ inline F load_half(const uint16_t* p) {
   const auto* q = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
-inline F load_bf16(const uint16_t* p) {
-  const auto* q = reinterpret_cast<const __m128i*>(p);
-  const __m256i a = _mm256_cvtepu16_epi32(_mm_loadu_si128(q)), b = _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1));
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
-}
 inline void store_u16(uint16_t* p, I x) {
   alignas(32) int32_t t[16];
   store_i(t, x);

@@ -137,9 +137,6 @@ inline float half_to_float(uint16_t h) {
   return f;
 }
 inline F load_half(const uint16_t* p) { return each([=](int i) { return half_to_float(p[i]); }); }
-inline F load_bf16(const uint16_t* p) {
-  return as_float(each_i([=](int i) { return static_cast<int32_t>(static_cast<uint32_t>(p[i]) << 16); }));
-}
 inline void store_u16(uint16_t* p, I a) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<uint16_t>(a.v[i]);
 }

@@ -1,0 +1,52 @@
+"""Small good files, of which the targets make bad ones."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+
+from tests.support.vocabularies import save_byte_fallback
+
+VOCABULARY, WIDTH, INNER, HEADS, KV_HEADS, SIZE, LAYERS = 320, 64, 96, 4, 2, 16, 1
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": WIDTH,
+    "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS, "head_dim": SIZE, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "dtype": "float32",
+    "bos_token_id": 1, "eos_token_id": [2], "initializer_range": 0.02, "transformers_version": "5.0.0",
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+GENERATION = {
+    "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1, "eos_token_id": [2],
+    "bos_token_id": 1, "num_beams": 1, "max_length": 100,
+}  # fmt: skip
+
+
+def tensors() -> dict[str, "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]:
+    rng = np.random.default_rng(1)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, WIDTH), "lm_head.weight": (VOCABULARY, WIDTH),
+        "model.norm.weight": (WIDTH,),
+    }  # fmt: skip
+    for i in range(LAYERS):
+        layer = {
+            "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,),
+            "self_attn.q_proj": (HEADS * SIZE, WIDTH), "self_attn.k_proj": (KV_HEADS * SIZE, WIDTH),
+            "self_attn.v_proj": (KV_HEADS * SIZE, WIDTH), "self_attn.o_proj": (WIDTH, HEADS * SIZE),
+            "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH), "mlp.down_proj": (WIDTH, INNER),
+        }  # fmt: skip
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    return {name: rng.standard_normal(shape, np.float32) * np.float32(0.1) for name, shape in shapes.items()}
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """A model of one layer with a byte-fallback tokenizer and a chat template."""
+    save_byte_fallback(folder, VOCABULARY)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    safetensors.numpy.save_file(tensors(), folder / "model.safetensors", {"format": "pt"})
+    return folder

@@ -1,0 +1,209 @@
+"""What is fuzzed: each function prepares good files in a folder, and gives the case that breaks one and opens it."""
+
+import json
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer
+from millrace.checkpoint.weights import Tensors
+from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.compile.precision import precision_map
+from millrace.compile.source import Source
+from millrace.engine.dummy import dummy_step
+from millrace.engine.engine import Engine
+from millrace.engine.manifest import MANIFEST, PROGRAM, UNREADABLE, FileEntry, Manifest, file_checksum, sealed
+from millrace.engine.native import ExecutionError
+from millrace.engine.tactics import TACTICS, Choice, Region, TacticTable, write_tactics
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import fingerprint
+from tests.fuzz.driver import Case
+from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
+from tests.fuzz.originals import write_checkpoint
+from tests.support.vocabularies import save_byte_level, save_sentencepiece
+
+_LOADED_BYTES = 1 << 20  # larger tensors are not read: what is tested is what files say of themselves
+
+
+def _use(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("The mill <s> runs\u00e9\n  past")
+    tokenizer.decode([*ids[:50], 0, 5, tokenizer.vocab_size - 1, tokenizer.vocab_size + 7])
+
+
+def _load(tensors: Tensors) -> None:
+    for name, info in tensors.items():
+        if info.nbytes <= _LOADED_BYTES:
+            tensors.load(name)
+
+
+def safetensors(folder: Path) -> Case:
+    good = (write_checkpoint(folder / "good") / "model.safetensors").read_bytes()
+    size = struct.unpack("<Q", good[:8])[0]
+    header, data = json.loads(good[8 : 8 + size]), good[8 + size :]
+    path = folder / "model.safetensors"
+
+    def case(rng: Random) -> None:
+        if rng.random() < 0.3:
+            path.write_bytes(mutate_bytes(rng, good))
+        else:
+            said = json_bytes(rng, mutate_json(rng, header))
+            said += b" " * (-len(said) % 8)
+            path.write_bytes(struct.pack("<Q", len(said)) + said + data[: rng.choice([None, None, None, -1, 0])])
+        _load(Tensors.open(folder))
+
+    return case
+
+
+def gguf(folder: Path) -> Case:
+    from gguf import GGMLQuantizationType as Kind
+
+    from tests.support.gguf_files import write_gguf
+
+    checkpoint = write_checkpoint(folder / "good")
+    kinds = [Kind.F32, Kind.F16, Kind.Q8_0, Kind.Q4_0]
+    goods = [write_gguf(folder / f"good-{k.name}.gguf", checkpoint, k).read_bytes() for k in kinds]
+    path = folder / "bad.gguf"
+
+    def case(rng: Random) -> None:
+        good = rng.choice(goods)
+        metadata = 16384 if rng.random() < 0.8 else len(good)  # what says something lies in front
+        path.write_bytes(mutate_bytes(rng, good[:metadata]) + good[metadata:])
+        _open(path)
+
+    return case
+
+
+def _open(path: Path) -> None:
+    checkpoint = Checkpoint.open(path)
+    _load(checkpoint.tensors)
+    _use(checkpoint.tokenizer)
+    _ = checkpoint.chat_template, checkpoint.eos_token_ids
+
+
+def config(folder: Path) -> Case:
+    """config.json, generation_config.json, tokenizer_config.json."""
+    checkpoint = write_checkpoint(folder / "good")
+    names = ("config.json", "config.json", "generation_config.json", "tokenizer_config.json")
+    goods = {name: (checkpoint / name).read_bytes() for name in names}
+
+    def case(rng: Random) -> None:
+        name = rng.choice(names)
+        try:
+            (checkpoint / name).write_bytes(json_bytes(rng, mutate_json(rng, json.loads(goods[name]))))
+            opened = Checkpoint.open(checkpoint)
+            _use(opened.tokenizer)
+            _ = opened.chat_template, opened.eos_token_ids
+            if name == "config.json":
+                plan_engine(Source.from_checkpoint(opened), BuildOptions(max_batch=2, max_step_tokens=16))
+        finally:
+            (checkpoint / name).write_bytes(goods[name])
+
+    return case
+
+
+def tokenizer(folder: Path) -> Case:
+    """tokenizer.json of both kinds, tokenizer.model."""
+    save_byte_level(folder / "bytes", 400)
+    write_checkpoint(folder / "fallback")
+    save_sentencepiece(folder / "pieces", 400)
+    sources = [(folder / "bytes", "tokenizer.json"), (folder / "fallback", "tokenizer.json")] * 2
+    sources += [(folder / "pieces", "tokenizer.model")]
+    goods = {place: (place[0] / place[1]).read_bytes() for place in sources}
+
+    def case(rng: Random) -> None:
+        place = where, name = rng.choice(sources)
+        good = goods[place]
+        structured = name.endswith("json") and rng.random() < 0.8
+        bad = json_bytes(rng, mutate_json(rng, json.loads(good))) if structured else mutate_bytes(rng, good)
+        (where / name).write_bytes(bad)
+        _use(open_tokenizer(where))
+
+    return case
+
+
+def program(folder: Path) -> Case:
+    """program.bin, the manifest and the tactics, with checksums that are right: what lies behind them is tested."""
+    source = Source.from_checkpoint(Checkpoint.open(write_checkpoint(folder / "checkpoint")))
+    options = BuildOptions(precision=precision_map("w4a8", 32), max_batch=2, max_step_tokens=16)
+    out = folder / "engine"
+    write_engine(source, plan_engine(source, options), out, name="fuzz")
+    manifest = msgspec.json.decode((out / MANIFEST).read_bytes(), type=Manifest)
+    steps = (out / PROGRAM).read_bytes()
+    choices = [Choice(rows, {"tile_rows": 2, "task_panels": 1, "ahead": 64}, []) for rows in (1, 8)]
+    table = TacticTable(fingerprint(usable_isas()[0]), 1, [Region("products", "matmul", [2, 7], choices)])
+
+    def restore() -> None:
+        (out / PROGRAM).write_bytes(steps)
+        (out / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        (out / TACTICS).unlink(missing_ok=True)
+
+    def in_program(rng: Random) -> None:
+        bad = bytearray(steps)
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            at = rng.randrange(len(bad) // 4) * 4
+            value = rng.choice(
+                [0, 1, 2, 3, 8, 64, 2**24, 2**31 - 1, 2**32 - 1, rng.randrange(2**12), rng.randrange(2**32)]
+            )
+            bad[at : at + 4] = struct.pack("<I", value)
+        whole = bytes(bad) if rng.random() < 0.8 else mutate_bytes(rng, steps)
+        (out / PROGRAM).write_bytes(whole)
+        entry = FileEntry(len(whole), file_checksum(out / PROGRAM))
+        files = {**manifest.files, PROGRAM: entry}
+        (out / MANIFEST).write_bytes(msgspec.json.encode(sealed(msgspec.structs.replace(manifest, files=files))))
+
+    def in_manifest(rng: Random) -> None:
+        _reseal(rng, out / MANIFEST, manifest)
+
+    def in_tactics(rng: Random) -> None:
+        _reseal(rng, out / TACTICS, write_tactics(out, table))
+
+    ways: list[Callable[[Random], None]] = [in_program, in_program, in_manifest, in_tactics]
+
+    def case(rng: Random) -> None:
+        try:
+            rng.choice(ways)(rng)
+            _run(out)
+        finally:
+            restore()
+
+    return case
+
+
+def _reseal(rng: Random, path: Path, table: msgspec.Struct) -> None:
+    """Something else in the table, with the right checksum where it is a table still."""
+    bad = json_bytes(rng, mutate_json(rng, msgspec.to_builtins(table)))
+    with suppress(*UNREADABLE):
+        bad = msgspec.json.encode(sealed(msgspec.json.decode(bad, type=type(table))))
+    path.write_bytes(bad)
+
+
+def _run(folder: Path) -> None:
+    executor = Engine.open(folder).executor(n_pages=4, threads=1)
+    try:
+        limits = executor.limits
+        step = dummy_step([2, 1] if limits.max_sequences > 1 else [1], 0, 2, vocab=min(limits.vocab_size, 300))
+        executor.run(step)
+        executor.run(dummy_step([1], 3, 1, vocab=min(limits.vocab_size, 300)))
+    except ExecutionError:
+        pass  # limits that the step does not fit
+    finally:
+        executor.close()
+
+
+def requests(folder: Path) -> Case:
+    """Bodies of every endpoint that takes one, up to the point where an engine would be asked."""
+    from tests.fuzz.request_bodies import BODIES, check
+
+    def case(rng: Random) -> None:
+        kind, good = rng.choice(BODIES)
+        check(kind, json_bytes(rng, mutate_json(rng, good)))
+
+    return case
+
+
+TARGETS = {f.__name__: f"{__name__}:{f.__name__}" for f in (safetensors, gguf, config, tokenizer, program, requests)}

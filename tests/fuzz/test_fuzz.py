@@ -1,0 +1,58 @@
+"""Some hundred cases of each target in every run of the tests; a hundred thousand by night, with advancing seeds."""
+
+from random import Random
+
+import pytest
+
+from tests.fuzz import broken
+from tests.fuzz.driver import HUNG_S, fuzz, random_of
+from tests.fuzz.known import is_known
+from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
+from tests.fuzz.originals import CONFIG
+from tests.fuzz.targets import TARGETS
+
+CASES = {"safetensors": 300, "gguf": 200, "config": 150, "tokenizer": 200, "program": 120, "requests": 1000}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_case_opens_or_says_what_is_wrong(name: str) -> None:
+    found = [str(f) for f in fuzz(TARGETS[name], 0, 0, CASES[name]) if not is_known(f)]
+    assert not found, "\n".join(found[:10])
+
+
+NOTICED = {
+    "raises": ("raised", "KeyError"), "aborts": ("crashed", "-6"), "reads_nowhere": ("crashed", "-11"),
+    "hangs": ("hung", "no end"), "is_slow": ("slow", "processor time"), "says_much": ("message", "characters"),
+    "says_escapes": ("message", "not printable"), "takes_much": ("memory", "for one case"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTICED)
+def test_what_breaks_the_property_is_noticed(name: str) -> None:
+    """With its seed and its place, and the cases behind it are run."""
+    kind, detail = NOTICED[name]
+    found = list(fuzz(f"tests.fuzz.broken:{name}", 5, 0, broken.BAD + 3, hung_s=3 if name == "hangs" else HUNG_S))
+    assert [(f.seed, f.index, f.kind) for f in found] == [(5, broken.BAD, kind)]
+    assert detail in found[0].detail
+
+
+def test_memory_that_is_kept_is_noticed() -> None:
+    (found,) = fuzz("tests.fuzz.broken:keeps", 5, 0, 200)
+    assert found.kind == "memory" and "more than after" in found.detail
+
+
+def test_a_case_is_a_function_of_seed_and_index() -> None:
+    def case(seed: int, index: int) -> tuple[bytes, bytes]:
+        rng = random_of(seed, index)
+        return mutate_bytes(rng, bytes(range(200))), json_bytes(rng, mutate_json(rng, CONFIG))
+
+    made = [case(seed, index) for seed in (0, 1) for index in range(200)]
+    assert made == [case(seed, index) for seed in (0, 1) for index in range(200)]
+    assert len({data for data, _ in made}) > 350 and len({text for _, text in made}) > 350
+
+
+def test_mutations_leave_the_original_alone() -> None:
+    before = repr(CONFIG)
+    for seed in range(300):
+        mutate_json(Random(seed), CONFIG)
+    assert repr(CONFIG) == before
