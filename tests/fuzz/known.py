@@ -4,21 +4,7 @@ import re
 
 from tests.fuzz.driver import Failure
 
-# long and unprintable messages: until what came from a file or a request is cleaned and shortened in one place
-_MESSAGE = "^message: "
-KNOWN: dict[str, tuple[str, ...]] = {
-    "safetensors": (_MESSAGE,),
-    "gguf": (_MESSAGE,),
-    "config": (
-        _MESSAGE, "TypeError in config.py:_family", "UnicodeEncodeError in tokenizer_json.py:_add_tokens",
-        "OverflowError in generation.py:_number",
-    ),
-    "tokenizer": (
-        _MESSAGE, "UnicodeDecodeError in tokenizer_model.py", "PanicException in tokenizer_json.py",
-    ),
-    "program": (_MESSAGE,),
-    "requests": (_MESSAGE,),
-}  # fmt: skip
+KNOWN: dict[str, tuple[str, ...]] = {}
 
 
 def is_known(failure: Failure) -> bool:

@@ -1,16 +1,19 @@
 """Good bodies of the server's endpoints, and the way that each goes before an engine is asked."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import ExecutorLimits
 from millrace.runtime.resolve import resolve
+from millrace.runtime.service import ServiceOptions
 from millrace.serve.completions import _prompts
 from millrace.serve.fields import check_messages, decode
 from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from millrace.serve.sampling import chat_params, completion_params
+from millrace.serve.serving import Serving
 
 _SAMPLING: dict[str, Any] = {
     "model": "fake", "max_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "n": 2, "seed": 7,
@@ -36,6 +39,9 @@ BODIES: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
 _LIMITS = ExecutorLimits(
     max_step_tokens=64, max_sequences=8, max_context=512, page_tokens=64, n_pages=64, vocab_size=700
 )
+# as much of a server as the checks of a body look at
+_ENGINE = SimpleNamespace(limits=_LIMITS, options=ServiceOptions())
+_SERVING = cast(Serving, SimpleNamespace(model=SimpleNamespace(engine=_ENGINE, max_context=_LIMITS.max_context)))
 
 
 def check(kind: type[msgspec.Struct], body: bytes) -> None:
@@ -44,7 +50,7 @@ def check(kind: type[msgspec.Struct], body: bytes) -> None:
     if isinstance(asked, ChatRequest | TokenizeRequest) and asked.messages is not None:
         check_messages(asked.messages)
     if isinstance(asked, CompletionRequest):
-        _prompts(asked.prompt)
+        _prompts(asked.prompt, completion_params(asked), _SERVING)
     if isinstance(asked, ChatRequest):
         resolve(chat_params(asked), GenerationDefaults(), _LIMITS, n_prompt=4)
     elif isinstance(asked, CompletionRequest):
