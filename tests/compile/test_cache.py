@@ -137,6 +137,19 @@ def test_a_models_name_means_all_its_engines(tmp_path: Path) -> None:
     assert [e.model for e in cache.entries()] == ["tiny-chat"]
 
 
+def test_what_killed_processes_left_of_other_engines_goes_with_the_next_build(tmp_path: Path) -> None:
+    cache = EngineCache(tmp_path)
+    folder, _ = get(cache, "tiny", "key")
+    left, at_work = (folder.with_name(f".{name}-01.{name}00.unfinished") for name in ("a", "b"))
+    write(left)
+    write(at_work)
+    held = hold(at_work)
+    get(cache, "tiny", "key")
+    assert left.exists()
+    get(cache, "other", "key")
+    assert held and not left.exists() and at_work.exists()
+
+
 def test_an_engine_in_use_stays(tmp_path: Path) -> None:
     cache = EngineCache(tmp_path, limit_bytes=MIB)
     with cache.get_or_build("used", "key", write) as (folder, _):

@@ -1,4 +1,4 @@
-"""A checkpoint, opened: typed configuration, mapped weights, tokenizer, chat template, generation defaults."""
+"""A checkpoint, opened: typed configuration, weights, tokenizer, chat template, generation defaults."""
 
 import hashlib
 from collections import Counter

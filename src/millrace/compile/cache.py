@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.engine.hold import Hold, hold, in_use, remove
+from millrace.engine.hold import Hold, hold, in_use, remove, sweep
 from millrace.errors import ConfigError, MachineError, nearest
 
 DEFAULT_LIMIT = 50 << 30
@@ -108,6 +108,7 @@ class EngineCache:
         return held, fresh
 
     def _shrink(self) -> None:
+        sweep(self._engines)
         entries = self.entries()
         total = sum(e.nbytes for e in entries)
         for entry in reversed(entries):

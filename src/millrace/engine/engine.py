@@ -21,12 +21,15 @@ class Engine:
 
     @classmethod
     def open(cls, folder: Path) -> "Engine":
-        """raises EngineError for anything missing, damaged or of another version"""
-        held = hold(folder)
-        if held is None:
-            raise not_an_engine(folder)
-        manifest = read_manifest(folder)
-        check_files(folder, manifest)
+        """raises EngineError for anything missing, unreadable, damaged or of another version"""
+        try:
+            held = hold(folder)
+            if held is None:
+                raise not_an_engine(folder)
+            manifest = read_manifest(folder)
+            check_files(folder, manifest)
+        except OSError as error:
+            raise EngineError(f"{folder} cannot be read: {error}", "files that may be read", "check them") from error
         if manifest.kv.format.upper() not in KvFormat.__members__:
             raise damaged(folder, f"unknown KV format {manifest.kv.format!r}")
         return cls(folder, manifest, held)

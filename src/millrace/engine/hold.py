@@ -84,7 +84,7 @@ def building(folder: Path) -> Iterator[Path]:
 
     Removes first what builders of the same folder left that were killed.
     """
-    _sweep(folder)
+    sweep(folder.parent, folder.name)
     held = None
     while held is None:  # until no other builder has swept it away in the moment before it was held
         path = _unfinished(folder)
@@ -107,9 +107,10 @@ def _unfinished(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.unfinished")
 
 
-def _sweep(folder: Path) -> None:
-    ours = re.compile(re.escape(f".{folder.name}.") + r"[0-9a-f]+\.unfinished")
-    for left in [p for p in folder.parent.iterdir() if ours.fullmatch(p.name)]:
-        with suppress(OSError), _alone(left) as free:  # another user's, or another builder was faster
+def sweep(parent: Path, name: str | None = None) -> None:
+    """Removes what killed processes left of the engine `name` in `parent`, None: of all there."""
+    whose = re.compile((r"\..+\." if name is None else re.escape(f".{name}.")) + r"[0-9a-f]+\.unfinished", re.DOTALL)
+    for left in [p for p in parent.iterdir() if whose.fullmatch(p.name)]:
+        with suppress(OSError), _alone(left) as free:  # another user's, or another process was faster
             if free:
                 shutil.rmtree(left)

@@ -112,9 +112,10 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise not_an_engine(folder)
-    data = path.read_bytes()
+    with path.open("rb") as file:
+        data = file.read(_MANIFEST_LIMIT + 1)
     if len(data) > _MANIFEST_LIMIT:
-        raise damaged(folder, f"{MANIFEST} has {len(data)} bytes, more than {_MANIFEST_LIMIT}")
+        raise damaged(folder, f"{MANIFEST} has more than {_MANIFEST_LIMIT} bytes")
     try:
         raw = msgspec.json.decode(data, type=dict[str, object])
         version, kernels = raw.get("format"), raw.get("kernels")
