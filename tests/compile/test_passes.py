@@ -193,7 +193,7 @@ def test_the_head_is_what_gives_the_logits(name: str) -> None:
     assert precisions_of(plain, "w4a8") == rescored
     assert precisions_of(plain, "w4a16") == {"lm_head linear": "w4a16", f"{name} linear": "w8a16"}
     for head in ({"asked": "w4a8", "head": "bf16"}, {"asked": {"default": "w4a8", name: "bf16"}}):
-        assert precisions_of(plain, **head) == {"lm_head linear": "w4a8", f"{name} linear": "bf16"}  # type: ignore[arg-type]
+        assert precisions_of(plain, **head) == {"lm_head linear": "w4a8", f"{name} linear": "bf16"}
     capped = Scored(name, lambda x: 30.0 * ops.tanh(x / 30.0))
     assert precisions_of(capped, "w4a16") == {"lm_head linear": "w4a16", f"{name} linear": "w8a16"}
     with pytest.raises(ConfigError, match="twice"):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -56,9 +56,8 @@ def fuzz(target: str, seed: int, first: int, count: int, *, hung_s: float = HUNG
             first = at + 1
 
 
-def _batch(
-    target: str, seed: int, first: int, last: int, folder: Path, hung_s: float
-) -> Iterator[Failure]:  # returns the last case that was run
+def _batch(target: str, seed: int, first: int, last: int, folder: Path, hung_s: float) -> Generator[Failure, None, int]:
+    """Gives the last case that was run."""
     place, said, errors = folder / "at", folder / "said", folder / "stderr"
     place.write_bytes(struct.pack("<q", first))
     command = [sys.executable, "-m", "tests.fuzz.child", target, str(seed), str(first), str(last), str(place)]

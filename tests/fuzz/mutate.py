@@ -7,6 +7,7 @@ from typing import Any
 
 _POWERS = (7, 8, 16, 24, 31, 32, 61, 63, 64)
 _NUMBERS = (0, 1, 2, 7, *(2**n + d for n in _POWERS for d in (-1, 0)))
+_ODD_NUMBERS = (10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"), -float("inf"), 1e-320)
 _STRINGS = (
     "", " ", "x" * 3000, "\x00", "\x1b[31mred\x1b[0m", "\ud800", "\u202e", "é" * 400, "../../etc/passwd", "a\nb",
     "%s{}", "<s>", "float32", "default", "llama3", "true", "-1", "9" * 400,
@@ -89,11 +90,9 @@ def strange(rng: Random, was: Any = None) -> Any:
         case 0:
             return rng.choice([None, True, False])
         case 1:
-            near = [was + 1, was - 1, -was, was * 2] if isinstance(was, int) else []
+            near: list[Any] = [was + 1, was - 1, -was, was * 2] if isinstance(was, int) else []
             big = rng.choice(_NUMBERS)
-            return rng.choice(
-                [*near, big, -big, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"), -float("inf"), 1e-320]
-            )
+            return rng.choice([*near, big, -big, *_ODD_NUMBERS])
         case 2:
             near = [was[:-1], was + "x", was.upper(), was[::-1], was * 50] if isinstance(was, str) else []
             return rng.choice([*near, *_STRINGS])

@@ -21,7 +21,7 @@ def test_every_case_opens_or_says_what_is_wrong(name: str) -> None:
 
 
 NOTICED = {
-    "raises": ("raised", "KeyError"), "aborts": ("crashed", "-6"), "reads_nowhere": ("crashed", "-11"),
+    "raises": ("raised", "ValueError"), "aborts": ("crashed", "-6"), "reads_nowhere": ("crashed", "-11"),
     "hangs": ("hung", "no end"), "is_slow": ("slow", "processor time"), "says_much": ("message", "characters"),
     "says_escapes": ("message", "not printable"), "takes_much": ("memory", "for one case"),
 }  # fmt: skip

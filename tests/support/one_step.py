@@ -82,7 +82,7 @@ def run_kernel(
     program = NativeProgram(
         steps=encode(kernel, refs, params, limits), n_steps=1, weights=weights, weights_bytes=weights.size,
         activation_bytes=before.size, logits_offset=-1, max_step_tokens=limits.T, max_sequences=limits.S,
-        max_context=64, vocab_size=int(operands["table"].shape[0]) if kernel == "embed" else 1,
+        max_context=64, vocab_size=1 + int(step.tokens.max(initial=0)),
         kv=KvShape(layers=0, heads=1, head_dim=16, format=KvFormat.F32),
     )  # fmt: skip
     executor = NativeExecutor(program, n_pages=0, threads=machine.threads, isa=machine.isa)
