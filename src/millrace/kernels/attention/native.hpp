@@ -179,12 +179,6 @@ struct Int8Steps {
   }
 };
 
-inline bool all_finite(const float* x, int64_t n) {
-  F check = zero();
-  for (int64_t i = 0; i < n; i += 16) check = fma(load(x + i), zero(), check);
-  return sum(check) == 0.0f;
-}
-
 // One span of all rows of a tile: o into span_out, maxima into m, sums into l. Rows share their passes over the keys up
 // to the last row's; what lies beyond a row's own has weight 0. Where such a value is not finite 0 times it is NaN, and
 // the row is weighed again by itself: a token has no part in what was said before it.
@@ -202,11 +196,17 @@ void attend_span(AttentionTile& t, int from, float* m, float* l) {
   }
   each_tile<Steps::kTile>(t.rows, 0, [&]<int R>(int row) { Steps::template weigh<R>(t, row, from, reach); });
   if (!Steps::kZeroTimesNan) return;
-  for (int r = 0; r < t.rows; ++r) {
-    const int own = t.positions[r] + 1 - from;
-    if (own > 0 && own < reach && !all_finite(t.span_out[r], t.c->kv.value_width()))
-      Steps::template weigh<1>(t, r, from, own);
-  }
+  const auto each_short = [&](auto work) {  // rows that end before the last one does
+    for (int r = 0; r < t.rows; ++r) {
+      const int own = t.positions[r] + 1 - from;
+      if (own > 0 && own < reach) work(r, own);
+    }
+  };
+  F check = zero();
+  each_short([&](int r, int) {
+    for (int64_t d = 0; d < t.c->kv.value_width(); d += 16) check = fma(load(t.span_out[r] + d), zero(), check);
+  });
+  if (sum(check) != 0.0f) each_short([&](int r, int own) { Steps::template weigh<1>(t, r, from, own); });
 }
 
 inline void finish(const AttentionTile& t) {
