@@ -94,7 +94,7 @@ def chats_s(server: Running, path: str, body: dict[str, Any], n: int) -> tuple[f
 def test_a_chat_does_not_wait_for_long_texts(served: Running, path: str, body: dict[str, Any], n: int) -> None:
     """It took 13.6 s beside five such texts, and 2.9 s beside the messages."""
     idle_s, busy_s = chats_s(served, path, body, n)
-    assert statistics.median(busy_s) < idle_s + 1, (idle_s, busy_s)  # the median: the machine may have other work
+    assert statistics.median(busy_s) < 3 * idle_s + 1, (idle_s, busy_s)  # room for a machine with other work
 
 
 @pytest.mark.timing
