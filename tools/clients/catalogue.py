@@ -34,5 +34,5 @@ CLIENTS: Mapping[str, Client] = {
     # with the small build of torch: the plain name would fetch gigabytes of CUDA
     "aiperf": Client(("torch==2.13.0", "aiperf==0.13.0")),
     "guidellm": Client(("torch==2.13.0", "guidellm==0.8.1")),
-    "lm-eval": Client(("torch==2.13.0", "lm-eval[api]==0.4.13"), {"multiple choice": ECHO}),
+    "lm-eval": Client(("torch==2.13.0", "transformers==5.23.0", "lm-eval[api]==0.4.13"), {"multiple choice": ECHO}),
 }

@@ -13,9 +13,10 @@ def benchmarked(request_format: str) -> None:
     out = Path(f"guidellm-{request_format.strip('/').replace('/', '-')}.json")
     out.unlink(missing_ok=True)
     command = [
-        "guidellm", "benchmark", "run", "--target", URL, "--model", MODEL, "--processor", str(TOKENIZER), "--profile",
-        "concurrent", "--rate", "2", "--max-requests", "6", "--request-format", request_format, "--data",
-        "prompt_tokens=32,output_tokens=16", "--output-path", str(out),
+        "guidellm", "run", "--backend", f"kind=openai_http,target={URL},model={MODEL},request_format={request_format}",
+        "--profile", "kind=concurrent,streams=[2]", "--constraint", "kind=max_requests,count=6", "--tokenizer",
+        f"kind=huggingface_auto,model={TOKENIZER}", "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
+        "--output", f"kind=json,path={out}", "--disable-console",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and out.exists(), (done.stdout + done.stderr)[-600:]
