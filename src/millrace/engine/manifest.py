@@ -112,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest:
         version, kernels = raw.get("format"), raw.get("kernels")
         if version != FORMAT:
             raise EngineError(
-                f"{folder} is of engine format {version!r:.60}", f"format {FORMAT}", "build it again with this version"
+                f"{folder} is of engine format {version!s:.60}", f"format {FORMAT}", "build it again with this version"
             )
         if kernels is None:
             raise damaged(folder, f"{MANIFEST} does not say for which kernels it was written")
