@@ -133,7 +133,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     """Sizes of all files and checksums of all but the weights, which the native core verifies in its arena."""
     for name, entry in manifest.files.items():
         if Path(name).name != name or not name.isprintable() or len(name) > _LONGEST_NAME:
-            raise damaged(folder, f"{MANIFEST} names a file that cannot be in the folder: {name!r:.200}")
+            raise damaged(folder, f"{MANIFEST} names a file outside the folder, or none that can be: {name!r:.200}")
         path = folder / name
         if not path.is_file():
             raise damaged(folder, f"{name} is missing")
