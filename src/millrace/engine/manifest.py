@@ -121,7 +121,7 @@ def read_manifest(folder: Path) -> Manifest:
         version, kernels = raw.get("format"), raw.get("kernels")
         if version != FORMAT:
             raise EngineError(
-                f"{folder} is of engine format {version!r:.60}", f"format {FORMAT}", "build it again with this version"
+                f"{folder} is of engine format {version!s:.60}", f"format {FORMAT}", "build it again with this version"
             )
         if kernels is None:
             raise damaged(folder, f"{MANIFEST} does not say for which kernels it was written")
@@ -145,7 +145,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     """Sizes of all files and checksums of all but the weights, which the native core verifies in its arena."""
     for name, entry in manifest.files.items():
         if Path(name).name != name or not name.isprintable() or len(name) > _LONGEST_NAME:
-            raise damaged(folder, f"{MANIFEST} names a file that cannot be in the folder: {name!r:.200}")
+            raise damaged(folder, f"{MANIFEST} names a file outside the folder, or none that can be: {name!r:.200}")
         path = folder / name
         if not path.is_file():
             raise damaged(folder, f"{name} is missing")
