@@ -18,6 +18,7 @@ from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError, nearest
 from millrace.kernels.identity import kernels_digest
 from millrace.machine.cpu import memory, usable_cores
+from millrace.model.families import HEAD
 from millrace.runtime.budget import TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.plan import RunPlan, plan_run
@@ -224,7 +225,7 @@ def asked_precision(
     """`precisions` or else `build.precision`, in groups of `build.group` or else the model's own; None: all its own."""
     asked = precisions or build.precision
     if asked is None and (build.group is not None or build.head is not None):
-        kept = [(pattern, p) for pattern, p in own.patterns if not build.head or not pattern.endswith("lm_head")]
+        kept = [(pattern, p) for pattern, p in own.patterns if not build.head or pattern != HEAD]
         asked = {"default": own.default.value, **{pattern: p.value for pattern, p in kept}}
     return None if asked is None else precision_map(asked, build.group or own.group, build.head)
 
