@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,9 @@ from millrace.engine.executor import StepInputs
 from millrace.engine.native import KvFormat
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.open import BUNDLED
+
+if TYPE_CHECKING:
+    from benchmarks.peers.llama_cpp_engine import Context
 
 DOCUMENTS, LENGTH = 32, 192  # how many, and tokens of each at most: a few thousand in all, and it takes seconds
 Documents = list[list[int]]
@@ -101,6 +104,12 @@ def log_probabilities(engine: Engine, documents: Documents) -> LogProbs:
             row.append(_log_softmax(logits))
     executor.close()
     return np.concatenate([np.stack(row) for row in rows])
+
+
+def _logits(context: "Context", step: Any, vocab: int) -> LogProbs:
+    """Of a batch of one token: a context gives the logits of one token of a sequence at a time."""
+    context.decode([step])
+    return _log_softmax(context.logits(0, vocab))
 
 
 def _one_token_each(tokens: Sequence[int], at: int, pages: int) -> StepInputs:
@@ -175,10 +184,8 @@ def _of_llama_cpp(path: Path, documents: Documents) -> tuple[dict[str, str], Log
     described, vocab = engine.describe(), engine.vocab
     for document in sorted(documents, key=len, reverse=True):
         context.keep(1, 0)
-        part = [(token, at, 0, True) for at, token in enumerate(document[:-1])]
-        with batches([part]) as batch:
-            context.decode(batch)
-            rows.append(np.stack([_log_softmax(context.logits(i, vocab)) for i in range(len(part))]))
+        with batches([[(token, at, 0, True)] for at, token in enumerate(document[:-1])]) as steps:
+            rows.append(np.stack([_logits(context, step, vocab) for step in steps]))
     context.close()
     engine.close()
     return {key: str(getattr(described, key)) for key in ("weights", "activations", "head", "kv")}, np.concatenate(rows)
