@@ -205,3 +205,12 @@ def test_errors_are_the_clients(tiny_client: openai.OpenAI, stories_client: open
         tiny_client.chat.completions.create(
             model=MODEL, messages=[{"role": "tool", "content": "x", "tool_call_id": ""}]
         )
+
+
+def test_without_max_tokens_each_text_gets_sixteen_tokens_or_what_is_left(stories: Live) -> None:
+    """A long prompt beside it does not shorten the answer of a short one."""
+    context = stories.engine.limits.max_context
+    body = {"prompt": [[5] * (context - 3), [5, 6]], "ignore_eos": True, "seed": 1}
+    answer = stories.post("/v1/completions", body).json()
+    assert answer["usage"]["completion_tokens"] == 3 + 16
+    assert [c["finish_reason"] for c in answer["choices"]] == ["length", "length"]

@@ -239,6 +239,10 @@ def test_without_max_tokens_a_text_gets_a_few_tokens_and_a_chat_the_context(llm:
     (text,) = llm.generate("Once upon a time", endless)
     assert len(text.outputs[0].token_ids) == 16 and text.outputs[0].finish_reason == "length"
     assert [len(o.outputs[0].token_ids) for o in llm.generate(["a", "b"], [endless, GREEDY])] == [16, 24]
+    (least,) = llm.generate("a", SamplingParams(min_tokens=20, temperature=0))
+    assert len(least.outputs[0].token_ids) == 20
+    long = [5] * (2048 - 7)  # beside a short one, whose answer it must not shorten
+    assert [len(o.outputs[0].token_ids) for o in llm.generate([long, [5, 6]], endless)] == [7, 16]
     (chat,) = llm.chat([{"role": "user", "content": "Tell me a story."}], endless)
     assert len(chat.prompt_token_ids) + len(chat.outputs[0].token_ids) == 2048
 

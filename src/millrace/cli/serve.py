@@ -45,6 +45,9 @@ class ServeFlags(Settings):
     )
     cors_origin: tuple[str, ...] = setting((), "web origin that may ask from a browser; * for all")
     max_body_bytes: int = setting(ServerSettings.max_body_bytes, "largest request", size=True, low=1)
+    max_connections: int | None = setting(
+        None, "connections at a time; default: as many as there are files for (ulimit -n), at most 4096", low=1
+    )
     max_queued: int = setting(ServiceOptions().max_queued, "sequences that may wait; more are answered 429", low=1)
     drain_timeout_s: float = setting(
         ServerSettings.drain_timeout_s, "seconds that running requests get after SIGTERM", low=0, high=86400
@@ -71,6 +74,7 @@ class ServeFlags(Settings):
             cors_origins=self.cors_origin,
             log_format=cast(Literal["text", "json"], self.log_format),
             max_body_bytes=self.max_body_bytes,
+            max_connections=self.max_connections,
             drain_timeout_s=self.drain_timeout_s,
         )
 

@@ -13,6 +13,7 @@ from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import RequestError
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import CompletionOutput, Delta, Logprob, RequestOutput, SamplingParams, TokenLogprobs
+from millrace.runtime.resolve import context_tokens, with_length
 from millrace.runtime.sequence import Request
 
 Prompt = (
@@ -73,8 +74,12 @@ def generate(
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    *,
+    continues: bool = False,
 ) -> list[RequestOutput]:
     """Answer all prompts, in their order. Uses the loop's thread, or steps the loop itself where it has none.
+
+    continues: the prompts are texts to be continued, whose answers are short where no length is said.
 
     A request that failed has FinishReason.ERROR and an `error`; the others are complete.
     raises RequestError, before anything runs, where one of the prompts or its params is wrong.
@@ -85,6 +90,7 @@ def generate(
     try:
         for i, (prompt, wanted) in enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True)):
             text, ids = prompt_tokens(loop, prompt)
+            wanted = with_length(wanted, len(ids), context_tokens(loop.limits)) if continues else wanted
 
             def deliver(deltas: list[Delta], i: int = i) -> None:
                 arrived.put((i, deltas))
@@ -112,7 +118,7 @@ def generate(
 
 
 async def astream(
-    loop: EngineLoop, prompt: Prompt, params: SamplingParams | None = None
+    loop: EngineLoop, prompt: Prompt, params: SamplingParams | None = None, *, continues: bool = False
 ) -> AsyncIterator[RequestOutput]:
     """Yield the growing RequestOutput, the same object each time, until it is finished. Leaving early cancels.
 
@@ -122,6 +128,7 @@ async def astream(
     assert loop.running_in_thread, "a stream needs somebody who steps"
     wanted = params or SamplingParams()
     text, ids = prompt_tokens(loop, prompt)
+    wanted = with_length(wanted, len(ids), context_tokens(loop.limits)) if continues else wanted
     here, arrived = asyncio.get_running_loop(), asyncio.Queue[list[Delta]]()
 
     def deliver(deltas: list[Delta]) -> None:  # in the engine thread

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,7 @@ from millrace.runtime import vllm_names
 from millrace.runtime.generate import Progress, Prompt, astream, generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import BuildSettings, Opened, RunSettings, find_engine, open_engine
-from millrace.runtime.params import COMPLETION_TOKENS, RequestOutput, SamplingParams
+from millrace.runtime.params import RequestOutput, SamplingParams
 
 Message = Mapping[str, object]
 _FLAG = re.compile(r"--([a-z][a-z-]*[a-z])( (?=[\d\"]))?")
@@ -124,11 +124,7 @@ class LLM:
                 f"prompts is of type {type(prompts).__name__}", "a prompt or a list of prompts", "pass one of these"
             )
         single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        if isinstance(sampling_params, Sequence):
-            sampling_params = [_of_some_length(p) for p in sampling_params]
-        else:
-            sampling_params = _of_some_length(sampling_params)
-        return self._answer([prompts] if single else prompts, sampling_params, use_tqdm)  # type: ignore[list-item, arg-type]
+        return self._answer([prompts] if single else prompts, sampling_params, use_tqdm, continues=True)  # type: ignore[list-item, arg-type]
 
     def chat(
         self,
@@ -144,7 +140,7 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Sequence[Message]] = messages if several else [messages]  # type: ignore[assignment, list-item]
         prompts = [{"prompt_token_ids": self._chat_ids(c)} for c in conversations]
-        return self._answer(prompts, sampling_params, use_tqdm)
+        return self._answer(prompts, sampling_params, use_tqdm, continues=False)
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -158,14 +154,15 @@ class LLM:
             if not self._loop.running_in_thread:
                 self._loop.start()
         with _in_python_words():
-            async for output in astream(self._loop, prompt, _of_some_length(sampling_params)):
+            async for output in astream(self._loop, prompt, sampling_params, continues=True):
                 yield output
 
     def _answer(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool
-    ) -> list[RequestOutput]:
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool,
+        *, continues: bool,
+    ) -> list[RequestOutput]:  # fmt: skip
         with _in_python_words(), _progress_bar(use_tqdm) as progress:
-            return generate(self._loop, prompts, params, progress)
+            return generate(self._loop, prompts, params, progress, continues=continues)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._made_in:
@@ -219,10 +216,3 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _of_some_length(params: SamplingParams | None) -> SamplingParams:
-    """Who continues a text and does not say how far gets a few tokens, and not minutes of them."""
-    asked = params or SamplingParams()
-    known = isinstance(asked, SamplingParams)  # else `generate` refuses it
-    return replace(asked, max_tokens=COMPLETION_TOKENS) if known and asked.max_tokens is None else asked

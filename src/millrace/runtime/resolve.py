@@ -6,7 +6,7 @@
 import operator
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import RequestError
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.params import COMPLETION_TOKENS, SamplingParams
 
 SEED_MASK = 2**64 - 1
 
@@ -83,6 +83,17 @@ def check_prompt(token_ids: Sequence[int] | IntArray, limits: ExecutorLimits) ->
     prompt = wide.astype(np.int32)
     prompt.setflags(write=False)
     return prompt
+
+
+def with_length(params: SamplingParams, n_prompt: int, context: int) -> SamplingParams:
+    """`params` of a text to be continued: who does not say how far gets a few tokens, and not minutes of them.
+
+    Fewer where the context ends before, more where `min_tokens` asks for them.
+    """
+    if params.max_tokens is not None:
+        return params
+    unsaid = min(max(COMPLETION_TOKENS, params.min_tokens), context - n_prompt)
+    return replace(params, max_tokens=max(unsaid, 1))  # a prompt that leaves no room is refused as such
 
 
 def resolve(params: SamplingParams, defaults: GenerationDefaults, limits: ExecutorLimits, n_prompt: int) -> Resolved:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import msgspec
 from starlette.responses import Response
@@ -21,8 +20,6 @@ from millrace.serve.streams import EventStream, StreamUsage, events
 from millrace.serve.texts import Texts
 from millrace.serve.wire import Call
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's, of a request to continue a text; a chat may use the rest of the context
-
 
 async def completions(serving: Serving, call: Call, asked: CompletionRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
@@ -30,11 +27,8 @@ async def completions(serving: Serving, call: Call, asked: CompletionRequest) ->
     params = completion_params(asked)
     given = _prompts(asked.prompt, params, serving)
     prompts = await _tokens(serving, given, params, asked.add_special_tokens is not False)
-    if params.max_tokens is None:
-        rest = serving.model.max_context - max(map(len, prompts))
-        params = replace(params, max_tokens=min(DEFAULT_MAX_TOKENS, rest))
     echoes = [await _echo(serving.texts, prompt, params) for prompt in given] if asked.echo else None
-    generation = await start(serving, prompts, params, call)
+    generation = await start(serving, prompts, params, call, continues=True)
     answer = _Answer(serving, generation, f"cmpl-{call.id}", model, echoes)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))

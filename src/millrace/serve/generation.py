@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from millrace.errors import MillraceError
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from millrace.runtime.resolve import with_length
 from millrace.runtime.service import RequestHandle
 from millrace.runtime.stops import StopTables
 from millrace.serve.errors import context_exceeded, generation_failed
@@ -162,13 +163,19 @@ class Generation:
                 self._metrics.finished(handle.timings, handle.n_prompt, n, handle.max_tokens, longest)
 
 
-async def start(serving: Serving, prompts: Sequence[list[int]], params: SamplingParams, call: Call) -> Generation:
-    """Submit all prompts, or none. raises RequestError, BusyError"""
-    engine, handles = serving.model.engine, list[RequestHandle]()
+async def start(
+    serving: Serving, prompts: Sequence[list[int]], params: SamplingParams, call: Call, *, continues: bool = False
+) -> Generation:
+    """Submit all prompts, or none. continues: they are texts, whose answers are short where no length is said
+
+    raises RequestError, BusyError
+    """
+    engine, handles, context = serving.model.engine, list[RequestHandle](), serving.model.max_context
     stops = await serving.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
     try:
         for i, prompt in enumerate(prompts):
-            handles.append(engine.submit(prompt, with_own_seed(params), f"{call.id}-{i}", stops))
+            own = with_length(params, len(prompt), context) if continues else params
+            handles.append(engine.submit(prompt, with_own_seed(own), f"{call.id}-{i}", stops))
     except MillraceError:
         for handle in handles:
             handle.cancel()

@@ -13,11 +13,11 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> Chat
     return ChatLogprobs(
         [
             TokenLogprob(
-                token=token_text(tokenizer, t.token_id),
+                token=tokenizer.token_text(t.token_id),
                 logprob=_number(t.logprob),
                 bytes=list(tokenizer.token_bytes(t.token_id)),
                 top_logprobs=[
-                    TopLogprob(token_text(tokenizer, i), _number(p), list(tokenizer.token_bytes(i))) for i, p in t.top
+                    TopLogprob(tokenizer.token_text(i), _number(p), list(tokenizer.token_bytes(i))) for i, p in t.top
                 ],
             )
             for t in tokens
@@ -39,11 +39,11 @@ class OffsetLogprobs:
         for t in tokens:
             offsets.append(self._offset)
             self._offset += len(self._detokenizer.push((t.token_id,)))
-        names = [token_text(self._tokenizer, t.token_id) for t in tokens]
+        names = [self._tokenizer.token_text(t.token_id) for t in tokens]
         top = None
         if with_top:
             top = [
-                {token_text(self._tokenizer, i): _number(p) for i, p in (*t.top, (t.token_id, t.logprob))}
+                {self._tokenizer.token_text(i): _number(p) for i, p in (*t.top, (t.token_id, t.logprob))}
                 for t in tokens
             ]
         return CompletionLogprobs(names, [_number(t.logprob) for t in tokens], top, offsets)
@@ -58,11 +58,6 @@ def joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
         if part.top_logprobs is not None:
             whole.top_logprobs = (whole.top_logprobs or []) + part.top_logprobs
     return whole
-
-
-def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token alone; what is not a whole character in it is U+FFFD (`bytes` has it exactly)."""
-    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def _number(logprob: float) -> float:

@@ -5,7 +5,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
-from millrace.serve.logprobs import token_text
 from millrace.serve.protocol import DetokenizeRequest, TokenizeRequest
 from millrace.serve.replies import DetokenizeReply, TokenizeReply
 from millrace.serve.serving import LARGE, Serving
@@ -38,7 +37,7 @@ async def tokenize(serving: Serving, call: Call, asked: TokenizeRequest) -> ASGI
     def reply() -> bytes:
         whole = TokenizeReply(len(ids), serving.model.max_context, ids)
         if asked.return_token_strs:
-            whole.token_strs = [token_text(serving.model.tokenizer, i) for i in ids]
+            whole.token_strs = [serving.model.tokenizer.token_text(i) for i in ids]
         return msgspec.json.encode(whole)
 
     return Response(await serving.off_loop(len(ids) > LARGE, reply), media_type="application/json")
