@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import Numbers, Result, Speed, accuracy, host, label, of_kind, results, speeds
+from benchmarks.runs import Numbers, Result, Speed, accuracy, host, kind, label, of_kind, results, speeds
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 REAL = "SmolLM2-135M-Instruct.Q4_1"
@@ -27,7 +27,7 @@ numbers; where it is empty it was not measured. A speed without it says nothing 
 
 
 def page() -> str:
-    parts = [_HEAD, *_accuracy(), *_beside(), *_alone(), *_goals(), *_others(), *_engines()]
+    parts = [_HEAD, *_accuracy(), *_speeds(), *_goals(), *_others(), *_engines()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -58,32 +58,27 @@ def _scores(scores: Sequence[Result]) -> str:
     return table(header, rows)
 
 
-def _beside() -> Iterator[str]:
+def _speeds() -> Iterator[str]:
+    """One table for each model or shape; a row is a claim, and has all of its runs, beside others and alone."""
     yield (
-        "## Beside other engines\n\n`python -m benchmarks.peers`: the same weights, in turns, each engine at its best"
-        " settings. Tokens a second."
+        "## Speed\n\n`python -m benchmarks.peers`: the same weights, in turns, each engine at its best settings;"
+        " `python -m benchmarks`: Millrace by itself. Shapes have random weights. Tokens a second."
     )
-    yield from _speed_tables("peers")
-
-
-def _alone() -> Iterator[str]:
-    yield "## Alone\n\n`python -m benchmarks`: Millrace by itself, random weights in real shapes. Tokens a second."
-    yield from _speed_tables("alone")
-
-
-def _speed_tables(kind: str) -> Iterator[str]:
-    """One for each model or shape; a row is a claim, and has all of its runs."""
-    found = [s for _, result in of_kind(kind) for s in speeds(result)]
+    found = [s for name in ("peers", "alone") for _, result in of_kind(name) for s in speeds(result)]
     for subject, of_subject in groupby(sorted(found, key=lambda s: s.subject), key=lambda s: s.subject):
         mine = list(of_subject)
-        names = {name: i + 1 for i, name in enumerate(dict.fromkeys(label(s.run) for s in mine))}
+        names = {name: i + 1 for i, name in enumerate(dict.fromkeys(_run(s) for s in mine))}
         rows = []
         for (workload, engine, numbers), runs in _claims(mine):
-            told = "; ".join(f"{s} in {names[label(s.run)]}" for s in runs)
+            told = "; ".join(f"{s} in {names[_run(s)]}" for s in runs)
             rows.append([workload, engine, str(numbers), kl(numbers), told])
         legend = "\n".join(f"{i}. {name}" for name, i in names.items())
         header = ("workload", "engine", "weights / activations / head", "KL", "median (slowest-fastest) in run")
         yield f"### {subject}\n\n{table(header, rows)}\n\nRuns:\n\n{legend}"
+
+
+def _run(speed: Speed) -> str:
+    return f"{'alone' if kind(speed.run) == 'alone' else 'beside others'}: {label(speed.run)}"
 
 
 def _claims(found: Sequence[Speed]) -> Iterator[tuple[tuple[str, str, Numbers], list[Speed]]]:
@@ -107,8 +102,10 @@ def _goals() -> Iterator[str]:
         for g in result.get("goals", ()):
             reached = "" if g["reached"] is None else f"{g['reached']:.2f}"
             bound = f"at most {g['goal']}" if g.get("at_most") else str(g["goal"])
-            rows.append([f"{result['shape']}: {g['what']}", reached, bound, g["verdict"], f"`{name}`"])
-    yield "## Goals\n\nAs judged when they were measured."
+            impossible = "share of the" in g["what"] and g["reached"] is not None and g["reached"] > 1
+            verdict = "no measurement: more than the limit" if impossible else g["verdict"]
+            rows.append([f"{result['shape']}: {g['what']}", reached, bound, verdict, f"`{name}`"])
+    yield "## Goals\n\nAs judged when they were measured; a share of a limit above 1 is no measurement."
     yield table(("what", "reached", "goal", "verdict", "file"), [r for r in rows if r[3] != "not measured"])
 
 

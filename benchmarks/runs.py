@@ -41,20 +41,24 @@ class Speed:
         return f"{self.median:,.0f} ({self.low:,.0f}-{self.high:,.0f})"
 
 
-# Runs of 2026-11-20 do not name their numbers; these are what those engines were set to.
+# Runs of 2026-11-20 do not name their numbers: these are what our engines were set to, and what others' settings say.
 _EARLIER = {
     "millrace-w4a8": Numbers("int4, groups of 128", "int8, groups of 128", "w4a8, its best 256 again in w8a8"),
     "millrace-w4a8-avx2": Numbers("int4, groups of 128", "int8, groups of 128", "w4a8, its best 256 again in w8a8"),
     "millrace-w8a8": Numbers("int8, groups of 128", "int8, groups of 128", "w8a8"),
     "millrace-bf16": Numbers("bf16", "bf16", "bf16"),
-    "llama.cpp-q4_0": Numbers("Q4_0", "int8, groups of 32", "Q6_K"),
-    "llama.cpp-q4_0-avx2": Numbers("Q4_0", "int8, groups of 32", "Q6_K"),
-    "llama.cpp-q4_k_m": Numbers("Q4_K", "int8, groups of 256", "Q6_K"),
-    "llama.cpp-q8_0": Numbers("Q8_0", "int8, groups of 32", "Q8_0"),
-    "llama.cpp-bf16": Numbers("BF16", "bf16", "BF16"),
-    "openvino-int4": Numbers("int4, groups of 128", "int8, groups of 128", "int8 by output"),
     "transformers-bf16": Numbers("bf16", "bf16", "bf16"),
 }
+_NOT_RECORDED = "not recorded"
+
+
+def _earlier(engine: str, settings: Result) -> Numbers:
+    if engine in _EARLIER:
+        return _EARLIER[engine]
+    if "tensors" in settings:  # llama.cpp: how many matrices are of which type
+        types = sorted(settings["tensors"].items(), key=lambda t: -t[1])
+        return Numbers(", ".join(f"{n} {kind}" for kind, n in types), _NOT_RECORDED, _NOT_RECORDED)
+    return Numbers(settings.get("weights", _NOT_RECORDED), _NOT_RECORDED, _NOT_RECORDED)
 
 
 def results(folder: Path = RESULTS) -> list[tuple[str, Result]]:
@@ -98,7 +102,7 @@ def speeds(result: Result) -> Iterator[Speed]:
 def _numbers(engine: str, described: Result) -> Numbers:
     if "activations" in described:
         return Numbers(described["weights"], described["activations"], described["head"])
-    return _EARLIER[engine]
+    return _earlier(engine, described.get("settings", {}))
 
 
 def _of_samples(result: Result, engine: str, numbers: Numbers, workload: Result) -> Speed | None:

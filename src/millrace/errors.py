@@ -85,13 +85,15 @@ class BusyError(MillraceError):
 
 # Characters of a name, and names: comparing takes long with many of either.
 _COMPARED, _MOST_COMPARED = 200, 4000
+_ALIKE = 0.75  # of 1, as difflib measures it: a letter or two; with less, advice points at what was not meant
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean "top_p"?`, or a short list of what is known."""
     names = sorted(known)
-    close = difflib.get_close_matches(name[:_COMPARED], names[:_MOST_COMPARED], n=1, cutoff=0.6)
+    folded = {n.casefold(): n for n in names[:_MOST_COMPARED]}
+    close = difflib.get_close_matches(name[:_COMPARED].casefold(), folded, n=1, cutoff=_ALIKE)
     if close:
-        return f'did you mean "{close[0]}"?'
+        return f'did you mean "{folded[close[0]]}"?'
     shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     return f"one of: {shown}"

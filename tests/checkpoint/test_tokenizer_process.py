@@ -1,5 +1,7 @@
 """A tokenizer in a process of its own gives the same tokens, and is replaced when it dies."""
 
+import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -58,3 +60,20 @@ def test_one_that_takes_too_long_is_stopped() -> None:
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="ended"):
         TokenizerProcess(tmp_path).encode("Hello", True)
+
+
+def test_what_becomes_of_the_folder_does_not_matter(tmp_path: Path) -> None:
+    """Another tokenizer in its place, or none: all texts of a server are tokenised alike."""
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    process, expected = TokenizerProcess(folder), open_tokenizer(TINY).encode("Once upon a time", True)
+    changed = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = changed["model"]["vocab"]
+    a, b = [token for token, i in vocabulary.items() if i in expected[:2]]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    (folder / "tokenizer.json").write_text(json.dumps(changed))
+    assert process.encode("Once upon a time", True) == expected
+    process.close()
+    shutil.rmtree(folder)
+    assert process.encode("Once upon a time", True) == expected, "a new process, as after an abandoned text"
+    process.close()

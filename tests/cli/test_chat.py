@@ -98,6 +98,18 @@ def test_a_message_that_is_too_long_is_refused_and_the_chat_goes_on(talk: Talk) 
     assert "2048" in result.err and len(result.out.splitlines()) == 1
 
 
+def test_a_full_conversation_says_how_to_go_on(talk: Talk) -> None:
+    result = talk(["word " * 900, "word " * 900, "word " * 900, "/reset", "Hello!"])
+    assert "the conversation is full" in result.err and "/reset begins a new one" in result.err
+    assert result.out.splitlines()[-1], "and then it goes on"
+
+
+def test_other_programs_words_for_leaving(talk: Talk) -> None:
+    for word in ("/bye", "/quit"):
+        assert talk([word, "Hello!"]).out == ""
+    assert "there is no command /clear" in talk(["/clear"]).err
+
+
 def test_a_folder_that_cannot_be_saved_to(talk: Talk) -> None:
     result = talk(["/save /no/such/folder/talk.json", "Hello!"])
     assert "cannot write /no/such/folder/talk.json" in result.err and result.out

@@ -333,3 +333,20 @@ def test_it_cannot_be_pickled_and_says_so(llm: LLM) -> None:
     for copy_of in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(MillraceError, match="cannot be pickled"):
             copy_of(llm)
+
+
+def test_errors_leave_the_caller_s_own_text_alone(tmp_path: Path) -> None:
+    with pytest.raises(MillraceError, match="my--model-name"):
+        LLM(tmp_path / "my--model-name")
+
+
+def test_a_chat_takes_text_parts_and_refuses_a_bare_text(llm: LLM) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]
+    assert texts(llm.chat(parts, GREEDY)) == texts(llm.chat([{"role": "user", "content": "Hello!"}], GREEDY))
+    with pytest.raises(RequestError, match="messages is a text"):
+        llm.chat("Hello!")  # type: ignore[arg-type]
+
+
+def test_a_value_that_python_cannot_print_is_no_traceback() -> None:
+    with pytest.raises(RequestError, match="ignore_eos is of type list"):
+        SamplingParams(ignore_eos=[10**5000])  # type: ignore[arg-type]

@@ -12,8 +12,7 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from millrace.serve.fields import known_names
-from millrace.serve.protocol import IGNORED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from millrace.serve.protocol import IGNORED, WIRE, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import MODEL, Fake, Running, post, running
 
@@ -281,7 +280,7 @@ def test_no_mixture_of_odd_values_is_a_500(server: Running, seed: int) -> None:
     with httpx.Client(headers={"content-type": "application/json"}, timeout=20) as client:
         for _ in range(150):
             path, kind = rng.choice(list(KINDS.items()))
-            names = sorted(known_names(kind) - {"stream"})
+            names = sorted(set(WIRE[kind].__struct_fields__) - {"stream"})
             body = {"prompt": "a", "max_tokens": 2} if path == TEXT else chat() if path == CHAT else {}
             body |= {name: rng.choice(ODD) for name in rng.sample(names, rng.randint(1, 2))}
             content = bytearray(json.dumps(body).encode())
@@ -292,3 +291,56 @@ def test_no_mixture_of_odd_values_is_a_500(server: Running, seed: int) -> None:
             assert reply.status_code in (200, 400, 404), (content, reply.text)
             assert reply.status_code == 200 or reply.json()["error"]["message"], content
     assert {200, 400} <= statuses
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "advice"),
+    [
+        (TEXT, "max_completion_tokens", 'did you mean "max_tokens"?'),
+        (TEXT, "messages", "send it to /v1/chat/completions"),
+        (CHAT, "prompt", "send it to /v1/completions"),
+        (CHAT, "enable_thinking", 'did you mean "chat_template_kwargs"?'),
+        (CHAT, "top_K", 'did you mean "top_k"?'),
+        (CHAT, "temprature", 'did you mean "temperature"?'),
+        (CHAT, "extra_body", "beside the others"),
+    ],
+)
+def test_advice_points_at_what_is_served(server: Running, path: str, field: str, advice: str) -> None:
+    body = {"prompt": "a"} if path == TEXT else {"messages": [USER]}
+    reply = post(server.url, path, {**body, field: 1})
+    assert reply.status_code == 400 and advice in reply.json()["error"]["message"], reply.text
+
+
+@pytest.mark.parametrize("field", ["grammar", "logits_processors", "lora_request", "images"])
+def test_advice_is_not_given_at_random(server: Running, field: str) -> None:
+    """A field that is like none of ours is like none: least of all one that is not supported, or ignored."""
+    message = post(server.url, CHAT, {"messages": [USER], field: 1}).json()["error"]["message"]
+    assert "did you mean" not in message and "guided" not in message and "cache_salt" not in message
+
+
+def test_a_misspelt_role_is_not_a_tool(server: Running) -> None:
+    def told(role: str) -> str:
+        message: str = post(server.url, CHAT, {"messages": [{**USER, "role": role}]}).json()["error"]["message"]
+        return message
+
+    assert "correct the role" in told("usr") and "tools are not supported yet" in told("tool")
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/v1/responses", "use /v1/chat/completions"), ("/v1/embeddings", "not served yet"),
+        ("/api/chat", "use /v1/chat/completions"), ("/v1/chat/completions/chat/completions", '"/v1/chat/completions"'),
+        ("/chat/completions", '"/v1/chat/completions"'),
+    ],
+)  # fmt: skip
+def test_a_path_of_another_server_says_what_to_use(server: Running, path: str, advice: str) -> None:
+    reply = post(server.url, path, {})
+    assert reply.status_code == 404 and advice in reply.json()["error"]["message"]
+
+
+def test_a_lone_body_of_the_largest_size_fits() -> None:
+    """Whatever all bodies together may have."""
+    with running(Fake(), ServerSettings(port=0, max_body_bytes=3 * 2**20, max_receiving_bytes=2**20)) as started:
+        reply = post(started.url, CHAT, {"messages": [{**USER, "content": "a" * 2 * 2**20}]})
+        assert reply.json()["error"]["code"] == "context_length_exceeded"

@@ -215,7 +215,7 @@ def test_500_idle_connections_at_64_open_files() -> None:
 def test_unfinished_bodies_are_bounded_together() -> None:
     body = b'{"prompt": "' + b"a" * 700_000
     head = START + b"content-length: 800000\r\n\r\n"
-    with server_with(max_receiving_bytes=1_500_000) as server, ExitStack() as stack:
+    with server_with(max_receiving_bytes=1_500_000, max_body_bytes=1_000_000) as server, ExitStack() as stack:
         holding = [stack.enter_context(connect(server)) for _ in range(2)]
         for raw in holding:
             raw.sendall(head + body)
@@ -328,3 +328,31 @@ def test_requests_behind_each_other_in_one_packet(server: Running) -> None:
         raw.sendall(b"GET / HTTP/1.1\r\na: " + b"b" * MAX_HEAD_BYTES + b"\r\n\r\n" + one * 2)
         said = everything(raw)
         assert said.count(b"HTTP/1.1") == 1 and said.startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize("kind", ["many", "one without an end", "an extension without an end"])
+def test_what_comes_behind_a_body_is_bounded_too(kind: str) -> None:
+    """Trailers are headers: nobody reads them, and they were kept."""
+    with server_with(api_keys=("secret",)) as server, connect(server) as raw:
+        raw.sendall(START + b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n")
+        raw.sendall({"many": b"0\r\n", "one without an end": b"0\r\na: ", "an extension without an end": b"1;"}[kind])
+        piece = b"a: b\r\n" * 512 if kind == "many" else b"x" * 4096
+        before, until_s = psutil.Process().memory_info().rss, time.monotonic() + 20
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):  # after a moment in which it is thrown away
+            while time.monotonic() < until_s:
+                raw.send(piece)
+        assert psutil.Process().memory_info().rss - before < 64 * 2**20
+        assert httpx.get(server.url + "/health", timeout=5).status_code == 200
+
+
+def test_a_long_body_in_small_chunks_is_none_of_that() -> None:
+    with server_with() as server, connect(server) as raw:
+        body = b'{"prompt": "abc", "max_tokens": 1, "user": "' + b"u" * 3 * MAX_HEAD_BYTES + b'"}'
+        raw.sendall(
+            START + b"content-type: application/json\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+        )
+        for at in range(0, len(body), 1000):
+            part = body[at : at + 1000]
+            raw.sendall(b"%x;note=1\r\n" % len(part) + part + b"\r\n")
+        raw.sendall(b"0\r\na-trailer: yes\r\n\r\n")
+        assert everything(raw).startswith(b"HTTP/1.1 200")

@@ -3,6 +3,7 @@
 import datetime
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tools.nightly import __main__ as nightly
 from tools.nightly.parts import PARTS, Part
 
 NOW = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.UTC)
-OK = Part("ok", "exits with 0", ("{python}", "-c", "print('text'); print('{{\"cases\": {seed}}}')"), seeds=10)
+OK = Part("ok", "exits with 0", ("{python}", "-c", "print('text'); print('{{\"cases\": {seed}}}')"), cases=10)
 BAD = Part("bad", "exits with 3", ("{python}", "-c", "print('why'); raise SystemExit(3)"))
 
 
@@ -29,14 +30,17 @@ def known(here: Path, **reasons: str) -> None:
 
 
 def test_a_part_leaves_its_figures_and_goes_on_with_new_seeds(here: Path) -> None:
-    assert [nightly.run(OK)["figures"] for _ in range(3)] == [{"cases": 0}, {"cases": 10}, {"cases": 20}]
+    assert [nightly.run(OK)["figures"] for _ in range(3)] == [{"cases": 0}, {"cases": 1}, {"cases": 2}]
     result = json.loads((here / "results" / "ok.json").read_text())
-    assert result["green"] and result["next_seed"] == 30 and result["cases_so_far"] == 30 and "tail" not in result
+    assert result["green"] and result["next_seed"] == 3 and result["cases_so_far"] == 30 and "tail" not in result
 
 
-def test_a_red_part_says_why() -> None:
+def test_a_red_part_says_why_and_is_run_again_as_it_was() -> None:
     result = nightly.run(BAD)
     assert not result["green"] and result["exit_code"] == 3 and result["tail"] == ["why"]
+    nightly.run(OK)
+    unlucky = replace(OK, command=("{python}", "-c", "raise SystemExit({seed})"))
+    assert [nightly.run(unlucky)["next_seed"] for _ in range(2)] == [1, 1], "seed 1 fails until it is mended"
 
 
 def test_a_part_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ class Part:
     name: str
     about: str
     command: tuple[str, ...]
-    seeds: int = 0  # how many it takes, from {seed} on
+    cases: int = 0  # drawn from {seed}, which is another each night
     packages: tuple[str, ...] = ()  # what its environment has beside ours; then {python} is that environment's
     environment: Mapping[str, str] = field(default_factory=dict)
 

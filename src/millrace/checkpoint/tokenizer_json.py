@@ -28,6 +28,7 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, data: bytes, path: Path, config: TokenizerConfig) -> None:
         """`data`: the file's contents; `path` is for messages."""
         _check_charsmaps(data, path)
+        _check_prefix(data, path)
         with _panics_told(path):
             try:
                 library = tokenizers.Tokenizer.from_buffer(data)
@@ -99,6 +100,29 @@ class _Outline(msgspec.Struct):
     normalizer: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _Model(msgspec.Struct):
+    type: msgspec.Raw = msgspec.Raw(b"null")
+    continuing_subword_prefix: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _ModelOutline(msgspec.Struct):
+    model: _Model = msgspec.field(default_factory=_Model)
+
+
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def _check_prefix(data: bytes, path: Path) -> None:
+    """The library's BPE cuts merged tokens behind so many bytes, in mid-character too, and then aborts."""
+    try:
+        model = msgspec.json.decode(data, type=_ModelOutline).model
+        kind, prefix = msgspec.json.decode(model.type), msgspec.json.decode(model.continuing_subword_prefix)
+    except _NOT_JSON:
+        return  # the library will say where
+    if prefix and kind in ("BPE", None):
+        raise _unreadable(path, "its BPE has a continuing_subword_prefix, which no supported model has")
+
+
 def _check_charsmaps(data: bytes, path: Path) -> None:
     """A normalizer of SentencePiece says how large its table is; the library allocates whatever it says, and may abort.
 
@@ -106,7 +130,7 @@ def _check_charsmaps(data: bytes, path: Path) -> None:
     """
     try:
         pending = [msgspec.json.decode(msgspec.json.decode(data, type=_Outline).normalizer)]
-    except msgspec.DecodeError:
+    except _NOT_JSON:
         return  # the library will say where
     while pending:
         value = pending.pop()

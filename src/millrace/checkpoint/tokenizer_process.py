@@ -4,6 +4,7 @@ In a thread of the server they hold up every stream twice: they take a core from
 barrier, and a thread of low priority that holds the interpreter's lock is waited for by the one of high priority.
 """
 
+import base64
 import json
 import sys
 from functools import partial
@@ -12,17 +13,22 @@ from pathlib import Path
 import numpy as np
 
 from millrace.checkpoint.frames import EndedError, FrameProcess, LateError, Worker
+from millrace.checkpoint.tokenizer import TOKENIZER_FILES, Files, read_files
 from millrace.errors import CheckpointError
 
 _WORKER = Path(__file__).with_name("tokenizer_worker.py")
 
 
 class TokenizerProcess:
-    """The tokenizer of a folder. Safe to use from several threads, which take turns; starts with the first text."""
+    """The tokenizer of a folder. Safe to use from several threads, which take turns; starts with the first text.
+
+    The folder is read now and not then: all processes tokenise alike, whatever becomes of its files.
+    """
 
     def __init__(self, folder: Path, timeout_s: float = 120.0) -> None:
         self._timeout_s = timeout_s
-        self._worker = Worker(_WORKER, partial(_greet, folder, timeout_s))
+        files = read_files(folder, TOKENIZER_FILES)
+        self._worker = Worker(_WORKER, partial(_greet, folder, files, timeout_s))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """`text` holds no half of a surrogate pair. raises CheckpointError where the process cannot do it"""
@@ -44,5 +50,7 @@ class TokenizerProcess:
         self._worker.stop()
 
 
-def _greet(folder: Path, timeout_s: float, process: FrameProcess) -> None:
-    process.exchange(json.dumps({"folder": str(folder), "path": sys.path}).encode(), timeout_s)
+def _greet(folder: Path, files: Files, timeout_s: float, process: FrameProcess) -> None:
+    contents = {name: base64.b64encode(data).decode() for name, data in files.items()}
+    hello = {"folder": str(folder), "files": contents, "path": sys.path}
+    process.exchange(json.dumps(hello).encode(), timeout_s)

@@ -1,9 +1,11 @@
 """The process that tokenises long texts; its stdin is a connection to its owner (see `frames.py`).
 
-First JSON {"folder", "path"}, answered by an empty message; then, any number of times, one byte (1: with the special
-tokens of the model) and a text in UTF-8, answered by its tokens as int32.
+First JSON {"folder", "files", "path"}: the files' contents by name in base64, the folder for messages. The answer is an
+empty message. Then, any number of times, one byte (1: with the special tokens of the model) and a text in UTF-8; the
+answer is its tokens as int32.
 """
 
+import base64
 import contextlib
 import json
 import os
@@ -36,9 +38,10 @@ def _serve(owner: Connection) -> None:
     sys.path[:] = opened["path"]  # as the parent sees it: it may run from a source tree
     import numpy as np
 
-    from millrace.checkpoint.tokenizer import open_tokenizer
+    from millrace.checkpoint.tokenizer import make_tokenizer
 
-    tokenizer = open_tokenizer(Path(opened["folder"]))
+    files = {name: base64.b64decode(data) for name, data in opened["files"].items()}
+    tokenizer = make_tokenizer(files, Path(opened["folder"]))
     owner.send_bytes(b"")
     while True:
         text = owner.recv_bytes()

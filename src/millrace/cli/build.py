@@ -38,8 +38,8 @@ A map of precisions is JSON: the first pattern that matches a module's name deci
 def command(env: Env, /, model: str, output: Path, precision_map: Path | None, as_json: bool, **given: Any) -> None:
     """Compile a checkpoint into an engine folder for this machine.
 
-    MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The engine carries all that serving needs. Q4_0 and
-    Q8_0 of a GGUF run as they are; what is rounded again is said.
+    MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The engine carries all that serving needs. Matrices
+    in Q4_0, Q5_0 and Q8_0 of a GGUF run as they are; what is rounded again is said.
     """
     started_s = time.perf_counter()
     build = made(BuildSettings, given)

@@ -19,7 +19,7 @@ from millrace.cli.sampling import SamplingFlags
 from millrace.cli.stream import chat_ids, stream
 from millrace.cli.terminal import JsonScreen, Screen, Terminal
 from millrace.env import Env
-from millrace.errors import ConfigError, MillraceError, nearest
+from millrace.errors import ConfigError, MillraceError, RequestError, nearest
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import BuildSettings, Opened, RunSettings
 from millrace.runtime.params import SamplingParams
@@ -37,6 +37,7 @@ HELP = {
     "/exit": "leave; Ctrl-D and Ctrl-C twice do too",
     '"""': "begin a message of several lines, and end it; a \\ at the end of a line goes on, too",
 }
+LEAVE = ("/exit", "/quit", "/bye")  # the last two are other programs' names for it
 _NAMES = [key.split()[0] for key in HELP if key.startswith("/")]
 
 
@@ -89,7 +90,7 @@ class Chat:
                 if line is None:
                     return
                 text = line.strip()
-                if text == "/exit":
+                if text in LEAVE:
                     return
                 if _is_command(text):
                     self._command(text)
@@ -102,6 +103,11 @@ class Chat:
         """raises RequestError where the conversation has outgrown the context; then this message is not kept"""
         asked = [*self.messages, message("user", text)]
         ids = chat_ids(self.model, [*self._opening(), *asked])
+        if self.messages and len(ids) >= self._loop.limits.max_context:
+            raise RequestError(
+                f"the conversation is full: with this message it has {len(ids)} tokens",
+                f"less than {self._loop.limits.max_context}", "/reset begins a new one, /save FILE keeps this one",
+            )  # fmt: skip
         with _interruptible() as stopped:
             answered = stream(self._loop, ids, self.params, self.screen.part, stopped)
         self.messages = [*asked, message("assistant", answered.texts[0])]
@@ -148,9 +154,12 @@ def _screen(as_json: bool, plain: bool) -> Screen:
 
 
 def _is_command(text: str) -> bool:
-    """A word of its own behind a slash, known or misspelt; `/etc/hosts is ...` is text."""
-    name = text.split()[0] if text.startswith("/") else ""
-    return "\n" not in text and bool(difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.6))
+    """A word behind a slash, known or misspelt, or alone on its line; `/etc/hosts is ...` is text."""
+    if not text.startswith("/") or "\n" in text:
+        return False
+    name, *rest = text.split()
+    alone = not rest and "/" not in name[1:]
+    return alone or bool(difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.6))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import click
 from millrace.errors import ConfigError
 
 _NUMBER = re.compile(r"([\d.,]+( [KMGT]?i?B)?( .?B/s)?| *|-)")
+_BYTES = 1 << 16  # a total from here on is one of bytes; smaller ones are rounds and shapes
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
 
 
@@ -83,12 +84,20 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
         yield lambda what, done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    columns = (TextColumn("{task.description:<44.44}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description:<44.44}"),
+        BarColumn(),
+        TextColumn("{task.fields[of]}"),
+        TimeRemainingColumn(),
+    )
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("", total=None, visible=False)
-        yield lambda what, done, total: bars.update(
-            task, description=what, completed=done, total=total or None, visible=True
-        )
+        task = bars.add_task("", total=None, visible=False, of="")
+
+        def report(what: str, done: int, total: int) -> None:
+            of = f"{size(done)} of {size(total)}" if total >= _BYTES else f"{done} of {total}"
+            bars.update(task, description=what, completed=done, total=total or None, visible=True, of=of)
+
+        yield report

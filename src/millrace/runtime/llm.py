@@ -21,7 +21,8 @@ from millrace.runtime.open import BuildSettings, Opened, RunSettings, find_engin
 from millrace.runtime.params import RequestOutput, SamplingParams
 
 Message = Mapping[str, object]
-_FLAG = re.compile(r"--([a-z][a-z-]*[a-z])( (?=[\d\"]))?")
+_FLAGS = "|".join(f.name.replace("_", "-") for kind in (BuildSettings, RunSettings) for f in fields(kind))
+_FLAG = re.compile(rf"(?<!\S)--({_FLAGS})\b( (?=[\d\"]))?")
 
 
 def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mapping[str, str] | None]:
@@ -137,6 +138,11 @@ class LLM:
 
         Without max_tokens an answer may fill the rest of the context.
         """
+        if isinstance(messages, str):
+            raise RequestError(
+                "messages is a text", 'a list like [{"role": "user", "content": "a text"}]',
+                "put the text into a message, or call generate()", param="messages",
+            )  # fmt: skip
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Sequence[Message]] = messages if several else [messages]  # type: ignore[assignment, list-item]
         prompts = [{"prompt_token_ids": self._chat_ids(c)} for c in conversations]
@@ -189,11 +195,8 @@ class LLM:
                 f"{self._opened.name} has no chat template", "a chat model", "use generate(), or a model tuned for chat"
             )
         for i, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-                raise RequestError(
-                    f"messages[{i}] is {str(message)[:100]}", 'like {"role": "user", "content": "a text"}',
-                    "give each message a role and a text", param="messages",
-                )  # fmt: skip
+            if isinstance(message, Mapping) and message.get("content") is None:
+                raise RequestError(f"messages[{i}] has no content", "a text", "send the text", param="messages")
         return self._opened.tokenizer.encode(template.render(messages), add_special_tokens=False)
 
     @property

@@ -132,7 +132,9 @@ def _short(value: object) -> str:
     """A number may have thousands of digits; Python refuses to print it beyond a limit of its own."""
     if isinstance(value, int) and abs(value) >= 10**40:
         return f"a number of {value.bit_length()} bits"
-    return repr(value)[:100]
+    if isinstance(value, str | int | float | None):
+        return repr(value)[:100]
+    return f"of type {type(value).__name__}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from millrace.serve.auth import Keys
 from millrace.serve.chat import chat_completions
 from millrace.serve.completions import completions
 from millrace.serve.edge import Edge
-from millrace.serve.fields import decode, ignored_fields
+from millrace.serve.fields import decode, take_ignored
 from millrace.serve.openapi import About, Operation, document
 from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from millrace.serve.replies import (
@@ -107,7 +107,8 @@ def create_app(serving: Serving) -> ASGIApp:
     """The ASGI application. It does not start the engine: `server.py` does."""
     keys = Keys(serving.settings.api_keys)
     settings = serving.settings
-    bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, settings.max_receiving_bytes)
+    together = max(settings.max_receiving_bytes, settings.max_body_bytes)  # a lone body of the largest size fits
+    bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, together)
     routes = [_route(endpoint, serving, keys, bodies) for endpoint in ENDPOINTS]
     schema = msgspec.json.encode(document([endpoint.operation for endpoint in ENDPOINTS], _about(serving)))
     page = Path(__file__).with_name("docs.html").read_bytes()
@@ -146,7 +147,7 @@ def _route(endpoint: Endpoint, serving: Serving, keys: Keys, bodies: Bodies) -> 
                 call.body_bytes = len(body)
                 request = await serving.off_loop(len(body) > LARGE_BODY, partial(decode, body, kind), len(body))
                 del body  # an answer may take minutes
-            call.ignored = tuple(ignored_fields(request))
+            call.ignored = take_ignored(request, kind)
             await unless_gone(receive, _answer(posted(serving, call, request), scope, receive, send))
 
     path = operation.path.replace("{model}", "{model:path}")  # names of models may have slashes

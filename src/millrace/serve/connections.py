@@ -120,6 +120,8 @@ class Connection(HttpToolsProtocol):
         self._all, self._limits = all_of_them, all_of_them.limits
         self._reading = _Reading.START
         self._head_bytes = self._n_heads = 0  # bytes of this head; heads so far
+        self._trailer_bytes = 0  # of this body: headers behind it, and what came since its last content
+        self._understood = False  # whether the parser made something of the last packet
         self._admitted = True
         self.since_s = 0.0  # time.monotonic(): the beginning of what is being waited for
         self.n_unread = 0  # bytes of replies that the client has not taken, at the last sweep
@@ -143,7 +145,10 @@ class Connection(HttpToolsProtocol):
             self._refuse(503, "too_many_connections", "all connections are in use", "fewer at a time")
             return
         this_head = self._n_heads + (self._reading is _Reading.START)
+        in_body, self._understood = self._reading is _Reading.BODY, False
         super().data_received(data)
+        if in_body and self._reading is _Reading.BODY and not self._understood:  # a line without an end
+            self._add_trailer(len(data))
         if self._reading is _Reading.HEAD and self._n_heads == this_head:  # it holds nothing else
             self._head_bytes += len(data)
             self._check_head(self._head_bytes)
@@ -156,15 +161,22 @@ class Connection(HttpToolsProtocol):
             self._reading, self._head_bytes, self.since_s = _Reading.HEAD, 0, time.monotonic()
             self._n_heads += 1
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reading is _Reading.HEAD:
+            super().on_header(name, value)
+        elif self._reading is _Reading.BODY:  # behind the body, where nobody looks at it
+            self._add_trailer(len(name) + len(value) + 4)
+
     def on_headers_complete(self) -> None:
         if self._reading is _Reading.HEAD:
             self._check_head(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
         if self._reading is _Reading.HEAD:  # still: it was not refused
-            self._reading = _Reading.BODY
+            self._reading, self._trailer_bytes = _Reading.BODY, 0
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         if self._reading is _Reading.BODY:
+            self._understood, self._trailer_bytes = True, 0
             super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -232,6 +244,11 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
             case _Reading.BODY | _Reading.NOTHING if silent_s > LINGER_S:  # it was answered before it was complete
                 self.transport.close()
+
+    def _add_trailer(self, n_bytes: int) -> None:
+        self._understood = True
+        self._trailer_bytes += n_bytes
+        self._check_head(self._trailer_bytes)
 
     def _check_head(self, n_bytes: int) -> None:
         if n_bytes > MAX_HEAD_BYTES:

@@ -2,7 +2,7 @@
 
 import gc
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from millrace.errors import RequestError, nearest
 from millrace.serve.errors import HttpError, not_yet
-from millrace.serve.protocol import IGNORED, NOT_YET, OTHER_NAMES, WIRE, Message, StreamOptions, TextPart
+from millrace.serve.protocol import ELSEWHERE, IGNORED, NOT_YET, OTHER_NAMES, WIRE, Message, StreamOptions, TextPart
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -28,7 +28,7 @@ def decode(body: bytes, kind: type[T]) -> T:
         with _collector_paused():
             asked = msgspec.json.decode(body, type=WIRE[kind])
     except msgspec.ValidationError as error:
-        raise _wrong_value(str(error), known_names(kind)) from None
+        raise _wrong_value(str(error), kind) from None
     except RecursionError:
         raise _no_json("it is nested too deeply") from None
     except UnicodeDecodeError:
@@ -55,15 +55,16 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def ignored_fields(asked: msgspec.Struct) -> list[str]:
-    """Those of the request that change nothing, and of which the client is told so."""
-    names = sorted(IGNORED & set(asked.__struct_fields__))
-    return [name for name in names if getattr(asked, name) not in (UNSET, None)]
+def take_ignored(asked: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Those of the request that change nothing, and of which the client is told so.
 
-
-def known_names(kind: type[msgspec.Struct]) -> set[str]:
-    """Every top-level field that gets an answer of its own."""
-    return set(WIRE[kind].__struct_fields__)
+    What they hold is let go of, and so is that of every other field that `kind` does not have: decoded, it is many
+    times the body, and an answer may take minutes.
+    """
+    told = tuple(n for n in sorted(IGNORED & set(asked.__struct_fields__)) if getattr(asked, n) not in (UNSET, None))
+    for name in set(asked.__struct_fields__) - set(kind.__struct_fields__):
+        setattr(asked, name, UNSET)
+    return told
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
@@ -92,18 +93,27 @@ def _mend(neutral: tuple[object, ...]) -> str:
     return "leave it out" + (f", or send {values}" if values else "")
 
 
-def _unknown(field: str, where: str, known: set[str]) -> RequestError:
-    shown = where[:100]
+def _unknown(field: str, where: str, known: Collection[str], served: Collection[str]) -> RequestError:
+    """known: what has an answer of its own, be it a refusal; served: what does something"""
+    shown, mend = where[:100], "correct the name, or leave it out"
     ours = OTHER_NAMES.get(field)
-    expected = f'did you mean "{ours}"?' if ours in known else nearest(field[:100], known)
-    return RequestError(f'unknown field "{shown}"', expected, "correct the name, or leave it out", shown)
+    expected = f'did you mean "{ours}"?' if ours in served else nearest(field, known)
+    if not expected.startswith("did"):
+        expected = nearest(field, served)
+    if field == where and field in ELSEWHERE:
+        expected, mend = f'"{field}" in a request to {ELSEWHERE[field]}', f"send it to {ELSEWHERE[field]}"
+    elif field == "extra_body":
+        mend = "put its fields beside the others: clients in Python do so by themselves"
+    return RequestError(f'unknown field "{shown}"', expected, mend, shown)
 
 
-def _wrong_value(message: str, known: set[str]) -> RequestError | HttpError:
-    """msgspec's message in our words. known: the top-level fields"""
+def _wrong_value(message: str, kind: type[msgspec.Struct]) -> RequestError | HttpError:
+    """msgspec's message in our words."""
     if unknown := _UNKNOWN.fullmatch(message):
         path, field = unknown["path"], unknown["field"]
-        return _unknown(field, f"{path}.{field}", _fields_at(path)) if path else _unknown(field, field, known)
+        if path:
+            return _unknown(field, f"{path}.{field}", _fields_at(path), _fields_at(path))
+        return _unknown(field, field, WIRE[kind].__struct_fields__, kind.__struct_fields__)
     if missing := _MISSING.fullmatch(message):
         field = f"{missing['path']}.{missing['field']}" if missing["path"] else missing["field"]
         return RequestError(f'"{field}" is missing', f'a request with "{field}"', "send it", param=_top(field))
@@ -121,9 +131,8 @@ def _wrong_value(message: str, known: set[str]) -> RequestError | HttpError:
 
 def _not_in_choices(path: str, value: str) -> RequestError:
     if path.endswith(".role"):
-        return RequestError(
-            f"{path} is {value}", "system, developer, user or assistant", "tools are not supported yet", "messages"
-        )
+        mend = "tools are not supported yet" if value.strip("'") in ("tool", "function") else "correct the role"
+        return RequestError(f"{path} is {value}", "system, developer, user or assistant", mend, "messages")
     return RequestError(
         f"{path} is {value}", '"text"', "send text parts only; images and sound are not supported yet", "messages"
     )

@@ -35,6 +35,7 @@ class Lane:
         """stop: ends what the lane's one thread does, where a process does it"""
         assert stop is None or n_threads == 1, "otherwise it would end the work of others"
         self._name, self._max_pending, self._n_threads, self._stop = name, max_pending, n_threads, stop
+        self._closed = False
         self._jobs: set[_Job] = set()  # that wait or run; of the event loop's thread
         self._held_bytes = 0
         self._threads: list[threading.Thread] = []
@@ -47,6 +48,8 @@ class Lane:
 
         n_bytes: that the call holds in memory. raises BusyError, and whatever `work` raises
         """
+        if self._closed:
+            raise _shutting_down()
         if len(self._jobs) >= self._max_pending or (self._jobs and self._held_bytes + n_bytes > MAX_HELD_BYTES):
             raise BusyError(f"{len(self._jobs)} requests are being prepared", "fewer at a time", "come back later", 1.0)
         loop = asyncio.get_running_loop()
@@ -71,11 +74,12 @@ class Lane:
         return result
 
     def close(self) -> None:
-        """Stop what runs, without waiting for it; whoever waits is told."""
+        """Stop what runs, without waiting for it; whoever waits, or comes later, is told."""
+        self._closed = True
         for job in self._jobs:
             job.work = None
             if not job.waiter.done():
-                job.waiter.set_exception(BusyError("the server is shutting down", "a running server", "try again", 5.0))
+                job.waiter.set_exception(_shutting_down())
         for _ in self._threads:
             self._queue.put(None)
         if self._stop is not None:
@@ -111,6 +115,10 @@ class Lane:
         if job in self._jobs:
             self._jobs.remove(job)
             self._held_bytes -= job.n_bytes
+
+
+def _shutting_down() -> BusyError:
+    return BusyError("the server is shutting down", "a running server", "try again", 5.0)
 
 
 def _outcome(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:

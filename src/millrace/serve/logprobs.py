@@ -56,7 +56,8 @@ def joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
         whole.token_logprobs += part.token_logprobs
         whole.text_offset += part.text_offset
         if part.top_logprobs is not None:
-            whole.top_logprobs = (whole.top_logprobs or []) + part.top_logprobs
+            whole.top_logprobs = [] if whole.top_logprobs is None else whole.top_logprobs
+            whole.top_logprobs += part.top_logprobs
     return whole
 
 

@@ -25,6 +25,13 @@ from millrace.serve.replies import (
 from millrace.serve.serving import Serving
 
 API_VERSION = "1.0.0"
+_CHAT, _TEXT, _OTHER = "use /v1/chat/completions", "use /v1/completions", "use another server for these"
+# Paths that clients of other servers ask for, and what to use instead.
+NOT_YET = {
+    "/v1/responses": _CHAT, "/v1/messages": _CHAT, "/api/chat": _CHAT, "/api/generate": _TEXT, "/completion": _TEXT,
+    "/api/tags": "use /v1/models", "/v1/embeddings": _OTHER, "/v1/rerank": _OTHER, "/v1/score": _OTHER,
+    "/v1/audio/transcriptions": _OTHER, "/v1/images/generations": _OTHER,
+}  # fmt: skip
 
 
 def models(serving: Serving, scope: Scope) -> Response:
@@ -112,6 +119,13 @@ def unknown_path(path: str, known: Collection[str]) -> HttpError:
                 f'"{meant}"',
                 "end the base URL of the client with /v1, once",
             )
+    for end in ("/chat/completions", "/completions"):  # a client's base URL with the path in it already
+        if path.endswith(end) and path != f"/v1{end}":
+            return HttpError(
+                404, "not_found", f"there is nothing at {path}", f'"/v1{end}"', "end the base URL with /v1"
+            )
+    if path.rstrip("/") in NOT_YET:
+        return HttpError(404, "not_found", f"{path} is not served yet", "a path of /docs", NOT_YET[path.rstrip("/")])
     return HttpError(404, "not_found", f"there is nothing at {path[:200]}", "a path of /docs", "correct the path")
 
 

@@ -168,7 +168,16 @@ OTHER_NAMES: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
     "random_seed": "seed",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "enable_thinking": "chat_template_kwargs",
+    "best_of": "n",
+    "system": "messages",
+    "instructions": "messages",
+    "input": "messages",
 }
+# Fields of the other endpoint.
+ELSEWHERE: Mapping[str, str] = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 # They would change the answer. A value that asks for what happens anyway is taken; anything else is refused.
 _CHAT_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),

@@ -51,20 +51,20 @@ class Asked(Struct):
 # ------------------------------------------------------------------ chat
 
 
-class TopLogprob(Struct):
+class TopLogprob(Struct, gc=False):
     token: str
     logprob: float
     bytes: list[int] | None
 
 
-class TokenLogprob(Struct):
+class TokenLogprob(Struct, gc=False):
     token: str
     logprob: float
     bytes: list[int] | None
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Struct):
+class ChatLogprobs(Struct, gc=False):
     content: list[TokenLogprob]
     refusal: None = None
 
@@ -123,7 +123,7 @@ class ChatChunk(Struct):
 # ------------------------------------------------------------------ completions
 
 
-class CompletionLogprobs(Struct):
+class CompletionLogprobs(Struct, gc=False):
     """One entry per token; `text_offset` counts characters of this choice's text, an echoed prompt included."""
 
     tokens: list[str]

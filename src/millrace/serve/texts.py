@@ -57,7 +57,7 @@ class Texts:
         """
         n = sum(map(len, texts))
         if n <= SHORT_CHARACTERS:
-            return [self.tokenizer.encode(text, add_special_tokens) for text in texts]
+            return [self._medium.encode(text, add_special_tokens) for text in texts]
         encoder = self._medium if n <= LONG_CHARACTERS else self._long if n <= VERY_LONG_CHARACTERS else self._very_long
 
         def work() -> list[list[int]]:
@@ -143,11 +143,11 @@ class _Encoder:
         self._tokenizer, self._process, self.lane = tokenizer, process, lane
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """raises RequestError, HttpError where the process cannot do it"""
-        if self._process is None:
-            return self._tokenizer.encode(text, add_special_tokens)
-        check_unicode(text)
+        """raises RequestError, HttpError where the tokenizer or its process cannot do it"""
         try:
+            if self._process is None:
+                return self._tokenizer.encode(text, add_special_tokens)
+            check_unicode(text)
             return self._process.encode(text, add_special_tokens)
         except CheckpointError as error:
             refusal = HttpError(503, "tokenizer_failed", error.what, error.expected, error.mend)
