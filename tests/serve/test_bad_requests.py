@@ -344,3 +344,9 @@ def test_a_lone_body_of_the_largest_size_fits() -> None:
     with running(Fake(), ServerSettings(port=0, max_body_bytes=3 * 2**20, max_receiving_bytes=2**20)) as started:
         reply = post(started.url, CHAT, {"messages": [{**USER, "content": "a" * 2 * 2**20}]})
         assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_variables_for_the_template_are_bounded(server: Running) -> None:
+    body = {"messages": [USER], "max_tokens": 1, "chat_template_kwargs": {"a": ["x" * 70] * 1000}}
+    reply = post(server.url, CHAT, body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "chat_template_kwargs"

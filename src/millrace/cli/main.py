@@ -109,12 +109,23 @@ def _mistake(error: MillraceError, color: bool | None) -> int:
     return MISTAKE
 
 
+# Options of vLLM and llama.cpp, as far as there are some that mean the same here.
+_OTHER_NAMES = {
+    "--max-model-len": "--max-context", "--ctx-size": "--max-context", "--max-num-seqs": "--max-batch",
+    "--parallel": "--max-batch", "--dtype": "--precision", "--quantization": "--precision",
+    "--n-predict": "--max-tokens", "--temp": "--temperature", "--cache-type-k": "--kv-cache-dtype", "--model": "MODEL", "-m": "MODEL",
+    "-c": "--max-context",
+}  # fmt: skip
+
+
 def _as_error(error: click.UsageError) -> ConfigError:
     """What click says of a wrong command line, in our three parts."""
     path = error.ctx.command_path if error.ctx else "millrace"
     mend = f"`{path} --help` shows what it takes"
     if isinstance(error, click.NoSuchOption) and error.ctx:
         known = [o for p in error.ctx.command.params for o in p.opts if o.startswith("--")]
-        return ConfigError(f"there is no option {error.option_name}", nearest(error.option_name, known), mend)
+        ours = _OTHER_NAMES.get(error.option_name)
+        meant = f"did you mean {ours}?" if ours in ("MODEL", *known) else nearest(error.option_name, known)
+        return ConfigError(f"there is no option {error.option_name}", meant, mend)
     usage = error.ctx.get_usage().removeprefix("Usage: ") if error.ctx else "millrace COMMAND"
     return ConfigError(error.format_message().rstrip("."), usage, mend)

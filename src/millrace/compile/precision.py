@@ -129,7 +129,10 @@ def _why(dtype: str, precision: Precision) -> str:
     if precision.quantised and precision.bits == 4:
         return "; w8a8 would stay closer"
     if precision.quantised and dtype in _AFFINE:
-        return ": w4a8, half the size, has no room for its minimum per group and would answer worse"
+        return (
+            ": w4a8, half the size, has no room for its minimum per group and would answer worse; "
+            "bf16, twice the size, would stay closest"
+        )
     return ""
 
 

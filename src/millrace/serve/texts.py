@@ -7,10 +7,12 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer, check_unicode
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
-from millrace.errors import CheckpointError
+from millrace.errors import CheckpointError, RequestError
 from millrace.serve.errors import HttpError, context_exceeded
 from millrace.serve.fields import check_messages
 from millrace.serve.lanes import Lane
@@ -21,6 +23,8 @@ SHORT_CHARACTERS = 512  # tokenised at once: that takes less time than the way t
 LONG_CHARACTERS = 8192  # in a process of its own, which is started for the first such text
 VERY_LONG_CHARACTERS = 128 * 1024  # in another one
 LONG_CHAT_BYTES = 64 * 1024  # of a request's body; rendered in another process than shorter ones
+MAX_EXTRA_BYTES = 64 * 1024  # of chat_template_kwargs
+_EXTRA = "chat_template_kwargs"
 # Their priority is that of all threads: a nice one that held the interpreter's lock would be waited for by the engine.
 N_THREADS = 2
 
@@ -107,6 +111,10 @@ class Texts:
             if bounded and body_bytes > LONG_CHAT_BYTES:
                 self._check_bytes("".join(_contents(messages)), "messages")
             plain = check_messages(messages)
+            if (n_bytes := len(msgspec.json.encode(extra))) > MAX_EXTRA_BYTES:
+                raise RequestError(
+                    f"chat_template_kwargs has {n_bytes} bytes", f"at most {MAX_EXTRA_BYTES}", "send less", _EXTRA
+                )
             return template.render(plain, add_generation_prompt=add_generation_prompt, extra=extra or {})
 
         text = await renderer.lane.run(render, body_bytes)
