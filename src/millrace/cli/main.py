@@ -111,10 +111,10 @@ def _mistake(error: MillraceError, color: bool | None) -> int:
 
 # Options of vLLM and llama.cpp, as far as there are some that mean the same here.
 _OTHER_NAMES = {
-    "--max-model-len": "--max-context", "--ctx-size": "--max-context", "--max-num-seqs": "--max-batch",
-    "--parallel": "--max-batch", "--dtype": "--precision", "--quantization": "--precision",
-    "--n-predict": "--max-tokens", "--temp": "--temperature", "--cache-type-k": "--kv-cache-dtype", "--model": "MODEL", "-m": "MODEL",
-    "-c": "--max-context",
+    "--max-model-len": "--max-context", "--ctx-size": "--max-context", "-c": "--max-context",
+    "--max-num-seqs": "--max-batch", "--parallel": "--max-batch", "--dtype": "--precision",
+    "--quantization": "--precision", "--n-predict": "--max-tokens", "--temp": "--temperature",
+    "--cache-type-k": "--kv-cache-dtype", "--model": "MODEL", "-m": "MODEL",
 }  # fmt: skip
 
 
