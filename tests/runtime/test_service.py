@@ -12,6 +12,7 @@ import pytest
 
 from millrace.engine.executor import StepInputs
 from millrace.errors import BusyError, ConfigError, RequestError
+from millrace.runtime import service
 from millrace.runtime.generate import Collector
 from millrace.runtime.params import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 from millrace.runtime.service import AsyncEngine, RequestHandle, ServiceOptions
@@ -252,3 +253,21 @@ def test_a_dead_engine_is_busy_for_ever_and_says_so() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="max_queued is 0"):
         ServiceOptions(max_queued=0)
+
+
+def test_a_reader_that_was_slow_gets_its_backlog_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one block it would hold up everybody's streams while it is encoded."""
+    monkeypatch.setattr(service, "MAX_AT_ONCE", 8)
+
+    async def main(engine: AsyncEngine) -> None:
+        handle = engine.submit([1, 2], long(max_tokens=60))
+        while engine.stats().running or engine.stats().waiting:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        pieces = [deltas async for deltas in handle]
+        assert [len(p) for p in pieces] == [8] * 7 + [4]
+        assert [t for p in pieces for d in p for t in d.token_ids] == expected_choice(
+            [1, 2], long(max_tokens=60), 0, TIGHT
+        ).token_ids
+
+    in_asyncio(main)

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,6 +23,7 @@ from millrace.runtime.stats import LoopStats
 from millrace.runtime.stops import StopTables
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
+MAX_AT_ONCE = 512  # deltas that a reader gets in one go: who was slow must not hold up the others when it reads again
 STOP_S = 5.0  # for the step in progress, at the end
 SWITCH_INTERVAL_S = 0.0005  # the engine thread gets the interpreter back quickly after each native call
 
@@ -62,7 +64,7 @@ class RequestHandle:
     def __init__(self, engine: "AsyncEngine") -> None:
         self._engine = engine
         self._request: Request | None = None
-        self._buffer: list[Delta] = []
+        self._buffer: deque[Delta] = deque()
         self._undelivered_tokens = 0
         self._unfinished = 0  # choices whose finish has not arrived here
         self._dropped = False
@@ -128,7 +130,8 @@ class RequestHandle:
                 await self._wakeup
             finally:
                 self._wakeup = None
-        deltas, self._buffer, self._undelivered_tokens = self._buffer, [], 0
+        deltas = [self._buffer.popleft() for _ in range(min(len(self._buffer), MAX_AT_ONCE))]
+        self._undelivered_tokens -= sum(len(d.token_ids) for d in deltas)
         return deltas
 
     @property
@@ -155,10 +158,11 @@ class RequestHandle:
         """Forget what the reader did not fetch, and end every choice for it."""
         self._dropped = True
         self._engine.loop.cancel(self._made)
-        self._buffer = [
+        self._buffer = deque(
             Delta(index=i, text="", token_ids=(), finish_reason=FinishReason.ABORT, error=why)
             for i in range(self._made.resolved.n)
-        ]
+        )
+        self._undelivered_tokens = 0
         self._unfinished = 0
 
 

@@ -36,7 +36,7 @@ from millrace.serve.replies import (
     TokenizerInfoReply,
     VersionReply,
 )
-from millrace.serve.serving import LARGE_BODY, Serving
+from millrace.serve.serving import Serving
 from millrace.serve.tokens import detokenize, tokenize
 from millrace.serve.wire import CALL, Bodies, Call, read_body, unless_gone
 
@@ -145,7 +145,7 @@ def _route(endpoint: Endpoint, serving: Serving, keys: Keys, bodies: Bodies) -> 
             with bodies.receiving() as incoming:
                 body = await read_body(scope, receive, bodies, incoming)
                 call.body_bytes = len(body)
-                request = await serving.off_loop(len(body) > LARGE_BODY, partial(decode, body, kind), len(body))
+                request = await serving.decoded(partial(decode, body, kind), len(body))
                 del body  # an answer may take minutes
             call.ignored = take_ignored(request, kind)
             await unless_gone(receive, _answer(posted(serving, call, request), scope, receive, send))

@@ -34,7 +34,8 @@ class Serving:
     model: ServedModel
     settings: ServerSettings
     texts: Texts
-    large: Lane
+    bodies: Lane  # large ones are decoded here
+    replies: Lane  # and written here
     metrics: Metrics
     heartbeat: Heartbeat
     load: Load = field(default_factory=Load)
@@ -46,13 +47,18 @@ class Serving:
         parts = [__version__, self.model.name, metadata.get("engine"), metadata.get("precision")]
         return "fp_" + hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=5).hexdigest()
 
-    async def off_loop(self, is_large: bool, work: Callable[[], T], n_bytes: int = 0) -> T:
-        """`work()`, in a thread where it is large. n_bytes: it holds. raises BusyError, and whatever `work` raises"""
-        return await self.large.run(work, n_bytes) if is_large else work()
+    async def decoded(self, work: Callable[[], T], n_bytes: int) -> T:
+        """`work()` on a body of so many bytes, in a thread where they are many. raises as `off_loop`"""
+        return await self.bodies.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
+
+    async def off_loop(self, is_large: bool, work: Callable[[], T]) -> T:
+        """`work()` for a reply, in a thread where it is large. raises BusyError, and whatever `work` raises"""
+        return await self.replies.run(work) if is_large else work()
 
     def close(self) -> None:
         self.texts.close()
-        self.large.close()
+        self.bodies.close()
+        self.replies.close()
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with: the one asked for, or the first. raises HttpError with 404"""
@@ -76,7 +82,8 @@ def make_serving(model: ServedModel, settings: ServerSettings) -> Serving:
         texts=Texts(
             model.tokenizer, model.chat_template, settings.max_preparing, model.max_context, model.tokenizer_folder
         ),
-        large=Lane("large", settings.max_preparing),
+        bodies=Lane("bodies", settings.max_preparing),
+        replies=Lane("replies", settings.max_preparing),
         metrics=Metrics(model.name, model.engine.stats, model.engine.limits),
         heartbeat=Heartbeat(model.engine.stats, settings.stall_timeout_s),
     )
