@@ -407,3 +407,29 @@ def test_a_sentencepiece_model_with_a_token_that_is_no_text(tmp_path: Path) -> N
     (tmp_path / "tokenizer.model").write_bytes(data.replace(b"mill", b"m\xfall"))
     with pytest.raises(CheckpointError, match=r"tokenizer\.model cannot be read: token 3 is not UTF-8"):
         open_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_without_its_own_unknown_token(tmp_path: Path) -> None:
+    """The library reads it, and fails at the first character that it does not know."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers.decoders import ByteLevel
+    from tokenizers.models import BPE
+
+    library = Library(BPE(vocab={"a": 0}, merges=[], unk_token="<unk>"))
+    library.decoder = ByteLevel()
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(tmp_path)
+    assert tokenizer.encode("aa") == [0, 0]
+    with pytest.raises(CheckpointError, match="`<unk>` not found"):
+        tokenizer.encode("b")
+
+
+def test_a_bpe_with_a_prefix_of_subwords_is_refused(tmp_path: Path) -> None:
+    """With some merges it ends the process: the library cuts behind so many bytes, in the middle of a character too."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers.models import BPE
+
+    model = BPE(vocab={"a": 0, "##b": 1, "ab": 2}, merges=[("a", "##b")], continuing_subword_prefix="##")
+    Library(model).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="continuing_subword_prefix"):
+        open_tokenizer(tmp_path)

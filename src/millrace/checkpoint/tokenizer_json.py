@@ -29,11 +29,8 @@ class JsonTokenizer(Tokenizer):
         """`data`: the file's contents; `path` is for messages."""
         _check_charsmaps(data, path)
         _check_prefix(data, path)
-        with _panics_told(path):
-            try:
-                library = tokenizers.Tokenizer.from_buffer(data)
-            except Exception as error:  # the library raises bare Exception for every kind of bad file
-                raise _unreadable(path, str(error)) from error
+        with _failures_told(path):
+            library = tokenizers.Tokenizer.from_buffer(data)
             library.no_truncation()  # of training; a prompt is never cut silently
             library.no_padding()
             library.encode_special_tokens = config.split_special
@@ -60,7 +57,7 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # as a batch of one: `encode` holds the interpreter lock, for 0.1 s where a text has 100 KB
-        with _panics_told(self._path):
+        with _failures_told(self._path):
             ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
@@ -80,12 +77,15 @@ class JsonTokenizer(Tokenizer):
 
 
 @contextmanager
-def _panics_told(path: Path) -> Iterator[None]:
-    """The library panics on some files. That is no Exception, and its class has no importable name."""
+def _failures_told(path: Path) -> Iterator[None]:
+    """The library raises bare Exception or ValueError for every kind of bad file, when it reads it or uses it.
+
+    On some it panics: that is no Exception, and its class has no importable name.
+    """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) not in (Exception, ValueError) and type(error).__name__ != "PanicException":
             raise
         raise _unreadable(path, str(error)) from error
 
