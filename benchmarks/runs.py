@@ -4,6 +4,7 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ def _speed(
     )  # fmt: skip
 
 
+@cache
 def accuracy(folder: Path = RESULTS) -> dict[str, dict[Numbers, float]]:
     """By model, the KL in nats of each set of numbers to float32, from the newest run that measured it."""
     found: dict[str, dict[Numbers, float]] = {}

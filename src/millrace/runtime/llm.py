@@ -30,11 +30,8 @@ def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mappin
     build, run = ({f.name for f in fields(kind)} for kind in (BuildSettings, RunSettings))
     for name in given:
         if name not in build | run | vllm_names.KNOWN:
-            known = build | run
-            near = nearest(name, known | vllm_names.KNOWN)
-            raise ConfigError(
-                f'LLM has no setting "{name}"', near if "did" in near else nearest(name, known), "correct it"
-            )
+            near = nearest(name, build | run | vllm_names.KNOWN, build | run)
+            raise ConfigError(f'LLM has no setting "{name}"', near, "correct it")
     ours = vllm_names.translated(given)
     precisions = ours.pop("precision") if isinstance(ours.get("precision"), Mapping) else None
     for_build, for_run = ({name: v for name, v in ours.items() if name in known} for known in (build, run))

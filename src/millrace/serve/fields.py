@@ -97,9 +97,7 @@ def _unknown(field: str, where: str, known: Collection[str], served: Collection[
     """known: what has an answer of its own, be it a refusal; served: what does something"""
     shown, mend = where[:100], "correct the name, or leave it out"
     ours = OTHER_NAMES.get(field)
-    expected = f'did you mean "{ours}"?' if ours in served else nearest(field, known)
-    if not expected.startswith("did"):
-        expected = nearest(field, served)
+    expected = f'did you mean "{ours}"?' if ours in served else nearest(field, known, served)
     if field == where and field in ELSEWHERE:
         expected, mend = f'"{field}" in a request to {ELSEWHERE[field]}', f"send it to {ELSEWHERE[field]}"
     elif field == "extra_body":
