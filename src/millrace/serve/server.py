@@ -93,6 +93,7 @@ class Server:
         finally:
             sock.close()
             serving.close()  # also where it never came so far
+            serving.answers.close()
 
     def stop(self) -> None:
         """Begin to drain; the second time, stop waiting. From any thread."""

@@ -18,6 +18,7 @@ from millrace.serve.texts import Texts
 T = TypeVar("T")
 LARGE_BODY = 64 * 1024  # bytes of JSON: half a millisecond of the event loop
 LARGE = 8192  # tokens of an answer, characters of stop strings: a few milliseconds
+LARGE_STEP = 512  # log probabilities of an answer that is held until it is complete: about a millisecond
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class Serving:
     texts: Texts
     bodies: Lane  # large ones are decoded here
     replies: Lane  # and written here
+    answers: Lane  # those of the engine, which are not lost for want of a place
     metrics: Metrics
     heartbeat: Heartbeat
     load: Load = field(default_factory=Load)
@@ -55,7 +57,12 @@ class Serving:
         """`work()` for a reply, in a thread where it is large. raises BusyError, and whatever `work` raises"""
         return await self.replies.run(work) if is_large else work()
 
+    async def written(self, is_large: bool, work: Callable[[], T]) -> T:
+        """`off_loop` for what the engine has computed: there is a place for every answer."""
+        return await self.answers.run(work) if is_large else work()
+
     def close(self) -> None:
+        """Nobody waits for a text any more; what the engine has answered is still written, until `answers` closes."""
         self.texts.close()
         self.bodies.close()
         self.replies.close()
@@ -84,6 +91,7 @@ def make_serving(model: ServedModel, settings: ServerSettings) -> Serving:
         ),
         bodies=Lane("bodies", settings.max_preparing),
         replies=Lane("replies", settings.max_preparing),
+        answers=Lane("answers", model.engine.capacity),
         metrics=Metrics(model.name, model.engine.stats, model.engine.limits),
         heartbeat=Heartbeat(model.engine.stats, settings.stall_timeout_s),
     )
