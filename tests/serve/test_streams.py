@@ -6,11 +6,16 @@ import json
 import random
 import socket
 import statistics
+import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest.mock import patch
 
 import httpx
+import msgspec
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,6 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from millrace.engine.executor import StepInputs
 from millrace.runtime.params import FinishReason
 from millrace.runtime.service import ServiceOptions
+from millrace.serve import app
+from millrace.serve.fields import take_ignored
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits
 from tests.serve.support import MODEL, VOCABULARY, Fake, Running, post, running, tokenizer
@@ -240,3 +247,37 @@ def test_the_first_event_comes_with_the_first_token() -> None:
         with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as reply:
             first = next(reply.iter_lines())
             assert '"role":"assistant"' in first and time.monotonic() - start_s > 0.19
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_what_was_rendered_is_let_go_of(path: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded, messages are many times the body, and the answer may take minutes."""
+    held: list[list[object]] = []
+    answering, seen = threading.Event(), threading.Event()
+
+    def see(asked: Any, kind: type[msgspec.Struct]) -> tuple[str, ...]:
+        held.append(asked.messages if path.endswith("chat/completions") else asked.prompt)
+        return take_ignored(asked, kind)
+
+    def wait(step: StepInputs) -> None:
+        if held:
+            answering.set()
+            assert seen.wait(20)
+
+    monkeypatch.setattr(app, "take_ignored", see)
+    body: dict[str, Any] = {"max_tokens": 3, "stream": stream, "prompt": ["a", "b"]}
+    if path.endswith("chat/completions"):
+        del body["prompt"]
+        body["messages"] = [{"role": "user", "content": "a", "annotations": [{}] * 9}]
+    with running(Fake(before_run=wait)) as server, ThreadPoolExecutor(1) as threads:
+        reply = threads.submit(post, server.url, path, body)
+        assert answering.wait(20)
+        try:
+            until_s = time.monotonic() + 5  # the thread that rendered it may be a moment behind
+            while (n_holders := sys.getrefcount(held[0]) - 1) > 1 and time.monotonic() < until_s:
+                time.sleep(0.01)
+        finally:
+            seen.set()
+        assert reply.result().status_code == 200
+    assert n_holders == 1, "only this test"

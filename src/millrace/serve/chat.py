@@ -40,6 +40,7 @@ async def chat_completions(serving: Serving, call: Call, asked: ChatRequest) -> 
         extra=asked.chat_template_kwargs,
         add_special_tokens=bool(asked.add_special_tokens),
     )
+    asked.messages = []  # they may be many times the body, and the answer may take minutes
     check_context(len(prompt), params, serving.model.max_context, "messages")
     generation = await start(serving, [prompt], params, call, whole_bytes=None if asked.stream else CHAT_BYTES)
     answer = _Answer(serving, generation, f"chatcmpl-{call.id}", model)

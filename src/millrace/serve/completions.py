@@ -28,6 +28,7 @@ async def completions(serving: Serving, call: Call, asked: CompletionRequest) ->
     given = _prompts(asked.prompt, params, serving)
     prompts = await _tokens(serving, given, params, asked.add_special_tokens is not False)
     echoes = [await _echo(serving.texts, prompt, params) for prompt in given] if asked.echo else None
+    asked.prompt, given = "", []  # they may be many times the body, and the answer may take minutes
     whole_bytes = None if asked.stream else COMPLETION_BYTES
     generation = await start(serving, prompts, params, call, continues=True, whole_bytes=whole_bytes)
     answer = _Answer(serving, generation, f"cmpl-{call.id}", model, echoes)
