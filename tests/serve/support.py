@@ -3,6 +3,7 @@
 The tokenizer is trained in the test. The fake model draws ids below 97, which are "!" .. "~" and three single bytes.
 """
 
+import socket
 import tempfile
 import threading
 import time
@@ -29,6 +30,7 @@ from tests.support.vocabularies import CHATML, save_byte_level
 
 MODEL = "fake"
 VOCABULARY = 700
+START = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 ROOMY = limits(vocab_size=VOCABULARY, max_context=512, n_pages=1024, max_step_tokens=64, page_tokens=4)
 
 
@@ -104,3 +106,26 @@ def running(fake: Fake | None = None, settings: ServerSettings | None = None, wa
 
 def post(url: str, path: str, body: object, **headers: str) -> httpx.Response:
     return httpx.post(url + path, json=body, headers=headers, timeout=20)
+
+
+@contextmanager
+def serving_with(fake: Fake | None = None, **settings: object) -> Iterator[Running]:
+    with running(fake, ServerSettings(port=0, **settings)) as server:  # type: ignore[arg-type]
+        yield server
+
+
+def connect(server: Running, receive_bytes: int | None = None) -> socket.socket:
+    raw = socket.socket()
+    if receive_bytes is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    raw.settimeout(10)
+    raw.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    return raw
+
+
+def everything(raw: socket.socket) -> bytes:
+    """What the server says until it closes."""
+    parts = []
+    while part := raw.recv(65536):
+        parts.append(part)
+    return b"".join(parts)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from millrace.serve.errors import HttpError, problem_of
@@ -112,11 +113,40 @@ class _Reading(enum.Enum):
     NOTHING = enum.auto()  # the connection was refused: what still comes is thrown away
 
 
+_UPGRADE = frozenset((b"upgrade", b"http2-settings"))  # headers, and what the header `connection` says of them
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Does not stop at `upgrade: h2c` (`curl --http2`): what offers another protocol is answered in this one.
+
+    The parser takes whatever follows such a head for that protocol, so it is given the head again without the offer.
+    """
+
+    def __init__(self, connection: "Connection") -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._connection = connection
+
+    def feed_data(self, data: Any) -> None:
+        parser: httptools.HttpRequestParser = self
+        while True:
+            try:
+                httptools.HttpRequestParser.feed_data(parser, data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                head = self._connection.head_without_upgrade()
+                if head is None:
+                    raise
+                data = head + data[offer.args[0] :]
+                parser = self._connection.parser = _Parser(self._connection)  # this one may be at its end
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's, with limits."""
 
     def __init__(self, all_of_them: Connections, **given: Any) -> None:
         super().__init__(**given)
+        self.parser = _Parser(self)
         self._all, self._limits = all_of_them, all_of_them.limits
         self._reading = _Reading.START
         self._head_bytes = self._n_heads = 0  # bytes of this head; heads so far
@@ -170,7 +200,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._reading is _Reading.HEAD:
             self._check_head(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
-        if self._reading is _Reading.HEAD:  # still: it was not refused
+        if self._reading is _Reading.HEAD and not self._is_offer:  # still: it was not refused
             self._reading, self._trailer_bytes = _Reading.BODY, 0
             super().on_headers_complete()
 
@@ -195,6 +225,23 @@ class Connection(HttpToolsProtocol):
             self._refuse(400, "invalid_http", "this is not HTTP", "HTTP/1.1 requests")
 
     # ------------------------------------------------------------------ ours
+
+    @property
+    def _is_offer(self) -> bool:
+        """To speak another protocol; a tunnel is none, and is told that there is no such method."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def head_without_upgrade(self) -> bytes | None:
+        """The head that was just read, for HTTP/1.1; None where nobody will answer it."""
+        if self._reading is not _Reading.HEAD or not self._is_offer:
+            return None
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b",".join(token for token in value.split(b",") if token.strip().lower() not in _UPGRADE)
+            if name not in _UPGRADE:
+                lines.append(name + b": " + value)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     @property
     def is_waiting(self) -> bool:
