@@ -142,7 +142,7 @@ def _route(endpoint: Endpoint, serving: Serving, keys: Keys, bodies: Bodies) -> 
         if posted is not None:
             kind, call = operation.request, scope[CALL]
             assert kind is not None
-            with bodies.receiving() as incoming:
+            with bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
                 body = await read_body(scope, receive, bodies, incoming)
                 call.body_bytes = len(body)
                 request = await serving.decoded(partial(decode, body, kind), len(body))

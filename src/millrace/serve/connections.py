@@ -12,6 +12,7 @@ import resource
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,17 +66,21 @@ class Connections:
         return Connection(self, **given)
 
     def admit(self, connection: "Connection") -> bool:
-        """Where there is no room, the connection that has waited for a request the longest is closed, as in nginx."""
+        """Where there is no room, the connection that has waited for a request the longest is closed, as in nginx.
+
+        Where none waits, it is the one whose request has been incomplete the longest.
+        """
         if len(self._open) >= self.limits.max_connections:
-            waiting = min((c for c in self._open if c.is_waiting), key=lambda c: c.since_s, default=None)
+            waiting = _longest(c for c in self._open if c.is_waiting) or _longest(
+                c for c in self._open if c.is_incomplete
+            )
             if waiting is None:
                 self.seldom.warn("all connections are in use, so that new ones get a 503 (raise `ulimit -n`)")
                 if len(self._refused) >= MAX_REFUSED:
-                    connection.abort()
-                else:
-                    self._refused[connection] = None
+                    self._end_refused()
+                self._refused[connection] = None
                 return False
-            self.seldom.warn("all connections are in use, so that idle ones are closed (raise `ulimit -n`)")
+            self.seldom.warn("all connections are in use, so that waiting ones are closed (raise `ulimit -n`)")
             self.leave(waiting)
             waiting.end()
         self._open[connection] = None
@@ -84,6 +89,12 @@ class Connections:
     def leave(self, connection: "Connection") -> None:
         self._open.pop(connection, None)
         self._refused.pop(connection, None)
+
+    def _end_refused(self) -> None:
+        """One that was told, and is only listened to so that it hears it, makes place for one that was not."""
+        told = next((c for c in self._refused if c.is_refused), None) or next(iter(self._refused))
+        self.leave(told)
+        told.end()
 
     def sweep(self) -> None:
         """End what takes too long, and the laziest readers where all of them together hold too much."""
@@ -102,6 +113,11 @@ class Connections:
             connection.abort()
             if unread <= self.limits.max_unread_bytes:
                 return
+
+
+def _longest(connections: Iterable["Connection"]) -> "Connection | None":
+    """That which has waited for its client the longest."""
+    return min(connections, key=lambda c: c.since_s, default=None)
 
 
 class _Reading(enum.Enum):
@@ -247,6 +263,16 @@ class Connection(HttpToolsProtocol):
     def is_waiting(self) -> bool:
         """No request is being answered."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Its request has a body, of which a part is missing."""
+        return self._reading is _Reading.BODY
+
+    @property
+    def is_refused(self) -> bool:
+        """It was told so."""
+        return self._reading is _Reading.NOTHING
 
     def check(self, now_s: float) -> None:
         """Once in a while: has this waited too long?"""
