@@ -287,9 +287,14 @@ def test_the_document_covers_every_route_and_field(server: Running) -> None:
         if operation.request is not None:
             properties = document["components"]["schemas"][operation.request.__name__]["properties"]
             assert set(properties) == set(operation.request.__struct_fields__) | other_names(operation.request)
-        for reply in operation.replies:
+        for reply in filter(None, (operation.reply, operation.event)):
             properties = document["components"]["schemas"][reply.__name__]["properties"]
             assert set(properties) == set(reply.__struct_fields__) and issubclass(reply, msgspec.Struct)
+        if operation.method == "POST" and operation.request is not None:
+            assert {"400", "408", "413", "415", "429", "431", "503"} <= set(described["responses"])
+            streams = "stream" in operation.request.__struct_fields__
+            kinds = described["responses"]["200"]["content"]
+            assert set(kinds) == {"application/json"} | ({"text/event-stream"} if streams else set())
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert references <= set(document["components"]["schemas"])
 

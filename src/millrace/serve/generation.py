@@ -8,7 +8,7 @@ from functools import partial
 
 from millrace.errors import MillraceError, RequestError
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
-from millrace.runtime.resolve import with_length
+from millrace.runtime.resolve import no_tokens, with_length
 from millrace.runtime.service import RequestHandle
 from millrace.runtime.stops import StopTables
 from millrace.serve.errors import context_exceeded, generation_failed
@@ -205,7 +205,9 @@ async def start(
 
 
 def check_context(n_prompt: int, params: SamplingParams, max_context: int, param: str) -> None:
-    """raises HttpError where they do not fit"""
+    """raises HttpError where they do not fit, RequestError where there is nothing to continue"""
+    if not n_prompt:
+        raise no_tokens(param)
     if n_prompt + (params.max_tokens or 1) > max_context:
         about = param if n_prompt >= max_context else "max_tokens"
         raise context_exceeded(max_context, str(n_prompt), params.max_tokens, about)

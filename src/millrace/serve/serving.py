@@ -76,7 +76,7 @@ class Serving:
         raise HttpError(
             404,
             "model_not_found",
-            f'the model "{name[:100]}" does not exist',
+            f'the model "{name}" does not exist',
             "one of " + ", ".join(f'"{known}"' for known in self.model.names),
             "correct the model's name; /v1/models lists them",
         ).about("model")

@@ -162,7 +162,7 @@ def _check_content_type(value: bytes | None) -> None:
         raise HttpError(
             415,
             "unsupported_media_type",
-            f"the content type is {kind.decode('latin-1')[:100]}",
+            f"the content type is {kind.decode('latin-1')}",
             "application/json",
             "send the header content-type: application/json",
         )
