@@ -49,6 +49,7 @@ class Fake:
     options: ServiceOptions = field(default_factory=ServiceOptions)
     before_run: Callable[[StepInputs], None] | None = None
     template: str | None = CHATML
+    template_timeout_s: float = 2.0
     aliases: tuple[str, ...] = ()
     folder: Path | None = None  # of the tokenizer's files, for processes of long texts
 
@@ -63,7 +64,9 @@ class Fake:
             engine=AsyncEngine(loop, self.options),
             tokenizer=tokenizer(),
             tokenizer_folder=self.folder,
-            chat_template=None if self.template is None else ChatTemplate(self.template, {}, ChatLimits(timeout_s=2.0)),
+            chat_template=None
+            if self.template is None
+            else ChatTemplate(self.template, {}, ChatLimits(timeout_s=self.template_timeout_s)),
             created=1_700_000_000,
             metadata={
                 "license": "apache-2.0",
@@ -121,6 +124,13 @@ def connect(server: Running, receive_bytes: int | None = None) -> socket.socket:
     raw.settimeout(10)
     raw.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
     return raw
+
+
+def until(happened: Callable[[], object], timeout_s: float = 20) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < until_s, "it did not come to that"
+        time.sleep(0.005)
 
 
 def everything(raw: socket.socket) -> bytes:

@@ -14,7 +14,7 @@ import pytest
 
 from millrace.serve.protocol import IGNORED, WIRE, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from millrace.serve.settings import ServerSettings
-from tests.serve.support import MODEL, Fake, Running, post, running
+from tests.serve.support import MODEL, START, Fake, Running, connect, post, running, serving_with
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER: dict[str, object] = {"role": "user", "content": "hi"}
@@ -234,19 +234,16 @@ def test_100_mb_are_refused_at_once_and_not_held(server: Running, announced: boo
 
 
 def test_a_body_that_never_comes(server: Running) -> None:
-    with running(Fake(), ServerSettings(port=0, body_timeout_s=0.2)) as other:
-
-        def stuck() -> Iterator[bytes]:
-            yield b"{"
-            time.sleep(0.6)
-            yield b"}"
-
-        reply = httpx.post(other.url + TEXT, content=stuck(), headers={"content-type": "application/json"})
-        check(reply, 408, "not complete after 0.2 s")
+    with serving_with(body_timeout_s=0.1) as other, connect(other) as raw:
+        raw.sendall(START + b"content-length: 9\r\n\r\n{")
+        said = raw.recv(65536)
+        while b"}" not in said:
+            said += raw.recv(65536)
+        assert said.startswith(b"HTTP/1.1 408 ") and b"not complete after 0.1 s" in said
 
 
 TEMPLATES = [
-    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", 422, "not done after 2 s"),
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", 422, "not done after 0.5 s"),
     ("{% for i in range(99999999999) %}x{% endfor %}", 422, "chat template is broken"),
     ("{{ raise_exception('no such roles') }}", 400, "no such roles"),
     ("{{ nothing.at.all }}", 422, "chat template is broken"),
@@ -256,7 +253,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("template, status, names", TEMPLATES)
 def test_templates_that_fail(template: str | None, status: int, names: str) -> None:
-    with running(Fake(template=template)) as server:
+    with running(Fake(template=template, template_timeout_s=0.5)) as server:
         with ThreadPoolExecutor(1) as threads:
             asked = threads.submit(post, server.url, CHAT, chat())
             assert post(server.url, TEXT, text(prompt="mill " * 200)).status_code == 200  # does not wait for it

@@ -143,8 +143,7 @@ def test_a_stuck_engine_is_not_ready_and_recovers() -> None:
         gate.clear()
         asking = threading.Thread(target=post, args=(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 3}))
         asking.start()
-        time.sleep(0.4)
-        stuck = httpx.get(server.url + "/v1/health/ready")
+        stuck = until(server, 503)
         assert stuck.status_code == 503 and "stuck" in stuck.json()["message"], stuck.text
         assert httpx.get(server.url + "/health").status_code == 503
         assert httpx.get(server.url + "/v1/health/live").status_code == 200
