@@ -133,3 +133,13 @@ def test_who_was_told_makes_place_for_who_was_not(monkeypatch: pytest.MonkeyPatc
         for _ in range(3):
             refused = httpx.get(server.url + "/health")
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_connections"
+
+
+def test_an_answer_is_not_cut_off_for_the_half_request_behind_it() -> None:
+    slow = Fake(before_run=lambda step: time.sleep(0.02))
+    with serving_with(slow, max_connections=1) as server, connect(server) as raw:
+        body = b'{"prompt": "a", "max_tokens": 400, "stream": true, "seed": 1, "ignore_eos": true}'
+        raw.sendall(START + b"content-length: %d\r\n\r\n" % len(body) + body + HALF)
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert b"data: {" in raw.recv(65536)

@@ -266,8 +266,8 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_incomplete(self) -> bool:
-        """Its request has a body, of which a part is missing."""
-        return self._reading is _Reading.BODY
+        """It sends a body, of which a part is missing, while nothing in front of it is being answered."""
+        return self._reading is _Reading.BODY and not self.pipeline
 
     @property
     def is_refused(self) -> bool:
