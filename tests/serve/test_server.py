@@ -20,7 +20,7 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.serve.logs import JsonFormatter, Logging, TextFormatter
 from millrace.serve.server import Server, bind
-from millrace.serve.settings import ServerSettings
+from millrace.serve.settings import ServedModel, ServerSettings
 from tests.serve.support import MODEL, Fake, Running, post, running, until
 from tests.support.vocabularies import CHATML
 
@@ -158,6 +158,24 @@ def test_a_step_that_never_ends_does_not_hold_up_the_exit() -> None:
     with process(before=before, drain_s=0.2, step_s=f"0 if len(step.tokens) < 5 else {BEGUN} or 60") as (child, url):
         status, took_s = ends_in(child, url, "/v1/completions", {"prompt": list(range(1, 10))}, lambda: says_so(child))
         assert status == 1 and took_s < 4 and "did not end within" in (child.stderr.read() if child.stderr else "")
+
+
+def test_a_server_goes_on_where_nobody_listens_to_its_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`millrace serve | head -1`"""
+
+    def unheard(model: ServedModel, settings: ServerSettings, announce: Callable[[str], None]) -> Server:
+        def announced(url: str) -> None:
+            announce(url)
+            raise BrokenPipeError
+
+        return Server(model, settings, announced)
+
+    monkeypatch.setattr("tests.support.server.Server", unheard)
+    with running() as server:
+        until(lambda: "it serves all the same" in caplog.text)
+        assert post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
 def test_an_address_in_use_is_a_clear_error() -> None:
