@@ -2,20 +2,24 @@
 
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
+from millrace.engine.executor import StepInputs
 from millrace.runtime.params import TokenLogprobs
+from millrace.serve import chat as chat_module
+from millrace.serve import completions as completions_module
 from millrace.serve import logprobs
 from millrace.serve.logprobs import OffsetLogprobs, WholeChat, WholeCompletion, chat_logprobs
 from millrace.serve.serving import LARGE_STEP
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits
-from tests.serve.support import VOCABULARY, Fake, Running, post, running, tokenizer
+from tests.serve.support import VOCABULARY, Fake, Running, post, running, tokenizer, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 N = LARGE_STEP // 21 + 4  # choices, of which one step is large
@@ -80,11 +84,11 @@ def test_large_steps_are_written_off_the_event_loop(
     wide: Running, path: str, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, threads = (WholeChat if path == CHAT else WholeCompletion), set[int]()
-    real = kind.add
+    real: Callable[[Any, Any], int] = kind.add
 
-    def add(self: Any, piece: Any) -> None:
+    def add(self: Any, piece: Any) -> int:
         threads.add(threading.get_ident())
-        real(self, piece)
+        return real(self, piece)
 
     monkeypatch.setattr(kind, "add", add)
     assert post(wide.url, path, asked(path, n=N if large else 1, max_tokens=3)).status_code == 200
@@ -113,3 +117,32 @@ def test_what_is_held_is_the_json(path: str) -> None:
     first = msgspec.json.decode(whole)
     assert len(first["content" if path == CHAT else "tokens"]) == 40_000 // n
     assert peak < 1.5 * len(whole) + 2**18
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_all_of_them_together_are_bounded(wide: Running, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fits alone; beside each other they do not, and who is one too many is told, and takes nothing along."""
+    all_there = threading.Event()
+    many = limits(vocab_size=VOCABULARY, max_sequences=128, max_context=256, n_pages=8192, max_step_tokens=512)
+    body = asked(path, n=31, max_tokens=6, ignore_eos=True)
+    bound = 2 * len(post(wide.url, path, body).content)
+    monkeypatch.setattr(
+        chat_module if path == CHAT else completions_module, "CHAT_BYTES" if path == CHAT else "COMPLETION_BYTES", 1
+    )
+
+    def wait(step: StepInputs) -> None:
+        assert not waiting.is_set() or all_there.wait(20)
+
+    waiting = threading.Event()
+    fake = Fake(limits=many, before_run=wait)
+    with running(fake, ServerSettings(port=0, max_unread_bytes=bound)) as server, ThreadPoolExecutor(4) as clients:
+        waiting.set()
+        replies = [clients.submit(post, server.url, path, body) for _ in range(4)]
+        until(lambda: server.stats().waiting + server.stats().running == 4 * 31)
+        all_there.set()
+        statuses = sorted(reply.result().status_code for reply in replies)
+        assert statuses[0] == 200 and statuses[-1] == 503
+        told = next(reply.result() for reply in replies if reply.result().status_code == 503)
+        assert told.json()["error"]["code"] == "too_many_answers" and told.headers["retry-after"]
+        for _ in range(4):
+            assert post(server.url, path, body).status_code == 200

@@ -63,18 +63,20 @@ class _Answer:
         logprobs = [WholeChat() for _ in range(n)]
         last: dict[int, Delta] = {}
 
-        def take(steps: list[Step]) -> None:
+        def take(steps: list[Step]) -> int:
+            n_bytes = 0
             for step in steps:
                 texts[step.choice].append(step.delta.text)
                 last[step.choice] = step.delta
                 if (piece := self._logprobs(step.delta.logprobs or ())) is not None:
-                    logprobs[step.choice].add(piece)
+                    n_bytes += logprobs[step.choice].add(piece)
+            return n_bytes
 
         async with self._generation:
             await self._generation.taken(take, self._serving)
-        content = await self._serving.written(
-            self._generation.is_large, lambda: msgspec.json.encode(self._reply(texts, logprobs, last))
-        )
+            content = await self._serving.written(
+                self._generation.is_large, lambda: msgspec.json.encode(self._reply(texts, logprobs, last))
+            )
         return Response(content, media_type="application/json")
 
     def _reply(self, texts: list[list[str]], logprobs: list[WholeChat], last: dict[int, Delta]) -> ChatReply:

@@ -66,18 +66,20 @@ class _Answer:
         logprobs = [WholeCompletion() for _ in range(self._n_choices)]
         last: dict[int, Delta] = {}
 
-        def take(steps: list[Step]) -> None:
+        def take(steps: list[Step]) -> int:
+            n_bytes = 0
             for step in steps:
                 texts[step.choice].append(step.delta.text)
                 last[step.choice] = step.delta
                 if (piece := self._logprobs(step)) is not None:
-                    logprobs[step.choice].add(piece)
+                    n_bytes += logprobs[step.choice].add(piece)
+            return n_bytes
 
         async with self._generation:
             await self._generation.taken(take, self._serving)
-        content = await self._serving.written(
-            self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(texts, logprobs, last))
-        )
+            content = await self._serving.written(
+                self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(texts, logprobs, last))
+            )
         return Response(content, media_type="application/json")
 
     def _whole_reply(

@@ -12,7 +12,6 @@ from millrace.runtime.resolve import no_tokens, with_length
 from millrace.runtime.service import RequestHandle
 from millrace.runtime.stops import StopTables
 from millrace.serve.errors import context_exceeded, generation_failed
-from millrace.serve.metrics import Metrics
 from millrace.serve.replies import Asked, Usage
 from millrace.serve.sampling import with_own_seed
 from millrace.serve.serving import LARGE, LARGE_STEP, Serving
@@ -42,10 +41,11 @@ class Generation:
     Steps of the same choice in one list are merged. raises GenerationFailedError from the iteration.
     """
 
-    def __init__(self, handles: Sequence[RequestHandle], params: SamplingParams, call: Call, metrics: Metrics) -> None:
+    def __init__(self, handles: Sequence[RequestHandle], params: SamplingParams, call: Call, serving: Serving) -> None:
         self.handles = handles
         self.params = params
-        self._call, self._metrics = call, metrics
+        self._call, self._metrics = call, serving.metrics
+        self._held = serving.unsent.share()
         self._n_generated = [0] * (len(handles) * params.n)  # of each choice
         self._last_s: dict[int, float] = {}  # when each choice last got a token
         self._first_token_seen = False
@@ -78,12 +78,16 @@ class Generation:
         seeds = [handle.seed for handle in self.handles]
         return Asked(seeds[0], seeds) if len(seeds) > 1 else Asked(seeds[0])
 
-    async def taken(self, take: Callable[[list[Step]], None], serving: Serving) -> None:
-        """All of it, given to `take` as it comes; in a thread where that would hold up the event loop."""
+    async def taken(self, take: Callable[[list[Step]], int], serving: Serving) -> None:
+        """All of it, given to `take` as it comes; in a thread where that would hold up the event loop.
+
+        take: how many bytes more it holds, which count until the generation is left
+        raises HttpError with 503 where all answers together are too many
+        """
         async for steps in self:
             n_top = self.params.logprobs
             n_named = 0 if n_top is None else sum(len(step.delta.token_ids) for step in steps) * (1 + n_top)
-            await serving.written(n_named > LARGE_STEP, partial(take, steps))
+            self._held.add(await serving.written(n_named > LARGE_STEP, partial(take, steps)))
 
     async def __aenter__(self) -> "Generation":
         if len(self.handles) > 1:
@@ -92,6 +96,7 @@ class Generation:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        self._held.release()
         for handle in self.handles:
             handle.cancel()
         for pump in self._pumps:
@@ -201,7 +206,7 @@ async def start(
         for handle in handles:
             handle.cancel()
         raise
-    return Generation(handles, params, call, serving.metrics)
+    return Generation(handles, params, call, serving)
 
 
 def check_context(n_prompt: int, params: SamplingParams, max_context: int, param: str) -> None:

@@ -66,10 +66,13 @@ class _JsonList:
     def __init__(self) -> None:
         self._json = bytearray(b"[")
 
-    def extend(self, items: Sequence[object]) -> None:
+    def extend(self, items: Sequence[object]) -> int:
+        """Bytes added."""
+        before = len(self._json)
         if items:
-            self._json += b"," if len(self._json) > 1 else b""
+            self._json += b"," if before > 1 else b""
             self._json += memoryview(msgspec.json.encode(items))[1:-1]
+        return len(self._json) - before
 
     def whole(self) -> list[Any]:
         """For a reply that is encoded. Nothing can be added afterwards."""
@@ -83,8 +86,9 @@ class WholeChat:
     def __init__(self) -> None:
         self._content = _JsonList()
 
-    def add(self, piece: ChatLogprobs) -> None:
-        self._content.extend(piece.content)
+    def add(self, piece: ChatLogprobs) -> int:
+        """Bytes added."""
+        return self._content.extend(piece.content)
 
     def whole(self) -> ChatLogprobs:
         return ChatLogprobs(self._content.whole())
@@ -97,13 +101,15 @@ class WholeCompletion:
         self._tokens, self._logprobs, self._top, self._offsets = (_JsonList() for _ in range(4))
         self._with_top = False
 
-    def add(self, piece: CompletionLogprobs) -> None:
-        self._tokens.extend(piece.tokens)
-        self._logprobs.extend(piece.token_logprobs)
-        self._offsets.extend(piece.text_offset)
+    def add(self, piece: CompletionLogprobs) -> int:
+        """Bytes added."""
+        n_bytes = self._tokens.extend(piece.tokens)
+        n_bytes += self._logprobs.extend(piece.token_logprobs)
+        n_bytes += self._offsets.extend(piece.text_offset)
         if piece.top_logprobs is not None:
             self._with_top = True
-            self._top.extend(piece.top_logprobs)
+            n_bytes += self._top.extend(piece.top_logprobs)
+        return n_bytes
 
     def whole(self) -> CompletionLogprobs:
         top = self._top.whole() if self._with_top else None

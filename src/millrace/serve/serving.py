@@ -28,6 +28,42 @@ class Load:
     n: int = 0
 
 
+class Unsent:
+    """Bytes of the log probabilities of all answers that are held until they are complete; bounded together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.n_bytes = max_bytes, 0
+
+    def share(self) -> "Share":
+        return Share(self)
+
+
+class Share:
+    """That of one answer."""
+
+    def __init__(self, of: Unsent) -> None:
+        self._of, self._n_bytes = of, 0
+
+    def add(self, n_bytes: int) -> None:
+        """raises HttpError with 503 where that is too much beside others"""
+        self._n_bytes += n_bytes
+        self._of.n_bytes += n_bytes
+        if self._of.n_bytes > self._of.max_bytes and self._of.n_bytes > self._n_bytes:
+            error = HttpError(
+                503,
+                "too_many_answers",
+                "the answers that are being computed for others take all the memory for answers",
+                "fewer large answers at a time",
+                "come back later, or set stream to true",
+            )
+            error.headers["retry-after"] = "5"
+            raise error
+
+    def release(self) -> None:
+        self._of.n_bytes -= self._n_bytes
+        self._n_bytes = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Serving:
     """One model being served."""
@@ -38,6 +74,7 @@ class Serving:
     bodies: Lane  # large ones are decoded here
     replies: Lane  # and written here
     answers: Lane  # those of the engine, which are not lost for want of a place
+    unsent: Unsent
     metrics: Metrics
     heartbeat: Heartbeat
     load: Load = field(default_factory=Load)
@@ -92,6 +129,7 @@ def make_serving(model: ServedModel, settings: ServerSettings) -> Serving:
         bodies=Lane("bodies", settings.max_preparing),
         replies=Lane("replies", settings.max_preparing),
         answers=Lane("answers", model.engine.capacity),
+        unsent=Unsent(settings.max_unread_bytes),
         metrics=Metrics(model.name, model.engine.stats, model.engine.limits),
         heartbeat=Heartbeat(model.engine.stats, settings.stall_timeout_s),
     )
