@@ -187,11 +187,6 @@ class AsyncEngine:
         return self.loop.limits
 
     @property
-    def capacity(self) -> int:
-        """Sequences that may wait or run at a time."""
-        return self.options.max_queued + self.limits.max_sequences
-
-    @property
     def draining(self) -> bool:
         return self._draining
 

@@ -15,7 +15,7 @@ from millrace.serve.logprobs import COMPLETION_BYTES, OffsetLogprobs, WholeCompl
 from millrace.serve.protocol import CompletionRequest
 from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply
 from millrace.serve.sampling import completion_params
-from millrace.serve.serving import Serving
+from millrace.serve.serving import Serving, capacity
 from millrace.serve.streams import EventStream, StreamUsage, events
 from millrace.serve.texts import Texts
 from millrace.serve.wire import Call
@@ -170,7 +170,7 @@ def _prompts(
 
 
 def _check_number(n_sequences: int, serving: Serving) -> None:
-    if n_sequences > (most := serving.model.engine.capacity):
+    if n_sequences > (most := capacity(serving.model.engine)):
         raise RequestError(
             f"the prompts times n are {n_sequences} answers",
             f"at most {most}, which is what the queue holds",

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from millrace import __version__
+from millrace.runtime.service import AsyncEngine
 from millrace.serve.errors import HttpError
 from millrace.serve.health import Heartbeat
 from millrace.serve.lanes import Lane
@@ -119,6 +120,11 @@ class Serving:
         ).about("model")
 
 
+def capacity(engine: AsyncEngine) -> int:
+    """Sequences that may wait or run at a time."""
+    return engine.options.max_queued + engine.limits.max_sequences
+
+
 def make_serving(model: ServedModel, settings: ServerSettings) -> Serving:
     return Serving(
         model=model,
@@ -128,7 +134,7 @@ def make_serving(model: ServedModel, settings: ServerSettings) -> Serving:
         ),
         bodies=Lane("bodies", settings.max_preparing),
         replies=Lane("replies", settings.max_preparing),
-        answers=Lane("answers", model.engine.capacity),
+        answers=Lane("answers", capacity(model.engine)),
         unsent=Unsent(settings.max_unread_bytes),
         metrics=Metrics(model.name, model.engine.stats, model.engine.limits),
         heartbeat=Heartbeat(model.engine.stats, settings.stall_timeout_s),
