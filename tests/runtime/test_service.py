@@ -261,9 +261,8 @@ def test_a_reader_that_was_slow_gets_its_backlog_in_pieces(monkeypatch: pytest.M
 
     async def main(engine: AsyncEngine) -> None:
         handle = engine.submit([1, 2], long(max_tokens=60))
-        while engine.stats().running or engine.stats().waiting:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        while not handle.finished:
+            await asyncio.sleep(0.001)
         pieces = [deltas async for deltas in handle]
         assert [len(p) for p in pieces] == [8] * 7 + [4]
         assert [t for p in pieces for d in p for t in d.token_ids] == expected_choice(

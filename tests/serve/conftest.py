@@ -1,14 +1,32 @@
-"""One server for all tests that only ask it things."""
+"""One server for all tests that only ask it things, and a quick broom for those that wait for it."""
 
+import ssl
 from collections.abc import Iterator
+from functools import cache
+from unittest.mock import patch
 
 import pytest
 
+from millrace.serve import connections
+from millrace.serve import server as server_module
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, Running, running
+
+
+@pytest.fixture(scope="package", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """httpx reads them for every question that is asked without a client: 35 ms, of which these tests ask hundreds."""
+    with patch.object(ssl, "create_default_context", cache(ssl.create_default_context)):
+        yield
 
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[Running]:
     with running(Fake(aliases=("org/alias",)), ServerSettings(port=0, max_body_bytes=2**20)) as started:
         yield started
+
+
+@pytest.fixture
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "SWEEP_TICKS", 1)
+    monkeypatch.setattr(connections, "LINGER_S", 0.2)

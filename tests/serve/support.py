@@ -3,6 +3,7 @@
 The tokenizer is trained in the test. The fake model draws ids below 97, which are "!" .. "~" and three single bytes.
 """
 
+import socket
 import tempfile
 import threading
 import time
@@ -29,6 +30,7 @@ from tests.support.vocabularies import CHATML, save_byte_level
 
 MODEL = "fake"
 VOCABULARY = 700
+START = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 ROOMY = limits(vocab_size=VOCABULARY, max_context=512, n_pages=1024, max_step_tokens=64, page_tokens=4)
 
 
@@ -47,6 +49,7 @@ class Fake:
     options: ServiceOptions = field(default_factory=ServiceOptions)
     before_run: Callable[[StepInputs], None] | None = None
     template: str | None = CHATML
+    template_timeout_s: float = 2.0
     aliases: tuple[str, ...] = ()
     folder: Path | None = None  # of the tokenizer's files, for processes of long texts
 
@@ -61,7 +64,9 @@ class Fake:
             engine=AsyncEngine(loop, self.options),
             tokenizer=tokenizer(),
             tokenizer_folder=self.folder,
-            chat_template=None if self.template is None else ChatTemplate(self.template, {}, ChatLimits(timeout_s=2.0)),
+            chat_template=None
+            if self.template is None
+            else ChatTemplate(self.template, {}, ChatLimits(timeout_s=self.template_timeout_s)),
             created=1_700_000_000,
             metadata={
                 "license": "apache-2.0",
@@ -104,3 +109,33 @@ def running(fake: Fake | None = None, settings: ServerSettings | None = None, wa
 
 def post(url: str, path: str, body: object, **headers: str) -> httpx.Response:
     return httpx.post(url + path, json=body, headers=headers, timeout=20)
+
+
+@contextmanager
+def serving_with(fake: Fake | None = None, **settings: object) -> Iterator[Running]:
+    with running(fake, ServerSettings(port=0, **settings)) as server:  # type: ignore[arg-type]
+        yield server
+
+
+def connect(server: Running, receive_bytes: int | None = None) -> socket.socket:
+    raw = socket.socket()
+    if receive_bytes is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    raw.settimeout(10)
+    raw.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    return raw
+
+
+def until(happened: Callable[[], object], timeout_s: float = 20) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < until_s, "it did not come to that"
+        time.sleep(0.005)
+
+
+def everything(raw: socket.socket) -> bytes:
+    """What the server says until it closes."""
+    parts = []
+    while part := raw.recv(65536):
+        parts.append(part)
+    return b"".join(parts)

@@ -14,7 +14,7 @@ import pytest
 
 from millrace.serve.protocol import IGNORED, WIRE, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from millrace.serve.settings import ServerSettings
-from tests.serve.support import MODEL, Fake, Running, post, running
+from tests.serve.support import MODEL, START, Fake, Running, connect, post, running, serving_with
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER: dict[str, object] = {"role": "user", "content": "hi"}
@@ -37,26 +37,26 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [  # path, body, 
     (CHAT, chat(max_tokens=-1), "max_tokens", "max_tokens is -1"),
     (CHAT, {"messages": [USER], "max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1"),
     (CHAT, chat(max_tokens=3, max_completion_tokens=4), "max_completion_tokens", "twice the same"),
-    (CHAT, chat(max_tokens="many"), "max_tokens", "max_tokens is of type str; expected: int or null"),
+    (CHAT, chat(max_tokens="many"), "max_tokens", "max_tokens is of type string; expected: an integer or null"),
     (CHAT, chat(max_tokens=10**30), "max_tokens", "maximum context length is 512"),
     (CHAT, chat(temperature=-0.1), "temperature", "temperature is -0.1; expected: a number from 0 to 100"),
-    (CHAT, chat(temperature="hot"), "temperature", "temperature is of type str"),
-    (CHAT, chat(temperature=True), "temperature", "temperature is of type bool"),
+    (CHAT, chat(temperature="hot"), "temperature", "temperature is of type string"),
+    (CHAT, chat(temperature=True), "temperature", "temperature is of type boolean; expected: a number or null"),
     (CHAT, chat(top_p=0), "top_p", "top_p is 0"),
     (CHAT, chat(top_k=-2), "top_k", "top_k is -2"),
     (CHAT, chat(n=0), "n", "n is 0"),
     (CHAT, chat(n=1000), "n", "n is 1000"),
     (CHAT, chat(seed=2**80), "seed", "seed is"),
-    (CHAT, chat(seed=1.5), "seed", "seed is of type float"),
+    (CHAT, chat(seed=1.5), "seed", "seed is of type number"),
     (CHAT, chat(stop=[""]), "stop", "non-empty strings"),
     (CHAT, chat(stop=["a"] * 17), "stop", "stop has 17 strings; expected: at most 16"),
     (CHAT, chat(stop="a" * 900_000, n=32), "stop", "stop[0] has 900000 characters"),
-    (CHAT, chat(stop=[1]), "stop", "stop[0] is of type int; expected: a string"),
+    (CHAT, chat(stop=[1]), "stop", "stop[0] is of type integer; expected: a string"),
     (CHAT, chat(stop_token_ids=[700]), "stop_token_ids", "from 0 to 699"),
     (CHAT, chat(logit_bias={"700": 1}), "logit_bias", "from 0 to 699"),
-    (CHAT, chat(logit_bias={"x": 1}), "logit_bias", "a key of logit_bias is of type str"),
+    (CHAT, chat(logit_bias={"x": 1}), "logit_bias", "a key of logit_bias is of type string"),
     (CHAT, chat(logit_bias={"7": 101}), "logit_bias", "from -100 to 100"),
-    (CHAT, chat(logprobs=5), "logprobs", "logprobs is of type int"),
+    (CHAT, chat(logprobs=5), "logprobs", "logprobs is of type integer; expected: true or false or null"),
     (CHAT, chat(top_logprobs=2), "top_logprobs", "top_logprobs is set, but logprobs is not"),
     (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs", "from 0 to 20"),
     (CHAT, chat(stream_options={"include_usage": True}), "stream_options", "stream is not"),
@@ -78,14 +78,14 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [  # path, body, 
     (CHAT, chat(guided_json={}), "guided_json", "not supported yet"),
     (CHAT, chat(use_beam_search=True), "use_beam_search", "not supported yet"),
     (CHAT, chat(messages=[]), "messages", "there are no messages"),
-    (CHAT, chat(messages="hi"), "messages", "messages is of type str; expected: a list"),
+    (CHAT, chat(messages="hi"), "messages", "messages is of type string; expected: an array"),
     (CHAT, chat(messages=None), "messages", "messages is of type null"),
     (CHAT, {"model": MODEL}, "messages", '"messages" is missing'),
     (CHAT, chat(messages=[{}]), "messages", '"messages[0].role" is missing'),
     (CHAT, chat(messages=[{"role": "user"}]), "messages", "messages[0] has no content"),
     (CHAT, message(role="tool"), "messages", "messages[1].role is 'tool'"),
     (CHAT, message(contents="x"), "messages[1].contents", 'did you mean "content"?'),
-    (CHAT, message(content=5), "messages", "messages[1].content is of type int"),
+    (CHAT, message(content=5), "messages", "messages[1].content is of type integer"),
     (CHAT, message(content=[{"type": "image_url", "image_url": {}}]), "messages", "images and sound"),
     (CHAT, message(content=[{"type": "text", "text": "a", "txet": ""}]), "messages[1].content[0].txet", '"text"'),
     (CHAT, message(tool_calls=[{"id": "x"}]), "messages[1].tool_calls", "not supported yet"),
@@ -94,8 +94,11 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [  # path, body, 
     (TEXT, text(prompt=[]), "prompt", "an empty list"),
     (TEXT, text(prompt=""), "prompt", "no tokens"),
     (TEXT, text(prompt=[[]]), "prompt", "no tokens"),
+    (TEXT, text(prompt=[""]), "prompt", "no tokens"),
+    (TEXT, text(prompt=["a", ""]), "prompt", "no tokens"),
+    (TEXT, text(prompt="", echo=True, stream=True), "prompt", "no tokens"),
     (TEXT, text(prompt=[1, "a"]), "prompt", "mixes"),
-    (TEXT, text(prompt=[1.5]), "prompt", "prompt[0] is of type float"),
+    (TEXT, text(prompt=[1.5]), "prompt", "prompt[0] is of type number"),
     (TEXT, text(prompt={"a": 1}), "prompt", "prompt is of type object"),
     (TEXT, text(prompt=[700]), "prompt", "prompt token 0 is 700"),
     (TEXT, text(prompt=[-1]), "prompt", "prompt token 0 is -1"),
@@ -105,7 +108,7 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [  # path, body, 
     (TEXT, text(suffix="b"), "suffix", "not supported yet"),
     (TEXT, text(best_of=2), "best_of", "best_of equal to n"),
     (TEXT, text(echo=True, logprobs=1), "echo", "not supported yet"),
-    (TEXT, text(logprobs=True), "logprobs", "logprobs is of type bool"),
+    (TEXT, text(logprobs=True), "logprobs", "logprobs is of type boolean"),
     (TEXT, text(logprobs=21), "logprobs", "from 0 to 20"),
     (TEXT, text(min_tokens=3), "min_tokens", "at most max_tokens"),
     (TEXT, text(messages=[]), "messages", 'unknown field "messages"'),
@@ -113,7 +116,7 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [  # path, body, 
     ("/tokenize", {"text": "a"}, "text", 'unknown field "text"'),
     ("/detokenize", {"tokens": [1, 700]}, "tokens", "tokens[1] is 700"),
     ("/detokenize", {"tokens": [1] * 513}, "tokens", "tokens has 513 ids; expected: at most 512"),
-    ("/detokenize", {"tokens": "a"}, "tokens", "tokens is of type str; expected: a list"),
+    ("/detokenize", {"tokens": "a"}, "tokens", "tokens is of type string; expected: an array"),
 ]  # fmt: skip
 
 
@@ -140,9 +143,9 @@ def test_a_wrong_field_is_named(
 BODIES: list[tuple[bytes, str]] = [
     (b"", "not a JSON object"),
     (b"{", "not a JSON object"),
-    (b"[]", "got array"),
-    (b'"text"', "got str"),
-    (b"null", "got null"),
+    (b"[]", "it is of type array"),
+    (b'"text"', "it is of type string"),
+    (b"null", "it is of type null"),
     (b'{"prompt": "\xff\xfe"}', "byte 12 is not utf-8"),
     (b'{"\xff": 1}', "utf-8"),
     (b'{"prompt": "a", "temperature": NaN}', "invalid character"),
@@ -231,19 +234,16 @@ def test_100_mb_are_refused_at_once_and_not_held(server: Running, announced: boo
 
 
 def test_a_body_that_never_comes(server: Running) -> None:
-    with running(Fake(), ServerSettings(port=0, body_timeout_s=0.2)) as other:
-
-        def stuck() -> Iterator[bytes]:
-            yield b"{"
-            time.sleep(0.6)
-            yield b"}"
-
-        reply = httpx.post(other.url + TEXT, content=stuck(), headers={"content-type": "application/json"})
-        check(reply, 408, "not complete after 0.2 s")
+    with serving_with(body_timeout_s=0.1) as other, connect(other) as raw:
+        raw.sendall(START + b"content-length: 9\r\n\r\n{")
+        said = raw.recv(65536)
+        while b"}" not in said:
+            said += raw.recv(65536)
+        assert said.startswith(b"HTTP/1.1 408 ") and b"not complete after 0.1 s" in said
 
 
 TEMPLATES = [
-    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", 422, "not done after 2 s"),
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", 422, "not done after 0.5 s"),
     ("{% for i in range(99999999999) %}x{% endfor %}", 422, "chat template is broken"),
     ("{{ raise_exception('no such roles') }}", 400, "no such roles"),
     ("{{ nothing.at.all }}", 422, "chat template is broken"),
@@ -253,7 +253,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("template, status, names", TEMPLATES)
 def test_templates_that_fail(template: str | None, status: int, names: str) -> None:
-    with running(Fake(template=template)) as server:
+    with running(Fake(template=template, template_timeout_s=0.5)) as server:
         with ThreadPoolExecutor(1) as threads:
             asked = threads.submit(post, server.url, CHAT, chat())
             assert post(server.url, TEXT, text(prompt="mill " * 200)).status_code == 200  # does not wait for it
@@ -350,3 +350,13 @@ def test_variables_for_the_template_are_bounded(server: Running) -> None:
     body = {"messages": [USER], "max_tokens": 1, "chat_template_kwargs": {"a": ["x" * 70] * 1000}}
     reply = post(server.url, CHAT, body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "chat_template_kwargs"
+
+
+def test_long_names_are_shown_once_and_short(server: Running) -> None:
+    """The error itself cleans and bounds what it shows."""
+    long = "\x1b" + "k" * 5000 + "z"
+    for body in (text(**{long: 1}), text(model=long), message(role=long)):
+        reply = post(server.url, CHAT if "messages" in body else TEXT, body)
+        shown = reply.json()["error"]["message"]
+        assert reply.status_code in (400, 404) and "\\x1bkkk" in shown and " ... " in shown and "kkz" in shown
+        assert len(reply.text) < 2000

@@ -143,8 +143,7 @@ def test_a_stuck_engine_is_not_ready_and_recovers() -> None:
         gate.clear()
         asking = threading.Thread(target=post, args=(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 3}))
         asking.start()
-        time.sleep(0.4)
-        stuck = httpx.get(server.url + "/v1/health/ready")
+        stuck = until(server, 503)
         assert stuck.status_code == 503 and "stuck" in stuck.json()["message"], stuck.text
         assert httpx.get(server.url + "/health").status_code == 503
         assert httpx.get(server.url + "/v1/health/live").status_code == 200
@@ -287,9 +286,14 @@ def test_the_document_covers_every_route_and_field(server: Running) -> None:
         if operation.request is not None:
             properties = document["components"]["schemas"][operation.request.__name__]["properties"]
             assert set(properties) == set(operation.request.__struct_fields__) | other_names(operation.request)
-        for reply in operation.replies:
+        for reply in filter(None, (operation.reply, operation.event)):
             properties = document["components"]["schemas"][reply.__name__]["properties"]
             assert set(properties) == set(reply.__struct_fields__) and issubclass(reply, msgspec.Struct)
+        if operation.method == "POST" and operation.request is not None:
+            assert {"400", "408", "413", "415", "429", "431", "503"} <= set(described["responses"])
+            streams = "stream" in operation.request.__struct_fields__
+            kinds = described["responses"]["200"]["content"]
+            assert set(kinds) == {"application/json"} | ({"text/event-stream"} if streams else set())
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert references <= set(document["components"]["schemas"])
 

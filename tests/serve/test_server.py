@@ -9,18 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace.errors import ConfigError
 from millrace.serve.logs import JsonFormatter, Logging, TextFormatter
 from millrace.serve.server import Server, bind
-from millrace.serve.settings import ServerSettings
-from tests.serve.support import MODEL, Fake, Running, post, running
+from millrace.serve.settings import ServedModel, ServerSettings
+from tests.serve.support import MODEL, Fake, Running, post, running, until
 from tests.support.vocabularies import CHATML
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,9 +69,8 @@ def test_sigterm_drains_and_exits_with_0() -> None:
             events = reply.iter_lines()
             next(events)
             child.send_signal(signal.SIGTERM)
-            until_s = time.monotonic() + 10
-            while (ready := httpx.get(url + "/v1/health/ready")).status_code == 200:
-                assert time.monotonic() < until_s
+            until(lambda: httpx.get(url + "/v1/health/ready").status_code == 503)
+            ready = httpx.get(url + "/v1/health/ready")
             assert ready.status_code == 503 and "shutting down" in ready.json()["message"]
             assert httpx.get(url + "/v1/health/live").status_code == httpx.get(url + "/health").status_code == 200
             refused = post(url, "/v1/completions", {"prompt": "a"})
@@ -90,7 +90,7 @@ def test_a_second_signal_is_quicker() -> None:
             events = reply.iter_lines()
             next(events)
             child.send_signal(signal.SIGINT)
-            time.sleep(0.2)
+            until(lambda: httpx.get(url + "/v1/health/ready").status_code == 503)
             child.send_signal(signal.SIGTERM)
             start_s = time.monotonic()
             try:
@@ -101,7 +101,9 @@ def test_a_second_signal_is_quicker() -> None:
         assert child.wait(10) == 0 and time.monotonic() - start_s < 5
 
 
-def ends_in(child: subprocess.Popen[str], url: str, path: str, body: dict[str, object]) -> tuple[int, float]:
+def ends_in(
+    child: subprocess.Popen[str], url: str, path: str, body: dict[str, object], begun: Callable[[], object]
+) -> tuple[int, float]:
     """The exit status, and the seconds from the signal to the end, while such a request is under way."""
 
     def ask() -> None:
@@ -110,7 +112,7 @@ def ends_in(child: subprocess.Popen[str], url: str, path: str, body: dict[str, o
 
     asking = threading.Thread(target=ask)
     asking.start()
-    time.sleep(0.4)
+    until(begun)
     start_s = time.monotonic()
     child.send_signal(signal.SIGTERM)
     status = child.wait(20)
@@ -119,7 +121,21 @@ def ends_in(child: subprocess.Popen[str], url: str, path: str, body: dict[str, o
     return status, took_s
 
 
-SLOW_TEXT = "type(tokenizer())._encode = lambda self, text, special: time.sleep(60 if len(text) > 600 else 0) or [1]"
+def says_so(child: subprocess.Popen[str]) -> bool:
+    assert child.stdout is not None
+    return child.stdout.readline() == "begun\n"
+
+
+def renders(child: subprocess.Popen[str]) -> bool:
+    """Its process for templates works hard: longer than it takes to start."""
+    return any(p.cpu_times().user > 0.5 for p in psutil.Process(child.pid).children())
+
+
+BEGUN = "print('begun', flush=True)"
+SLOW_TEXT = (
+    "type(tokenizer())._encode = "
+    f"lambda self, text, special: (len(text) > 600 and ({BEGUN}, time.sleep(60)) and []) or [1]"
+)
 LOOP = (
     "{% if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
     "{% endfor %}{% endif %}x"
@@ -129,19 +145,37 @@ LOOP = (
 def test_no_thread_holds_up_the_exit() -> None:
     """One that tokenises for a minute, and a process that renders for ever."""
     with process(before=SLOW_TEXT, drain_s=0.2) as (child, url):
-        status, took_s = ends_in(child, url, "/v1/completions", {"prompt": "a" * 1000})
+        status, took_s = ends_in(child, url, "/v1/completions", {"prompt": "a" * 1000}, lambda: says_so(child))
         assert status == 0 and took_s < 4
     with process(template=LOOP, drain_s=0.2) as (child, url):
         body: dict[str, object] = {"messages": [{"role": "user", "content": "loop"}]}
-        status, took_s = ends_in(child, url, "/v1/chat/completions", body)
+        status, took_s = ends_in(child, url, "/v1/chat/completions", body, lambda: renders(child))
         assert status == 0 and took_s < 4
 
 
 def test_a_step_that_never_ends_does_not_hold_up_the_exit() -> None:
     before = "import millrace.runtime.service; millrace.runtime.service.STOP_S = 0.5"
-    with process(before=before, drain_s=0.2, step_s="0 if len(step.tokens) < 5 else 60") as (child, url):
-        status, took_s = ends_in(child, url, "/v1/completions", {"prompt": list(range(1, 10))})
+    with process(before=before, drain_s=0.2, step_s=f"0 if len(step.tokens) < 5 else {BEGUN} or 60") as (child, url):
+        status, took_s = ends_in(child, url, "/v1/completions", {"prompt": list(range(1, 10))}, lambda: says_so(child))
         assert status == 1 and took_s < 4 and "did not end within" in (child.stderr.read() if child.stderr else "")
+
+
+def test_a_server_goes_on_where_nobody_listens_to_its_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`millrace serve | head -1`"""
+
+    def unheard(model: ServedModel, settings: ServerSettings, announce: Callable[[str], None]) -> Server:
+        def announced(url: str) -> None:
+            announce(url)
+            raise BrokenPipeError
+
+        return Server(model, settings, announced)
+
+    monkeypatch.setattr("tests.support.server.Server", unheard)
+    with running() as server:
+        until(lambda: "it serves all the same" in caplog.text)
+        assert post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
 def test_an_address_in_use_is_a_clear_error() -> None:
@@ -187,7 +221,7 @@ def logged(server: Running, formatter: logging.Formatter) -> str:
         post(server.url, "/v1/completions", body, **{"x-request-id": "id-1"})
         httpx.get(server.url + "/health")  # probes are not worth a line
         httpx.get(server.url + "/a%0Ab")
-        time.sleep(0.05)  # the line is written after the last byte of the answer
+        until(lambda: written.getvalue().count("\n") == 2)  # lines are written after the last byte of the answer
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
@@ -221,7 +255,7 @@ def test_the_log_says_why_a_request_was_refused(server: Running) -> None:
         post(server.url, "/v1/completions", {"prompt": "a", "temperature": -1})
         post(server.url, "/v1/completions", {"prompt": "a", 'x"\n\u001b[31m': 1})
         post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 1, "num_ctx": 5, "verbosity": "low"})
-        time.sleep(0.05)
+        until(lambda: written.getvalue().count("\n") == 3)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)

@@ -6,11 +6,16 @@ import json
 import random
 import socket
 import statistics
+import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest.mock import patch
 
 import httpx
+import msgspec
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,9 +23,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from millrace.engine.executor import StepInputs
 from millrace.runtime.params import FinishReason
 from millrace.runtime.service import ServiceOptions
+from millrace.serve import app
+from millrace.serve.fields import take_ignored
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits
-from tests.serve.support import MODEL, VOCABULARY, Fake, Running, post, running, tokenizer
+from tests.serve.support import MODEL, VOCABULARY, Fake, Running, post, running, tokenizer, until
 
 # 320 tokens for 8 sequences: preemption
 TIGHT = limits(vocab_size=VOCABULARY, n_pages=80, page_tokens=4, max_sequences=8, max_step_tokens=24)
@@ -113,7 +120,7 @@ def test_a_client_that_goes_away_cancels_its_requests(stream: bool, prompt: str 
     with running(slowly(0.01)) as server:
         with pytest.raises(httpx.ReadTimeout):
             body = {"prompt": prompt, "max_tokens": 400, "stream": stream}
-            with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=0.3) as reply:
+            with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=0.15) as reply:
                 first = next(reply.iter_lines()) if stream else reply.read()
                 assert first
                 raise httpx.ReadTimeout("enough")
@@ -122,13 +129,21 @@ def test_a_client_that_goes_away_cancels_its_requests(stream: bool, prompt: str 
 
 
 def test_a_client_that_goes_away_while_its_text_is_prepared() -> None:
-    with running() as server, patch.object(type(tokenizer()), "_encode", slow_encode(0.4)):
+    entered, released, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def encode(self: object, text: str, special: bool) -> list[int]:
+        entered.set()
+        assert released.wait(20)
+        ended.set()
+        return [1]
+
+    with running() as server, patch.object(type(tokenizer()), "_encode", encode):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + "/v1/completions", json={"prompt": "a" * 1000, "max_tokens": 9}, timeout=0.1)
-        until_s = time.monotonic() + 10
-        while not http_requests(server, "/v1/completions", 499):
-            assert time.monotonic() < until_s
-        time.sleep(0.5)  # until the thread is done with it
+        assert entered.is_set()
+        until(lambda: http_requests(server, "/v1/completions", 499))
+        released.set()
+        assert ended.wait(20) and httpx.get(server.url + "/health").status_code == 200  # the event loop had its turn
         assert server.stats().prompt_tokens_total == 1  # of the warm-up: the request never came to the engine
 
 
@@ -145,7 +160,8 @@ def test_a_slow_reader_is_dropped_and_others_are_not() -> None:
             slow.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
             slow.sendall(head.encode() + content)
             until_s = time.monotonic() + 20
-            while not http_requests(server, "/v1/chat/completions", 499):
+            # dropped while it writes, or as soon as the engine sees that it lags behind
+            while not any(http_requests(server, "/v1/chat/completions", status) for status in (200, 499)):
                 assert time.monotonic() < until_s, server.stats()
                 assert post(server.url, "/v1/completions", {"prompt": "b", "max_tokens": 5}).status_code == 200
             stats = server.wait_until_idle()
@@ -234,9 +250,40 @@ def test_steps_are_coalesced_into_one_write() -> None:
 
 def test_the_first_event_comes_with_the_first_token() -> None:
     """Otherwise clients that time it would be told a time to first token that is not true."""
-    with running(Fake(before_run=lambda step: time.sleep(0.2))) as server:
+    with running(Fake(before_run=lambda step: time.sleep(0.06))) as server:
         body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True}
         start_s = time.monotonic()
         with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as reply:
             first = next(reply.iter_lines())
-            assert '"role":"assistant"' in first and time.monotonic() - start_s > 0.19
+            assert '"role":"assistant"' in first and time.monotonic() - start_s > 0.059
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_what_was_rendered_is_let_go_of(path: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded, messages are many times the body, and the answer may take minutes."""
+    held: list[list[object]] = []
+    answering, seen = threading.Event(), threading.Event()
+
+    def see(asked: Any, kind: type[msgspec.Struct]) -> tuple[str, ...]:
+        held.append(asked.messages if path.endswith("chat/completions") else asked.prompt)
+        return take_ignored(asked, kind)
+
+    def wait(step: StepInputs) -> None:
+        if held:
+            answering.set()
+            assert seen.wait(20)
+
+    monkeypatch.setattr(app, "take_ignored", see)
+    body: dict[str, Any] = {"max_tokens": 3, "stream": stream, "prompt": ["a", "b"]}
+    if path.endswith("chat/completions"):
+        del body["prompt"]
+        body["messages"] = [{"role": "user", "content": "a", "annotations": [{}] * 9}]
+    with running(Fake(before_run=wait)) as server, ThreadPoolExecutor(1) as threads:
+        reply = threads.submit(post, server.url, path, body)
+        assert answering.wait(20)
+        try:
+            until(lambda: sys.getrefcount(held[0]) == 2, 5)  # of this test, and of the question itself
+        finally:
+            seen.set()
+        assert reply.result().status_code == 200

@@ -1,6 +1,7 @@
 """Long texts, medium and short ones never wait for each other; what cannot fit is refused before it is tokenised."""
 
 import asyncio
+import itertools
 import socket
 import statistics
 import threading
@@ -50,21 +51,25 @@ def chat_s(server: Running, content: str) -> float:
 @contextmanager
 def beside(server: Running, path: str, body: dict[str, Any], n: int) -> Iterator[None]:
     """While `n` clients ask for that again and again."""
-    content, over = msgspec.json.encode(body), threading.Event()
+    content, over, begun = msgspec.json.encode(body), threading.Event(), threading.Barrier(n + 1)
     request = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
     address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
 
     def ask() -> None:  # without a library that would need the interpreter for itself
-        while not over.is_set():
+        for i in itertools.count():
+            if over.is_set():
+                return
             with socket.create_connection(address, timeout=1) as raw, suppress(TimeoutError):
                 raw.sendall(request)
+                if not i:
+                    begun.wait(20)
                 raw.recv(65536)
 
     clients = [threading.Thread(target=ask) for _ in range(n)]
     for client in clients:
         client.start()
     try:
-        time.sleep(0.3)
+        begun.wait(20)
         yield
     finally:
         over.set()
@@ -204,19 +209,18 @@ def test_a_lane_is_bounded_in_number_and_bytes() -> None:
     async def main() -> None:
         gate, lane = threading.Event(), Lane("test", max_pending=2)
         first = [asyncio.create_task(lane.run(gate.wait)) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         with pytest.raises(BusyError):
             await lane.run(gate.wait)
         gate.set()
         assert await asyncio.gather(*first) == [True, True]
         gate.clear()
         large = asyncio.create_task(lane.run(gate.wait, lanes.MAX_HELD_BYTES + 1))  # alone it may be as large as it is
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         with pytest.raises(BusyError):
             await lane.run(gate.wait, 1)
         gate.set()
         assert await large
-        await asyncio.sleep(0.05)
         with pytest.raises(ZeroDivisionError):
             await lane.run(lambda: 1 / 0)
         lane.close()
@@ -228,23 +232,29 @@ def test_abandoned_work_leaves_the_queue_or_is_stopped(monkeypatch: pytest.Monke
     monkeypatch.setattr(lanes, "ABANDONED_S", 0.05)
 
     async def main() -> None:
-        stopped, done = threading.Event(), list[str]()
+        stopped, entered, done = threading.Event(), threading.Event(), list[str]()
 
         def long() -> None:
+            entered.set()
             assert stopped.wait(10)
+
+        def quick() -> None:
+            entered.set()
+            time.sleep(0.02)
 
         lane = Lane("test", max_pending=9, stop=stopped.set)
         running_, waiting = (asyncio.create_task(lane.run(work)) for work in (long, lambda: done.append("waiting")))
         behind = asyncio.create_task(lane.run(lambda: done.append("behind")))
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(entered.wait, 10)
         for task in (running_, waiting):
             task.cancel()
         await behind
         assert stopped.is_set() and done == ["behind"]
         stopped.clear()
-        quick = asyncio.create_task(lane.run(lambda: time.sleep(0.02)))
-        await asyncio.sleep(0.01)
-        quick.cancel()
+        entered.clear()
+        short = asyncio.create_task(lane.run(quick))
+        assert await asyncio.to_thread(entered.wait, 10)
+        short.cancel()
         await lane.run(lambda: time.sleep(0.2))
         assert not stopped.is_set(), "what comes after it is not stopped in its place"
         lane.close()

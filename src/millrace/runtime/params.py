@@ -133,7 +133,7 @@ def _short(value: object) -> str:
     if isinstance(value, int) and abs(value) >= 10**40:
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, str | int | float | None):
-        return repr(value)[:100]
+        return repr(value)
     return f"of type {type(value).__name__}"
 
 

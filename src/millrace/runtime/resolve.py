@@ -57,7 +57,7 @@ def check_prompt(token_ids: Sequence[int] | IntArray, limits: ExecutorLimits) ->
     """The prompt as an array of its own (N,); RequestError when empty, not token ids, or without room for an answer."""
     context, where = context_tokens(limits), "prompt"
     if len(token_ids) == 0:
-        raise RequestError("the prompt has no tokens", "at least 1", "send some text", param=where)
+        raise no_tokens(where)
     if len(token_ids) >= context:  # before the conversion: a prompt of 100 MB ends here
         raise RequestError(
             f"the prompt has {len(token_ids)} tokens",
@@ -83,6 +83,11 @@ def check_prompt(token_ids: Sequence[int] | IntArray, limits: ExecutorLimits) ->
     prompt = wide.astype(np.int32)
     prompt.setflags(write=False)
     return prompt
+
+
+def no_tokens(param: str) -> RequestError:
+    """Of a prompt that is empty, where the tokenizer puts nothing in front of a text either."""
+    return RequestError("the prompt has no tokens", "at least 1", "send some text", param)
 
 
 def with_length(params: SamplingParams, n_prompt: int, context: int) -> SamplingParams:

@@ -55,19 +55,21 @@ class Endpoint:
     asked: Asked | None = None  # one of the two
 
 
-def _post(path: str, handler: Posted, summary: str, request: type[msgspec.Struct], *replies: type) -> Endpoint:
-    return Endpoint(Operation("POST", path, summary, True, request, replies), posted=handler)
+def _post(
+    path: str, handler: Posted, summary: str, request: type[msgspec.Struct], reply: type, event: type | None = None
+) -> Endpoint:
+    return Endpoint(Operation("POST", path, summary, True, request, reply, event), posted=handler)
 
 
 def _get(path: str, handler: Asked, summary: str, reply: type | None, protected: bool = False) -> Endpoint:
-    return Endpoint(Operation("GET", path, summary, protected, None, () if reply is None else (reply,)), asked=handler)
+    return Endpoint(Operation("GET", path, summary, protected, None, reply), asked=handler)
 
 
 # Protected: whatever costs time or says which model this is. Health, metrics and versions stay open, as in vLLM, for
 # load balancers and Prometheus.
 _MAIN: tuple[Endpoint, ...] = (
     _post("/v1/chat/completions", chat_completions, "Answer a conversation", ChatRequest, ChatReply, ChatChunk),
-    _post("/v1/completions", completions, "Continue a text", CompletionRequest, CompletionReply),
+    _post("/v1/completions", completions, "Continue a text", CompletionRequest, CompletionReply, CompletionReply),
     _post("/tokenize", tokenize, "Text or messages to token ids", TokenizeRequest, TokenizeReply),
     _post("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, DetokenizeReply),
     _get("/tokenizer_info", management.tokenizer_info, "Special tokens and template", TokenizerInfoReply, True),
@@ -142,7 +144,7 @@ def _route(endpoint: Endpoint, serving: Serving, keys: Keys, bodies: Bodies) -> 
         if posted is not None:
             kind, call = operation.request, scope[CALL]
             assert kind is not None
-            with bodies.receiving() as incoming:
+            with bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
                 body = await read_body(scope, receive, bodies, incoming)
                 call.body_bytes = len(body)
                 request = await serving.decoded(partial(decode, body, kind), len(body))

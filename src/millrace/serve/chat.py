@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
 from millrace.serve.generation import Generation, Step, check_context, start
-from millrace.serve.logprobs import chat_logprobs
+from millrace.serve.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
 from millrace.serve.protocol import ChatRequest
 from millrace.serve.replies import (
     AssistantMessage,
@@ -40,8 +40,9 @@ async def chat_completions(serving: Serving, call: Call, asked: ChatRequest) -> 
         extra=asked.chat_template_kwargs,
         add_special_tokens=bool(asked.add_special_tokens),
     )
+    asked.messages = []  # they may be many times the body, and the answer may take minutes
     check_context(len(prompt), params, serving.model.max_context, "messages")
-    generation = await start(serving, [prompt], params, call)
+    generation = await start(serving, [prompt], params, call, whole_bytes=None if asked.stream else CHAT_BYTES)
     answer = _Answer(serving, generation, f"chatcmpl-{call.id}", model)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
@@ -59,22 +60,26 @@ class _Answer:
         """raises GenerationFailedError"""
         n = self._generation.params.n
         texts: list[list[str]] = [[] for _ in range(n)]
-        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(n)]
+        logprobs = [WholeChat() for _ in range(n)]
         last: dict[int, Delta] = {}
+
+        def take(steps: list[Step]) -> int:
+            n_bytes = 0
+            for step in steps:
+                texts[step.choice].append(step.delta.text)
+                last[step.choice] = step.delta
+                if (piece := self._logprobs(step.delta.logprobs or ())) is not None:
+                    n_bytes += logprobs[step.choice].add(piece)
+            return n_bytes
+
         async with self._generation:
-            async for steps in self._generation:
-                for step in steps:
-                    texts[step.choice].append(step.delta.text)
-                    logprobs[step.choice] += step.delta.logprobs or ()
-                    last[step.choice] = step.delta
-
-        def reply() -> bytes:
-            return msgspec.json.encode(self._reply(texts, logprobs, last))
-
-        content = await self._serving.off_loop(self._generation.is_large, reply)
+            await self._generation.taken(take, self._serving)
+            content = await self._serving.written(
+                self._generation.is_large, lambda: msgspec.json.encode(self._reply(texts, logprobs, last))
+            )
         return Response(content, media_type="application/json")
 
-    def _reply(self, texts: list[list[str]], logprobs: list[list[TokenLogprobs]], last: dict[int, Delta]) -> ChatReply:
+    def _reply(self, texts: list[list[str]], logprobs: list[WholeChat], last: dict[int, Delta]) -> ChatReply:
         return ChatReply(
             id=self._id,
             created=self._created,
@@ -83,7 +88,7 @@ class _Answer:
                 ChatChoice(
                     index=i,
                     message=AssistantMessage("".join(texts[i])),
-                    logprobs=self._logprobs(logprobs[i]),
+                    logprobs=None if self._generation.params.logprobs is None else logprobs[i].whole(),
                     finish_reason=finish_of(last[i]),
                     stop_reason=last[i].stop_reason,
                 )

@@ -11,11 +11,11 @@ from millrace.errors import RequestError
 from millrace.runtime.params import Delta, SamplingParams
 from millrace.serve.chat import finish_of
 from millrace.serve.generation import Generation, Step, check_context, start
-from millrace.serve.logprobs import OffsetLogprobs, joined
+from millrace.serve.logprobs import COMPLETION_BYTES, OffsetLogprobs, WholeCompletion
 from millrace.serve.protocol import CompletionRequest
 from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply
 from millrace.serve.sampling import completion_params
-from millrace.serve.serving import Serving
+from millrace.serve.serving import Serving, capacity
 from millrace.serve.streams import EventStream, StreamUsage, events
 from millrace.serve.texts import Texts
 from millrace.serve.wire import Call
@@ -28,7 +28,9 @@ async def completions(serving: Serving, call: Call, asked: CompletionRequest) ->
     given = _prompts(asked.prompt, params, serving)
     prompts = await _tokens(serving, given, params, asked.add_special_tokens is not False)
     echoes = [await _echo(serving.texts, prompt, params) for prompt in given] if asked.echo else None
-    generation = await start(serving, prompts, params, call, continues=True)
+    asked.prompt, given = "", []  # they may be many times the body, and the answer may take minutes
+    whole_bytes = None if asked.stream else COMPLETION_BYTES
+    generation = await start(serving, prompts, params, call, continues=True, whole_bytes=whole_bytes)
     answer = _Answer(serving, generation, f"cmpl-{call.id}", model, echoes)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
@@ -61,28 +63,33 @@ class _Answer:
     async def whole(self) -> Response:
         """raises GenerationFailedError"""
         texts = [[self._echo(choice)] for choice in range(self._n_choices)]
-        logprobs: list[list[CompletionLogprobs]] = [[] for _ in range(self._n_choices)]
+        logprobs = [WholeCompletion() for _ in range(self._n_choices)]
         last: dict[int, Delta] = {}
+
+        def take(steps: list[Step]) -> int:
+            n_bytes = 0
+            for step in steps:
+                texts[step.choice].append(step.delta.text)
+                last[step.choice] = step.delta
+                if (piece := self._logprobs(step)) is not None:
+                    n_bytes += logprobs[step.choice].add(piece)
+            return n_bytes
+
         async with self._generation:
-            async for steps in self._generation:
-                for step in steps:
-                    texts[step.choice].append(step.delta.text)
-                    last[step.choice] = step.delta
-                    if (piece := self._logprobs(step)) is not None:
-                        logprobs[step.choice].append(piece)
-        content = await self._serving.off_loop(
-            self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(texts, logprobs, last))
-        )
+            await self._generation.taken(take, self._serving)
+            content = await self._serving.written(
+                self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(texts, logprobs, last))
+            )
         return Response(content, media_type="application/json")
 
     def _whole_reply(
-        self, texts: list[list[str]], logprobs: list[list[CompletionLogprobs]], last: dict[int, Delta]
+        self, texts: list[list[str]], logprobs: list[WholeCompletion], last: dict[int, Delta]
     ) -> CompletionReply:
         choices = [
             CompletionChoice(
                 index=i,
                 text="".join(texts[i]),
-                logprobs=joined(logprobs[i]) if self._offsets else None,
+                logprobs=logprobs[i].whole() if self._offsets else None,
                 finish_reason=finish_of(last[i]),
                 stop_reason=last[i].stop_reason,
             )
@@ -163,9 +170,7 @@ def _prompts(
 
 
 def _check_number(n_sequences: int, serving: Serving) -> None:
-    engine = serving.model.engine
-    most = engine.options.max_queued + engine.limits.max_sequences
-    if n_sequences > most:
+    if n_sequences > (most := capacity(serving.model.engine)):
         raise RequestError(
             f"the prompts times n are {n_sequences} answers",
             f"at most {most}, which is what the queue holds",

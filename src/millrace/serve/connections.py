@@ -12,10 +12,12 @@ import resource
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from millrace.serve.errors import HttpError, problem_of
@@ -64,17 +66,21 @@ class Connections:
         return Connection(self, **given)
 
     def admit(self, connection: "Connection") -> bool:
-        """Where there is no room, the connection that has waited for a request the longest is closed, as in nginx."""
+        """Where there is no room, the connection that has waited for a request the longest is closed, as in nginx.
+
+        Where none waits, it is the one whose request has been incomplete the longest.
+        """
         if len(self._open) >= self.limits.max_connections:
-            waiting = min((c for c in self._open if c.is_waiting), key=lambda c: c.since_s, default=None)
+            waiting = _longest(c for c in self._open if c.is_waiting) or _longest(
+                c for c in self._open if c.is_incomplete
+            )
             if waiting is None:
                 self.seldom.warn("all connections are in use, so that new ones get a 503 (raise `ulimit -n`)")
                 if len(self._refused) >= MAX_REFUSED:
-                    connection.abort()
-                else:
-                    self._refused[connection] = None
+                    self._end_refused()
+                self._refused[connection] = None
                 return False
-            self.seldom.warn("all connections are in use, so that idle ones are closed (raise `ulimit -n`)")
+            self.seldom.warn("all connections are in use, so that waiting ones are closed (raise `ulimit -n`)")
             self.leave(waiting)
             waiting.end()
         self._open[connection] = None
@@ -83,6 +89,12 @@ class Connections:
     def leave(self, connection: "Connection") -> None:
         self._open.pop(connection, None)
         self._refused.pop(connection, None)
+
+    def _end_refused(self) -> None:
+        """One that was told, and is only listened to so that it hears it, makes place for one that was not."""
+        told = next((c for c in self._refused if c.is_refused), None) or next(iter(self._refused))
+        self.leave(told)
+        told.end()
 
     def sweep(self) -> None:
         """End what takes too long, and the laziest readers where all of them together hold too much."""
@@ -103,6 +115,11 @@ class Connections:
                 return
 
 
+def _longest(connections: Iterable["Connection"]) -> "Connection | None":
+    """That which has waited for its client the longest."""
+    return min(connections, key=lambda c: c.since_s, default=None)
+
+
 class _Reading(enum.Enum):
     """What the parser expects next."""
 
@@ -112,11 +129,40 @@ class _Reading(enum.Enum):
     NOTHING = enum.auto()  # the connection was refused: what still comes is thrown away
 
 
+_UPGRADE = frozenset((b"upgrade", b"http2-settings"))  # headers, and what the header `connection` says of them
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Does not stop at `upgrade: h2c` (`curl --http2`): what offers another protocol is answered in this one.
+
+    The parser takes whatever follows such a head for that protocol, so it is given the head again without the offer.
+    """
+
+    def __init__(self, connection: "Connection") -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._connection = connection
+
+    def feed_data(self, data: Any) -> None:
+        parser: httptools.HttpRequestParser = self
+        while True:
+            try:
+                httptools.HttpRequestParser.feed_data(parser, data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                head = self._connection.head_without_upgrade()
+                if head is None:
+                    raise
+                data = head + data[offer.args[0] :]
+                parser = self._connection.parser = _Parser(self._connection)  # this one may be at its end
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's, with limits."""
 
     def __init__(self, all_of_them: Connections, **given: Any) -> None:
         super().__init__(**given)
+        self.parser = _Parser(self)
         self._all, self._limits = all_of_them, all_of_them.limits
         self._reading = _Reading.START
         self._head_bytes = self._n_heads = 0  # bytes of this head; heads so far
@@ -170,7 +216,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._reading is _Reading.HEAD:
             self._check_head(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
-        if self._reading is _Reading.HEAD:  # still: it was not refused
+        if self._reading is _Reading.HEAD and not self._is_offer:  # still: it was not refused
             self._reading, self._trailer_bytes = _Reading.BODY, 0
             super().on_headers_complete()
 
@@ -197,9 +243,36 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------------ ours
 
     @property
+    def _is_offer(self) -> bool:
+        """To speak another protocol; a tunnel is none, and is told that there is no such method."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def head_without_upgrade(self) -> bytes | None:
+        """The head that was just read, for HTTP/1.1; None where nobody will answer it."""
+        if self._reading is not _Reading.HEAD or not self._is_offer:
+            return None
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b",".join(token for token in value.split(b",") if token.strip().lower() not in _UPGRADE)
+            if name not in _UPGRADE:
+                lines.append(name + b": " + value)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    @property
     def is_waiting(self) -> bool:
         """No request is being answered."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def is_incomplete(self) -> bool:
+        """It sends a body, of which a part is missing, while nothing in front of it is being answered."""
+        return self._reading is _Reading.BODY and not self.pipeline
+
+    @property
+    def is_refused(self) -> bool:
+        """It was told so."""
+        return self._reading is _Reading.NOTHING
 
     def check(self, now_s: float) -> None:
         """Once in a while: has this waited too long?"""

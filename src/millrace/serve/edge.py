@@ -91,7 +91,7 @@ class Edge:
             refusal = HttpError(
                 405,
                 "method_not_allowed",
-                f"{path} does not know {scope['method'][:20]}",
+                f"{path} does not know {scope['method']}",
                 f"one of {allowed}",
                 "use that method",
             )

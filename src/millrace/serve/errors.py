@@ -9,7 +9,8 @@ from starlette.responses import Response
 from millrace.errors import BusyError, CheckpointError, MillraceError, RequestError
 from millrace.serve.replies import ErrorBody, ErrorReply
 
-INVALID = "invalid_request_error"
+# OpenAI's words for what a client may do about it; any other status below 500 is the request's own fault
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 CLIENT_CLOSED = 499  # nginx's word for a client that went away; only ever seen in the log
 
 
@@ -39,10 +40,13 @@ class Problem:
 
     status: int
     message: str
-    type: str = INVALID
     param: str | None = None
     code: str | None = None
     retry_after_s: float | None = None
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     @property
     def brief(self) -> str:
@@ -61,7 +65,7 @@ class Problem:
         return Response(self.body(), self.status, all_headers, media_type="application/json")
 
 
-BUG = Problem(500, "The server failed at this request; its log says why.", "server_error", code="internal_error")
+BUG = Problem(500, "The server failed at this request; its log says why.", code="internal_error")
 
 
 def one_line(error: MillraceError) -> str:
@@ -74,24 +78,21 @@ def problem_of(error: MillraceError, *, accepting: bool) -> Problem:
     message = one_line(error)
     match error:
         case HttpError():
-            kind = "authentication_error" if error.status == 401 else INVALID
-            return Problem(error.status, message, kind, error.param, error.code)
+            return Problem(error.status, message, error.param, error.code)
         case RequestError():
             return Problem(400, message, param=error.param, code="invalid_value")
         case BusyError() if accepting:
-            return Problem(429, message, "rate_limit_error", code="queue_full", retry_after_s=error.retry_after_s)
+            return Problem(429, message, code="queue_full", retry_after_s=error.retry_after_s)
         case BusyError():
-            return Problem(503, message, "service_unavailable", code="unavailable", retry_after_s=error.retry_after_s)
+            return Problem(503, message, code="unavailable", retry_after_s=error.retry_after_s)
         case CheckpointError():  # the chat template cannot digest it; asking again would not help
             return Problem(422, message, param="messages", code="chat_template_failed")
-    return Problem(500, message, "server_error", code="server_error")
+    return Problem(500, message, code="server_error")
 
 
 def generation_failed(why: str | None, *, status: int = 500) -> Problem:
     """An answer that the engine could not finish."""
-    return Problem(
-        status, f"The answer could not be finished: {why or 'it was aborted'}", "server_error", code="generation_failed"
-    )
+    return Problem(status, f"The answer could not be finished: {why or 'it was aborted'}", code="generation_failed")
 
 
 def context_exceeded(max_context: int, n_prompt: str, max_tokens: int | None, param: str) -> HttpError:

@@ -17,9 +17,14 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _WRONG = re.compile(r"(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
-_GOT = re.compile(r"Expected (?P<expected>`.*`), got (?P<got>`.*`)")
+_GOT = re.compile(r"Expected `(?P<expected>.*)`, got `(?P<got>.*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?")
-_TYPE_NAMES = {"`array`": "a list", "`str`": "a string", "`int`": "an integer", "`object`": "an object"}
+# What msgspec calls a type, as clients in any language know it: of a value, and in an expectation
+_TYPES = {
+    "str": ("string", "a string"), "int": ("integer", "an integer"), "float": ("number", "a number"),
+    "bool": ("boolean", "true or false"), "array": ("array", "an array"), "object": ("object", "an object"),
+    "null": ("null", "null"),
+}  # fmt: skip
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -95,14 +100,14 @@ def _mend(neutral: tuple[object, ...]) -> str:
 
 def _unknown(field: str, where: str, known: Collection[str], served: Collection[str]) -> RequestError:
     """known: what has an answer of its own, be it a refusal; served: what does something"""
-    shown, mend = where[:100], "correct the name, or leave it out"
+    mend = "correct the name, or leave it out"
     ours = OTHER_NAMES.get(field)
     expected = f'did you mean "{ours}"?' if ours in served else nearest(field, known, served)
     if field == where and field in ELSEWHERE:
         expected, mend = f'"{field}" in a request to {ELSEWHERE[field]}', f"send it to {ELSEWHERE[field]}"
     elif field == "extra_body":
         mend = "put its fields beside the others: clients in Python do so by themselves"
-    return RequestError(f'unknown field "{shown}"', expected, mend, shown)
+    return RequestError(f'unknown field "{where}"', expected, mend, where[:100])
 
 
 def _wrong_value(message: str, kind: type[msgspec.Struct]) -> RequestError | HttpError:
@@ -116,15 +121,19 @@ def _wrong_value(message: str, kind: type[msgspec.Struct]) -> RequestError | Htt
         field = f"{missing['path']}.{missing['field']}" if missing["path"] else missing["field"]
         return RequestError(f'"{field}" is missing', f'a request with "{field}"', "send it", param=_top(field))
     if not (wrong := _WRONG.fullmatch(message)):  # the body itself: "Expected `object`, got `array`"
-        return _no_json(message.replace("`", ""))
+        return _no_json(f"it is of type {_type_name(got['got'])}" if (got := _GOT.fullmatch(message)) else message)
     what, path = wrong["what"], wrong["path"]
     subject = f"a key of {path}" if wrong["key"] else path
     if got := _GOT.fullmatch(what):
-        expected = _TYPE_NAMES.get(got["expected"], got["expected"].replace("`", "").replace(" | ", " or "))
-        return RequestError(f"{subject} is of type {got['got'].strip('`')}", expected, f"correct {path}", _top(path))
+        expected = " or ".join(_TYPES[kind][1] if kind in _TYPES else kind for kind in got["expected"].split(" | "))
+        return RequestError(f"{subject} is of type {_type_name(got['got'])}", expected, f"correct {path}", _top(path))
     if what.startswith("Invalid enum value"):
-        return _not_in_choices(subject, what.removeprefix("Invalid enum value ")[:100])
-    return RequestError(f"{subject}: {what[:200]}", "a value in range", f"correct {path}", _top(path))
+        return _not_in_choices(subject, what.removeprefix("Invalid enum value "))
+    return RequestError(f"{subject}: {what}", "a value in range", f"correct {path}", _top(path))
+
+
+def _type_name(kind: str) -> str:
+    return _TYPES[kind][0] if kind in _TYPES else kind
 
 
 def _not_in_choices(path: str, value: str) -> RequestError:
@@ -158,7 +167,7 @@ def _no_json(why: str) -> HttpError:
     return HttpError(
         400,
         "invalid_json",
-        f"the body is not a JSON object: {why[:200]}",
+        f"the body is not a JSON object: {why}",
         "a JSON object in UTF-8 (NaN and Infinity are no JSON)",
         "correct the body",
     )

@@ -2,19 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, RequestError
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
-from millrace.runtime.resolve import with_length
+from millrace.runtime.resolve import no_tokens, with_length
 from millrace.runtime.service import RequestHandle
 from millrace.runtime.stops import StopTables
 from millrace.serve.errors import context_exceeded, generation_failed
-from millrace.serve.metrics import Metrics
 from millrace.serve.replies import Asked, Usage
 from millrace.serve.sampling import with_own_seed
-from millrace.serve.serving import LARGE, Serving
+from millrace.serve.serving import LARGE, LARGE_STEP, Serving
 from millrace.serve.wire import Call
 
 
@@ -41,10 +41,11 @@ class Generation:
     Steps of the same choice in one list are merged. raises GenerationFailedError from the iteration.
     """
 
-    def __init__(self, handles: Sequence[RequestHandle], params: SamplingParams, call: Call, metrics: Metrics) -> None:
+    def __init__(self, handles: Sequence[RequestHandle], params: SamplingParams, call: Call, serving: Serving) -> None:
         self.handles = handles
         self.params = params
-        self._call, self._metrics = call, metrics
+        self._call, self._metrics = call, serving.metrics
+        self._held = serving.unsent.share()
         self._n_generated = [0] * (len(handles) * params.n)  # of each choice
         self._last_s: dict[int, float] = {}  # when each choice last got a token
         self._first_token_seen = False
@@ -77,6 +78,17 @@ class Generation:
         seeds = [handle.seed for handle in self.handles]
         return Asked(seeds[0], seeds) if len(seeds) > 1 else Asked(seeds[0])
 
+    async def taken(self, take: Callable[[list[Step]], int], serving: Serving) -> None:
+        """All of it, given to `take` as it comes; in a thread where that would hold up the event loop.
+
+        take: how many bytes more it holds, which count until the generation is left
+        raises HttpError with 503 where all answers together are too many
+        """
+        async for steps in self:
+            n_top = self.params.logprobs
+            n_named = 0 if n_top is None else sum(len(step.delta.token_ids) for step in steps) * (1 + n_top)
+            self._held.add(await serving.written(n_named > LARGE_STEP, partial(take, steps)))
+
     async def __aenter__(self) -> "Generation":
         if len(self.handles) > 1:
             self._pumps = [asyncio.create_task(self._pump(i)) for i in range(len(self.handles))]
@@ -84,6 +96,7 @@ class Generation:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        self._held.release()
         for handle in self.handles:
             handle.cancel()
         for pump in self._pumps:
@@ -164,30 +177,61 @@ class Generation:
 
 
 async def start(
-    serving: Serving, prompts: Sequence[list[int]], params: SamplingParams, call: Call, *, continues: bool = False
+    serving: Serving,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    call: Call,
+    *,
+    continues: bool = False,
+    whole_bytes: int | None = None,
 ) -> Generation:
-    """Submit all prompts, or none. continues: they are texts, whose answers are short where no length is said
+    """Submit all prompts, or none.
 
+    continues: they are texts, whose answers are short where no length is said
+    whole_bytes: of each log probability in an answer that is held until it is complete; None: it is a stream
     raises RequestError, BusyError
     """
     engine, handles, context = serving.model.engine, list[RequestHandle](), serving.model.max_context
+    each = [with_length(params, len(prompt), context) if continues else params for prompt in prompts]
+    if whole_bytes is not None and params.logprobs is not None:
+        n_tokens = params.n * sum(
+            own.max_tokens or max(0, context - len(prompt)) for own, prompt in zip(each, prompts, strict=True)
+        )
+        check_whole(n_tokens, params.logprobs, whole_bytes, serving.settings.max_unread_bytes)
     stops = await serving.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
     try:
-        for i, prompt in enumerate(prompts):
-            own = with_length(params, len(prompt), context) if continues else params
+        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             handles.append(engine.submit(prompt, with_own_seed(own), f"{call.id}-{i}", stops))
     except MillraceError:
         for handle in handles:
             handle.cancel()
         raise
-    return Generation(handles, params, call, serving.metrics)
+    return Generation(handles, params, call, serving)
 
 
 def check_context(n_prompt: int, params: SamplingParams, max_context: int, param: str) -> None:
-    """raises HttpError where they do not fit"""
+    """raises HttpError where they do not fit, RequestError where there is nothing to continue"""
+    if not n_prompt:
+        raise no_tokens(param)
     if n_prompt + (params.max_tokens or 1) > max_context:
         about = param if n_prompt >= max_context else "max_tokens"
         raise context_exceeded(max_context, str(n_prompt), params.max_tokens, about)
+
+
+def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int) -> None:
+    """Before an answer of so many tokens is computed that nobody could be sent. raises RequestError
+
+    Of its log probabilities only: its text is a small part of them.
+    """
+    n_bytes = n_tokens * (1 + n_top) * bytes_each
+    if n_bytes > most_bytes:
+        raise RequestError(
+            f"an answer of {n_tokens} tokens, with {1 + n_top} log probabilities for each, "
+            f"is some {n_bytes // 2**20} MiB",
+            f"at most {most_bytes // 2**20} MiB in one piece",
+            "set stream to true, or lower n, max_tokens or the number of log probabilities",
+            param="logprobs",
+        )
 
 
 def _usage(n_prompt: int, n_generated: int) -> Usage:

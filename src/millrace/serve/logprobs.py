@@ -1,12 +1,23 @@
-"""Log probabilities in OpenAI's two shapes: chat's, with bytes, and completions', with text offsets."""
+"""Log probabilities in OpenAI's two shapes: chat's, with bytes, and completions', with text offsets.
+
+A whole answer may have a million of them: `WholeChat` and `WholeCompletion` keep the JSON that they become, which is a
+sixth of what they take as objects.
+"""
 
 from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
 
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.runtime.params import TokenLogprobs
 from millrace.serve.replies import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 LOWEST = -9999.0  # OpenAI's number for "impossible"; JSON has no infinity
+
+
+# Bytes of JSON for each token that is named, with a word of usual length
+CHAT_BYTES, COMPLETION_BYTES = 80, 32
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
@@ -49,16 +60,60 @@ class OffsetLogprobs:
         return CompletionLogprobs(names, [_number(t.logprob) for t in tokens], top, offsets)
 
 
-def joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
-    whole = CompletionLogprobs([], [], None, [])
-    for part in parts:
-        whole.tokens += part.tokens
-        whole.token_logprobs += part.token_logprobs
-        whole.text_offset += part.text_offset
-        if part.top_logprobs is not None:
-            whole.top_logprobs = [] if whole.top_logprobs is None else whole.top_logprobs
-            whole.top_logprobs += part.top_logprobs
-    return whole
+class _JsonList:
+    """A list, as the JSON that it becomes."""
+
+    def __init__(self) -> None:
+        self._json = bytearray(b"[")
+
+    def extend(self, items: Sequence[object]) -> int:
+        """Bytes added."""
+        before = len(self._json)
+        if items:
+            self._json += b"," if before > 1 else b""
+            self._json += memoryview(msgspec.json.encode(items))[1:-1]
+        return len(self._json) - before
+
+    def whole(self) -> list[Any]:
+        """For a reply that is encoded. Nothing can be added afterwards."""
+        self._json += b"]"
+        return cast(list[Any], msgspec.Raw(self._json))
+
+
+class WholeChat:
+    """The log probabilities of one choice of a chat."""
+
+    def __init__(self) -> None:
+        self._content = _JsonList()
+
+    def add(self, piece: ChatLogprobs) -> int:
+        """Bytes added."""
+        return self._content.extend(piece.content)
+
+    def whole(self) -> ChatLogprobs:
+        return ChatLogprobs(self._content.whole())
+
+
+class WholeCompletion:
+    """The log probabilities of one choice of a completion."""
+
+    def __init__(self) -> None:
+        self._tokens, self._logprobs, self._top, self._offsets = (_JsonList() for _ in range(4))
+        self._with_top = False
+
+    def add(self, piece: CompletionLogprobs) -> int:
+        """Bytes added."""
+        n_bytes = self._tokens.extend(piece.tokens)
+        n_bytes += self._logprobs.extend(piece.token_logprobs)
+        n_bytes += self._offsets.extend(piece.text_offset)
+        if piece.top_logprobs is not None:
+            self._with_top = True
+            n_bytes += self._top.extend(piece.top_logprobs)
+        return n_bytes
+
+    def whole(self) -> CompletionLogprobs:
+        top = self._top.whole() if self._with_top else None
+        return CompletionLogprobs(self._tokens.whole(), self._logprobs.whole(), top, self._offsets.whole())
 
 
 def _number(logprob: float) -> float:

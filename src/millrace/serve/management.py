@@ -126,7 +126,7 @@ def unknown_path(path: str, known: Collection[str]) -> HttpError:
             )
     if path.rstrip("/") in NOT_YET:
         return HttpError(404, "not_found", f"{path} is not served yet", "a path of /docs", NOT_YET[path.rstrip("/")])
-    return HttpError(404, "not_found", f"there is nothing at {path[:200]}", "a path of /docs", "correct the path")
+    return HttpError(404, "not_found", f"there is nothing at {path}", "a path of /docs", "correct the path")
 
 
 def _card(serving: Serving, name: str) -> ModelCard:

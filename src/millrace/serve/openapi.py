@@ -12,30 +12,34 @@ import msgspec
 
 from millrace import __version__
 from millrace.serve.protocol import NOT_YET, other_names
-from millrace.serve.replies import ChatChunk, ErrorReply
+from millrace.serve.replies import ErrorReply
 
 _STATUSES = {
     "400": "the request is wrong; `param` names the field",
     "401": "the API key is missing or wrong",
     "404": "no such model",
+    "408": "headers or body did not come in time",
     "413": "the body is too large",
+    "415": "the content type is not JSON",
     "422": "the chat template cannot render this",
     "429": "the queue is full; Retry-After says when to come back",
+    "431": "the headers are too large",
     "500": "the answer failed",
-    "503": "the server is shutting down, its engine has stopped, or it has no room for another large request",
+    "503": "shutting down, the engine has stopped, or no room for another connection or large request; Retry-After",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. A ChatChunk among `replies` is what a stream's events are."""
+    """One method of one path. reply: None where it is no JSON; event: of a stream, where there may be one."""
 
     method: str
     path: str
     summary: str
     protected: bool
     request: type[msgspec.Struct] | None
-    replies: tuple[type[msgspec.Struct], ...]
+    reply: type[msgspec.Struct] | None
+    event: type[msgspec.Struct] | None = None
     same_as: str | None = None  # the path of which this is another name
 
 
@@ -60,9 +64,7 @@ def document(operations: Sequence[Operation], about: About) -> dict[str, Any]:
     """OpenAPI 3.1. Every operation has an example that runs, in `x-codeSamples`; {origin} is the server's address."""
     types: dict[type[msgspec.Struct], None] = {ErrorReply: None}
     for operation in operations:
-        types |= dict.fromkeys(operation.replies)
-        if operation.request is not None:
-            types[operation.request] = None
+        types |= dict.fromkeys(kind for kind in (operation.reply, operation.event, operation.request) if kind)
     references, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     by_type = dict(zip(types, references, strict=True))
     for operation in operations:
@@ -143,8 +145,6 @@ def _operation(operation: Operation, by_type: dict[type[msgspec.Struct], Any], a
 
 
 def _success(operation: Operation, by_type: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    for reply in operation.replies:
-        kind = "text/event-stream" if reply is ChatChunk else "application/json"
-        content[kind] = {"schema": by_type[reply]}
+    kinds = {"application/json": operation.reply, "text/event-stream": operation.event}
+    content = {name: {"schema": by_type[kind]} for name, kind in kinds.items() if kind is not None}
     return {"description": "as asked"} | ({"content": content} if content else {})

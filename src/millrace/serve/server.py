@@ -39,7 +39,7 @@ Announce = Callable[[str], None]
 def serve(model: ServedModel, settings: ServerSettings, announce: Announce | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. Starts and closes the model's engine.
 
-    announce: called with the base URL once the server is ready for requests
+    announce: called with the base URL once the server is ready for requests; nobody need listen (BrokenPipeError)
     raises ConfigError where it cannot listen
     """
     import uvloop
@@ -93,6 +93,7 @@ class Server:
         finally:
             sock.close()
             serving.close()  # also where it never came so far
+            serving.answers.close()
 
     def stop(self) -> None:
         """Begin to drain; the second time, stop waiting. From any thread."""
@@ -120,7 +121,10 @@ class Server:
         serving.heartbeat.phase = Phase.SERVING
         log.info("serving %s at %s", serving.model.name, url)
         if self._announce is not None:
-            self._announce(url)
+            try:
+                self._announce(url)
+            except BrokenPipeError:  # `millrace serve | head -1`
+                log.warning("whoever read this server's output has gone; it serves all the same")
 
     async def _drain(self, serving: Serving) -> None:
         serving.heartbeat.phase = Phase.DRAINING

@@ -1,8 +1,9 @@
 """The raw side of one call: its context, its body within limits, and the client that may go away."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,45 +28,81 @@ class Call:
     ignored: tuple[str, ...] = ()  # fields of the request that change nothing
 
 
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """One body on its way."""
+
+    client: str  # its address
+    n_bytes: int = 0
+    counted_bytes: int = 0
+    gave_way: bool = False
+
+
 class Bodies:
-    """The bounds of bodies: of each, and of all that are being received and decoded."""
+    """The bounds of bodies: of each, and of all that are being received and decoded; what has come counts.
+
+    Where all together are too many, the client that holds most gives way, with the body that it began first: slow
+    senders keep nobody out.
+    """
 
     def __init__(self, max_bytes: int, timeout_s: float, max_receiving_bytes: int) -> None:
         self.max_bytes, self.timeout_s = max_bytes, timeout_s
         self._left_bytes = max_receiving_bytes
+        self._arriving: dict[Incoming, asyncio.Timeout] = {}  # in the order in which they began
 
     @contextmanager
-    def receiving(self) -> Iterator["Incoming"]:
+    def receiving(self, client: str) -> Iterator[Incoming]:
         """While a body is held in memory."""
-        incoming = Incoming()
+        incoming = Incoming(client)
         try:
             yield incoming
         finally:
             self._left_bytes += incoming.counted_bytes
 
-    def count(self, incoming: "Incoming", n_bytes: int) -> None:
+    @asynccontextmanager
+    async def arriving(self, incoming: Incoming) -> AsyncIterator[None]:
+        """While it comes. raises HttpError: 408 where that takes too long, 503 where it gave way to others"""
+        try:
+            async with asyncio.timeout(self.timeout_s) as end:
+                self._arriving[incoming] = end
+                yield
+        except TimeoutError:
+            if incoming.gave_way:
+                raise _too_many() from None
+            raise HttpError(
+                408,
+                "body_timeout",
+                f"the body was not complete after {self.timeout_s:g} s",
+                "the whole request",
+                "send it again",
+            ) from None
+        finally:
+            self._arriving.pop(incoming, None)
+
+    def count(self, incoming: Incoming, n_bytes: int) -> None:
         """raises HttpError with 413 or 503 for what is too much"""
         incoming.n_bytes += n_bytes
         if incoming.n_bytes > self.max_bytes:
             raise _too_large("too many bytes", self.max_bytes)
         more = max(0, incoming.n_bytes - FREE_BYTES) - incoming.counted_bytes
-        if more > self._left_bytes:
-            error = HttpError(
-                503, "too_many_bodies", "other requests' bodies take all the memory for bodies", "fewer large requests "
-                "at a time", "come back later",
-            )  # fmt: skip
-            error.headers["retry-after"] = "5"
-            raise error
+        while not incoming.gave_way and more > self._left_bytes:
+            self._make_room(incoming, more)
+        if incoming.gave_way:
+            raise _too_many()
         self._left_bytes -= more
         incoming.counted_bytes += more
 
-
-@dataclass(slots=True)
-class Incoming:
-    """One body on its way."""
-
-    n_bytes: int = 0
-    counted_bytes: int = 0
+    def _make_room(self, incoming: Incoming, more: int) -> None:
+        """One gives way: perhaps `incoming` itself."""
+        held = Counter({incoming.client: more})
+        for one in self._arriving:
+            held[one.client] += one.counted_bytes
+        most = max(held.values())
+        holding = (one for one in self._arriving if one.counted_bytes or one is incoming)
+        first = next(one for one in holding if held[one.client] == most)
+        self._left_bytes += first.counted_bytes
+        first.counted_bytes, first.gave_way = 0, True
+        self._arriving.pop(first).reschedule(0)
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -83,24 +120,15 @@ async def read_body(scope: Scope, receive: Receive, bodies: Bodies, incoming: In
     if announced is not None and int(announced) > bodies.max_bytes:  # the HTTP parser lets only digits through
         raise _too_large(f"{int(announced)} bytes", bodies.max_bytes)
     parts: list[bytes] = []
-    try:
-        async with asyncio.timeout(bodies.timeout_s):
-            more = True
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                parts.append(message.get("body", b""))
-                bodies.count(incoming, len(parts[-1]))
-                more = message.get("more_body", False)
-    except TimeoutError:
-        raise HttpError(
-            408,
-            "body_timeout",
-            f"the body was not complete after {bodies.timeout_s:g} s",
-            "the whole request",
-            "send it again",
-        ) from None
+    async with bodies.arriving(incoming):
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            parts.append(message.get("body", b""))
+            bodies.count(incoming, len(parts[-1]))
+            more = message.get("more_body", False)
     return b"".join(parts)
 
 
@@ -134,10 +162,22 @@ def _check_content_type(value: bytes | None) -> None:
         raise HttpError(
             415,
             "unsupported_media_type",
-            f"the content type is {kind.decode('latin-1')[:100]}",
+            f"the content type is {kind.decode('latin-1')}",
             "application/json",
             "send the header content-type: application/json",
         )
+
+
+def _too_many() -> HttpError:
+    error = HttpError(
+        503,
+        "too_many_bodies",
+        "all bodies that are being received take too much memory",
+        "fewer large requests at a time",
+        "come back later",
+    )
+    error.headers["retry-after"] = "5"
+    return error
 
 
 def _too_large(what: str, most: int) -> HttpError:
