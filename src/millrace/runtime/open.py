@@ -9,7 +9,7 @@ from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.checkpoint import Checkpoint, open_chat_template
 from millrace.checkpoint.generation import GenerationDefaults, read_generation
 from millrace.checkpoint.gguf.reader import is_gguf
-from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer, read_json_object
+from millrace.checkpoint.tokenizer import VocabularyTokenizer, open_tokenizer, read_json_object
 from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import FORMAT, MANIFEST
@@ -89,7 +89,7 @@ class Opened:
     engine: Engine
     plan: RunPlan
     executor: NativeExecutor
-    tokenizer: Tokenizer
+    tokenizer: VocabularyTokenizer
     tokenizer_folder: Path
     chat_template: ChatTemplate | None
     defaults: GenerationDefaults
