@@ -32,6 +32,7 @@ def test_generate(millrace: Millrace, model: Path, folder: Path, tmp_path: Path)
     assert (
         told.code == 0 and "rounded again" not in told.err and "note: the embedding table, stored as Q4_0" in told.err
     )
+    assert "note:" not in millrace("generate", model, *ASK).err, "it was said when the engine was built"
     again = millrace("generate", model, *ASK, "--precision", "w4a8", "--group", "128")
     assert "rounded again" in again.err and "groups of 128" in again.err
     assert "rounded again" not in millrace("generate", model, *ASK, "--precision", "w4a8").err
