@@ -154,7 +154,7 @@ def test_a_model_without_a_template(millrace: Millrace, tmp_path: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    millrace("chat", folder).assert_mistake("no chat template", "millrace generate")
+    millrace("chat", folder, "--tune", "0").assert_mistake("no chat template", "millrace generate")
 
 
 def test_in_a_terminal_ctrl_c_stops_the_answer_and_twice_leaves(built_tiny: Path, cache: Path) -> None:
@@ -281,8 +281,17 @@ class Screen:
         os.write(self._descriptor, text.encode())
 
     def interrupt(self) -> None:
-        time.sleep(0.5)  # the prompt is shown a moment before a signal is looked for
+        """The prompt is shown a moment before a signal is looked for: waits until it sleeps, and goes on sleeping."""
+        until_s, before = time.monotonic() + 0.5, ""
+        while time.monotonic() < until_s and not ((now := self._main_thread()) == before and "sleeping" in now):
+            before = now
+            time.sleep(0.05)
         self.process.send_signal(signal.SIGINT)
+
+    def _main_thread(self) -> str:
+        """Its state, and how often it gave up its core."""
+        status = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/status").read_text()
+        return "".join(line for line in status.splitlines() if line.startswith(("State", "voluntary")))
 
     def until(self, *wanted: str) -> None:
         """Waits until these were shown, one after the other, since the last call."""
