@@ -123,6 +123,8 @@ def test_tables_for_other_threads_stay(engine: Engine, tmp_path: Path, monkeypat
     assert taken == [written[threads].entries() for threads in (1, 2, 3)], "and a fourth has none"
     again = tune_folder(folder, Tuning(SECONDS, 2, cache))
     assert read_tables(folder) == [again, written[3], written[1]] and again == written[2]
+    assert not compared(tune_folder(folder, Tuning(1e-9, 5))), "there was no time"
+    assert read_tables(folder) == [again, written[3], written[1]], "and nothing to be kept"
 
 
 def test_tables_are_bounded_and_a_single_one_is_read(engine: Engine, tmp_path: Path) -> None:

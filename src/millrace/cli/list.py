@@ -63,9 +63,9 @@ def _settings(entry: CacheEntry) -> dict[str, Any]:
     head += ["rescored"] if any(step.kernel == "rescore" for step in steps) else []
     layers = {pattern: value for pattern, value in m.precision.items() if pattern not in ("default", HEAD)}
     return {
-        "model": entry.model, "precision": m.precision.get("default", "?"), "context": m.max_context,
+        "model": entry.model, "precision": plain(m.precision.get("default", "?")), "context": m.max_context,
         "batch": m.max_sequences, "kv": plain(m.kv.format), "head": plain(" ".join(head)), "groups": m.group,
-        "layers": " ".join(f"{pattern} {value}" for pattern, value in layers.items())[:40], "content": m.identity[:6],
+        "layers": plain(" ".join(f"{pattern} {value}" for pattern, value in layers.items())), "content": m.identity[:6],
     }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def told_apart(known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     for name, mine in known.items():
         alike = [k for k in known.values() if k and all(k[i] == mine.get(i) for i in ("model", "precision"))]
         differ = [i for i in mine if any(k[i] != mine[i] for k in alike)]
-        found[name] = ", ".join(f"{i} {mine[i]}" for i in differ if i != "content" or differ == [i])
+        found[name] = ", ".join(f"{i} {mine[i]!s:.40}" for i in differ if i != "content" or differ == [i])
     return found
 
 

@@ -119,9 +119,11 @@ def tune_folder(folder: Path, tuning: Tuning, progress: Progress | None = None) 
 
     raises MachineError where the timing cache cannot be read, EngineError where the engine is damaged
     """
-    table = tune(Engine.open(folder), tuning, progress)
-    if before := table_for(read_tables(folder, mend=True), table.machine, table.threads):
+    table, tables = tune(Engine.open(folder), tuning, progress), read_tables(folder, mend=True)
+    if before := table_for(tables, table.machine, table.threads):
         table = kept(before, table)
+    elif tables and not table.compared():
+        return table  # it says nothing beyond the rules, which hold without it
     return write_tactics(folder, table)
 
 
