@@ -88,13 +88,19 @@ _COMPARED, _MOST_COMPARED = 200, 4000
 _ALIKE = 0.75  # of 1, as difflib measures it: a letter or two; with less, advice points at what was not meant
 
 
+def alike(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant."""
+    folded = {n.casefold(): n for n in sorted(known)[:_MOST_COMPARED]}
+    close = difflib.get_close_matches(name[:_COMPARED].casefold(), folded, n=1, cutoff=_ALIKE)
+    return folded[close[0]] if close else None
+
+
 def nearest(name: str, known: Iterable[str], listed: Iterable[str] | None = None) -> str:
     """`did you mean "top_p"?`, or a short list of what is known. listed: the list, where not all need a mention"""
     names = sorted(known)
-    folded = {n.casefold(): n for n in names[:_MOST_COMPARED]}
-    close = difflib.get_close_matches(name[:_COMPARED].casefold(), folded, n=1, cutoff=_ALIKE)
-    if close:
-        return f'did you mean "{folded[close[0]]}"?'
+    meant = alike(name, names)
+    if meant is not None:
+        return f'did you mean "{meant}"?'
     names = names if listed is None else sorted(listed)
     shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     return f"one of: {shown}"

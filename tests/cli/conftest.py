@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from millrace.cli import demo, doctor
 from millrace.cli.main import run
 from millrace.cli.models import build_engine
+from millrace.engine.probe import roofline_here
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import usable_cores
+from millrace.machine.roofline import Roofline
 from millrace.runtime.open import BUNDLED, BuildSettings
 from tests.support.command_line import Result
 
@@ -20,6 +25,26 @@ def built_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built") / "tiny.engine"
     build_engine("tiny", BUNDLED / "tiny", folder, BuildSettings(precision="w4a8"))
     return folder
+
+
+@pytest.fixture(scope="session")
+def roofline() -> Roofline:
+    """This machine's, measured once: that takes seven seconds."""
+    return roofline_here(usable_isas()[0], usable_cores())
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, roofline: Roofline) -> list[tuple[str, int]]:
+    """`demo` and `doctor` get it; gives the instruction sets and threads that they ask for."""
+    asked: list[tuple[str, int]] = []
+
+    def measure(isa: str, threads: int) -> Roofline:
+        asked.append((isa, threads))
+        return roofline
+
+    for module in (demo, doctor):
+        monkeypatch.setattr(module, "roofline_here", measure)
+    return asked
 
 
 @pytest.fixture

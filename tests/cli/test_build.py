@@ -73,7 +73,9 @@ def test_a_build_says_what_it_timed_and_tune_times_again(millrace: Millrace, tmp
     assert "sampled rows" in out and "tile_rows" in out and "rule" in out
     again = json.loads(millrace("tune", tmp_path / "e", "--threads", "1", "--seconds", "1", "--json").out)
     assert again["threads"] == 1 and len(again["regions"]) == 5
-    assert "for 1 thread on" in millrace("inspect", tmp_path / "e").out
+    shown = millrace("inspect", tmp_path / "e").out
+    assert "for 1 thread on" in shown
+    assert built["threads"] == 1 or f"also for {built['threads']};" in shown, "the build's own are still there"
     assert json.loads(millrace("inspect", tmp_path / "e", "--tactics", "--json").out) == again
 
 

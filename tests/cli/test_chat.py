@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from millrace.engine.engine import Engine
 from tests.cli.conftest import Millrace
 from tests.support.command_line import Result, environment, run_process
 
@@ -62,6 +63,34 @@ def test_commands(talk: Talk, tmp_path: Path) -> None:
     assert len(result.out.splitlines()) == 1, "nothing is answered after /exit"
 
 
+def test_a_system_message_is_shown_before_it_is_lost(talk: Talk, tmp_path: Path) -> None:
+    """`/system` alone asks what it is; it takes a word to remove it, and the conversation with it."""
+    first, second, third = (tmp_path / f"{i}.json" for i in range(3))
+    result = talk(
+        ["/system", "Hello!", "/system", f"/save {first}", "/system none", f"/save {second}", "/system",
+         '/system ""', "/system Be kind.", f"/save {third}"],
+        "--system", "Be brief.",
+    )  # fmt: skip
+    assert result.err.count("System message: Be brief.; /system none removes it") == 2
+    assert result.err.count("No system message.") == 3 and "System message: Be kind.\n" in result.err
+    saved = [[m["content"] for m in json.loads(f.read_text())["messages"]] for f in (first, second, third)]
+    assert saved[0][:2] == ["Be brief.", "Hello!"] and saved[1:] == [[], ["Be kind."]]
+
+
+def test_a_chat_takes_memory_for_one_sequence(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else will ask it anything. Who says how much gets that."""
+    from millrace.cli import chat
+    from millrace.cli.main import run
+
+    taken: list[int] = []
+    monkeypatch.setattr(chat.Chat, "run", lambda self: taken.append(self.model.plan.n_pages))
+    pages = Engine.open(engine).pages_per_sequence
+    for flags in ((), ("--kv-memory", "64M")):
+        assert run(["chat", str(engine), *flags]) == 0
+    page_bytes = Engine.open(engine).kv.page_bytes()
+    assert taken == [pages, (64 << 20) // page_bytes] and pages < taken[1]
+
+
 def test_a_message_of_several_lines(talk: Talk, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     lines = [
@@ -82,8 +111,8 @@ def test_a_message_of_several_lines(talk: Talk, tmp_path: Path) -> None:
 
 
 def test_a_path_is_text_and_a_misspelt_command_is_not(talk: Talk) -> None:
-    result = talk(["/etc/hosts is a file, is it not?", "/rest", "/ what is this?"])
-    assert len(result.out.splitlines()) == 2 and 'did you mean "/reset"?' in result.err
+    result = talk(["/etc/hosts is a file, is it not?", "/rest", "/ what is this?", "/settle down, please"])
+    assert len(result.out.splitlines()) == 3 and 'did you mean "/reset"?' in result.err
 
 
 def test_a_file_that_is_there_is_not_overwritten_unasked(talk: Talk, tmp_path: Path) -> None:
@@ -125,7 +154,7 @@ def test_a_model_without_a_template(millrace: Millrace, tmp_path: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    millrace("chat", folder).assert_mistake("no chat template", "millrace generate")
+    millrace("chat", folder, "--tune", "0").assert_mistake("no chat template", "millrace generate")
 
 
 def test_in_a_terminal_ctrl_c_stops_the_answer_and_twice_leaves(built_tiny: Path, cache: Path) -> None:
@@ -252,8 +281,17 @@ class Screen:
         os.write(self._descriptor, text.encode())
 
     def interrupt(self) -> None:
-        time.sleep(0.5)  # the prompt is shown a moment before a signal is looked for
+        """The prompt is shown a moment before a signal is looked for: waits until it sleeps, and goes on sleeping."""
+        until_s, before = time.monotonic() + 0.5, ""
+        while time.monotonic() < until_s and not ((now := self._main_thread()) == before and "sleeping" in now):
+            before = now
+            time.sleep(0.05)
         self.process.send_signal(signal.SIGINT)
+
+    def _main_thread(self) -> str:
+        """Its state, and how often it gave up its core."""
+        status = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/status").read_text()
+        return "".join(line for line in status.splitlines() if line.startswith(("State", "voluntary")))
 
     def until(self, *wanted: str) -> None:
         """Waits until these were shown, one after the other, since the last call."""

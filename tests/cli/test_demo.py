@@ -2,12 +2,15 @@
 
 import json
 
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import usable_cores
 from tests.cli.conftest import Millrace
 
 
-def test_the_report_adds_up(millrace: Millrace) -> None:
+def test_the_report_adds_up(millrace: Millrace, measured: list[tuple[str, int]]) -> None:
     result = millrace("demo", "--json")
     assert result.code == 0, result.err
+    assert measured == [(usable_isas()[0], usable_cores())]
     told = json.loads(result.out)
     assert told["answer"] and told["engine"]["model"] == "tiny"
     assert 0 < told["ttft_s"]["p50"] <= told["ttft_s"]["p99"]
@@ -19,8 +22,8 @@ def test_the_report_adds_up(millrace: Millrace) -> None:
     assert told["limit"]["bound_by"] in ("reading from L2", "reading from L3", "reading from DRAM", "bf16 arithmetic")
 
 
-def test_it_is_said_to_people_too(millrace: Millrace) -> None:
+def test_it_is_said_to_people_too(millrace: Millrace, measured: list[tuple[str, int]]) -> None:
     result = millrace("demo")
-    assert result.code == 0, result.err
+    assert len(measured) == 1 and result.code == 0, result.err
     for said in ("you ", "tiny ", "What was built", "first token", "next token", "limit here", "Where to go next"):
         assert said in result.out

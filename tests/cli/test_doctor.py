@@ -7,6 +7,7 @@ import pytest
 
 from millrace.cli.doctor import _warnings
 from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import usable_cores
 from tests.cli.conftest import Millrace
 
 HEALTHY: dict[str, Any] = {
@@ -15,8 +16,9 @@ HEALTHY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_json_has_all_figures(millrace: Millrace) -> None:
+def test_json_has_all_figures(millrace: Millrace, measured: list[tuple[str, int]]) -> None:
     told = json.loads(millrace("doctor", "--json").out)
+    assert measured == [(usable_isas()[0], usable_cores())]
     assert told["cores"] >= 1 and told["memory_bytes"] > 0 and told["isas"][-1] == "scalar"
     assert 0 <= told["huge_page_share"] <= 1
     levels = list(told["read_gb_per_s"].values())
@@ -26,12 +28,12 @@ def test_json_has_all_figures(millrace: Millrace) -> None:
     assert all(x["one_thread"]["usual"] > 0 for x in told["compute_gop_per_s"].values())
 
 
-def test_the_screen(millrace: Millrace) -> None:
-    isa = usable_isas()[0]
+def test_the_screen(millrace: Millrace, measured: list[tuple[str, int]]) -> None:
+    isa = usable_isas()[-1]
     out = millrace("doctor", "--isa", isa, "--threads", "1").out
     for said in ("processor", "instructions", "cores", "caches", "memory", "huge pages", "DRAM", "w4a8"):
         assert said in out
-    assert f"Reading, GB/s ({isa})" in out
+    assert f"Reading, GB/s ({isa})" in out and measured == [(isa, 1)]
 
 
 def test_wrong_flags(millrace: Millrace) -> None:

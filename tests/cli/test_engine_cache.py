@@ -3,12 +3,10 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from millrace import LLM, SamplingParams
 from tests.cli.conftest import Millrace
 
-ASK = ("-p", "Once", "--max-tokens", "1")
+ASK = ("-p", "Once", "--max-tokens", "1", "--tune", "0")
 
 
 def test_list_and_rm(millrace: Millrace) -> None:
@@ -37,7 +35,7 @@ def test_rm_of_an_unknown_name_removes_nothing(millrace: Millrace) -> None:
 
 def test_an_engine_that_runs_is_not_removed(millrace: Millrace) -> None:
     millrace("generate", "tiny", *ASK, "--precision", "w8a8")
-    with LLM("tiny") as llm:
+    with LLM("tiny", tune=0) as llm:
         entries = json.loads(millrace("list", "--json").out)
         used, free = (e["name"] for e in entries)
         millrace("rm", free, used).assert_mistake(f'the engine "{used}" is in use', "end the server or program")
@@ -47,10 +45,10 @@ def test_an_engine_that_runs_is_not_removed(millrace: Millrace) -> None:
     assert json.loads(millrace("list", "--json").out) == []
 
 
-@pytest.mark.parametrize("name", ["../engines", "..", "/", ".", ""])
-def test_rm_takes_names_only(millrace: Millrace, cache: Path, name: str) -> None:
+def test_rm_takes_names_only(millrace: Millrace) -> None:
     millrace("generate", "tiny", *ASK)
-    millrace("rm", name).assert_mistake("no engine")
+    for name in ("../engines", "..", "/", ".", ""):
+        millrace("rm", name).assert_mistake("no engine")
     assert len(json.loads(millrace("list", "--json").out)) == 1
 
 
@@ -76,6 +74,32 @@ def test_the_list_says_which_model_in_which_precision(millrace: Millrace) -> Non
     assert {e["name"] for e in removed} == {e["name"] for e in listed} and json.loads(
         millrace("list", "--json").out
     ) == []
+
+
+def test_engines_of_one_precision_are_told_apart(millrace: Millrace) -> None:
+    """By what they differ in, and nothing else; `rm` says the same of what it removed."""
+    ways = (["--max-context", "512"], ["--max-batch", "4", "--kv-cache-dtype", "int8"], ["--head", "bf16"])
+    names = []
+    for way in ways:
+        assert millrace("generate", "tiny", *ASK, "--precision", "w4a8", *way).code == 0
+        names.append(json.loads(millrace("list", "--json").out)[0]["name"])
+    millrace("generate", "tiny", *ASK, "--precision", "bf16")
+    listed = {e["name"]: e for e in json.loads(millrace("list", "--json").out)}
+    assert [listed[n]["context"] for n in names] == [512, 2048, 2048]
+    assert [listed[n]["batch"] for n in names] == [16, 4, 16]
+    assert [listed[n]["kv"] for n in names] == ["bf16", "int8", "bf16"]
+    heads = [listed[n]["head"] for n in names]
+    assert heads[0] == heads[1] == "w4a8 rescored" and heads[2] == "bf16"
+    shown = {line.split()[-1]: " ".join(line.split()) for line in millrace("list").out.splitlines()}
+    assert "differs in" in shown["engine"]
+    assert "context 512, batch 16, kv bf16, head w4a8 rescored tiny-" in shown[names[0]]
+    assert "context 2048, batch 4, kv int8" in shown[names[1]] and "head bf16 tiny-" in shown[names[2]]
+    alone = next(n for n, e in listed.items() if e["precision"] == "bf16")
+    assert shown[alone].endswith(f"ago {alone}"), "there is no other of its precision"
+    removed = millrace("rm", names[0]).err
+    assert f"removed {names[0]} (w4a8, context 512, batch 16" in removed
+    millrace("rm", names[1])
+    assert "differs in" not in millrace("list").out, "one engine a precision is told by it"
 
 
 def test_a_misspelt_model_is_suggested(millrace: Millrace) -> None:

@@ -1,7 +1,11 @@
 """`millrace serve` as a process: ready, asked, stopped; and what keeps it from starting."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -11,6 +15,7 @@ import pytest
 from millrace.cli.load import Ask, ask, quantile
 from millrace.cli.server_process import ServerProcess
 from tests.cli.conftest import Millrace
+from tests.support.command_line import environment
 
 
 @pytest.fixture
@@ -82,6 +87,46 @@ def test_a_port_that_is_taken(millrace: Millrace, built_tiny: Path) -> None:
 )
 def test_other_flags(millrace: Millrace, built_tiny: Path, flags: list[str], fragment: str) -> None:
     millrace("serve", built_tiny, *flags).assert_mistake(fragment)
+
+
+def process(arguments: list[str], cache: Path, out: int, err: int) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "millrace", *arguments], stdout=out, stderr=err, env=environment(cache)
+    )
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_server_goes_on_when_nobody_reads_what_it_says(built_tiny: Path, tmp_path: Path, flags: list[str]) -> None:
+    """`millrace serve tiny 2>&1 | head -1`: the pipe is closed before the announcement is complete."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    reading, writing = os.pipe()
+    os.close(reading)
+    log = (tmp_path / "log").open("wb")
+    with log, process(["serve", str(built_tiny), "--port", port, *flags], tmp_path, writing,
+                      log.fileno() if flags else writing) as server:  # fmt: skip
+        os.close(writing)
+        until_s = time.monotonic() + 60
+        while True:
+            try:
+                assert get(f"http://127.0.0.1:{port}/v1/models")[0] == 200
+                break
+            except urllib.error.URLError:
+                assert server.poll() is None and time.monotonic() < until_s, server.returncode
+                time.sleep(0.05)
+        server.terminate()
+        assert server.wait(60) == 0
+    assert b"Traceback" not in (tmp_path / "log").read_bytes()
+
+
+def test_a_list_that_nobody_reads_ends_quietly(millrace: Millrace, cache: Path) -> None:
+    millrace("generate", "tiny", "Once", "--max-tokens", "1", "--tune", "0")
+    for arguments in (["list"], ["list", "--json"], ["inspect", "tiny", "--steps"]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with process(arguments, cache, writing, subprocess.PIPE) as told:
+            os.close(writing)
+            assert told.communicate(timeout=60)[1] == b"" and told.returncode == 1
 
 
 def test_quantiles() -> None:

@@ -2,10 +2,12 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from millrace.compile import tune as tune_module
@@ -14,7 +16,16 @@ from millrace.compile.tune import CLEARLY, FEW_CLEARLY, SAMPLES, SOME, Tuning, c
 from millrace.engine.engine import Engine
 from millrace.engine.native import NativeExecutor
 from millrace.engine.tables import Step, read_program_table
-from millrace.engine.tactics import Choice, Comparison, TacticTable, Timed, read_tactics, write_tactics
+from millrace.engine.tactics import (
+    TACTICS,
+    Choice,
+    Comparison,
+    TacticTable,
+    Timed,
+    read_tables,
+    read_tactics,
+    write_tactics,
+)
 from millrace.errors import EngineError, MachineError
 from millrace.kernels.declare import KERNELS
 from millrace.kernels.library import usable_isas
@@ -93,6 +104,42 @@ def test_with_a_full_cache_nothing_is_timed(
     assert tune_folder(engine.folder, tuning) == first
     assert (engine.folder / "tactics.json").read_bytes() == written
     assert read_tactics(engine.folder) is not None
+
+
+def test_tables_for_other_threads_stay(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each executor takes the table for its own number of threads, whichever was written last."""
+    folder, cache = Path(shutil.copytree(engine.folder, tmp_path / "e")), TimingCache(tmp_path / "timings.json")
+    (folder / TACTICS).unlink(missing_ok=True)
+    names, written = list(regions(read_program_table(folder).steps)), {}
+    for threads in (1, 2, 3):  # nothing is left to be timed, and each number of threads has its own answer
+        known = [Choice(rows, {"ahead": 64 * threads}, [Comparison("ahead", [], 0)]) for rows in (1, 4, 64, 128)]
+        cache.merge(machine_key(usable_isas()[0], threads), dict.fromkeys(names, known))
+        written[threads] = tune_folder(folder, Tuning(SECONDS, threads, cache))
+    assert read_tables(folder) == [written[3], written[2], written[1]]
+    taken: list[list[tuple[int, int, tuple[int, ...]]]] = []
+    monkeypatch.setattr(NativeExecutor, "set_tactics", lambda self, entries: taken.append(entries))
+    for threads in (1, 2, 3, 4):
+        Engine.open(folder).executor(n_pages=1, threads=threads).close()
+    assert taken == [written[threads].entries() for threads in (1, 2, 3)], "and a fourth has none"
+    again = tune_folder(folder, Tuning(SECONDS, 2, cache))
+    assert read_tables(folder) == [again, written[3], written[1]] and again == written[2]
+    assert not compared(tune_folder(folder, Tuning(1e-9, 5))), "there was no time"
+    assert read_tables(folder) == [again, written[3], written[1]], "and nothing to be kept"
+
+
+def test_tables_are_bounded_and_a_single_one_is_read(engine: Engine, tmp_path: Path) -> None:
+    """A file of an engine that was tuned before there were several."""
+    table = TacticTable({"cpu": "x"}, 1, [])
+    for threads in range(1, 40):
+        last = write_tactics(tmp_path, msgspec.structs.replace(table, threads=threads))
+    assert [t.threads for t in read_tables(tmp_path)] == list(range(39, 23, -1))
+    (tmp_path / TACTICS).write_bytes(msgspec.json.encode(last))
+    assert read_tables(tmp_path) == [last]
+    for bad in (b"[[]]", b"3", b"[" + msgspec.json.encode(msgspec.structs.replace(last, threads=3)) + b"]"):
+        (tmp_path / TACTICS).write_bytes(bad)
+        with pytest.raises(EngineError, match=r"tactics\.json is damaged"):
+            read_tables(tmp_path)
+        assert read_tables(tmp_path, mend=True) == []
 
 
 def test_only_what_the_cache_lacks_is_timed(engine: Engine, tmp_path: Path) -> None:

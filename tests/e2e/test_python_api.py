@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import dataclasses
 import gc
 import itertools
 import os
@@ -257,7 +258,7 @@ def test_log_probabilities_are_vllms_dicts(llm: LLM) -> None:
         )
         ranks = sorted((p.rank, -p.logprob) for p in shown.values())
         assert ranks == sorted(ranks, key=lambda r: r[1]) and [r for r, _ in ranks][:3] == [1, 2, 3]
-        assert shown[token_id].decoded_token == llm.get_tokenizer().token_text(token_id)
+        assert shown[token_id].decoded_token == llm.tokenizer.token_text(token_id)
     chosen = [shown[i].logprob for i, shown in zip(choice.token_ids, choice.logprobs, strict=True)]
     assert choice.cumulative_logprob == pytest.approx(sum(chosen))
 
@@ -273,7 +274,7 @@ def test_vllms_names_are_taken(llm: LLM) -> None:
     with LLM("tiny", **same, tune=0, trust_remote_code=False, kv_cache_dtype="auto") as model:
         manifest = model._opened.engine.manifest
         assert (manifest.max_context, manifest.max_sequences) == (512, 4)
-        assert manifest.precision["default"] == "fp32" and model.get_tokenizer() is model.tokenizer
+        assert manifest.precision["default"] == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -298,6 +299,40 @@ def test_what_cannot_be_says_what_to_use(given: dict[str, Any], fragments: list[
         LLM("tiny", **given)
     assert all(f in str(error.value) for f in fragments), str(error.value)
     assert "--" not in str(error.value) and all("--" not in a for a in error.value.args if isinstance(a, str))
+
+
+def test_the_tokenizer_is_used_as_vllms(llm: LLM) -> None:
+    """A prompt that is rendered by hand is what `chat` renders; all calls are compared in test_hf_tokenizer.py."""
+    tokenizer, messages = llm.get_tokenizer(), [{"role": "user", "content": "Hello!"}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    assert texts(llm.generate({"prompt_token_ids": ids}, GREEDY)) == texts(llm.chat(messages, GREEDY))
+    assert tokenizer.decode(ids) == prompt and len(tokenizer) == tokenizer.vocab_size == 2048
+
+
+@pytest.mark.parametrize(
+    ("given", "fragments"),
+    [
+        ({"temprature": 1}, ['no parameter "temprature"', 'did you mean "temperature"?']),
+        ({"best_of": 4}, ['no parameter "best_of"', "n="]),
+        ({"guided_decoding": None}, ["a grammar"]),
+        ({"max_new_tokens": 16}, ["max_tokens="]),
+        ({"prompt_logprobs": 1, "n": 2}, ['no parameter "prompt_logprobs"']),
+        ({"Q": 1}, ["one of: frequency_penalty"]),
+    ],
+)
+def test_unknown_sampling_parameters_are_named(given: dict[str, Any], fragments: list[str]) -> None:
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**given)
+    assert all(f in str(error.value) for f in fragments), str(error.value)
+    assert error.value.param == next(iter(given))
+
+
+def test_sampling_parameters_are_named_and_survive_copies() -> None:
+    with pytest.raises(RequestError, match="without its name"):
+        SamplingParams(0.5)  # type: ignore[call-arg, arg-type]
+    params = SamplingParams(temperature=0.5, stop="x")
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == dataclasses.replace(params, n=1) == params
 
 
 def test_progress_is_shown_when_asked(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:

@@ -115,6 +115,28 @@ class Tokenizer(ABC):
     def _first_bytes(self, token_id: int) -> bytes: ...
 
 
+class VocabularyTokenizer(Tokenizer):
+    """A checkpoint's own: its vocabulary can be asked, too."""
+
+    @property
+    @abstractmethod
+    def n_trained(self) -> int:
+        """Tokens of the vocabulary as it was trained."""
+
+    @property
+    @abstractmethod
+    def n_tokens(self) -> int:
+        """With those that were added; below `vocab_size` where ids are left free."""
+
+    @abstractmethod
+    def token(self, token_id: int) -> str | None:
+        """As the vocabulary spells it (`\u2581the`, `\u0120the`, `<0x0A>`); None for an id without a token."""
+
+    @abstractmethod
+    def token_id(self, token: str) -> int | None:
+        """Of a token as the vocabulary spells it."""
+
+
 class Detokenizer:
     """Token ids to text as they come, in constant time per token.
 
@@ -154,12 +176,12 @@ class Detokenizer:
         return data
 
 
-def open_tokenizer(folder: Path) -> Tokenizer:
+def open_tokenizer(folder: Path) -> VocabularyTokenizer:
     """The tokenizer of a checkpoint or engine folder; tokenizer.json is preferred. raises CheckpointError"""
     return make_tokenizer(read_files(folder, TOKENIZER_FILES), folder)
 
 
-def make_tokenizer(files: Files, where: Path) -> Tokenizer:
+def make_tokenizer(files: Files, where: Path) -> VocabularyTokenizer:
     """From the contents of its files, which need not lie in a folder; `where` is for messages."""
     config = read_tokenizer_config(files, where)
     if TOKENIZER_JSON in files:

@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import tokenizers
 
-from millrace.checkpoint.tokenizer import Specials, Tokenizer, TokenizerConfig
+from millrace.checkpoint.tokenizer import Specials, TokenizerConfig, VocabularyTokenizer, check_unicode
 from millrace.errors import CheckpointError
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class JsonTokenizer(Tokenizer):
+class JsonTokenizer(VocabularyTokenizer):
     """Encodes as the library does; decodes by bytes (see `tokenizer.py`).
 
     The file's post-processor decides whether a text begins with bos; add_bos_token and add_eos_token of
@@ -62,14 +62,27 @@ class JsonTokenizer(Tokenizer):
         return ids
 
     def _token_bytes(self, token_id: int) -> bytes:
-        text = self._text(token_id)
+        text = self.token(token_id)
         return b"" if text is None else self._decoding.to_bytes(text)
 
     def _first_bytes(self, token_id: int) -> bytes:
-        text = self._text(token_id)
+        text = self.token(token_id)
         return b"" if text is None else self._decoding.first_to_bytes(text)
 
-    def _text(self, token_id: int) -> str | None:
+    @property
+    def n_trained(self) -> int:
+        return int(self._library.get_vocab_size(with_added_tokens=False))
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self._library.get_vocab_size(with_added_tokens=True))
+
+    def token_id(self, token: str) -> int | None:
+        check_unicode(token)
+        found: int | None = self._library.token_to_id(token)
+        return found
+
+    def token(self, token_id: int) -> str | None:
         if not 0 <= token_id < 2**32:  # else the library raises OverflowError
             return None
         text: str | None = self._library.id_to_token(token_id)

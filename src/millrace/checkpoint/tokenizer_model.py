@@ -5,7 +5,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from millrace.checkpoint.tokenizer import Added, Specials, Tokenizer, TokenizerConfig
+from millrace.checkpoint.tokenizer import Added, Specials, TokenizerConfig, VocabularyTokenizer
 from millrace.errors import CheckpointError
 
 _MARK = "\u2581"  # SentencePiece's visible space
@@ -14,7 +14,7 @@ _MARK = "\u2581"  # SentencePiece's visible space
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 
 
-class SentencePieceTokenizer(Tokenizer):
+class SentencePieceTokenizer(VocabularyTokenizer):
     """Encodes the text between special and added tokens with SentencePiece, as transformers' LlamaTokenizer does.
 
     `legacy` true puts the dummy prefix (a space) before each such stretch, false before the first one only.
@@ -39,6 +39,7 @@ class SentencePieceTokenizer(Tokenizer):
         vocab_size = max([size - 1, *added]) + 1
         super().__init__(vocab_size, Specials(named=named, bos_token_id=bos, eos_token_id=eos, ids=frozenset(ids)))
         self._size = size
+        self._token_ids = pieces | {token.content: i for i, token in self._added.items()}
         # LlamaTokenizer's and GemmaTokenizer's defaults: a text begins with bos and is left open at its end
         self._before = [bos] if config.add_bos is not False and bos is not None else []
         self._after = [eos] if config.add_eos and eos is not None else []
@@ -75,6 +76,25 @@ class SentencePieceTokenizer(Tokenizer):
         ids += self._stretch(text[at:], starts)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
+    @property
+    def n_trained(self) -> int:
+        return self._size
+
+    @property
+    def n_tokens(self) -> int:
+        return self._size + sum(1 for i in self._added if i >= self._size)
+
+    def token(self, token_id: int) -> str | None:
+        if token_id in self._added:
+            return self._added[token_id].content
+        if not 0 <= token_id < self._size:
+            return None
+        piece: str = self._model.id_to_piece(token_id)
+        return piece
+
+    def token_id(self, token: str) -> int | None:
+        return self._token_ids.get(token)
+
     def _stretch(self, text: str, starts: bool) -> list[int]:
         if not text:
             return []
@@ -82,11 +102,11 @@ class SentencePieceTokenizer(Tokenizer):
         return ids
 
     def _token_bytes(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return self._added[token_id].content.encode("utf-8")
-        if not 0 <= token_id < self._size:
+        piece = self.token(token_id)
+        if piece is None:
             return b""
-        piece: str = self._model.id_to_piece(token_id)
+        if token_id in self._added:
+            return piece.encode("utf-8")
         if self._model.is_byte(token_id):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(_MARK, " ").encode("utf-8")

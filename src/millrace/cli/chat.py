@@ -1,6 +1,5 @@
 """`millrace chat`: a conversation in the terminal; also reads questions from a pipe."""
 
-import difflib
 import json
 import signal
 import sys
@@ -19,7 +18,7 @@ from millrace.cli.sampling import SamplingFlags
 from millrace.cli.stream import chat_ids, stream
 from millrace.cli.terminal import JsonScreen, Screen, Terminal
 from millrace.env import Env
-from millrace.errors import ConfigError, MillraceError, RequestError, nearest
+from millrace.errors import ConfigError, MillraceError, RequestError, alike, nearest
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import BuildSettings, Opened, RunSettings
 from millrace.runtime.params import SamplingParams
@@ -32,12 +31,13 @@ Examples:
 HELP = {
     "/help": "this list",
     "/reset": "forget the conversation",
-    "/system TEXT": "set the system message and forget the conversation; without TEXT: have none",
+    "/system TEXT": "set the system message and forget the conversation; none: have none; without TEXT: show it",
     "/save FILE": "write the conversation as JSON",
     "/exit": "leave; Ctrl-D and Ctrl-C twice do too",
     '"""': "begin a message of several lines, and end it; a \\ at the end of a line goes on, too",
 }
 LEAVE = ("/exit", "/quit", "/bye")  # the last two are other programs' names for it
+NO_SYSTEM = ("none", '""', "''")
 _NAMES = [key.split()[0] for key in HELP if key.startswith("/")]
 
 
@@ -54,7 +54,8 @@ def command(env: Env, /, model: str, system: str | None, as_json: bool, **given:
     line is one message; --json prints every answer as one line of JSON.
     """
     params = made(SamplingFlags, given).params()
-    with opened(model, made(BuildSettings, given), made(RunSettings, given), env) as model_opened:
+    build, run = made(BuildSettings, given), made(RunSettings, given)
+    with opened(model, build, run, env, sequences=1) as model_opened:
         chat = Chat(model_opened, params, _screen(as_json, env.plain_terminal), system)
         chat.check()
         chat.screen.welcome(model_opened)
@@ -123,12 +124,19 @@ class Chat:
                 self.messages = []
                 self.screen.say("A new conversation.")
             case "/system":
-                self.messages, self.system = [], rest.strip() or None
-                self.screen.say(f"System message: {self.system}" if self.system else "No system message.")
+                self._set_system(rest.strip())
             case "/save":
                 self._save(rest.strip())
             case _:
                 raise ConfigError(f"there is no command {name}", nearest(name, _NAMES), "/help lists them")
+
+    def _set_system(self, text: str) -> None:
+        """Without a text nothing is changed: who asks what it is has not asked to lose it."""
+        if text:
+            self.messages, self.system = [], None if text in NO_SYSTEM else text
+        now = f"System message: {self.system}" if self.system else "No system message."
+        ends = "; /system none removes it, and forgets the conversation" if self.system and not text else ""
+        self.screen.say(now + ends)
 
     def _save(self, name: str) -> None:
         if not name:
@@ -159,7 +167,7 @@ def _is_command(text: str) -> bool:
         return False
     name, *rest = text.split()
     alone = not rest and "/" not in name[1:]
-    return alone or bool(difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.6))
+    return alone or alike(name, _NAMES) is not None
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`millrace COMMAND ...`: finds the command, and turns every mistake into one clear message and an exit code.
 
-Exit codes: 0 done, 2 a mistake (what was wrong, what was expected, how to mend it; on stderr), 130 ended by Ctrl-C.
+Exit codes: 0 done, 1 nobody reads the result on (`| head -1`), 2 a mistake (what was wrong, what was expected, how to
+mend it; on stderr), 130 ended by Ctrl-C.
 """
 
 import importlib

@@ -24,11 +24,13 @@ def engine_of(model: str, build: BuildSettings, env: Env) -> tuple[str, Engine]:
 
 
 @contextmanager
-def opened(model: str, build: BuildSettings, run: RunSettings, env: Env) -> Iterator[Opened]:
-    """MODEL, ready to run; closed at the end."""
+def opened(
+    model: str, build: BuildSettings, run: RunSettings, env: Env, *, sequences: int | None = None
+) -> Iterator[Opened]:
+    """MODEL, ready to run; closed at the end. sequences: how many there will be at a time, where that is known"""
     with _cache_mended(env):
         name, engine = engine_of(model, build, env)
-        model_opened = open_engine(name, engine, run)
+        model_opened = open_engine(name, engine, run, sequences)
     try:
         yield model_opened
     finally:

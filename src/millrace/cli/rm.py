@@ -2,6 +2,7 @@
 
 import click
 
+from millrace.cli.list import described, told_apart
 from millrace.cli.options import json_option
 from millrace.cli.screen import note, print_json, size
 from millrace.compile.cache import EngineCache
@@ -19,8 +20,11 @@ Examples:
 @click.pass_obj
 def command(env: Env, names: tuple[str, ...], as_json: bool) -> None:
     """Remove engines from the cache: one by its name, or all of a model, as `millrace list` shows them."""
-    removed = EngineCache(env.cache).remove(names)
+    cache = EngineCache(env.cache)
+    known = described(cache.entries())  # while it can still be read
+    apart, removed = told_apart(known), cache.remove(names)
     if as_json:
         print_json([{"name": e.name, "bytes": e.nbytes} for e in removed])
     for entry in () if as_json else removed:
-        note(f"removed {entry.name}, {size(entry.nbytes)}")
+        about = ", ".join(filter(None, (known.get(entry.name, {}).get("precision"), apart.get(entry.name))))
+        note(f"removed {entry.name}{f' ({about})' if about else ''}, {size(entry.nbytes)}")

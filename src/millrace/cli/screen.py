@@ -1,10 +1,12 @@
 """What commands print: plain aligned text that reads well in a terminal and in a file; colours only in a terminal."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -32,20 +34,34 @@ def decoded(data: bytes) -> str:
         ) from None
 
 
+def said(text: str, *, err: bool = False) -> None:
+    """A line that is not the result: where nobody reads on (`| head -1`), it is lost, and the work goes on."""
+    try:
+        click.echo(text, err=err)
+    except BrokenPipeError:
+        with Path(os.devnull).open("w") as nowhere:  # else what the stream still holds fails again at the end
+            os.dup2(nowhere.fileno(), (sys.stderr if err else sys.stdout).fileno())
+
+
 def note(text: str) -> None:
     """A line for the person at the terminal; stdout stays clean for results."""
-    click.echo(text, err=True)
+    said(text, err=True)
 
 
 def heading(text: str, *, err: bool = False) -> None:
-    click.echo(click.style(text, bold=True), err=err)
+    _echo(click.style(text, bold=True), err)
 
 
 def pairs(rows: Sequence[tuple[str, str]], *, err: bool = False) -> None:
     """Names and values under each other; a row without a name goes on with the one above."""
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
-        click.echo(f"  {click.style(name.ljust(width), fg='cyan')}  {value}", err=err)
+        _echo(f"  {click.style(name.ljust(width), fg='cyan')}  {value}", err)
+
+
+def _echo(text: str, err: bool) -> None:
+    """On stdout it is the result: who does not read that on ends the command."""
+    note(text) if err else click.echo(text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

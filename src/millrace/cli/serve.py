@@ -12,7 +12,7 @@ import click
 
 from millrace.cli.models import opened
 from millrace.cli.options import json_option, made, settings_options
-from millrace.cli.screen import heading, note, pairs, size
+from millrace.cli.screen import heading, note, pairs, said, size
 from millrace.cli.tables import Tables
 from millrace.env import Env
 from millrace.errors import ConfigError
@@ -103,7 +103,7 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
         def ready(url: str) -> None:
             seconds = age_s()
             if as_json:
-                click.echo(json.dumps({"url": url, "model": served.name, "ready_s": seconds, **_memory(model_opened)}))
+                said(json.dumps({"url": url, "model": served.name, "ready_s": seconds, **_memory(model_opened)}))
             else:
                 note(f"Ready after {seconds:.1f} s: {click.style(url + '/v1', bold=True)}   (docs: {url}/docs)")
 

@@ -9,7 +9,7 @@ from typing import Any
 from millrace.engine.engine import Engine
 from millrace.engine.native import PAGE_TOKENS
 from millrace.engine.tables import GraphTable, ProgramTable, Step, read_graph_table, read_program_table
-from millrace.engine.tactics import TacticTable, read_tactics
+from millrace.engine.tactics import TacticTable, read_tables, table_for
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, usable_cores
 
@@ -29,8 +29,13 @@ class Tables:
         return read_graph_table(self.engine.folder)
 
     @cached_property
+    def all_tactics(self) -> list[TacticTable]:
+        return read_tables(self.engine.folder)
+
+    @property
     def tactics(self) -> TacticTable | None:
-        return read_tactics(self.engine.folder)
+        """What was timed last."""
+        return next(iter(self.all_tactics), None)
 
     @property
     def steps(self) -> list[Step]:
@@ -121,10 +126,12 @@ def tuned(tables: Tables) -> str:
     here = fingerprint(usable_isas()[0])
     elsewhere = "" if table.machine == here else f"; here is {machine(here)}: millrace tune {tables.engine.folder}"
     threads = f"{table.threads} thread" + ("" if table.threads == 1 else "s")
-    if table.threads != usable_cores() and not elsewhere:
+    others = sorted(t.threads for t in tables.all_tactics[1:] if t.machine == table.machine and t.compared())
+    also = f", also for {' and '.join(map(str, others))}" if others else ""
+    if not elsewhere and table_for(tables.all_tactics, here, usable_cores()) is None:
         elsewhere = " (a run with another number of threads goes by the rules)"
     return (
-        f"for {threads} on {machine(table.machine)}{elsewhere}; {found['timed']} settings timed, "
+        f"for {threads} on {machine(table.machine)}{also}{elsewhere}; {found['timed']} settings timed, "
         f"{found['changed']} of {len(table.compared())} choices are not the rule"
         + (f"; {table.note}" if table.note else "")
     )

@@ -10,10 +10,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.engine.hold import Hold, hold, in_use, remove, sweep
+from millrace.engine.hold import Hold, hold, in_use, lock, remove, sweep
 from millrace.errors import ConfigError, MachineError, nearest
 
 DEFAULT_LIMIT = 50 << 30
+BUILDING_S = 3600.0  # that somebody else may take for an engine that is wanted here, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class EngineCache:
         """The engine's folder, and whether it was built now; nobody removes it within the block.
 
         `build` writes into the path that it is given. An engine that is there needs no right to write.
-        raises MachineError where it is not, and the cache cannot be written
+        raises MachineError where it is not, and the cache cannot be written, or another process builds it for too long
         """
         folder = self._engines / f"{_safe(name)}-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}"
         held, fresh = hold(folder), False
@@ -92,15 +93,15 @@ class EngineCache:
     def _build(self, folder: Path, build: Callable[[Path], object]) -> tuple[Hold, bool]:
         try:
             self._engines.mkdir(parents=True, exist_ok=True)
-            lock = (self._engines / f".{folder.name}.lock").open("w")
+            file = (self._engines / f".{folder.name}.lock").open("w")
         except OSError as error:
             raise MachineError(
                 f"the cache of engines cannot be written: {error}", "a folder that can be written",
                 "set XDG_CACHE_HOME to one",
             ) from error  # fmt: skip
         fresh = False
-        with lock:  # two processes that want the same engine: the second waits, then finds it built
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with file:  # two processes that want the same engine: the second waits, then finds it built
+            lock(file.fileno(), fcntl.LOCK_EX, f"another process, which is building {folder}", BUILDING_S)
             while (held := hold(folder)) is None:
                 shutil.rmtree(folder, ignore_errors=True)  # without a manifest it is no engine
                 build(folder)

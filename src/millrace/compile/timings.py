@@ -12,11 +12,13 @@ from pathlib import Path
 
 import msgspec
 
+from millrace.engine.hold import lock
 from millrace.engine.tactics import Choice, knob_values, write_whole
 from millrace.errors import MachineError
 from millrace.kernels.library import library_path
 from millrace.machine.cpu import fingerprint
 
+WRITING_S = 30.0
 Regions = dict[str, list[Choice]]  # region -> a choice for each number of rows
 
 
@@ -72,6 +74,6 @@ class TimingCache:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.with_name(f".{self._path.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with self._path.with_name(f".{self._path.name}.lock").open("w") as file:
+            lock(file.fileno(), fcntl.LOCK_EX, f"another process, which is writing {self._path}", WRITING_S)
             yield

@@ -27,7 +27,8 @@ from millrace.engine.tactics import (
     TacticTable,
     Timed,
     knob_values,
-    read_tactics,
+    read_tables,
+    table_for,
     write_tactics,
 )
 from millrace.kernels.declare import KERNELS, WeightFormat
@@ -114,13 +115,15 @@ class Tuning:
 
 
 def tune_folder(folder: Path, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
-    """Tunes the engine in `folder` for this machine; what time did not suffice for stays as it was.
+    """Tunes the engine in `folder` for this machine and so many threads; what time did not suffice for stays as it was.
 
     raises MachineError where the timing cache cannot be read, EngineError where the engine is damaged
     """
-    table, before = tune(Engine.open(folder), tuning, progress), read_tactics(folder, mend=True)
-    if before and before.is_for(table.machine, table.threads):
+    table, tables = tune(Engine.open(folder), tuning, progress), read_tables(folder, mend=True)
+    if before := table_for(tables, table.machine, table.threads):
         table = kept(before, table)
+    elif tables and not table.compared():
+        return table  # it says nothing beyond the rules, which hold without it
     return write_tactics(folder, table)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from millrace.engine.hold import Hold, hold
 from millrace.engine.manifest import PROGRAM, WEIGHTS, Manifest, check_files, damaged, not_an_engine, read_manifest
 from millrace.engine.native import PAGE_TOKENS, KvFormat, KvShape, NativeExecutor, NativeProgram
-from millrace.engine.tactics import TacticTable, damaged_tactics, read_tactics
+from millrace.engine.tactics import TacticTable, damaged_tactics, read_tables, table_for
 from millrace.errors import EngineError
 from millrace.machine.cpu import fingerprint
 
@@ -65,8 +65,8 @@ class Engine:
         if f"{executor.weights_checksum() & (2**64 - 1):016x}" != m.files[WEIGHTS].checksum:
             executor.close()
             raise damaged(self.folder, f"{WEIGHTS} is damaged: its checksum differs")
-        table = read_tactics(self.folder) if tuned else None
-        if table and table.is_for(fingerprint(executor.isa), executor.threads):
+        tables = read_tables(self.folder) if tuned else []
+        if table := table_for(tables, fingerprint(executor.isa), executor.threads):
             self._take(executor, table)
         return executor
 

@@ -2,12 +2,12 @@
 
 A tactic turns the knobs that a kernel declares (kernels/declare.py). None ever changes a result, so a table may be
 missing, old or made elsewhere: it is used only on the machine and with the threads that it was made for; elsewhere
-kernels go by their own rules.
+kernels go by their own rules. The file holds a table for each of these, the last written first.
 """
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +19,7 @@ from millrace.kernels.declare import KERNELS, MAX_KNOBS
 
 TACTICS = "tactics.json"
 _LIMIT = 16 << 20
+_MOST_TABLES = 16
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
@@ -97,37 +98,54 @@ def knob_values(kernel: str, knobs: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def read_tactics(folder: Path, *, mend: bool = False) -> TacticTable | None:
-    """None: the engine was never tuned, or with `mend` its table is damaged. raises EngineError for a damaged table"""
+    """The table that was written last.
+
+    None: the engine was never tuned, or with `mend` its tables are damaged. raises EngineError for damaged tables
+    """
+    return next(iter(read_tables(folder, mend=mend)), None)
+
+
+def table_for(tables: Sequence[TacticTable], machine: Mapping[str, str | int], threads: int) -> TacticTable | None:
+    return next((table for table in tables if table.is_for(machine, threads)), None)
+
+
+def read_tables(folder: Path, *, mend: bool = False) -> list[TacticTable]:
+    """One for each machine and number of threads, the last written first; with `mend` none where they are damaged."""
     try:
         return _read(folder)
     except EngineError:
         if mend:
-            return None
+            return []
         raise
 
 
-def _read(folder: Path) -> TacticTable | None:
+def _read(folder: Path) -> list[TacticTable]:
     path = folder / TACTICS
     if not path.exists():
-        return None
+        return []
     if not path.is_file():
         raise damaged_tactics(folder, "it is no file")
     if path.stat().st_size > _LIMIT:
         raise damaged_tactics(folder, f"it has {path.stat().st_size} bytes, more than {_LIMIT}")
     try:
-        table = msgspec.json.decode(path.read_bytes(), type=TacticTable)
-        table.entries()
+        # one alone is what engines had that were tuned for one number of threads only
+        found = msgspec.json.decode(path.read_bytes(), type=TacticTable | list[TacticTable])
+        tables = [found] if isinstance(found, TacticTable) else found
+        for table in tables:
+            table.entries()
     except (*UNREADABLE, ValueError) as error:
         raise damaged_tactics(folder, f"it is not readable: {error}") from error
-    if table != sealed(table):
+    if any(table != sealed(table) for table in tables):
         raise damaged_tactics(folder, "its checksum differs")
-    return table
+    return tables
 
 
 def write_tactics(folder: Path, table: TacticTable) -> TacticTable:
-    """Whole, or not at all. Gives the table with its checksum."""
+    """Beside the tables for other machines and threads; whole, or not at all. Gives the table with its checksum."""
     table = sealed(table)
-    write_whole(folder / TACTICS, msgspec.json.format(msgspec.json.encode(table), indent=1))
+    others = [t for t in read_tables(folder, mend=True) if not t.is_for(table.machine, table.threads)]
+    tables = [table, *others[: _MOST_TABLES - 1]]
+    write_whole(folder / TACTICS, msgspec.json.format(msgspec.json.encode(tables), indent=1))
     return table
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from millrace.checkpoint.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.env import read_env
 from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, nearest
@@ -201,9 +202,9 @@ class LLM:
         """`encode(text)` gives token ids, `decode(ids)` their text."""
         return self._opened.tokenizer
 
-    def get_tokenizer(self) -> Tokenizer:
-        """vLLM's name for `tokenizer`."""
-        return self.tokenizer
+    def get_tokenizer(self) -> HfTokenizer:
+        """The tokenizer with the calls of transformers, as vLLM gives it: `apply_chat_template`, `eos_token_id`, ..."""
+        return HfTokenizer(self._opened.tokenizer, self._opened.chat_template)
 
     def close(self) -> None:
         """Gives the memory back; also at the end of a `with`."""

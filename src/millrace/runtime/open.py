@@ -9,7 +9,7 @@ from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.checkpoint import Checkpoint, open_chat_template
 from millrace.checkpoint.generation import GenerationDefaults, read_generation
 from millrace.checkpoint.gguf.reader import is_gguf
-from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer, read_json_object
+from millrace.checkpoint.tokenizer import VocabularyTokenizer, open_tokenizer, read_json_object
 from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import FORMAT, MANIFEST
@@ -69,7 +69,7 @@ class RunSettings(Settings):
 
     kv_memory: int | None = setting(
         None,
-        "memory for KV pages, like 2G; default: the whole batch at full context, or 60 % of what is free",
+        "memory for KV pages, like 2G; default: as many full contexts as run at a time, or 60 % of what is free",
         size=True,
         low=1,
     )
@@ -89,7 +89,7 @@ class Opened:
     engine: Engine
     plan: RunPlan
     executor: NativeExecutor
-    tokenizer: Tokenizer
+    tokenizer: VocabularyTokenizer
     tokenizer_folder: Path
     chat_template: ChatTemplate | None
     defaults: GenerationDefaults
@@ -154,16 +154,18 @@ def find_engine(
     checkpoint = Checkpoint.open(folder)
     if folder.is_dir():  # a GGUF file has it inside
         check_tokenizer(folder)
-    engine = _built(name, checkpoint, build, precisions, env, progress)
-    for note in engine.manifest.notes if say else ():
-        say(note)  # type: ignore[misc]
+    engine, fresh = _built(name, checkpoint, build, precisions, env, progress)
+    if say and fresh:  # later runs would only repeat it; `millrace inspect` shows it again
+        for note in engine.manifest.notes:
+            say(note)
     return name, engine
 
 
 def _built(
     name: str, checkpoint: Checkpoint, build: BuildSettings, precisions: Mapping[str, str] | None, env: Env,
     progress: Progress | None,
-) -> Engine:  # fmt: skip
+) -> tuple[Engine, bool]:  # fmt: skip
+    """The engine, and whether it was built now."""
     from millrace.compile.build import plan_engine, write_engine  # not needed for a built engine
     from millrace.compile.cache import EngineCache
     from millrace.compile.source import Source
@@ -179,8 +181,8 @@ def _built(
         plan, tuning = plan_engine(known, options), tuning_of(build, env)
         write_engine(known, plan, folder, name=name, progress=progress, tuning=tuning)
 
-    with EngineCache(env.cache).get_or_build(name, key, write) as (folder, _):
-        return Engine.open(folder)
+    with EngineCache(env.cache).get_or_build(name, key, write) as (folder, fresh):
+        return Engine.open(folder), fresh
 
 
 def _identity(checkpoint: Checkpoint, env: Env, progress: Progress | None) -> str:
@@ -250,11 +252,17 @@ def check_tokenizer(folder: Path) -> None:
         )  # fmt: skip
 
 
-def open_engine(name: str, engine: Engine, run: RunSettings) -> Opened:
-    """Plans the memory, then loads the weights. raises MachineError before anything large is touched"""
+def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | None = None) -> Opened:
+    """Plans the memory, then loads the weights. raises MachineError before anything large is touched
+
+    sequences: KV pages for no more than these at full context, unless `run` says how much memory they may take
+    """
     folder = engine.folder
     check_tokenizer(folder)
     plan = plan_run(engine, memory(), run.kv_memory)
+    if sequences is not None and run.kv_memory is None:
+        n_pages = min(plan.n_pages, sequences * engine.pages_per_sequence)
+        plan = replace(plan, n_pages=n_pages, kv_bytes=n_pages * engine.kv.page_bytes())
     executor = engine.executor(n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa)
     tokenizer = open_tokenizer(folder)
     generation = read_generation(read_json_object(folder / "generation_config.json"))

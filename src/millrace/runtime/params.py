@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from millrace.errors import RequestError
+from millrace.errors import RequestError, nearest
+from millrace.runtime.vllm_names import SAMPLING
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # of one stop string: the search keeps a table as long, and an answer holds back as much
@@ -49,6 +50,19 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives beside the chosen token; 0 = the chosen one only
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+
+    def __new__(cls, *unnamed: object, **given: object) -> "SamplingParams":
+        """Looks at the names: the TypeError of a dataclass would not say what was meant."""
+        if unnamed:
+            raise RequestError(
+                f"SamplingParams has the value {_short(unnamed[0])} without its name", "names", "write temperature=0.7"
+            )
+        known = {f.name for f in fields(cls)}
+        for name in given:
+            if name not in known:
+                instead = f"use {SAMPLING[name]}" if name in SAMPLING else nearest(name, known)
+                raise RequestError(f'SamplingParams has no parameter "{name}"', instead, "correct it", param=name)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name, empty in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {}), ("n", 1), ("min_tokens", 0)):

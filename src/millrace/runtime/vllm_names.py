@@ -1,6 +1,6 @@
 """vLLM's names for settings of `LLM`: taken where the meaning is the same, else refused with what to use instead.
 
-source: the arguments of vllm.LLM and its EngineArgs, vLLM 0.11.
+So are its sampling parameters. source: the arguments of vllm.LLM, its EngineArgs and its SamplingParams, vLLM 0.11.
 """
 
 from collections.abc import Mapping
@@ -36,6 +36,29 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "download_dir": ((None,), "the environment variable HF_HOME"),
     "hf_token": ((None,), "the environment variable HF_TOKEN"),
     "block_size": ((None, 64), "KV pages have 64 tokens"),
+}  # fmt: skip
+# Sampling parameters that vLLM has (the last three: others), and what to use here.
+SAMPLING: Mapping[str, str] = {
+    "best_of": "n=, and choose among the answers by cumulative_logprob",
+    "use_beam_search": "n= with a temperature: there is no beam search",
+    "beam_width": "n= with a temperature: there is no beam search",
+    "length_penalty": "n= with a temperature: there is no beam search",
+    "early_stopping": "n= with a temperature: there is no beam search",
+    "prompt_logprobs": "logprobs=, of the answer's tokens; those of a prompt are not computed",
+    "flat_logprobs": "logprobs=, which gives a dict a token",
+    "detokenize": "nothing: answers have token_ids and text",
+    "spaces_between_special_tokens": "skip_special_tokens=False, and nothing is put between them",
+    "truncate_prompt_tokens": 'a prompt {"prompt_token_ids": ids[-n:]}',
+    "allowed_token_ids": "logit_bias={id: -100}, for what must not come",
+    "bad_words": "logit_bias={id: -100}, for tokens that must not come",
+    "logits_processors": "logit_bias=, min_p= or the penalties: code of yours is not run between tokens",
+    "guided_decoding": "a prompt that asks for the form: answers are not held to a grammar",
+    "structured_outputs": "a prompt that asks for the form: answers are not held to a grammar",
+    "output_kind": "LLM.astream, for an answer as it grows",
+    "extra_args": "the parameters by their names",
+    "max_new_tokens": "max_tokens=",
+    "do_sample": "temperature=0, for the likeliest tokens",
+    "num_return_sequences": "n=",
 }  # fmt: skip
 KNOWN = frozenset({"dtype", *SAME, *_NEUTRAL})
 

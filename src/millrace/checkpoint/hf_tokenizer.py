@@ -1,0 +1,177 @@
+"""A tokenizer with the calls that users of transformers know: what `LLM.get_tokenizer()` gives, as vLLM's does.
+
+Arguments, defaults and results are those of transformers 5. What is not here is refused with what to use instead: an
+AttributeError for a name, a RequestError for an argument.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.tokenizer import NAMED_TOKENS, VocabularyTokenizer
+from millrace.errors import CheckpointError, RequestError, nearest
+
+Message = Mapping[str, object]
+# Arguments of transformers, the values that ask for what happens anyway, and what to do for another.
+_NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "padding": ((False, None), "generate() takes prompts of any lengths"),
+    "truncation": ((False, None), "shorten the list of ids"),
+    "max_length": ((None,), "shorten the list of ids"),
+    "return_tensors": ((None,), "numpy.array or torch.tensor makes one of the ids"),
+    "text_pair": ((None,), "encode each text"),
+    "stride": ((0,), "cut the list of ids"),
+    "return_token_type_ids": ((False, None), "they are all 0"),
+    "return_attention_mask": ((True, None), "take input_ids alone"),
+    "clean_up_tokenization_spaces": ((False, None), "the text is given as it is"),
+    "chat_template": ((None,), "put it into the checkpoint as chat_template.jinja"),
+    "documents": ((None,), "put them into a message"),
+    "continue_final_message": ((False,), "render with tokenize=False and add the beginning to the text"),
+    "return_assistant_tokens_mask": ((False,), "encode the messages one by one"),
+    "tokenizer_kwargs": ((None,), "render with tokenize=False, then encode"),
+}
+_ELSEWHERE = "transformers.AutoTokenizer.from_pretrained(FOLDER) reads the same files"
+
+
+class Encoding(dict[str, Any]):
+    """`encoding.input_ids` and `encoding["input_ids"]`; the mask is 1 everywhere, for nothing is padded."""
+
+    input_ids: list[Any]
+    attention_mask: list[Any]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"an encoding has no {name}; it has {' and '.join(self)}")
+
+
+class HfTokenizer:
+    """Special tokens are attributes: `bos_token`, `eos_token_id`, ...; None where the model has no such token."""
+
+    def __init__(self, tokenizer: VocabularyTokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer, self._template = tokenizer, template
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NAMED_TOKENS:
+            return self._tokenizer.special_token_strings.get(name)
+        if name.removesuffix("_id") in NAMED_TOKENS:
+            token = self._tokenizer.special_token_strings.get(name.removesuffix("_id"))
+            return None if token is None else self._tokenizer.token_id(token)
+        if name.startswith("_"):  # nobody's mistake: copy and pickle ask for such names
+            raise AttributeError(name)
+        known = [n for n in dir(type(self)) if not n.startswith("_")]
+        known += [f"{token}{end}" for token in NAMED_TOKENS for end in ("", "_id")]
+        raise AttributeError(f"this tokenizer has no {name} ({nearest(name, known)}); {_ELSEWHERE}")
+
+    def __len__(self) -> int:
+        """All tokens, those included that were added to the trained ones."""
+        return self._tokenizer.n_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        """Trained tokens only."""
+        return self._tokenizer.n_trained
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its Jinja2 source."""
+        return None if self._template is None else self._template.source
+
+    def get_vocab(self) -> dict[str, int]:
+        tokens = ((self._tokenizer.token(i), i) for i in range(self._tokenizer.vocab_size))
+        return {token: i for token, i in tokens if token is not None}
+
+    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True, **options: Any) -> Encoding:
+        """Token ids and mask of a text, or lists of them for several."""
+        _check(options)
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens=add_special_tokens)
+            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        each = [self.encode(one, add_special_tokens=add_special_tokens) for one in text]
+        return Encoding(input_ids=each, attention_mask=[[1] * len(ids) for ids in each])
+
+    def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        """raises RequestError where `text` is no text"""
+        _check(options)
+        if not isinstance(text, str):
+            raise RequestError(f"the text is of type {type(text).__name__}", "a text", "encode each text of a list")
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def tokenize(self, text: str, add_special_tokens: bool = False, **options: Any) -> list[str | None]:
+        """As the vocabulary spells its tokens, without those that a prompt begins with."""
+        return self.convert_ids_to_tokens(self.encode(text, add_special_tokens, **options))
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        """The text of one id or of a list (also an array or tensor); a list of texts for a list of lists."""
+        _check(options)
+        ids = _plain(token_ids)
+        if isinstance(ids, list) and ids and isinstance(ids[0], list):
+            return self.batch_decode(ids, skip_special_tokens)
+        return self._tokenizer.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens)
+
+    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:
+        return [self.decode(ids, skip_special_tokens, **options) for ids in _plain(sequences)]
+
+    @overload
+    def convert_ids_to_tokens(self, ids: int, skip_special_tokens: bool = False) -> str | None: ...
+    @overload
+    def convert_ids_to_tokens(self, ids: Sequence[int], skip_special_tokens: bool = False) -> list[str | None]: ...
+    def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> str | list[str | None] | None:
+        """As the vocabulary spells them; None for an id without a token."""
+        ids = _plain(ids)
+        if isinstance(ids, int):
+            return self._tokenizer.token(ids)
+        skipped = self._tokenizer.special_ids if skip_special_tokens else frozenset()
+        return [self._tokenizer.token(i) for i in ids if i not in skipped]
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """An unknown token is `unk_token_id`, None where there is none."""
+        if isinstance(tokens, str):
+            found = self._tokenizer.token_id(tokens)
+            return self.unk_token_id if found is None else found
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **options: Any,
+    ) -> Any:
+        """The prompt of one conversation, or a list for several: text, or with `tokenize` its encoding.
+
+        return_dict: False for token ids alone (what transformers 4 gave). options: variables of the template
+        raises CheckpointError where the model has no template, RequestError where it refuses the messages
+        """
+        if self._template is None:
+            raise CheckpointError("this model has no chat template", "a chat model", "write the prompt yourself")
+        extra = {name: value for name, value in options.items() if name not in _NEUTRAL}
+        _check({name: value for name, value in options.items() if name in _NEUTRAL})
+        if tools is not None:
+            extra["tools"] = list(tools)
+        several = bool(conversation) and not isinstance(conversation[0], Mapping)
+        conversations: Any = conversation if several else [conversation]
+        texts = [
+            self._template.render(c, add_generation_prompt=add_generation_prompt, extra=extra) for c in conversations
+        ]
+        given: Any = texts if several else texts[0]
+        if not tokenize:
+            return given
+        encoding = self(given, add_special_tokens=False)
+        return encoding if return_dict else encoding.input_ids
+
+
+def _plain(ids: Any) -> Any:
+    """Lists and ints also of what has numbers in another way: arrays, tensors."""
+    return ids.tolist() if hasattr(ids, "tolist") else ids
+
+
+def _check(options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        if name not in _NEUTRAL:
+            raise RequestError(f"there is no argument {name}", nearest(name, _NEUTRAL), "correct it, or leave it out")
+        neutral, instead = _NEUTRAL[name]
+        if not any(value is v or (value == v and type(value) is type(v)) for v in neutral):
+            raise RequestError(f"{name} is {value!r}", " or ".join(map(repr, neutral)), f"leave it out: {instead}")
