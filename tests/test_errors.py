@@ -39,10 +39,19 @@ def test_the_middle_of_a_long_part_is_left_out(n: int) -> None:
     assert len(plain("\x1b" * n)) <= LONGEST
 
 
+@pytest.mark.parametrize("c", ["e", "é", "水", "😀"])
+@pytest.mark.parametrize("n", [LONGEST // 4, LONGEST // 4 + 1, LONGEST // 2 + 1, LONGEST, LONGEST + 1])
+def test_what_is_long_is_long_in_bytes(c: str, n: int) -> None:
+    """No character is cut in two."""
+    shown = plain(c * n)
+    assert len(shown.encode()) <= LONGEST and {*shown} <= {c, " ", "."}
+    assert (shown == c * n) == (n * len(c.encode()) <= LONGEST)
+
+
 @given(st.text(st.characters(exclude_categories=[]), max_size=3 * LONGEST))
 def test_cleaning_twice_changes_nothing(text: str) -> None:
     once = plain(text)
-    assert plain(once) == once and once.isprintable() and len(once) <= LONGEST
+    assert plain(once) == once and once.isprintable() and len(once.encode()) <= LONGEST
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable
 
-# Of each part of a message; of what is longer the middle is left out.
+# Bytes, in UTF-8, of each part of a message; of what is longer the middle is left out.
 LONGEST, _HEAD, _TAIL = 1000, 600, 390
 
 
@@ -17,7 +17,23 @@ def plain(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
+    if len(text) <= LONGEST // 4 or (len(text) <= LONGEST and len(_utf8(text)) <= LONGEST):
+        return text
+    head, tail = _utf8(text[:LONGEST]), _utf8(text[-LONGEST:])
+    end, begin = min(_HEAD, len(head)), max(len(tail) - _TAIL, 0)
+    while end < len(head) and head[end] & 0xC0 == 0x80:  # inside a character
+        end -= 1
+    while begin < len(tail) and tail[begin] & 0xC0 == 0x80:
+        begin += 1
+    return f"{_text(head[:end])} ... {_text(tail[begin:])}"
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
 
 
 def _escaped(c: str) -> str:
