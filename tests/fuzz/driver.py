@@ -47,31 +47,51 @@ def random_of(seed: int, index: int) -> Random:
     return Random(f"{seed}/{index}")
 
 
-def fuzz(target: str, seed: int, first: int, count: int, *, hung_s: float = HUNG_S) -> Iterator[Failure]:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a case may take, in seconds."""
+
+    hung_s: float = HUNG_S
+    slow_s: float = MAX_CASE_S
+
+
+def fuzz(target: str, seed: int, first: int, count: int, limits: Limits = Limits()) -> Iterator[Failure]:
     """Runs cases first .. first+count-1 of `target` ("module:function"); a new child goes on behind each lost one."""
     last = first + count
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         while first < last:
-            at = yield from _batch(target, seed, first, last, Path(folder), hung_s)
+            at = yield from _batch(target, seed, first, last, Path(folder), limits)
             first = at + 1
 
 
-def _batch(target: str, seed: int, first: int, last: int, folder: Path, hung_s: float) -> Generator[Failure, None, int]:
+def _batch(
+    target: str, seed: int, first: int, last: int, folder: Path, limits: Limits
+) -> Generator[Failure, None, int]:
     """Gives the last case that was run."""
     place, said, errors = folder / "at", folder / "said", folder / "stderr"
     place.write_bytes(struct.pack("<q", first))
-    command = [sys.executable, "-m", "tests.fuzz.child", target, str(seed), str(first), str(last), str(place)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz.child",
+        target,
+        str(seed),
+        str(first),
+        str(last),
+        str(place),
+        str(limits.slow_s),
+    ]
     with (
         said.open("wb") as out,
         errors.open("wb") as err,
         subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err) as child,
     ):
-        hung = _wait(child, place, hung_s)
+        hung = _wait(child, place, limits.hung_s)
     at = _place(place)
     for line in said.read_text().splitlines():
         yield Failure(**json.loads(line))
     if hung:
-        yield Failure(target, seed, at, "hung", f"no end after {hung_s:.0f} s")
+        yield Failure(target, seed, at, "hung", f"no end after {limits.hung_s:.0f} s")
     elif child.returncode:
         last_words = errors.read_bytes()[-300:].decode(errors="backslashreplace").strip()
         yield Failure(target, seed, at, "crashed", f"exit status {child.returncode}: {last_words}")
