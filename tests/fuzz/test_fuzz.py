@@ -31,7 +31,7 @@ NOTICED = {
 def test_what_breaks_the_property_is_noticed(name: str) -> None:
     """With its seed and its place, and the cases behind it are run."""
     kind, detail = NOTICED[name]
-    limits = {"hangs": Limits(hung_s=3), "is_slow": Limits(slow_s=0.5)}.get(name, Limits())
+    limits = {"hangs": Limits(hung_s=1.5), "is_slow": Limits(slow_s=0.5)}.get(name, Limits())
     found = list(fuzz(f"tests.fuzz.broken:{name}", 5, 0, broken.BAD + 3, limits))
     assert [(f.seed, f.index, f.kind) for f in found] == [(5, broken.BAD, kind)]
     assert detail in found[0].detail
