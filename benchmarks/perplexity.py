@@ -124,7 +124,8 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 @contextmanager
-def _built(folder: Path, variant: Variant, sequences: int) -> Iterator[Engine]:
+def built(folder: Path, variant: Variant, sequences: int) -> Iterator[Engine]:
+    """An engine for steps of so many sequences, gone when the block ends. folder: or GGUF file"""
     source = Source.from_checkpoint(Checkpoint.open(folder))
     asked = variant.precision and precision_map(variant.precision, variant.group, variant.head)
     options = BuildOptions(precision=asked or None, max_batch=sequences, kv_format=variant.kv)
@@ -162,25 +163,28 @@ def scores(
     tokens, found = targets(documents), []
     reference: LogProbs | None = None
     for variant in precisions:
-        with _built(folder, variant, len(documents)) as engine:
+        with built(folder, variant, len(documents)) as engine:
             log_probs = log_probabilities(engine, documents)
             numbers = named(engine)
         reference = log_probs if reference is None else reference
         found.append(score(variant.name, numbers, log_probs, reference, tokens))
     if llama_cpp:
         assert reference is not None
-        numbers, log_probs = _of_llama_cpp(folder, documents)
+        numbers, log_probs = of_llama_cpp(folder, documents)
         found.append(score("llama.cpp, the file as it is", numbers, log_probs, reference, tokens))
     return found
 
 
-def _of_llama_cpp(path: Path, documents: Documents) -> tuple[dict[str, str], LogProbs]:
-    """In the order of `log_probabilities`."""
+def of_llama_cpp(path: Path, documents: Documents, cache: int | None = None) -> tuple[dict[str, str], LogProbs]:
+    """What llama.cpp computes with, and its `log_probabilities`.
+
+    cache: the type of keys and values as of LlamaCppEngine; where it is said, attention is not fused
+    """
     from benchmarks.peers.llama_cpp_engine import LlamaCppEngine, batches
 
-    engine = LlamaCppEngine(path, usable_cores())
+    engine = LlamaCppEngine(path, usable_cores(), cache)
     size = Workload(Phase.PREFILL, users=1, prompt=max(map(len, documents)), new=0)
-    context, rows = engine.context(size, flash=True), []
+    context, rows = engine.context(size, flash=cache is None), []
     described, vocab = engine.describe(), engine.vocab
     for document in sorted(documents, key=len, reverse=True):
         context.keep(1, 0)

@@ -14,7 +14,8 @@ inline double total(const float* sums, int64_t n) {
   return all;
 }
 
-// A bisection for the largest threshold with enough from it on: `count` logits, or (with p) the weight `mass`.
+// A bisection for the largest threshold with enough from it on: `count` logits, or (with p) the weight `mass`. Not
+// rescore's, which takes logits that are not finite and goes on to the last bit: here each pass is over a whole row.
 struct Search {
   const SamplePasses& passes;
   const float *x, *p;  // p may be null

@@ -18,6 +18,7 @@ KNOWN = {
     "AVX2 is x86-64's": "x86-64",
     "a score of minus infinity is a weight of 0": "other classes of the same test",
     "needs g++-aarch64-linux-gnu and qemu-user-static": "CI installs them where it may",
+    "needs an x86-64 and qemu-user-static": "CI installs it where it may",
     **({} if SHARED.is_dir() else {NOT_BESIDE: "checkouts with ../shared beside them"}),
 }
 _REASONS = pytest.StashKey[Counter[str]]()

@@ -56,6 +56,43 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserves: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_space_is_reserved_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """So a disk that is too small is known at once, and no later than the first weight."""
+    done: list[tuple[str, int]] = []
+    reserve, write = os.posix_fallocate, os.pwrite
+
+    def reserved(file: int, offset: int, nbytes: int) -> None:
+        assert offset == 0 and os.fstat(file).st_size == 0
+        done.append(("reserve", nbytes))
+        reserve(file, offset, nbytes)
+
+    def written(file: int, data: memoryview, offset: int) -> int:
+        done.append(("write", len(data)))
+        return write(file, data, offset)
+
+    def full(file: int, offset: int, nbytes: int) -> None:
+        done.append(("refuse", nbytes))
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwrite", written)
+    monkeypatch.setattr(os, "posix_fallocate", reserved)
+    manifest = build(TINY, tmp_path / "engine")
+    weights = manifest.weights_bytes
+    assert done[0] == ("reserve", weights) and {what for what, _ in done[1:]} == {"write"}
+    assert (tmp_path / "engine" / WEIGHTS).stat().st_size == weights
+    done.clear()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MachineError) as caught:
+        build(TINY, tmp_path / "another")
+    assert done == [("refuse", weights)], "nothing was written"
+    assert f"{tmp_path / 'another'} cannot be written: {os.strerror(code)}; its weights need" in caught.value.what
+    assert f"{weights:,} bytes" in caught.value.what and "make room" in caught.value.mend
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+
+
 def test_a_file_system_that_does_not_reserve_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

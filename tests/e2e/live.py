@@ -9,11 +9,12 @@ import httpx
 import openai
 
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
+from millrace.cli.serve import _served
 from millrace.engine.engine import Engine
 from millrace.runtime.open import Opened, RunSettings, open_engine
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.stats import LoopStats
-from millrace.serve.settings import ServedModel, ServerSettings
+from millrace.serve.settings import ServerSettings
 from tests.support.server import in_thread, wait_until_idle
 
 MODEL = "served"
@@ -56,15 +57,7 @@ def live(
     if template is not None:
         opened = replace(opened, chat_template=ChatTemplate(template, {}, ChatLimits(timeout_s=2.0)))
     async_engine = AsyncEngine(opened.loop(), options)
-    model = ServedModel(
-        name=MODEL,
-        engine=async_engine,
-        tokenizer=opened.tokenizer,
-        tokenizer_folder=opened.tokenizer_folder,
-        chat_template=opened.chat_template,
-        created=1_700_000_000,
-        max_context=opened.engine.manifest.max_context,
-    )
+    model = _served(opened, async_engine, MODEL)
     try:
         with in_thread(model, settings, start_s=60, stop_s=30) as served:
             yield Live(served.url, opened, async_engine)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from millrace.errors import MillraceError
 from tests.fuzz.driver import (
-    MAX_CASE_S,
     MAX_GROWTH_BYTES,
     MAX_LEAP_BYTES,
     MAX_MESSAGE,
@@ -29,23 +28,23 @@ _WARM = 40  # cases after which caches are full and memory should not grow any m
 _PAGE = resource.getpagesize()
 
 
-def main(target: str, seed: str, first: str, last: str, place: str) -> None:
+def main(target: str, seed: str, first: str, last: str, place: str, slow_s: str) -> None:
     module, _, name = target.partition(":")
     prepare: Target = getattr(importlib.import_module(module), name)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         case = prepare(Path(folder))
         _limit()
-        run(case, target, int(seed), range(int(first), int(last)), os.open(place, os.O_WRONLY))
+        run(case, target, int(seed), range(int(first), int(last)), os.open(place, os.O_WRONLY), float(slow_s))
 
 
-def run(case: Case, target: str, seed: int, cases: range, place: int) -> None:
+def run(case: Case, target: str, seed: int, cases: range, place: int, slow_s: float) -> None:
     warm, peak = 0, _peak_bytes()
     for i in cases:
         os.pwrite(place, struct.pack("<q", i), 0)
         begun = time.process_time()
         found = _judged(case, seed, i)
         taken, before, peak = time.process_time() - begun, peak, _peak_bytes()
-        if found is None and taken > MAX_CASE_S:
+        if found is None and taken > slow_s:
             found = "slow", f"{taken:.1f} s of processor time"
         if found is None and i - cases.start >= _WARM and peak - before > MAX_LEAP_BYTES:
             found = "memory", f"{(peak - before) >> 20} MiB for one case"

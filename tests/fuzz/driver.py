@@ -47,31 +47,43 @@ def random_of(seed: int, index: int) -> Random:
     return Random(f"{seed}/{index}")
 
 
-def fuzz(target: str, seed: int, first: int, count: int, *, hung_s: float = HUNG_S) -> Iterator[Failure]:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a case may take, in seconds."""
+
+    hung_s: float = HUNG_S
+    slow_s: float = MAX_CASE_S
+
+
+def fuzz(target: str, seed: int, first: int, count: int, limits: Limits = Limits()) -> Iterator[Failure]:
     """Runs cases first .. first+count-1 of `target` ("module:function"); a new child goes on behind each lost one."""
     last = first + count
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         while first < last:
-            at = yield from _batch(target, seed, first, last, Path(folder), hung_s)
+            at = yield from _batch(target, seed, first, last, Path(folder), limits)
             first = at + 1
 
 
-def _batch(target: str, seed: int, first: int, last: int, folder: Path, hung_s: float) -> Generator[Failure, None, int]:
+def _batch(
+    target: str, seed: int, first: int, last: int, folder: Path, limits: Limits
+) -> Generator[Failure, None, int]:
     """Gives the last case that was run."""
     place, said, errors = folder / "at", folder / "said", folder / "stderr"
-    place.write_bytes(struct.pack("<q", first))
-    command = [sys.executable, "-m", "tests.fuzz.child", target, str(seed), str(first), str(last), str(place)]
+    place.write_bytes(b"")
+    numbers = map(str, (seed, first, last, place, limits.slow_s))
+    command = [sys.executable, "-m", "tests.fuzz.child", target, *numbers]
     with (
         said.open("wb") as out,
         errors.open("wb") as err,
         subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err) as child,
     ):
-        hung = _wait(child, place, hung_s)
-    at = _place(place)
+        hung = _wait(child, place, limits.hung_s)
+    reached = _place(place)
+    at = first if reached is None else reached
     for line in said.read_text().splitlines():
         yield Failure(**json.loads(line))
     if hung:
-        yield Failure(target, seed, at, "hung", f"no end after {hung_s:.0f} s")
+        yield Failure(target, seed, at, "hung", f"no end after {limits.hung_s:g} s")
     elif child.returncode:
         last_words = errors.read_bytes()[-300:].decode(errors="backslashreplace").strip()
         yield Failure(target, seed, at, "crashed", f"exit status {child.returncode}: {last_words}")
@@ -91,15 +103,16 @@ def _wait(child: "subprocess.Popen[bytes]", place: Path, hung_s: float) -> bool:
             now = _place(place)
             if now != at:
                 at, since = now, time.monotonic()
-            elif time.monotonic() - since > hung_s:
+            elif time.monotonic() - since > (HUNG_S if at is None else hung_s):
                 child.kill()
                 child.wait()
                 return True
 
 
-def _place(place: Path) -> int:
-    (at,) = struct.unpack("<q", place.read_bytes())
-    return int(at)
+def _place(place: Path) -> int | None:
+    """The case that the child is at; None before its first."""
+    written = place.read_bytes()
+    return int(struct.unpack("<q", written)[0]) if written else None
 
 
 def line_of(failure: Failure) -> str:

@@ -5,13 +5,13 @@ from random import Random
 import pytest
 
 from tests.fuzz import broken
-from tests.fuzz.driver import HUNG_S, fuzz, random_of
+from tests.fuzz.driver import Limits, fuzz, random_of
 from tests.fuzz.known import is_known
 from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
 from tests.fuzz.originals import CONFIG
 from tests.fuzz.targets import TARGETS
 
-CASES = {"safetensors": 300, "gguf": 200, "config": 150, "tokenizer": 200, "program": 120, "requests": 1000}
+CASES = {"safetensors": 300, "gguf": 300, "config": 300, "tokenizer": 300, "program": 300, "requests": 1000}
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -31,7 +31,8 @@ NOTICED = {
 def test_what_breaks_the_property_is_noticed(name: str) -> None:
     """With its seed and its place, and the cases behind it are run."""
     kind, detail = NOTICED[name]
-    found = list(fuzz(f"tests.fuzz.broken:{name}", 5, 0, broken.BAD + 3, hung_s=3 if name == "hangs" else HUNG_S))
+    limits = {"hangs": Limits(hung_s=1.5), "is_slow": Limits(slow_s=0.5)}.get(name, Limits())
+    found = list(fuzz(f"tests.fuzz.broken:{name}", 5, 0, broken.BAD + 3, limits))
     assert [(f.seed, f.index, f.kind) for f in found] == [(5, broken.BAD, kind)]
     assert detail in found[0].detail
 

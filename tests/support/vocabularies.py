@@ -3,7 +3,8 @@
 import io
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import sentencepiece
@@ -129,3 +130,13 @@ def _save(folder: Path, tokenizer: tokenizers.Tokenizer, config: Mapping[str, ob
     tokenizer.save(str(folder / "tokenizer.json"))
     whole = {"tokenizer_class": "PreTrainedTokenizerFast", **config, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(whole))
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "byte level": save_byte_level,
+    "byte fallback": save_byte_fallback,
+    "byte fallback, no space": partial(save_byte_fallback, decoder="keep"),
+    "metaspace": partial(save_byte_fallback, decoder="metaspace"),
+    "sentencepiece": save_sentencepiece,
+    "sentencepiece, no space": partial(save_sentencepiece, dummy_prefix=False),
+}

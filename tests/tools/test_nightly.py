@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.nightly import __main__ as nightly
+from tools.nightly.packages import ROOT, environment
 from tools.nightly.parts import PARTS, Part
 
 NOW = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.UTC)
@@ -73,3 +74,26 @@ def test_a_night_goes_on_where_it_was() -> None:
 
 def test_the_parts_have_names_of_their_own() -> None:
     assert len({p.name for p in PARTS}) == len(PARTS)
+
+
+def test_an_environment_is_made_once_and_sees_ours_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pip: what it would install is recorded, and the rest is what `venv` makes."""
+    ran: list[list[str]] = []
+
+    def recorded(command: list[str], **kept: object) -> None:
+        ran.append([str(word) for word in command])
+        if "venv" in ran[-1]:
+            made = Path(ran[-1][-1])
+            (made / "bin").mkdir(parents=True)
+            (made / "bin" / "python").touch()
+            (made / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
+
+    monkeypatch.setattr("tools.nightly.packages.subprocess.run", recorded)
+    for beside, folder in ((True, tmp_path / "beside"), (False, tmp_path / "alone")):
+        for _ in range(2):
+            assert environment(folder, ["a==1", "b==2"], beside_ours=beside) == folder / "bin" / "python"
+        paths = [p.read_text().splitlines() for p in folder.glob("lib/*/site-packages/*.pth")]
+        assert [str(ROOT / "src") in lines for lines in paths] == ([True] if beside else [])
+    installs = [command for command in ran if "pip" in command]
+    assert len(ran) == 6 and len(installs) == 4, "made once, its packages looked at each time"
+    assert all(command[-2:] == ["a==1", "b==2"] for command in installs)

@@ -11,7 +11,6 @@ What is red for a known reason stands in tools/nightly/known.json.
 import argparse
 import datetime
 import json
-import os
 import subprocess
 import sys
 import time
@@ -20,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.nightly.packages import BUILD, ROOT, environment
 from tools.nightly.parts import MINUTES, PARTS, Part
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 RESULTS, KNOWN = HERE / "results", HERE / "known.json"
 FRESH_HOURS = 20
 _TAIL_LINES = 40
@@ -44,7 +43,10 @@ def run(part: Part) -> Result:
     """One part, its output to the terminal as it comes; the result is written before it is returned."""
     before = last(part) or {}
     seed = int(before.get("next_seed", 0))
-    python = _environment(part) if part.packages else sys.executable
+    python = sys.executable
+    if part.packages:
+        folder = BUILD / "nightly" / part.name
+        python = str(environment(folder, part.packages, part.environment, beside_ours=True))
     command = [word.format(python=python, seed=seed) for word in part.command]
     started, now = time.monotonic(), datetime.datetime.now(datetime.UTC)
     code, tail = _streamed(command)
@@ -76,20 +78,6 @@ def _streamed(command: Sequence[str]) -> tuple[int | None, list[str]]:
             print(line, end="", flush=True)
             tail.append(line.rstrip("\n"))
     return (None if time.monotonic() >= until_s else process.returncode), list(tail)
-
-
-def _environment(part: Part) -> str:
-    """The interpreter of a virtual environment that has the part's packages beside ours; made where it is not there."""
-    folder = ROOT / "build" / "nightly" / part.name
-    python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        (site,) = (folder / "lib").glob("python*/site-packages")
-        ours = [p for p in sys.path if p.endswith("site-packages")]
-        (site / "ours.pth").write_text("\n".join([*ours, str(ROOT / "src")]) + "\n")
-    environment = {**os.environ, **part.environment}
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *part.packages], check=True, env=environment)
-    return str(python)
 
 
 def _figures(tail: Sequence[str]) -> Mapping[str, Any]:

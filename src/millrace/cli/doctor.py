@@ -7,7 +7,7 @@ import click
 from millrace.cli.options import json_option
 from millrace.cli.screen import heading, note, pairs, print_json, size, table
 from millrace.engine.probe import roofline_here
-from millrace.errors import ConfigError
+from millrace.errors import MachineError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import (
     affinity_cores,
@@ -46,8 +46,15 @@ def command(threads: int | None, isa: str | None, as_json: bool) -> None:
     """
     usable = usable_isas()
     if isa is not None and isa not in usable:
-        raise ConfigError(
-            f'instruction set "{isa}" cannot run here', "one of " + ", ".join(usable), "choose one of them"
+        why = (
+            f"it needs {', '.join(NEEDED[isa])}"
+            if isa in NEEDED
+            else f"this build knows {', '.join(NEEDED)} and scalar"
+        )
+        raise MachineError(
+            f'instruction set "{isa}" cannot run here: {why}',
+            "one of " + ", ".join(usable),
+            "leave --isa out, or choose one of them",
         )
     facts = _facts(usable, huge_page_share())
     roofline = roofline_here(isa or usable[0], threads or usable_cores())

@@ -21,7 +21,8 @@ inline float key_float(int32_t key) {
   return x;
 }
 
-// The largest t such that at least `count` of x are t or more; -infinity where fewer are finite.
+// The largest t such that at least `count` of x are t or more; -infinity where fewer are finite. Exact, and for any
+// floats: sampling's Search (logits_row.hpp) may stop early, weighs as well, and is asked only where all are finite.
 inline float threshold(const float* x, int64_t n, int64_t count) {
   int64_t enough = float_key(-__builtin_inff()), too_few = float_key(__builtin_inff()) + int64_t{1};
   while (too_few - enough > 1) {

