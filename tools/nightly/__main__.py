@@ -97,8 +97,13 @@ def _without_folders(line: str) -> str:
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, cwd=ROOT)
-    return done.stdout.strip() or "unknown"
+    """With a + behind it where the tree is not as committed; results of this night do not count."""
+    head = _git("describe", "--always")
+    return (head or "unknown") + ("+" if _git("status", "--porcelain", "--", ".", f":!{RESULTS}") else "")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
 
 def status(now: datetime.datetime) -> int:
