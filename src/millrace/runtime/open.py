@@ -13,7 +13,7 @@ from millrace.checkpoint.tokenizer import VocabularyTokenizer, open_tokenizer, r
 from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import FORMAT, MANIFEST
-from millrace.engine.native import KV_CACHE_DTYPES, NativeExecutor
+from millrace.engine.native import KV_CACHE_DTYPES, KvFormat, NativeExecutor
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError, nearest
 from millrace.kernels.identity import kernels_digest
@@ -26,6 +26,7 @@ from millrace.settings import Settings, flag_of, setting
 
 if TYPE_CHECKING:
     from millrace.compile.build import BuildOptions
+    from millrace.compile.source import Source
     from millrace.compile.tune import Tuning
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
@@ -59,7 +60,7 @@ class BuildSettings(Settings):
         high=4096,
     )
     tune: float = setting(
-        2.0, "about how many seconds to time kernels on this machine; 0: they go by their own rules", low=0, high=3600
+        2.0, "about how many seconds a build times kernels on this machine; 0: they go by their own rules", low=0, high=3600
     )
 
 
@@ -173,7 +174,7 @@ def _built(
     source = Source.from_checkpoint(checkpoint, build.max_context)
     options = build_options(build, source.own_precision, precisions)
     identity = _identity(checkpoint, env, progress)
-    key = f"{FORMAT} {kernels_digest()} {identity} {source.max_context} {options} {build.tune}"
+    key = f"{FORMAT} {kernels_digest()} {identity} {_content(source, options)}"
 
     def write(folder: Path) -> None:
         _ = checkpoint.tokenizer  # an engine whose tokenizer is broken is of no use to anybody
@@ -183,6 +184,21 @@ def _built(
 
     with EngineCache(env.cache).get_or_build(name, key, write) as (folder, fresh):
         return Engine.open(folder), fresh
+
+
+def _content(source: "Source", options: "BuildOptions") -> str:
+    """What an engine is built as, however it was asked for: what is left out is what the model has of its own.
+
+    How long its kernels are timed is no part of it: that changes no answer, and `millrace tune` does it again.
+    """
+    from millrace.compile.precision import plain_format
+
+    chosen = options.precision or source.own_precision
+    head = chosen.of(HEAD, is_head=True)
+    layers = [("", chosen.default), *(pattern for pattern in chosen.patterns if pattern[0] != HEAD)]
+    group = chosen.group if head.quantised or any(p.quantised for _, p in layers) else None
+    kv = KvFormat[plain_format(chosen.default).upper()] if options.kv_format is None else options.kv_format
+    return f"{layers} {group} {head} {chosen.rescores(HEAD)} {kv!r} {source.max_context} {options.max_batch}"
 
 
 def _identity(checkpoint: Checkpoint, env: Env, progress: Progress | None) -> str:
