@@ -55,7 +55,7 @@ def command(env: Env, /, model: str, system: str | None, as_json: bool, **given:
     """
     params = made(SamplingFlags, given).params()
     build, run = made(BuildSettings, given), made(RunSettings, given)
-    with opened(model, build, run, env, sequences=1) as model_opened:
+    with opened(model, build, run, env, sequences=1, quiet=as_json) as model_opened:
         chat = Chat(model_opened, params, _screen(as_json, env.plain_terminal), system)
         chat.check()
         chat.screen.welcome(model_opened)

@@ -39,7 +39,7 @@ def command(
     params = made(SamplingFlags, given).params(n)
     text = _prompt(text, prompt)
     build, run = made(BuildSettings, given), made(RunSettings, given)
-    with opened(model, build, run, env, sequences=n) as model_opened:
+    with opened(model, build, run, env, sequences=n, quiet=as_json) as model_opened:
         loop = model_opened.loop()
         ids = chat_ids(model_opened, [{"role": "user", "content": text}]) if chat else loop.tokenizer.encode(text)
         answered = stream(loop, ids, params, None if as_json or n > 1 else _show)

@@ -94,7 +94,7 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
     settings = flags.server()
     bind(settings.host, settings.port).close()  # a port that is taken is said before the model is loaded
     logging.getLogger("millrace").setLevel(flags.log_level.upper())
-    with opened(model, made(BuildSettings, given), made(RunSettings, given), env) as model_opened:
+    with opened(model, made(BuildSettings, given), made(RunSettings, given), env, quiet=as_json) as model_opened:
         engine = AsyncEngine(model_opened.loop(), ServiceOptions(max_queued=flags.max_queued))
         served = _served(model_opened, engine, flags.served_model_name)
         if not as_json:

@@ -45,7 +45,7 @@ def command(env: Env, engine: str, seconds: float, threads: int | None, cached: 
         raise ConfigError("--seconds is nan", "a number of seconds", "write one")
     folder = find(engine, EngineCache(env.cache))
     timings = TimingCache(env.cache / "timings.json")
-    with progress() as report:
+    with progress(as_json) as report:
         table = tune_folder(folder, Tuning(seconds, threads, timings, anew=not cached), report)
     if not table.compared():
         raise MachineError(

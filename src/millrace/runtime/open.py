@@ -60,7 +60,10 @@ class BuildSettings(Settings):
         high=4096,
     )
     tune: float = setting(
-        2.0, "about how many seconds a build times kernels on this machine; 0: they go by their own rules", low=0, high=3600
+        2.0,
+        "about how many seconds a build times kernels on this machine; 0: they go by their own rules",
+        low=0,
+        high=3600,
     )
 
 
