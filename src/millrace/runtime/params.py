@@ -50,6 +50,7 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives beside the chosen token; 0 = the chosen one only
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True  # False: RequestOutput has token_ids without their text
 
     def __new__(cls, *unnamed: object, **given: object) -> "SamplingParams":
         """Looks at the names: the TypeError of a dataclass would not say what was meant."""
@@ -60,8 +61,9 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         for name in given:
             if name not in known:
-                instead = f"use {SAMPLING[name]}" if name in SAMPLING else nearest(name, known)
-                raise RequestError(f'SamplingParams has no parameter "{name}"', instead, "correct it", param=name)
+                mend = f"use {SAMPLING[name]}" if name in SAMPLING else "write its name, or leave it out"
+                near = nearest(name, known)
+                raise RequestError(f'SamplingParams has no parameter "{name}"', near, mend, param=name)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -101,6 +103,7 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     ("ignore_eos", bool, "true or false"),
     ("include_stop_str_in_output", bool, "true or false"),
     ("skip_special_tokens", bool, "true or false"),
+    ("detokenize", bool, "true or false"),
 )
 
 

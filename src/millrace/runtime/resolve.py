@@ -62,7 +62,7 @@ def check_prompt(token_ids: Sequence[int] | IntArray, limits: ExecutorLimits) ->
         raise RequestError(
             f"the prompt has {len(token_ids)} tokens",
             f"at most {context - 1}, because this engine's context is {context} tokens and an answer needs at least 1",
-            "shorten the prompt, or serve the model with a larger --max-context",
+            "shorten the prompt, or build the engine with a larger --max-context where its model allows that",
             param=where,
         )
     try:
@@ -142,7 +142,7 @@ def _max_tokens(params: SamplingParams, context: int, n_prompt: int) -> int:
         raise RequestError(
             f"prompt and max_tokens together are {n_prompt} + {params.max_tokens} = {asked} tokens",
             f"at most {context}, this engine's context",
-            f"ask for max_tokens of at most {rest}, leave it out to use the rest, or shorten the prompt",
+            f"ask for max_tokens of at most {rest}, or shorten the prompt",
             param="max_tokens",
         )
     return params.max_tokens
