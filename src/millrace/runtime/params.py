@@ -13,6 +13,7 @@ MAX_STOP_CHARACTERS = 1024  # of one stop string: the search keeps a table as lo
 MAX_STOP_TOKENS = MAX_BIASED_TOKENS = 1024  # vLLM's bound of a biased request
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+SEED_BITS = 53  # of a drawn seed: what JavaScript's numbers hold exactly, so that every client can send it back
 LEAST = 1e-9  # of what must be above 0: in float32 it still is
 COMPLETION_TOKENS = 16  # of a text to be continued, where max_tokens is not said; a chat has the rest of the context
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import RequestError
-from millrace.runtime.params import COMPLETION_TOKENS, SamplingParams
+from millrace.runtime.params import COMPLETION_TOKENS, SEED_BITS, SamplingParams
 
 SEED_MASK = 2**64 - 1
 
@@ -124,7 +124,7 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, limits: Execut
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=_first(params.repetition_penalty, defaults.repetition_penalty, 1.0),
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
         n_top=None if params.logprobs is None else min(params.logprobs, limits.vocab_size),
         eos_token_ids=frozenset() if params.ignore_eos else frozenset(defaults.eos_token_ids),
         stop_token_ids=frozenset(_vocabulary_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)),

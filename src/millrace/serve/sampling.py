@@ -4,10 +4,8 @@ import secrets
 from dataclasses import replace
 
 from millrace.errors import RequestError
-from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
+from millrace.runtime.params import MAX_LOGPROBS, SEED_BITS, SamplingParams
 from millrace.serve.protocol import ChatRequest, CompletionRequest, SamplingFields
-
-SEED_BITS = 53  # of a drawn seed: what JavaScript's numbers hold exactly, so that every client can send it back
 
 
 def chat_params(asked: ChatRequest) -> SamplingParams:
