@@ -63,8 +63,8 @@ HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 def cli(ctx: click.Context) -> None:
     """From a checkpoint to a chat endpoint in one command.
 
-    MODEL is a checkpoint folder, a GGUF file, an engine folder, a hub id (org/name or org/name@revision), or the
-    bundled `tiny`.
+    MODEL is a checkpoint folder, a GGUF file, an engine folder, a hub id (org/name or org/name@revision), a name that
+    `millrace list` shows, or the bundled `tiny`.
 
     \b
     millrace demo               the whole journey in a minute

@@ -9,7 +9,6 @@ from millrace.cli.inspect import find
 from millrace.cli.options import json_option
 from millrace.cli.screen import heading, pairs, print_json, progress
 from millrace.cli.tables import Tables, tuned
-from millrace.compile.cache import EngineCache
 from millrace.compile.timings import TimingCache
 from millrace.compile.tune import Tuning, tune_folder
 from millrace.engine.engine import Engine
@@ -43,7 +42,7 @@ def command(env: Env, engine: str, seconds: float, threads: int | None, cached: 
     """
     if math.isnan(seconds):
         raise ConfigError("--seconds is nan", "a number of seconds", "write one")
-    folder = find(engine, EngineCache(env.cache))
+    folder = find(engine, env, quiet=as_json)
     timings = TimingCache(env.cache / "timings.json")
     with progress(as_json) as report:
         table = tune_folder(folder, Tuning(seconds, threads, timings, anew=not cached), report)

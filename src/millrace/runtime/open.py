@@ -1,4 +1,4 @@
-"""MODEL, as every command and `LLM` take it: an engine or checkpoint folder, a GGUF file, a hub id, or `tiny`."""
+"""MODEL, as every command and `LLM` take it: a folder (engine or checkpoint), a GGUF file, a hub id, a cached name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -127,11 +127,7 @@ def model_folder(model: str, env: Env, progress: Progress | None = None) -> tupl
     if is_gguf(path):
         return path.stem, path
     if "/" not in model and not path.exists():  # neither a path that anybody wrote out, nor a hub id
-        names = [folder.name for folder in BUNDLED.iterdir() if folder.is_dir()]
-        raise CheckpointError(
-            f'there is no model "{model}"', "a folder, a GGUF file, a hub id org/name, or " + nearest(model, names),
-            "check the spelling",
-        )  # fmt: skip
+        return _cached(model, env)
     from millrace.checkpoint.hub import resolve
 
     def downloading(done: int, total: int) -> None:
@@ -140,6 +136,20 @@ def model_folder(model: str, env: Env, progress: Progress | None = None) -> tupl
 
     folder = resolve(model, hf_home=env.hf_home, token=env.hf_token, offline=env.hf_offline, progress=downloading)
     return model.split("@")[0].split("/")[-1], folder
+
+
+def _cached(model: str, env: Env) -> tuple[str, Path]:
+    """By a name that `millrace list` shows. raises CheckpointError, and ConfigError where that is several engines'"""
+    from millrace.compile.cache import EngineCache
+
+    cache = EngineCache(env.cache)
+    if entry := cache.only(model):
+        return entry.model, entry.folder
+    names = {folder.name for folder in BUNDLED.iterdir() if folder.is_dir()} | cache.names()
+    raise CheckpointError(
+        f'there is no model "{model}"', "a folder, a GGUF file, a hub id org/name, or " + nearest(model, names),
+        "check the spelling",
+    )  # fmt: skip
 
 
 def find_engine(
@@ -176,7 +186,7 @@ def _built(
 
     source = Source.from_checkpoint(checkpoint, build.max_context)
     options = build_options(build, source.own_precision, precisions)
-    identity = _identity(checkpoint, env, progress)
+    identity = checkpoint_identity(checkpoint, env, progress)
     key = f"{FORMAT} {kernels_digest()} {identity} {_content(source, options)}"
 
     def write(folder: Path) -> None:
@@ -204,7 +214,7 @@ def _content(source: "Source", options: "BuildOptions") -> str:
     return f"{layers} {group} {head} {chosen.rescores(HEAD)} {kv!r} {source.max_context} {options.max_batch}"
 
 
-def _identity(checkpoint: Checkpoint, env: Env, progress: Progress | None) -> str:
+def checkpoint_identity(checkpoint: Checkpoint, env: Env, progress: Progress | None = None) -> str:
     """Of the checkpoint's whole content; what was read before, and is as it was then, is not read again."""
     from millrace.compile.digests import FileDigests
 
