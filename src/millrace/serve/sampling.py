@@ -10,13 +10,6 @@ from millrace.serve.protocol import ChatRequest, CompletionRequest, SamplingFiel
 
 def chat_params(asked: ChatRequest) -> SamplingParams:
     """raises RequestError naming the field as the client wrote it"""
-    if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
-        raise RequestError(
-            f"max_tokens is {asked.max_tokens} and max_completion_tokens is {asked.max_completion_tokens}",
-            "one of them, or twice the same",
-            "leave max_tokens out",
-            param="max_completion_tokens",
-        )
     max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     n_top = asked.top_logprobs
     if n_top is not None and not asked.logprobs:
