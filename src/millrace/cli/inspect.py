@@ -37,9 +37,11 @@ Examples:
 @json_option
 @click.pass_obj
 def command(env: Env, engine: str, part: str | None, as_json: bool) -> None:
-    """Show an engine: model, precision, layers with their kernels, fusions with their origin, bytes, memory plan.
+    """Show what an engine is made of.
 
-    ENGINE is an engine folder, or the name of an engine in the cache (`millrace list`), or the model it was built from.
+    Model, precision, layers with their kernels, fusions with their origin, bytes, memory plan. ENGINE is an engine
+    folder, or the name of an engine in the cache (`millrace list`), or the model it was built from: its name, folder
+    or GGUF file.
     """
     tables = Tables(Engine.open(find(engine, env, quiet=as_json)))
     if as_json:

@@ -85,10 +85,10 @@ class ServeFlags(Settings):
 @json_option
 @click.pass_obj
 def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
-    """Serve MODEL over the OpenAI protocol; built first where needed.
+    """Serve MODEL over the OpenAI protocol.
 
-    Ends with SIGTERM or Ctrl-C after the running requests are answered; a second signal ends it at once. With --json,
-    one line on stdout says when and where it is ready.
+    It is built first where needed. Ends with SIGTERM or Ctrl-C after the running requests are answered; a second
+    signal ends it at once. With --json, one line on stdout says when and where it is ready.
     """
     flags = made(ServeFlags, given)
     settings = flags.server()

@@ -35,10 +35,10 @@ Examples:
 @json_option
 @click.pass_obj
 def command(env: Env, engine: str, seconds: float, threads: int | None, cached: bool, as_json: bool) -> None:
-    """Time the kernels of a built engine on this machine, and keep the fastest settings in it.
+    """Time the kernels of a built engine on this machine.
 
-    ENGINE is as for `millrace inspect`. Answers never depend on it, only speed does. What time does not suffice
-    for stays as it was.
+    The fastest settings are kept in it. ENGINE is as for `millrace inspect`. Answers never depend on it, only speed
+    does. What time does not suffice for stays as it was.
     """
     if math.isnan(seconds):
         raise ConfigError("--seconds is nan", "a number of seconds", "write one")

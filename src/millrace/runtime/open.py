@@ -145,9 +145,10 @@ def _cached(model: str, env: Env) -> tuple[str, Path]:
     cache = EngineCache(env.cache)
     if entry := cache.only(model):
         return entry.model, entry.folder
-    names = {folder.name for folder in BUNDLED.iterdir() if folder.is_dir()} | cache.names()
+    models = {folder.name for folder in BUNDLED.iterdir() if folder.is_dir()} | {e.model for e in cache.entries()}
+    near = nearest(model, cache.names() | models, models)
     raise CheckpointError(
-        f'there is no model "{model}"', "a folder, a GGUF file, a hub id org/name, or " + nearest(model, names),
+        f'there is no model "{model}"', f"a folder, a GGUF file, a hub id org/name, or {near}",
         "check the spelling",
     )  # fmt: skip
 
