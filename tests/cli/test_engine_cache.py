@@ -122,6 +122,10 @@ def test_one_engine_is_built_once_however_it_is_asked_for(millrace: Millrace) ->
     for way in same:
         assert millrace("generate", "tiny", *plain, *way).code == 0
         assert len(json.loads(millrace("list", "--json").out)) == 1, way
+    assert (
+        "note: this engine is there already, and is not timed again: millrace tune /"
+        in millrace("generate", "tiny", *plain, "--tune", "9").err
+    )
     others = [["--kv-cache-dtype", "fp32"], ["--head", "w8a8"], ["--max-batch", "4"], ["--precision", "fp32"]]
     for n, way in enumerate(others, 2):
         assert millrace("generate", "tiny", *plain, "--tune", "0", *way).code == 0

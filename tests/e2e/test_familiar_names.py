@@ -133,7 +133,7 @@ def test_arguments_of_calls_say_what_to_use(llm: LLM) -> None:
         assert fragment in str(error.value)
     for extra, fragment in (({"tools": [{}]}, "calls of tools"), ({"temperature": 0}, "SamplingParams(temperature")):
         with pytest.raises(MillraceError) as error:
-            llm.chat(hello, **extra)  # type: ignore[arg-type]
+            llm.chat(hello, **extra)
         assert fragment in str(error.value)
 
 

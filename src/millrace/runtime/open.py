@@ -173,6 +173,8 @@ def find_engine(
     if say and fresh:  # later runs would only repeat it; `millrace inspect` shows it again
         for note in engine.manifest.notes:
             say(note)
+    if say and not fresh and build.tune not in (0, BuildSettings.tune):
+        say(f"this engine is there already, and is not timed again: millrace tune {engine.folder}")
     return name, engine
 
 
