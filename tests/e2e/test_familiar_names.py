@@ -43,7 +43,8 @@ def test_vllms_names_are_taken(llm: LLM) -> None:
         ({"dtype": "bfloat16", "precision": "fp32"}, ["dtype and precision are both given"]),
         ({"dtype": "bfloat16", "precision": {"default": "fp32"}}, ["dtype and precision are both given"]),
         ({"max_model_len": 64, "max_context": 32}, ["max_model_len and max_context are both given"]),
-        ({"max_modle_len": 64}, ['did you mean "max_model_len"?']),
+        ({"max_model_len": 64, "n_ctx": 64}, ["max_model_len and n_ctx are both given"]),
+        ({"max_modle_len": 64}, ['did you mean "max_model_len"?', "write max_model_len="]),
         # in the words of who asks: arguments, not flags
         ({"max_context": 10**6}, ["lower max_context"]),
         ({"max_model_len": 10**6}, ["lower max_model_len"]),
@@ -70,7 +71,7 @@ def test_what_cannot_be_says_what_to_use(given: dict[str, Any], fragments: list[
 @pytest.mark.parametrize(
     ("given", "fragments"),
     [
-        ({"temprature": 1}, ['no parameter "temprature"', 'did you mean "temperature"?']),
+        ({"temprature": 1}, ['did you mean "temperature"?', "write temperature="]),
         ({"best_of": 4}, ['no parameter "best_of"', "to mend:  use n="]),
         ({"guided_decoding": None}, ["a grammar"]),
         ({"max_new_tokens": 16}, ["max_tokens="]),
@@ -87,7 +88,9 @@ def test_unknown_sampling_parameters_are_named(given: dict[str, Any], fragments:
 
 def test_what_asks_for_nothing_else_is_taken() -> None:
     neutral: dict[str, Any] = {"device": "cpu", "task": "generate", "runner": "generate", "hf_overrides": {}}
-    with LLM("tiny", **neutral, enable_lora=False, n_ctx=128, n_gpu_layers=0, precision="w4a8", tune=0) as model:
+    with LLM(
+        "tiny", **neutral, enable_lora=False, n_ctx=128, max_context=None, n_gpu_layers=0, precision="w4a8", tune=0
+    ) as model:
         assert model._opened.engine.manifest.max_context == 128
         (one,) = model.generate("Once", GREEDY, lora_request=None)
         hello = [{"role": "user", "content": "Hello!"}]

@@ -14,7 +14,7 @@ from typing import Any
 from millrace.checkpoint.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.env import read_env
-from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, nearest, plain
+from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, alike, nearest, plain
 from millrace.runtime import vllm_names
 from millrace.runtime.generate import Progress, Prompt, astream, generate
 from millrace.runtime.loop import EngineLoop
@@ -33,9 +33,10 @@ def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mappin
     """The settings, and the precision where it is a map. raises ConfigError for a name that neither of them has"""
     build, run = ({f.name for f in fields(kind)} for kind in (BuildSettings, RunSettings))
     for name in given:
-        if name not in build | run | vllm_names.KNOWN:
-            near = nearest(name, build | run | vllm_names.KNOWN, build | run)
-            raise ConfigError(f'LLM has no setting "{name}"', near, "write its name, or leave it out; help(LLM)")
+        if name not in (known := build | run | vllm_names.KNOWN):
+            meant = alike(name, known)
+            mend = f"write {meant}=" if meant else "leave it out; help(LLM) says what there is"
+            raise ConfigError(f'LLM has no setting "{name}"', nearest(name, known, build | run), mend)
     ours = vllm_names.translated(given)
     precisions = ours.pop("precision") if isinstance(ours.get("precision"), Mapping) else None
     for_build, for_run = ({name: v for name, v in ours.items() if name in known} for known in (build, run))

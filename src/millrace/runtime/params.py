@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from millrace.errors import RequestError, nearest
+from millrace.errors import RequestError, alike, nearest
 from millrace.runtime.vllm_names import SAMPLING
 
 MAX_STOP_STRINGS = 16
@@ -62,9 +62,10 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         for name in given:
             if name not in known:
-                mend = f"use {SAMPLING[name]}" if name in SAMPLING else "write its name, or leave it out"
-                near = nearest(name, known)
-                raise RequestError(f'SamplingParams has no parameter "{name}"', near, mend, param=name)
+                meant = alike(name, known)
+                mend = f"write {meant}=" if meant else "leave it out; help(SamplingParams) says what there is"
+                mend = f"use {SAMPLING[name]}" if name in SAMPLING else mend
+                raise RequestError(f'SamplingParams has no parameter "{name}"', nearest(name, known), mend, param=name)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:

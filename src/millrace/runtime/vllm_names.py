@@ -6,7 +6,7 @@ source: vllm.LLM with its EngineArgs, methods and SamplingParams, vLLM 0.11; a f
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.errors import ConfigError, nearest
+from millrace.errors import ConfigError, alike, nearest
 
 SAME = {"max_model_len": "max_context", "max_num_seqs": "max_batch", "n_ctx": "max_context", "n_threads": "threads"}
 _DTYPES = {"auto": None, "float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
@@ -49,7 +49,6 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "verbose": ((False, True), "False: an LLM logs nothing"),
 }  # fmt: skip
 # Arguments of calls: the same for them.
-_PARTS = "messages of text: images and sound are not read"
 _CALL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "lora_request": ((None,), "a checkpoint into which the adapter is merged"),
     "priority": ((None,), "one call after the other: the prompts of a call are answered in their order"),
@@ -61,7 +60,7 @@ _CALL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "chat_template": ((None,), "a checkpoint with this template, or generate() with the rendered prompt"),
     "chat_template_content_format": (("auto", "string", "openai"), '"auto": the template decides'),
     "continue_final_message": ((None, False), "generate() with the rendered prompt"),
-    "mm_processor_kwargs": ((None, {}), _PARTS),
+    "mm_processor_kwargs": ((None, {}), "messages of text: images and sound are not read"),
 }  # fmt: skip
 # Methods and properties, and what to use here.
 _METHODS: Mapping[str, str] = {
@@ -129,8 +128,9 @@ def check_call(method: str, given: Mapping[str, object], known: frozenset[str], 
                 f"{method}(..., SamplingParams({name}=...))", f"write SamplingParams({name}=...)",
             )  # fmt: skip
         else:
-            near = nearest(name, known | _CALL.keys(), known)
-            raise ConfigError(f'{method}() has no argument "{name}"', near, f"leave it out; help(LLM.{method})")
+            meant, near = alike(name, known), nearest(name, known)
+            mend = f"write {meant}=" if meant else f"leave it out; help(LLM.{method}) says what there is"
+            raise ConfigError(f'{method}() has no argument "{name}"', near, mend)
 
 
 def as_given(given: Mapping[str, object]) -> dict[str, str]:
@@ -155,10 +155,15 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add(ours: dict[str, Any], given: Mapping[str, Any], name: str, own: str, value: Any) -> None:
-    if own != name and given.get(own) is not None and value is not None:
-        raise ConfigError(f"{name} and {own} are both given", "one of them: they mean the same", f"leave {name} out")
-    if value is not None or own == name:
-        ours[own] = value
+    if value is None:  # not said; ours are told, so that their own checks see them
+        if own == name:
+            ours.setdefault(own, None)
+        return
+    other = next((n for n in given if n != name and SAME.get(n, n) == own and given[n] is not None), None)
+    if other is not None:
+        mend = f"leave {name if other == own else other} out"
+        raise ConfigError(f"{name} and {other} are both given", "one of them: they mean the same", mend)
+    ours[own] = value
 
 
 def _precision(dtype: object) -> str | None:
