@@ -137,6 +137,9 @@ def test_other_programs_words_for_leaving(talk: Talk) -> None:
     for word in ("/bye", "/quit"):
         assert talk([word, "Hello!"]).out == ""
     assert "there is no command /clear" in talk(["/clear"]).err
+    told = talk(["/set temperature 0", "/clear", "/reset", "Hello!"]).err
+    assert "millrace chat MODEL --temperature 0" in told and "called /reset here" in told
+    assert "did you mean" not in told, "/set is no misspelt /reset"
 
 
 def test_a_folder_that_cannot_be_saved_to(talk: Talk) -> None:

@@ -105,3 +105,31 @@ def test_engines_of_one_precision_are_told_apart(millrace: Millrace) -> None:
 def test_a_misspelt_model_is_suggested(millrace: Millrace) -> None:
     for command in (["serve", "tinny"], ["generate", "tinny", "Once"], ["chat", "Tiny"]):
         millrace(*command).assert_mistake("there is no model", 'did you mean "tiny"?')
+
+
+def test_one_engine_is_built_once_however_it_is_asked_for(millrace: Millrace) -> None:
+    """Defaults and what they stand for are the same engine; how long to time kernels makes no other."""
+    plain = ("-p", "Once", "--max-tokens", "1")
+    same: list[list[str]] = [
+        ["--tune", "0"],
+        [],
+        ["--tune", "1"],
+        ["--precision", "bf16"],
+        ["--precision", "bf16", "--head", "bf16", "--kv-cache-dtype", "bf16"],
+        ["--group", "64"],  # of bfloat16 there are no groups
+        ["--max-context", "2048", "--max-batch", "16"],
+    ]
+    for way in same:
+        assert millrace("generate", "tiny", *plain, *way).code == 0
+        assert len(json.loads(millrace("list", "--json").out)) == 1, way
+    assert (
+        "note: this engine is there already, and is not timed again: millrace tune /"
+        in millrace("generate", "tiny", *plain, "--tune", "9").err
+    )
+    others = [["--kv-cache-dtype", "fp32"], ["--head", "w8a8"], ["--max-batch", "4"], ["--precision", "fp32"]]
+    for n, way in enumerate(others, 2):
+        assert millrace("generate", "tiny", *plain, "--tune", "0", *way).code == 0
+        assert len(json.loads(millrace("list", "--json").out)) == n, way
+    assert millrace("generate", "tiny", *ASK, "--precision", "w4a8").code == 0
+    assert millrace("generate", "tiny", *ASK, "--precision", "w4a8", "--head", "w4a8").code == 0
+    assert len(json.loads(millrace("list", "--json").out)) == len(others) + 3, "the second head is not rescored"

@@ -36,6 +36,7 @@ def test_generate(millrace: Millrace, model: Path, folder: Path, tmp_path: Path)
     assert "note:" not in millrace("generate", model, *ANEW).err, "it was said when the engine was built"
     again = millrace("generate", model, *ANEW, "--precision", "w4a8", "--group", "128")
     assert "rounded again" in again.err and "groups of 128" in again.err
+    assert millrace("inspect", model).out.startswith("mill.Q4_0 "), "by the file that was run"
     assert "rounded again" not in millrace("generate", model, *ANEW, "--precision", "w4a8").err
     assert "groups of 64" in millrace("generate", model, *ANEW, "--group", "64").err
     names = [e["name"].rsplit("-", 1)[0] for e in json.loads(millrace("list", "--json").out)]

@@ -145,3 +145,31 @@ def test_text_on_stdin_that_is_not_utf8(millrace: Millrace, built_tiny: Path, mo
 def test_results_go_to_stdout_and_the_rest_to_stderr(millrace: Millrace, built_tiny: Path) -> None:
     result = millrace("generate", built_tiny, "-p", "Once", "--max-tokens", "4", "--json")
     assert result.err == "" and json.loads(result.out)["seed"]
+
+
+def test_summaries_are_whole(millrace: Millrace) -> None:
+    shown = millrace("--help").out.split("Commands:")[1].splitlines()[1:]
+    summaries = [line.split(maxsplit=1)[1] for line in shown if line.strip()]
+    assert len(summaries) == len(COMMANDS)
+    assert all(len(s) <= 60 and s.endswith(".") and not s.endswith("...") for s in summaries), summaries
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("run", "millrace chat MODEL"), ("ps", '"list"'), ("stop", "Ctrl-C"), ("show", '"inspect"'), ("ls", '"list"'),
+     ("sevre", 'did you mean "serve"?')],
+)  # fmt: skip
+def test_commands_of_other_programs_are_translated(millrace: Millrace, word: str, meant: str) -> None:
+    millrace(word, "tiny").assert_mistake(f'there is no command "{word}"', meant)
+
+
+def test_an_argument_that_is_not_utf8(cache: Path, tmp_path: Path) -> None:
+    latin = os.fsdecode(b"caf\xe9")
+    result = run_process(["generate", "tiny", "ab " + latin], cache)
+    result.assert_mistake("argument 3 is not UTF-8: byte 0xe9 at 6", "iconv")
+    assert "surrogate" not in result.err and not cache.exists(), "before anything is built"
+    run_process(["generate", "tiny", "x" * 5000 + latin], cache).assert_mistake("byte 0xe9 at 5003")
+    run_process(["generate", latin, "Once"], cache).assert_mistake("argument 2 is not UTF-8: byte 0xe9 at 3")
+    folder = tmp_path / latin  # a name of a file may be any bytes
+    folder.mkdir()
+    run_process(["generate", str(folder), "Once"], cache).assert_mistake("config.json")

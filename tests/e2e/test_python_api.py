@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -263,44 +262,6 @@ def test_log_probabilities_are_vllms_dicts(llm: LLM) -> None:
     assert choice.cumulative_logprob == pytest.approx(sum(chosen))
 
 
-def test_vllms_names_are_taken(llm: LLM) -> None:
-    same: dict[str, Any] = {
-        "max_model_len": 512,
-        "max_num_seqs": 4,
-        "dtype": "float32",
-        "tensor_parallel_size": 1,
-        "seed": 0,
-    }
-    with LLM("tiny", **same, tune=0, trust_remote_code=False, kv_cache_dtype="auto") as model:
-        manifest = model._opened.engine.manifest
-        assert (manifest.max_context, manifest.max_sequences) == (512, 4)
-        assert manifest.precision["default"] == "fp32"
-
-
-@pytest.mark.parametrize(
-    ("given", "fragments"),
-    [
-        ({"tensor_parallel_size": 2}, ["tensor_parallel_size is 2", "threads="]),
-        ({"gpu_memory_utilization": 0.9}, ["gpu_memory_utilization is 0.9", 'kv_memory="4G"']),
-        ({"quantization": "awq"}, ["quantization is 'awq'", "precision="]),
-        ({"trust_remote_code": True}, ["trust_remote_code is True", "own_model.py"]),
-        ({"dtype": "float16"}, ["dtype is 'float16'", "bfloat16"]),
-        ({"dtype": "bfloat16", "precision": "fp32"}, ["dtype and precision are both given"]),
-        ({"dtype": "bfloat16", "precision": {"default": "fp32"}}, ["dtype and precision are both given"]),
-        ({"max_model_len": 64, "max_context": 32}, ["max_model_len and max_context are both given"]),
-        ({"max_modle_len": 64}, ['did you mean "max_model_len"?']),
-        # in the words of who asks: arguments, not flags
-        ({"max_context": 10**6}, ["max_context"]),
-        ({"kv_memory": "1M"}, ["kv_memory=1 MiB", "max_context="]),
-    ],
-)
-def test_what_cannot_be_says_what_to_use(given: dict[str, Any], fragments: list[str]) -> None:
-    with pytest.raises(MillraceError) as error:
-        LLM("tiny", **given)
-    assert all(f in str(error.value) for f in fragments), str(error.value)
-    assert "--" not in str(error.value) and all("--" not in a for a in error.value.args if isinstance(a, str))
-
-
 def test_the_tokenizer_is_used_as_vllms(llm: LLM) -> None:
     """A prompt that is rendered by hand is what `chat` renders; all calls are compared in test_hf_tokenizer.py."""
     tokenizer, messages = llm.get_tokenizer(), [{"role": "user", "content": "Hello!"}]
@@ -308,24 +269,6 @@ def test_the_tokenizer_is_used_as_vllms(llm: LLM) -> None:
     ids = tokenizer(prompt, add_special_tokens=False).input_ids
     assert texts(llm.generate({"prompt_token_ids": ids}, GREEDY)) == texts(llm.chat(messages, GREEDY))
     assert tokenizer.decode(ids) == prompt and len(tokenizer) == tokenizer.vocab_size == 2048
-
-
-@pytest.mark.parametrize(
-    ("given", "fragments"),
-    [
-        ({"temprature": 1}, ['no parameter "temprature"', 'did you mean "temperature"?']),
-        ({"best_of": 4}, ['no parameter "best_of"', "n="]),
-        ({"guided_decoding": None}, ["a grammar"]),
-        ({"max_new_tokens": 16}, ["max_tokens="]),
-        ({"prompt_logprobs": 1, "n": 2}, ['no parameter "prompt_logprobs"']),
-        ({"Q": 1}, ["one of: frequency_penalty"]),
-    ],
-)
-def test_unknown_sampling_parameters_are_named(given: dict[str, Any], fragments: list[str]) -> None:
-    with pytest.raises(RequestError) as error:
-        SamplingParams(**given)
-    assert all(f in str(error.value) for f in fragments), str(error.value)
-    assert error.value.param == next(iter(given))
 
 
 def test_sampling_parameters_are_named_and_survive_copies() -> None:

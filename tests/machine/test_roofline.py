@@ -75,6 +75,20 @@ def test_without_an_instruction_the_kernels_rate_counts(roofline: Roofline) -> N
     assert roofline.bound(0, {"bf16": 2e11}).seconds == pytest.approx(1.0)
 
 
+def test_a_peak_that_our_kernels_beat_is_none() -> None:
+    """Else a share of it is above 1."""
+
+    def measured(peak: float) -> Roofline:
+        return measure_roofline(
+            CACHES, 2, 8 << 30, lambda *_: [1e9], lambda *_: [3e11], lambda *_: [peak], {"fp32": "fp32"}
+        )
+
+    assert measured(2.99e11).compute[0].peak is None
+    assert measured(2.99e11).bound(0, {"fp32": 3e11}).seconds == pytest.approx(1.0)
+    kept = measured(3e11).compute[0].peak
+    assert kept is not None and kept.usual == 3e11
+
+
 def test_json(roofline: Roofline) -> None:
     told = json.loads(json.dumps(roofline.as_dict()))
     assert told["threads"] == 2 and told["compute_gop_per_s"]["bf16"]["instruction_peak"] is None

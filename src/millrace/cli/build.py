@@ -43,7 +43,7 @@ def command(env: Env, /, model: str, output: Path, precision_map: Path | None, a
     """
     started_s = time.perf_counter()
     build = made(BuildSettings, given)
-    tables = _build(model, output, build, precision_map, env)
+    tables = _build(model, output, build, precision_map, env, quiet=as_json)
     seconds = time.perf_counter() - started_s
     if as_json:
         print_json({**tables.summary(), "seconds": seconds})
@@ -51,9 +51,9 @@ def command(env: Env, /, model: str, output: Path, precision_map: Path | None, a
         show(tables, seconds)
 
 
-def _build(model: str, output: Path, build: BuildSettings, map_file: Path | None, env: Env) -> Tables:
+def _build(model: str, output: Path, build: BuildSettings, map_file: Path | None, env: Env, *, quiet: bool) -> Tables:
     precisions = _read_map(map_file, build) if map_file else None
-    with ended_in_order(), progress() as report:
+    with ended_in_order(), progress(quiet) as report:
         name, folder = model_folder(model, env, report)
         if (folder / MANIFEST).is_file():
             raise ConfigError(f"{folder} is an engine already", "a checkpoint", "name the checkpoint it was built from")

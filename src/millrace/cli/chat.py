@@ -14,7 +14,7 @@ import click
 
 from millrace.cli.models import opened
 from millrace.cli.options import json_option, made, settings_options
-from millrace.cli.sampling import SamplingFlags
+from millrace.cli.sampling import SamplingFlags, as_options
 from millrace.cli.stream import chat_ids, stream
 from millrace.cli.terminal import JsonScreen, Screen, Terminal
 from millrace.env import Env
@@ -37,6 +37,12 @@ HELP = {
     '"""': "begin a message of several lines, and end it; a \\ at the end of a line goes on, too",
 }
 LEAVE = ("/exit", "/quit", "/bye")  # the last two are other programs' names for it
+# Other programs' commands, and what is meant here.
+OTHERS = {
+    "/set": "set when the chat starts: millrace chat MODEL --temperature 0, --max-tokens 64, --seed 7",
+    "/clear": "called /reset here",
+    "/load": "named when the chat starts: millrace chat MODEL",
+}
 NO_SYSTEM = ("none", '""', "''")
 _NAMES = [key.split()[0] for key in HELP if key.startswith("/")]
 
@@ -55,7 +61,7 @@ def command(env: Env, /, model: str, system: str | None, as_json: bool, **given:
     """
     params = made(SamplingFlags, given).params()
     build, run = made(BuildSettings, given), made(RunSettings, given)
-    with opened(model, build, run, env, sequences=1) as model_opened:
+    with opened(model, build, run, env, sequences=1, quiet=as_json) as model_opened:
         chat = Chat(model_opened, params, _screen(as_json, env.plain_terminal), system)
         chat.check()
         chat.screen.welcome(model_opened)
@@ -109,7 +115,7 @@ class Chat:
                 f"the conversation is full: with this message it has {len(ids)} tokens",
                 f"less than {self._loop.limits.max_context}", "/reset begins a new one, /save FILE keeps this one",
             )  # fmt: skip
-        with _interruptible() as stopped:
+        with as_options(), _interruptible() as stopped:
             answered = stream(self._loop, ids, self.params, self.screen.part, stopped)
         self.messages = [*asked, message("assistant", answered.texts[0])]
         self.screen.answered(answered)
@@ -128,7 +134,8 @@ class Chat:
             case "/save":
                 self._save(rest.strip())
             case _:
-                raise ConfigError(f"there is no command {name}", nearest(name, _NAMES), "/help lists them")
+                what = f"this is {OTHERS[name]}" if name in OTHERS else nearest(name, _NAMES)
+                raise ConfigError(f"there is no command {name}", what, "/help lists them")
 
     def _set_system(self, text: str) -> None:
         """Without a text nothing is changed: who asks what it is has not asked to lose it."""
@@ -167,7 +174,7 @@ def _is_command(text: str) -> bool:
         return False
     name, *rest = text.split()
     alone = not rest and "/" not in name[1:]
-    return alone or alike(name, _NAMES) is not None
+    return alone or name in OTHERS or alike(name, _NAMES) is not None
 
 
 @contextmanager

@@ -56,9 +56,9 @@ class Told:
 @click.command(epilog=EPILOG)
 @json_option
 def command(as_json: bool) -> None:
-    """Build, serve, ask and measure the bundled model `tiny`, and report.
+    """Build, serve, ask and measure the bundled model `tiny`.
 
-    Everything happens in a temporary folder and on 127.0.0.1; nothing is left behind.
+    It ends with a report. Everything happens in a temporary folder and on 127.0.0.1; nothing is left behind.
     """
     say = (lambda text: None) if as_json else note
     with tempfile.TemporaryDirectory(prefix="millrace-demo-") as folder:

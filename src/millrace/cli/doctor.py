@@ -40,9 +40,10 @@ LITTLE_MEMORY = 2 << 30
 @click.option("--isa", metavar="|".join((*NEEDED, "scalar")), help="Measure with this instruction set.")
 @json_option
 def command(threads: int | None, isa: str | None, as_json: bool) -> None:
-    """Examine this machine: processor, caches, memory, huge pages; and measure it in a few seconds.
+    """Examine this machine, and measure what it can do.
 
-    The measured rates are the roofline that every benchmark is compared with. Run it on an idle machine.
+    Processor, caches, memory and huge pages; then a few seconds of measurements. The measured rates are the
+    roofline that every benchmark is compared with. Run it on an idle machine.
     """
     usable = usable_isas()
     if isa is not None and isa not in usable:

@@ -7,7 +7,7 @@ import click
 
 from millrace.cli.models import opened
 from millrace.cli.options import json_option, made, settings_options
-from millrace.cli.sampling import SamplingFlags
+from millrace.cli.sampling import SamplingFlags, as_options
 from millrace.cli.screen import decoded, note, print_json
 from millrace.cli.stream import chat_ids, stream
 from millrace.env import Env
@@ -39,10 +39,11 @@ def command(
     params = made(SamplingFlags, given).params(n)
     text = _prompt(text, prompt)
     build, run = made(BuildSettings, given), made(RunSettings, given)
-    with opened(model, build, run, env, sequences=n) as model_opened:
+    with opened(model, build, run, env, sequences=n, quiet=as_json) as model_opened:
         loop = model_opened.loop()
         ids = chat_ids(model_opened, [{"role": "user", "content": text}]) if chat else loop.tokenizer.encode(text)
-        answered = stream(loop, ids, params, None if as_json or n > 1 else _show)
+        with as_options():
+            answered = stream(loop, ids, params, None if as_json or n > 1 else _show)
     if as_json:
         print_json({"model": model_opened.name, "prompt": text, **answered.as_dict()})
     elif n > 1:

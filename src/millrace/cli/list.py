@@ -24,10 +24,11 @@ UNREADABLE = "unreadable"
 @json_option
 @click.pass_obj
 def command(env: Env, as_json: bool) -> None:
-    """List the engines in the cache, most recently used first; those of one precision with what they differ in.
+    """List the engines in the cache.
 
-    Engines land there when `serve`, `chat`, `generate` or Python's LLM build one; the least recently used go when the
-    cache outgrows its limit.
+    The most recently used come first; those of one model and precision with what they differ in. Engines land there
+    when `serve`, `chat`, `generate` or Python's LLM build one; the least recently used go when the cache outgrows
+    its limit.
     """
     entries = EngineCache(env.cache).entries()
     known = described(entries)

@@ -6,6 +6,7 @@ mend it; on stderr), 130 ended by Ctrl-C.
 
 import importlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,19 @@ COMMANDS = {
 }
 
 
+# Commands of other programs, and what does that here.
+_OTHER_COMMANDS = {
+    "run": '"millrace chat MODEL", or "millrace generate MODEL PROMPT"', "complete": '"generate"',
+    **dict.fromkeys(("start", "server", "up"), '"serve"'),
+    **dict.fromkeys(("stop", "kill", "down"), "Ctrl-C, or SIGTERM for its process: so `millrace serve` ends in order"),
+    **dict.fromkeys(("ls", "ps", "models"), '"list", for the engines that are built'),
+    **dict.fromkeys(("show", "info"), '"inspect"'), **dict.fromkeys(("download", "fetch", "get"), '"pull"'),
+    **dict.fromkeys(("remove", "delete", "rmi"), '"rm"'),
+    **dict.fromkeys(("convert", "compile", "quantize", "create"), '"build"'),
+    **dict.fromkeys(("bench", "benchmark"), '"demo", or "doctor"'),
+}  # fmt: skip
+
+
 class Commands(click.Group):
     """The table above as a click group."""
 
@@ -50,7 +64,9 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
-            raise ConfigError(f'there is no command "{name}"', nearest(name, COMMANDS), "`millrace --help` lists them")
+            meant = _OTHER_COMMANDS.get(name.lower())
+            expected = f"did you mean {meant}?" if meant else nearest(name, COMMANDS)
+            raise ConfigError(f'there is no command "{name}"', expected, "`millrace --help` lists them")
         return super().resolve_command(ctx, args)
 
 
@@ -63,8 +79,8 @@ HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 def cli(ctx: click.Context) -> None:
     """From a checkpoint to a chat endpoint in one command.
 
-    MODEL is a checkpoint folder, a GGUF file, an engine folder, a hub id (org/name or org/name@revision), or the
-    bundled `tiny`.
+    MODEL is a checkpoint folder, a GGUF file, an engine folder, a hub id (org/name or org/name@revision), a name that
+    `millrace list` shows, or the bundled `tiny`.
 
     \b
     millrace demo               the whole journey in a minute
@@ -83,6 +99,7 @@ def run(arguments: Sequence[str]) -> int:
         given = [*given[1:], "--help"]
     color = False if is_plain_terminal() else None  # None: where the output is a terminal
     try:
+        _check_text(given)
         code = cli.main(given, prog_name="millrace", standalone_mode=False, color=color)
         return code if isinstance(code, int) else 0
     except MillraceError as error:
@@ -96,6 +113,21 @@ def run(arguments: Sequence[str]) -> int:
         return _mistake(full, color)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """raises ConfigError for an argument that is neither text nor the name of a file: Python holds its bytes escaped"""
+    for number, argument in enumerate(arguments, 1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            if os.path.exists(argument):  # noqa: PTH110 - Path's raises for a text that is too long for a name
+                continue
+            byte, at = os.fsencode(argument[error.start])[0], len(os.fsencode(argument[: error.start]))
+            raise ConfigError(
+                f"argument {number} is not UTF-8: byte 0x{byte:02x} at {at}", "UTF-8 text, or the name of a file",
+                "convert it: $(printf %s TEXT | iconv -f latin1 -t utf8); or give a text on stdin: -p -",
+            ) from None  # fmt: skip
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""MODEL as the commands open it: with progress on a terminal, and notes said aloud."""
+"""MODEL as the commands open it: with progress on stderr, and notes said aloud."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from millrace.compile.tune import Tuning
 
 
-def engine_of(model: str, build: BuildSettings, env: Env) -> tuple[str, Engine]:
-    """Name and engine of MODEL, downloaded and built where needed."""
-    with ended_in_order(), progress() as report:
+def engine_of(model: str, build: BuildSettings, env: Env, *, quiet: bool = False) -> tuple[str, Engine]:
+    """Name and engine of MODEL, downloaded and built where needed. quiet: without progress"""
+    with ended_in_order(), progress(quiet) as report:
         return find_engine(model, build, env, progress=report, say=lambda text: note(f"note: {text}"))
 
 
 @contextmanager
 def opened(
-    model: str, build: BuildSettings, run: RunSettings, env: Env, *, sequences: int | None = None
+    model: str, build: BuildSettings, run: RunSettings, env: Env, *, sequences: int | None = None, quiet: bool = False
 ) -> Iterator[Opened]:
     """MODEL, ready to run; closed at the end. sequences: how many there will be at a time, where that is known"""
     with _cache_mended(env):
-        name, engine = engine_of(model, build, env)
+        name, engine = engine_of(model, build, env, quiet=quiet)
         model_opened = open_engine(name, engine, run, sequences)
     try:
         yield model_opened

@@ -18,12 +18,13 @@ Examples:
 @json_option
 @click.pass_obj
 def command(env: Env, model: str, as_json: bool) -> None:
-    """Download a checkpoint (org/name or org/name@revision), or finish a download that broke off.
+    """Download a checkpoint from the hub.
 
-    It lands in the hub's own cache ($HF_HOME); HF_TOKEN is used where set. `serve` and the others download by
-    themselves; this is for machines that will be without a network.
+    HUB_ID is org/name or org/name@revision. A download that broke off is finished. It lands in the hub's own cache
+    ($HF_HOME); HF_TOKEN is used where set. `serve` and the others download by themselves; this is for machines that
+    will be without a network.
     """
-    with progress() as report:
+    with progress(as_json) as report:
         name, folder = model_folder(model, env, report)
     files = folder.iterdir() if folder.is_dir() else [folder]  # a GGUF file is one that is here already
     nbytes = sum(f.stat().st_size for f in files if f.is_file())

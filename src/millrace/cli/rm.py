@@ -19,7 +19,10 @@ Examples:
 @json_option
 @click.pass_obj
 def command(env: Env, names: tuple[str, ...], as_json: bool) -> None:
-    """Remove engines from the cache: one by its name, or all of a model, as `millrace list` shows them."""
+    """Remove engines from the cache.
+
+    NAME is one engine's, or a model's for all of its engines, as `millrace list` shows them.
+    """
     cache = EngineCache(env.cache)
     known = described(cache.entries())  # while it can still be read
     apart, removed = told_apart(known), cache.remove(names)

@@ -1,9 +1,13 @@
 """How tokens are chosen, as flags; ranges are checked where requests are checked (`SamplingParams`)."""
 
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 
+from millrace.errors import RequestError
 from millrace.runtime.params import SamplingParams
-from millrace.settings import Settings, setting
+from millrace.settings import Settings, flag_of, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,5 +24,18 @@ class SamplingFlags(Settings):
     seed: int | None = setting(None, "the same seed gives the same answer; default: drawn, and told")
 
     def params(self, n: int = 1) -> SamplingParams:
-        """raises RequestError naming the field that is out of range"""
-        return SamplingParams(n=n, **asdict(self))
+        """raises RequestError naming the option that is out of range"""
+        with as_options():
+            return SamplingParams(n=n, **asdict(self))
+
+
+@contextmanager
+def as_options() -> Iterator[None]:
+    """Errors name parameters as requests do (max_tokens); on the command line they are options (--max-tokens)."""
+    options = {f.name: flag_of(f.name) for f in fields(SamplingFlags)}
+    names = re.compile(rf"(?<![\w-])({'|'.join(options)})\b")
+    try:
+        yield
+    except RequestError as error:
+        error.reworded(lambda text: names.sub(lambda name: options[name[1]], text))
+        raise

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import click
 
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, plain
 
 _NUMBER = re.compile(r"([\d.,]+( [KMGT]?i?B)?( .?B/s)?| *|-)")
 _BYTES = 1 << 16  # a total from here on is one of bytes; smaller ones are rounds and shapes
@@ -95,9 +96,12 @@ def count(n: float) -> str:
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Progress]:
-    """Bars on stderr while long work goes on; nothing where stderr is no terminal."""
-    if quiet or not sys.stderr.isatty():
+    """Bars on stderr while long work goes on, or lines where stderr is no terminal. quiet: neither"""
+    if quiet:
         yield lambda what, done, total: None
+        return
+    if not sys.stderr.isatty():
+        yield Lines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -113,7 +117,35 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
         task = bars.add_task("", total=None, visible=False, of="")
 
         def report(what: str, done: int, total: int) -> None:
-            of = f"{size(done)} of {size(total)}" if total >= _BYTES else f"{done} of {total}"
-            bars.update(task, description=what, completed=done, total=total or None, visible=True, of=of)
+            bars.update(
+                task, description=what, completed=done, total=total or None, visible=True, of=_so_far(done, total)
+            )
 
         yield report
+
+
+class Lines:
+    """Progress for a log: a line where a phase begins, and about every EVERY_S seconds one with how far it is.
+
+    Reports that go on counting to the same total are one phase, whatever they are called (a build names each weight).
+    """
+
+    EVERY_S = 10.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._said_s = clock, 0.0
+        self._what, self._done, self._total = "", 0, -1
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        counts_on = total == self._total and done >= self._done
+        if not counts_on and what != self._what:
+            self._what, self._said_s = what, self._clock()
+            note(f"{plain(what)} ...")
+        elif self._clock() - self._said_s >= self.EVERY_S:
+            self._said_s = self._clock()
+            note(f"  {_so_far(done, total)}")
+        self._done, self._total = done, total
+
+
+def _so_far(done: int, total: int) -> str:
+    return f"{size(done)} of {size(total)}" if total >= _BYTES else f"{done} of {total}"

@@ -85,16 +85,16 @@ class ServeFlags(Settings):
 @json_option
 @click.pass_obj
 def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
-    """Serve MODEL over the OpenAI protocol; built first where needed.
+    """Serve MODEL over the OpenAI protocol.
 
-    Ends with SIGTERM or Ctrl-C after the running requests are answered; a second signal ends it at once. With --json,
-    one line on stdout says when and where it is ready.
+    It is built first where needed. Ends with SIGTERM or Ctrl-C after the running requests are answered; a second
+    signal ends it at once. With --json, one line on stdout says when and where it is ready.
     """
     flags = made(ServeFlags, given)
     settings = flags.server()
     bind(settings.host, settings.port).close()  # a port that is taken is said before the model is loaded
     logging.getLogger("millrace").setLevel(flags.log_level.upper())
-    with opened(model, made(BuildSettings, given), made(RunSettings, given), env) as model_opened:
+    with opened(model, made(BuildSettings, given), made(RunSettings, given), env, quiet=as_json) as model_opened:
         engine = AsyncEngine(model_opened.loop(), ServiceOptions(max_queued=flags.max_queued))
         served = _served(model_opened, engine, flags.served_model_name)
         if not as_json:

@@ -9,7 +9,6 @@ from millrace.cli.inspect import find
 from millrace.cli.options import json_option
 from millrace.cli.screen import heading, pairs, print_json, progress
 from millrace.cli.tables import Tables, tuned
-from millrace.compile.cache import EngineCache
 from millrace.compile.timings import TimingCache
 from millrace.compile.tune import Tuning, tune_folder
 from millrace.engine.engine import Engine
@@ -36,16 +35,16 @@ Examples:
 @json_option
 @click.pass_obj
 def command(env: Env, engine: str, seconds: float, threads: int | None, cached: bool, as_json: bool) -> None:
-    """Time the kernels of a built engine on this machine, and keep the fastest settings in it.
+    """Time the kernels of a built engine on this machine.
 
-    ENGINE is as for `millrace inspect`. Answers never depend on it, only speed does. What time does not suffice
-    for stays as it was.
+    The fastest settings are kept in it. ENGINE is as for `millrace inspect`. Answers never depend on it, only speed
+    does. What time does not suffice for stays as it was.
     """
     if math.isnan(seconds):
         raise ConfigError("--seconds is nan", "a number of seconds", "write one")
-    folder = find(engine, EngineCache(env.cache))
+    folder = find(engine, env, quiet=as_json)
     timings = TimingCache(env.cache / "timings.json")
-    with progress() as report:
+    with progress(as_json) as report:
         table = tune_folder(folder, Tuning(seconds, threads, timings, anew=not cached), report)
     if not table.compared():
         raise MachineError(

@@ -14,7 +14,7 @@ import numpy as np
 import millrace
 from millrace.compile.lower import Lowering
 from millrace.compile.passes import pipeline, run_passes, unfused
-from millrace.compile.precision import PrecisionMap, rounding_notes
+from millrace.compile.precision import PrecisionMap, plain_format, rounding_notes
 from millrace.compile.report import graph_table, program_table
 from millrace.compile.source import Source
 from millrace.compile.tune import Tuning, tune_folder
@@ -38,7 +38,6 @@ from millrace.errors import CheckpointError, ConfigError, EngineError, MachineEr
 from millrace.graph.types import Graph
 from millrace.kernels.encode import Limits
 from millrace.kernels.library import library
-from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores
 from millrace.model.module import trace_model
 
@@ -81,7 +80,7 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     passes = pipeline(precision) if options.fuse else unfused(precision)
     graph = run_passes(traced, passes)
     limits = Limits(T=max(options.max_step_tokens, options.max_batch), S=options.max_batch)
-    table = "f32" if precision.default == Precision.FP32 else "bf16"
+    table = plain_format(precision.default)
     kv_format = KvFormat[table.upper()] if options.kv_format is None else options.kv_format
     program = Lowering(graph, limits, source.max_context, kv_format, table).program()
     notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, table))
@@ -113,6 +112,8 @@ def write_engine(
     """
     if folder.exists():
         raise _already_there(folder)
+    if progress:
+        progress(f"building {name} into {folder}", 0, plan.program.weights_bytes)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with building(folder) as unfinished:

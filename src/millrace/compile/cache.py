@@ -48,8 +48,7 @@ class EngineCache:
         if held is None:
             held, fresh = self._build(folder, build)
         try:
-            with suppress(OSError):  # a cache that may only be read removes nothing, so it needs no times
-                os.utime(folder)
+            _used_now(folder)
             if fresh:
                 self._shrink()
             yield folder, fresh
@@ -69,15 +68,42 @@ class EngineCache:
                 found.append(CacheEntry(folder.name, folder, nbytes, folder.stat().st_mtime))
         return sorted(found, key=lambda e: -e.last_used)
 
+    def only(self, name: str) -> CacheEntry | None:
+        """The engine of that name, or the one engine of the model; None where there is none.
+
+        raises ConfigError where the model has several
+        """
+        found = self._called(name)
+        if len(found) > 1:
+            shown = ", ".join(str(e.folder) for e in found[:6]) + (", ..." if len(found) > 6 else "")
+            raise ConfigError(
+                f'the cache has {len(found)} engines of "{name}", and the model itself is not there',
+                f"one of them: {shown}", "name its folder; `millrace list` shows what they differ in",
+            )  # fmt: skip
+        for entry in found:
+            _used_now(entry.folder)
+            return entry
+        return None
+
     def named(self, name: str) -> list[CacheEntry]:
         """The engine of that name, or all engines of the model. raises ConfigError where there is none"""
-        entries = self.entries()
-        found = [e for e in entries if e.name == name] or [e for e in entries if e.model == name]
+        found = self._called(name)
         if not found:
-            known = {e.name for e in entries} | {e.model for e in entries}
-            expected = nearest(name, known) if known else "the cache is empty"
-            raise ConfigError(f'the cache has no engine "{name}"', expected, "name one that `millrace list` shows")
+            known = self.names()
+            if not known:
+                what = f'the cache is empty, so it has no engine "{name}"'
+                raise ConfigError(what, "engines that were built", "nothing: there is nothing to remove")
+            mend = "name one that `millrace list` shows"
+            raise ConfigError(f'the cache has no engine "{name}"', nearest(name, known), mend)
         return found
+
+    def names(self) -> set[str]:
+        """Of all engines and of their models."""
+        return {name for e in self.entries() for name in (e.name, e.model)}
+
+    def _called(self, name: str) -> list[CacheEntry]:
+        entries = self.entries()
+        return [e for e in entries if e.name == name] or [e for e in entries if e.model == name]
 
     def remove(self, names: Iterable[str]) -> list[CacheEntry]:
         """Those that these names mean: all of them, or none where one is not there or in use. raises ConfigError"""
@@ -117,6 +143,11 @@ class EngineCache:
                 return
             with suppress(OSError):  # another process was faster, or it is another user's
                 total -= entry.nbytes if remove(entry.folder) else 0
+
+
+def _used_now(folder: Path) -> None:
+    with suppress(OSError):  # a cache that may only be read removes nothing, so it needs no times
+        os.utime(folder)
 
 
 def _in_use(name: str) -> ConfigError:

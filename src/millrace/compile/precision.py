@@ -59,6 +59,11 @@ class PrecisionMap:
                 )
 
 
+def plain_format(precision: Precision) -> str:
+    """Of tables and, where nobody asks, of keys and values: only engines of FP32 have them in float32."""
+    return "f32" if precision == Precision.FP32 else "bf16"
+
+
 # The class that keeps what a checkpoint stores at the fewest bits per weight; and the integers among its types that an
 # engine takes over unchanged in groups of STORED_GROUP (code bits; five fit into eight). Four bits with a minimum per
 # group (_AFFINE) go into eight: rounded to four symmetric ones, a real model's answers fall apart (SmolLM2-135M in

@@ -243,6 +243,8 @@ class _Clock:
     def start(self) -> None:
         """When the weights are loaded."""
         self.started = time.perf_counter()
+        if self.progress:
+            self.progress("timing kernels", 0, self.n_cases)
 
     def slice(self, comparisons: int) -> float:
         return self.seconds / (self.n_cases * comparisons)

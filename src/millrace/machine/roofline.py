@@ -46,7 +46,7 @@ class Compute:
     precision: str  # "fp32", "bf16", "w8a8", "w4a8"
     one_thread: Rate
     all_threads: Rate
-    peak: Rate | None  # of the instructions alone, all threads; None: this machine has none for it
+    peak: Rate | None  # of the instructions alone, all threads; None: there are none here, or our kernels beat it
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,9 @@ def measure_roofline(
     instructions = {name: _rate(peaks(name, threads)) for name in dict.fromkeys(precisions.values())}
     compute = []
     for name, below in precisions.items():
-        peak = instructions[below] if instructions[below].best else None
-        compute.append(Compute(name, _rate(kernels(name, 1)), _rate(kernels(name, threads)), peak))
+        peak, ours = instructions[below], _rate(kernels(name, threads))
+        holds = peak.best > 0 and peak.usual >= ours.usual  # else it was measured in a slower moment, and is none
+        compute.append(Compute(name, _rate(kernels(name, 1)), ours, peak if holds else None))
     return Roofline(threads, levels, tuple(compute))
 
 

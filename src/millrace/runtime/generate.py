@@ -39,9 +39,10 @@ def new_output(request: Request, prompt: str | None = None) -> RequestOutput:
 class Collector:
     """Puts the deltas of one request together into its RequestOutput."""
 
-    def __init__(self, output: RequestOutput, tokenizer: Tokenizer) -> None:
-        """output: of `new_output`, to be filled"""
+    def __init__(self, output: RequestOutput, tokenizer: Tokenizer, *, text: bool = True) -> None:
+        """output: of `new_output`, to be filled. text: False: with token ids only"""
         self.output = output
+        self._text = text
         self._n_open = len(output.outputs)
         self._tokenizer = tokenizer
 
@@ -49,7 +50,7 @@ class Collector:
         """Append; returns how many tokens came."""
         for delta in deltas:
             choice = self.output.outputs[delta.index]
-            choice.text += delta.text
+            choice.text += delta.text if self._text else ""
             choice.token_ids.extend(delta.token_ids)
             for token in delta.logprobs or ():
                 choice.logprobs = [] if choice.logprobs is None else choice.logprobs
@@ -97,7 +98,7 @@ def generate(
 
             request = loop.submit(ids, wanted, deliver)
             requests.append(request)
-            collectors.append(Collector(new_output(request, text), loop.tokenizer))
+            collectors.append(Collector(new_output(request, text), loop.tokenizer, text=wanted.detokenize))
         n_finished = n_tokens = 0
         while n_finished < len(requests):
             if not loop.running_in_thread and arrived.empty():
@@ -136,7 +137,7 @@ async def astream(
             here.call_soon_threadsafe(arrived.put_nowait, deltas)
 
     request = loop.submit(ids, wanted, deliver)
-    collector = Collector(new_output(request, text), loop.tokenizer)
+    collector = Collector(new_output(request, text), loop.tokenizer, text=wanted.detokenize)
     try:
         while not collector.output.finished:
             collector.add(await arrived.get())

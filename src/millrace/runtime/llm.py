@@ -14,7 +14,7 @@ from typing import Any
 from millrace.checkpoint.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.env import read_env
-from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, nearest
+from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, alike, nearest, plain
 from millrace.runtime import vllm_names
 from millrace.runtime.generate import Progress, Prompt, astream, generate
 from millrace.runtime.loop import EngineLoop
@@ -23,6 +23,9 @@ from millrace.runtime.params import RequestOutput, SamplingParams
 
 Message = Mapping[str, object]
 _FLAGS = "|".join(f.name.replace("_", "-") for kind in (BuildSettings, RunSettings) for f in fields(kind))
+_SAMPLING = frozenset(f.name for f in fields(SamplingParams))
+_GENERATE = frozenset({"prompts", "sampling_params", "use_tqdm"})
+_CHAT = frozenset({"messages", "sampling_params", "use_tqdm", "add_generation_prompt", "chat_template_kwargs"})
 _FLAG = re.compile(rf"(?<!\S)--({_FLAGS})\b( (?=[\d\"]))?")
 
 
@@ -30,27 +33,36 @@ def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mappin
     """The settings, and the precision where it is a map. raises ConfigError for a name that neither of them has"""
     build, run = ({f.name for f in fields(kind)} for kind in (BuildSettings, RunSettings))
     for name in given:
-        if name not in build | run | vllm_names.KNOWN:
-            near = nearest(name, build | run | vllm_names.KNOWN, build | run)
-            raise ConfigError(f'LLM has no setting "{name}"', near, "correct it")
+        if name not in (known := build | run | vllm_names.KNOWN):
+            meant = alike(name, known)
+            mend = f"write {meant}=" if meant else "leave it out; help(LLM) says what there is"
+            raise ConfigError(f'LLM has no setting "{name}"', nearest(name, known, build | run), mend)
     ours = vllm_names.translated(given)
     precisions = ours.pop("precision") if isinstance(ours.get("precision"), Mapping) else None
     for_build, for_run = ({name: v for name, v in ours.items() if name in known} for known in (build, run))
     return BuildSettings(**for_build), RunSettings(**for_run), precisions
 
 
-def _as_arguments(text: str) -> str:
-    """`--max-context 512` as `max_context=512`."""
-    return _FLAG.sub(lambda flag: flag[1].replace("-", "_") + ("=" if flag[2] else ""), text)
+def _as_arguments(text: str, given_as: Mapping[str, str]) -> str:
+    """`--max-context 512` as `max_context=512`, or as it was given."""
+
+    def argument(flag: re.Match[str]) -> str:
+        name = flag[1].replace("-", "_")
+        return given_as.get(name, name) + ("=" if flag[2] else "")
+
+    return _FLAG.sub(argument, text)
 
 
 @contextmanager
-def _in_python_words() -> Iterator[None]:
-    """Errors name settings as flags (--max-context); here they are arguments (max_context=)."""
+def _in_python_words(given_as: Mapping[str, str]) -> Iterator[None]:
+    """Errors name settings as flags (--max-context); here they are arguments (max_context=).
+
+    given_as: our names of those that the caller called otherwise (max_model_len=)
+    """
     try:
         yield
     except MillraceError as error:
-        error.reworded(_as_arguments)
+        error.reworded(lambda text: _as_arguments(text, given_as))
         raise
 
 
@@ -91,11 +103,13 @@ class LLM:
     precision: a name, or a map like {"default": "w4a8", "lm_head": "bf16"}.
     settings: those of `millrace build` and `serve` by the same names (head, kv_cache_dtype, group, max_context,
     max_batch, tune, kv_memory, threads, isa), and vLLM's (max_model_len, max_num_seqs, dtype, tensor_parallel_size=1).
+    Other libraries' arguments of calls are taken, too, where they ask for what happens anyway (lora_request=None).
     raises MillraceError, each with its mend
     """
 
     def __init__(self, model: str | Path, *, precision: str | Mapping[str, str] | None = None, **settings: Any) -> None:
-        with _in_python_words():
+        self._given_as = vllm_names.as_given(settings)
+        with _in_python_words(self._given_as):
             build, run, precisions = _split({"precision": precision, **settings})
             name, engine = find_engine(str(model), build, read_env(), precisions=precisions)
             self._opened: Opened = open_engine(name, engine, run)
@@ -107,10 +121,11 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        **others: object,
     ) -> list[RequestOutput]:
         """All prompts in one in-flight batch, answers in order. A prompt: text, or {"prompt_token_ids": [...]}.
 
@@ -118,6 +133,7 @@ class LLM:
         use_tqdm: show progress on stderr (vLLM's name for it)
         """
         self._check_usable()
+        vllm_names.check_call("generate", others, _GENERATE, _SAMPLING)
         if not isinstance(prompts, str | Mapping | Sequence):
             raise RequestError(
                 f"prompts is of type {type(prompts).__name__}", "a prompt or a list of prompts", "pass one of these"
@@ -131,11 +147,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        **others: object,
     ) -> list[RequestOutput]:
         """One conversation or several, through the model's chat template.
 
         Without max_tokens an answer may fill the rest of the context.
+        add_generation_prompt: end the prompt where the assistant's turn begins
+        chat_template_kwargs: further variables for the template, such as enable_thinking
         """
+        vllm_names.check_call("chat", others, _CHAT, _SAMPLING)
         if isinstance(messages, str):
             raise RequestError(
                 "messages is a text", 'a list like [{"role": "user", "content": "a text"}]',
@@ -143,7 +165,8 @@ class LLM:
             )  # fmt: skip
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Sequence[Message]] = messages if several else [messages]  # type: ignore[assignment, list-item]
-        prompts = [{"prompt_token_ids": self._chat_ids(c)} for c in conversations]
+        extra = chat_template_kwargs or {}
+        prompts = [{"prompt_token_ids": self._chat_ids(c, add_generation_prompt, extra)} for c in conversations]
         return self._answer(prompts, sampling_params, use_tqdm, continues=False)
 
     async def astream(
@@ -157,7 +180,7 @@ class LLM:
         with self._threading:  # from the first stream on, the engine has a thread of its own
             if not self._loop.running_in_thread:
                 self._loop.start()
-        with _in_python_words():
+        with _in_python_words(self._given_as):
             async for output in astream(self._loop, prompt, sampling_params, continues=True):
                 yield output
 
@@ -165,7 +188,7 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool,
         *, continues: bool,
     ) -> list[RequestOutput]:  # fmt: skip
-        with _in_python_words(), _progress_bar(use_tqdm) as progress:
+        with _in_python_words(self._given_as), _progress_bar(use_tqdm) as progress:
             return generate(self._loop, prompts, params, progress, continues=continues)
 
     def _check_usable(self) -> None:
@@ -185,7 +208,9 @@ class LLM:
             "send the name, and make an LLM in the process that runs it",
         )
 
-    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    def _chat_ids(
+        self, messages: Sequence[Message], add_generation_prompt: bool, extra: Mapping[str, object]
+    ) -> list[int]:
         self._check_usable()
         template = self._opened.chat_template
         if template is None:
@@ -195,7 +220,8 @@ class LLM:
         for i, message in enumerate(messages):
             if isinstance(message, Mapping) and message.get("content") is None:
                 raise RequestError(f"messages[{i}] has no content", "a text", "send the text", param="messages")
-        return self._opened.tokenizer.encode(template.render(messages), add_special_tokens=False)
+        text = template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+        return self._opened.tokenizer.encode(text, add_special_tokens=False)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -205,6 +231,29 @@ class LLM:
     def get_tokenizer(self) -> HfTokenizer:
         """The tokenizer with the calls of transformers, as vLLM gives it: `apply_chat_template`, `eos_token_id`, ..."""
         return HfTokenizer(self._opened.tokenizer, self._opened.chat_template)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config says; a call without SamplingParams does the same."""
+        d = self._opened.defaults
+        return SamplingParams(
+            temperature=d.temperature, top_p=d.top_p, top_k=d.top_k, min_p=d.min_p,
+            repetition_penalty=d.repetition_penalty,
+        )  # fmt: skip
+
+    def reset_prefix_cache(self) -> bool:
+        """True: no prefix is kept from one call to the next (vLLM's name)."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        raise vllm_names.no_attribute(self, name)
+
+    def __repr__(self) -> str:
+        opened: Opened | None = self.__dict__.get("_opened")
+        if opened is None:
+            return "<LLM: not opened>"
+        m, closed = opened.engine.manifest, "" if self._released.alive else ", closed"
+        precision = m.precision.get("default", "?")
+        return f"<LLM {plain(opened.name)}: {precision}, {m.max_context} tokens, {m.max_sequences} at a time{closed}>"
 
     def close(self) -> None:
         """Gives the memory back; also at the end of a `with`."""

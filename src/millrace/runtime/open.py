@@ -1,4 +1,4 @@
-"""MODEL, as every command and `LLM` take it: an engine or checkpoint folder, a GGUF file, a hub id, or `tiny`."""
+"""MODEL, as every command and `LLM` take it: a folder (engine or checkpoint), a GGUF file, a hub id, a cached name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -13,7 +13,7 @@ from millrace.checkpoint.tokenizer import VocabularyTokenizer, open_tokenizer, r
 from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import FORMAT, MANIFEST
-from millrace.engine.native import KV_CACHE_DTYPES, NativeExecutor
+from millrace.engine.native import KV_CACHE_DTYPES, KvFormat, NativeExecutor
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError, nearest
 from millrace.kernels.identity import kernels_digest
@@ -26,6 +26,7 @@ from millrace.settings import Settings, flag_of, setting
 
 if TYPE_CHECKING:
     from millrace.compile.build import BuildOptions
+    from millrace.compile.source import Source
     from millrace.compile.tune import Tuning
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
@@ -59,7 +60,10 @@ class BuildSettings(Settings):
         high=4096,
     )
     tune: float = setting(
-        2.0, "about how many seconds to time kernels on this machine; 0: they go by their own rules", low=0, high=3600
+        2.0,
+        "about how many seconds a build times kernels on this machine; 0: they go by their own rules",
+        low=0,
+        high=3600,
     )
 
 
@@ -123,11 +127,7 @@ def model_folder(model: str, env: Env, progress: Progress | None = None) -> tupl
     if is_gguf(path):
         return path.stem, path
     if "/" not in model and not path.exists():  # neither a path that anybody wrote out, nor a hub id
-        names = [folder.name for folder in BUNDLED.iterdir() if folder.is_dir()]
-        raise CheckpointError(
-            f'there is no model "{model}"', "a folder, a GGUF file, a hub id org/name, or " + nearest(model, names),
-            "check the spelling",
-        )  # fmt: skip
+        return _cached(model, env)
     from millrace.checkpoint.hub import resolve
 
     def downloading(done: int, total: int) -> None:
@@ -136,6 +136,21 @@ def model_folder(model: str, env: Env, progress: Progress | None = None) -> tupl
 
     folder = resolve(model, hf_home=env.hf_home, token=env.hf_token, offline=env.hf_offline, progress=downloading)
     return model.split("@")[0].split("/")[-1], folder
+
+
+def _cached(model: str, env: Env) -> tuple[str, Path]:
+    """By a name that `millrace list` shows. raises CheckpointError, and ConfigError where that is several engines'"""
+    from millrace.compile.cache import EngineCache
+
+    cache = EngineCache(env.cache)
+    if entry := cache.only(model):
+        return entry.model, entry.folder
+    models = {folder.name for folder in BUNDLED.iterdir() if folder.is_dir()} | {e.model for e in cache.entries()}
+    near = nearest(model, cache.names() | models, models)
+    raise CheckpointError(
+        f'there is no model "{model}"', f"a folder, a GGUF file, a hub id org/name, or {near}",
+        "check the spelling",
+    )  # fmt: skip
 
 
 def find_engine(
@@ -158,6 +173,8 @@ def find_engine(
     if say and fresh:  # later runs would only repeat it; `millrace inspect` shows it again
         for note in engine.manifest.notes:
             say(note)
+    if say and not fresh and build.tune not in (0, BuildSettings.tune):
+        say(f"this engine is there already, and is not timed again: millrace tune {engine.folder}")
     return name, engine
 
 
@@ -172,8 +189,8 @@ def _built(
 
     source = Source.from_checkpoint(checkpoint, build.max_context)
     options = build_options(build, source.own_precision, precisions)
-    identity = _identity(checkpoint, env, progress)
-    key = f"{FORMAT} {kernels_digest()} {identity} {source.max_context} {options} {build.tune}"
+    identity = checkpoint_identity(checkpoint, env, progress)
+    key = f"{FORMAT} {kernels_digest()} {identity} {_content(source, options)}"
 
     def write(folder: Path) -> None:
         _ = checkpoint.tokenizer  # an engine whose tokenizer is broken is of no use to anybody
@@ -185,7 +202,22 @@ def _built(
         return Engine.open(folder), fresh
 
 
-def _identity(checkpoint: Checkpoint, env: Env, progress: Progress | None) -> str:
+def _content(source: "Source", options: "BuildOptions") -> str:
+    """What an engine is built as, however it was asked for: what is left out is what the model has of its own.
+
+    How long its kernels are timed is no part of it: that changes no answer, and `millrace tune` does it again.
+    """
+    from millrace.compile.precision import plain_format
+
+    chosen = options.precision or source.own_precision
+    head = chosen.of(HEAD, is_head=True)
+    layers = [("", chosen.default), *(pattern for pattern in chosen.patterns if pattern[0] != HEAD)]
+    group = chosen.group if head.quantised or any(p.quantised for _, p in layers) else None
+    kv = KvFormat[plain_format(chosen.default).upper()] if options.kv_format is None else options.kv_format
+    return f"{layers} {group} {head} {chosen.rescores(HEAD)} {kv!r} {source.max_context} {options.max_batch}"
+
+
+def checkpoint_identity(checkpoint: Checkpoint, env: Env, progress: Progress | None = None) -> str:
     """Of the checkpoint's whole content; what was read before, and is as it was then, is not read again."""
     from millrace.compile.digests import FileDigests
 

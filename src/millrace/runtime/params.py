@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from millrace.errors import RequestError, nearest
+from millrace.errors import RequestError, alike, nearest
 from millrace.runtime.vllm_names import SAMPLING
 
 MAX_STOP_STRINGS = 16
@@ -13,6 +13,7 @@ MAX_STOP_CHARACTERS = 1024  # of one stop string: the search keeps a table as lo
 MAX_STOP_TOKENS = MAX_BIASED_TOKENS = 1024  # vLLM's bound of a biased request
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+SEED_BITS = 53  # of a drawn seed: what JavaScript's numbers hold exactly, so that every client can send it back
 LEAST = 1e-9  # of what must be above 0: in float32 it still is
 COMPLETION_TOKENS = 16  # of a text to be continued, where max_tokens is not said; a chat has the rest of the context
 
@@ -50,6 +51,7 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives beside the chosen token; 0 = the chosen one only
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True  # False: RequestOutput has token_ids without their text
 
     def __new__(cls, *unnamed: object, **given: object) -> "SamplingParams":
         """Looks at the names: the TypeError of a dataclass would not say what was meant."""
@@ -60,8 +62,10 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         for name in given:
             if name not in known:
-                instead = f"use {SAMPLING[name]}" if name in SAMPLING else nearest(name, known)
-                raise RequestError(f'SamplingParams has no parameter "{name}"', instead, "correct it", param=name)
+                meant = alike(name, known)
+                mend = f"write {meant}=" if meant else "leave it out; help(SamplingParams) says what there is"
+                mend = f"use {SAMPLING[name]}" if name in SAMPLING else mend
+                raise RequestError(f'SamplingParams has no parameter "{name}"', nearest(name, known), mend, param=name)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -101,6 +105,7 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     ("ignore_eos", bool, "true or false"),
     ("include_stop_str_in_output", bool, "true or false"),
     ("skip_special_tokens", bool, "true or false"),
+    ("detokenize", bool, "true or false"),
 )
 
 

@@ -62,4 +62,6 @@ def _too_little(engine: Engine, memory: Memory, kv_memory: int | None, free: int
 
 
 def _mib(nbytes: int) -> str:
+    if nbytes < 1 << 20:
+        return f"{nbytes / 1024:g} KiB"
     return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 10 << 30 else f"{nbytes / (1 << 20):.0f} MiB"

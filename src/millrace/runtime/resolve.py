@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import RequestError
-from millrace.runtime.params import COMPLETION_TOKENS, SamplingParams
+from millrace.runtime.params import COMPLETION_TOKENS, SEED_BITS, SamplingParams
 
 SEED_MASK = 2**64 - 1
 
@@ -62,7 +62,7 @@ def check_prompt(token_ids: Sequence[int] | IntArray, limits: ExecutorLimits) ->
         raise RequestError(
             f"the prompt has {len(token_ids)} tokens",
             f"at most {context - 1}, because this engine's context is {context} tokens and an answer needs at least 1",
-            "shorten the prompt, or serve the model with a larger --max-context",
+            "shorten the prompt, or build the engine with a larger --max-context where its model allows that",
             param=where,
         )
     try:
@@ -124,7 +124,7 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, limits: Execut
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=_first(params.repetition_penalty, defaults.repetition_penalty, 1.0),
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
         n_top=None if params.logprobs is None else min(params.logprobs, limits.vocab_size),
         eos_token_ids=frozenset() if params.ignore_eos else frozenset(defaults.eos_token_ids),
         stop_token_ids=frozenset(_vocabulary_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)),
@@ -142,7 +142,7 @@ def _max_tokens(params: SamplingParams, context: int, n_prompt: int) -> int:
         raise RequestError(
             f"prompt and max_tokens together are {n_prompt} + {params.max_tokens} = {asked} tokens",
             f"at most {context}, this engine's context",
-            f"ask for max_tokens of at most {rest}, leave it out to use the rest, or shorten the prompt",
+            f"ask for max_tokens of at most {rest}, or shorten the prompt",
             param="max_tokens",
         )
     return params.max_tokens

@@ -1,14 +1,14 @@
-"""vLLM's names for settings of `LLM`: taken where the meaning is the same, else refused with what to use instead.
+"""Other libraries' names on `LLM`: taken where the meaning is the same, else refused with what to use instead.
 
-So are its sampling parameters. source: the arguments of vllm.LLM, its EngineArgs and its SamplingParams, vLLM 0.11.
+source: vllm.LLM with its EngineArgs, methods and SamplingParams, vLLM 0.11; a few of llama-cpp-python's Llama.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, alike, nearest
 
-SAME = {"max_model_len": "max_context", "max_num_seqs": "max_batch"}
+SAME = {"max_model_len": "max_context", "max_num_seqs": "max_batch", "n_ctx": "max_context", "n_threads": "threads"}
 _DTYPES = {"auto": None, "float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
 _KV_DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32"}
 # Name -> the values that ask for what happens anyway, and what to use where another one was meant.
@@ -36,6 +36,48 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "download_dir": ((None,), "the environment variable HF_HOME"),
     "hf_token": ((None,), "the environment variable HF_TOKEN"),
     "block_size": ((None, 64), "KV pages have 64 tokens"),
+    "device": (("auto", "cpu", None), '"cpu": engines run on the processor, with as many threads= as you like'),
+    "n_gpu_layers": ((0,), "0: engines run on the processor"),
+    "task": (("auto", "generate", None), "another library for this task: models here generate text"),
+    "runner": (("auto", "generate"), "another library for this: models here generate text"),
+    "convert": (("auto", "none"), "another library for this: models here generate text"),
+    "hf_overrides": ((None, {}), "a copy of the checkpoint with another config.json"),
+    "enable_lora": ((None, False), "a checkpoint into which the adapter is merged"),
+    "limit_mm_per_prompt": ((None, {}), "prompts of text: images and sound are not read"),
+    "speculative_config": ((None,), "None: nothing is drafted"),
+    "max_seq_len_to_capture": ((None,), "None: there are no CUDA graphs"),
+    "verbose": ((False, True), "False: an LLM logs nothing"),
+}  # fmt: skip
+# Arguments of calls: the same for them.
+_CALL: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "lora_request": ((None,), "a checkpoint into which the adapter is merged"),
+    "priority": ((None,), "one call after the other: the prompts of a call are answered in their order"),
+    "prompt_token_ids": ((None,), 'prompts=[{"prompt_token_ids": [...]}]'),
+    "tokenization_kwargs": ((None, {}), 'prompts as {"prompt_token_ids": [...]}'),
+    "truncate_prompt_tokens": ((None,), 'a prompt {"prompt_token_ids": ids[-n:]}'),
+    "tools": ((None, []), "a message that describes them: calls of tools are not read out of answers"),
+    "documents": ((None, []), "chat_template_kwargs=, where the template knows them"),
+    "chat_template": ((None,), "a checkpoint with this template, or generate() with the rendered prompt"),
+    "chat_template_content_format": (("auto", "string", "openai"), '"auto": the template decides'),
+    "continue_final_message": ((None, False), "generate() with the rendered prompt"),
+    "mm_processor_kwargs": ((None, {}), "messages of text: images and sound are not read"),
+}  # fmt: skip
+# Methods and properties, and what to use here.
+_METHODS: Mapping[str, str] = {
+    **dict.fromkeys(("embed", "encode"), "llm.tokenizer.encode() for token ids; for embeddings another library"),
+    **dict.fromkeys(("score", "classify", "reward"), "generate() with logprobs=, or another library"),
+    "beam_search": "generate() with SamplingParams(n=...) and a temperature: there is no beam search",
+    "generate_async": "astream(), for an answer as it grows",
+    "create_completion": "generate()", "create_chat_completion": "chat()",
+    "tokenize": "llm.tokenizer.encode(text)", "detokenize": "llm.tokenizer.decode(ids)",
+    **dict.fromkeys(("sleep", "wake_up"), "close(), and a new LLM: a built engine is open in about a second"),
+    **dict.fromkeys(("shutdown", "reset"), "close()"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "millrace inspect MODEL --tactics, in a shell"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "a model of your own, written as in examples/own_model.py"),
+    "get_metrics": "millrace serve, whose /metrics has them",
+    "llm_engine": "generate(), chat() and astream(): the engine is no part of the interface",
+    "set_tokenizer": "a checkpoint folder that holds the tokenizer's files",
+    "from_engine_args": "LLM(model, ...) with the same names",
 }  # fmt: skip
 # Sampling parameters that vLLM has (the last three: others), and what to use here.
 SAMPLING: Mapping[str, str] = {
@@ -46,7 +88,6 @@ SAMPLING: Mapping[str, str] = {
     "early_stopping": "n= with a temperature: there is no beam search",
     "prompt_logprobs": "logprobs=, of the answer's tokens; those of a prompt are not computed",
     "flat_logprobs": "logprobs=, which gives a dict a token",
-    "detokenize": "nothing: answers have token_ids and text",
     "spaces_between_special_tokens": "skip_special_tokens=False, and nothing is put between them",
     "truncate_prompt_tokens": 'a prompt {"prompt_token_ids": ids[-n:]}',
     "allowed_token_ids": "logit_bias={id: -100}, for what must not come",
@@ -63,12 +104,47 @@ SAMPLING: Mapping[str, str] = {
 KNOWN = frozenset({"dtype", *SAME, *_NEUTRAL})
 
 
+class NoSuchMethodError(ConfigError, AttributeError):
+    """Of another library's method: as an AttributeError, so that `hasattr` is truthful."""
+
+
+def no_attribute(owner: object, name: str) -> AttributeError:
+    """For `__getattr__`."""
+    if name in _METHODS:
+        return NoSuchMethodError(
+            f'this LLM has no "{name}"', "generate(), chat() or astream()", f"use {_METHODS[name]}"
+        )
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}", name=name, obj=owner)
+
+
+def check_call(method: str, given: Mapping[str, object], known: frozenset[str], sampling: frozenset[str]) -> None:
+    """Arguments of a call beside `known`. sampling: those of SamplingParams. raises ConfigError, with what to use"""
+    for name, value in given.items():
+        if name in _CALL:
+            _check_neutral(name, value, _CALL)
+        elif name in sampling:
+            raise ConfigError(
+                f"{method}() has no argument {name}: it belongs to the sampling parameters",
+                f"{method}(..., SamplingParams({name}=...))", f"write SamplingParams({name}=...)",
+            )  # fmt: skip
+        else:
+            meant, near = alike(name, known), nearest(name, known)
+            mend = f"write {meant}=" if meant else f"leave it out; help(LLM.{method}) says what there is"
+            raise ConfigError(f'{method}() has no argument "{name}"', near, mend)
+
+
+def as_given(given: Mapping[str, object]) -> dict[str, str]:
+    """Our name of a setting -> the one by which it was given, where that is another."""
+    other = {**SAME, "dtype": "precision"}
+    return {other[name]: name for name, value in given.items() if name in other and value is not None}
+
+
 def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` in our own names. raises ConfigError for a value that means something else here, or a name given twice"""
     ours: dict[str, Any] = {}
     for name, value in given.items():
         if name in _NEUTRAL:
-            _check_neutral(name, value)
+            _check_neutral(name, value, _NEUTRAL)
         elif name == "dtype":
             _add(ours, given, name, "precision", _precision(value))
         elif name == "kv_cache_dtype" and value in _KV_DTYPES:
@@ -79,10 +155,15 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add(ours: dict[str, Any], given: Mapping[str, Any], name: str, own: str, value: Any) -> None:
-    if own != name and given.get(own) is not None and value is not None:
-        raise ConfigError(f"{name} and {own} are both given", "one of them: they mean the same", f"leave {name} out")
-    if value is not None or own == name:
-        ours[own] = value
+    if value is None:  # not said; ours are told, so that their own checks see them
+        if own == name:
+            ours.setdefault(own, None)
+        return
+    other = next((n for n in given if n != name and SAME.get(n, n) == own and given[n] is not None), None)
+    if other is not None:
+        mend = f"leave {name if other == own else other} out"
+        raise ConfigError(f"{name} and {other} are both given", "one of them: they mean the same", mend)
+    ours[own] = value
 
 
 def _precision(dtype: object) -> str | None:
@@ -94,8 +175,8 @@ def _precision(dtype: object) -> str | None:
     raise ConfigError(f"dtype is {dtype!r}", "auto, float32 or bfloat16", mend or "precision= has the integer formats")
 
 
-def _check_neutral(name: str, value: object) -> None:
-    neutral, instead = _NEUTRAL[name]
-    if not any(value == v and type(value) is type(v) for v in neutral):
+def _check_neutral(name: str, value: object, table: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
+    neutral, instead = table[name]
+    if not any(type(value) is type(v) and value == v for v in neutral):
         allowed = " or ".join(map(repr, neutral)) or "nothing by that name"
-        raise ConfigError(f"{name} is {value!r}, which this LLM does not have", allowed, f"use {instead}")
+        raise ConfigError(f"{name} is {value!r:.200}, which this LLM does not have", allowed, f"use {instead}")

@@ -11,7 +11,17 @@ from msgspec import UNSET
 
 from millrace.errors import RequestError, nearest
 from millrace.serve.errors import HttpError, not_yet
-from millrace.serve.protocol import ELSEWHERE, IGNORED, NOT_YET, OTHER_NAMES, WIRE, Message, StreamOptions, TextPart
+from millrace.serve.protocol import (
+    ELSEWHERE,
+    IGNORED,
+    NOT_YET,
+    OTHER_NAMES,
+    WIRE,
+    ChatRequest,
+    Message,
+    StreamOptions,
+    TextPart,
+)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -66,10 +76,14 @@ def take_ignored(asked: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str
     What they hold is let go of, and so is that of every other field that `kind` does not have: decoded, it is many
     times the body, and an answer may take minutes.
     """
-    told = tuple(n for n in sorted(IGNORED & set(asked.__struct_fields__)) if getattr(asked, n) not in (UNSET, None))
+    told = {n for n in IGNORED & set(asked.__struct_fields__) if getattr(asked, n) not in (UNSET, None)}
+    if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:  # of two, today's name counts
+        if asked.max_tokens not in (None, asked.max_completion_tokens):
+            told.add("max_tokens")
+        asked.max_tokens = None
     for name in set(asked.__struct_fields__) - set(kind.__struct_fields__):
         setattr(asked, name, UNSET)
-    return told
+    return tuple(sorted(told))
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:

@@ -26,12 +26,22 @@ from millrace.serve.serving import Serving
 
 API_VERSION = "1.0.0"
 _CHAT, _TEXT, _OTHER = "use /v1/chat/completions", "use /v1/completions", "use another server for these"
-# Paths that clients of other servers ask for, and what to use instead.
+# Paths that clients of other servers ask for, with all below them, and what to use instead. The first that fits counts.
 NOT_YET = {
-    "/v1/responses": _CHAT, "/v1/messages": _CHAT, "/api/chat": _CHAT, "/api/generate": _TEXT, "/completion": _TEXT,
-    "/api/tags": "use /v1/models", "/v1/embeddings": _OTHER, "/v1/rerank": _OTHER, "/v1/score": _OTHER,
-    "/v1/audio/transcriptions": _OTHER, "/v1/images/generations": _OTHER,
+    "/v1/responses": _CHAT, "/v1/messages": _CHAT, "/v1/assistants": _CHAT, "/v1/threads": _CHAT,
+    "/api/chat": _CHAT, "/api/generate": _TEXT, "/api/tags": "use /v1/models", "/api/version": "use /v1/version",
+    "/api": "use the paths under /v1: clients of OpenAI's protocol are served, those of Ollama's are not",
+    "/completion": _TEXT, "/infill": _TEXT, "/v1/infill": _TEXT,
+    "/props": "use /v1/metadata, or /tokenizer_info for the chat template", "/slots": "use /metrics, or /load",
+    "/v1/embeddings": _OTHER, "/v1/rerank": _OTHER, "/v1/score": _OTHER, "/v1/moderations": _OTHER,
+    "/v1/audio": _OTHER, "/v1/images": _OTHER, "/v1/files": _OTHER, "/v1/batches": _OTHER, "/v1/uploads": _OTHER,
+    "/v1/fine_tuning": _OTHER, "/v1/vector_stores": _OTHER,
 }  # fmt: skip
+# Where a person looks who has no path yet.
+_ROOTS = {
+    "": "clients take the address with /v1 at its end as their base URL; in a browser, /docs shows the paths",
+    "/v1": "this is the base URL: clients put /chat/completions behind it, and /v1/models tells what there is",
+}
 
 
 def models(serving: Serving, scope: Scope) -> Response:
@@ -110,23 +120,25 @@ def metadata(serving: Serving, scope: Scope) -> Response:
 
 def unknown_path(path: str, known: Collection[str]) -> HttpError:
     """known: the paths that there are"""
-    for wrong, right in (("", "/v1"), ("/v1/v1/", "/v1/")):  # a base URL without /v1, or with it twice
-        if path.startswith(wrong) and (meant := right + path.removeprefix(wrong)) in known:
-            return HttpError(
-                404,
-                "not_found",
-                f"there is nothing at {path}",
-                f'"{meant}"',
-                "end the base URL of the client with /v1, once",
-            )
-    for end in ("/chat/completions", "/completions"):  # a client's base URL with the path in it already
-        if path.endswith(end) and path != f"/v1{end}":
-            return HttpError(
-                404, "not_found", f"there is nothing at {path}", f'"/v1{end}"', "end the base URL with /v1"
-            )
-    if path.rstrip("/") in NOT_YET:
-        return HttpError(404, "not_found", f"{path} is not served yet", "a path of /docs", NOT_YET[path.rstrip("/")])
-    return HttpError(404, "not_found", f"there is nothing at {path}", "a path of /docs", "correct the path")
+    plain = path.rstrip("/")
+    what, expected, mend = f"there is nothing at {path}", "a path of /docs", "correct the path"
+    base = "end the base URL of the client with /v1, once"
+    instead = next((mend for prefix, mend in NOT_YET.items() if f"{plain}/".startswith(f"{prefix}/")), None)
+    if plain in known:
+        expected, mend = f'"{plain}"', "leave out the slash at its end"
+    elif f"/v1{plain}" in known:
+        expected, mend = f'"/v1{plain}"', base
+    elif plain.startswith("/v1/v1/") and plain.removeprefix("/v1") in known:
+        expected, mend = f'"{plain.removeprefix("/v1")}"', base
+    elif plain in _ROOTS:
+        mend = _ROOTS[plain]
+    elif plain.endswith("/chat/completions"):  # a base URL with another path in it, or with this one already
+        expected, mend = '"/v1/chat/completions"', base
+    elif plain.endswith("/completions"):
+        expected, mend = '"/v1/completions"', base
+    elif instead is not None:
+        what, mend = f"{path} is not served yet", instead
+    return HttpError(404, "not_found", what, expected, mend)
 
 
 def _card(serving: Serving, name: str) -> ModelCard:

@@ -92,7 +92,7 @@ class SamplingFields(Struct, kw_only=True):
 
 class ChatRequest(SamplingFields, kw_only=True):
     messages: Annotated[list[Message], _is("the conversation so far")]
-    max_completion_tokens: Annotated[int | None, _is("today's name of max_tokens", low=1)] = None
+    max_completion_tokens: Annotated[int | None, _is("today's name of max_tokens; of two, it counts", low=1)] = None
     logprobs: Annotated[bool | None, _is("log probabilities of the chosen tokens", False)] = None
     top_logprobs: Annotated[int | None, _is("alternatives per token; needs logprobs", 0, 0, MAX_LOGPROBS)] = None
     add_generation_prompt: Annotated[bool | None, _is("end the prompt where the assistant's turn begins", True)] = None
@@ -157,6 +157,9 @@ IGNORED: frozenset[str] = frozenset(
         *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock", "keep_alive"),
         *("provider", "route", "models", "transforms", "usage", "session_id", "trace", "tags"),
         *("caching", "drop_params", "num_retries", "timeout", "request_timeout", "fallbacks"),
+        # of llama.cpp's samplers that are off
+        *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"),
+        *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
     ]
 )
 # What others call a field of ours.
@@ -217,9 +220,39 @@ _VLLM_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
 }
+# llama.cpp's and the programs' around it, which send each of them with every request; with the value of "off".
+_LLAMA_NOT_YET: Mapping[str, tuple[object, ...]] = {
+    "mirostat": (0,),
+    "xtc_probability": (0,),
+    "typical_p": (1,),
+    "typ_p": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (-1, 0),
+    "dynatemp_range": (0,),
+    "dry_multiplier": (0,),
+    "smoothing_factor": (0,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "no_repeat_ngram_size": (0,),
+    "penalize_nl": (False,),
+    "repeat_last_n": (-1,),
+    "n_keep": (0, -1),
+    "num_keep": (0, -1),
+    "n_discard": (0,),
+    "n_indent": (0,),
+    "n_probs": (0,),
+    "min_keep": (0,),
+    "t_max_predict_ms": (0,),
+    "post_sampling_probs": (False,),
+    "grammar": ("",),
+    "json_schema": ({},),
+    "lora": ([],),
+    "num_beams": (1,),
+}
 NOT_YET: Mapping[type[Struct], Mapping[str, tuple[object, ...]]] = {
-    ChatRequest: {**_CHAT_NOT_YET, **_VLLM_NOT_YET},
-    CompletionRequest: {**_COMPLETION_NOT_YET, **_VLLM_NOT_YET},
+    ChatRequest: {**_CHAT_NOT_YET, **_VLLM_NOT_YET, **_LLAMA_NOT_YET},
+    CompletionRequest: {**_COMPLETION_NOT_YET, **_VLLM_NOT_YET, **_LLAMA_NOT_YET},
     TokenizeRequest: {"continue_final_message": (False,), "chat_template": (), "tools": ([],)},
     DetokenizeRequest: {},
 }

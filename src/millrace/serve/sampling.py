@@ -4,21 +4,12 @@ import secrets
 from dataclasses import replace
 
 from millrace.errors import RequestError
-from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
+from millrace.runtime.params import MAX_LOGPROBS, SEED_BITS, SamplingParams
 from millrace.serve.protocol import ChatRequest, CompletionRequest, SamplingFields
-
-SEED_BITS = 53  # of a drawn seed: what JavaScript's numbers hold exactly, so that every client can send it back
 
 
 def chat_params(asked: ChatRequest) -> SamplingParams:
     """raises RequestError naming the field as the client wrote it"""
-    if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
-        raise RequestError(
-            f"max_tokens is {asked.max_tokens} and max_completion_tokens is {asked.max_completion_tokens}",
-            "one of them, or twice the same",
-            "leave max_tokens out",
-            param="max_completion_tokens",
-        )
     max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     n_top = asked.top_logprobs
     if n_top is not None and not asked.logprobs:
