@@ -124,9 +124,10 @@ def unknown_path(path: str, known: Collection[str]) -> HttpError:
             return HttpError(
                 404, "not_found", f"there is nothing at {path}", f'"/v1{end}"', "end the base URL with /v1"
             )
+    listed = "one of those listed at /docs"
     if path.rstrip("/") in NOT_YET:
-        return HttpError(404, "not_found", f"{path} is not served yet", "a path of /docs", NOT_YET[path.rstrip("/")])
-    return HttpError(404, "not_found", f"there is nothing at {path}", "a path of /docs", "correct the path")
+        return HttpError(404, "not_found", f"{path} is not served yet", listed, NOT_YET[path.rstrip("/")])
+    return HttpError(404, "not_found", f"there is nothing at {path}", listed, "correct the path")
 
 
 def _card(serving: Serving, name: str) -> ModelCard:
