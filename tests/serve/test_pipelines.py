@@ -74,7 +74,9 @@ def test_the_last_answer_says_that_the_connection_ends(server: Running) -> None:
 def test_what_waits_behind_a_long_answer_is_bounded_too(slow: Running) -> None:
     """In packets of their own; a large body is not kept at all."""
     large = START + b"content-length: 10000000\r\n\r\n"
-    for rest, n_answers in ((LIVE, 1 + MAX_PIPELINED), (large + b" " * MAX_WAITING_BYTES, 1), (LIVE + large, 2)):
+    long = b"GET /v1/health/live HTTP/1.1\r\nhost: x\r\na: " + b"b" * (MAX_WAITING_BYTES // 3) + b"\r\n\r\n"
+    cases = (LIVE, 1 + MAX_PIPELINED), (large + b" " * MAX_WAITING_BYTES, 1), (LIVE + large, 2), (long, 3)
+    for rest, n_answers in cases:
         with connect(slow) as raw:
             raw.sendall(completion(max_tokens=30))
             time.sleep(0.05)

@@ -24,8 +24,9 @@ from millrace.serve.logs import Seldom
 from millrace.serve.parser import Parser, without_upgrade
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
+HEADER_BYTES = 32  # what each header counts beside its bytes, as in HTTP/2 (RFC 7541, 4.1): tiny ones take much memory
 MAX_PIPELINED = 8  # requests of one connection that wait behind the one that is being answered
-MAX_WAITING_BYTES = 64 * 1024  # of the body of each of these
+MAX_WAITING_BYTES = 64 * 1024  # of heads and bodies that came while others waited
 FEED_BYTES = 16 * 1024  # to the parser at a time, as what it finds may be refused in the middle of a packet
 LINGER_S = 2.0  # what a refused client still sends is read for so long, or it would lose the refusal
 MAX_REFUSED = 8  # connections over the limit that wait for their 503
@@ -146,6 +147,7 @@ class Connection(HttpToolsProtocol):
         self._all, self._limits = all_of_them, all_of_them.limits
         self._reading = _Reading.START
         self._head_bytes = self._n_heads = 0  # bytes of this head; heads so far
+        self._field_bytes = self._waiting_bytes = 0  # of this head's headers; of requests behind others
         self._trailer_bytes = 0  # of this body: headers behind it, and what came since its last content
         self._understood = False  # whether the parser made something of the last packet
         self._admitted = True
@@ -189,7 +191,8 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._reading is not _Reading.NOTHING:
             super().on_message_begin()
-            self._reading, self._head_bytes, self.since_s = _Reading.HEAD, 0, time.monotonic()
+            self._reading, self.since_s = _Reading.HEAD, time.monotonic()
+            self._head_bytes = self._field_bytes = 0
             self._n_heads += 1
 
     def on_url(self, url: bytes) -> None:
@@ -199,18 +202,18 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reading is _Reading.HEAD:
             super().on_header(name, value)
+            self._field_bytes += len(name) + len(value) + HEADER_BYTES
+            self._check_head(self._field_bytes)
         elif self._reading is _Reading.BODY:  # behind the body, where nobody looks at it
             self._add_trailer(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
         if self._reading is _Reading.HEAD:
-            self._check_head(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
+            self._check_head(len(self.url) + self._field_bytes)
         if self._reading is _Reading.HEAD and self.parser.get_method() == b"CONNECT":
             self._refuse(405, "method_not_allowed", "this server is no proxy", "GET or POST")
         if self._reading is _Reading.HEAD and not self.parser.should_upgrade():  # still: it was not refused
-            if len(self.pipeline) == MAX_PIPELINED:
-                self._all.seldom.warn("too many requests came at once, so that only the first ones are answered")
-                self._read_no_more()
+            if not self.is_waiting and not self._may_wait(len(self.url) + self._field_bytes):
                 return
             super().on_headers_complete()
             self._reading, self._trailer_bytes = _Reading.BODY, 0
@@ -221,10 +224,7 @@ class Connection(HttpToolsProtocol):
         if self._reading is not _Reading.BODY:
             return
         self._understood, self._trailer_bytes = True, 0
-        if self.pipeline and len(self.cycle.body) + len(body) > MAX_WAITING_BYTES:
-            self._all.seldom.warn("a large request came behind another one, so that it is not answered")
-            self._read_no_more()
-        else:
+        if not self.pipeline or self._may_wait(len(body)):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -327,6 +327,16 @@ class Connection(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+
+    def _may_wait(self, n_bytes: int) -> bool:
+        """Whether there is room for these behind what is being answered; otherwise nothing more is read."""
+        self._waiting_bytes = n_bytes + (self._waiting_bytes if self.pipeline else 0)
+        in_head, n_waiting = self._reading is _Reading.HEAD, len(self.pipeline)
+        if self._waiting_bytes <= MAX_WAITING_BYTES and n_waiting + in_head <= MAX_PIPELINED:
+            return True
+        self._all.seldom.warn("too many requests came at once, so that only the first ones are answered")
+        self._read_no_more()
+        return False
 
     def _read_no_more(self) -> None:
         """Whatever still comes is thrown away. The requests so far are answered, then the connection closes."""
