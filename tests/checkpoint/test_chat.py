@@ -114,7 +114,10 @@ def test_wrong_messages_never_reach_the_template(messages: Messages) -> None:
 
 def test_messages_of_openai_s_clients_become_those_that_templates_know() -> None:
     parts = [{"type": "text", "text": "a"}]
-    asked = [{"role": "developer", "content": "a", "name": None}, {"role": "user", "content": parts, "name": "b"}]
+    asked: Messages = [
+        {"role": "developer", "content": "a", "name": None},
+        {"role": "user", "content": parts, "name": "b"},
+    ]
     as_sent = json.dumps(asked)
     assert normalised(asked) == [{"role": "system", "content": "a"}, {"role": "user", "content": parts, "name": "b"}]
     assert json.dumps(asked) == as_sent, "the caller's own are left as they are"

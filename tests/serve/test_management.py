@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -60,21 +61,21 @@ def test_metrics_have_vllms_names(server: Running, path: str) -> None:
 
 
 def test_the_fingerprint_says_what_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fingerprint(name: str = "a", **metadata: object) -> str:
+    def fingerprint(name: str, **metadata: object) -> str:
         serving = make_serving(replace(model, name=name, metadata=metadata), ServerSettings(port=0))
         serving.close()
         return serving.fingerprint
 
     model = Fake().model()
-    known = {"engine": "0123", "precision": {"weights": "w4"}}
-    same = [fingerprint(**known), fingerprint(**known, license="mit")]
+    known: dict[str, Any] = {"engine": "0123", "precision": {"weights": "w4"}}
+    same = [fingerprint("a", **known), fingerprint("a", **known, license="mit")]
     others = [
         fingerprint("b", **known),
-        fingerprint(**known | {"engine": "4567"}),
-        fingerprint(**known | {"precision": {"weights": "w8"}}),
+        fingerprint("a", **known | {"engine": "4567"}),
+        fingerprint("a", **known | {"precision": {"weights": "w8"}}),
     ]
     monkeypatch.setattr("millrace.serve.serving.__version__", "0.0.0")
-    others.append(fingerprint(**known))
+    others.append(fingerprint("a", **known))
     assert same[0] == same[1] and len({same[0], *others}) == 5
 
 
