@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace.checkpoint import chat
-from millrace.checkpoint.chat import ChatLimits, ChatTemplate
+from millrace.checkpoint.chat import ChatLimits, ChatTemplate, normalised
 from millrace.errors import CheckpointError, RequestError
 from tests.support.vocabularies import CHATML, INSTRUCT, save_byte_fallback
 
@@ -110,6 +110,21 @@ def test_wrong_messages_never_reach_the_template(messages: Messages) -> None:
     with pytest.raises(RequestError) as caught:
         ChatTemplate("", {}).render(messages)
     assert caught.value.param == "messages"
+
+
+def test_messages_of_openai_s_clients_become_those_that_templates_know() -> None:
+    parts = [{"type": "text", "text": "a"}]
+    asked: Messages = [
+        {"role": "developer", "content": "a", "name": None},
+        {"role": "user", "content": parts, "name": "b"},
+    ]
+    as_sent = json.dumps(asked)
+    assert normalised(asked) == [{"role": "system", "content": "a"}, {"role": "user", "content": parts, "name": "b"}]
+    assert json.dumps(asked) == as_sent, "the caller's own are left as they are"
+    for wrong in ({"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": 1}, {"content": ""}):
+        with pytest.raises(RequestError, match=r"messages\[1\]") as caught:
+            normalised([asked[0], wrong])
+        assert caught.value.param == "messages"
 
 
 def test_a_template_can_refuse() -> None:

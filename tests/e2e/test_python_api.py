@@ -194,6 +194,19 @@ def test_a_message_without_a_text(llm: LLM, messages: list[dict[str, object]]) -
         llm.chat([messages] if isinstance(messages[0], list) else messages)
 
 
+def test_developer_is_system(llm: LLM) -> None:
+    """The bundled model's template knows three roles."""
+
+    def prompt(role: str) -> list[int]:
+        messages = [{"role": role, "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+        (answer,) = llm.chat(messages, SamplingParams(max_tokens=1))
+        return answer.prompt_token_ids
+
+    assert prompt("developer") == prompt("system") != prompt("user")
+    with pytest.raises(RequestError, match="unknown role: king"):
+        prompt("king")
+
+
 def test_a_map_of_precisions() -> None:
     with LLM("tiny", precision={"default": "w4a8", "layers.0.*": "bf16"}) as mixed:
         assert texts(mixed.generate("The", GREEDY))

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer
@@ -115,6 +116,15 @@ def post(url: str, path: str, body: object, **headers: str) -> httpx.Response:
 def serving_with(fake: Fake | None = None, **settings: object) -> Iterator[Running]:
     with running(fake, ServerSettings(port=0, **settings)) as server:  # type: ignore[arg-type]
         yield server
+
+
+def http_requests(server: Running, path: str, status: int) -> float:
+    """How many were answered so."""
+    for family in text_string_to_metric_families(httpx.get(server.url + "/metrics").text):
+        for sample in family.samples:
+            if sample.name == "millrace:http_requests_total" and sample.labels == {"path": path, "status": str(status)}:
+                return sample.value
+    return 0.0
 
 
 def connect(server: Running, receive_bytes: int | None = None) -> socket.socket:

@@ -167,7 +167,11 @@ def test_a_body_that_is_no_request(server: Running, body: bytes, names: str) -> 
 
 
 def test_wrong_paths_methods_and_types(server: Running) -> None:
-    check(httpx.get(server.url + "/v2/nothing%0Ahere"), 404, "there is nothing at /v2/nothing%0Ahere")
+    check(
+        httpx.get(server.url + "/v2/nothing%0Ahere"),
+        404,
+        "there is nothing at /v2/nothing%0Ahere; expected: one of those listed at /docs",
+    )
     check(httpx.get(server.url + "/v1/completions/"), 404, "nothing")
     wrong = httpx.get(server.url + CHAT)
     check(wrong, 405, "does not know GET; expected: one of POST")

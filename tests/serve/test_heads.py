@@ -9,7 +9,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from millrace.serve.connections import MAX_HEAD_BYTES
+from millrace.serve.connections import HEADER_BYTES, MAX_HEAD_BYTES
 from tests.serve.support import START, Running, connect, everything, serving_with
 
 pytestmark = pytest.mark.usefixtures("hurry")
@@ -29,6 +29,15 @@ def test_headers_are_bounded_before_the_key_is_checked(server: Running, kind: st
         said = everything(raw)
         assert said.startswith(b"HTTP/1.1 431 ") and b'"headers_too_large"' in said, said
         assert httpx.get(other.url + "/health").status_code == 200
+
+
+def test_tiny_headers_count_more_than_their_bytes(server: Running) -> None:
+    """16,000 of them are objects of two megabytes."""
+    many = {f"x{i}": "" for i in range(1700)}
+    assert httpx.get(server.url + "/health", headers=many).status_code == 200
+    with connect(server) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\n" + b"a:\r\n" * (MAX_HEAD_BYTES // HEADER_BYTES))  # not yet complete
+        assert everything(raw).startswith(b"HTTP/1.1 431 ")
 
 
 def test_headers_just_within_the_limit_are_taken(server: Running) -> None:

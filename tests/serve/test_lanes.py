@@ -10,13 +10,15 @@ import pytest
 from msgspec import UNSET
 
 from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
-from millrace.serve import lanes
+from millrace.serve import app, generation, lanes
 from millrace.serve.errors import HttpError
 from millrace.serve.fields import decode, take_ignored
 from millrace.serve.lanes import Lane
 from millrace.serve.protocol import ChatRequest, Message
+from millrace.serve.serving import LARGE, LARGE_BODY
 from millrace.serve.texts import (
     LONG_CHARACTERS,
     LONG_CHAT_BYTES,
@@ -25,6 +27,7 @@ from millrace.serve.texts import (
     Texts,
 )
 from tests.runtime.fakes import FakeTokenizer
+from tests.serve.support import Running, post
 
 T = TypeVar("T")
 LENGTHS = {
@@ -190,6 +193,36 @@ def test_who_comes_after_the_end_is_told() -> None:
             await lane.run(lambda: 2)
 
     within(main)
+
+
+def bodies(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
+    """What is done for a request, and a request for which that is much; each a little above or below its bound."""
+    text, characters, stop = "/v1/completions", LARGE_BODY + 1 if large else LARGE_BODY - 200, LARGE // 9 - 1
+    return {
+        "decode": (text, {"prompt": "a", "max_tokens": 1, "user": "x" * characters}),
+        "token_text": ("/tokenize", {"prompt": "1" * (LARGE + (1 if large else -1)), "return_token_strs": True}),
+        "StopTables": (
+            text,
+            {"prompt": "a", "max_tokens": 1, "stop": [f"{i:0{stop}}" for i in range(10 if large else 9)]},
+        ),
+    }
+
+
+@pytest.mark.parametrize("what, where", [("decode", app), ("token_text", Tokenizer), ("StopTables", generation)])
+@pytest.mark.parametrize("large", [True, False])
+def test_only_what_is_small_is_done_on_the_event_loop(
+    server: Running, what: str, where: object, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, real = set[int](), getattr(where, what)
+
+    def recorded(*given: Any) -> Any:
+        threads.add(threading.get_ident())
+        return real(*given)
+
+    monkeypatch.setattr(where, what, recorded)
+    path, body = bodies(large)[what]
+    assert post(server.url, path, body).status_code == 200
+    assert threads and (server.thread.ident not in threads) == large
 
 
 def test_what_changes_nothing_is_let_go_of() -> None:

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -20,6 +22,7 @@ from millrace.errors import ConfigError
 from millrace.serve.app import ENDPOINTS
 from millrace.serve.auth import read_keys
 from millrace.serve.protocol import other_names
+from millrace.serve.serving import make_serving
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import MODEL, Fake, Running, post, running
 
@@ -55,6 +58,25 @@ def test_metrics_have_vllms_names(server: Running, path: str) -> None:
     wanted = {f"vllm:{n}" for n in GAUGES + COUNTERS} | {f"vllm:{n}{s}" for n in HISTOGRAMS for s in suffixes}
     assert wanted <= named, wanted - named
     assert value(samples, "vllm:request_success_total", finished_reason="length") >= 1
+
+
+def test_the_fingerprint_says_what_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fingerprint(name: str, **metadata: object) -> str:
+        serving = make_serving(replace(model, name=name, metadata=metadata), ServerSettings(port=0))
+        serving.close()
+        return serving.fingerprint
+
+    model = Fake().model()
+    known: dict[str, Any] = {"engine": "0123", "precision": {"weights": "w4"}}
+    same = [fingerprint("a", **known), fingerprint("a", **known, license="mit")]
+    others = [
+        fingerprint("b", **known),
+        fingerprint("a", **known | {"engine": "4567"}),
+        fingerprint("a", **known | {"precision": {"weights": "w8"}}),
+    ]
+    monkeypatch.setattr("millrace.serve.serving.__version__", "0.0.0")
+    others.append(fingerprint("a", **known))
+    assert same[0] == same[1] and len({same[0], *others}) == 5
 
 
 def test_metrics_count_what_was_asked_and_answered() -> None:

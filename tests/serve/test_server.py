@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -21,7 +21,20 @@ from millrace.errors import ConfigError
 from millrace.serve.logs import JsonFormatter, Logging, TextFormatter
 from millrace.serve.server import Server, bind
 from millrace.serve.settings import ServedModel, ServerSettings
-from tests.serve.support import MODEL, Fake, Running, post, running, until
+from tests.runtime.fakes import limits
+from tests.serve.support import (
+    MODEL,
+    START,
+    VOCABULARY,
+    Fake,
+    Running,
+    connect,
+    http_requests,
+    post,
+    running,
+    serving_with,
+    until,
+)
 from tests.support.vocabularies import CHATML
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +45,7 @@ from tests.serve.support import Fake, tokenizer
 from millrace.serve.server import serve
 from millrace.serve.settings import ServerSettings
 {before}
-model = Fake(before_run=lambda step: time.sleep({step_s}), template={template!r}).model()
+model = Fake(before_run=lambda step: time.sleep({step_s}), template={template!r}, template_timeout_s=30).model()
 settings = ServerSettings(port=0, log_format="json", drain_timeout_s={drain_s})
 serve(model, settings, announce=lambda url: print(url, flush=True))
 assert not model.engine.loop.running_in_thread and sys.getswitchinterval() == 0.005
@@ -151,6 +164,37 @@ def test_no_thread_holds_up_the_exit() -> None:
         body: dict[str, object] = {"messages": [{"role": "user", "content": "loop"}]}
         status, took_s = ends_in(child, url, "/v1/chat/completions", body, lambda: renders(child))
         assert status == 0 and took_s < 4
+
+
+@pytest.mark.parametrize("kind", ["unread streams", "incomplete and idle"])
+def test_no_connection_holds_up_the_exit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each took five seconds more than there were."""
+
+    def narrow(host: str, port: int) -> socket.socket:
+        sock = bind(host, port)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit that
+        return sock
+
+    monkeypatch.setattr("millrace.serve.server.bind", narrow)
+    wide = limits(vocab_size=VOCABULARY, max_sequences=128, max_context=1024, n_pages=32768, max_step_tokens=256)
+    drain_s = 1.0 if kind == "unread streams" else 30.0  # for which nobody need wait
+    with serving_with(Fake(limits=wide), drain_timeout_s=drain_s) as server, ExitStack() as stack:
+        body = {"prompt": "a", "max_tokens": 900, "n": 31, "stream": True, "logprobs": 20, "ignore_eos": True}
+        content = json.dumps(body).encode()
+        whole = START + b"content-length: %d\r\n\r\n" % len(content) + content
+        idle = b"GET /v1/health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+        sent = [whole] * 4 if kind == "unread streams" else [whole[:-1], START, b"", idle, idle + whole[:-1]] * 3
+        for data in sent:
+            stack.enter_context(connect(server, 4096)).sendall(data)
+        if kind == "unread streams":
+            until(lambda: server.stats().generation_tokens_total > 31 * 100)
+        else:
+            until(lambda: http_requests(server, "/v1/health/live", 200) == 6)
+            time.sleep(0.1)
+        start_s = time.monotonic()
+        server.server.stop()
+        server.thread.join(10)
+        assert time.monotonic() - start_s < (2 if kind == "unread streams" else 1)
 
 
 def test_a_step_that_never_ends_does_not_hold_up_the_exit() -> None:

@@ -18,7 +18,6 @@ import httpx
 import msgspec
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.engine.executor import StepInputs
 from millrace.runtime.params import FinishReason
@@ -27,7 +26,7 @@ from millrace.serve import app
 from millrace.serve.fields import take_ignored
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits
-from tests.serve.support import MODEL, VOCABULARY, Fake, Running, post, running, tokenizer, until
+from tests.serve.support import MODEL, VOCABULARY, Fake, http_requests, post, running, tokenizer, until
 
 # 320 tokens for 8 sequences: preemption
 TIGHT = limits(vocab_size=VOCABULARY, n_pages=80, page_tokens=4, max_sequences=8, max_step_tokens=24)
@@ -35,14 +34,6 @@ TIGHT = limits(vocab_size=VOCABULARY, n_pages=80, page_tokens=4, max_sequences=8
 
 def slowly(seconds: float) -> Fake:
     return Fake(before_run=lambda step: time.sleep(seconds))
-
-
-def http_requests(server: Running, path: str, status: int) -> float:
-    for family in text_string_to_metric_families(httpx.get(server.url + "/metrics").text):
-        for sample in family.samples:
-            if sample.name == "millrace:http_requests_total" and sample.labels == {"path": path, "status": str(status)}:
-                return sample.value
-    return 0.0
 
 
 def slow_encode(seconds: float) -> Callable[[object, str, bool], list[int]]:

@@ -16,6 +16,7 @@ import httpx
 import msgspec
 import pytest
 
+from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
@@ -110,8 +111,8 @@ def test_a_chat_stays_quick_beside_long_texts(served: Running, path: str, body: 
 
 
 def test_what_cannot_fit_by_its_bytes_is_refused_before_it_is_tokenised(served: Running) -> None:
-    def refuse(*_: object) -> list[int]:
-        raise AssertionError("it was tokenised")
+    def refuse(*_: object, **__: object) -> Any:
+        raise AssertionError("it was rendered, or tokenised")
 
     longest = longest_token(tokenizer())
     assert longest is not None
@@ -123,7 +124,7 @@ def test_what_cannot_fit_by_its_bytes_is_refused_before_it_is_tokenised(served: 
         (CHAT, "messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}),
         (CHAT, "messages", {"messages": [{"role": "user", "content": ""}] * 513}),
     ]
-    with patch.object(TokenizerProcess, "encode", refuse):
+    with patch.object(TokenizerProcess, "encode", refuse), patch.object(ChatTemplate, "render", refuse):
         for path, param, body in asked:
             reply = post(served.url, path, body)
             error = reply.json()["error"]

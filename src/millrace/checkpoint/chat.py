@@ -88,6 +88,21 @@ class ChatTemplate:
         self._worker.stop()
 
 
+def normalised(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Messages as OpenAI's clients write them, in the words that templates know: `developer` is the newer name of
+    `system`, null is what is not there.
+
+    raises RequestError (param "messages") for one without a content, or with one that is no text
+    """
+    plain = [_checked(i, message) for i, message in enumerate(messages)]
+    for i, message in enumerate(plain):
+        if "content" not in message:
+            raise _refused(f"messages[{i}] has no content", "a string or a list of text parts")
+        if message["role"] == "developer":
+            message["role"] = "system"
+    return plain
+
+
 def _greet(source: str, variables: Mapping[str, str], limits: ChatLimits, process: FrameProcess) -> None:
     """Give a new process its memory limit, then the template. raises CheckpointError where that is broken"""
     with _said(limits, _START_S):

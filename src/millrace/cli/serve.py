@@ -50,7 +50,10 @@ class ServeFlags(Settings):
     )
     max_queued: int = setting(ServiceOptions().max_queued, "sequences that may wait; more are answered 429", low=1)
     drain_timeout_s: float = setting(
-        ServerSettings.drain_timeout_s, "seconds that running requests get after SIGTERM", low=0, high=86400
+        ServerSettings.drain_timeout_s,
+        "seconds from SIGTERM to the end; nine tenths are for running requests",
+        low=0,
+        high=86400,
     )
     log_level: str = setting("info", "least important lines that are logged", choices=LEVELS)
     log_format: str = setting("text", "one line a request, for people or for machines", choices=("text", "json"))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.checkpoint.chat import normalised
 from millrace.errors import CheckpointError, MachineError
 from millrace.runtime.generate import Collector, new_output
 from millrace.runtime.loop import EngineLoop
@@ -100,4 +101,4 @@ def chat_ids(model: Opened, messages: Sequence[Mapping[str, object]]) -> list[in
         raise CheckpointError(
             f"{model.name} has no chat template", "a chat model", "use `millrace generate`, or a model tuned for chat"
         )
-    return model.tokenizer.encode(model.chat_template.render(messages), add_special_tokens=False)
+    return model.tokenizer.encode(model.chat_template.render(normalised(messages)), add_special_tokens=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from millrace.checkpoint.chat import normalised
 from millrace.checkpoint.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.env import read_env
@@ -217,10 +218,7 @@ class LLM:
             raise CheckpointError(
                 f"{self._opened.name} has no chat template", "a chat model", "use generate(), or a model tuned for chat"
             )
-        for i, message in enumerate(messages):
-            if isinstance(message, Mapping) and message.get("content") is None:
-                raise RequestError(f"messages[{i}] has no content", "a text", "send the text", param="messages")
-        text = template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+        text = template.render(normalised(messages), add_generation_prompt=add_generation_prompt, extra=extra)
         return self._opened.tokenizer.encode(text, add_special_tokens=False)
 
     @property

@@ -6,7 +6,6 @@ all connections twice a second.
 
 import contextlib
 import enum
-import http
 import logging
 import resource
 import socket
@@ -17,13 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from millrace.serve.errors import HttpError, problem_of
 from millrace.serve.logs import Seldom
+from millrace.serve.parser import Parser, without_upgrade
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
+HEADER_BYTES = 32  # what each header counts beside its bytes, as in HTTP/2 (RFC 7541, 4.1): tiny ones take much memory
+MAX_PIPELINED = 8  # requests of one connection that wait behind the one that is being answered
+MAX_WAITING_BYTES = 64 * 1024  # of heads and bodies that came while others waited
+FEED_BYTES = 16 * 1024  # to the parser at a time, as what it finds may be refused in the middle of a packet
 LINGER_S = 2.0  # what a refused client still sends is read for so long, or it would lose the refusal
 MAX_REFUSED = 8  # connections over the limit that wait for their 503
 RESERVED_FILES = 24  # sockets of processes for texts, files that are opened for a moment
@@ -96,6 +100,11 @@ class Connections:
         self.leave(told)
         told.end()
 
+    def abort(self) -> None:
+        """Whatever is still open, and all that is unread."""
+        for connection in [*self._open, *self._refused]:
+            connection.abort()
+
     def sweep(self) -> None:
         """End what takes too long, and the laziest readers where all of them together hold too much."""
         now_s, unread = time.monotonic(), 0
@@ -129,46 +138,20 @@ class _Reading(enum.Enum):
     NOTHING = enum.auto()  # the connection was refused: what still comes is thrown away
 
 
-_UPGRADE = frozenset((b"upgrade", b"http2-settings"))  # headers, and what the header `connection` says of them
-
-
-class _Parser(httptools.HttpRequestParser):
-    """Does not stop at `upgrade: h2c` (`curl --http2`): what offers another protocol is answered in this one.
-
-    The parser takes whatever follows such a head for that protocol, so it is given the head again without the offer.
-    """
-
-    def __init__(self, connection: "Connection") -> None:
-        super().__init__(connection)
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-        self._connection = connection
-
-    def feed_data(self, data: Any) -> None:
-        parser: httptools.HttpRequestParser = self
-        while True:
-            try:
-                httptools.HttpRequestParser.feed_data(parser, data)
-                return
-            except httptools.HttpParserUpgrade as offer:
-                head = self._connection.head_without_upgrade()
-                if head is None:
-                    raise
-                data = head + data[offer.args[0] :]
-                parser = self._connection.parser = _Parser(self._connection)  # this one may be at its end
-
-
 class Connection(HttpToolsProtocol):
     """uvicorn's, with limits."""
 
     def __init__(self, all_of_them: Connections, **given: Any) -> None:
         super().__init__(**given)
-        self.parser = _Parser(self)
+        self.parser = Parser(self)
         self._all, self._limits = all_of_them, all_of_them.limits
         self._reading = _Reading.START
         self._head_bytes = self._n_heads = 0  # bytes of this head; heads so far
+        self._field_bytes = self._waiting_bytes = 0  # of this head's headers; of requests behind others
         self._trailer_bytes = 0  # of this body: headers behind it, and what came since its last content
         self._understood = False  # whether the parser made something of the last packet
         self._admitted = True
+        self._running: RequestResponseCycle | None = None  # what is being answered; uvicorn's `cycle`: what came last
         self.since_s = 0.0  # time.monotonic(): the beginning of what is being waited for
         self.n_unread = 0  # bytes of replies that the client has not taken, at the last sweep
         self.unread_since_s = 0.0  # when it last took some
@@ -181,15 +164,19 @@ class Connection(HttpToolsProtocol):
         self._admitted = self._all.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._abandon()
         super().connection_lost(exc)
         self._all.leave(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._reading is _Reading.NOTHING or self.transport.is_closing():
-            return
-        if not self._admitted:
+        if not self._admitted and not self.is_refused:
             self._refuse(503, "too_many_connections", "all connections are in use", "fewer at a time")
-            return
+        for at in range(0, len(data), FEED_BYTES):
+            if self._reading is _Reading.NOTHING or self.transport.is_closing():
+                return
+            self._feed(data[at : at + FEED_BYTES])
+
+    def _feed(self, data: bytes) -> None:
         this_head = self._n_heads + (self._reading is _Reading.START)
         in_body, self._understood = self._reading is _Reading.BODY, False
         super().data_received(data)
@@ -202,27 +189,42 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------------ the parser's
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
         if self._reading is not _Reading.NOTHING:
-            self._reading, self._head_bytes, self.since_s = _Reading.HEAD, 0, time.monotonic()
+            super().on_message_begin()
+            self._reading, self.since_s = _Reading.HEAD, time.monotonic()
+            self._head_bytes = self._field_bytes = 0
             self._n_heads += 1
+
+    def on_url(self, url: bytes) -> None:
+        if self._reading is _Reading.HEAD:
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reading is _Reading.HEAD:
             super().on_header(name, value)
+            self._field_bytes += len(name) + len(value) + HEADER_BYTES
+            self._check_head(self._field_bytes)
         elif self._reading is _Reading.BODY:  # behind the body, where nobody looks at it
             self._add_trailer(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
         if self._reading is _Reading.HEAD:
-            self._check_head(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
-        if self._reading is _Reading.HEAD and not self._is_offer:  # still: it was not refused
-            self._reading, self._trailer_bytes = _Reading.BODY, 0
+            self._check_head(len(self.url) + self._field_bytes)
+        if self._reading is _Reading.HEAD and self.parser.get_method() == b"CONNECT":
+            self._refuse(405, "method_not_allowed", "this server is no proxy", "GET or POST")
+        if self._reading is _Reading.HEAD and not self.parser.should_upgrade():  # still: it was not refused
+            if not self.is_waiting and not self._may_wait(len(self.url) + self._field_bytes):
+                return
             super().on_headers_complete()
+            self._reading, self._trailer_bytes = _Reading.BODY, 0
+            if self.pipeline:
+                self.flow.resume_reading()  # uvicorn would not read on, and so not notice that the client leaves
 
     def on_body(self, body: bytes) -> None:
-        if self._reading is _Reading.BODY:
-            self._understood, self._trailer_bytes = True, 0
+        if self._reading is not _Reading.BODY:
+            return
+        self._understood, self._trailer_bytes = True, 0
+        if not self.pipeline or self._may_wait(len(body)):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -231,6 +233,17 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     # ------------------------------------------------------------------ uvicorn's
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def shutdown(self) -> None:
+        """Answers are finished, and everything else ends."""
+        if self.is_waiting or self.is_incomplete:
+            self.transport.close()
+        else:
+            self._read_no_more()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -242,27 +255,17 @@ class Connection(HttpToolsProtocol):
 
     # ------------------------------------------------------------------ ours
 
-    @property
-    def _is_offer(self) -> bool:
-        """To speak another protocol; a tunnel is none, and is told that there is no such method."""
-        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
-
     def head_without_upgrade(self) -> bytes | None:
         """The head that was just read, for HTTP/1.1; None where nobody will answer it."""
-        if self._reading is not _Reading.HEAD or not self._is_offer:
+        if self._reading is not _Reading.HEAD:
             return None
-        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
-        for name, value in self.headers:
-            if name == b"connection":
-                value = b",".join(token for token in value.split(b",") if token.strip().lower() not in _UPGRADE)
-            if name not in _UPGRADE:
-                lines.append(name + b": " + value)
-        return b"\r\n".join(lines) + b"\r\n\r\n"
+        version = self.parser.get_http_version().encode()
+        return without_upgrade(b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version), self.headers)
 
     @property
     def is_waiting(self) -> bool:
         """No request is being answered."""
-        return self.cycle is None or self.cycle.response_complete
+        return self.cycle is None or self.cycle.response_complete or self.cycle.disconnected
 
     @property
     def is_incomplete(self) -> bool:
@@ -318,6 +321,33 @@ class Connection(HttpToolsProtocol):
             case _Reading.BODY | _Reading.NOTHING if silent_s > LINGER_S:  # it was answered before it was complete
                 self.transport.close()
 
+    def _abandon(self) -> None:
+        """Nobody waits for an answer any more."""
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _may_wait(self, n_bytes: int) -> bool:
+        """Whether there is room for these behind what is being answered; otherwise nothing more is read."""
+        self._waiting_bytes = n_bytes + (self._waiting_bytes if self.pipeline else 0)
+        in_head, n_waiting = self._reading is _Reading.HEAD, len(self.pipeline)
+        if self._waiting_bytes <= MAX_WAITING_BYTES and n_waiting + in_head <= MAX_PIPELINED:
+            return True
+        self._all.seldom.warn("too many requests came at once, so that only the first ones are answered")
+        self._read_no_more()
+        return False
+
+    def _read_no_more(self) -> None:
+        """Whatever still comes is thrown away. The requests so far are answered, then the connection closes."""
+        if self._reading is _Reading.BODY and self.pipeline:  # that of a request of which nobody has begun anything
+            self.pipeline.popleft()
+            assert self._running is not None
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._running
+        self._reading, self.since_s = _Reading.NOTHING, time.monotonic()
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
     def _add_trailer(self, n_bytes: int) -> None:
         self._understood = True
         self._trailer_bytes += n_bytes
@@ -328,20 +358,23 @@ class Connection(HttpToolsProtocol):
             self._refuse(431, "headers_too_large", "the headers are too large", f"at most {MAX_HEAD_BYTES} bytes")
 
     def _refuse(self, status: int, code: str, what: str, expected: str) -> None:
-        """Answer without a request, and read no other."""
+        """Say so in place of an answer, and read nothing more; answers to earlier requests are not touched."""
         self._all.seldom.warn(f"{status} {code}: {what}")
-        self._reading, self.since_s = _Reading.NOTHING, time.monotonic()
-        if not self.is_waiting:  # its answer is under way, and can only be cut off
+        is_own = self._reading is _Reading.BODY and not self.pipeline  # it is about the request that is being answered
+        self._read_no_more()
+        if is_own and self.cycle.response_complete:
+            return  # what came was said already
+        if is_own and self.cycle.response_started:  # it can only be cut off
             self.abort()
             return
+        if is_own:
+            self._abandon()
+        elif not self.is_waiting:
+            return
         refusal = HttpError(status, code, what, expected, "open a new connection for the next request")
-        body = problem_of(refusal, accepting=True).body()
-        head = (
-            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        transport = self.transport
-        transport.write(head.encode() + body)
-        if transport.can_write_eof():
-            transport.write_eof()
+        if status == 405:
+            refusal.headers["allow"] = "GET, POST"
+        self.transport.write(problem_of(refusal, accepting=True).whole_response(refusal.headers))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self._unset_keepalive_if_required()

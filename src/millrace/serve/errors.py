@@ -1,7 +1,9 @@
 """Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import msgspec
 from starlette.responses import Response
@@ -63,6 +65,13 @@ class Problem:
         if self.retry_after_s is not None:
             all_headers["retry-after"] = str(math.ceil(self.retry_after_s))
         return Response(self.body(), self.status, all_headers, media_type="application/json")
+
+    def whole_response(self, headers: Mapping[str, str]) -> bytes:
+        """As it is written where no request was understood: the connection's last words."""
+        body = self.body()
+        known = {"content-type": "application/json", "content-length": len(body), "connection": "close", **headers}
+        lines = (f"{name}: {value}\r\n" for name, value in known.items())
+        return f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n{''.join(lines)}\r\n".encode() + body
 
 
 BUG = Problem(500, "The server failed at this request; its log says why.", code="internal_error")

@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import UNSET
 
+from millrace.checkpoint.chat import normalised
 from millrace.errors import RequestError, nearest
 from millrace.serve.errors import HttpError, not_yet
 from millrace.serve.protocol import (
@@ -88,23 +89,21 @@ def take_ignored(asked: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     """As the chat template takes them. raises RequestError where a message holds what is not supported yet"""
-    return [_checked(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    for i, message in enumerate(messages):
+        for name in ("tool_calls", "function_call", "audio", "refusal"):
+            if getattr(message, name):
+                raise not_yet(f"messages[{i}].{name}", "send messages of text only")
+    return normalised([_plain(message) for message in messages])
 
 
-def _checked(where: str, message: Message) -> dict[str, object]:
-    for name in ("tool_calls", "function_call", "audio", "refusal"):
-        if getattr(message, name):
-            raise not_yet(f"{where}.{name}", "send messages of text only")
-    if message.content is None:
-        raise RequestError(
-            f"{where} has no content", "a string or a list of text parts", "send the text", param="messages"
-        )
-    plain: dict[str, object] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.content if isinstance(message.content, str) else msgspec.to_builtins(message.content),
+def _plain(message: Message) -> dict[str, object]:
+    content = message.content
+    return {
+        "role": message.role,
+        "content": msgspec.to_builtins(content) if isinstance(content, list) else content,
+        "name": message.name,
+        "reasoning_content": message.reasoning_content,
     }
-    extra = {"name": message.name, "reasoning_content": message.reasoning_content}
-    return plain | {key: value for key, value in extra.items() if value is not None}
 
 
 def _mend(neutral: tuple[object, ...]) -> str:

@@ -121,7 +121,7 @@ def metadata(serving: Serving, scope: Scope) -> Response:
 def unknown_path(path: str, known: Collection[str]) -> HttpError:
     """known: the paths that there are"""
     plain = path.rstrip("/")
-    what, expected, mend = f"there is nothing at {path}", "a path of /docs", "correct the path"
+    what, expected, mend = f"there is nothing at {path}", "one of those listed at /docs", "correct the path"
     base = "end the base URL of the client with /v1, once"
     instead = next((mend for prefix, mend in NOT_YET.items() if f"{plain}/".startswith(f"{prefix}/")), None)
     if plain in known:

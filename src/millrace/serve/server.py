@@ -1,7 +1,7 @@
 """The process side of serving: the socket, the event loop, the warm-up, signals, and a way out that loses nothing.
 
 listening -> warming up -> ready -> (first signal) draining: new requests get 503, running ones finish
-          -> what is left after the timeout, or at the second signal, is aborted -> connections close -> the end
+          -> shortly before the timeout, or at the second signal, what is left is aborted -> connections close -> end
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from millrace.serve.serving import Serving, make_serving
 from millrace.serve.settings import ServedModel, ServerSettings
 
 SWEEP_TICKS = 5  # of uvicorn, which are 0.1 s each
-FLUSH_S = 5  # for answers that are complete to reach their clients, at the end
+MAX_FLUSH_S, MIN_FLUSH_S = 5.0, 0.25  # for answers that are complete to reach their clients, at the end
 WARM_UP_TOKENS = 2
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Server:
                     warming.cancel()
                     await self._model.engine.close()  # aborts what is left, so that every stream ends
                     serving.close()  # so that nobody waits for a text any more
-                    web.should_exit, web.force_exit = True, self._hurrying.is_set()
+                    await web.end(listening, MIN_FLUSH_S if self._hurrying.is_set() else self._flush_s)
                     await asyncio.wait((warming, listening))
                 for task in (warming, listening):
                     if not task.cancelled():
@@ -126,9 +126,14 @@ class Server:
             except BrokenPipeError:  # `millrace serve | head -1`
                 log.warning("whoever read this server's output has gone; it serves all the same")
 
+    @property
+    def _flush_s(self) -> float:
+        """The last part of the time to drain."""
+        return min(MAX_FLUSH_S, max(MIN_FLUSH_S, self._settings.drain_timeout_s / 10))
+
     async def _drain(self, serving: Serving) -> None:
         serving.heartbeat.phase = Phase.DRAINING
-        timeout_s = self._settings.drain_timeout_s
+        timeout_s = max(0.0, self._settings.drain_timeout_s - self._flush_s)
         log.info("draining: running requests have %g s to finish", timeout_s)
         draining = asyncio.create_task(self._model.engine.drain(timeout_s))
         hurrying = asyncio.create_task(self._hurrying.wait())
@@ -203,6 +208,17 @@ class _Web(uvicorn.Server):
             self._all_connections.sweep()
         return await super().on_tick(counter)
 
+    async def end(self, listening: asyncio.Task[None], flush_s: float) -> None:
+        """Close what is idle or incomplete, give answers that are complete so long to be read, and cut off the rest.
+
+        listening: what `serve` runs in
+        """
+        self.should_exit = True
+        await asyncio.wait((listening,), timeout=flush_s)
+        self._all_connections.abort()
+        await asyncio.wait((listening,), timeout=MIN_FLUSH_S)
+        self.force_exit = True  # whatever does not end by itself is left alone
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -231,7 +247,6 @@ def _uvicorn(serving: Serving) -> _Web:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=math.ceil(settings.keep_alive_s),
-            timeout_graceful_shutdown=FLUSH_S,
         ),
         connections,
     )

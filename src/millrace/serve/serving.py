@@ -82,7 +82,10 @@ class Serving:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of everything that decides an answer beside the request: this release, the engine, the precision."""
+        """Of this release, the model's first name, its engine and its precision: where it is equal, so are answers.
+
+        The same model under another name has another one.
+        """
         metadata = self.model.metadata
         parts = [__version__, self.model.name, metadata.get("engine"), metadata.get("precision")]
         return "fp_" + hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=5).hexdigest()

@@ -35,7 +35,7 @@ class ServerSettings:
     keep_alive_s: float = 75.0  # longer than clients keep idle connections: they do not write into a closing one
     write_timeout_s: float = 30.0  # a reader that takes nothing for so long is dropped
     stall_timeout_s: float = 60.0  # without a finished step, the engine counts as stuck
-    drain_timeout_s: float = 30.0  # for running requests, after the first signal
+    drain_timeout_s: float = 30.0  # from the first signal to the end; nine tenths of it are for running requests
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
