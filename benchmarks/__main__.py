@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.measure import (
     TUNE_S,
+    counted,
     decode,
     load_seconds,
     pages_for,
@@ -67,7 +68,9 @@ def measure(engine: Engine, precision: str, threads: int, runs: int) -> dict[str
         "tokens": PROMPT, "tokens_per_s": round(rate, 1), "samples_s": timing.samples_s,
         "instruction_peak_per_s": peak, "share_of_peak": peak and round(rate * multiply_operations(engine) / peak, 3),
     }  # fmt: skip
-    result["decode"] = [decode_at(executor, engine, n, threads, runs) for n in (1, 4, 16)]
+    result["decode"] = decodes = [decode_at(executor, engine, n, threads, runs) for n in (1, 4, 16)]
+    for entry, share in zip(decodes, counted([d["share_of_bandwidth"] for d in decodes]), strict=True):
+        entry["share_of_bandwidth"] = share
     result["sampling"] = shares(executor, AT, runs)
     executor.close()
     return result
@@ -79,7 +82,7 @@ def decode_at(executor: NativeExecutor, engine: Engine, n: int, threads: int, ru
     share = share_of_bandwidth(timing.samples_s, rates, read * NEW_TOKENS)
     return {
         "sequences": n, "tokens_per_s": round(n * NEW_TOKENS / timing.median_s, 1), "samples_s": timing.samples_s,
-        "read_bytes_per_step": read, "bandwidth_bytes_per_s": rates, "share_of_bandwidth": share and round(share, 3),
+        "read_bytes_per_step": read, "bandwidth_bytes_per_s": rates, "share_of_bandwidth": round(share, 3),
     }  # fmt: skip
 
 

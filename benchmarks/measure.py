@@ -65,14 +65,16 @@ def decode(
     return Timing(samples), rates
 
 
-def share_of_bandwidth(samples_s: Sequence[float], rates: Sequence[float], bytes_per_sample: float) -> float | None:
-    """The median over runs, each beside the two probes next to it.
-
-    None: more than 1, so the machine changed in between and nothing was measured.
-    """
+def share_of_bandwidth(samples_s: Sequence[float], rates: Sequence[float], bytes_per_sample: float) -> float:
+    """The median over runs, each beside the two probes next to it; `counted` says whether it is one."""
     beside = [(a + b) / 2 for a, b in pairwise(rates)]
-    share = statistics.median(bytes_per_sample / s / r for s, r in zip(samples_s, beside, strict=True))
-    return share if share <= 1 else None
+    return statistics.median(bytes_per_sample / s / r for s, r in zip(samples_s, beside, strict=True))
+
+
+def counted(shares: Sequence[float | None]) -> list[float | None]:
+    """The shares of one run if none is above 1, else None for each: where one is impossible, the machine changed
+    between samples and probes, and the others rest on the same probes."""
+    return [None] * len(shares) if any(share is not None and share > 1 for share in shares) else list(shares)
 
 
 def bandwidth(isa: str, threads: int) -> float:

@@ -3,8 +3,8 @@
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from benchmarks.page import REAL, kl, table
-from benchmarks.runs import Result, Speed, host, of_kind, speeds
+from benchmarks.page import REAL, kl, megabytes, table
+from benchmarks.runs import Result, Speed, host, left_out, of_kind, remarks, speeds
 
 ROOT = Path(__file__).parents[1]
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "speed.svg"
@@ -29,13 +29,14 @@ def by_engine(result: Result) -> dict[str, dict[str, Speed]]:
 def speed_table(result: Result) -> str:
     rows = []
     for engine, cells in by_engine(result).items():
-        numbers = next(iter(cells.values())).numbers
+        numbers, size = next(iter(cells.values())).numbers, megabytes(cells.values())
         rates = [f"{cells[w].median:,.0f}" if w in cells else "" for w in _WORKLOADS]
-        rows.append([engine, numbers.weights, numbers.activations, numbers.head, kl(numbers), *rates])
-    header = ("", "weights", "activations", "head", "KL", *(f"{name}, tok/s" for name in _WORKLOADS.values()))
+        rows.append([engine, numbers.weights, size, numbers.activations, numbers.head, kl(numbers), *rates])
+    header = ("", "weights", "MB", "activations", "head", "KL", *(f"{name}, tok/s" for name in _WORKLOADS.values()))
     versions = ", ".join(sorted({f"{name.split('-')[0]} {e['version']}" for name, e in result["engines"].items()}))
     told = f"SmolLM2-135M-Instruct, its Q4_1 file; {host(result)}; {result['date']}; {versions}."
-    return f"{table(header, rows)}\n\n{told}"
+    builds = [f"{remark}." for remark in remarks(result)] + [f"Left out: {line}." for line in left_out(result)]
+    return "\n\n".join([table(header, rows), told, *builds])
 
 
 def picture(result: Result) -> str:

@@ -36,6 +36,7 @@ class Speed:
     median: float
     low: float
     high: float
+    weights_bytes: int | None
     run: Result
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ def speeds(result: Result) -> Iterator[Speed]:
     if kind(result) == "peers":
         for name, described in result["engines"].items():
             for workload in result["workloads"].values():
-                speed = _of_samples(result, name, _numbers(name, described), workload)
+                speed = _of_samples(result, name, described, workload)
                 if speed is not None:
                     yield speed
     elif kind(result) == "alone":
@@ -106,32 +107,49 @@ def _numbers(engine: str, described: Result) -> Numbers:
     return _earlier(engine, described.get("settings", {}))
 
 
-def _of_samples(result: Result, engine: str, numbers: Numbers, workload: Result) -> Speed | None:
+def _of_samples(result: Result, engine: str, described: Result, workload: Result) -> Speed | None:
     size = workload["prompt"] if workload["phase"] == "prefill" else workload["users"]
     name = f"{workload['phase']}-{size}"
     tokens = workload["users"] * (workload["prompt"] if workload["phase"] == "prefill" else workload["new"])
     seconds = [s["seconds"] for s in result["samples"] if s["engine"] == engine and s["workload"] == name]
-    return _speed(result, engine, numbers, name, tokens, seconds) if seconds else None
+    return _speed(result, engine, described, name, tokens, seconds) if seconds else None
 
 
 def _alone(result: Result) -> Iterator[Speed]:
-    precision = result["precision"]
-    numbers = _numbers(f"millrace-{precision}", result)
-    p = result["prefill"]
-    yield _speed(result, f"millrace-{precision}", numbers, f"prefill-{p['tokens']}", p["tokens"], p["samples_s"])
+    engine, p = f"millrace-{result['precision']}", result["prefill"]
+    yield _speed(result, engine, result, f"prefill-{p['tokens']}", p["tokens"], p["samples_s"])
     for d in result["decode"]:
         tokens = round(d["tokens_per_s"] * statistics.median(d["samples_s"]))
-        name = f"decode-{d['sequences']}"
-        yield _speed(result, f"millrace-{precision}", numbers, name, tokens, d["samples_s"])
+        yield _speed(result, engine, result, f"decode-{d['sequences']}", tokens, d["samples_s"])
 
 
 def _speed(
-    result: Result, engine: str, numbers: Numbers, workload: str, tokens: int, seconds: Sequence[float]
+    result: Result, engine: str, described: Result, workload: str, tokens: int, seconds: Sequence[float]
 ) -> Speed:
     return Speed(
-        result["shape"], engine, numbers, workload, tokens / statistics.median(seconds), tokens / max(seconds),
-        tokens / min(seconds), result,
+        result["shape"], engine, _numbers(engine, described), workload, tokens / statistics.median(seconds),
+        tokens / max(seconds), tokens / min(seconds), described.get("weights_bytes"), result,
     )  # fmt: skip
+
+
+# What a result file from before builds said what they leave unused does not hold, by the time of the run.
+_REMARKS = {
+    "2026-11-21T22:04:21Z": (
+        "llama.cpp was built for AVX-512 without AMX: its AMX build ends in a segmentation fault on this file"
+    ),
+}
+
+
+def remarks(result: Result) -> list[str]:
+    """How peers were built, where a reader who compares must know it."""
+    known = [_REMARKS[result["time"]]] if result.get("time") in _REMARKS else []
+    told = ((name, e.get("settings", {}).get("unused")) for name, e in result["engines"].items())
+    return known + [f"{name} was built without {' and '.join(unused)}" for name, unused in told if unused]
+
+
+def left_out(result: Result) -> list[str]:
+    """Engines that were to run and could not, each with the reason."""
+    return [f"{name}: {reason}" for name, reason in result.get("left_out", {}).items()]
 
 
 @cache

@@ -22,15 +22,9 @@ ORDER = [
     "model",
     "kernels",
     "engine",
-    "compress",
     "compile",
     "runtime",
     "serve",
-    "bench",
-    "evaluate",
-    "size",
-    "cluster",
-    "tune",
     "cli",
 ]
 # model/ and graph/ know nothing of kernels; the native binding is in kernels/, beside what it binds.
@@ -69,6 +63,11 @@ def test_imports_point_upstream() -> None:
         if a in ORDER and (b not in ORDER or ORDER.index(b) > ORDER.index(a))
     ]
     assert not wrong, "\n".join([*wrong, "a room imports only rooms above it; move the shared type upstream"])
+
+
+def test_every_room_has_its_place() -> None:
+    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert rooms - {"__init__", "__main__"} == set(ORDER), "a room belongs into ORDER, and nothing else does"
 
 
 def test_files_and_functions_stay_readable() -> None:

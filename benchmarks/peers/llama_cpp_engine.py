@@ -5,6 +5,8 @@ in llama-bench. Flash attention is tried on and off in the warm-up: what was fas
 says what it was. Users share one context and one batch, as in llama-batched-bench; each has a stream of the KV cache of
 its own, which llama.cpp decodes 1.3 to 1.5 times as fast as one cache for all.
 
+benchmarks/peers/build.py says how it is built; the result file says what the processor has and the build leaves unused.
+
 How it does where there is no AVX-512: LLAMA_CPP_AVX2 names the `llama_cpp/lib` folder of another llama-cpp-python,
 built from source with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON".
 """
@@ -20,10 +22,12 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.peers import gguf_file
+from benchmarks.peers.build import unused
 from benchmarks.peers.engine import Description
 from benchmarks.peers.timing import fastest, seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import Phase, Workload
+from millrace.machine.cpu import cpu_flags
 
 BATCH, PHYSICAL_BATCH = 2048, 512
 ALWAYS_FLASH = 4096  # prompts from this length on are mostly attention: trying them without would take minutes
@@ -78,8 +82,10 @@ class LlamaCppEngine:
         self._flash: dict[Workload, bool] = {}
 
     def describe(self) -> Description:
+        system = llama_cpp.llama_print_system_info().decode().strip(" |")
         settings: dict[str, Any] = {
-            "system": llama_cpp.llama_print_system_info().decode().strip(" |"),
+            "system": system,
+            "unused": unused(system, cpu_flags()),
             "tensors": gguf_file.types(self._path),
             "physical_batch": PHYSICAL_BATCH,
             "flash_attention": {w.name: flash for w, flash in self._flash.items()},

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measure import counted
 from benchmarks.peers.engine import CATALOGUE
 from benchmarks.peers.goals import outcomes
 from benchmarks.peers.race import Course, Race
@@ -31,6 +32,7 @@ class Findings:
         self._course, self._found = course, found
         self._samples = Samples(found.samples)
         self._workloads = {w.name: w for w in course.workloads}
+        self._bandwidth = self._shares_of_bandwidth()
 
     def result(self) -> dict[str, Any]:
         """The result file."""
@@ -69,11 +71,19 @@ class Findings:
         if w is None or median_s is None or engine not in self._found.engines:
             return None
         if w.phase is Phase.DECODE:
-            read = self._found.engines[engine]["read_bytes_per_step"] * w.steps
-            return self._samples.share_of_bandwidth(workload, engine, read)
+            return self._bandwidth[workload, engine]
         peak = statistics.median(getattr(p, CATALOGUE[engine].precision) for p in self._found.peaks)
         rate = multiply_operations(config_of(self._course.shape)) * w.tokens / median_s
         return rate / peak if 0 < rate <= peak else None
+
+    def _shares_of_bandwidth(self) -> dict[tuple[str, str], float | None]:
+        """Of each workload that decodes and each engine; all or none of them count."""
+        shares = {
+            (w.name, name): self._samples.share_of_bandwidth(w.name, name, e["read_bytes_per_step"] * w.steps)
+            for w in self._course.workloads if w.phase is Phase.DECODE
+            for name, e in self._found.engines.items()
+        }  # fmt: skip
+        return dict(zip(shares, counted([*shares.values()]), strict=True))
 
 
 def subject_name(subject: str) -> str:

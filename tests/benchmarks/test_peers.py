@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.measure import counted
 from benchmarks.peers import race as race_module
+from benchmarks.peers.build import cmake_args, unused
 from benchmarks.peers.child import Child, EngineFailedError
 from benchmarks.peers.engine import CATALOGUE, Description, Entry
 from benchmarks.peers.goals import GOALS, outcomes
-from benchmarks.peers.race import Course, race
+from benchmarks.peers.race import Course, Race, race
 from benchmarks.peers.report import Findings
 from benchmarks.peers.samples import Sample, Samples
 from benchmarks.peers.worker import serve
@@ -52,8 +54,10 @@ def test_a_goal_says_by_how_much_it_is_missed(speed: float | None, share: float 
 def test_more_than_the_limit_is_no_measurement() -> None:
     """The machine changed between a sample and the probes beside it: that is neither a success nor a failure."""
     fast = samples(ours=[0.8, 0.9, 0.85])
-    assert fast.share_of_bandwidth("w", "ours", 100) is None
-    assert fast.share_of_bandwidth("w", "ours", 80) == pytest.approx(80 / 0.85 / 100)
+    over, below = (fast.share_of_bandwidth("w", "ours", read) for read in (100, 80))
+    assert below == pytest.approx(80 / 0.85 / 100) and fast.share_of_bandwidth("w", "absent", 80) is None
+    assert counted([below, over, None]) == [None, None, None], "the others were measured beside the same machine"
+    assert counted([below, None, 1.0]) == [below, None, 1.0]
     found = outcomes("tinyllama-1.1b", lambda *_: 2.0, lambda _, peers: peers[0], lambda *_: None)
     shares = [o.verdict for o in found if not o.goal.peers]
     assert shares and set(shares) == {"not measured"}
@@ -111,3 +115,32 @@ def test_a_missing_peer_is_left_out_and_the_rest_go_on(tmp_path: Path, monkeypat
     assert [e["engine"] for e in result["summary"]] == ["millrace-w4a8"]
     assert {g["verdict"] for g in result["goals"]} == {"not measured"}
     assert str(tmp_path) not in json.dumps(result)
+
+
+def test_one_impossible_share_takes_the_others_of_its_run_with_it(tmp_path: Path) -> None:
+    """Two engines read 100 and 60 bytes a step, beside a bandwidth of 80: the second alone looks like a measurement."""
+    workload = WORKLOADS["decode-1"]
+    described = {"read_bytes_per_step": 100}, {"read_bytes_per_step": 60}
+
+    def shares(names: list[str]) -> list[float | None]:
+        found = Race([Sample(0, workload.name, name, workload.steps, 80, 80) for name in names])
+        found.engines = {n: e for n, e in zip(("fast", "slow"), described, strict=True) if n in names}
+        findings = Findings(Course("llama-143m", names, [workload], 1, 1, tmp_path), found)
+        return [findings.share(workload.name, name) for name in names]
+
+    assert shares(["slow"]) == [0.75] and shares(["slow", "fast"]) == [None, None]
+
+
+def test_a_build_says_what_it_leaves_unused() -> None:
+    """System info as llama.cpp gives it."""
+    told = "CPU : SSE3 = 1 | AVX = 1 | AVX2 = 1 | AVX512 = 1 | AVX512_VNNI = 1 | REPACK = 1"
+    flags = {"sse3", "avx2", "avx512f", "avx512_vnni", "amx_int8"}
+    assert unused(told, flags) == ["AMX_INT8"] and unused(told, flags - {"amx_int8"}) == []
+    assert unused("CPU : AVX512_VNNI = 1", {"avx512f"}) == ["AVX512"], "not a part of another's name"
+
+
+def test_llama_cpp_is_built_for_this_processor_without_what_crashes() -> None:
+    assert cmake_args({"sse3", "avx2", "avx512f", "amx_int8", "amx_tile"}) == (
+        "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_AVX512=ON"
+    )
+    assert cmake_args({"asimd"}) == cmake_args(()) == "-DGGML_NATIVE=ON"

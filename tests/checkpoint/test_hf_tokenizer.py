@@ -1,5 +1,7 @@
 """What `LLM.get_tokenizer()` gives, call by call against transformers' own tokenizer of the same files."""
 
+import copy
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import transformers
 from millrace.checkpoint.checkpoint import open_chat_template
 from millrace.checkpoint.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.tokenizer import NAMED_TOKENS, open_tokenizer
-from millrace.errors import CheckpointError, RequestError
+from millrace.errors import CheckpointError, ConfigError, RequestError
 from millrace.runtime.open import BUNDLED
 from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece, strange_text
 
@@ -124,3 +126,74 @@ def test_what_is_not_here_says_what_to_use() -> None:
     with pytest.raises(RequestError, match="lone surrogate"):
         ours.convert_tokens_to_ids("\ud800")
     assert ours("x", padding=False, truncation=False, return_tensors=None).input_ids == ours.encode("x")
+
+
+@pytest.mark.parametrize(
+    ("ids", "what"),
+    [
+        ("abc", "ids are of type str"), (b"abc", "ids are of type bytes"), (None, "ids are of type NoneType"),
+        ([1.5], "a token id is 1.5"), ([True], "a token id is True"), (-1, "a token id is -1"),
+        ([2, -1], "a token id is -1"), ({"input_ids": [1]}, "ids are of type dict"), ([1, [2]], "ids and lists of ids"),
+        ([[[1]]], "ids are of type list"), (np.array([1.0]), "a token id is 1.0"), (["5"], "ids are of type str"),
+    ],
+)  # fmt: skip
+def test_what_is_no_id_is_refused(ids: Any, what: str) -> None:
+    ours = ours_of(BUNDLED / "tiny")
+    for call in (ours.decode, ours.batch_decode):
+        with pytest.raises(RequestError, match=what) as error:
+            call(ids)
+        assert "input_ids" in error.value.mend or "each" in error.value.mend
+    with pytest.raises(RequestError):
+        ours.convert_ids_to_tokens(ids)
+
+
+def test_ids_in_any_container(both: tuple[HfTokenizer, Any]) -> None:
+    ours, theirs = both
+    for ids in ([5, 6], (5, 6), np.array([5, 6]), [np.int64(5), 6], ([5], [6]), [[5, 6], []], np.array([[5], [6]])):
+        assert ours.decode(ids) == theirs.decode(ids), ids
+    assert ours.decode(range(5, 7)) == ours.decode([5, 6]) and ours.decode([]) == ""
+    for ids in ([5, 6], [[5], [6]], []):
+        assert ours.batch_decode(ids) == theirs.batch_decode(ids), ids
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda t: t({"a": 1}), "the text is of type dict"), (lambda t: t(None), "the text is of type NoneType"),
+        (lambda t: t(b"ab"), "the text is of type bytes"), (lambda t: t("a", "b"), "text_pair is 'b'"),
+        (lambda t: t("a", padding=np.array([1, 2])), "padding is array"), (lambda t: t([None]), "of type NoneType"),
+        (lambda t: t.encode("a", "b"), "add_special_tokens is 'b'"), (lambda t: t("a", add_special_tokens=3), "is 3"),
+        (lambda t: t.decode([5], "x"), "skip_special_tokens is 'x'"),
+        (lambda t: t.convert_tokens_to_ids(None), "a token is of type NoneType"),
+        (lambda t: t.convert_tokens_to_ids([3]), "a token is of type int"),
+        (lambda t: t.apply_chat_template(CHAT[0]), "a conversation is of type dict"),
+        (lambda t: t.apply_chat_template(None), "a conversation is of type NoneType"),
+        (lambda t: t.apply_chat_template("Hi"), "a conversation is of type str"),
+        (lambda t: t.apply_chat_template([CHAT, CHAT[0]]), "a conversation is of type dict"),
+        (lambda t: t.apply_chat_template(["Hi"]), r"messages\[0\] is Hi"),
+        (lambda t: t.apply_chat_template([]), "there are no messages"),
+        (lambda t: t.apply_chat_template(CHAT, tools=3), "tools is a int"),
+        (lambda t: t.apply_chat_template(CHAT, tools={"name": "f"}), "tools is a dict"),
+        (lambda t: t.apply_chat_template(CHAT, tools=[print]), "tools has a builtin_function_or_method"),
+        (lambda t: t.apply_chat_template(CHAT, messages=CHAT), "messages are given twice"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused(call: Callable[[HfTokenizer], object], what: str) -> None:
+    with pytest.raises(RequestError, match=what):
+        call(ours_of(BUNDLED / "tiny"))
+
+
+def test_a_tokenizer_is_copied_and_says_why_it_is_not_pickled() -> None:
+    ours = ours_of(BUNDLED / "tiny")
+    for again in (copy.copy(ours), copy.deepcopy(ours), copy.deepcopy({"a": ours})["a"]):
+        assert again.encode("Once") == ours.encode("Once")
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(ConfigError, match="cannot be pickled") as error:
+            pickle.dumps(ours, protocol)
+    assert "send the name" in error.value.mend and "AutoTokenizer" in error.value.mend
+
+
+def test_a_name_of_a_megabyte_is_not_repeated() -> None:
+    with pytest.raises(AttributeError, match="this tokenizer has no xxx") as error:
+        getattr(ours_of(BUNDLED / "tiny"), "x" * 2**20)
+    assert len(str(error.value)) < 3000

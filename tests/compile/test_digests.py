@@ -104,6 +104,22 @@ def test_what_was_just_written_is_not_remembered(tmp_path: Path, weights: Path, 
     assert len(reads) == 2 and not (tmp_path / "t").exists()
 
 
+def test_nor_what_was_just_changed_and_made_to_look_old(tmp_path: Path, weights: Path, reads: list[Path]) -> None:
+    """A program can set the time of modification, as copying does; the time of change cannot be set."""
+    os.utime(weights, ns=(1, 1))
+    for _ in range(2):
+        FileDigests(tmp_path / "t", settled_s=60).digest(weights, seen(weights))
+    assert len(reads) == 2 and not (tmp_path / "t").exists()
+
+
+def test_what_claims_to_be_from_the_future_is_not_remembered(tmp_path: Path, weights: Path, reads: list[Path]) -> None:
+    later = time.time_ns() + 3600 * 10**9
+    os.utime(weights, ns=(later, later))
+    for _ in range(2):
+        FileDigests(tmp_path / "t", settled_s=0).digest(weights, seen(weights))
+    assert len(reads) == 2 and not (tmp_path / "t").exists()
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"1:2": {"nbytes": "many"}}', bytes(2 << 20)])
 def test_a_damaged_table_costs_time_only(tmp_path: Path, weights: Path, reads: list[Path], content: bytes) -> None:
     (tmp_path / "t").write_bytes(content)

@@ -102,6 +102,20 @@ def test_a_file_system_that_does_not_reserve_gives_the_same_bytes(
     assert (tmp_path / "reserved" / WEIGHTS).read_bytes() == (tmp_path / "not" / WEIGHTS).read_bytes()
 
 
+def test_writing_goes_on_where_a_call_wrote_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network's file system, and beyond 2 GiB everywhere."""
+    write, sizes = os.pwrite, []
+
+    def less(file: int, data: memoryview, offset: int) -> int:
+        sizes.append(len(data))
+        return write(file, data[: max(1, len(data) // 3)], offset)
+
+    whole = build(TINY, tmp_path / "whole")
+    monkeypatch.setattr(os, "pwrite", less)
+    assert build(TINY, tmp_path / "pieces") == whole and min(sizes) == 1
+    assert (tmp_path / "pieces" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 def test_a_checkpoint_that_is_truncated_meanwhile(tmp_path: Path, kind: str) -> None:
     copy = Path(shutil.copytree(TINY, tmp_path / "tiny"))

@@ -1,18 +1,24 @@
 """Tactics never change a result, are used only where they were made, and are hostile input like all of an engine."""
 
+import errno
+import fcntl
+import os
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+from millrace.engine import tactics
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.native import NativeExecutor
 from millrace.engine.tables import read_program_table
 from millrace.engine.tactics import Choice, Region, TacticTable, knob_values, read_tactics, write_tactics
-from millrace.errors import EngineError
+from millrace.errors import EngineError, MachineError
 from millrace.kernels.declare import KERNELS, MAX_KNOBS
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, usable_cores
@@ -158,3 +164,40 @@ def test_knobs_are_in_the_order_of_their_declaration() -> None:
         "tile_rows": 5, "task_panels": 0, "ahead": 7
     }  # fmt: skip
     assert len(values) == MAX_KNOBS and np.all(np.array(values) >= 0)
+
+
+def test_who_writes_at_once_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writers for eight numbers of threads, each between reading and writing for a while."""
+    read = tactics.read_tables
+
+    def slow(folder: Path, *, mend: bool = False) -> list[TacticTable]:
+        found = read(folder, mend=mend)
+        time.sleep(0.02)
+        return found
+
+    monkeypatch.setattr(tactics, "read_tables", slow)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: write_tactics(tmp_path, TacticTable({"cpu": "x"}, n, [])), range(1, 9)))
+    assert sorted(t.threads for t in read(tmp_path)) == [*range(1, 9)]
+    assert [path.name for path in tmp_path.iterdir()] == [tactics.TACTICS], "no lock is left"
+
+
+def test_a_writer_that_never_ends_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tactics, "WRITING_S", 0.1)
+    file = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(MachineError, match=r"waited 0\.1 s for another process, which is writing .*tactics\.json"):
+            write_tactics(tmp_path, TacticTable({"cpu": "x"}, 1, []))
+    finally:
+        os.close(file)
+    write_tactics(tmp_path, TacticTable({"cpu": "x"}, 1, []))
+
+
+def test_where_there_are_no_locks_tactics_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    write_tactics(tmp_path, TacticTable({"cpu": "x"}, 1, []))
+    assert read_tactics(tmp_path) is not None

@@ -8,7 +8,8 @@ import safetensors.numpy
 
 from tests.support.vocabularies import save_byte_fallback
 
-VOCABULARY, WIDTH, INNER, HEADS, KV_HEADS, SIZE, LAYERS = 320, 64, 96, 4, 2, 16, 1
+TRAINED, WIDTH, INNER, HEADS, KV_HEADS, SIZE, LAYERS = 320, 64, 96, 4, 2, 16, 1
+VOCABULARY = TRAINED + 2  # two are added, for chats
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": WIDTH,
     "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -26,27 +27,27 @@ GENERATION = {
 }  # fmt: skip
 
 
-def tensors() -> dict[str, "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]:
-    rng = np.random.default_rng(1)
+def tensors(width: int, inner: int, size: int) -> dict[str, "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]:
+    rng, q, kv = np.random.default_rng(1), HEADS * size, KV_HEADS * size
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, WIDTH), "lm_head.weight": (VOCABULARY, WIDTH),
-        "model.norm.weight": (WIDTH,),
+        "model.embed_tokens.weight": (VOCABULARY, width), "lm_head.weight": (VOCABULARY, width),
+        "model.norm.weight": (width,),
     }  # fmt: skip
     for i in range(LAYERS):
         layer = {
-            "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,),
-            "self_attn.q_proj": (HEADS * SIZE, WIDTH), "self_attn.k_proj": (KV_HEADS * SIZE, WIDTH),
-            "self_attn.v_proj": (KV_HEADS * SIZE, WIDTH), "self_attn.o_proj": (WIDTH, HEADS * SIZE),
-            "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH), "mlp.down_proj": (WIDTH, INNER),
+            "input_layernorm": (width,), "post_attention_layernorm": (width,), "self_attn.q_proj": (q, width),
+            "self_attn.k_proj": (kv, width), "self_attn.v_proj": (kv, width), "self_attn.o_proj": (width, q),
+            "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner),
         }  # fmt: skip
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     return {name: rng.standard_normal(shape, np.float32) * np.float32(0.1) for name, shape in shapes.items()}
 
 
-def write_checkpoint(folder: Path) -> Path:
-    """A model of one layer with a byte-fallback tokenizer and a chat template."""
-    save_byte_fallback(folder, VOCABULARY)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+def write_checkpoint(folder: Path, width: int = WIDTH, inner: int = INNER, size: int = SIZE) -> Path:
+    """A model of one layer with a byte-fallback tokenizer and a chat template. size: of a head"""
+    save_byte_fallback(folder, TRAINED)
+    sizes = {"hidden_size": width, "intermediate_size": inner, "head_dim": size}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **sizes}))
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
-    safetensors.numpy.save_file(tensors(), folder / "model.safetensors", {"format": "pt"})
+    safetensors.numpy.save_file(tensors(width, inner, size), folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -1,19 +1,25 @@
 """Good bodies of the server's endpoints, and the way that each goes before an engine is asked."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from millrace.checkpoint.generation import GenerationDefaults
-from millrace.engine.executor import ExecutorLimits
 from millrace.runtime.resolve import resolve
-from millrace.runtime.service import ServiceOptions
 from millrace.serve.completions import _prompts
 from millrace.serve.fields import check_messages, decode
+from millrace.serve.logs import RequestLog
 from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from millrace.serve.sampling import chat_params, completion_params
-from millrace.serve.serving import Serving
+from millrace.serve.serving import make_serving
+from millrace.serve.settings import ServerSettings
+from millrace.serve.tokens import detokenize, tokenize
+from millrace.serve.wire import Call
+from tests.serve.support import Fake
 
 _SAMPLING: dict[str, Any] = {
     "model": "fake", "max_tokens": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "n": 2, "seed": 7,
@@ -34,24 +40,39 @@ BODIES: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (CompletionRequest, {"model": "fake", "prompt": ["a", "b"]}),
     (TokenizeRequest, {"model": "fake", "messages": _MESSAGES, "add_generation_prompt": True}),
     (TokenizeRequest, {"model": "fake", "prompt": "Once", "return_token_strs": True}),
+    (TokenizeRequest, {"prompt": "Once " * 200, "add_special_tokens": False}),
     (DetokenizeRequest, {"model": "fake", "tokens": [1, 2, 3]}),
+    (DetokenizeRequest, {"tokens": [0, 699, 5] * 100}),
 ]  # fmt: skip
-_LIMITS = ExecutorLimits(
-    max_step_tokens=64, max_sequences=8, max_context=512, page_tokens=64, n_pages=64, vocab_size=700
-)
-# as much of a server as the checks of a body look at
-_ENGINE = SimpleNamespace(limits=_LIMITS, options=ServiceOptions())
-_SERVING = cast(Serving, SimpleNamespace(model=SimpleNamespace(engine=_ENGINE, max_context=_LIMITS.max_context)))
 
 
-def check(kind: type[msgspec.Struct], body: bytes) -> None:
-    """raises MillraceError as the server would answer it"""
-    asked = decode(body, kind)
-    if isinstance(asked, ChatRequest | TokenizeRequest) and asked.messages is not None:
-        check_messages(asked.messages)
-    if isinstance(asked, CompletionRequest):
-        _prompts(asked.prompt, completion_params(asked), _SERVING)
-    if isinstance(asked, ChatRequest):
-        resolve(chat_params(asked), GenerationDefaults(), _LIMITS, n_prompt=4)
-    elif isinstance(asked, CompletionRequest):
-        resolve(completion_params(asked), GenerationDefaults(), _LIMITS, n_prompt=4)
+class Endpoints:
+    """The handlers of the endpoints over a model that is none: what would ask it stops before."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._serving = make_serving(Fake().model(), ServerSettings())
+
+    def take(self, kind: type[msgspec.Struct], body: bytes) -> bytes | None:
+        """What /tokenize and /detokenize answer; None elsewhere. raises MillraceError as the server would answer it"""
+        asked = decode(body, kind)
+        if isinstance(asked, TokenizeRequest):
+            return self._answer(tokenize(self._serving, self._call(body), asked))
+        if isinstance(asked, DetokenizeRequest):
+            return self._answer(detokenize(self._serving, self._call(body), asked))
+        limits = self._serving.model.engine.limits
+        if isinstance(asked, ChatRequest):
+            check_messages(asked.messages)
+            resolve(chat_params(asked), GenerationDefaults(), limits, n_prompt=4)
+        elif isinstance(asked, CompletionRequest):
+            _prompts(asked.prompt, completion_params(asked), self._serving)
+            resolve(completion_params(asked), GenerationDefaults(), limits, n_prompt=4)
+        return None
+
+    def _answer(self, handler: Coroutine[Any, Any, ASGIApp]) -> bytes:
+        reply = self._loop.run_until_complete(handler)
+        assert isinstance(reply, Response)
+        return bytes(reply.body)
+
+    def _call(self, body: bytes) -> Call:
+        return Call("fuzz", 0.0, RequestLog("POST", "/", "fuzz"), len(body))

@@ -64,9 +64,11 @@ def gguf(folder: Path) -> Case:
 
     from tests.support.gguf_files import write_gguf
 
-    checkpoint = write_checkpoint(folder / "good")
-    kinds = [Kind.F32, Kind.F16, Kind.Q8_0, Kind.Q4_0]
-    goods = [write_gguf(folder / f"good-{k.name}.gguf", checkpoint, k).read_bytes() for k in kinds]
+    small = write_checkpoint(folder / "small")
+    blocky = write_checkpoint(folder / "blocky", width=256, inner=256, size=64)  # blocks of 256 weights fit its rows
+    kinds = {k: small for k in (Kind.F32, Kind.F16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1)}
+    kinds |= {k: blocky for k in (Kind.Q4_K, Kind.Q6_K)}
+    goods = [write_gguf(folder / f"good-{k.name}.gguf", of, k).read_bytes() for k, of in kinds.items()]
     path = folder / "bad.gguf"
 
     def case(rng: Random) -> None:
@@ -197,11 +199,13 @@ def _run(folder: Path) -> None:
 
 def requests(folder: Path) -> Case:
     """Bodies of every endpoint that takes one, up to the point where an engine would be asked."""
-    from tests.fuzz.request_bodies import BODIES, check
+    from tests.fuzz.request_bodies import BODIES, Endpoints
+
+    endpoints = Endpoints()
 
     def case(rng: Random) -> None:
         kind, good = rng.choice(BODIES)
-        check(kind, json_bytes(rng, mutate_json(rng, good)))
+        endpoints.take(kind, json_bytes(rng, mutate_json(rng, good)))
 
     return case
 

@@ -1,14 +1,19 @@
 """Some hundred cases of each target in every run of the tests; a hundred thousand by night, with advancing seeds."""
 
+from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 
-from tests.fuzz import broken
+from millrace.checkpoint.gguf.tensors import GgufTensors
+from millrace.graph.types import Array
+from tests.fuzz import broken, targets
 from tests.fuzz.driver import Limits, fuzz, random_of
 from tests.fuzz.known import is_known
 from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
 from tests.fuzz.originals import CONFIG
+from tests.fuzz.request_bodies import BODIES, Endpoints
 from tests.fuzz.targets import TARGETS
 
 CASES = {"safetensors": 300, "gguf": 300, "config": 300, "tokenizer": 300, "program": 300, "requests": 1000}
@@ -57,3 +62,33 @@ def test_mutations_leave_the_original_alone() -> None:
     for seed in range(300):
         mutate_json(Random(seed), CONFIG)
     assert repr(CONFIG) == before
+
+
+def test_good_bodies_are_answered() -> None:
+    """Otherwise what is mutated would be refused for what was wrong before, and nothing behind that be reached."""
+    endpoints = Endpoints()
+    answers = [endpoints.take(kind, msgspec.json.encode(good)) for kind, good in BODIES]
+    told = [msgspec.json.decode(answer) for answer in answers if answer is not None]
+    assert [sorted(one)[0] for one in told] == ["count", "count", "count", "prompt", "prompt"]
+    assert told[1]["token_strs"] and len(told[2]["tokens"]) > 100
+
+
+@pytest.mark.parametrize("name", ["gguf", "config", "tokenizer", "requests"])
+def test_what_is_not_broken_opens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a case is refused for what its mutation did, and the others reach what lies behind."""
+    monkeypatch.setattr(targets, "mutate_bytes", lambda rng, data: data)
+    monkeypatch.setattr(targets, "mutate_json", lambda rng, value: value)
+    monkeypatch.setattr(targets, "json_bytes", lambda rng, value: msgspec.json.encode(value))
+    loaded: set[str] = set()
+    load = GgufTensors.load
+
+    def noted(self: GgufTensors, name: str) -> Array:
+        loaded.add(self._stored[name].type.name)
+        return load(self, name)
+
+    monkeypatch.setattr(GgufTensors, "load", noted)
+    case = getattr(targets, name)(tmp_path)
+    for index in range(40):
+        case(random_of(0, index))
+    if name == "gguf":
+        assert loaded == {"F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"}

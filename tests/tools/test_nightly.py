@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(nightly, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(nightly, "KNOWN", tmp_path / "known.json")
     monkeypatch.setattr(nightly, "PARTS", (OK, BAD))
+    monkeypatch.setattr(nightly, "_commit", lambda: "abc1234")
     (tmp_path / "known.json").write_text("{}")
     return tmp_path
 
@@ -53,6 +55,9 @@ def test_a_part_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_check_fails_for_what_is_absent_or_red(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nightly.run(OK)
     assert nightly.status(NOW) == 1 and "bad is absent" in capsys.readouterr().out
+    known(here, bad="nobody has run it")
+    assert nightly.status(NOW) == 1 and "bad is absent" in capsys.readouterr().out, "no reason makes up for a result"
+    known(here)
     nightly.run(BAD)
     assert nightly.status(NOW) == 1 and "bad is red" in capsys.readouterr().out
     known(here, bad="waits for a mend")
@@ -61,6 +66,93 @@ def test_the_check_fails_for_what_is_absent_or_red(here: Path, capsys: pytest.Ca
     assert nightly.status(NOW) == 1 and "ok is green: take it out" in capsys.readouterr().out
     known(here, bad="waits for a mend", gone="of a part that is no more")
     assert nightly.status(NOW) == 1 and "gone: no such part" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("reasons", [{}, {"bad": "waits for a mend"}])
+def test_a_result_of_a_changed_tree_is_none(
+    monkeypatch: pytest.MonkeyPatch, here: Path, capsys: pytest.CaptureFixture[str], reasons: dict[str, str]
+) -> None:
+    part = BAD if reasons else OK
+    monkeypatch.setattr(nightly, "PARTS", (part,))
+    known(here, **reasons)
+    nightly.run(part)
+    assert nightly.status(NOW) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(nightly, "_commit", lambda: "abc1234+")
+    nightly.run(part)
+    assert nightly.status(NOW) == 1 and f"{part.name} ran in a tree with changes" in capsys.readouterr().out
+
+
+def git(folder: Path, *words: str) -> str:
+    name = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", *name, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_result_is_stale_where_the_parts_own_files_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That is said, and passes: every edit of a test would ask for a night otherwise."""
+    repository = tmp_path / "repository"
+    (repository / "mine").mkdir(parents=True)
+    git(repository, "init", "-q")
+
+    def commit(path: str) -> str:
+        (repository / path).write_text(path + str(len(list(repository.rglob("*")))))
+        git(repository, "add", ".")
+        git(repository, "commit", "-q", "-m", path)
+        return git(repository, "rev-parse", "--short", "HEAD")
+
+    part = replace(OK, files=("mine",))
+    monkeypatch.setattr(nightly, "ROOT", repository)
+    monkeypatch.setattr(nightly, "PARTS", (part,))
+    first = commit("mine/a")
+    monkeypatch.setattr(nightly, "_commit", lambda: first)
+    nightly.run(part)
+
+    def says_stale() -> bool:
+        assert nightly.status(NOW) == 0
+        return "stale" in capsys.readouterr().out
+
+    capsys.readouterr()
+    assert not says_stale()
+    commit("other")
+    assert not says_stale(), "files of others"
+    commit("mine/b")
+    assert says_stale()
+    monkeypatch.setattr(nightly, "_commit", lambda: "0123abc")
+    nightly.run(part)
+    capsys.readouterr()
+    assert not says_stale(), "nothing is known of a commit that is not here"
+
+
+@pytest.mark.parametrize(
+    ("tail", "figures"),
+    [
+        (["....", "2 failed, 31 passed, 4 skipped, 7 deselected in 8.15s"], {"failed": 2, "passed": 31, "skipped": 4}),
+        (["===== 1 passed in 0.02s =====", ""], {"passed": 1}),
+        (["31 passed, 1 error in 71.15s (0:01:11)"], {"passed": 31, "error": 1}),
+        (["3 passed in the morning"], {}),
+        (['{"cases": 3}', "3 of 4 in 2 s"], {}),
+        (["1 passed in 0.02s", '{"cases": 3}', " "], {"cases": 3}),
+        (["{broken"], {}),
+        ([], {}),
+    ],
+)
+def test_figures_are_the_last_line(tail: list[str], figures: dict[str, int]) -> None:
+    assert nightly._figures(tail) == figures
+
+
+def test_a_part_of_pytest_tells_how_many_passed(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no')\ndef test_c(): pass\n"
+    )
+    words = ("-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "no:cacheprovider")
+    result = nightly.run(Part("tests", "two of three", ("{python}", *words, str(tmp_path / "test_x.py"))))
+    assert result["green"] and result["figures"] == {"passed": 2, "skipped": 1}
+
+
+def test_each_part_names_its_files() -> None:
+    assert all(part.files and all((ROOT / file).exists() for file in part.files) for part in PARTS)
 
 
 def test_a_night_goes_on_where_it_was() -> None:

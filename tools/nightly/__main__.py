@@ -2,15 +2,18 @@
 
     python -m tools.nightly                 the parts that have no result of the last 20 hours, the oldest first
     python -m tools.nightly fuzz-gguf llm   these, whatever their age (a beginning of a name is enough)
-    python -m tools.nightly --status        each part's age; exits with 1 where one is absent, or red and not known
+    python -m tools.nightly --status        each part's age; exits with 1 where one is absent, of a changed tree, or red
+                                            and not known
 
 A part writes tools/nightly/results/PART.json when it ends, so an interrupted night goes on where it was. Commit them.
-What is red for a known reason stands in tools/nightly/known.json.
+What is red for a known reason stands in tools/nightly/known.json. "Stale" is said of a result whose part's own files
+have changed since: the next night mends it.
 """
 
 import argparse
 import datetime
 import json
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +29,9 @@ HERE = Path(__file__).parent
 RESULTS, KNOWN = HERE / "results", HERE / "known.json"
 FRESH_HOURS = 20
 _TAIL_LINES = 40
+# The last line that pytest writes: "2 failed, 31 passed, 4 skipped, 7 deselected in 8.15s".
+_PYTEST_LINE = re.compile(r"=*\s*(\d+ [a-z]+(, )?)+ in [\d.]+s\b.*")
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed)\b")
 
 Result = dict[str, Any]
 
@@ -81,15 +87,14 @@ def _streamed(command: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def _figures(tail: Sequence[str]) -> Mapping[str, Any]:
-    for line in reversed(tail):
-        if line.startswith("{"):
-            try:
-                return dict(json.loads(line))
-            except ValueError:
-                return {}
-        if line.strip():
-            break
-    return {}
+    """What the last line says: JSON, or pytest's counts."""
+    line = next((line for line in reversed(tail) if line.strip()), "")
+    if _PYTEST_LINE.fullmatch(line):
+        return {what: int(n) for n, what in _COUNT.findall(line)}
+    try:
+        return dict(json.loads(line)) if line.startswith("{") else {}
+    except ValueError:
+        return {}
 
 
 def _without_folders(line: str) -> str:
@@ -106,24 +111,41 @@ def _git(*words: str) -> str:
     return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
 
+def is_stale(part: Part, result: Result) -> bool:
+    """Whether the part's own files have changed since; False where git does not know the commit."""
+    command = ["git", "diff", "--quiet", result["commit"].removesuffix("+"), "HEAD", "--", *part.files]
+    return bool(part.files) and subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode == 1
+
+
 def status(now: datetime.datetime) -> int:
-    """Prints each part's age; 1 where one is absent, or red and not known to be."""
+    """Prints each part's age; 1 where `_wrong` finds something. Stale results are named, and pass."""
     known: Mapping[str, str] = json.loads(KNOWN.read_text())
     bad = [f"{name}: no such part" for name in known if name not in {p.name for p in PARTS}]
     for part in PARTS:
         result = last(part)
-        if result is None:
-            state = "absent" + (f" (known: {known[part.name]})" if part.name in known else "")
-        else:
+        state = "absent"
+        if result is not None:
             colour = "green" if result["green"] else f"red (known: {known.get(part.name, 'no')})"
-            state = f"{age_hours(result, now):5.0f} h  {result['commit']:10} {colour}"
+            stale = ", stale: its files have changed since" if is_stale(part, result) else ""
+            state = f"{age_hours(result, now):5.0f} h  {result['commit']:10} {colour}{stale}"
         print(f"  {part.name:22} {state}")
-        if (result is None or not result["green"]) and part.name not in known:
-            bad.append(f"{part.name} is {'absent' if result is None else 'red'}: run `make nightly`")
-        if result is not None and result["green"] and part.name in known:
-            bad.append(f"{part.name} is green: take it out of {KNOWN.name}")
+        bad += _wrong(part, result, known)
     print("\n".join(bad))
     return 1 if bad else 0
+
+
+def _wrong(part: Part, result: Result | None, known: Mapping[str, str]) -> list[str]:
+    """A part that never ran, that ran on files nobody has, or that is red: only of the last may the reason be known."""
+    if result is None:
+        return [f"{part.name} is absent: run `make nightly`"]
+    found = []
+    if result["commit"].endswith("+"):
+        found.append(f"{part.name} ran in a tree with changes: commit, then run `make nightly PARTS={part.name}`")
+    if not result["green"] and part.name not in known:
+        found.append(f"{part.name} is red: run `make nightly`")
+    if result["green"] and part.name in known:
+        found.append(f"{part.name} is green: take it out of {KNOWN.name}")
+    return found
 
 
 def chosen(names: Sequence[str], now: datetime.datetime) -> list[Part]:

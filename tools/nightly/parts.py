@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from benchmarks.peers.build import cmake_args
+from millrace.machine.cpu import cpu_flags
+
 MINUTES = 60  # that a part may take before it is stopped, which makes it red
 
 
@@ -19,21 +22,29 @@ class Part:
     cases: int = 0  # drawn from {seed}, which is another each night
     packages: tuple[str, ...] = ()  # what its environment has beside ours; then {python} is that environment's
     environment: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = ()  # what it runs: where these changed since, its last result is stale
 
 
 FUZZ_CASES = 100_000
-# Pinned: a comparison is with a version. Built from source for this processor.
+# Pinned: a comparison is with a version. Built from source, as the benchmarks build it.
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
 BESIDE_LLAMA_CPP = ("tests/checkpoint/gguf", "tests/benchmarks")
 
 
 def _fuzz(target: str) -> Part:
     command = ("{python}", "-m", "tests.fuzz", target, "--cases", str(FUZZ_CASES), "--seed", "{seed}")
-    return Part(f"fuzz-{target}", f"{FUZZ_CASES:,} mutated inputs, with new seeds each night", command, FUZZ_CASES)
+    return Part(
+        f"fuzz-{target}",
+        f"{FUZZ_CASES:,} mutated inputs, with new seeds each night",
+        command,
+        FUZZ_CASES,
+        files=("tests/fuzz",),
+    )
 
 
 def _client(name: str) -> Part:
-    return Part(f"client-{name}", f"{name} against `millrace serve`", ("{python}", "-m", "tools.clients", name))
+    command = ("{python}", "-m", "tools.clients", name)
+    return Part(f"client-{name}", f"{name} against `millrace serve`", command, files=("tools/clients",))
 
 
 FUZZERS = ("safetensors", "gguf", "config", "tokenizer", "program", "requests")
@@ -45,10 +56,16 @@ PARTS = (
     Part(
         "llama-cpp", "tokens and logits of quantised files and a real model beside llama.cpp's, exported weights",
         ("{python}", "-m", "pytest", "-m", "not timing", "--skips", "none", *BESIDE_LLAMA_CPP),
-        packages=LLAMA_CPP, environment={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+        packages=LLAMA_CPP, environment={"CMAKE_ARGS": cmake_args(cpu_flags())}, files=BESIDE_LLAMA_CPP,
     ),
-    Part("slow-tests", "tests that take minutes", ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known")),
-    Part("timing", "tests that judge times; needs an idle machine", ("{python}", "-m", "pytest", "-m", "timing", "-s")),
+    Part(
+        "slow-tests", "tests that take minutes", ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known"),
+        files=("tests/nightly", "tests/engine/test_older_cpus.py", "tests/benchmarks/test_real_model.py"),
+    ),
+    Part(
+        "timing", "tests that judge times; needs an idle machine", ("{python}", "-m", "pytest", "-m", "timing", "-s"),
+        files=("tests/e2e/test_many_clients.py", "tests/serve/test_texts.py"),
+    ),
     *map(_fuzz, FUZZERS),
     *map(_client, CLIENTS),
 )  # fmt: skip

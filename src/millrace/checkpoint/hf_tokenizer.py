@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import NAMED_TOKENS, VocabularyTokenizer
-from millrace.errors import CheckpointError, RequestError, nearest
+from millrace.errors import CheckpointError, ConfigError, RequestError, nearest, plain
 
 Message = Mapping[str, object]
 # Arguments of transformers, the values that ask for what happens anyway, and what to do for another.
@@ -60,7 +60,20 @@ class HfTokenizer:
             raise AttributeError(name)
         known = [n for n in dir(type(self)) if not n.startswith("_")]
         known += [f"{token}{end}" for token in NAMED_TOKENS for end in ("", "_id")]
-        raise AttributeError(f"this tokenizer has no {name} ({nearest(name, known)}); {_ELSEWHERE}")
+        raise AttributeError(f"this tokenizer has no {plain(name)} ({nearest(name, known)}); {_ELSEWHERE}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ConfigError(
+            "a tokenizer of an LLM cannot be pickled: it holds processes of this one",
+            "the name of the model",
+            f"send the name, and ask for the tokenizer there; {_ELSEWHERE}",
+        )
+
+    def __copy__(self) -> "HfTokenizer":
+        return self  # nothing in it changes
+
+    def __deepcopy__(self, memo: object) -> "HfTokenizer":
+        return self
 
     def __len__(self) -> int:
         """All tokens, those included that were added to the trained ones."""
@@ -80,18 +93,23 @@ class HfTokenizer:
         tokens = ((self._tokenizer.token(i), i) for i in range(self._tokenizer.vocab_size))
         return {token: i for token, i in tokens if token is not None}
 
-    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True, **options: Any) -> Encoding:
-        """Token ids and mask of a text, or lists of them for several."""
-        _check(options)
+    def __call__(
+        self, text: str | Sequence[str], text_pair: None = None, *, add_special_tokens: bool = True, **options: Any
+    ) -> Encoding:
+        """Token ids and mask of a text, or lists of them for several. raises RequestError for anything else"""
+        _check({"text_pair": text_pair, **options})
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens=add_special_tokens)
             return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        if not _is_list(text):
+            raise RequestError(f"the text is of type {type(text).__name__}", "a text, or a list of texts", "give that")
         each = [self.encode(one, add_special_tokens=add_special_tokens) for one in text]
         return Encoding(input_ids=each, attention_mask=[[1] * len(ids) for ids in each])
 
     def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
         """raises RequestError where `text` is no text"""
         _check(options)
+        _check_flag("add_special_tokens", add_special_tokens)
         if not isinstance(text, str):
             raise RequestError(f"the text is of type {type(text).__name__}", "a text", "encode each text of a list")
         return self._tokenizer.encode(text, add_special_tokens)
@@ -101,23 +119,30 @@ class HfTokenizer:
         return self.convert_ids_to_tokens(self.encode(text, add_special_tokens, **options))
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
-        """The text of one id or of a list (also an array or tensor); a list of texts for a list of lists."""
+        """The text of one id or of a list (also an array or tensor); a list of texts for a list of lists.
+
+        An id without a token has no text. raises RequestError for what is no id
+        """
         _check(options)
-        ids = _plain(token_ids)
+        _check_flag("skip_special_tokens", skip_special_tokens)
+        ids = _ids(token_ids, depth=2)
         if isinstance(ids, list) and ids and isinstance(ids[0], list):
-            return self.batch_decode(ids, skip_special_tokens)
+            return [self._tokenizer.decode(one, skip_special_tokens) for one in ids]
         return self._tokenizer.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens)
 
     def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:
-        return [self.decode(ids, skip_special_tokens, **options) for ids in _plain(sequences)]
+        """As `decode`, in a list where that gives one text."""
+        found = self.decode(sequences, skip_special_tokens, **options)
+        return found if isinstance(found, list) else [found]
 
     @overload
     def convert_ids_to_tokens(self, ids: int, skip_special_tokens: bool = False) -> str | None: ...
     @overload
     def convert_ids_to_tokens(self, ids: Sequence[int], skip_special_tokens: bool = False) -> list[str | None]: ...
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> str | list[str | None] | None:
-        """As the vocabulary spells them; None for an id without a token."""
-        ids = _plain(ids)
+        """As the vocabulary spells them; None for an id without a token. raises RequestError for what is no id"""
+        _check_flag("skip_special_tokens", skip_special_tokens)
+        ids = _ids(ids, depth=1)
         if isinstance(ids, int):
             return self._tokenizer.token(ids)
         skipped = self._tokenizer.special_ids if skip_special_tokens else frozenset()
@@ -128,6 +153,8 @@ class HfTokenizer:
         if isinstance(tokens, str):
             found = self._tokenizer.token_id(tokens)
             return self.unk_token_id if found is None else found
+        if not _is_list(tokens):
+            raise RequestError(f"a token is of type {type(tokens).__name__}", "a token as text, or a list", "give that")
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def apply_chat_template(
@@ -149,10 +176,16 @@ class HfTokenizer:
             raise CheckpointError("this model has no chat template", "a chat model", "write the prompt yourself")
         extra = {name: value for name, value in options.items() if name not in _NEUTRAL}
         _check({name: value for name, value in options.items() if name in _NEUTRAL})
+        if "messages" in extra:
+            raise RequestError("messages are given twice", "the conversation alone", "leave out messages=")
         if tools is not None:
-            extra["tools"] = list(tools)
-        several = bool(conversation) and not isinstance(conversation[0], Mapping)
+            extra["tools"] = _tools(tools)
+        several = _is_list(conversation) and bool(conversation) and _is_list(conversation[0])
         conversations: Any = conversation if several else [conversation]
+        for one in conversations:
+            if not _is_list(one):
+                what = f"a conversation is of type {type(one).__name__}"
+                raise RequestError(what, "a list of messages", 'give [{"role": "user", "content": "..."}]')
         texts = [
             self._template.render(c, add_generation_prompt=add_generation_prompt, extra=extra) for c in conversations
         ]
@@ -163,9 +196,40 @@ class HfTokenizer:
         return encoding if return_dict else encoding.input_ids
 
 
-def _plain(ids: Any) -> Any:
-    """Lists and ints also of what has numbers in another way: arrays, tensors."""
-    return ids.tolist() if hasattr(ids, "tolist") else ids
+def _is_list(given: object) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes)
+
+
+def _ids(given: Any, depth: int) -> Any:
+    """Ints, and lists of them down to `depth`, also of what has numbers in another way: arrays, tensors.
+
+    raises RequestError for anything else
+    """
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return given
+    if depth and _is_list(given):
+        found = [_ids(one, depth - 1) for one in given]
+        if len({type(one) for one in found}) <= 1:
+            return found
+        raise RequestError("the list has ids and lists of ids", "one or the other", "decode each by itself")
+    what = f"a token id is {given!r}" if isinstance(given, int | float) else f"ids are of type {type(given).__name__}"
+    raise RequestError(what, "whole numbers from 0, or lists of them", "give what encode() gives, or its input_ids")
+
+
+def _tools(given: Any) -> list[Any]:
+    """raises RequestError for what is no list of descriptions"""
+    wrong = next((t for t in given if not isinstance(t, Mapping)), None) if _is_list(given) else given
+    if wrong is not None:
+        what = f"tools {'has' if _is_list(given) else 'is'} a {type(wrong).__name__}"
+        mend = "describe each function; transformers.utils.get_json_schema(function) does it"
+        raise RequestError(what, "a list of JSON schemas", mend)
+    return list(given)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} is {value!r}", "True or False", "give texts and ids one by one, options by name")
 
 
 def _check(options: Mapping[str, object]) -> None:
@@ -173,5 +237,5 @@ def _check(options: Mapping[str, object]) -> None:
         if name not in _NEUTRAL:
             raise RequestError(f"there is no argument {name}", nearest(name, _NEUTRAL), "correct it, or leave it out")
         neutral, instead = _NEUTRAL[name]
-        if not any(value is v or (value == v and type(value) is type(v)) for v in neutral):
+        if not any(value is v or (type(value) is type(v) and value == v) for v in neutral):
             raise RequestError(f"{name} is {value!r}", " or ".join(map(repr, neutral)), f"leave it out: {instead}")

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.engine.hold import lock
+from millrace.engine.hold import WRITING_S, lock
 from millrace.engine.tactics import Choice, knob_values, write_whole
 from millrace.errors import MachineError
 from millrace.kernels.library import library_path
 from millrace.machine.cpu import fingerprint
 
-WRITING_S = 30.0
 Regions = dict[str, list[Choice]]  # region -> a choice for each number of rows
 
 

@@ -20,6 +20,7 @@ from millrace.engine.manifest import MANIFEST
 from millrace.errors import MachineError
 
 REMOVING_S = 30.0  # an engine's folder is locked for itself alone only while its files are removed
+WRITING_S = 30.0  # and a table of timings or tactics only while it is merged
 _SAID_S = 1.0  # who waits longer is told for what
 log = logging.getLogger(__name__)
 

@@ -5,14 +5,17 @@ missing, old or made elsewhere: it is used only on the machine and with the thre
 kernels go by their own rules. The file holds a table for each of these, the last written first.
 """
 
+import fcntl
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from millrace.engine.hold import WRITING_S, lock
 from millrace.engine.manifest import UNREADABLE, damaged, sealed
 from millrace.errors import EngineError
 from millrace.kernels.declare import KERNELS, MAX_KNOBS
@@ -141,12 +144,29 @@ def _read(folder: Path) -> list[TacticTable]:
 
 
 def write_tactics(folder: Path, table: TacticTable) -> TacticTable:
-    """Beside the tables for other machines and threads; whole, or not at all. Gives the table with its checksum."""
+    """Beside the tables for other machines and threads; whole, or not at all. Gives the table with its checksum.
+
+    raises OSError, MachineError where another process keeps on writing
+    """
     table = sealed(table)
-    others = [t for t in read_tables(folder, mend=True) if not t.is_for(table.machine, table.threads)]
-    tables = [table, *others[: _MOST_TABLES - 1]]
-    write_whole(folder / TACTICS, msgspec.json.format(msgspec.json.encode(tables), indent=1))
+    with _locked(folder):
+        others = [t for t in read_tables(folder, mend=True) if not t.is_for(table.machine, table.threads)]
+        tables = [table, *others[: _MOST_TABLES - 1]]
+        write_whole(folder / TACTICS, msgspec.json.format(msgspec.json.encode(tables), indent=1))
     return table
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Nobody else writes tactics meanwhile. The folder itself is locked: tables are replaced, and no file to lock, and
+    the manifest is held by whoever uses the engine."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks: a table that two write at once may get lost there
+            lock(file, fcntl.LOCK_EX, f"another process, which is writing {folder / TACTICS}", WRITING_S)
+        yield
+    finally:
+        os.close(file)
 
 
 def write_whole(path: Path, content: bytes) -> None:
