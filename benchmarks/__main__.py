@@ -35,7 +35,7 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.tune import Tuning
 from millrace.engine.engine import Engine
-from millrace.engine.native import NativeExecutor
+from millrace.engine.native_step import NativeExecutor
 from millrace.engine.probe import peak_rates
 from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores
@@ -47,7 +47,7 @@ _INSTRUCTION = {"fp32": "fp32", "bf16": "bf16", "w8a8": "int8", "w4a8": "int8", 
 
 def multiply_operations(engine: Engine) -> float:
     """Operations of the matrix products of one token, without the head (it runs for sampled rows only)."""
-    steps = json.loads((engine.folder / "program.json").read_text())["steps"]
+    steps = json.loads((engine.folder / "program.json").read_text())["calls"]
     products = [s["params"] for s in steps if s["kernel"] == "matmul" and not s["params"]["rows"]]
     return float(sum(2 * p["n"] * p["k"] for p in products))
 
@@ -99,8 +99,8 @@ def run(shape: str, precision: str, threads: int, runs: int, engines: Path) -> d
     return {
         **provenance("benchmarks"),
         "shape": shape, "precision": precision, **named(engine), "threads": threads,
-        "build_with_random_weights_s": build_s, "weights_bytes": engine.manifest.weights_bytes,
-        "activation_bytes": engine.manifest.activation_bytes, **measure(engine, precision, threads, runs),
+        "build_with_random_weights_s": build_s, "weights_bytes": engine.manifest.cpu.weights_bytes,
+        "activation_bytes": engine.manifest.cpu.activation_bytes, **measure(engine, precision, threads, runs),
     }  # fmt: skip
 
 

@@ -27,7 +27,8 @@ from millrace.compile.precision import precision_map
 from millrace.compile.tune import Tuning
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
-from millrace.engine.native import KV_CACHE_DTYPES, NativeExecutor
+from millrace.engine.kv import KV_CACHE_DTYPES
+from millrace.engine.native_step import NativeExecutor
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
-from millrace.engine.native import PAGE_TOKENS, NativeExecutor
+from millrace.engine.kv import PAGE_TOKENS
+from millrace.engine.native_step import NativeExecutor
 from millrace.engine.probe import read_rates
 
 TUNE_S = 2.0  # of timing kernels in a build, as `millrace build` does it
@@ -85,7 +86,7 @@ def bandwidth(isa: str, threads: int) -> float:
 def read_per_step(engine: Engine) -> int:
     """Bytes of weights that a decode step of one sequence reads: products whole, of tables next to nothing."""
     total = 0
-    for s in json.loads((engine.folder / "program.json").read_text())["steps"]:
+    for s in json.loads((engine.folder / "program.json").read_text())["calls"]:
         size = sum(o.get("bytes", 0) for o in s["operands"].values())
         if s["kernel"] == "rescore":  # the likeliest rows only
             total += size * s["params"]["count"] // s["params"]["n"]

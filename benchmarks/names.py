@@ -17,7 +17,7 @@ def named(engine: Engine) -> dict[str, str]:
     mixed = f", some layers {' and '.join(sorted(others))}" if others else ""
     return {
         "weights": _weights(default, m) + mixed, "activations": _activations(default, m), "head": _head(engine),
-        "kv": m.kv.format,
+        "kv": m.kv_format,
     }  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def _activations(precision: Precision, m: Manifest) -> str:
 
 def _head(engine: Engine) -> str:
     """As the program computes the logits: its last product, and the likeliest rows again where it does that."""
-    steps = json.loads((engine.folder / PROGRAM_TABLE).read_text())["steps"]
+    steps = json.loads((engine.folder / PROGRAM_TABLE).read_text())["calls"]
     head = [s["note"] for s in steps if s["kernel"] == "matmul"][-1]
     again = next((s["params"]["count"] for s in steps if s["kernel"] == "rescore"), None)
     return head if again is None else f"{head}, its best {again} again in w8a8"

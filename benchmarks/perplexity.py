@@ -37,7 +37,7 @@ from millrace.compile.source import Source
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
-from millrace.engine.native import KvFormat
+from millrace.engine.kv import KvFormat
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.open import BUNDLED
 
@@ -93,14 +93,13 @@ class Score:
 def log_probabilities(engine: Engine, documents: Documents) -> LogProbs:
     """Of the token after each but the last of every document: one token of each document a step, longest first."""
     documents = sorted(documents, key=len, reverse=True)
-    m, pages = engine.manifest, pages_for(1, len(documents[0]))
+    pages = pages_for(1, len(documents[0]))
     executor = engine.executor(n_pages=pages * len(documents))
     rows: list[list[LogProbs]] = [[] for _ in documents]
     for at in range(len(documents[0]) - 1):
         alive = [d for d in documents if at + 1 < len(d)]  # a prefix, because the longest come first
         executor.run(_one_token_each([d[at] for d in alive], at, pages))
-        raw = executor.activations()[m.logits_offset : m.logits_offset + 4 * len(alive) * m.vocab_size]
-        for row, logits in zip(rows, raw.view(np.float32).reshape(len(alive), -1), strict=False):
+        for row, logits in zip(rows, executor.output("logits"), strict=False):
             row.append(_log_softmax(logits))
     executor.close()
     return np.concatenate([np.stack(row) for row in rows])

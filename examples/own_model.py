@@ -19,10 +19,9 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
-from millrace.graph.types import T
 from millrace.model import ops
 from millrace.model.layers import Embedding, Linear, RMSNorm
-from millrace.model.module import Module, ModuleList
+from millrace.model.module import DECODER, Module, ModuleList
 from millrace.model.tensor import Tensor
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
@@ -47,25 +46,28 @@ class Layer(Module):
         self.mlp_norm = RMSNorm(WIDTH, 1e-5)
         self.up, self.down = Linear(WIDTH, 4 * WIDTH), Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
+        T = x.shape[0]
         y = self.norm(x)
         q, k, v = (p(y).reshape(T, HEADS, SIZE) for p in (self.q, self.k, self.v))  # each (T, H, D)
-        x = x + self.out(ops.attention(q, k, v).reshape(T, HEADS * SIZE))
+        x = x + self.out(ops.attention(q, k, v, positions, lengths).reshape(T, HEADS * SIZE))
         return x + self.down(relu_squared(self.up(self.mlp_norm(x))))
 
 
 class Babbler(Module):
+    signature = DECODER
+
     def __init__(self) -> None:
         self.embed = Embedding(256, WIDTH)
         self.layers = ModuleList([Layer() for _ in range(LAYERS)])
         self.norm = RMSNorm(WIDTH, 1e-5)
         self.head = Linear(WIDTH, 256)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x)
-        return self.head(ops.sampled_rows(self.norm(x)))
+            x = layer(x, positions, lengths)
+        return self.head(ops.gather_rows(self.norm(x), rows))
 
 
 class Bytes(Tokenizer):
@@ -93,9 +95,9 @@ def main(precision: str = "fp32") -> list[int]:
     plan = plan_engine(source, BuildOptions(precision=precision_map(precision), max_batch=4, max_step_tokens=64))
     with tempfile.TemporaryDirectory() as folder:
         manifest = write_engine(source, plan, Path(folder) / "babbler", name="babbler")
-        print(f"{manifest.n_parameters:,} parameters in {manifest.n_steps} steps:")
-        for step in plan.program.steps:
-            print(f"  {step.kernel:12} {'+'.join(step.origin)}")
+        print(f"{manifest.n_parameters:,} parameters in {manifest.cpu.n_calls} calls:")
+        for call in plan.program.calls:
+            print(f"  {call.kernel:12} {'+'.join(call.origin)}")
         executor = Engine.open(Path(folder) / "babbler").executor(n_pages=16)
     loop = EngineLoop(executor, Bytes())
     answer = generate(loop, ["Hello, "], SamplingParams(max_tokens=24, seed=7, temperature=0.8))[0].outputs[0]

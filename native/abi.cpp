@@ -3,6 +3,7 @@
 #include <string>
 
 #include "executor.hpp"
+#include "language_model.hpp"
 #include "platform.hpp"
 #include "probe.hpp"
 
@@ -30,7 +31,11 @@ const char* isa_lacking(const char* name) {
 }  // namespace millrace
 
 struct mr_engine {
+  explicit mr_engine(const mr_create_args& args) : executor(args) {
+    if (args.vocab_size > 0) model = std::make_unique<millrace::LanguageModel>(args, executor);
+  }
   millrace::Executor executor;
+  std::unique_ptr<millrace::LanguageModel> model;  // null for any other network
 };
 
 namespace {
@@ -68,11 +73,21 @@ const char* mr_isas(void) {
 }
 
 int mr_create(const mr_create_args* args, mr_engine** engine, char* error, int64_t error_bytes) {
-  return guarded(error, error_bytes, [&] { *engine = new mr_engine{millrace::Executor(*args)}; });
+  return guarded(error, error_bytes, [&] { *engine = new mr_engine(*args); });
 }
 
 int mr_run(mr_engine* engine, const mr_step* step, char* error, int64_t error_bytes) {
-  return guarded(error, error_bytes, [&] { engine->executor.run(*step); });
+  return guarded(error, error_bytes, [&] {
+    if (!engine->model) throw std::runtime_error("this program is no language model: it has no steps");
+    engine->model->run(*step);
+  });
+}
+
+int mr_compute(mr_engine* engine, const int32_t* sizes, char* error, int64_t error_bytes) {
+  return guarded(error, error_bytes, [&] {
+    if (engine->model) throw std::runtime_error("a language model runs in steps");
+    engine->executor.compute(sizes);
+  });
 }
 
 int mr_set_tactics(mr_engine* engine, const mr_tactic* tactics, int64_t n, char* error, int64_t error_bytes) {

@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <cmath>
 #include <cstring>
 
 #include "platform.hpp"
@@ -54,42 +53,12 @@ const Isa& choose_isa(const char* name) {
   throw std::runtime_error("instruction set \"" + std::string(name) + "\" cannot run here: " + isa_lacking(name));
 }
 
-// Calls field(pointer, elements) for each array of the scratch; all elements have four bytes.
-template <class Field>
-void each_array(SamplingScratch& s, int64_t vocab, Field field) {
-  const int64_t blocks = vocab / kSampleBlock + 1;
-  field(s.ids, vocab + 16);
-  field(s.x, vocab);
-  field(s.p, std::max(vocab, kSampleBlock));
-  field(s.order, vocab + 16);
-  field(s.counts, vocab);
-  field(s.touched, 2 * vocab);
-  field(s.before, 2 * vocab);
-  field(s.most, vocab / kLookBlock + 1);
-  for (float** sums : {&s.references, &s.all_sums, &s.sums, &s.cut_sums}) field(*sums, blocks);
-}
-
-int64_t sampling_bytes(int64_t vocab) {
-  SamplingScratch s;
-  int64_t elements = 0;
-  each_array(s, vocab, [&](auto&, int64_t n) { elements += n; });
-  return elements * 4;
-}
-
-SamplingScratch carve(uint8_t* memory, int64_t vocab) {
-  SamplingScratch s;
-  each_array(s, vocab, [&](auto& array, int64_t n) {
-    array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(memory);
-    memory += n * 4;
-  });
-  return s;
-}
-
-// rms_norm normalises a whole row in scratch before it is packed; rescore keeps candidates there.
+// Norms work on a whole row in scratch before it is packed; rescore keeps candidates there.
 int64_t scratch_floats(const std::vector<Step>& program) {
   int64_t most = 0;
   for (const Step& s : program) {
     if (s.id == KernelId::rms_norm) most = std::max(most, static_cast<int64_t>(s.rms_norm.runs) * s.rms_norm.n);
+    if (s.id == KernelId::layer_norm) most = std::max(most, int64_t{s.layer_norm.n});
     if (s.id == KernelId::rescore) most = std::max(most, int64_t{s.rescore.n} * 2 + s.rescore.n / 64 + 64);
   }
   return most;
@@ -110,44 +79,36 @@ std::vector<Step> decode_program(const mr_create_args& args, const Bounds& bound
   return program;
 }
 
-// The KV pages that a step touches are this executor's, of its layers, heads and sizes.
-void check_kv(const std::vector<Step>& program, const KvLayout& kv, int32_t max_context) {
-  for (const Step& s : program) {
-    const bool attends = s.id == KernelId::attention, writes = s.id == KernelId::rope && s.rope.layer >= 0;
-    const int32_t heads = attends ? s.attention.kv_heads : s.rope.kv_heads;
-    const int32_t dim = attends ? s.attention.head_dim : s.rope.head_dim;
-    const int32_t layer = attends ? s.attention.layer : s.rope.layer;
-    if ((attends || writes) && (heads != kv.heads || dim != kv.head_dim || layer >= kv.layers))
-      throw ProgramError("a step's keys and values do not fit the KV pages");
-    if (writes && (!s.rope.k || !s.rope.v)) throw ProgramError("rope.layer without k and v");
-    if (s.id == KernelId::rope && s.rope.table && s.rope.context < max_context)
-      throw ProgramError("rope.table is shorter than the context");
-  }
+constexpr int64_t kMaxBytes = int64_t{1} << 55;
+
+void within(int64_t value, int64_t low, int64_t high, const char* what) {
+  if (value < low || value > high)
+    throw ProgramError(std::string(what) + " is " + std::to_string(value) + ", not " + std::to_string(low) + " to " +
+                       std::to_string(high));
 }
 
 // Bounds what a caller may ask for, before anything is made of it: every size below stays far from overflow.
 const mr_create_args& checked(const mr_create_args& a) {
-  const auto within = [](int64_t value, int64_t low, int64_t high, const char* what) {
-    if (value < low || value > high)
-      throw ProgramError(std::string(what) + " is " + std::to_string(value) + ", not " + std::to_string(low) + " to " +
-                         std::to_string(high));
-  };
-  constexpr int64_t kMaxBytes = int64_t{1} << 55;
-  within(a.max_tokens, 1, kMaxParam, "max_tokens");
-  within(a.max_sequences, 1, kMaxParam, "max_sequences");
-  within(a.max_context, 1, kMaxParam, "max_context");
-  within(a.vocab_size, 1, kMaxParam, "vocab_size");
+  within(a.n_symbols, 1, kSymbols, "n_symbols");
+  for (int i = 0; i < a.n_symbols; ++i) within(a.symbols[i], 1, kMaxParam, "a symbol's bound");
   within(a.threads, 1, kMaxThreads, "threads");
   within(a.program_bytes, 0, kMaxBytes, "program_bytes");
   within(a.weights_bytes, 0, kMaxBytes, "weights_bytes");
   within(a.activation_bytes, 0, kMaxBytes, "activation_bytes");
-  within(a.logits_offset, -1, kMaxBytes, "logits_offset");
-  within(a.kv_format, 0, 2, "kv_format");
-  within(a.kv_layers, 0, 1 << 16, "kv_layers");
-  within(a.kv_heads, 1, 1 << 16, "kv_heads");
-  within(a.kv_head_dim, 1, kMaxHeadDim, "kv_head_dim");
-  const KvLayout page{nullptr, static_cast<KvFormat>(a.kv_format), a.kv_layers, 1, a.kv_heads, a.kv_head_dim};
-  within(a.kv_pages, 0, kMaxBytes / std::max(page.layer_bytes() * a.kv_layers, int64_t{1 << 24}), "kv_pages");
+  for (const int64_t offset : {a.lengths_offset, a.tokens_offset, a.positions_offset, a.rows_offset, a.logits_offset})
+    within(offset, -1, kMaxBytes, "a place in the activations");
+  within(a.n_caches, 0, kCaches, "n_caches");
+  within(a.n_caches, 0, a.n_symbols > 1 ? kCaches : 0, "n_caches of a program without sequences");
+  within(a.kv_pages, 0, kMaxParam, "kv_pages");
+  for (int i = 0; i < a.n_caches; ++i) {
+    const mr_cache& c = a.caches[i];
+    within(c.format, 0, 2, "a cache's format");
+    within(c.layers, 1, 1 << 16, "a cache's layers");
+    within(c.heads, 1, 1 << 16, "a cache's heads");
+    within(c.key_dim, 1, kMaxHeadDim, "a cache's key_dim");
+    within(c.value_dim, 1, kMaxHeadDim, "a cache's value_dim");
+    within(c.place, -1, kMaxBytes, "a cache's place");
+  }
   return a;
 }
 
@@ -157,40 +118,24 @@ constexpr int64_t kSharedBytes = 4 << 20;  // a worker; only of address space: w
 
 Executor::Executor(const mr_create_args& a)
     : isa_(choose_isa(checked(a).isa)),
-      max_tokens_(a.max_tokens),
-      max_sequences_(a.max_sequences),
-      max_context_(a.max_context),
-      vocab_size_(a.vocab_size),
-      logits_offset_(a.logits_offset),
+      symbols_(a.symbols, a.symbols + a.n_symbols),
+      lengths_offset_(a.lengths_offset),
+      kept_pages_(a.kv_pages),
       weights_(a.weights_bytes, "the weights"),
       activations_(a.activation_bytes, "the activations"),
-      kv_arena_(KvLayout{nullptr, static_cast<KvFormat>(a.kv_format), a.kv_layers, a.kv_pages, a.kv_heads, a.kv_head_dim}
-                        .layer_bytes() *
-                    a.kv_layers,
-                "the KV pages"),
-      kv_{kv_arena_.data(), static_cast<KvFormat>(a.kv_format), a.kv_layers, a.kv_pages, a.kv_heads, a.kv_head_dim},
-      sequence_of_(a.max_tokens),
-      row_tokens_(a.max_sequences),
+      bounds_{.weights = weights_.data(), .weights_bytes = weights_.bytes(), .activations = activations_.data(),
+              .activations_bytes = activations_.bytes(), .symbols = symbols_.data(), .n_symbols = a.n_symbols},
       pool_(a.threads),
-      shared_(a.kv_layers > 0 ? pool_.workers() * kSharedBytes : 64, "what workers share") {
+      shared_(a.n_caches > 0 ? pool_.workers() * kSharedBytes : 64, "what workers share") {
   load_weights(a);
-  const Bounds bounds{weights_.data(),      weights_.bytes(), activations_.data(),
-                      activations_.bytes(), a.max_tokens,     a.max_sequences};
-  program_ = decode_program(a, bounds);
-  check_kv(program_, kv_, a.max_context);
-  for (const Step& s : program_)
-    if (s.id == KernelId::embed && s.embed.vocab < a.vocab_size) throw ProgramError("embed.vocab is below the vocabulary");
-  if (logits_offset_ >= 0)
-    bounds.resolve(2ull << 56 | static_cast<uint64_t>(logits_offset_), int64_t{4} * a.max_sequences * a.vocab_size, true,
-                   false, "the logits");
+  program_ = decode_program(a, bounds_);
+  make_caches(a);
+  check_caches();
   set_tactics(nullptr, 0);
   next_task_.resize(program_.size() + 1);
   seconds_.resize(program_.size() + 1);
   const int64_t kernel_bytes = std::max(isa_.scratch_floats, scratch_floats(program_)) * 4 + 64;
-  for (int w = 0; w < pool_.workers(); ++w) {
-    scratch_.push_back(std::make_unique<Arena>(kernel_bytes, "scratch"));
-    sampling_.push_back(std::make_unique<Arena>(sampling_bytes(a.vocab_size), "sampling"));
-  }
+  for (int w = 0; w < pool_.workers(); ++w) scratch_.push_back(std::make_unique<Arena>(kernel_bytes, "scratch"));
 }
 
 void Executor::load_weights(const mr_create_args& a) {
@@ -221,74 +166,59 @@ void Executor::load_weights(const mr_create_args& a) {
   if (failed) throw std::runtime_error(std::string(a.weights_path) + " is shorter than the engine says");
 }
 
-namespace {
-
-void require(bool holds, const char* what) {
-  if (!holds) throw std::runtime_error(std::string("an illegal step: ") + what);
-}
-
-void check_ids(const int32_t* ids, int64_t n, int64_t limit, const char* what) {
-  require(n >= 0 && (n == 0 || ids), what);
-  for (int64_t i = 0; i < n; ++i) require(ids[i] >= 0 && ids[i] < limit, what);
-}
-
-}  // namespace
-
-// Nothing is read before the index by which it is read was bounded: counts, then where sequences begin, then their tokens.
-void Executor::check(const mr_step& s) const {
-  require(s.n_tokens >= 1 && s.n_tokens <= max_tokens_, "the number of tokens");
-  require(s.n_sequences >= 1 && s.n_sequences <= max_sequences_, "the number of sequences");
-  require(s.n_rows >= 0 && s.n_rows <= max_sequences_, "the number of rows");
-  require(s.tokens && s.positions && s.starts && s.page_starts, "an array is missing");
-  require(s.starts[0] == 0 && s.starts[s.n_sequences] == s.n_tokens, "starts do not span the tokens");
-  require(s.page_starts[0] == 0 && s.page_starts[s.n_sequences] <= s.n_pages, "page_starts do not fit the pages");
-  for (int q = 0; q < s.n_sequences; ++q) {
-    require(s.starts[q] < s.starts[q + 1], "a sequence without tokens");
-    require(s.page_starts[q] <= s.page_starts[q + 1], "page_starts do not ascend");
-  }
-  check_ids(s.pages, s.n_pages, kv_.pages, "a page that does not exist");
-  check_ids(s.tokens, s.n_tokens, vocab_size_, "a token beyond the vocabulary");
-  for (int q = 0; q < s.n_sequences; ++q) {
-    const int64_t room = int64_t{kPageTokens} * (s.page_starts[q + 1] - s.page_starts[q]);
-    for (int t = s.starts[q]; t < s.starts[q + 1]; ++t) {
-      require(s.positions[t] >= 0 && s.positions[t] < max_context_ && (kv_.layers == 0 || s.positions[t] < room),
-              "a position beyond the context or the pages");
-      require(t == s.starts[q] || s.positions[t] == s.positions[t - 1] + 1, "positions are not consecutive");
+// A cache of one run has pages enough for the longest: every sequence begins one of its own.
+void Executor::make_caches(const mr_create_args& a) {
+  const int64_t own = a.n_symbols > 1 ? symbols_[0] / kPageTokens + symbols_[1] : 0;
+  for (int i = 0; i < a.n_caches; ++i) {
+    const mr_cache& c = a.caches[i];
+    const bool passing = c.place >= 0;
+    KvLayout layout{.base = nullptr, .format = static_cast<KvFormat>(c.format), .layers = c.layers,
+                    .pages = passing ? own : kept_pages_, .heads = c.heads, .key_dim = c.key_dim,
+                    .value_dim = c.value_dim};
+    within(layout.pages, 0, kMaxBytes / std::max(layout.heads * layout.block_bytes() * layout.layers, int64_t{1 << 24}),
+           "a cache's pages");
+    const int64_t bytes = layout.layer_bytes() * layout.layers;
+    if (passing) {
+      if (c.place % kLine) throw ProgramError("a cache's place is not at a line's begin");
+      layout.base = bounds_.resolve(2ull << 56 | static_cast<uint64_t>(c.place), bytes, true, false, "a cache");
+    } else {
+      kept_.push_back(std::make_unique<Arena>(bytes, "the KV pages"));
+      layout.base = kept_.back()->data();
     }
+    caches_.push_back({layout, nullptr, nullptr});
+    passing_.push_back(passing);
   }
-  check_rows(s);
-}
-
-void Executor::check_rows(const mr_step& s) const {
-  check_ids(s.history, s.n_history, vocab_size_, "a history token beyond the vocabulary");
-  check_ids(s.bias_ids, s.n_bias, vocab_size_, "a bias beyond the vocabulary");
-  require(s.n_bias == 0 || s.bias_values, "an array is missing");
-  require(s.n_rows == 0 || (s.sampling && s.out_tokens && s.out_logprobs && s.out_ranks), "an array is missing");
-  require(s.max_top >= 0 && (s.max_top == 0 || (s.out_top_ids && s.out_top_logprobs)), "max_top");
-  const auto* rows = static_cast<const SamplingRow*>(s.sampling);
-  for (int r = 0; r < s.n_rows; ++r) {
-    const SamplingRow& row = rows[r];
-    require(row.sequence >= 0 && row.sequence < s.n_sequences, "a row of no sequence");
-    require(row.n_top >= -1 && row.n_top <= s.max_top && row.n_top <= vocab_size_, "n_top");
-    require(row.history_start >= 0 && row.history_prompt >= 0 && row.history_output >= 0 &&
-                int64_t{row.history_start} + row.history_prompt + row.history_output <= s.n_history,
-            "a row's history");
-    require(row.bias_start >= 0 && row.bias_count >= 0 && row.bias_count <= vocab_size_ &&
-                int64_t{row.bias_start} + row.bias_count <= s.n_bias,
-            "a row's biases");
-    require(row.temperature >= 0 && std::isfinite(row.temperature) && row.top_p > 0 && row.min_p >= 0 &&
-                row.min_p <= 1 && row.repetition_penalty > 0,
-            "a row's sampling parameters");
+  if (lengths_offset_ >= 0) {
+    within(a.n_symbols, 2, kSymbols, "n_symbols of a program with sequences");
+    bounds_.resolve(2ull << 56 | static_cast<uint64_t>(lengths_offset_), int64_t{4} * symbols_[1], true, false, "lengths");
+    starts_.resize(symbols_[1] + 1);
+    own_page_starts_.resize(symbols_[1] + 1);
+    positions_.resize(symbols_[0]);
+    sequence_of_.resize(symbols_[0]);
+    own_pages_.resize(static_cast<size_t>(own));
+    for (int64_t i = 0; i < own; ++i) own_pages_[static_cast<size_t>(i)] = static_cast<int32_t>(i);
   }
 }
 
-void Executor::prepare(const mr_step& s) {
-  std::fill(next_task_.begin(), next_task_.end(), 0);
-  for (int q = 0; q < s.n_sequences; ++q)
-    std::fill(sequence_of_.begin() + s.starts[q], sequence_of_.begin() + s.starts[q + 1], q);
-  const auto* rows = static_cast<const SamplingRow*>(s.sampling);
-  if (!tactics_.empty()) choose_tactics(s);
-  for (int r = 0; r < s.n_rows; ++r) row_tokens_[r] = s.starts[rows[r].sequence + 1] - 1;
+// The pages that a step touches are this executor's, of its caches' layers, heads and sizes.
+void Executor::check_caches() const {
+  const auto check = [&](int32_t rows, int32_t cache, int32_t layer, int32_t heads, int32_t key_dim, int32_t value_dim) {
+    if (rows != 0) throw ProgramError("a step's keys and values are not of the program's tokens");
+    if (cache >= static_cast<int32_t>(caches_.size())) throw ProgramError("a step's cache is not the program's");
+    const KvLayout& kv = caches_[static_cast<size_t>(cache)].layout;
+    if (heads != kv.heads || key_dim != kv.key_dim || value_dim != kv.value_dim || layer >= kv.layers)
+      throw ProgramError("a step's keys and values do not fit the KV pages");
+  };
+  for (const Step& s : program_) {
+    if (s.id == KernelId::attention)
+      check(s.attention.rows, s.attention.cache, s.attention.layer, s.attention.kv_heads, s.attention.head_dim,
+            s.attention.value_dim);
+    if (s.id != KernelId::rope) continue;
+    if (s.rope.table && !s.rope.positions) throw ProgramError("rope.table without positions");
+    if (s.rope.layer < 0) continue;
+    check(s.rope.rows, s.rope.cache, s.rope.layer, s.rope.kv_heads, s.rope.head_dim, s.rope.value_dim);
+    if (!s.rope.k || !s.rope.v) throw ProgramError("rope.layer without k and v");
+  }
 }
 
 void Executor::set_tactics(const mr_tactic* tactics, int64_t n) {
@@ -310,29 +240,64 @@ void Executor::set_tactics(const mr_tactic* tactics, int64_t n) {
 }
 
 // A step's tactic is that for the fewest rows that suffice, beyond all the last.
-void Executor::choose_tactics(const mr_step& s) {
+void Executor::choose_tactics(const int32_t* sizes) {
   for (size_t i = 0; i < program_.size(); ++i) {
     const size_t begin = tactics_of_[i], end = tactics_of_[i + 1];
     if (begin == end) continue;
-    const bool sampled = program_[i].id == KernelId::matmul && program_[i].matmul.rows;
+    const int32_t rows = sizes[program_[i].id == KernelId::matmul ? program_[i].matmul.rows : 0];
     size_t at = begin;
-    while (at + 1 < end && tactics_[at].rows < (sampled ? s.n_rows : s.n_tokens)) ++at;
+    while (at + 1 < end && tactics_[at].rows < rows) ++at;
     std::memcpy(chosen_[i].knob, tactics_[at].knobs, sizeof chosen_[i].knob);
   }
 }
 
-void Executor::run(const mr_step& step) {
-  check(step);
-  prepare(step);
-  pool_.run([&](int worker) { work(step, worker); });
+void Executor::compute(const int32_t* sizes) {
+  for (size_t i = 0; i < symbols_.size(); ++i) within(sizes[i], 1, symbols_[i], "a symbol");
+  if (keeps()) throw ProgramError("this program keeps what it has seen: it runs in steps of a language model");
+  if (lengths_offset_ >= 0) find_sequences(sizes);
+  const Sequences sequences{.count = lengths_offset_ < 0 ? 0 : sizes[1], .positions = positions_.data(),
+                            .sequence_of = sequence_of_.data(), .starts = starts_.data()};
+  run({.sizes = sizes, .sequences = sequences, .pages = nullptr, .page_starts = nullptr}, {});
 }
 
-void Executor::work(const mr_step& s, int worker) {
+// From the lengths among the inputs; whole sequences, each from position 0.
+void Executor::find_sequences(const int32_t* sizes) {
+  const auto* lengths = reinterpret_cast<const int32_t*>(activations_.data() + lengths_offset_);
+  int64_t at = 0, page = 0;
+  for (int s = 0; s < sizes[1]; ++s) {
+    within(lengths[s], 1, sizes[0] - at, "a sequence's length");
+    starts_[s] = static_cast<int32_t>(at);
+    own_page_starts_[s] = static_cast<int32_t>(page);
+    for (int t = 0; t < lengths[s]; ++t) {
+      positions_[at + t] = t;
+      sequence_of_[at + t] = s;
+    }
+    at += lengths[s];
+    page += up(lengths[s], kPageTokens) / kPageTokens;
+  }
+  within(at, sizes[0], sizes[0], "the sum of the lengths");
+  starts_[sizes[1]] = static_cast<int32_t>(at);
+  own_page_starts_[sizes[1]] = static_cast<int32_t>(page);
+}
+
+void Executor::run(const RunInputs& inputs, const Last& last) {
+  std::fill(next_task_.begin(), next_task_.end(), 0);
+  if (!tactics_.empty()) choose_tactics(inputs.sizes);
+  for (size_t i = 0; i < caches_.size(); ++i) {
+    caches_[i].pages = passing_[i] ? own_pages_.data() : inputs.pages;
+    caches_[i].page_starts = passing_[i] ? own_page_starts_.data() : inputs.page_starts;
+  }
+  pool_.run([&](int worker) { work(inputs, last, worker); });
+}
+
+void Executor::work(const RunInputs& inputs, const Last& last, int worker) {
   using Clock = std::chrono::steady_clock;
-  StepContext c{s.n_tokens, s.n_sequences, s.n_rows,       s.tokens,           s.positions, sequence_of_.data(),
-                s.starts,   s.pages,       s.page_starts,  row_tokens_.data(), kv_,         pool_.workers(),
-                nullptr,    reinterpret_cast<float*>(scratch_[worker]->data()), scratch_[worker]->bytes() / 4,
-                shared_.data(), shared_.bytes(), nullptr};
+  const Arena& scratch = *scratch_[worker];
+  StepContext c{.sizes = {}, .sequences = inputs.sequences, .caches = caches_.data(), .n_workers = pool_.workers(),
+                .next_task = nullptr, .scratch = reinterpret_cast<float*>(scratch.data()),
+                .scratch_floats = scratch.bytes() / 4, .shared = shared_.data(), .shared_bytes = shared_.bytes(),
+                .tactic = nullptr};
+  std::copy(inputs.sizes, inputs.sizes + symbols_.size(), c.sizes);
   const bool timed = profiling_ && worker == 0;
   auto before = timed ? Clock::now() : Clock::time_point();
   const auto lap = [&](size_t i) {
@@ -349,23 +314,8 @@ void Executor::work(const mr_step& s, int worker) {
     lap(i);
   }
   c.next_task = &next_task_[program_.size()];
-  if (logits_offset_ >= 0) sample_rows(s, c, worker);
+  if (last) last(c, worker);
   lap(program_.size());
-}
-
-void Executor::sample_rows(const mr_step& s, StepContext& c, int worker) {
-  auto* logits = reinterpret_cast<float*>(activations_.data() + logits_offset_);
-  const auto* rows = static_cast<const SamplingRow*>(s.sampling);
-  const SamplingInputs inputs{s.history, s.bias_ids, s.bias_values};
-  SamplingScratch scratch = carve(sampling_[worker]->data(), vocab_size_);
-  for (Chunk chunk(c, s.n_rows, 1); chunk.next();) {
-    const int64_t r = chunk.begin, top = r * s.max_top;
-    const Sampled got = sample(isa_.sample, logits + r * vocab_size_, vocab_size_, rows[r], inputs, scratch,
-                               s.out_top_ids + top, s.out_top_logprobs + top);
-    s.out_tokens[r] = got.token;
-    s.out_logprobs[r] = got.logprob;
-    s.out_ranks[r] = got.rank;
-  }
 }
 
 void Executor::profile(bool enabled, double* seconds, int n_steps) {

@@ -1,5 +1,6 @@
-// Runs a program: its weights, activations and KV pages in huge-page arenas, a step as one call, its threads its own.
+// Runs a program: its weights, activations and caches in huge-page arenas, a run as one call, its threads its own.
 #pragma once
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -7,7 +8,6 @@
 #include "isa.hpp"
 #include "millrace.h"
 #include "pool.hpp"
-#include "sampling.hpp"
 
 namespace millrace {
 
@@ -25,38 +25,57 @@ class Arena {
   int64_t bytes_;
 };
 
+// What a run works on, beside the inputs that lie in the activations.
+struct RunInputs {
+  const int32_t* sizes;  // of the program's symbols
+  Sequences sequences;
+  const int32_t *pages, *page_starts;  // of the caches that are kept
+};
+
 class Executor {
  public:
   explicit Executor(const mr_create_args& args);
-  void run(const mr_step& step);
+  // `last` is what every worker does when the program is through, as one task list more.
+  using Last = std::function<void(StepContext& context, int worker)>;
+  void run(const RunInputs& inputs, const Last& last);
+  void compute(const int32_t* sizes);  // no language model: nothing is kept between runs
   void set_tactics(const mr_tactic* tactics, int64_t n);
 
   uint8_t* activations() const { return activations_.data(); }
   const Arena& weights() const { return weights_; }
   const Isa& isa() const { return isa_; }
+  const Bounds& bounds() const { return bounds_; }
+  int workers() const { return pool_.workers(); }
+  bool keeps() const { return !kept_.empty(); }  // anything between runs
+  bool keeps_all() const { return kept_.size() == caches_.size(); }
+  int64_t kept_pages() const { return kept_pages_; }
+  const std::vector<Step>& program() const { return program_; }
   const std::vector<Tactic>& chosen_tactics() const { return chosen_; }
   void profile(bool enabled, double* seconds, int n_steps);
 
  private:
   void load_weights(const mr_create_args& args);
-  void check(const mr_step& step) const;
-  void check_rows(const mr_step& step) const;
-  void prepare(const mr_step& step);
-  void choose_tactics(const mr_step& step);
-  void work(const mr_step& step, int worker);
-  void sample_rows(const mr_step& step, StepContext& context, int worker);
+  void make_caches(const mr_create_args& args);
+  void check_caches() const;
+  void choose_tactics(const int32_t* sizes);
+  void find_sequences(const int32_t* sizes);
+  void work(const RunInputs& inputs, const Last& last, int worker);
 
   const Isa& isa_;
-  const int32_t max_tokens_, max_sequences_, max_context_, vocab_size_;
-  const int64_t logits_offset_;
-  Arena weights_, activations_, kv_arena_;
-  KvLayout kv_;
+  const std::vector<int32_t> symbols_;
+  const int64_t lengths_offset_, kept_pages_;
+  Arena weights_, activations_;
+  const Bounds bounds_;
+  std::vector<std::unique_ptr<Arena>> kept_;  // one a cache that is kept
+  std::vector<Cache> caches_;
+  std::vector<bool> passing_;           // of each cache: whether it lives for one run
   std::vector<Step> program_;
   std::vector<mr_tactic> tactics_;      // in order of step, then rows
   std::vector<size_t> tactics_of_;      // where each step's begin; one more
-  std::vector<Tactic> chosen_;          // of each step, for the rows of this one
-  std::vector<int32_t> next_task_, sequence_of_, row_tokens_;
-  std::vector<std::unique_ptr<Arena>> scratch_, sampling_;  // one a worker
+  std::vector<Tactic> chosen_;          // of each step, for the rows of this run
+  std::vector<int32_t> next_task_;
+  std::vector<int32_t> starts_, positions_, sequence_of_, own_pages_, own_page_starts_;  // of compute()
+  std::vector<std::unique_ptr<Arena>> scratch_;  // one a worker
   Pool pool_;
   Arena shared_;  // all workers'
   bool profiling_ = false;

@@ -11,7 +11,6 @@ constexpr int64_t kPanel = 32;  // outputs side by side in one weight panel: two
 constexpr int64_t kLine = 64;   // bytes of a cache line
 
 MILLRACE_INLINE int64_t up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
-MILLRACE_INLINE int64_t rows_of(int64_t rows, int64_t T, int64_t S) { return rows ? S : T; }
 MILLRACE_INLINE int64_t n_groups(int64_t k, int64_t group) { return group == 0 ? 1 : (k + group - 1) / group; }
 
 MILLRACE_INLINE int64_t padded_k(int64_t k, int64_t group) {

@@ -10,6 +10,12 @@ extern "C" {
 #pragma GCC visibility push(default)
 typedef struct mr_engine mr_engine;
 
+/* Keys and values of the attention layers of one kind; layers are numbered within it. */
+typedef struct {
+  int32_t format, layers, heads, key_dim, value_dim;
+  int64_t place; /* of its pages in the activations, for one run; -1: kept between runs, in an arena of its own */
+} mr_cache;
+
 typedef struct {
   const uint8_t* program; /* steps as kernels/encode.py writes them */
   int64_t program_bytes;
@@ -17,12 +23,20 @@ typedef struct {
   int64_t weights_bytes;
   const char* weights_path; /* file of weights_bytes */
   int64_t activation_bytes;
-  int64_t logits_offset;    /* of float (S, V) in the activations; -1: the program samples nothing */
-  int32_t max_tokens, max_sequences, max_context, vocab_size;
-  int32_t kv_format, kv_layers, kv_heads, kv_head_dim;
-  int64_t kv_pages;
+  const int32_t* symbols; /* the bounds of the dimensions that only a run knows */
+  int32_t n_symbols;
+  const mr_cache* caches;
+  int32_t n_caches;
+  int64_t kv_pages; /* of each cache that is kept */
   int32_t threads; /* at least 1, with the caller's */
   const char* isa; /* null: the best that this CPU has */
+  /* Of programs that work on sequences: their first two symbols are T (tokens) and S (sequences). */
+  int64_t lengths_offset; /* of int32 (S) in the activations; -1: not read */
+  /* Of language models, whose third symbol is R (rows of logits). vocab_size 0: it is none. */
+  int32_t max_context, vocab_size;
+  int64_t tokens_offset, positions_offset; /* of int32 (T); -1: not read */
+  int64_t rows_offset;                     /* of int32 (R) */
+  int64_t logits_offset;                   /* of float (R, V); -1: nothing is sampled */
 } mr_create_args;
 
 typedef struct {
@@ -54,7 +68,10 @@ const char* mr_build(void);
 /* Names of the instruction sets that this build has and this CPU runs, best first, separated by spaces. */
 const char* mr_isas(void);
 int mr_create(const mr_create_args* args, mr_engine** engine, char* error, int64_t error_bytes);
+/* A step of a language model. */
 int mr_run(mr_engine* engine, const mr_step* step, char* error, int64_t error_bytes);
+/* Any other program, its inputs written into the activations, `sizes` of its symbols. */
+int mr_compute(mr_engine* engine, const int32_t* sizes, char* error, int64_t error_bytes);
 /* Replaces all tactics; entries are in order of step, then rows. No result ever depends on them. */
 int mr_set_tactics(mr_engine* engine, const mr_tactic* tactics, int64_t n, char* error, int64_t error_bytes);
 void mr_destroy(mr_engine* engine);

@@ -35,13 +35,21 @@ class Reader {
   const uint8_t* end_;
 };
 
+constexpr int64_t kMaxParam = 1 << 24;  // keeps every size expression far from overflow
+
 // The buffers that a program may touch. A reference is a space in the top byte and an offset below it.
 struct Bounds {
   const uint8_t* weights;
   int64_t weights_bytes;
   uint8_t* activations;
   int64_t activations_bytes;
-  int64_t max_tokens, max_sequences;
+  const int32_t* symbols;  // how large each of the program's symbols may be, at most kMaxParam
+  int64_t n_symbols;
+
+  int64_t symbol(int64_t number) const {
+    require(number >= 0 && number < n_symbols, "a symbol that the program has");
+    return symbols[number];
+  }
 
   void require(bool holds, const char* condition) const {
     if (!holds) throw ProgramError(std::string("an illegal step, ") + condition + " does not hold");

@@ -9,12 +9,12 @@ namespace millrace {
 
 constexpr int kPageTokens = 64;
 constexpr int kSharedCounters = 1024;
-constexpr int kMaxHeadDim = 512;
 constexpr int kMaxThreads = 1024;
 enum class KvFormat : int32_t { f32 = 0, bf16 = 1, int8 = 2 };
 
-// One arena for keys and values. A block is one (layer, page, KV head): first the keys, then the values.
-//   f32   keys [D][64]       values [64][Dv]        Dv = D rounded up to 16
+// Keys and values of the attention layers that are of one kind. A block is one (layer, page, KV head): first the keys,
+// then the values.
+//   f32   keys [D][64]       values [64][Dv]        D of a key; Dv of a value, rounded up to 16
 //   bf16  keys [D/2][64][2]  values [32][Dv][2]     pairs of neighbours along d, and along the tokens
 //   int8  keys [D/4][64][4]  values [16][Dv][4]     fours of them: keys unsigned (code + 128), values signed;
 //         each followed by 64 float scales, one a token
@@ -24,12 +24,12 @@ struct KvLayout {
   uint8_t* base;
   KvFormat format;
   int64_t layers, pages;
-  int32_t heads, head_dim;
+  int32_t heads, key_dim, value_dim;
 
   MILLRACE_INLINE int64_t element() const { return format == KvFormat::f32 ? 4 : format == KvFormat::bf16 ? 2 : 1; }
   MILLRACE_INLINE int64_t scale_bytes() const { return format == KvFormat::int8 ? kPageTokens * 4 : 0; }
-  MILLRACE_INLINE int64_t key_bytes() const { return head_dim * kPageTokens * element() + scale_bytes(); }
-  MILLRACE_INLINE int64_t value_width() const { return up(head_dim, 16); }
+  MILLRACE_INLINE int64_t key_bytes() const { return key_dim * kPageTokens * element() + scale_bytes(); }
+  MILLRACE_INLINE int64_t value_width() const { return up(value_dim, 16); }
   MILLRACE_INLINE int64_t block_bytes() const { return key_bytes() + kPageTokens * value_width() * element() + scale_bytes(); }
   MILLRACE_INLINE int64_t layer_bytes() const { return pages * heads * block_bytes(); }
   MILLRACE_INLINE uint8_t* keys(int layer, int page, int head) const {
@@ -43,16 +43,29 @@ struct KvLayout {
   [[gnu::always_inline]] float* value_scales(uint8_t* block) const { return scales_before(block + block_bytes()); }
 };
 
-struct StepContext {
-  int32_t n_tokens, n_sequences, n_rows;  // rows: what is sampled
-  const int32_t* tokens;                  // (T)
-  const int32_t* positions;               // (T)
-  const int32_t* sequence_of;             // (T) the sequence of each token
-  const int32_t* starts;                  // (S+1)
+// A cache as attention finds it in a run: where its pages lie, and which of them are whose.
+struct Cache {
+  KvLayout layout;
   const int32_t* pages;
   const int32_t* page_starts;  // (S+1)
-  const int32_t* row_tokens;   // (R) index of the token whose logits row r samples
-  KvLayout kv;
+
+  MILLRACE_INLINE uint8_t* block(int layer, int sequence, int position, int head) const {
+    return layout.keys(layer, pages[page_starts[sequence] + position / kPageTokens], head);
+  }
+};
+
+// T tokens of S sequences, packed: what attention asks for, and nothing else.
+struct Sequences {
+  int32_t count;
+  const int32_t* positions;    // (T) in its sequence
+  const int32_t* sequence_of;  // (T) the sequence of each token
+  const int32_t* starts;       // (S+1)
+};
+
+struct StepContext {
+  int32_t sizes[kSymbols];  // what the program's symbols are in this run
+  Sequences sequences;
+  const Cache* caches;
   int32_t n_workers;
   int32_t* next_task;  // shared by the workers of this kernel
   float* scratch;      // this worker's own
@@ -61,9 +74,7 @@ struct StepContext {
   int64_t shared_bytes;
   const Tactic* tactic;  // of this kernel's step
 
-  int rows(int32_t kind) const { return kind ? n_rows : n_tokens; }
   int take() { return __atomic_fetch_add(next_task, 1, __ATOMIC_RELAXED); }
-  int page_of(int sequence, int position) const { return pages[page_starts[sequence] + position / kPageTokens]; }
 };
 
 // `for (Chunk c(ctx, n, size); c.next();)` hands out [c.begin, c.end) until n is used up.

@@ -18,7 +18,7 @@ from millrace.compile.tune import Tuning
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
-from millrace.engine.native import NativeExecutor
+from millrace.engine.native_step import NativeExecutor
 from millrace.model.families import build_model
 from millrace.model.module import Weights
 
@@ -56,7 +56,7 @@ class MillraceEngine:
     def describe(self) -> Description:
         m = self._engine.manifest
         return Description(
-            millrace.__version__, **named(self._engine), weights_bytes=m.weights_bytes,
+            millrace.__version__, **named(self._engine), weights_bytes=m.cpu.weights_bytes,
             read_bytes_per_step=read_per_step(self._engine),
             settings={"precision": m.precision, "group": m.group, "isa": self._executor.isa},
         )  # fmt: skip

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.perplexity import HEADS, LENGTH, Score, Variant, drawn_documents, score, scores, tiny_documents
-from millrace.engine.native import KvFormat
+from millrace.engine.kv import KvFormat
 from millrace.runtime.open import BUNDLED
 from tests.support.shared import shared
 

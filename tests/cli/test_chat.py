@@ -87,7 +87,7 @@ def test_a_chat_takes_memory_for_one_sequence(engine: Path, monkeypatch: pytest.
     pages = Engine.open(engine).pages_per_sequence
     for flags in ((), ("--kv-memory", "64M")):
         assert run(["chat", str(engine), *flags]) == 0
-    page_bytes = Engine.open(engine).kv.page_bytes()
+    page_bytes = Engine.open(engine).page_bytes
     assert taken == [pages, (64 << 20) // page_bytes] and pages < taken[1]
 
 

@@ -3,6 +3,7 @@
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -47,13 +48,22 @@ def test_a_missing_file(millrace: Millrace, engine: Path, name: str) -> None:
     millrace("generate", engine, *ASK).assert_mistake(f"{name} is missing")
 
 
-def change(engine: Path, **values: object) -> None:
-    """As somebody would who knows how a manifest is sealed."""
+def change(engine: Path, **values: Any) -> None:
+    """As somebody would who knows how a manifest is sealed; of a table within it the fields that are given."""
     path = engine / "manifest.json"
-    content = json.dumps({**json.loads(path.read_text()), **values}).encode()
+    whole = json.loads(path.read_text())
+    inner = {name: {**whole[name], **given} for name, given in values.items() if name == "cpu"}
+    content = json.dumps({**whole, **values, **inner}).encode()
     with suppress(msgspec.DecodeError):
         content = msgspec.json.encode(sealed(msgspec.json.decode(content, type=Manifest)))
     path.write_bytes(content)
+
+
+CACHE = {"layers": 5, "heads": 4, "key_size": 32, "value_size": 32, "format": "f32", "place": None}
+
+
+def symbol(name: str, high: int = 8) -> dict[str, object]:
+    return {"name": name, "low": 1, "usual": 1, "high": high}
 
 
 @pytest.mark.parametrize(
@@ -61,25 +71,29 @@ def change(engine: Path, **values: object) -> None:
     [
         ({"format": 99}, "engine format 99"),
         ({"format": "1"}, "engine format 1"),
-        ({"n_steps": "many"}, "not readable"),
+        ({"cpu": {"n_calls": "many"}}, "not readable"),
         ({"surprise": 1}, "surprise"),
         ({"max_context": -5}, "expected"),
-        ({"max_sequences": 0}, "expected"),
-        ({"activation_bytes": 64}, "cannot run"),
-        ({"weights_bytes": 64}, "weights"),
-        ({"kv": {"layers": 5, "heads": 4, "head_dim": 32, "format": "int2"}}, "KV format"),
+        ({"symbols": []}, "not readable"),
+        ({"symbols": [symbol("T"), symbol("S", 0), symbol("R")]}, "not readable"),
+        ({"symbols": [symbol("T"), symbol("S")]}, "without T, S and R"),
+        ({"symbols": [symbol(str(i)) for i in range(9)]}, "not readable"),
+        ({"vocab_size": 0, "symbols": [symbol("T")]}, "a dimension without bounds"),
+        ({"cpu": {"activation_bytes": 64}}, "cannot run"),
+        ({"cpu": {"weights_bytes": 64}}, "weights"),
+        ({"cpu": {"caches": []}}, "cannot run"),
+        ({"cpu": {"caches": [{**CACHE, "format": "int2"}]}}, "not readable"),
+        ({"cpu": {"caches": [{**CACHE, "place": 0}]}}, "cannot run"),
         ({"files": {}}, "does not list"),
         ({"files": {"../../etc/passwd": {"bytes": 1, "checksum": ""}}}, "outside the folder"),
     ],
 )
-def test_a_changed_manifest(millrace: Millrace, engine: Path, values: dict[str, object], fragment: str) -> None:
+def test_a_changed_manifest(millrace: Millrace, engine: Path, values: dict[str, Any], fragment: str) -> None:
     change(engine, **values)
     millrace("generate", engine, *ASK).assert_mistake(fragment)
 
 
-@pytest.mark.parametrize(
-    "was, becomes", [('"vocab_size": 2048', '"vocab_size": 1024'), ("logits_offset", "logits_0ffset")]
-)
+@pytest.mark.parametrize("was, becomes", [('"vocab_size": 2048', '"vocab_size": 1024'), ("value_size", "valve_size")])
 def test_an_edited_manifest(millrace: Millrace, engine: Path, was: str, becomes: str) -> None:
     path = engine / "manifest.json"
     text = path.read_text()

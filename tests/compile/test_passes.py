@@ -1,7 +1,8 @@
 """Each pass on a small graph: what was there before, what is there after."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,26 +14,29 @@ from millrace.compile.passes import (
     fuse_elementwise,
     fuse_norm_convert,
     fuse_residual,
+    gather_early,
     merge_gated,
     merge_linears,
     pipeline,
     run_passes,
-    sample_early,
 )
 from millrace.compile.precision import precision_map
-from millrace.engine.native import KvFormat
+from millrace.engine.kv import KvFormat
+from millrace.engine.program import Bounds
 from millrace.errors import CheckpointError, ConfigError, GraphError
 from millrace.graph.rewrite import listing
-from millrace.graph.types import Constant, Graph, Node, T, Value
+from millrace.graph.types import Constant, DType, Graph, Node, Port, Symbol, Value
 from millrace.graph.verify import verify
-from millrace.kernels.encode import Limits
+from millrace.kernels.declare import RowFormat
 from millrace.kernels.precision import Precision
+from millrace.kernels.storage import storage_of
 from millrace.model import ops
 from millrace.model.layers import Embedding, Linear, RMSNorm
-from millrace.model.module import Module, ModuleList, Parameter, Weights, trace_model
+from millrace.model.module import DECODER, Module, ModuleList, Parameter, Weights, trace_model
 from millrace.model.tensor import Tensor
 
 N = 32
+T, R = Symbol("T"), Symbol("R")
 
 
 def shapes(model: Module) -> dict[str, tuple[int, ...]]:
@@ -51,6 +55,8 @@ def ones(model: Module) -> Weights:
 class Small(Module):
     """Embedding, whatever `body` does with two linear layers and a norm, and a head."""
 
+    signature = DECODER
+
     def __init__(self, body: "Callable[[Small, Tensor], Tensor]") -> None:
         self.embed = Embedding(7, N)
         self.one, self.two = Linear(N, N), Linear(N, N, bias=True)
@@ -58,9 +64,9 @@ class Small(Module):
         self.lm_head = Linear(N, 7)
         self._body = body
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
         x = self._body(self, self.embed(tokens))
-        return self.lm_head(ops.sampled_rows(x + self.one(x) + self.two(self.norm(x))))
+        return self.lm_head(ops.gather_rows(x + self.one(x) + self.two(self.norm(x)), rows))
 
 
 def traced(body: "Callable[[Small, Tensor], Tensor]") -> Graph:
@@ -83,14 +89,14 @@ def test_constants_are_folded_when_loaded() -> None:
     assert constant and constant.origin == ("norm.weight",) and (constant.load() == 2).all()
 
 
-def test_only_sampled_rows_are_normalised() -> None:
+def test_only_gathered_rows_are_normalised() -> None:
     class Normed(Small):
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.lm_head(ops.sampled_rows(self.norm(self.embed(tokens))))
+        def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+            return self.lm_head(ops.gather_rows(self.norm(self.embed(tokens)), rows))
 
     model = Normed(lambda m, x: x)
-    graph = sample_early(trace_model(model, ones(model)))
-    assert [n.op for n in graph.nodes if n.op != "elementwise"] == ["embedding", "sampled_rows", "rms_norm", "linear"]
+    graph = gather_early(trace_model(model, ones(model)))
+    assert [n.op for n in graph.nodes if n.op != "elementwise"] == ["embedding", "gather_rows", "rms_norm", "linear"]
 
 
 def test_expressions_grow_together() -> None:
@@ -124,8 +130,8 @@ def test_gate_and_up_are_merged() -> None:
 def test_linears_of_one_input_are_merged_with_their_biases() -> None:
     graph = precise(traced(lambda m, x: m.one(x) - m.two(x)))
     merged = merge_linears(graph)
-    assert count(merged)["linear"] == count(graph)["linear"] - 1 and count(merged)["slice"] == 2
-    linear = next(n for n in merged.nodes if n.attrs.get("bias") and n.output.width == 2 * N)
+    assert count(merged)["linear"] == count(graph)["linear"] - 1 and count(merged)["split"] == 1
+    linear = next(n for n in merged.nodes if n.attrs.get("bias") and n.outputs[0].width == 2 * N)
     bias = linear.inputs[2].constant
     assert bias and bias.load().tolist() == [0.0] * N + [1.0] * N
 
@@ -141,7 +147,7 @@ def test_a_norm_packs_for_its_only_reader() -> None:
     graph = run_passes(traced(lambda m, x: x), passes[:-3])
     fused = fuse_norm_convert(graph)
     assert count(fused)["convert"] == count(graph)["convert"] - 1
-    assert next(n for n in fused.nodes if n.op == "rms_norm").output.storage.kind == "q8"
+    assert storage_of(next(n for n in fused.nodes if n.op == "rms_norm")).format == RowFormat.Q8
 
 
 def test_precision_by_pattern() -> None:
@@ -167,15 +173,17 @@ def test_the_head_of_a_4_bit_engine() -> None:
 class Scored(Module):
     """A head of any name, with `finish` between it and the logits."""
 
+    signature = DECODER
+
     def __init__(self, name: str, finish: Callable[[Tensor], Tensor]) -> None:
         self.embed = Embedding(40, N)
         self.lm_head = Linear(N, N)  # not the head, whatever it is called
         self._finish, self._name = finish, name
         setattr(self, name, Linear(N, 40))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
         head = getattr(self, self._name)
-        return self._finish(head(ops.sampled_rows(self.lm_head(self.embed(tokens)))))
+        return self._finish(head(ops.gather_rows(self.lm_head(self.embed(tokens)), rows)))
 
 
 def precisions_of(model: Module, asked: str | dict[str, str], head: str | None = None) -> dict[str, object]:
@@ -214,29 +222,56 @@ def test_a_wrong_group_is_refused(group: int) -> None:
         precision_map("w4a8", group)
 
 
+@dataclass
+class Ids:
+    """The inputs of a language model beside its tokens."""
+
+    positions: Tensor
+    lengths: Tensor
+    rows: Tensor
+
+
 class Wrong(Module):
-    def __init__(self, body: Callable[["Wrong", Tensor], object]) -> None:
+    signature = DECODER
+
+    def __init__(self, body: Callable[["Wrong", Tensor, Ids], object]) -> None:
         self.embed, self.table = Embedding(7, N), Parameter(5)
         self._body = body
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self._body(self, self.embed(tokens))  # type: ignore[return-value]
+    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+        return self._body(self, self.embed(tokens), Ids(positions, lengths, rows))  # type: ignore[return-value]
 
 
-WRONG: list[tuple[Callable[[Wrong, Tensor], object], str]] = [
-    (lambda m, x: ops.linear(x, m.table), "x \\[T, 32\\] and w \\[5\\]"),
-    (lambda m, x: x + m.table, "equal shapes"),
-    (lambda m, x: ops.rms_norm(x, m.table, 1e-5), "a weight as long"),
-    (lambda m, x: x.reshape(T, 3, 11), "as many elements"),
-    (lambda m, x: ops.attention(x.reshape(T, 4, 8), x.reshape(T, 4, 8), x.reshape(T, 8, 4)), "k and v"),
-    (lambda m, x: ops.attention(x.reshape(T, 2, 16), x.reshape(T, 1, 32), x.reshape(T, 1, 32)), "k and v"),
-    (lambda m, x: ops.attention(x.reshape(T, 8, 4), x.reshape(T, 8, 4), x.reshape(T, 8, 4)), "multiple of 8"),
-    (lambda m, x: ops.sampled_rows(ops.sampled_rows(x)), "x \\[T, width\\]"),
+def three(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    heads = x.reshape(T, 4, 8)
+    return heads, heads, heads
+
+
+def attend(x: Tensor, i: Ids, q: tuple[int, int], k: tuple[int, int], v: tuple[int, int]) -> Tensor:
+    return ops.attention(x.reshape(T, *q), x.reshape(T, *k), x.reshape(T, *v), i.positions, i.lengths)
+
+
+WRONG: list[tuple[Callable[[Wrong, Tensor, Ids], object], str]] = [
+    (lambda m, x, i: ops.linear(x, m.table), "x \\[T, 32\\] and w \\[5\\]"),
+    (lambda m, x, i: x + m.table, "equal shapes"),
+    (lambda m, x, i: ops.rms_norm(x, m.table, 1e-5), "a weight as long"),
+    (lambda m, x, i: ops.layer_norm(x, m.table, m.table, 1e-5), "weight \\[N\\] and bias"),
+    (lambda m, x, i: x.reshape(T, 3, 11), "as many elements"),
+    (lambda m, x, i: attend(x, i, (4, 8), (4, 8), (8, 4)), "v \\[T, K, values"),
+    (lambda m, x, i: attend(x, i, (2, 16), (1, 32), (1, 32)), "v \\[T, K, values"),
+    (lambda m, x, i: attend(x, i, (8, 4), (8, 4), (8, 4)), "multiple of 8"),
+    (lambda m, x, i: attend(x, Ids(i.rows, i.lengths, i.rows), (4, 8), (4, 8), (4, 8)), "one for each of its rows"),
+    (lambda m, x, i: ops.full_attention(*three(x), x), "the tokens of each sequence"),
+    (lambda m, x, i: ops.gather_rows(x, x), "i32 rows"),
+    (lambda m, x, i: ops.mean_rows(x, x), "i32 lengths"),
+    (lambda m, x, i: ops.embedding(x, m.embed.weight), "i32 ids"),
+    (lambda m, x, i: (x, x), "a tensor for each of logits"),
+    (lambda m, x, i: None, "gives NoneType"),
 ]
 
 
 @pytest.mark.parametrize("body, names", WRONG, ids=[w[1] for w in WRONG])
-def test_a_wrong_model_says_where(body: Callable[[Wrong, Tensor], object], names: str) -> None:
+def test_a_wrong_model_says_where(body: Callable[[Wrong, Tensor, Ids], object], names: str) -> None:
     model = Wrong(body)
     with pytest.raises(GraphError, match=names):
         trace_model(model, ones(model))
@@ -265,17 +300,17 @@ def test_trees_are_verified(op: str, tree: object, says: str) -> None:
     x, w = Value((T, N)), Value((N, N), constant=Constant(lambda: np.zeros((N, N)), ("w",)))
     inputs = (x, x) if op == "elementwise" else (x, w, w)
     precision = {} if op == "elementwise" else {"precision": Precision.FP32}
-    node = Node(op, inputs, Value((T, N)), {"tree": tree, **precision})
+    node = Node(op, inputs, (Value((T, N)),), {"tree": tree, **precision})
     with pytest.raises(GraphError, match=says) as error:
-        verify(Graph(x, (node,), node.output), after="a pass")
+        verify(Graph((Port("x", x),), (Port("y", node.output),), (node,)), after="a pass")
     assert len(str(error.value)) < 600
 
 
 def test_legal_trees_pass() -> None:
     x = Value((T, N))
     for tree in (0, 1.5, deep(31), ("mul", ("sigmoid", 0), ("max", 1, -2.0))):
-        node = Node("elementwise", (x, x), Value((T, N)), {"tree": tree})
-        verify(Graph(x, (node,), node.output), after="a pass")
+        node = Node("elementwise", (x, x), (Value((T, N)),), {"tree": tree})
+        verify(Graph((Port("x", x),), (Port("y", node.output),), (node,)), after="a pass")
 
 
 def test_weights_must_fit_the_model() -> None:
@@ -290,17 +325,53 @@ def test_weights_must_fit_the_model() -> None:
             trace_model(model, Weights(changed, lambda name: np.ones(sizes[name], np.float32)))
 
 
-def test_a_model_without_a_head_is_refused() -> None:
+def test_any_rows_are_an_output() -> None:
     class Headless(Module):
+        signature = DECODER
+
         def __init__(self) -> None:
             self.embed = Embedding(7, N)
             self.layers = ModuleList([Linear(N, N)])
 
-        def forward(self, tokens: Tensor) -> Tensor:
+        def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
             x: Tensor = self.layers[0](self.embed(tokens))
             return x
 
     model = Headless()
     graph = run_passes(trace_model(model, ones(model)), pipeline(precision_map("fp32")))
-    with pytest.raises(GraphError, match="sampled_rows"):
-        Lowering(graph, Limits(8, 2), 64, KvFormat.F32, "f32").program()
+    program = Lowering(graph, dict.fromkeys(graph.symbols, Bounds(1, 2, 8)), KvFormat.F32, "f32").program()
+    assert [slot.shape for slot in program.outputs] == [(T, N)]
+
+
+def illegal_graphs() -> Iterator[tuple[str, Graph]]:
+    x = Value((T, N))
+    node = Node("elementwise", (x, x), (Value((T, N)),), {"tree": ("add", 0, 1)})
+    good = Graph((Port("x", x),), (Port("y", node.output),), (node,))
+    assert verify(good, after="a pass") is good
+    yield "2 outputs of the name 'y'", replace(good, outputs=good.outputs * 2)
+    yield "2 inputs of the name 'x'", replace(good, inputs=(*good.inputs, Port("x", Value((T,), DType.I32))))
+    yield "the name 'a b'", replace(good, outputs=(Port("a b", node.output),))
+    yield "without outputs", replace(good, outputs=())
+    yield "is computed by no node", replace(good, outputs=(Port("y", Value((T, N))),))
+    yield "reads a value that nothing", replace(good, inputs=(Port("x", Value((T, N))),))
+    yield "assigned twice", replace(good, nodes=(node, node))
+    free = Value((Symbol("U"), N), constant=None)
+    stray = Node("elementwise", (free,), (Value((Symbol("U"), N)),), {"tree": 0})
+    fixed = Constant(lambda: np.zeros((3, N)), ("w",))
+    yield "reads a value", replace(good, nodes=(stray,))
+    unbound = Node("gather_rows", (x, Value((Symbol("U"),), DType.I32, fixed)), (Value((Symbol("U"), N)),))
+    yield "a dimension U that no input has", replace(good, nodes=(unbound,))
+    split = Node("split", (x,), (Value((T, 8)), Value((T, 8))), {"widths": (8, N - 8)})
+    yield "the operator gives \\[T, 8\\], \\[T, 24\\]", replace(good, nodes=(split,))
+
+
+@pytest.mark.parametrize("says, graph", list(illegal_graphs()), ids=lambda x: x if isinstance(x, str) else "")
+def test_an_illegal_graph_says_why(says: str, graph: Graph) -> None:
+    with pytest.raises(GraphError, match=says):
+        verify(graph, after="a pass")
+
+
+def test_a_model_without_a_signature_says_so() -> None:
+    model = Linear(N, N)
+    with pytest.raises(GraphError, match="Linear has no signature"):
+        trace_model(model, ones(model))

@@ -14,8 +14,8 @@ from millrace.compile import tune as tune_module
 from millrace.compile.timings import TimingCache, machine_key
 from millrace.compile.tune import CLEARLY, FEW_CLEARLY, SAMPLES, SOME, Tuning, choose, regions, tune, tune_folder
 from millrace.engine.engine import Engine
-from millrace.engine.native import NativeExecutor
-from millrace.engine.tables import Step, read_program_table
+from millrace.engine.native_step import NativeExecutor
+from millrace.engine.tables import Call, read_program_table
 from millrace.engine.tactics import (
     TACTICS,
     Choice,
@@ -67,7 +67,7 @@ def test_a_setting_must_beat_the_rule_clearly() -> None:
 
 
 def test_regions_are_steps_of_one_shape(engine: Engine) -> None:
-    steps = read_program_table(engine.folder).steps
+    steps = read_program_table(engine.folder).calls
     found = regions(steps)
     assert sorted(i for work in found.values() for i in work.steps) == [
         i for i, s in enumerate(steps) if s.kernel == "matmul"
@@ -75,14 +75,14 @@ def test_regions_are_steps_of_one_shape(engine: Engine) -> None:
     for work in found.values():
         shapes = {(steps[i].params["n"], steps[i].params["k"], steps[i].note) for i in work.steps}
         assert len(shapes) == 1
-    layers = engine.kv.layers
+    layers = engine.caches[0].layers
     assert [len(w.steps) for name, w in found.items() if "sampled" not in name] == [layers] * 4
 
 
 def test_every_layer_of_a_pass_takes_its_turn(engine: Engine, tuned: tuple[TacticTable, Tuning]) -> None:
     """All settings of a region get the same number of samples, to within one a layer."""
     table, _ = tuned
-    assert [r.name for r in table.regions] == list(regions(read_program_table(engine.folder).steps))
+    assert [r.name for r in table.regions] == list(regions(read_program_table(engine.folder).calls))
     for region in table.regions:
         sampled = "sampled" in region.name
         assert [c.rows for c in region.choices] == ([1, 4] if sampled else [1, 4, 64, 128])
@@ -110,7 +110,7 @@ def test_tables_for_other_threads_stay(engine: Engine, tmp_path: Path, monkeypat
     """Each executor takes the table for its own number of threads, whichever was written last."""
     folder, cache = Path(shutil.copytree(engine.folder, tmp_path / "e")), TimingCache(tmp_path / "timings.json")
     (folder / TACTICS).unlink(missing_ok=True)
-    names, written = list(regions(read_program_table(folder).steps)), {}
+    names, written = list(regions(read_program_table(folder).calls)), {}
     for threads in (1, 2, 3):  # nothing is left to be timed, and each number of threads has its own answer
         known = [Choice(rows, {"ahead": 64 * threads}, [Comparison("ahead", [], 0)]) for rows in (1, 4, 64, 128)]
         cache.merge(machine_key(usable_isas()[0], threads), dict.fromkeys(names, known))
@@ -144,7 +144,7 @@ def test_tables_are_bounded_and_a_single_one_is_read(engine: Engine, tmp_path: P
 
 def test_only_what_the_cache_lacks_is_timed(engine: Engine, tmp_path: Path) -> None:
     cache = TimingCache(tmp_path / "timings.json")
-    name = next(iter(regions(read_program_table(engine.folder).steps)))
+    name = next(iter(regions(read_program_table(engine.folder).calls)))
     known = Choice(4, {"ahead": 128}, [Comparison("ahead", [timed(0, 2), timed(128, 1)], 128)])
     cache.merge(KEY, {name: [known]})
     cache.merge("another machine", {name: [Choice(1, {"ahead": 64}, [])]})
@@ -245,7 +245,7 @@ def test_what_is_fastest_is_chosen_and_kept_for_the_next_knob(engine: Engine, mo
         for choice in region.choices:
             tried = {c.knob: [t.value for t in c.tried] for c in choice.compared}
             assert choice.knobs == {name: wanted[name] for name, values in tried.items() if wanted[name] in values}
-    layers = next(w.steps for w in regions(read_program_table(engine.folder).steps).values() if len(w.steps) > 1)
+    layers = next(w.steps for w in regions(read_program_table(engine.folder).calls).values() if len(w.steps) > 1)
     assert all(len({tuple(p[step].items()) for step in layers}) > 1 for p in clock.passes[:4]), (
         "layers differ in a pass"
     )
@@ -270,9 +270,9 @@ for i in range(40):
 
 
 def test_groups_and_epilogues_are_regions_of_their_own() -> None:
-    def step(group: int, *operands: str) -> Step:
+    def step(group: int, *operands: str) -> Call:
         params: dict[str, int | float] = {"n": 64, "k": 64, "weights": 3, "group": group}
-        return Step("matmul", "w4a8", [], {name: {} for name in operands}, params)
+        return Call("matmul", "w4a8", [], {name: {} for name in operands}, params)
 
     assert len(regions([step(32), step(128), step(32, "residual"), step(32, "bias"), step(32)])) == 4
 
@@ -282,7 +282,7 @@ def test_a_program_table_that_does_not_fit_is_damage(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, edit: dict[str, object]
 ) -> None:
     table = read_program_table(engine.folder)
-    for step in table.steps:
+    for step in table.calls:
         if step.kernel == "matmul":
             step.params.update(edit)  # type: ignore[arg-type]
     monkeypatch.setattr(tune_module, "read_program_table", lambda _: table)

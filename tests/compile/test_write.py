@@ -80,7 +80,7 @@ def test_space_is_reserved_before_anything_is_written(
     monkeypatch.setattr(os, "pwrite", written)
     monkeypatch.setattr(os, "posix_fallocate", reserved)
     manifest = build(TINY, tmp_path / "engine")
-    weights = manifest.weights_bytes
+    weights = manifest.cpu.weights_bytes
     assert done[0] == ("reserve", weights) and {what for what, _ in done[1:]} == {"write"}
     assert (tmp_path / "engine" / WEIGHTS).stat().st_size == weights
     done.clear()

@@ -217,7 +217,7 @@ def test_a_map_of_precisions() -> None:
 def test_keys_and_values_in_int8() -> None:
     """Half the memory of bfloat16, less a scale for each token and head; greedy answers of `tiny` stay sensible."""
     with LLM("tiny", precision="w8a8", kv_cache_dtype="int8") as small, LLM("tiny", precision="w8a8") as plain:
-        per_page = [m._opened.engine.kv.page_bytes() for m in (small, plain)]
+        per_page = [m._opened.engine.page_bytes for m in (small, plain)]
         assert per_page[0] == per_page[1] * (32 + 4) // 64
         assert texts(small.generate("The", GREEDY))
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from millrace.engine.engine import Engine
-from millrace.engine.native import KvFormat
 from millrace.kernels import codegen
 from tests.support.engines import build
 from tests.support.shared import shared
@@ -42,10 +41,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def greedy(program: Path, engine: Engine, prompt: list[int], n: int) -> list[int]:
-    m = engine.manifest
+    m, (cache,) = engine.manifest, engine.caches
+    places = {slot.name: slot.offset for slot in (*m.cpu.inputs, *m.cpu.outputs)}
     numbers = [
-        m.activation_bytes, m.logits_offset, m.max_step_tokens, m.max_sequences, m.max_context, m.vocab_size,
-        int(KvFormat[m.kv.format.upper()]), m.kv.layers, m.kv.heads, m.kv.head_dim,
+        m.cpu.activation_bytes, m.max_context, m.vocab_size, *(s.high for s in m.symbols),
+        *(places[name] for name in ("tokens", "positions", "rows", "logits")),
+        int(cache.format), cache.layers, cache.heads, cache.key_size, cache.value_size,
     ]  # fmt: skip
     files = [engine.folder / "program.bin", engine.folder / "weights.bin"]
     words = [EMULATOR, program, *files, "scalar", n, *numbers, ":", *prompt]

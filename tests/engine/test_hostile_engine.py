@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ import pytest
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
 from millrace.engine.manifest import MANIFEST, PROGRAM, WEIGHTS
-from millrace.engine.native import ExecutionError, NativeExecutor, NativeProgram
+from millrace.engine.native import ExecutionError, LoadedProgram, NativeProgram
+from millrace.engine.native_step import NativeExecutor
 from millrace.errors import ConfigError, EngineError, MachineError
+from millrace.graph.types import Symbol
 from millrace.kernels.declare import KERNELS
 from millrace.kernels.identity import kernels_digest
 from millrace.kernels.library import usable_isas
@@ -34,13 +37,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     )
 
 
-def program(engine: Engine, steps: bytes) -> NativeProgram:
-    m = engine.manifest
-    return NativeProgram(
-        steps=steps, n_steps=m.n_steps, weights=engine.folder / WEIGHTS, weights_bytes=m.weights_bytes,
-        activation_bytes=m.activation_bytes, logits_offset=m.logits_offset, max_step_tokens=m.max_step_tokens,
-        max_sequences=m.max_sequences, max_context=m.max_context, vocab_size=m.vocab_size, kv=engine.kv,
-    )  # fmt: skip
+def program(engine: Engine, calls: bytes | None = None) -> NativeProgram:
+    """The engine's, with other calls."""
+    good = engine._program()
+    return good if calls is None else replace(good, calls=calls)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -172,29 +172,55 @@ def test_sampling_parameters_are_bounded(engine: Engine, name: str, value: float
     executor.close()
 
 
-LIMITS = [
-    *(("max_step_tokens", n) for n in (0, -1, 2**31 - 1)), *(("max_sequences", n) for n in (0, 2**31 - 1)),
-    *(("max_context", n) for n in (0, 2**31 - 1)), *(("vocab_size", n) for n in (0, 2**31 - 1)),
+LIMITS: list[tuple[str, Any]] = [
+    *(("symbols", dict(zip(map(Symbol, "TSR"), n, strict=True))) for n in (
+        (0, 8, 8), (-1, 8, 8), (2**31 - 1, 8, 8), (64, 0, 8), (64, 2**31 - 1, 8), (64, 8, 0), (64, 8, 2**31 - 1))),
+    ("symbols", {}), ("symbols", {Symbol("T"): 64, Symbol("S"): 8}),
+    ("symbols", {Symbol(str(i)): 8 for i in range(9)}),
+    *(("max_context", n) for n in (0, 2**31 - 1)), ("vocab_size", 2**31 - 1),
     *(("activation_bytes", n) for n in (-1, 2**62)), *(("weights_bytes", n) for n in (-1, 2**62)),
-    *(("logits_offset", n) for n in (-2, 2**57, 2**62, 3)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, value", LIMITS)
-def test_limits_are_bounded(engine: Engine, name: str, value: int) -> None:
-    """Whatever a manifest says, sizes are checked before anything is multiplied with them."""
-    bad = replace(program(engine, (engine.folder / PROGRAM).read_bytes()), **{name: value})  # type: ignore[arg-type]
+@pytest.mark.parametrize("place", [2**57, 2**62, 3])
+@pytest.mark.parametrize("name", ["logits", "tokens", "positions", "rows"])
+def test_places_are_bounded(engine: Engine, name: str, place: int) -> None:
+    good = program(engine)
+    inputs, outputs = (
+        tuple(replace(s, offset=place) if s.name == name else s for s in slots) for slots in (good.inputs, good.outputs)
+    )
     with pytest.raises(EngineError, match="cannot run"):
-        NativeExecutor(bad, n_pages=4)
+        NativeExecutor(replace(good, inputs=inputs, outputs=outputs), n_pages=4)
+
+
+@pytest.mark.parametrize("name, value", LIMITS)
+def test_limits_are_bounded(engine: Engine, name: str, value: object) -> None:
+    """Whatever a manifest says, sizes are checked before anything is multiplied with them."""
+    bad = replace(program(engine), **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="cannot run"):
+        LoadedProgram(bad, n_pages=4)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"layers": 2**31 - 1}, {"heads": 2**31 - 1}, {"head_dim": 2**31 - 1}, {"head_dim": 0}]
+    "changes",
+    [
+        *({name: n} for name in ("layers", "heads", "key_size", "value_size") for n in (2**31 - 1, 0)),
+        {"place": 2**40},
+        {"place": 3},
+        {"place": 0},
+        {"heads": 3},
+        {"key_size": 8},
+        {"layers": 1},
+    ],
 )
-def test_the_shape_of_pages_is_bounded(engine: Engine, changes: dict[str, int]) -> None:
-    good = program(engine, (engine.folder / PROGRAM).read_bytes())
+def test_the_shape_of_pages_is_bounded(engine: Engine, changes: dict[str, Any]) -> None:
+    good = program(engine)
     with pytest.raises(EngineError, match="cannot run"):
-        NativeExecutor(replace(good, kv=replace(good.kv, **changes)), n_pages=4)  # type: ignore[arg-type]
+        NativeExecutor(replace(good, caches=(replace(good.caches[0], **changes),)), n_pages=4)
+    with pytest.raises(EngineError, match="cannot run"):
+        NativeExecutor(replace(good, caches=good.caches * 9), n_pages=4)
+    with pytest.raises(EngineError, match="cannot run"):
+        NativeExecutor(replace(good, caches=()), n_pages=4)
     with pytest.raises(EngineError, match="kv_pages"):
         NativeExecutor(good, n_pages=2**62)
 
@@ -262,7 +288,7 @@ def test_building_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     assert np.all([len(data) > 0 for data in files[0].values()])
 
 
-@pytest.mark.parametrize("change", [{"format": 3}, {"kernels": "0123456789abcdef"}, {"kernels": None}])
+@pytest.mark.parametrize("change", [{"format": 3}, {"cpu": {"kernels": "0123456789abcdef"}}, {"cpu": {}}, {"cpu": 1}])
 def test_engines_for_other_kernels_are_refused(engine: Engine, change: dict[str, object], tmp_path: Path) -> None:
     """Whatever else the manifest says is not looked at."""
     manifest = {**json.loads((engine.folder / MANIFEST).read_bytes()), **change}

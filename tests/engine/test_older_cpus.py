@@ -65,7 +65,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("engines")
     engine = build(write_checkpoint(folder / "checkpoint"), folder / "there", "fp32")
     machine: dict[str, str | int] = {"cpu": "a newer one", "isa": "avx512", "cores": 2}
-    products = [i for i, step in enumerate(read_program_table(engine.folder).steps) if step.kernel == "matmul"]
+    products = [i for i, step in enumerate(read_program_table(engine.folder).calls) if step.kernel == "matmul"]
     timed = Comparison("ahead", [Timed(value, 1.0, 1.0, 1.0, 1) for value in (0, 64)], 64)
     region = Region("products", "matmul", products, [Choice(1, {"ahead": 64}, [timed])])
     write_tactics(engine.folder, TacticTable(machine, 2, [region]))

@@ -13,7 +13,7 @@ from millrace.compile.passes import pipeline, run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
-from millrace.engine.native import KvFormat
+from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor
 from millrace.kernels.sample.ref import uniform
 from millrace.model.module import trace_model
@@ -40,7 +40,7 @@ def reference(folder: Path, precision: str, fused: bool, kv: KvFormat | None = N
 def shaken(executor: ReferenceExecutor, seed: int) -> ReferenceExecutor:
     """Its norms changed by what a float32 sum of some hundred products loses: two correct engines differ like this."""
     rng = np.random.default_rng(seed)
-    for value, array in executor.constants.items():
+    for value, array in executor.interpreter.constants.items():
         if value.constant and "norm" in value.constant.origin[0]:
             array *= 1 + rng.choice([-1, 1], array.shape) * 2.0**-20
     return executor

@@ -8,9 +8,12 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, StepInputs, StepOutputs
-from millrace.engine.native import KvFormat, KvShape, NativeExecutor, NativeProgram
+from millrace.engine.native import NativeProgram
+from millrace.engine.native_step import NativeExecutor
+from millrace.engine.program import Slot
+from millrace.graph.types import DType, Symbol
 from millrace.kernels.declare import Space
-from millrace.kernels.encode import Limits, Ref, encode
+from millrace.kernels.encode import Ref, encode
 from millrace.kernels.library import usable_isas
 from millrace.kernels.sample.ref import penalised, probabilities, uniform
 from tests.support.one_step import i32
@@ -23,22 +26,22 @@ class Sampler:
     """An executor whose logits are given: row r samples from the table's row tokens[r], or all from its only row."""
 
     def __init__(self, logits: NDArray[np.float32], isa: str, threads: int = 2) -> None:
-        vocab, limits = logits.shape[1], Limits(T=ROWS, S=ROWS)
-        out = Ref(Space.ACTIVATIONS, 0)
+        vocab, out = logits.shape[1], Ref(Space.ACTIVATIONS, 4 * ROWS)
         if len(logits) == 1:
-            params: dict[str, Any] = {"rows": 1, "n": vocab, "a_stride": 0}
-            steps = encode("elementwise", {"a": Ref(Space.WEIGHTS, 0), "y": out}, params, limits)
-            table = logits
+            params: dict[str, Any] = {"rows": 2, "n": vocab, "a_stride": 0}
+            calls, table = encode("elementwise", {"a": Ref(Space.WEIGHTS, 0), "y": out}, params), logits
         else:
-            params = {"n": vocab, "vocab": max(len(logits), vocab), "bf16": 0, "scale": 1.0}
-            steps = encode("embed", {"table": Ref(Space.WEIGHTS, 0), "y": out}, params, limits)
+            params = {"rows": 0, "n": vocab, "vocab": max(len(logits), vocab), "bf16": 0, "scale": 1.0}
+            tokens = Ref(Space.ACTIVATIONS, 0)
+            calls = encode("embed", {"ids": tokens, "table": Ref(Space.WEIGHTS, 0), "y": out}, params)
             table = np.zeros((params["vocab"], vocab), np.float32)
             table[: len(logits)] = logits
         program = NativeProgram(
-            steps=steps, n_steps=1, weights=np.ascontiguousarray(table).reshape(-1).view(np.uint8),
-            weights_bytes=table.nbytes, activation_bytes=ROWS * vocab * 4, logits_offset=0, max_step_tokens=ROWS,
-            max_sequences=ROWS, max_context=1 << 20, vocab_size=vocab,
-            kv=KvShape(layers=0, heads=1, head_dim=16, format=KvFormat.F32),
+            calls=calls, n_calls=1, weights=np.ascontiguousarray(table).reshape(-1).view(np.uint8),
+            weights_bytes=table.nbytes, activation_bytes=ROWS * (vocab + 1) * 4,
+            symbols=dict.fromkeys(map(Symbol, "TSR"), ROWS), max_context=1 << 20, vocab_size=vocab,
+            inputs=(Slot("tokens", (Symbol("T"),), DType.I32, 0),),
+            outputs=(Slot("logits", (Symbol("R"), vocab), DType.F32, 4 * ROWS),),
         )  # fmt: skip
         self.executor = NativeExecutor(program, n_pages=0, threads=threads, isa=isa)
 

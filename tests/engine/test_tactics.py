@@ -15,7 +15,7 @@ import pytest
 from millrace.engine import tactics
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
-from millrace.engine.native import NativeExecutor
+from millrace.engine.native_step import NativeExecutor
 from millrace.engine.tables import read_program_table
 from millrace.engine.tactics import Choice, Region, TacticTable, knob_values, read_tactics, write_tactics
 from millrace.errors import EngineError, MachineError
@@ -35,7 +35,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def products(engine: Engine) -> list[int]:
-    return [i for i, s in enumerate(read_program_table(engine.folder).steps) if s.kernel == "matmul"]
+    return [i for i, s in enumerate(read_program_table(engine.folder).calls) if s.kernel == "matmul"]
 
 
 def everything(executor: NativeExecutor, rows: int) -> bytes:
@@ -66,7 +66,7 @@ def test_no_tactic_changes_a_bit(engine: Engine, isa: str) -> None:
 def test_a_tactic_is_chosen_by_the_rows_of_its_step(engine: Engine) -> None:
     """Below, at, between and beyond what there is; a product of sampled rows goes by those."""
     executor = engine.executor(n_pages=8)
-    table = read_program_table(engine.folder).steps
+    table = read_program_table(engine.folder).calls
     plain = next(i for i in products(engine) if not table[i].params["rows"])
     head = next(i for i in products(engine) if table[i].params["rows"])
     executor.set_tactics([(i, rows, (rows, 0, 0, 0)) for i in sorted((plain, head)) for rows in (2, 4, 8)])

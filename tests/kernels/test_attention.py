@@ -1,20 +1,24 @@
 """Paged attention against the whole softmax in float64, around pages and spans, and its promise of equal bits."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.engine.executor import StepInputs
-from millrace.engine.native import KvFormat, KvShape, NativeExecutor, NativeProgram
+from millrace.engine.executor import SAMPLING, StepInputs
+from millrace.engine.kv import CacheSpec, KvFormat
+from millrace.engine.native import NativeProgram
+from millrace.engine.native_step import NativeExecutor
+from millrace.graph.types import Symbol
 from millrace.kernels.attention.ref import attention, to_int8, to_int16
 from millrace.kernels.convert.ref import to_bf16
 from millrace.kernels.declare import Space
-from millrace.kernels.encode import Limits, Ref, encode
+from millrace.kernels.encode import Ref, encode
 from millrace.kernels.library import usable_isas
-from tests.support.one_step import Machine, as_bytes, i32, step_inputs
+from tests.support.engines import prompts_as_step
+from tests.support.one_step import Machine, as_bytes, i32
 from tests.support.tolerance import assert_no_worse
 
 F32 = NDArray[np.float32]
@@ -31,28 +35,31 @@ class Pages:
     format: KvFormat
     machine: Machine
     max_tokens: int = LONG
+    value_size: int | None = None  # None: as large as a key
 
     def __post_init__(self) -> None:
-        limits = Limits(T=self.max_tokens, S=4)
-        width, kv_width = self.heads * self.size, self.kv_heads * self.size
-        self._at = np.cumsum([0, *(4 * limits.T * w for w in (width, kv_width, kv_width, width))])
+        tokens, value = self.max_tokens, self.value_size or self.size
+        widths = (self.heads * self.size, self.kv_heads * self.size, self.kv_heads * value, self.heads * value)
+        self._at = np.cumsum([0, *(4 * tokens * w for w in widths)])
         refs = [Ref(Space.ACTIVATIONS, int(offset)) for offset in self._at]
-        rope = {
-            "heads": 0, "kv_heads": self.kv_heads, "head_dim": self.size, "q_stride": 0, "k_stride": kv_width,
-            "v_stride": kv_width, "context": 4096, "layer": 0,
-        }  # fmt: skip
-        attend = {
-            "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.size, "q_stride": width, "layer": 0,
-            "scale": self.size**-0.5,
-        }  # fmt: skip
-        steps = encode("rope", {"k": refs[1], "v": refs[2]}, rope, limits) + encode(
-            "attention", {"q": refs[0], "y": refs[3]}, attend, limits
+        shape = {
+            "rows": 0,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.size,
+            "value_dim": value,
+            "cache": 0,
+            "layer": 0,
+        }
+        rope = {**shape, "heads": 0, "q_stride": 0, "k_stride": widths[1], "v_stride": widths[2], "context": 4096}
+        attend = {**shape, "heads": self.heads, "q_stride": widths[0], "causal": 1, "scale": self.size**-0.5}
+        calls = encode("rope", {"k": refs[1], "v": refs[2]}, rope) + encode(
+            "attention", {"q": refs[0], "y": refs[3]}, attend
         )
+        cache = CacheSpec(layers=1, heads=self.kv_heads, key_size=self.size, value_size=value, format=self.format)
         program = NativeProgram(
-            steps=steps, n_steps=2, weights=np.zeros(64, np.uint8), weights_bytes=64,
-            activation_bytes=int(self._at[-1]), logits_offset=-1, max_step_tokens=limits.T, max_sequences=limits.S,
-            max_context=4096, vocab_size=16,
-            kv=KvShape(layers=1, heads=self.kv_heads, head_dim=self.size, format=self.format),
+            calls=calls, n_calls=2, weights=np.zeros(64, np.uint8), weights_bytes=64,
+            activation_bytes=int(self._at[-1]), symbols={Symbol("T"): tokens, Symbol("S"): 4, Symbol("R"): 4},
+            caches=(cache,), max_context=4096, vocab_size=16,
         )  # fmt: skip
         self.executor = NativeExecutor(program, n_pages=64, threads=self.machine.threads, isa=self.machine.isa)
 
@@ -61,12 +68,13 @@ class Pages:
         for array, offset in zip((q, k, v), self._at, strict=False):
             memory[offset : offset + array.nbytes] = as_bytes(array)
         self.executor.run(step)
-        return memory[self._at[3] : self._at[3] + q.nbytes].view(np.float32).reshape(q.shape).copy()
+        shape = (*q.shape[:2], v.shape[2])
+        return memory[self._at[3] :][: 4 * int(np.prod(shape))].view(np.float32).reshape(shape).copy()
 
 
 def one_sequence(first: int, count: int, pages: list[int]) -> StepInputs:
     """Tokens at positions first .. first+count-1 of one sequence."""
-    plain = step_inputs(count)
+    plain = replace(prompts_as_step([[0] * count]), sampling=np.zeros(0, SAMPLING))
     return StepInputs(
         plain.tokens, i32(range(first, first + count)), plain.starts, i32(pages), i32([0, len(pages)]), plain.sampling,
         plain.history, plain.bias_ids, plain.bias_values,
@@ -224,7 +232,7 @@ def test_sequences_do_not_see_each_other(machine: Machine) -> None:
         alone.append(pages(q[n - c :], k[n - c :], v[n - c :], one_sequence(n - c, c, table)))
     starts = np.concatenate([[0], np.cumsum(chunk)])
     positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lengths, chunk, strict=True)])
-    plain = step_inputs(int(starts[-1]))
+    plain = one_sequence(0, int(starts[-1]), [])
     step = StepInputs(
         plain.tokens, i32(positions), i32(starts), i32([p for table in tables for p in table]), i32([0, 2, 5, 9]),
         plain.sampling, plain.history, plain.bias_ids, plain.bias_values,

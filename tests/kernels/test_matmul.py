@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from millrace.graph.trees import Tree, evaluate
 from millrace.kernels.convert.ref import pack_rows, to_bf16, to_q8
 from millrace.kernels.declare import RowFormat, WeightFormat
-from millrace.kernels.expression import Tree, compile_tree, evaluate
+from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import row_bytes, up
 from millrace.kernels.library import usable_isas
 from millrace.kernels.matmul import ref
 from millrace.kernels.matmul.pack import interleave_halves, pack_matrix
 from millrace.kernels.matmul.quantise import quantise_matrix
-from tests.support.one_step import Machine, run_kernel, step_inputs
+from tests.support.one_step import Machine, run_kernel
 from tests.support.tolerance import assert_no_worse
 
 CLASSES = {
@@ -44,7 +45,7 @@ def multiply(kind: str, x: F32, w: F32, group: int, machine: Machine, **more: An
         "x_stride": row_bytes(format, K, group), "y_stride": width, "gated": int("tree" in more), "code": code,
         "imm": numbers,
     }  # fmt: skip
-    return run_kernel("matmul", operands, params, step_inputs(M), machine)["y"].view(np.float32).reshape(M, width)
+    return run_kernel("matmul", operands, params, [M], machine)["y"].view(np.float32).reshape(M, width)
 
 
 def exact(kind: str, x: F32, w: F32, group: int) -> NDArray[np.floating[Any]]:

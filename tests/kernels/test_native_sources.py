@@ -12,10 +12,12 @@ import pytest
 from millrace.engine.executor import SAMPLING
 from millrace.engine.native import TACTIC
 from millrace.errors import MachineError
+from millrace.graph.ops import MAX_HEAD as GRAPH_MAX_HEAD
 from millrace.kernels import codegen
+from millrace.kernels.declare import MAX_HEAD
 from millrace.kernels.expression import OPERATIONS
 from millrace.kernels.layout import byte_row_bytes, matrix_bytes, padded_k, row_bytes
-from millrace.kernels.library import INTERFACE, CreateArgs, StepArgs, library
+from millrace.kernels.library import INTERFACE, CacheArgs, CreateArgs, StepArgs, library
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src" / "millrace" / "kernels"
@@ -49,7 +51,8 @@ def test_structures_agree(tmp_path: Path) -> None:
     (tmp_path / "kernels_generated.hpp").write_text(codegen.header(INTERFACE_FILE))
     lines = ["#include <cstddef>", '#include "sampling.hpp"', '#include "millrace.h"', "using namespace millrace;"]
     structures: dict[str, tuple[int, dict[str, tuple[int, int]]]] = {
-        "mr_create_args": ctypes_layout(CreateArgs), "mr_step": ctypes_layout(StepArgs),
+        "mr_create_args": ctypes_layout(CreateArgs), "mr_cache": ctypes_layout(CacheArgs),
+        "mr_step": ctypes_layout(StepArgs),
         "SamplingRow": numpy_layout(SAMPLING), "mr_tactic": numpy_layout(TACTIC),
     }  # fmt: skip
     for name, (size, fields) in structures.items():
@@ -104,6 +107,11 @@ def test_isa_units_leak_nothing(isa: str, flags: list[str], tmp_path: Path) -> N
     listing = subprocess.run(["nm", "-C", str(unit)], capture_output=True, text=True, check=True).stdout
     weak = [line[17:] for line in listing.splitlines() if line[17:18] in "WVu" and f"millrace::{isa}::" not in line]
     assert not weak, weak
+
+
+def test_heads_are_bounded_alike() -> None:
+    """graph/ comes before kernels/ and cannot ask there."""
+    assert GRAPH_MAX_HEAD == MAX_HEAD
 
 
 def test_operations_are_numbered_alike() -> None:

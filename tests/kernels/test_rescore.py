@@ -12,7 +12,7 @@ from millrace.kernels.matmul.pack import pack_matrix
 from millrace.kernels.matmul.quantise import quantise_matrix
 from millrace.kernels.rescore.pack import pack_byte_rows
 from millrace.kernels.rescore.ref import largest, rescore
-from tests.support.one_step import Machine, run_kernel, step_inputs
+from tests.support.one_step import Machine, run_kernel
 
 ROWS = 3
 
@@ -22,8 +22,8 @@ def _rescored(
 ) -> NDArray[np.float32]:
     N, K = w.shape
     rows, packed = pack_rows(x, RowFormat.Q8, group), pack_byte_rows(quantise_matrix(w, 8, group))
-    params = {"n": N, "k": K, "group": group, "x_stride": row_bytes(RowFormat.Q8, K, group), "count": count}
-    got = run_kernel("rescore", {"x": rows, "w": packed, "y": y}, params, step_inputs(len(y), len(y), len(y)), machine)
+    params = {"rows": 0, "n": N, "k": K, "group": group, "x_stride": row_bytes(RowFormat.Q8, K, group), "count": count}
+    got = run_kernel("rescore", {"x": rows, "w": packed, "y": y}, params, [len(y)], machine)
     return got["y"].view(np.float32).reshape(y.shape)
 
 
@@ -41,7 +41,7 @@ def test_the_largest_get_the_bits_of_the_8_bit_product(
     expected = rescore(y, to_q8(x, group), quantise_matrix(w, 8, group), count)
     assert np.allclose(got, expected, rtol=2e-6, atol=2e-5)
     params: dict[str, Param] = {
-        "rows": 1, "n": n, "k": k, "group": group, "format": RowFormat.Q8, "weights": WeightFormat.W8,
+        "rows": 0, "n": n, "k": k, "group": group, "format": RowFormat.Q8, "weights": WeightFormat.W8,
         "x_stride": row_bytes(RowFormat.Q8, k, group), "y_stride": n, "gated": 0, "code": [], "imm": [],
     }  # fmt: skip
     operands: dict[str, NDArray[np.generic] | None] = {
@@ -49,7 +49,7 @@ def test_the_largest_get_the_bits_of_the_8_bit_product(
         "w": pack_matrix(w, WeightFormat.W8, group),
         "y": np.zeros_like(y),
     }
-    whole = run_kernel("matmul", operands, params, step_inputs(ROWS, ROWS, ROWS), machine)["y"].view(np.float32)
+    whole = run_kernel("matmul", operands, params, [ROWS], machine)["y"].view(np.float32)
     assert (got[chosen] == whole.reshape(y.shape)[chosen]).all(), "the bits of w8a8"
 
 

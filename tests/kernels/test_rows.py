@@ -1,6 +1,5 @@
-"""convert, rms_norm, embed, gather_rows and rope: rows in, rows out."""
+"""convert, the norms, embed, gather_rows, mean_rows and rope: rows in, rows out."""
 
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -12,11 +11,14 @@ from millrace.checkpoint.config import RopeConfig
 from millrace.kernels.convert.ref import pack_rows, to_bf16, to_q8
 from millrace.kernels.declare import RowFormat
 from millrace.kernels.embed.ref import embed
+from millrace.kernels.layer_norm.ref import layer_norm
 from millrace.kernels.layout import padded_k, row_bytes, up
+from millrace.kernels.mean_rows.ref import mean_rows
+from millrace.kernels.normalise.ref import normalise
 from millrace.kernels.rms_norm.ref import rms_norm
 from millrace.kernels.rope.ref import rope
 from millrace.model.layers import rotary_angles
-from tests.support.one_step import Machine, run_kernel, step_inputs
+from tests.support.one_step import Machine, run_kernel
 from tests.support.tolerance import assert_no_worse
 
 WIDTHS = [1, 2, 15, 16, 17, 31, 64, 100, 129, 320]
@@ -35,7 +37,7 @@ def test_convert_stores_the_reference_bytes(n: int, group: int, format: RowForma
     x[3, 0] = 1e-30
     stride = row_bytes(format, n, group)
     params = {"rows": 0, "n": n, "x_stride": n, "y_stride": stride, "format": format, "group": group}
-    got = run_kernel("convert", {"x": x, "y": np.zeros((7, stride), np.uint8)}, params, step_inputs(7), machine)["y"]
+    got = run_kernel("convert", {"x": x, "y": np.zeros((7, stride), np.uint8)}, params, [7], machine)["y"]
     expected = pack_rows(x, format, group)
     size = expected.shape[1] if group == 0 or format == RowFormat.BF16 else stride
     assert (got.reshape(7, stride)[:, :size][expected != 0] == expected[expected != 0]).all()
@@ -49,7 +51,7 @@ def test_what_is_not_finite_is_not_lost(bad: float, at: int, machine: Machine) -
     x[1, at] = bad
     stride = row_bytes(RowFormat.Q8, 100, 32)
     params = {"rows": 0, "n": 100, "x_stride": 100, "y_stride": stride, "format": RowFormat.Q8, "group": 32}
-    got = run_kernel("convert", {"x": x, "y": np.zeros((3, stride), np.uint8)}, params, step_inputs(3), machine)["y"]
+    got = run_kernel("convert", {"x": x, "y": np.zeros((3, stride), np.uint8)}, params, [3], machine)["y"]
     begin = up(padded_k(100, 32), 4)
     scales = got.reshape(3, stride)[:, begin : begin + 16].copy().view(np.float32)
     x[1, at] = 0
@@ -74,9 +76,7 @@ def test_rms_norm(n: int, runs: int, machine: Machine) -> None:
         "rows": 0, "runs": runs, "n": n, "x_stride": runs * n + 3, "y_stride": runs * n * 4, "format": 0, "group": 0,
         "eps": 1e-5,
     }  # fmt: skip
-    y = run_kernel(
-        "rms_norm", {"x": x, "w": w, "y": np.zeros((5, runs * n), np.float32)}, params, step_inputs(5), machine
-    )["y"]
+    y = run_kernel("rms_norm", {"x": x, "w": w, "y": np.zeros((5, runs * n), np.float32)}, params, [5], machine)["y"]
     cut = x[:, : runs * n].reshape(5, runs, n)
     got = y.view(np.float32).reshape(5, runs, n)
     assert_no_worse(
@@ -90,12 +90,11 @@ def test_rms_norm_packs_as_convert_does(format: RowFormat, group: int, machine: 
     n = 100
     x, w, stride = normal(6, n, seed=5), normal(n, seed=6), row_bytes(format, n, group)
     norm = {"rows": 0, "runs": 1, "n": n, "x_stride": n, "y_stride": n * 4, "format": 0, "group": 0, "eps": 1e-6}
-    step = step_inputs(6)
-    plain = run_kernel("rms_norm", {"x": x, "w": w, "y": np.zeros((6, n), np.float32)}, norm, step, machine)["y"]
+    plain = run_kernel("rms_norm", {"x": x, "w": w, "y": np.zeros((6, n), np.float32)}, norm, [6], machine)["y"]
     convert = {"rows": 0, "n": n, "x_stride": n, "y_stride": stride, "format": format, "group": group}
-    two = run_kernel("convert", {"x": plain, "y": np.zeros((6, stride), np.uint8)}, convert, step, machine)["y"]
+    two = run_kernel("convert", {"x": plain, "y": np.zeros((6, stride), np.uint8)}, convert, [6], machine)["y"]
     fused = {**norm, "y_stride": stride, "format": format, "group": group}
-    one = run_kernel("rms_norm", {"x": x, "w": w, "y": np.zeros((6, stride), np.uint8)}, fused, step, machine)["y"]
+    one = run_kernel("rms_norm", {"x": x, "w": w, "y": np.zeros((6, stride), np.uint8)}, fused, [6], machine)["y"]
     assert (one == two).all()
 
 
@@ -106,19 +105,94 @@ def test_embed(dtype: type, n: int, machine: Machine) -> None:
     vocab, T = 23, 40
     table: NDArray[Any] = normal(vocab, n, seed=7).astype(dtype)
     tokens = np.random.default_rng(7).permutation(np.arange(T) % vocab).astype(np.int32)
-    params = {"n": n, "vocab": vocab, "bf16": int(dtype is not np.float32), "scale": 1.5}
-    operands = {"table": table, "y": np.zeros((T, n), np.float32)}
-    y = run_kernel("embed", operands, params, replace(step_inputs(T), tokens=tokens), machine)["y"]
+    params = {"rows": 0, "n": n, "vocab": vocab, "bf16": int(dtype is not np.float32), "scale": 1.5}
+    operands = {"ids": tokens, "table": table, "y": np.zeros((T, n), np.float32)}
+    y = run_kernel("embed", operands, params, [T], machine)["y"]
     expected = embed(tokens, table.astype(np.float32), 1.5)
     assert {0, vocab - 1} < {*tokens.tolist()}
     assert (y.view(np.float32).reshape(T, n) == expected).all()
 
 
+def test_an_id_beyond_the_table_gives_nan(machine: Machine) -> None:
+    """Whatever the ids are, nothing outside of the table is read, and nobody can miss it."""
+    table, ids = normal(5, 20, seed=7), np.array([4, 5, -1, 2**31 - 1, 0], np.int32)
+    operands = {"ids": ids, "table": table, "y": np.zeros((5, 20), np.float32)}
+    params = {"rows": 0, "n": 20, "vocab": 5, "bf16": 0, "scale": 1.0}
+    y = run_kernel("embed", operands, params, [5], machine)["y"].view(np.float32).reshape(5, 20)
+    assert (y[[0, 4]] == table[[4, 0]]).all() and np.isnan(y[1:4]).all()
+
+
 def test_gather_rows(machine: Machine) -> None:
-    x = normal(10, 19, seed=8)
-    step = step_inputs(10, S=3, rows=3)
-    y = run_kernel("gather_rows", {"x": x, "y": np.zeros((3, 19), np.float32)}, {"n": 19}, step, machine)["y"]
-    assert (y.view(np.float32).reshape(3, 19) == x[step.starts[1:] - 1]).all()
+    """Of a wider matrix; an index beyond it gives NaN."""
+    x, index = normal(10, 24, seed=8), np.array([9, 0, 4, 10, -1], np.int32)
+    operands = {"x": x, "index": index, "y": np.zeros((5, 19), np.float32)}
+    params = {"rows": 1, "rows_from": 0, "n": 19, "x_stride": 24}
+    y = run_kernel("gather_rows", operands, params, [10, 5], machine)["y"].view(np.float32).reshape(5, 19)
+    assert (y[:3] == x[[9, 0, 4], :19]).all() and np.isnan(y[3:]).all()
+
+
+@pytest.mark.parametrize("n", [1, 16, 37, 384])
+def test_mean_rows(n: int, machine: Machine) -> None:
+    """Each with the bits that it has alone."""
+    lengths = np.array([1, 7, 300, 2], np.int32)
+    x = normal(int(lengths.sum()), n, seed=10)
+    params = {"rows": 1, "rows_from": 0, "n": n, "x_stride": n}
+
+    def means(x: NDArray[np.float32], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
+        operands = {"x": x, "lengths": lengths, "y": np.zeros((len(lengths), n), np.float32)}
+        got = run_kernel("mean_rows", operands, params, [len(x), len(lengths)], machine)["y"]
+        return got.view(np.float32).reshape(len(lengths), n)
+
+    together = means(x, lengths)
+    assert_no_worse(together, mean_rows(x, lengths), mean_rows(x.astype(np.float64), lengths), factor=16)
+    assert (means(x[8:308].copy(), lengths[2:3]) == together[2]).all()
+
+
+@pytest.mark.parametrize("lengths", [[-5, 3], [4, 2**31 - 1], [2**31 - 1, 2**31 - 1], [0, 6]])
+def test_any_lengths_stay_inside(lengths: list[int], machine: Machine) -> None:
+    x = normal(6, 20, seed=11)
+    operands = {"x": x, "lengths": np.array(lengths, np.int32), "y": np.zeros((2, 20), np.float32)}
+    run_kernel("mean_rows", operands, {"rows": 1, "rows_from": 0, "n": 20, "x_stride": 20}, [6, 2], machine)
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 31, 384, 1000])
+@pytest.mark.parametrize("shift", [0, 1000])
+def test_layer_norm(n: int, shift: float, machine: Machine) -> None:
+    """Also of rows whose mean is far from 0, where a variance by squares would lose everything."""
+    x, w, b = normal(5, n + 3, seed=12) + np.float32(shift), normal(n, seed=13), normal(n, seed=14)
+    params = {"rows": 0, "n": n, "x_stride": n + 3, "y_stride": n * 4, "format": 0, "group": 0, "eps": 1e-12}
+    operands = {"x": x, "w": w, "b": b, "y": np.zeros((5, n), np.float32)}
+    y = run_kernel("layer_norm", operands, params, [5], machine)["y"].view(np.float32).reshape(5, n)
+    cut = x[:, :n]
+    exact = layer_norm(cut.astype(np.float64), w.astype(np.float64), b.astype(np.float64), 1e-12)
+    assert_no_worse(y, layer_norm(cut, w, b, 1e-12), exact)
+
+
+@pytest.mark.parametrize("format, group", [(RowFormat.BF16, 0), (RowFormat.Q8, 32)])
+def test_layer_norm_packs_as_convert_does(format: RowFormat, group: int, machine: Machine) -> None:
+    n = 100
+    x, w, b, stride = normal(6, n, seed=5), normal(n, seed=6), normal(n, seed=7), row_bytes(format, n, group)
+    norm = {"rows": 0, "n": n, "x_stride": n, "y_stride": n * 4, "format": 0, "group": 0, "eps": 1e-6}
+    inputs = {"x": x, "w": w, "b": b}
+    plain = run_kernel("layer_norm", {**inputs, "y": np.zeros((6, n), np.float32)}, norm, [6], machine)["y"]
+    convert = {"rows": 0, "n": n, "x_stride": n, "y_stride": stride, "format": format, "group": group}
+    two = run_kernel("convert", {"x": plain, "y": np.zeros((6, stride), np.uint8)}, convert, [6], machine)["y"]
+    fused = {**norm, "y_stride": stride, "format": format, "group": group}
+    one = run_kernel("layer_norm", {**inputs, "y": np.zeros((6, stride), np.uint8)}, fused, [6], machine)["y"]
+    assert (one == two).all()
+
+
+@pytest.mark.parametrize("n", [1, 16, 37, 384])
+def test_normalise(n: int, machine: Machine) -> None:
+    """A row of zeros stays what it is."""
+    x = normal(5, n + 2, seed=15)
+    x[3] = 0
+    operands = {"x": x, "y": np.zeros((5, n), np.float32)}
+    params = {"rows": 0, "n": n, "x_stride": n + 2, "eps": 1e-12}
+    y = run_kernel("normalise", operands, params, [5], machine)["y"].view(np.float32).reshape(5, n)
+    cut = x[:, :n]
+    assert (y[3] == 0).all()
+    assert_no_worse(y, normalise(cut, 1e-12), normalise(cut.astype(np.float64), 1e-12))
 
 
 @pytest.mark.parametrize("size", [8, 16, 40, 64, 128, 136, 256, 328, 512])
@@ -127,13 +201,15 @@ def test_rope(size: int, machine: Machine) -> None:
     table = rotary_angles(RopeConfig(theta=10000.0), size, 64)
     x = normal(T, heads * size, seed=9)
     params = {
-        "heads": heads, "kv_heads": 0, "head_dim": size, "q_stride": heads * size, "k_stride": 0, "v_stride": 0,
-        "context": 64, "layer": -1,
+        "rows": 0, "heads": heads, "kv_heads": 0, "head_dim": size, "value_dim": 0, "q_stride": heads * size,
+        "k_stride": 0, "v_stride": 0, "context": 64, "cache": 0, "layer": -1,
     }  # fmt: skip
-    y = run_kernel("rope", {"q": x, "table": table}, params, step_inputs(T), machine)["q"].view(np.float32)
-    cut, positions = x.reshape(T, heads, size), np.arange(T)
-    truth = rope(cut.astype(np.float64), positions, table.astype(np.float64))
-    assert_no_worse(y.reshape(T, heads, size), rope(cut, positions, table), truth)
+    positions = np.array([0, 1, 2, 3, 63, 5, 40, -1, 64], np.int32)  # the last two are none of the table's
+    y = run_kernel("rope", {"q": x, "positions": positions, "table": table}, params, [T], machine)["q"]
+    got, cut = y.view(np.float32).reshape(T, heads, size), x.reshape(T, heads, size)
+    assert np.isnan(got[7:]).all()
+    truth = rope(cut[:7].astype(np.float64), positions[:7], table.astype(np.float64))
+    assert_no_worse(got[:7], rope(cut[:7], positions[:7], table), truth)
 
 
 def test_bf16_rounds_to_nearest_even() -> None:

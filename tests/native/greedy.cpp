@@ -1,6 +1,7 @@
 // Greedy tokens from an engine through the C interface alone, for machines that have no Python:
-//   greedy PROGRAM WEIGHTS ISA N_TOKENS activation_bytes logits_offset max_tokens max_sequences max_context vocab_size
-//          kv_format kv_layers kv_heads kv_head_dim : PROMPT_TOKEN ...
+//   greedy PROGRAM WEIGHTS ISA N_TOKENS activation_bytes max_context vocab_size T S R
+//          tokens_offset positions_offset rows_offset logits_offset
+//          format layers heads key_dim value_dim (of the cache) : PROMPT_TOKEN ...
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,7 +13,7 @@
 #include "millrace.h"
 
 int main(int argc, char** argv) {
-  if (argc < 17) return 2;
+  if (argc < 22) return 2;
   std::ifstream file(argv[1], std::ios::binary), packed(argv[2], std::ios::binary | std::ios::ate);
   const std::vector<uint8_t> program{std::istreambuf_iterator<char>(file), {}};
   const auto number = [&](int i) { return static_cast<int32_t>(std::atoi(argv[i])); };
@@ -22,10 +23,14 @@ int main(int argc, char** argv) {
   args.weights_path = argv[2];
   args.weights_bytes = packed.tellg();
   args.activation_bytes = std::atoll(argv[5]);
-  args.logits_offset = std::atoll(argv[6]);
-  args.max_tokens = number(7), args.max_sequences = number(8), args.max_context = number(9);
-  args.vocab_size = number(10), args.kv_format = number(11), args.kv_layers = number(12);
-  args.kv_heads = number(13), args.kv_head_dim = number(14);
+  args.max_context = number(6), args.vocab_size = number(7);
+  const int32_t symbols[3] = {number(8), number(9), number(10)};
+  args.symbols = symbols, args.n_symbols = 3;
+  args.tokens_offset = std::atoll(argv[11]), args.positions_offset = std::atoll(argv[12]);
+  args.rows_offset = std::atoll(argv[13]), args.logits_offset = std::atoll(argv[14]);
+  args.lengths_offset = -1;
+  const mr_cache cache{number(15), number(16), number(17), number(18), number(19), -1};
+  args.caches = &cache, args.n_caches = 1;
   args.kv_pages = (args.max_context + 63) / 64;
   args.threads = 2;
   args.isa = argv[3];
@@ -34,7 +39,7 @@ int main(int argc, char** argv) {
   if (mr_create(&args, &engine, error, sizeof error)) return std::fprintf(stderr, "%s\n", error), 1;
 
   std::vector<int32_t> tokens, positions, pages;
-  for (int i = 16; i < argc; ++i) tokens.push_back(number(i));
+  for (int i = 21; i < argc; ++i) tokens.push_back(number(i));
   for (int32_t p = 0; p < args.kv_pages; ++p) pages.push_back(p);
   millrace::SamplingRow row{};
   row.top_p = 1;

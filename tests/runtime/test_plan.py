@@ -9,7 +9,7 @@ import pytest
 
 from millrace.cli.models import build_engine
 from millrace.engine.engine import Engine
-from millrace.engine.native import PAGE_TOKENS
+from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import MachineError
 from millrace.machine.cpu import Memory
 from millrace.runtime.open import BUNDLED, BuildSettings
@@ -28,30 +28,30 @@ def available(nbytes: int) -> Memory:
 
 
 def fixed(engine: Engine) -> int:
-    return engine.manifest.weights_bytes + engine.manifest.activation_bytes + RESERVE
+    return engine.manifest.cpu.weights_bytes + engine.manifest.cpu.activation_bytes + RESERVE
 
 
 def test_unasked_the_whole_batch_fits_where_there_is_room(engine: Engine) -> None:
     plan = plan_run(engine, available(8 << 30))
     assert plan.n_pages == engine.pages_per_sequence * engine.manifest.max_sequences
-    assert plan.kv_bytes == plan.n_pages * engine.kv.page_bytes()
+    assert plan.kv_bytes == plan.n_pages * engine.page_bytes
     assert plan.total_bytes == plan.kv_bytes + plan.weights_bytes + plan.activation_bytes
 
 
 def test_unasked_a_share_of_what_is_free_where_there_is_less(engine: Engine) -> None:
     free = 40 * MIB
     plan = plan_run(engine, available(fixed(engine) + free))
-    assert plan.n_pages == int(free * KV_SHARE) // engine.kv.page_bytes()
+    assert plan.n_pages == int(free * KV_SHARE) // engine.page_bytes
     assert plan.n_pages >= engine.pages_per_sequence
 
 
 def test_asked_for_is_what_is_planned(engine: Engine) -> None:
     plan = plan_run(engine, available(8 << 30), 20 * MIB)
-    assert plan.n_pages == 20 * MIB // engine.kv.page_bytes() and plan.kv_bytes <= 20 * MIB
+    assert plan.n_pages == 20 * MIB // engine.page_bytes and plan.kv_bytes <= 20 * MIB
 
 
 def test_just_enough_for_one_sequence(engine: Engine) -> None:
-    least = engine.pages_per_sequence * engine.kv.page_bytes()
+    least = engine.pages_per_sequence * engine.page_bytes
     assert plan_run(engine, available(8 << 30), least).n_pages == engine.pages_per_sequence
     with pytest.raises(MachineError, match="for one sequence"):
         plan_run(engine, available(8 << 30), least - 1)

@@ -12,7 +12,8 @@ from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.executor import SAMPLING, StepInputs
-from millrace.engine.native import PAGE_TOKENS, KvFormat, NativeExecutor
+from millrace.engine.kv import PAGE_TOKENS, KvFormat
+from millrace.engine.native_step import NativeExecutor
 from tests.support.one_step import i32
 
 
@@ -56,7 +57,4 @@ def prompts_as_step(prompts: Sequence[Sequence[int]]) -> StepInputs:
 def last_logits(engine: Engine, executor: NativeExecutor, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
     """(prompts, vocabulary): the logits behind the last token of each prompt."""
     executor.run(prompts_as_step(prompts))
-    m = engine.manifest
-    size = 4 * len(prompts) * m.vocab_size
-    raw = executor.activations()[m.logits_offset : m.logits_offset + size]
-    return raw.view(np.float32).reshape(len(prompts), m.vocab_size).copy()
+    return executor.output("logits").astype(np.float32)

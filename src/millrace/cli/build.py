@@ -85,10 +85,11 @@ def show(tables: Tables, seconds: float) -> None:
             ("model", f"{m.architecture}, {count(m.n_parameters)} parameters, {tables.precision()}"),
             ("weights", f"{size(memory['weights_bytes'])} ({formats})"),
             ("KV cache", f"{size(memory['kv_bytes_per_sequence'])} a sequence of {m.max_context:,} tokens "
-                         f"({m.kv.format}), {size(memory['kv_bytes_batch'])} for {m.max_sequences}"),
-            ("activations", f"{size(m.activation_bytes)} (no plan needs less than {size(m.activation_lower_bound)})"),
+                         f"({m.kv_format}), {size(memory['kv_bytes_batch'])} for {m.max_sequences}"),
+            ("activations", f"{size(m.cpu.activation_bytes)} "
+                            f"(no plan needs less than {size(m.cpu.activation_lower_bound)})"),
             ("peak memory", f"{size(memory['peak_bytes'])} with every sequence at full context"),
-            ("program", f"{len(tables.steps)} steps for {len(tables.graph.nodes)} operations, "
+            ("program", f"{len(tables.calls)} steps for {len(tables.graph.nodes)} operations, "
                         f"{len(tables.fusions)} of them fused (millrace inspect shows them)"),
             ("tactics", tuned(tables)),
             *(("note", text) for text in m.notes),

@@ -187,7 +187,7 @@ def _show(told: Told, report: dict[str, Any]) -> None:
     pairs(
         [
             ("model", f"{m.model_name}, {count(m.n_parameters)} parameters in {told.tables.precision()}"),
-            ("engine", f"{len(told.tables.steps)} steps, weights {size(memory['weights_bytes'])}, "
+            ("engine", f"{len(told.tables.calls)} steps, weights {size(memory['weights_bytes'])}, "
                        f"KV {size(memory['kv_bytes_per_sequence'])} a sequence, built in {told.build_s:.1f} s"),
             ("ready", f"{told.ready_s:.1f} s after the server's process started"),
         ]

@@ -16,7 +16,7 @@ from millrace.cli.tables import Tables, tuned
 from millrace.compile.cache import CacheEntry, EngineCache
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import MANIFEST, read_manifest
-from millrace.engine.tables import Step
+from millrace.engine.tables import Call
 from millrace.env import Env
 from millrace.errors import EngineError, nearest
 from millrace.runtime.open import checkpoint_identity
@@ -114,12 +114,12 @@ def _summary(tables: Tables) -> None:
     heading("Bytes")
     formats = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in tables.bytes_by_format().items())
     kv = f"{size(memory['kv_bytes_per_sequence'])} a sequence, {size(memory['kv_bytes_batch'])} for {m.max_sequences}"
-    bound = f"{size(m.activation_bytes)}, planned over {len(program.buffers)} buffers; the lower bound is "
+    bound = f"{size(m.cpu.activation_bytes)}, planned over {len(program.buffers)} buffers; the lower bound is "
     pairs(
         [
-            ("weights", f"{size(m.weights_bytes)} ({formats})"),
-            ("KV cache", f"{kv} ({memory['kv_bytes_per_token']:,} bytes a token, {m.kv.format})"),
-            ("activations", bound + size(m.activation_lower_bound)),
+            ("weights", f"{size(m.cpu.weights_bytes)} ({formats})"),
+            ("KV cache", f"{kv} ({memory['kv_bytes_per_token']:,} bytes a token, {m.kv_format})"),
+            ("activations", bound + size(m.cpu.activation_lower_bound)),
             ("peak", size(memory["peak_bytes"])),
         ]
     )
@@ -128,7 +128,7 @@ def _summary(tables: Tables) -> None:
 def _layers(tables: Tables) -> list[tuple[str, str, str]]:
     """(which modules, steps, kernels in their order), equal layers in one row."""
     groups: list[tuple[str, list[str]]] = []
-    for step in tables.steps:
+    for step in tables.calls:
         module = _module_of(step)
         if not groups or groups[-1][0] != module:
             groups.append((module, []))
@@ -145,7 +145,7 @@ def _layers(tables: Tables) -> list[tuple[str, str, str]]:
     ]
 
 
-def _module_of(step: Step) -> str:
+def _module_of(step: Call) -> str:
     """`model.layers.3`, or the module itself outside of the layers."""
     parts = next((o for o in step.origin if o), step.kernel).split(".")
     if "layers" in parts:
@@ -170,7 +170,7 @@ def _short(origin: str, i: int) -> str:
 
 def _steps(tables: Tables) -> None:
     rows = []
-    for i, step in enumerate(tables.steps):
+    for i, step in enumerate(tables.calls):
         p = step.params
         shape = f"{p['n']} x {p['k']}" if step.kernel == "matmul" else str(p.get("n", ""))
         rows.append((str(i), step.kernel, step.note, shape, " + ".join(o for o in step.origin if o)))
@@ -186,12 +186,18 @@ def _memory(tables: Tables) -> None:
     buffers = tables.program.buffers
     table(("buffer", "bytes", "offset"), [(b.name, f"{b.bytes:,}", f"{b.offset:,}") for b in buffers])
     m = tables.engine.manifest
-    click.echo(f"  {m.activation_bytes:,} bytes in all; no plan needs less than {m.activation_lower_bound:,}")
+    click.echo(f"  {m.cpu.activation_bytes:,} bytes in all; no plan needs less than {m.cpu.activation_lower_bound:,}")
 
 
 def _graph(tables: Tables) -> None:
     rows = [
-        (str(n.output), n.op, " ".join(map(str, n.inputs)), " x ".join(n.shape), " + ".join(n.origin))
+        (
+            " ".join(map(str, n.outputs)),
+            n.op,
+            " ".join(map(str, n.inputs)),
+            ", ".join(" x ".join(map(str, s)) for s in n.shapes),
+            " + ".join(n.origin),
+        )
         for n in tables.graph.nodes
     ]
     table(("value", "op", "inputs", "shape", "origin"), rows)
@@ -224,7 +230,7 @@ def _as_json(tables: Tables, part: str | None) -> Any:
         return to_builtins(tables.tactics)
     if part is not None:
         program = to_builtins(tables.program)
-        return program[{"steps": "steps", "weights": "weights", "memory": "buffers"}[part]]
+        return program[{"steps": "calls", "weights": "weights", "memory": "buffers"}[part]]
     return tables.summary()
 
 

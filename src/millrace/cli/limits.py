@@ -17,7 +17,7 @@ def decode_bound(tables: Tables, roofline: Roofline, n_sequences: int, n_context
     """
     nbytes = n_sequences * n_context * tables.memory()["kv_bytes_per_token"]
     operations: Counter[str] = Counter()
-    for step in tables.steps:
+    for step in tables.calls:
         if step.kernel == "matmul":
             nbytes += int(step.operands["w"]["bytes"])
             products = int(step.params["n"] * step.params["k"])

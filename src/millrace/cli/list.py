@@ -57,7 +57,7 @@ def described(entries: Sequence[CacheEntry]) -> dict[str, dict[str, Any]]:
 
 def _settings(entry: CacheEntry) -> dict[str, Any]:
     try:
-        m, steps = read_manifest(entry.folder), read_program_table(entry.folder).steps
+        m, steps = read_manifest(entry.folder), read_program_table(entry.folder).calls
     except (EngineError, OSError):  # of another version, damaged, or removed just now
         return {}
     head = [step.note for step in steps if step.kernel == "matmul" and step.params.get("rows")]
@@ -65,7 +65,7 @@ def _settings(entry: CacheEntry) -> dict[str, Any]:
     layers = {pattern: value for pattern, value in m.precision.items() if pattern not in ("default", HEAD)}
     return {
         "model": entry.model, "precision": plain(m.precision.get("default", "?")), "context": m.max_context,
-        "batch": m.max_sequences, "kv": plain(m.kv.format), "head": plain(" ".join(head)), "groups": m.group,
+        "batch": m.max_sequences, "kv": plain(m.kv_format), "head": plain(" ".join(head)), "groups": m.group,
         "layers": plain(" ".join(f"{pattern} {value}" for pattern, value in layers.items())), "content": m.identity[:6],
     }  # fmt: skip
 

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from millrace.engine.engine import Engine
-from millrace.engine.native import PAGE_TOKENS
-from millrace.engine.tables import GraphTable, ProgramTable, Step, read_graph_table, read_program_table
+from millrace.engine.kv import PAGE_TOKENS
+from millrace.engine.tables import Call, GraphTable, ProgramTable, read_graph_table, read_program_table
 from millrace.engine.tactics import TacticTable, read_tables, table_for
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, usable_cores
@@ -38,16 +38,16 @@ class Tables:
         return next(iter(self.all_tactics), None)
 
     @property
-    def steps(self) -> list[Step]:
-        return self.program.steps
+    def calls(self) -> list[Call]:
+        return self.program.calls
 
     @property
-    def fusions(self) -> list[tuple[Step, str]]:
+    def fusions(self) -> list[tuple[Call, str]]:
         """Steps that do the work of several, each with what is fused in it."""
-        return [(step, what) for step in self.steps if (what := _fused(step))]
+        return [(step, what) for step in self.calls if (what := _fused(step))]
 
     def kernels(self) -> Counter[str]:
-        return Counter(step.kernel for step in self.steps)
+        return Counter(step.kernel for step in self.calls)
 
     def bytes_by_format(self) -> dict[str, int]:
         """Largest first."""
@@ -59,15 +59,15 @@ class Tables:
     def memory(self) -> dict[str, int]:
         """Bytes by purpose; KV for one sequence of full context, and for the whole batch of them."""
         m = self.engine.manifest
-        kv = self.engine.pages_per_sequence * self.engine.kv.page_bytes()
+        kv = self.engine.pages_per_sequence * self.engine.page_bytes
         return {
-            "weights_bytes": m.weights_bytes,
-            "activation_bytes": m.activation_bytes,
-            "activation_lower_bound": m.activation_lower_bound,
-            "kv_bytes_per_token": self.engine.kv.page_bytes() // PAGE_TOKENS,
+            "weights_bytes": m.cpu.weights_bytes,
+            "activation_bytes": m.cpu.activation_bytes,
+            "activation_lower_bound": m.cpu.activation_lower_bound,
+            "kv_bytes_per_token": self.engine.page_bytes // PAGE_TOKENS,
             "kv_bytes_per_sequence": kv,
             "kv_bytes_batch": kv * m.max_sequences,
-            "peak_bytes": m.weights_bytes + m.activation_bytes + kv * m.max_sequences,
+            "peak_bytes": m.cpu.weights_bytes + m.cpu.activation_bytes + kv * m.max_sequences,
         }
 
     def tuning(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Tables:
             "max_sequences": m.max_sequences,
             "max_step_tokens": m.max_step_tokens,
             "operations": len(self.graph.nodes),
-            "steps": len(self.steps),
+            "steps": len(self.calls),
             "fusions": len(self.fusions),
             "kernels": dict(self.kernels()),
             "weights_by_format": self.bytes_by_format(),
@@ -141,7 +141,7 @@ def machine(fingerprint: Mapping[str, str | int]) -> str:
     return ", ".join(str(fingerprint.get(key, "?")) for key in ("cpu", "isa")) + f", {fingerprint.get('cores')} cores"
 
 
-def _fused(step: Step) -> str:
+def _fused(step: Call) -> str:
     """What this step does beside its kernel's own work; "" where nothing."""
     kernel, params, operands = step.kernel, step.params, step.operands
     found = []

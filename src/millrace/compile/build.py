@@ -3,9 +3,9 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -15,10 +15,11 @@ import millrace
 from millrace.compile.lower import Lowering
 from millrace.compile.passes import pipeline, run_passes, unfused
 from millrace.compile.precision import PrecisionMap, plain_format, rounding_notes
-from millrace.compile.report import graph_table, program_table
-from millrace.compile.source import Source
+from millrace.compile.report import program_table
+from millrace.compile.source import LONGEST, Source
 from millrace.compile.tune import Tuning, tune_folder
 from millrace.engine.hold import building
+from millrace.engine.kv import KvFormat
 from millrace.engine.manifest import (
     FORMAT,
     GRAPH,
@@ -26,17 +27,20 @@ from millrace.engine.manifest import (
     PROGRAM,
     PROGRAM_TABLE,
     WEIGHTS,
+    CacheEntry,
+    CpuSection,
     FileEntry,
-    KvEntry,
     Manifest,
+    SlotEntry,
+    SymbolEntry,
     file_checksum,
     sealed,
 )  # fmt: skip
-from millrace.engine.native import KvFormat
-from millrace.engine.program import Packed, Program
+from millrace.engine.program import Bounds, Packed, Program, Slot, slot
 from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError, plain
-from millrace.graph.types import Graph
-from millrace.kernels.encode import Limits
+from millrace.graph.rewrite import LOGITS
+from millrace.graph.table import graph_table
+from millrace.graph.types import Graph, Symbol
 from millrace.kernels.library import library
 from millrace.machine.cpu import usable_cores
 from millrace.model.module import trace_model
@@ -49,13 +53,19 @@ Progress = Callable[[str, int, int], None]  # what is being done, bytes done, by
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """What was asked. precision None: the checkpoint's own."""
+    """What was asked. precision None: the checkpoint's own.
+
+    profile: how large the dimensions of a network of one's own may be, by their names; T (tokens of a step), S
+    (sequences) and R (rows of logits) follow from max_step_tokens and max_batch unless it says otherwise
+    """
 
     precision: PrecisionMap | None = None
     max_batch: int = DEFAULT_BATCH
     max_step_tokens: int = STEP_TOKENS
     kv_format: KvFormat | None = None  # None: float32 for an engine of that precision, else bfloat16
     fuse: bool = True
+    profile: Mapping[str, Bounds] = field(default_factory=dict)
+    keep: tuple[str, ...] = ()  # modules whose results are handed out too, by their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +85,37 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     """
     _check(options)
     precision = options.precision or source.own_precision
-    traced = trace_model(source.module, source.weights)
+    traced = trace_model(source.module, source.weights, keep=options.keep)
     precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
     passes = pipeline(precision) if options.fuse else unfused(precision)
     graph = run_passes(traced, passes)
-    limits = Limits(T=max(options.max_step_tokens, options.max_batch), S=options.max_batch)
+    bounds = _bounds(graph, options)
     table = plain_format(precision.default)
     kv_format = KvFormat[table.upper()] if options.kv_format is None else options.kv_format
-    program = Lowering(graph, limits, source.max_context, kv_format, table).program()
+    program = Lowering(graph, bounds, kv_format, table).program()
     notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, table))
     return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), tuple(map(plain, notes)))
+
+
+def _bounds(graph: Graph, options: BuildOptions) -> dict[Symbol, Bounds]:
+    """Of each of the graph's symbols. raises ConfigError for one that nothing bounds, and for a bound of none"""
+    tokens, batch = max(options.max_step_tokens, options.max_batch), options.max_batch
+    known = {"T": Bounds(1, tokens, tokens), "S": Bounds(1, batch, batch), "R": Bounds(1, batch, batch)}
+    known |= options.profile
+    names = [s.name for s in graph.symbols]
+    for name in [n for n in names if n not in known] + [n for n in options.profile if n not in names]:
+        raise ConfigError(
+            f"the dimension {name!r:.60} " + ("has no bounds" if name in names else "is none of this network's"),
+            "bounds for " + ", ".join(names), "give a profile of smallest, usual and largest size for each of them",
+        )  # fmt: skip
+    for name in names:
+        b = known[name]
+        if not 1 <= b.low <= b.usual <= b.high <= LONGEST:
+            raise ConfigError(
+                f"{name} from {b.low} to {b.high}, usually {b.usual}", f"1 <= low <= usual <= high <= {LONGEST}",
+                "correct the profile",
+            )  # fmt: skip
+    return {s: known[s.name] for s in graph.symbols}
 
 
 def _table_note(stored: str | None, table: str) -> tuple[str, ...]:
@@ -213,16 +244,30 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
 
 
 def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str) -> Manifest:
-    program, kv = plan.program, plan.program.kv
+    program = plan.program
+    logits = slot(program.outputs, LOGITS)
+    width = logits.shape[1] if logits else 0
+    assert isinstance(width, int)
+    caches = [
+        CacheEntry(c.layers, c.heads, c.key_size, c.value_size, c.format.name.lower(), c.place)  # type: ignore[arg-type]
+        for c in program.caches
+    ]
+    cpu = CpuSection(
+        n_calls=len(program.calls), weights_bytes=program.weights_bytes, activation_bytes=program.activation_bytes,
+        activation_lower_bound=program.activation_lower_bound, inputs=list(map(_slot_entry, program.inputs)),
+        outputs=list(map(_slot_entry, program.outputs)), caches=caches,
+    )  # fmt: skip
     return Manifest(
         format=FORMAT, millrace=millrace.__version__, model_name=plain(name), architecture=source.architecture,
         source=source.identity(),
         precision={"default": plan.precision.default.value, **{p: v.value for p, v in plan.precision.patterns}},
-        group=plan.precision.group, n_steps=len(program.steps), n_parameters=source.n_parameters,
-        weights_bytes=program.weights_bytes, activation_bytes=program.activation_bytes,
-        activation_lower_bound=program.activation_lower_bound, logits_offset=program.logits_offset,
-        max_step_tokens=program.limits.T, max_sequences=program.limits.S, max_context=program.max_context,
-        vocab_size=program.vocab_size, kv=KvEntry(kv.layers, kv.heads, kv.head_dim, kv.format.name.lower()),
-        eos_token_ids=list(source.eos_token_ids), bos_token_id=source.bos_token_id, files=files,
-        notes=list(plan.notes),
+        group=plan.precision.group, n_parameters=source.n_parameters,
+        symbols=[SymbolEntry(s.name, b.low, b.usual, b.high) for s, b in program.symbols.items()],
+        max_context=source.max_context, vocab_size=width, eos_token_ids=list(source.eos_token_ids),
+        bos_token_id=source.bos_token_id, files=files, notes=list(plan.notes), cpu=cpu,
     )  # fmt: skip
+
+
+def _slot_entry(found: Slot) -> SlotEntry:
+    shape = [d.name if isinstance(d, Symbol) else d for d in found.shape]
+    return SlotEntry(found.name, shape, found.dtype, found.offset)

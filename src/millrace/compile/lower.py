@@ -1,141 +1,78 @@
 """From the graph to the program: each node becomes one kernel call or two, values become places in buffers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from millrace.compile.memory import Buffer, plan_memory
-from millrace.compile.weights import pack_bytes, pack_table, pack_vector, pack_weight
-from millrace.engine.native import KvFormat, KvShape
-from millrace.engine.program import Packed, Place, Program, ProgramStep
+from millrace.compile.placement import Operands, Placement, View
+from millrace.compile.weights import pack_bytes, pack_table, pack_weight
+from millrace.engine.kv import KvFormat
+from millrace.engine.program import Bounds, Place, Program
 from millrace.errors import GraphError
-from millrace.graph.types import F32, Graph, Node, S, Value
-from millrace.kernels.declare import MAX_INPUTS, RowFormat, Space
-from millrace.kernels.encode import Limits, Param
+from millrace.graph.trees import as_tree
+from millrace.graph.types import Graph, Node, Symbol, Value, find
+from millrace.kernels.declare import MAX_INPUTS, Space
+from millrace.kernels.encode import Param
 from millrace.kernels.expression import compile_tree
-from millrace.kernels.layout import row_bytes, up
+from millrace.kernels.layout import up
 from millrace.kernels.precision import Precision
-
-_ROW_FORMAT = {"f32": RowFormat.F32, "bf16": RowFormat.BF16, "q8": RowFormat.Q8}
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """Where a value lies: `offset` bytes into a buffer, rows `stride` apart (elements if float32, bytes if packed)."""
-
-    buffer: int
-    offset: int
-    stride: int
-    rows: int  # 0: one row per token, 1: one per sampled row
-
-    def place(self) -> Place:
-        return Place(Space.ACTIVATIONS, self.buffer, self.offset)
+from millrace.kernels.storage import DENSE, storage_of
 
 
-@dataclass(slots=True)
-class _Life:
-    name: str
-    nbytes: int
-    first: int
-    last: int
+class Lowering(Placement):
+    """One use: `Lowering(graph, bounds, ...).program()`.
 
+    table: "f32" or "bf16", of embedding tables
+    """
 
-class Lowering:
-    """One use: `Lowering(graph, limits, max_context, ...).program()`."""
-
-    def __init__(self, graph: Graph, limits: Limits, max_context: int, kv_format: KvFormat, table: str) -> None:
-        self._graph, self._limits, self._max_context = graph, limits, max_context
-        self._kv_format, self._table = kv_format, table
-        self._views: dict[Value, View] = {}
-        self._lives: list[_Life] = []
-        self._steps: list[ProgramStep] = []
-        self._packed: dict[tuple[object, str], int] = {}
-        self._weights: list[Packed] = []
-        self._readers, self._producers = graph.consumers(), graph.producers()
-        self._kv: tuple[int, int] | None = None
-        self._layers = 0
+    def __init__(self, graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str) -> None:
+        super().__init__(graph, bounds, kv_format)
+        self._table = table
 
     def program(self) -> Program:
         rules: dict[str, Callable[[Node], None]] = {
             "embedding": self._embedding, "linear": self._linear, "gated_linear": self._linear,
-            "elementwise": self._elementwise, "rms_norm": self._rms_norm, "convert": self._convert,
-            "reshape": self._reshape, "slice": self._slice, "rope": self._rope, "attention": self._attention,
-            "rope_attention": self._attention, "sampled_rows": self._sampled_rows, "rescore": self._rescore,
+            "elementwise": self._elementwise, "rms_norm": self._rms_norm, "layer_norm": self._layer_norm,
+            "normalise": self._normalise, "convert": self._convert, "reshape": self._reshape, "split": self._split,
+            "rope": self._rope, "attention": self._attention, "rope_attention": self._attention,
+            "full_attention": self._full_attention, "gather_rows": self._gather_rows, "mean_rows": self._mean_rows,
+            "rescore": self._rescore,
         }  # fmt: skip
+        asked = {port.value for port in self._graph.outputs}
+        for port in self._graph.inputs:
+            if port.value in self._readers or port.value in asked:
+                self._new(port.value, port.name)
         for node in self._graph.nodes:
             rules[node.op](node)
-        output = self._graph.output
-        if output.shape[0] is not S or output.storage != F32 or len(output.shape) != 2:
+        outputs = [self._result(port.name, port.value) for port in self._graph.outputs]
+        return self._planned(outputs)
+
+    def _result(self, name: str, value: Value) -> tuple[str, Value, View]:
+        """Dense rows that live to the end."""
+        if value not in self._views or self._views[value].storage != DENSE:
             raise GraphError(
-                f"the model's output is {output}",
-                "float32 [S, vocabulary]",
-                "end forward() with a head over sampled_rows(x)",
-            )
-        view = self._views[output]
-        self._lives[view.buffer].last = len(self._steps)
-        return self._planned(view.buffer, output.width)
-
-    def _planned(self, logits: int, vocab_size: int) -> Program:
-        plan = plan_memory([Buffer(b.name, b.nbytes, b.first, b.last) for b in self._lives])
-        offsets, at = [], 0
-        for packed in self._weights:
-            offsets.append(at)
-            at += up(packed.nbytes, 64)
-        heads, size = self._kv or (1, 16)
-        return Program(
-            steps=tuple(self._steps), weights=tuple(self._weights), weights_offsets=tuple(offsets), weights_bytes=at,
-            buffer_names=tuple(b.name for b in plan.buffers), buffer_bytes=tuple(b.nbytes for b in plan.buffers),
-            buffer_offsets=plan.offsets, activation_bytes=plan.total_bytes, activation_lower_bound=plan.lower_bound,
-            logits_buffer=logits, limits=self._limits, max_context=self._max_context, vocab_size=vocab_size,
-            kv=KvShape(layers=self._layers, heads=heads, head_dim=size, format=self._kv_format),
-        )  # fmt: skip
-
-    # --- buffers, constants, steps
-
-    def _new(self, value: Value, name: str) -> View:
-        """A fresh dense buffer for a value, alive from the step that is about to be added."""
-        rows = 1 if value.shape[0] is S else 0
-        format = _ROW_FORMAT[value.storage.kind]
-        nbytes = row_bytes(format, value.width, value.storage.group)
-        count = self._limits.S if rows else self._limits.T
-        self._lives.append(_Life(name, nbytes * count, len(self._steps), len(self._steps)))
-        stride = value.width if format == RowFormat.F32 else nbytes
-        view = View(len(self._lives) - 1, 0, stride, rows)
-        self._views[value] = view
-        return view
-
-    def _constant(self, value: Value, kind: str, make: Callable[[Value, str], Packed]) -> Place:
-        key = (value, kind)
-        if key not in self._packed:
-            self._weights.append(make(value, kind))
-            self._packed[key] = len(self._weights) - 1
-        return Place(Space.WEIGHTS, self._packed[key])
-
-    def _add(
-        self,
-        kernel: str,
-        operands: Mapping[str, View | Place | None],
-        params: Mapping[str, Param],
-        node: Node,
-        note: str = "",
-    ) -> None:
-        for view in operands.values():
-            if isinstance(view, View):
-                self._lives[view.buffer].last = len(self._steps)
-        places = {n: v.place() if isinstance(v, View) else v for n, v in operands.items()}
-        self._steps.append(ProgramStep(kernel, places, params, node.origin, note))
+                f"the output {name} is {value}, which is not computed", "rows of floats that a node computes",
+                "return what an operator gives",
+            )  # fmt: skip
+        view = self._views[value]
+        if view.stride != value.width or view.offset:
+            view = self._copy(value, self._producers[value])
+        self._lives[view.buffer].last = len(self._calls)
+        return name, value, view
 
     # --- one method per operator
 
     def _embedding(self, node: Node) -> None:
-        _, table = node.inputs
+        ids, table = node.inputs
         scale = node.attrs["scale"]
         assert isinstance(scale, float)
         kind = self._table
         vocab, width = table.shape
         assert isinstance(vocab, int) and isinstance(width, int)
-        params = {"n": width, "vocab": vocab, "bf16": int(kind == "bf16"), "scale": scale}
+        view = self._views[ids]
+        params = {"rows": view.rows, "n": width, "vocab": vocab, "bf16": int(kind == "bf16"), "scale": scale}
         place = self._constant(table, kind, pack_table)
-        self._add("embed", {"table": place, "y": self._new(node.output, "embedding")}, params, node, kind)
+        y = self._new(node.output, "embedding")
+        self._add("embed", {"ids": view, "table": place, "y": y}, params, node, kind)
 
     def _linear(self, node: Node) -> None:
         precision = node.attrs["precision"]
@@ -144,19 +81,16 @@ class Lowering:
         assert isinstance(precision, Precision)
         weights = precision.weights
         gated = node.op == "gated_linear"
-        group = x.storage.group
+        group = view.storage.group
         width, k = node.output.width, x.width
         code: list[int] = []
         numbers: list[float] = []
-        if gated:
-            tree = node.attrs["tree"]
-            assert isinstance(tree, int | float | tuple)
-            code, numbers = compile_tree(tree, 2)
-        format = _ROW_FORMAT[x.storage.kind]
+        if "tree" in node.attrs:
+            code, numbers = compile_tree(as_tree(node.attrs["tree"]), 2 if gated else 1)
         params: dict[str, Param] = {
-            "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": k, "group": group, "format": format,
-            "weights": weights, "x_stride": view.stride * 4 if format == RowFormat.F32 else view.stride,
-            "y_stride": width, "gated": int(gated), "code": code, "imm": numbers,
+            "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": k, "group": group,
+            "format": view.storage.format, "weights": weights, "x_stride": view.stride_bytes, "y_stride": width,
+            "gated": int(gated), "code": code, "imm": numbers,
         }  # fmt: skip
         pair = node.inputs[1:3] if gated else node.inputs[1:2]
         name = f"{weights.name.lower()}{f'g{group}' if group else ''}"
@@ -166,7 +100,7 @@ class Lowering:
             self._packed[key] = len(self._weights) - 1
         operands: dict[str, View | Place | None] = {"x": view, "w": Place(Space.WEIGHTS, self._packed[key])}
         if node.attrs.get("bias"):
-            operands["bias"] = self._constant(node.inputs[2], "vector", pack_vector)
+            operands["bias"] = self._vector(node.inputs[2])
         if node.attrs.get("residual"):
             operands["residual"] = self._dense(node.inputs[-1], node)
         operands["y"] = self._new(node.output, node.origin[0] if node.origin else "linear")
@@ -176,10 +110,10 @@ class Lowering:
         logits, x, w = node.inputs
         view, count = self._views[x], node.attrs["count"]
         assert isinstance(count, int)
-        group = x.storage.group
+        group = view.storage.group
         place = self._constant(w, f"w8g{group} by output", lambda value, _: pack_bytes(value, group))
         params: dict[str, Param] = {
-            "n": node.output.width, "k": x.width, "group": group, "x_stride": view.stride,
+            "rows": view.rows, "n": node.output.width, "k": x.width, "group": group, "x_stride": view.stride,
             "count": min(count, node.output.width),
         }  # fmt: skip
         operands: dict[str, View | Place | None] = {"x": view, "w": place, "y": self._views[logits]}
@@ -187,7 +121,7 @@ class Lowering:
         self._views[node.output] = self._views[logits]
 
     def _dense(self, value: Value, node: Node) -> View:
-        """The value's rows side by side; a slice is copied."""
+        """The value's rows side by side; columns of a wider value are copied."""
         view = self._views[value]
         if view.stride == value.width:
             return view
@@ -200,8 +134,7 @@ class Lowering:
         return fresh
 
     def _elementwise_params(self, tree: object, inputs: list[View | Place], value: Value) -> dict[str, Param]:
-        assert isinstance(tree, int | float | tuple)
-        code, numbers = compile_tree(tree, len(inputs))
+        code, numbers = compile_tree(as_tree(tree), len(inputs))
         views = [v for v in inputs if isinstance(v, View)]
         params: dict[str, Param] = {"rows": views[0].rows, "n": value.width, "code": code, "imm": numbers}
         for name, source in zip("abcd"[:MAX_INPUTS], inputs, strict=False):
@@ -209,9 +142,7 @@ class Lowering:
         return params
 
     def _elementwise(self, node: Node) -> None:
-        inputs: list[View | Place] = [
-            self._constant(v, "vector", pack_vector) if v.constant else self._views[v] for v in node.inputs
-        ]
+        inputs: list[View | Place] = [self._vector(v) if v.constant else self._views[v] for v in node.inputs]
         params = self._elementwise_params(node.attrs["tree"], inputs, node.output)
         operands: dict[str, View | Place | None] = dict(zip("abcd", inputs, strict=False))
         operands["y"] = self._new(node.output, node.origin[0])
@@ -220,104 +151,142 @@ class Lowering:
     def _rms_norm(self, node: Node) -> None:
         x, w = node.inputs
         view = self._views[x]
-        storage = node.output.storage
         n = x.shape[-1]
         assert isinstance(n, int)
-        out = self._new(node.output, node.origin[0])
-        format = _ROW_FORMAT[storage.kind]
+        out = self._new(node.output, node.origin[0], storage_of(node))
+        params = {**self._norm_params(node, view, out, n), "runs": x.width // n}
+        self._add("rms_norm", {"x": view, "w": self._vector(w), "y": out}, params, node, str(out.storage))
+
+    def _norm_params(self, node: Node, view: View, out: View, n: int) -> dict[str, Param]:
         eps = node.attrs["eps"]
         assert isinstance(eps, float)
-        params: dict[str, Param] = {
-            "rows": view.rows, "runs": x.width // n, "n": n, "x_stride": view.stride,
-            "y_stride": out.stride * 4 if format == RowFormat.F32 else out.stride,
-            "format": format, "group": storage.group, "eps": eps,
+        return {
+            "rows": view.rows, "n": n, "x_stride": view.stride, "y_stride": out.stride_bytes,
+            "format": out.storage.format, "group": out.storage.group, "eps": eps,
         }  # fmt: skip
-        self._add(
-            "rms_norm", {"x": view, "w": self._constant(w, "vector", pack_vector), "y": out}, params, node, str(storage)
-        )
+
+    def _layer_norm(self, node: Node) -> None:
+        x, w, b = node.inputs
+        view = self._views[x]
+        out = self._new(node.output, node.origin[0], storage_of(node))
+        operands: Operands = {"x": view, "w": self._vector(w), "b": self._vector(b), "y": out}
+        self._add("layer_norm", operands, self._norm_params(node, view, out, x.width), node, str(out.storage))
+
+    def _normalise(self, node: Node) -> None:
+        x = node.inputs[0]
+        view, eps = self._views[x], node.attrs["eps"]
+        assert isinstance(eps, float)
+        params: dict[str, Param] = {"rows": view.rows, "n": x.width, "x_stride": view.stride, "eps": eps}
+        self._add("normalise", {"x": view, "y": self._new(node.output, node.origin[0])}, params, node)
 
     def _convert(self, node: Node) -> None:
         view = self._views[node.inputs[0]]
-        storage = node.output.storage
-        out = self._new(node.output, f"{storage}")
+        storage = storage_of(node)
+        out = self._new(node.output, f"{storage}", storage)
         params: dict[str, Param] = {
             "rows": view.rows, "n": node.output.width, "x_stride": view.stride, "y_stride": out.stride,
-            "format": _ROW_FORMAT[storage.kind], "group": storage.group,
+            "format": storage.format, "group": storage.group,
         }  # fmt: skip
         self._add("convert", {"x": view, "y": out}, params, node, str(storage))
 
     def _reshape(self, node: Node) -> None:
         self._views[node.output] = self._views[node.inputs[0]]
 
-    def _slice(self, node: Node) -> None:
+    def _split(self, node: Node) -> None:
         view = self._views[node.inputs[0]]
-        start = node.attrs["start"]
-        assert isinstance(start, int)
-        self._views[node.output] = replace(view, offset=view.offset + 4 * start)
+        at = view.offset
+        for part in node.outputs:
+            self._views[part] = replace(view, offset=at)
+            at += 4 * part.width
 
-    def _own(self, value: Value, node: Node) -> View:
-        """A view that may be written: the value's own where this node alone reads it, else a copy."""
-        at: Value = value
-        while len(self._readers[at]) == 1:
-            producer = self._producers[at]
-            if producer.op == "slice":
-                whole = [
-                    (n.attrs["start"], n.attrs["stop"]) for n in self._readers[producer.inputs[0]] if n.op == "slice"
-                ]
-                if len(set(whole)) == len(whole) == len(self._readers[producer.inputs[0]]):
-                    return self._views[value]
-                break
-            if producer.op != "reshape":
+    def _to_write(self, value: Value, node: Node) -> View:
+        """A view that may be written: the value's own where nobody else reads what it is of, else a copy."""
+        at, asked = value, {port.value for port in self._graph.outputs}
+        while len(self._readers[at]) == 1 and at not in asked:
+            producer = self._producers.get(at)
+            if producer is None:
+                break  # an input, or a constant
+            if producer.op not in ("reshape", "split"):
                 return self._views[value]
             at = producer.inputs[0]
         return self._copy(value, node)
 
     def _rope(self, node: Node) -> None:
-        x, table = node.inputs
-        view = self._own(x, node)
+        x, positions, table = node.inputs
+        view = self._to_write(x, node)
         _, heads, size = x.shape
         assert isinstance(heads, int) and isinstance(size, int)
         params: dict[str, Param] = {
-            "heads": heads, "kv_heads": 0, "head_dim": size, "q_stride": view.stride, "k_stride": 0, "v_stride": 0,
-            "context": self._max_context, "layer": -1,
+            "rows": view.rows, "heads": heads, "kv_heads": 0, "head_dim": size, "value_dim": size,
+            "q_stride": view.stride, "k_stride": 0, "v_stride": 0, "context": _length(table), "cache": 0, "layer": -1,
         }  # fmt: skip
-        self._add("rope", {"q": view, "table": self._constant(table, "vector", pack_vector)}, params, node)
+        operands: Operands = {"q": view, "positions": self._views[positions], "table": self._vector(table)}
+        self._add("rope", operands, params, node)
         self._views[node.output] = view
 
     def _attention(self, node: Node) -> None:
-        q, k, v = node.inputs[:3]
-        _, heads, size = q.shape
-        kv_heads = k.shape[1]
-        assert isinstance(heads, int) and isinstance(size, int) and isinstance(kv_heads, int)
-        if self._kv not in (None, (kv_heads, size)):
-            raise GraphError(
-                f"attention layers of {self._kv} and {(kv_heads, size)} KV heads and head size",
-                "the same in every layer", "KV pages of several shapes are not supported yet",
-            )  # fmt: skip
-        self._kv = (kv_heads, size)
-        layer, scale = node.attrs["layer"], node.attrs["scale"]
-        assert isinstance(layer, int) and isinstance(scale, float)
-        self._layers = max(self._layers, layer + 1)
-        rotated = node.op == "rope_attention"
-        q_view = self._own(q, node) if rotated else self._views[q]
-        k_view = self._own(k, node) if rotated else self._views[k]
-        write: dict[str, View | Place | None] = {"k": k_view, "v": self._views[v]}
-        if rotated:
-            write |= {"q": q_view, "table": self._constant(node.inputs[3], "vector", pack_vector)}
-        params: dict[str, Param] = {
-            "heads": heads if rotated else 0, "kv_heads": kv_heads, "head_dim": size,
-            "q_stride": q_view.stride if rotated else 0, "k_stride": k_view.stride,
-            "v_stride": self._views[v].stride, "context": self._max_context, "layer": layer,
-        }  # fmt: skip
-        self._add("rope", write, params, node, "and KV write" if rotated else "KV write")
-        out = self._new(node.output, node.origin[0])
-        params = {
-            "heads": heads, "kv_heads": kv_heads, "head_dim": size, "q_stride": q_view.stride, "layer": layer,
-            "scale": scale,
-        }  # fmt: skip
-        self._add("attention", {"q": q_view, "y": out}, params, node, self._kv_format.name.lower())
+        q, k = node.inputs[:2]
+        if node.op == "attention":
+            self._attend(node, self._views[q], self._views[k], {}, causal=True)
+            return
+        q_view, k_view = (self._to_write(x, node) for x in (q, k))
+        rotation: Operands = {
+            "q": q_view,
+            "positions": self._views[node.inputs[3]],
+            "table": self._vector(node.inputs[5]),
+        }
+        self._attend(node, q_view, k_view, rotation, causal=True, context=_length(node.inputs[5]))
 
-    def _sampled_rows(self, node: Node) -> None:
-        view = self._dense(node.inputs[0], node)
-        params = {"n": node.output.width}
-        self._add("gather_rows", {"x": view, "y": self._new(node.output, "sampled rows")}, params, node)
+    def _full_attention(self, node: Node) -> None:
+        """Keys and values go into pages that live for one run, so that one kernel serves both kinds of attention."""
+        q, k, _, lengths = node.inputs
+        if find(self._graph.inputs, "lengths") is not lengths or self._symbols[:2] != (q.shape[0], lengths.shape[0]):
+            raise GraphError(
+                f"attention over sequences of the lengths {lengths}",
+                'the input "lengths", and inputs that name tokens first, then sequences', "name the inputs so",
+            )  # fmt: skip
+        self._attend(node, self._views[q], self._views[k], {}, causal=False)
+
+    def _attend(self, node: Node, q: View, k: View, rotation: Operands, *, causal: bool, context: int = 1) -> None:
+        """Two calls: keys are rotated and written with their values, then all are attended to."""
+        _, heads, size = node.inputs[0].shape
+        _, kv_heads, value_size = node.inputs[2].shape
+        scale, v = node.attrs["scale"], self._views[node.inputs[2]]
+        assert isinstance(heads, int) and isinstance(size, int) and isinstance(kv_heads, int)
+        assert isinstance(value_size, int) and isinstance(scale, float)
+        number, layer, note = self._cache(kv_heads, size, value_size, kept=causal)
+        shape: dict[str, Param] = {
+            "rows": q.rows, "kv_heads": kv_heads, "head_dim": size, "value_dim": value_size, "q_stride": q.stride,
+            "cache": number, "layer": layer,
+        }  # fmt: skip
+        rotated = bool(rotation)
+        write = {
+            **shape, "heads": heads if rotated else 0, "q_stride": q.stride if rotated else 0, "k_stride": k.stride,
+            "v_stride": v.stride, "context": context,
+        }  # fmt: skip
+        self._add("rope", {"k": k, "v": v, **rotation}, write, node, "and KV write" if rotated else "KV write")
+        out = self._new(node.output, node.origin[0])
+        attend = {**shape, "heads": heads, "causal": int(causal), "scale": scale}
+        self._add("attention", {"q": q, "y": out}, attend, node, note)
+        for cache in self._caches.values():
+            if cache.buffer is not None:
+                self._lives[cache.buffer].last = len(self._calls)
+
+    def _gather_rows(self, node: Node) -> None:
+        x, index = (self._views[v] for v in node.inputs)
+        params = {"rows": index.rows, "rows_from": x.rows, "n": node.output.width, "x_stride": x.stride}
+        y = self._new(node.output, "gathered rows")
+        self._add("gather_rows", {"x": x, "index": index, "y": y}, params, node)
+
+    def _mean_rows(self, node: Node) -> None:
+        x, lengths = (self._views[v] for v in node.inputs)
+        params = {"rows": lengths.rows, "rows_from": x.rows, "n": node.output.width, "x_stride": x.stride}
+        y = self._new(node.output, "means")
+        self._add("mean_rows", {"x": x, "lengths": lengths, "y": y}, params, node)
+
+
+def _length(table: Value) -> int:
+    """Of a rotary table: its positions."""
+    length = table.shape[0]
+    assert isinstance(length, int)
+    return length

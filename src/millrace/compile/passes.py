@@ -6,13 +6,15 @@ import numpy as np
 
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.compile.precision import RESCORED, PrecisionMap
-from millrace.graph.rewrite import Live, head_of, make_node, prune, rewrite
-from millrace.graph.types import F32, Array, Constant, Graph, Node, Value
+from millrace.graph.rewrite import Instead, Live, head_of, make_node, prune, rewrite
+from millrace.graph.trees import Tree, as_tree, evaluate, substitute
+from millrace.graph.types import Array, Constant, Graph, Node, Value
 from millrace.graph.verify import verify
 from millrace.kernels.declare import MAX_INPUTS
-from millrace.kernels.expression import TooComplexError, Tree, compile_tree, evaluate, substitute
+from millrace.kernels.expression import TooComplexError, compile_tree
 from millrace.kernels.matmul.quantise import stored_codes
 from millrace.kernels.precision import Precision
+from millrace.kernels.storage import DENSE, Storage, storage_of
 
 Pass = Callable[[Graph], Graph]
 
@@ -21,11 +23,12 @@ def pipeline(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
     """The order is the design: expressions grow first, then products take in their neighbours, then rows are packed."""
     return [
         ("fold_constants", fold_constants),
-        ("sample_early", sample_early),
+        ("gather_early", gather_early),
         ("fuse_elementwise", fuse_elementwise),
         ("choose_precision", lambda g: choose_precision(g, precisions)),
         ("merge_gated", merge_gated),
         ("merge_linears", merge_linears),
+        ("fuse_epilogue", fuse_epilogue),
         ("fuse_residual", fuse_residual),
         ("fuse_rope_attention", fuse_rope_attention),
         ("convert_inputs", lambda g: convert_inputs(g, precisions.group)),
@@ -55,11 +58,10 @@ def run_passes(graph: Graph, passes: list[tuple[str, Pass]]) -> Graph:
 def fold_constants(graph: Graph) -> Graph:
     """Element-wise arithmetic on constants alone is done now (Gemma's weight + 1), when the constant is loaded."""
 
-    def rule(node: Node, live: Live) -> list[Node] | None:
+    def rule(node: Node, live: Live) -> Instead | None:
         if node.op != "elementwise" or not all(v.constant for v in node.inputs):
             return None
-        live.move(node.output, Value(node.output.shape, F32, _folded(node.inputs, _tree(node))))
-        return []
+        return Instead((), (Value(node.output.shape, constant=_folded(node.inputs, _tree(node))),))
 
     return rewrite(graph, rule)
 
@@ -75,21 +77,19 @@ def _folded(inputs: tuple[Value, ...], tree: Tree) -> Constant:
 
 
 def _tree(node: Node) -> Tree:
-    tree = node.attrs["tree"]
-    assert isinstance(tree, int | float | tuple)
-    return tree
+    return as_tree(node.attrs["tree"])
 
 
-def sample_early(graph: Graph) -> Graph:
-    """The last norm is needed only for the rows that are sampled: they are picked before it."""
+def gather_early(graph: Graph) -> Graph:
+    """The last norm is needed only for the rows that are wanted: they are gathered before it."""
 
-    def rule(node: Node, live: Live) -> list[Node] | None:
-        norm = live.producer(node.inputs[0]) if node.op == "sampled_rows" else None
-        if not norm or norm.op != "rms_norm" or not live.read_once(norm.output):
+    def rule(node: Node, live: Live) -> Instead | None:
+        norm = live.producer(node.inputs[0]) if node.op == "gather_rows" else None
+        if not norm or norm.op not in ("rms_norm", "layer_norm") or not live.read_once(norm.output):
             return None
-        x, weight = norm.inputs
-        rows = make_node("sampled_rows", (x,), {}, norm.origin)
-        return [rows, make_node("rms_norm", (rows.output, weight), norm.attrs, norm.origin)]
+        x, *weights = norm.inputs
+        rows = make_node("gather_rows", (x, node.inputs[1]), {}, norm.origin)
+        return Instead.of(rows, make_node(norm.op, (rows.output, *weights), norm.attrs, norm.origin))
 
     return rewrite(graph, rule)
 
@@ -97,13 +97,13 @@ def sample_early(graph: Graph) -> Graph:
 def fuse_elementwise(graph: Graph) -> Graph:
     """An expression read only by another expression becomes part of it, as far as one kernel can hold it."""
 
-    def rule(node: Node, live: Live) -> list[Node] | None:
+    def rule(node: Node, live: Live) -> Instead | None:
         if node.op != "elementwise":
             return None
         grown = node
         while fused := _grown(grown, live):
             grown = fused
-        return None if grown is node else [make_node("elementwise", grown.inputs, grown.attrs, grown.origin)]
+        return None if grown is node else Instead.of(make_node("elementwise", grown.inputs, grown.attrs, grown.origin))
 
     return rewrite(graph, rule)
 
@@ -131,7 +131,7 @@ def _inlined(outer: Node, inner: Node) -> Node | None:
         compile_tree(tree, len(inputs))
     except TooComplexError:
         return None
-    return Node("elementwise", tuple(inputs), outer.output, {"tree": tree}, _joined(outer, inner))
+    return Node("elementwise", tuple(inputs), outer.outputs, {"tree": tree}, _joined(outer, inner))
 
 
 def _joined(*nodes: Node) -> tuple[str, ...]:
@@ -147,14 +147,14 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
     if head:
         precisions.check_head(head.origin[0])
 
-    def rule(node: Node, live: Live) -> list[Node] | None:
+    def rule(node: Node, live: Live) -> Instead | None:
         if node.op != "linear":
             return None
         attrs = {
             **node.attrs,
             "precision": precisions.of(node.origin[0], is_head=bool(head and node.output is head.output)),
         }
-        return [make_node("linear", node.inputs, attrs, node.origin)]
+        return Instead.of(make_node("linear", node.inputs, attrs, node.origin))
 
     return rewrite(graph, rule)
 
@@ -162,7 +162,7 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
 def merge_gated(graph: Graph) -> Graph:
     """expression(gate(x), up(x)) becomes one product with the two interleaved, and the expression in its epilogue."""
 
-    def rule(node: Node, live: Live) -> list[Node] | None:
+    def rule(node: Node, live: Live) -> Instead | None:
         if node.op != "elementwise" or len(node.inputs) != 2 or node.inputs[0].shape != node.inputs[1].shape:
             return None
         gate, up = (live.producer(v) for v in node.inputs)
@@ -174,36 +174,36 @@ def merge_gated(graph: Graph) -> Graph:
             return None
         attrs = {"tree": _tree(node), "precision": gate.attrs["precision"]}
         inputs = (gate.inputs[0], gate.inputs[1], up.inputs[1])
-        return [make_node("gated_linear", inputs, attrs, _joined(gate, up))]
+        return Instead.of(make_node("gated_linear", inputs, attrs, _joined(gate, up)))
 
     return rewrite(graph, rule)
 
 
 def _plain_linear(node: Node) -> bool:
-    return node.op == "linear" and not node.attrs.get("bias") and not node.attrs.get("residual")
+    return node.op == "linear" and not any(node.attrs.get(name) for name in ("bias", "residual", "tree"))
 
 
 def merge_linears(graph: Graph) -> Graph:
-    """Linear layers over the same input and precision (q, k, v) become one product, each a slice of it."""
+    """Linear layers over the same input and precision (q, k, v) become one product, which is then split."""
     families: dict[tuple[Value, object], list[Node]] = {}
+    results = {p.value for p in graph.outputs}
     for node in graph.nodes:
-        if node.op == "linear" and not node.attrs.get("residual") and node.output is not graph.output:
+        if node.op == "linear" and not node.attrs.get("residual") and node.output not in results:
             families.setdefault((node.inputs[0], node.attrs["precision"]), []).append(node)
     family_of = {n.output: family for family in families.values() if len(family) > 1 for n in family}
-    merged: dict[Value, Node] = {}  # by the first member's output
+    parts: dict[Value, Value] = {}  # of the merged product, by the output that each stands for
 
-    def rule(node: Node, live: Live) -> list[Node] | None:
-        family = family_of.get(node.output)
+    def rule(node: Node, live: Live) -> Instead | None:
+        family = family_of.get(node.outputs[0])
         if family is None:
             return None
-        first = family[0].output
-        fresh = []
-        if first not in merged:
-            merged[first] = _merged(family, node.inputs[0])
-            fresh = [merged[first]]
-        start = sum(n.output.width for n in family[: [n.output for n in family].index(node.output)])
-        attrs = {"start": start, "stop": start + node.output.width}
-        return [*fresh, make_node("slice", (merged[first].output,), attrs, node.origin)]
+        if node.output in parts:
+            return Instead((), (parts[node.output],))
+        merged = _merged(family, node.inputs[0])
+        widths = tuple(n.output.width for n in family)
+        split = make_node("split", (merged.output,), {"widths": widths}, _joined(*family))
+        parts.update(zip((n.output for n in family), split.outputs, strict=True))
+        return Instead((merged, split), split.outputs[:1])
 
     return rewrite(graph, rule)
 
@@ -220,7 +220,7 @@ def _merged(family: list[Node], x: Value) -> Node:
 
 def _zeros(node: Node) -> Value:
     width = node.output.width
-    return Value((width,), F32, Constant(lambda: np.zeros(width, np.float32), ()))
+    return Value((width,), constant=Constant(lambda: np.zeros(width, np.float32), ()))
 
 
 def _concatenated(values: list[Value]) -> Value:
@@ -239,13 +239,28 @@ def _concatenated(values: list[Value]) -> Value:
         return QuantisedMatrix(codes, scales, group, bits)
 
     origin = tuple(o for c in constants if c for o in c.origin)
-    return Value((total, *values[0].shape[1:]), F32, Constant(load, origin, stored))
+    return Value((total, *values[0].shape[1:]), constant=Constant(load, origin, stored))
+
+
+def fuse_epilogue(graph: Graph) -> Graph:
+    """An expression of one product alone (an activation) is computed where the product is."""
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        linear = live.producer(node.inputs[0]) if node.op == "elementwise" and len(node.inputs) == 1 else None
+        if not linear or linear.op != "linear" or linear.attrs.get("residual") or "tree" in linear.attrs:
+            return None
+        if not live.read_once(linear.output):
+            return None
+        attrs = {**linear.attrs, "tree": _tree(node)}
+        return Instead.of(make_node("linear", linear.inputs, attrs, _joined(linear)))
+
+    return rewrite(graph, rule)
 
 
 def fuse_residual(graph: Graph) -> Graph:
     """x + linear(y) becomes an addition in the product's epilogue."""
 
-    def rule(node: Node, live: Live) -> list[Node] | None:
+    def rule(node: Node, live: Live) -> Instead | None:
         if node.op != "elementwise" or _tree(node) not in (("add", 0, 1), ("add", 1, 0)):
             return None
         for product, other in (node.inputs, node.inputs[::-1]):
@@ -254,7 +269,7 @@ def fuse_residual(graph: Graph) -> Graph:
                 continue
             if live.read_once(product) and not other.constant and other.shape == product.shape:
                 attrs = {**linear.attrs, "residual": True}
-                return [make_node("linear", (*linear.inputs, other), attrs, _joined(linear))]
+                return Instead.of(make_node("linear", (*linear.inputs, other), attrs, _joined(linear)))
         return None
 
     return rewrite(graph, rule)
@@ -263,39 +278,39 @@ def fuse_residual(graph: Graph) -> Graph:
 def fuse_rope_attention(graph: Graph) -> Graph:
     """attention(rope(q), rope(k), v): the rotation and the write into the KV pages become one kernel."""
 
-    def rule(node: Node, live: Live) -> list[Node] | None:
+    def rule(node: Node, live: Live) -> Instead | None:
         if node.op != "attention":
             return None
         q, k = live.producer(node.inputs[0]), live.producer(node.inputs[1])
-        if not (q and k and q.op == k.op == "rope" and q.inputs[1] is k.inputs[1]):
+        if not (q and k and q.op == k.op == "rope" and q.inputs[1:] == k.inputs[1:]):
             return None
-        if not (live.read_once(q.output) and live.read_once(k.output)):
+        if q.inputs[1] is not node.inputs[3] or not (live.read_once(q.output) and live.read_once(k.output)):
             return None
-        inputs = (q.inputs[0], k.inputs[0], node.inputs[2], q.inputs[1])
-        return [make_node("rope_attention", inputs, node.attrs, _joined(node))]
+        inputs = (q.inputs[0], k.inputs[0], *node.inputs[2:], q.inputs[2])
+        return Instead.of(make_node("rope_attention", inputs, node.attrs, _joined(node)))
 
     return rewrite(graph, rule)
 
 
 def convert_inputs(graph: Graph, group: int) -> Graph:
     """Puts the conversion that a product's precision asks for before it; products over one input share it."""
-    converted: dict[tuple[Value, object], Node] = {}
+    converted: dict[tuple[Value, Storage], Node] = {}
 
-    def rule(node: Node, live: Live) -> list[Node] | None:
+    def rule(node: Node, live: Live) -> Instead | None:
         if node.op not in ("linear", "gated_linear"):
             return None
         x = node.inputs[0]
         precision = node.attrs["precision"]
         assert isinstance(precision, Precision)
         storage = precision.storage(group)
-        if storage.kind == "f32" or x.storage == storage:
+        if storage == DENSE:
             return None
         fresh = []
         if (x, storage) not in converted:
             converted[x, storage] = make_node("convert", (x,), {"storage": storage}, node.origin)
             fresh = [converted[x, storage]]
         inputs = (converted[x, storage].output, *node.inputs[1:])
-        return [*fresh, make_node(node.op, inputs, node.attrs, node.origin)]
+        return Instead.of(*fresh, make_node(node.op, inputs, node.attrs, node.origin))
 
     return rewrite(graph, rule)
 
@@ -303,25 +318,30 @@ def convert_inputs(graph: Graph, group: int) -> Graph:
 def fuse_norm_convert(graph: Graph) -> Graph:
     """convert(rms_norm(x)) becomes a norm that writes packed rows, where nobody else reads the norm."""
 
-    def rule(node: Node, live: Live) -> list[Node] | None:
+    def rule(node: Node, live: Live) -> Instead | None:
         norm = live.producer(node.inputs[0]) if node.op == "convert" else None
-        if not norm or norm.op != "rms_norm" or not live.read_once(norm.output) or len(norm.output.shape) != 2:
+        if not norm or norm.op not in ("rms_norm", "layer_norm") or not live.read_once(norm.output):
             return None
-        attrs = {**norm.attrs, "storage": node.attrs["storage"]}
-        return [make_node("rms_norm", norm.inputs, attrs, _joined(norm))]
+        if len(norm.output.shape) != 2:
+            return None
+        attrs = {**norm.attrs, "storage": storage_of(node)}
+        return Instead.of(make_node(norm.op, norm.inputs, attrs, _joined(norm)))
 
     return rewrite(graph, rule)
 
 
 def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
     """A 4-bit head computes its likeliest tokens again in 8 bits: half the bytes, nearly always the same ranking."""
+    head, results = head_of(graph), {p.value for p in graph.outputs}
 
-    def rule(node: Node, live: Live) -> list[Node] | None:
-        if not (_plain_linear(node) and node.output is graph.output and precisions.rescores(node.origin[0])):
+    def rule(node: Node, live: Live) -> Instead | None:
+        if not (head and node.outputs == head.outputs and node.output in results and _plain_linear(node)):
+            return None
+        if not precisions.rescores(node.origin[0]):
             return None
         x, w = node.inputs
         rough = make_node("linear", (x, w), node.attrs, node.origin)
         attrs = {"precision": Precision.W8A8, "count": RESCORED}
-        return [rough, make_node("rescore", (rough.output, x, w), attrs, node.origin)]
+        return Instead.of(rough, make_node("rescore", (rough.output, x, w), attrs, node.origin))
 
     return rewrite(graph, rule)

@@ -17,9 +17,10 @@ from millrace.compile.timings import TimingCache, machine_key
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
+from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.manifest import PROGRAM, PROGRAM_TABLE, damaged
-from millrace.engine.native import PAGE_TOKENS, NativeExecutor
-from millrace.engine.tables import Step, read_program_table
+from millrace.engine.native_step import NativeExecutor
+from millrace.engine.tables import Call, read_program_table
 from millrace.engine.tactics import (
     Choice,
     Comparison,
@@ -165,10 +166,10 @@ def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> Ta
     return TacticTable(fingerprint(isa), threads, done, note)
 
 
-def _steps(engine: Engine) -> list[Step]:
+def _steps(engine: Engine) -> list[Call]:
     """The program's steps; what is read of them is there, and may be."""
-    steps = read_program_table(engine.folder).steps
-    whole = len(steps) == engine.manifest.n_steps
+    steps = read_program_table(engine.folder).calls
+    whole = len(steps) == engine.manifest.cpu.n_calls
     for step in steps:
         if step.kernel in _TUNABLE:
             sizes = [step.params.get(name, 0) for name in ("n", "k")]
@@ -180,7 +181,7 @@ def _steps(engine: Engine) -> list[Step]:
     return steps
 
 
-def regions(steps: Sequence[Step]) -> dict[str, Work]:
+def regions(steps: Sequence[Call]) -> dict[str, Work]:
     """By name: kernel, numerics class and shape, whatever the layer."""
     found: dict[str, Work] = {}
     for i, step in enumerate(steps):
@@ -227,7 +228,7 @@ def _pages(engine: Engine) -> int:
 
 def _fits(engine: Engine) -> bool:
     m = engine.manifest
-    return m.weights_bytes + m.activation_bytes + _pages(engine) * engine.kv.page_bytes() < memory().available_bytes
+    return m.cpu.weights_bytes + m.cpu.activation_bytes + _pages(engine) * engine.page_bytes < memory().available_bytes
 
 
 @dataclass(slots=True)
@@ -280,8 +281,9 @@ def _timed(
             for knob in case.knobs:
                 if clock.overdue:
                     break
-                until = time.perf_counter() + clock.slice(len(case.knobs)), clock.deadline
-                for work, tried in _compare(executor, case, asked, knob, knobs, until, threads):
+                enough_s = time.perf_counter() + clock.slice(len(case.knobs))
+                trial = Trial(executor, case, asked, knob, threads)
+                for work, tried in trial.compare(knobs, enough_s, clock.deadline):
                     chosen = choose(tried)
                     compared[work.name].append(Comparison(knob, tried, chosen))
                     if chosen:
@@ -296,38 +298,42 @@ def _timed(
     return found
 
 
-def _compare(
-    executor: NativeExecutor, case: Case, works: Sequence[Work], knob: str, knobs: Mapping[str, Knobs],
-    until: tuple[float, float], threads: int,
-) -> list[tuple[Work, list[Timed]]]:  # fmt: skip
-    """Passes in which the layers take turns with the settings.
+class Trial:
+    """One knob of all regions of a case: passes in which their layers take turns with its settings."""
 
-    until: when it ends if all have samples enough, and when it ends in any case
-    """
-    settings = {w.name: w.settings(knob, case.rows, threads) for w in works}
-    samples: dict[str, dict[int, list[float]]] = {name: {s: [] for s in tried} for name, tried in settings.items()}
-    passes, fewest = 0, 0
-    while fewest < PLENTY and time.perf_counter() < until[fewest < SAMPLES]:
+    def __init__(self, executor: NativeExecutor, case: Case, works: Sequence[Work], knob: str, threads: int) -> None:
+        self._executor, self._case, self._works, self._knob = executor, case, works, knob
+        self._settings = {w.name: w.settings(knob, case.rows, threads) for w in works}
+        self._us: dict[str, dict[int, list[float]]] = {n: {s: [] for s in tried} for n, tried in self._settings.items()}
+
+    def compare(self, knobs: Mapping[str, Knobs], enough_s: float, end_s: float) -> list[tuple[Work, list[Timed]]]:
+        """Until `enough_s` if all settings have samples enough, until `end_s` in any case; else nothing."""
+        passes, fewest = 0, 0
+        while fewest < PLENTY and time.perf_counter() < (end_s if fewest < SAMPLES else enough_s):
+            self._pass(knobs, passes)
+            passes += 1
+            fewest = min(len(samples) for of_work in self._us.values() for samples in of_work.values())
+        if fewest < SAMPLES:
+            return []
+        return [(w, [_summary(v, self._us[w.name][v]) for v in self._settings[w.name]]) for w in self._works]
+
+    def _pass(self, knobs: Mapping[str, Knobs], number: int) -> None:
+        """One run, each layer with the next of its settings."""
         turn = {
-            step: settings[w.name][(i + passes) % len(settings[w.name])]
-            for w in works
-            for i, step in enumerate(w.steps)
+            call: self._settings[w.name][(i + number) % len(self._settings[w.name])]
+            for w in self._works
+            for i, call in enumerate(w.steps)
         }
-        executor.set_tactics(sorted(
-            (step, case.rows, knob_values(w.kernel, {**knobs[w.name], knob: turn[step]}))
-            for w in works for step in w.steps
+        self._executor.set_tactics(sorted(
+            (call, self._case.rows, knob_values(w.kernel, {**knobs[w.name], self._knob: turn[call]}))
+            for w in self._works for call in w.steps
         ))  # fmt: skip
-        executor.profile(True)
-        executor.run(case.step)
-        spent = executor.profile(False)
-        for w in works:
-            for step in w.steps:
-                samples[w.name][turn[step]].append(float(spent[step]) * 1e6)
-        passes += 1
-        fewest = min(len(s) for of_work in samples.values() for s in of_work.values())
-    if fewest < SAMPLES:
-        return []
-    return [(w, [_summary(value, samples[w.name][value]) for value in settings[w.name]]) for w in works]
+        self._executor.profile(True)
+        self._executor.run(self._case.step)
+        spent = self._executor.profile(False)
+        for w in self._works:
+            for call in w.steps:
+                self._us[w.name][turn[call]].append(float(spent[call]) * 1e6)
 
 
 def _summary(value: int, microseconds: Sequence[float]) -> Timed:

@@ -4,11 +4,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.engine.hold import Hold, hold
-from millrace.engine.manifest import PROGRAM, WEIGHTS, Manifest, check_files, damaged, not_an_engine, read_manifest
-from millrace.engine.native import PAGE_TOKENS, KvFormat, KvShape, NativeExecutor, NativeProgram
+from millrace.engine.kv import PAGE_TOKENS, CacheSpec, page_bytes
+from millrace.engine.manifest import (
+    PROGRAM,
+    WEIGHTS,
+    Manifest,
+    SlotEntry,
+    check_files,
+    damaged,
+    not_an_engine,
+    read_manifest,
+)
+from millrace.engine.native import LoadedProgram, NativeNetwork, NativeProgram
+from millrace.engine.native_step import NativeExecutor
+from millrace.engine.program import Slot
 from millrace.engine.tactics import TacticTable, damaged_tactics, read_tables, table_for
 from millrace.errors import EngineError
+from millrace.graph.types import Symbol
 from millrace.machine.cpu import fingerprint
+
+
+def _slot(entry: SlotEntry) -> Slot:
+    shape = tuple(Symbol(d) if isinstance(d, str) else d for d in entry.shape)
+    return Slot(entry.name, shape, entry.dtype, entry.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +48,6 @@ class Engine:
             check_files(folder, manifest)
         except OSError as error:
             raise EngineError(f"{folder} cannot be read: {error}", "files that may be read", "check them") from error
-        if manifest.kv.format.upper() not in KvFormat.__members__:
-            raise damaged(folder, f"unknown KV format {manifest.kv.format!r}")
         return cls(folder, manifest, held)
 
     def close(self) -> None:
@@ -39,13 +55,17 @@ class Engine:
         self.held.release()
 
     @property
-    def kv(self) -> KvShape:
-        kv = self.manifest.kv
-        return KvShape(layers=kv.layers, heads=kv.heads, head_dim=kv.head_dim, format=KvFormat[kv.format.upper()])
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return tuple(entry.spec() for entry in self.manifest.cpu.caches)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one KV page, over all layers."""
+        return page_bytes(self.caches)
 
     def pages_for(self, kv_bytes: int) -> int:
         """How many KV pages fit into so many bytes."""
-        return kv_bytes // max(self.kv.page_bytes(), 1)
+        return kv_bytes // max(self.page_bytes, 1)
 
     def executor(
         self, *, n_pages: int, threads: int | None = None, isa: str | None = None, tuned: bool = True
@@ -54,21 +74,51 @@ class Engine:
 
         raises MachineError for an instruction set that this CPU lacks
         """
-        m = self.manifest
-        program = NativeProgram(
-            steps=(self.folder / PROGRAM).read_bytes(), n_steps=m.n_steps, weights=self.folder / WEIGHTS,
-            weights_bytes=m.weights_bytes, activation_bytes=m.activation_bytes, logits_offset=m.logits_offset,
-            max_step_tokens=m.max_step_tokens, max_sequences=m.max_sequences, max_context=m.max_context,
-            vocab_size=m.vocab_size, kv=self.kv,
-        )  # fmt: skip
-        executor = NativeExecutor(program, n_pages=n_pages, threads=threads, isa=isa)
-        if f"{executor.weights_checksum() & (2**64 - 1):016x}" != m.files[WEIGHTS].checksum:
-            executor.close()
-            raise damaged(self.folder, f"{WEIGHTS} is damaged: its checksum differs")
+        self.check_language_model()
+        executor = NativeExecutor(self._program(), n_pages=n_pages, threads=threads, isa=isa)
+        self._check_weights(executor)
         tables = read_tables(self.folder) if tuned else []
         if table := table_for(tables, fingerprint(executor.isa), executor.threads):
             self._take(executor, table)
         return executor
+
+    def network(self, *, threads: int | None = None, isa: str | None = None) -> NativeNetwork:
+        """Of an engine that is no language model's.
+
+        raises MachineError for an instruction set that this CPU lacks, EngineError for a language model's engine
+        """
+        if self.manifest.vocab_size:
+            raise EngineError(
+                f"{self.folder} is the engine of a language model", "a network that keeps nothing between its runs",
+                "generate with it, or chat",
+            )  # fmt: skip
+        network = NativeNetwork(self._program(), threads=threads, isa=isa)
+        self._check_weights(network)
+        return network
+
+    def check_language_model(self) -> None:
+        """raises EngineError where it is the engine of another network, saying what that gives"""
+        if not self.manifest.vocab_size:
+            gives = ", ".join(s.name for s in self.manifest.cpu.outputs)
+            raise EngineError(
+                f"{self.folder} is no language model's engine: it gives {gives}", "a model that gives logits",
+                "run it from Python: Engine.open(folder).network()",
+            )  # fmt: skip
+
+    def _program(self) -> NativeProgram:
+        m = self.manifest
+        symbols = {Symbol(s.name): s.high for s in m.symbols}
+        return NativeProgram(
+            calls=(self.folder / PROGRAM).read_bytes(), n_calls=m.cpu.n_calls, weights=self.folder / WEIGHTS,
+            weights_bytes=m.cpu.weights_bytes, activation_bytes=m.cpu.activation_bytes, symbols=symbols,
+            inputs=tuple(map(_slot, m.cpu.inputs)), outputs=tuple(map(_slot, m.cpu.outputs)), caches=self.caches,
+            max_context=m.max_context, vocab_size=m.vocab_size,
+        )  # fmt: skip
+
+    def _check_weights(self, loaded: LoadedProgram) -> None:
+        if f"{loaded.weights_checksum() & (2**64 - 1):016x}" != self.manifest.files[WEIGHTS].checksum:
+            loaded.close()
+            raise damaged(self.folder, f"{WEIGHTS} is damaged: its checksum differs")
 
     def _take(self, executor: NativeExecutor, table: TacticTable) -> None:
         try:

@@ -2,9 +2,9 @@
 
     manifest.json     this file's Manifest: format version, limits, shapes, checksums of itself and every other file
     weights.bin       packed weights, one layout for all instruction sets; copied into a huge-page arena at load
-    program.bin       the steps as the native core reads them (kernels/encode.py)
-    program.json      the same for people: steps, fusions, weights, memory plan (millrace inspect shows it)
-    graph.json        the graph as traced from the model, before any pass
+    program.bin       the kernel calls as the native core reads them (kernels/encode.py)
+    program.json      the same for people: calls, fusions, weights, memory plan (millrace inspect shows it)
+    graph.json        the graph as traced from the model, before any pass, for whatever target (graph/table.py)
     tactics.json      how the kernels work on one machine (engine/tactics.py); no result depends on it, so it may be
                       missing, and may be written again without the rest
     tokenizer files   copies from the checkpoint, with generation_config.json and the chat template
@@ -15,14 +15,17 @@ Nothing in it depends on when or where it was built, so the same inputs give the
 
 import hashlib
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from millrace.engine.kv import CacheSpec, KvFormat
 from millrace.errors import EngineError, plain
+from millrace.graph.types import DType
+from millrace.kernels.declare import MAX_SYMBOLS
 from millrace.kernels.identity import kernels_digest
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 WEIGHTS, PROGRAM, PROGRAM_TABLE, GRAPH = "weights.bin", "program.bin", "program.json", "graph.json"
 UNREADABLE = (
@@ -45,11 +48,50 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: str
 
 
-class KvEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    layers: Size
+class SymbolEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A dimension that only a run knows: how small and large it may be, and for what the engine is tuned."""
+
+    name: str
+    low: Count
+    usual: Count
+    high: Count
+
+
+class SlotEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A named input or output; symbols in its shape are words."""
+
+    name: str
+    shape: list[Count | str]
+    dtype: DType
+    offset: Size | None  # bytes into the activations; None: no kernel reads it
+
+
+class CacheEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    layers: Count
     heads: Count
-    head_dim: Count
-    format: str  # "f32" | "bf16" | "int8"
+    key_size: Count
+    value_size: Count
+    format: Literal["f32", "bf16", "int8"]
+    place: Size | None  # in the activations, for one run; None: kept between steps
+
+    def spec(self) -> CacheSpec:
+        return CacheSpec(
+            layers=self.layers, heads=self.heads, key_size=self.key_size, value_size=self.value_size,
+            format=KvFormat[self.format.upper()], place=self.place,
+        )  # fmt: skip
+
+
+class CpuSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What program.bin and weights.bin hold, and what running them takes."""
+
+    n_calls: Size
+    weights_bytes: Size
+    activation_bytes: Size
+    activation_lower_bound: Size
+    inputs: list[SlotEntry]
+    outputs: list[SlotEntry]
+    caches: list[CacheEntry]
+    kernels: str = msgspec.field(default_factory=kernels_digest)  # for which both are written
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,23 +102,29 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str  # Checkpoint.identity() of what it was built from; "" for a model of the user's own Python
     precision: dict[str, str]
     group: Count
-    n_steps: Size
     n_parameters: Size
-    weights_bytes: Size
-    activation_bytes: Size
-    activation_lower_bound: Size
-    logits_offset: int
-    max_step_tokens: Count
-    max_sequences: Count
-    max_context: Count
-    vocab_size: Count
-    kv: KvEntry
+    symbols: Annotated[list[SymbolEntry], msgspec.Meta(min_length=1, max_length=MAX_SYMBOLS)]  # T, S and R come first
+    max_context: Size  # tokens of a sequence; 0 where there are none
+    vocab_size: Size  # 0: no language model
     eos_token_ids: list[int]
     bos_token_id: int | None
     files: dict[str, FileEntry]
     notes: list[str]
-    kernels: str = msgspec.field(default_factory=kernels_digest)  # what program.bin and weights.bin are written for
+    cpu: CpuSection
     checksum: str = ""  # of all of the above
+
+    @property
+    def kv_format(self) -> str:
+        """ "bf16"; of several kinds of caches all; "none" where none is."""
+        return ", ".join(dict.fromkeys(cache.format for cache in self.cpu.caches)) or "none"
+
+    @property
+    def max_step_tokens(self) -> int:
+        return self.symbols[0].high
+
+    @property
+    def max_sequences(self) -> int:
+        return self.symbols[1].high
 
     @property
     def identity(self) -> str:
@@ -118,7 +166,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} has more than {_MANIFEST_LIMIT} bytes")
     try:
         raw = msgspec.json.decode(data, type=dict[str, object])
-        version, kernels = raw.get("format"), raw.get("kernels")
+        version, cpu = raw.get("format"), raw.get("cpu")
+        kernels = cpu.get("kernels") if isinstance(cpu, dict) else None
         if version != FORMAT:
             raise EngineError(
                 f"{folder} is of engine format {version!s:.60}", f"format {FORMAT}", "build it again with this version"
@@ -135,6 +184,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} is not readable: {e}") from e
     if manifest != sealed(manifest):
         raise damaged(folder, f"{MANIFEST} is damaged: its checksum differs")
+    if manifest.vocab_size and [s.name for s in manifest.symbols] != ["T", "S", "R"]:
+        raise damaged(folder, f"{MANIFEST} is of a language model without T, S and R")
+    names = {s.name for s in manifest.symbols}
+    for slot in (*manifest.cpu.inputs, *manifest.cpu.outputs):
+        if not names.issuperset(d for d in slot.shape if isinstance(d, str)):
+            raise damaged(folder, f"{MANIFEST} gives {slot.name} a dimension without bounds")
     for text in (manifest.model_name, manifest.architecture, manifest.source, *manifest.precision, *manifest.notes):
         if text != plain(text):  # they will be shown
             raise damaged(folder, f"{MANIFEST} holds a text that is too long or not printable: {text}")

@@ -9,11 +9,11 @@ from functools import partial
 
 import numpy as np
 
-from millrace.engine.executor import SAMPLING, StepInputs
-from millrace.engine.native import KvFormat, KvShape, NativeExecutor, NativeProgram
+from millrace.engine.native import NativeNetwork, NativeProgram
 from millrace.errors import MachineError
+from millrace.graph.types import Symbol
 from millrace.kernels.declare import RowFormat, Space, WeightFormat
-from millrace.kernels.encode import Limits, Param, Ref, encode
+from millrace.kernels.encode import Param, Ref, encode
 from millrace.kernels.layout import matrix_bytes, row_bytes
 from millrace.kernels.library import library
 from millrace.machine.cpu import caches, memory
@@ -94,43 +94,30 @@ def product_seconds(
         "y": Ref(Space.ACTIVATIONS, rows * x_stride),
     }
     program = NativeProgram(
-        steps=encode("matmul", operands, params, Limits(T=rows, S=1)) * repeats, n_steps=repeats,
-        weights=np.full(w_bytes, _FILL, np.uint8), weights_bytes=w_bytes,
-        activation_bytes=rows * (x_stride + 4 * n), logits_offset=-1, max_step_tokens=rows, max_sequences=1,
-        max_context=rows, vocab_size=1, kv=KvShape(layers=0, heads=1, head_dim=16, format=KvFormat.F32),
+        calls=encode("matmul", operands, params) * repeats, n_calls=repeats, weights=np.full(w_bytes, _FILL, np.uint8),
+        weights_bytes=w_bytes, activation_bytes=rows * (x_stride + 4 * n), symbols={Symbol("rows"): rows},
     )  # fmt: skip
-    executor = NativeExecutor(program, n_pages=0, threads=threads, isa=isa)
+    network = NativeNetwork(program, threads=threads, isa=isa)
     try:
-        executor.activations()[:] = _FILL
-        return [seconds / repeats for seconds in _timed(executor, rows)]
+        network.activations()[:] = _FILL
+        return [seconds / repeats for seconds in _timed(network, rows)]
     finally:
-        executor.close()
+        network.close()
 
 
-def _timed(executor: NativeExecutor, rows: int) -> list[float]:
-    """Seconds of one step, averaged over each round."""
-    step = _whole_step(rows)
+def _timed(network: NativeNetwork, rows: int) -> list[float]:
+    """Seconds of one run, averaged over each round."""
     start = time.perf_counter()
-    executor.run(step)
+    network.compute([rows])
     once = time.perf_counter() - start
     repeats = max(1, int(ROUND_S / once))
     rounds = []
-    for _ in range(max(2, min(ROUNDS, int(ROUNDS * ROUND_S / once)))):  # fewer where one step is long
+    for _ in range(max(2, min(ROUNDS, int(ROUNDS * ROUND_S / once)))):  # fewer where one run is long
         start = time.perf_counter()
         for _ in range(repeats):
-            executor.run(step)
+            network.compute([rows])
         rounds.append((time.perf_counter() - start) / repeats)
     return rounds
-
-
-def _whole_step(rows: int) -> StepInputs:
-    """So many tokens of one sequence, nothing sampled, no KV pages."""
-    empty = np.zeros(0, np.int32)
-    return StepInputs(
-        tokens=np.zeros(rows, np.int32), positions=np.arange(rows, dtype=np.int32),
-        starts=np.array([0, rows], np.int32), pages=empty, page_starts=np.zeros(2, np.int32),
-        sampling=np.zeros(0, SAMPLING), history=empty, bias_ids=empty, bias_values=np.zeros(0, np.float32),
-    )  # fmt: skip
 
 
 def _checked(rates: "np.ndarray[tuple[int], np.dtype[np.float64]]", failed: bool, message: bytes) -> list[float]:

@@ -1,14 +1,15 @@
 """A program as data: a flat list of kernel calls over planned buffers, and the weights they read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.native import KvShape
+from millrace.engine.kv import CacheSpec
+from millrace.graph.types import DType, Shape, Symbol
 from millrace.kernels.declare import Space
-from millrace.kernels.encode import Limits, Param, Ref, encode
+from millrace.kernels.encode import Param, Ref, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,9 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramStep:
+class Call:
+    """One kernel at work."""
+
     kernel: str
     operands: Mapping[str, Place | None]
     params: Mapping[str, Param]
@@ -41,11 +44,33 @@ class ProgramStep:
     note: str = ""  # the numerics class or row format, for people
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """An optimisation profile of one symbol: how small and how large it may be, and for what an engine is tuned."""
+
+    low: int
+    usual: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A named input or output of a program: dense rows, `offset` bytes into the activations; None: it is not read."""
+
+    name: str
+    shape: Shape
+    dtype: DType
+    offset: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Steps with their operands placed. `weights_offsets` and `buffer_offsets` count bytes in their spaces."""
+    """Calls with their operands placed. `weights_offsets` and `buffer_offsets` count bytes in their spaces."""
 
-    steps: tuple[ProgramStep, ...]
+    calls: tuple[Call, ...]
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    symbols: Mapping[Symbol, Bounds]
     weights: tuple[Packed, ...]
     weights_offsets: tuple[int, ...]
     weights_bytes: int
@@ -54,25 +79,21 @@ class Program:
     buffer_offsets: tuple[int, ...]
     activation_bytes: int
     activation_lower_bound: int
-    logits_buffer: int  # number of the buffer with float (S, V); -1: nothing is sampled
-    limits: Limits
-    max_context: int
-    vocab_size: int
-    kv: KvShape
+    caches: tuple[CacheSpec, ...]
     passes: tuple[str, ...] = field(default=())
 
-    @property
-    def logits_offset(self) -> int:
-        return -1 if self.logits_buffer < 0 else self.buffer_offsets[self.logits_buffer]
-
     def encoded(self) -> bytes:
-        return b"".join(encode(s.kernel, self._refs(s), s.params, self.limits) for s in self.steps)
+        return b"".join(encode(call.kernel, self._refs(call), call.params) for call in self.calls)
 
-    def _refs(self, step: ProgramStep) -> dict[str, Ref | None]:
-        return {name: self._ref(place) for name, place in step.operands.items()}
+    def _refs(self, call: Call) -> dict[str, Ref | None]:
+        return {name: self._ref(place) for name, place in call.operands.items()}
 
     def _ref(self, place: Place | None) -> Ref | None:
         if place is None:
             return None
         offsets = self.weights_offsets if place.space == Space.WEIGHTS else self.buffer_offsets
         return Ref(place.space, offsets[place.number] + place.offset)
+
+
+def slot(slots: Sequence[Slot], name: str) -> Slot | None:
+    return next((s for s in slots if s.name == name), None)

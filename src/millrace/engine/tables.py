@@ -13,7 +13,7 @@ T = TypeVar("T")
 _ESCAPE = re.compile(rb"(?<!\\)(\\\\)*\\[bfnrtu]")
 
 
-class Step(Struct, frozen=True):
+class Call(Struct, frozen=True):
     kernel: str
     note: str
     origin: list[str]
@@ -40,7 +40,7 @@ class ProgramTable(Struct, frozen=True):
     """program.json, as `compile/report.py` writes it."""
 
     passes: list[str]
-    steps: list[Step]
+    calls: list[Call]
     weights: list[Weight]
     buffers: list[Buffer]
 
@@ -48,8 +48,8 @@ class ProgramTable(Struct, frozen=True):
 class Node(Struct, frozen=True):
     op: str
     inputs: list[int | str]  # numbers of values, names of constants
-    output: int
-    shape: list[str]
+    outputs: list[int]
+    shapes: list[list[int | str]]
     origin: list[str]
 
 

@@ -1,4 +1,4 @@
-"""The table of legal operators: how many inputs, which attributes, and the shape that comes out.
+"""The table of legal operators: how many inputs, which attributes, and the shapes that come out.
 
 Operators marked "fused" exist only behind the compiler's passes. The meaning of each is its NumPy reference
 (kernels/*/ref.py), and engine/reference.py ties the two together.
@@ -7,21 +7,21 @@ Operators marked "fused" exist only behind the compiler's passes. The meaning of
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from millrace.errors import GraphError, nearest
-from millrace.graph.types import S, Shape, Storage, T, Value
+from millrace.errors import GraphError
+from millrace.graph.trees import faults
+from millrace.graph.types import DType, Shape, Value
 
+MAX_HEAD = 512  # elements of a key or a value: what kernels hold (a test compares)
 Attrs = Mapping[str, object]
-
-UNARY = ("neg", "exp", "sigmoid", "tanh", "sqrt", "abs")
-BINARY = ("add", "sub", "mul", "div", "max", "min")
+Inputs = tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """`inputs` is (at least, at most); `shape` computes the output's shape and raises GraphError."""
+    """`inputs` is (at least, at most); `shapes` computes those of the outputs and raises GraphError."""
 
     inputs: tuple[int, int]
-    shape: Callable[[tuple[Value, ...], Attrs], Shape]
+    shapes: Callable[[Inputs, Attrs], tuple[Shape, ...]]
     attrs: frozenset[str] = frozenset()
     fused: bool = False
 
@@ -30,14 +30,14 @@ def illegal(op: str, what: str, expected: str) -> GraphError:
     return GraphError(f"{op}: {what}", expected, "change the model's forward(), or the pass that wrote this")
 
 
-def _embedding(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
-    tokens, table = inputs
-    if tokens.storage.kind != "i32" or len(table.shape) != 2:
-        raise illegal("embedding", f"inputs {tokens}, {table}", "int32 tokens [T] and a table [vocabulary, width]")
-    return (*tokens.shape, table.shape[1])
+def _embedding(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    ids, table = inputs
+    if ids.dtype != DType.I32 or len(ids.shape) != 1 or len(table.shape) != 2:
+        raise illegal("embedding", f"inputs {ids}, {table}", "i32 ids [n] and a table [vocabulary, width]")
+    return ((*ids.shape, table.shape[1]),)
 
 
-def _linear(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
+def _linear(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     x, w = inputs[:2]
     if len(x.shape) != 2 or len(w.shape) != 2 or x.shape[1] != w.shape[1]:
         raise illegal("linear", f"x {list(x.shape)} and w {list(w.shape)}", "x [rows, K] and w [N, K]")
@@ -48,56 +48,32 @@ def _linear(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
             raise illegal("linear", f"bias {list(bias.shape)} for w {list(w.shape)}", "bias [N]")
     if attrs.get("residual") and inputs[-1].shape != out:
         raise illegal("linear", f"residual {list(inputs[-1].shape)}", f"the shape of the result, {list(out)}")
-    return out
+    _check_tree("linear", {"tree": attrs.get("tree", 0)}, 1)
+    return (out,)
 
 
-def _gated_linear(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
+def _gated_linear(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     x, gate, up = inputs
     _check_tree("gated_linear", attrs, 2)
     if gate.shape != up.shape or len(gate.shape) != 2 or x.shape[1:] != gate.shape[1:]:
         raise illegal("gated_linear", f"x {x}, gate {gate}, up {up}", "x [rows, K], gate and up [N, K]")
-    return (x.shape[0], gate.shape[0])
+    return ((x.shape[0], gate.shape[0]),)
 
 
-def _rescore(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
+def _rescore(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     """The `count` largest of the logits are computed again as x @ w.T in another precision."""
     logits, x, w = inputs
-    if logits.shape != (S, w.shape[0]) or x.shape != (S, w.shape[1]):
-        raise illegal("rescore", f"logits {logits}, x {x}, w {w}", "logits [S, N], x [S, K] and w [N, K]")
-    return logits.shape
-
-
-_DEEPEST_TREE = 32  # more than a kernel's operations
+    if logits.shape != (x.shape[0], w.shape[0]) or x.shape[1:] != w.shape[1:]:
+        raise illegal("rescore", f"logits {logits}, x {x}, w {w}", "logits [R, N], x [R, K] and w [N, K]")
+    return (logits.shape,)
 
 
 def _check_tree(op: str, attrs: Attrs, n_inputs: int) -> None:
-    """A tree is an int (which input), a float (a number), or (operation, operand, ...)."""
-    level = [attrs.get("tree")]
-    for _ in range(_DEEPEST_TREE):
-        below = (operand for tree in level for operand in _operands(op, tree, n_inputs))
-        level = list({id(tree): tree for tree in below}.values())  # what is shared is looked at once
-    if level:
-        raise illegal(op, f"a tree of more than {_DEEPEST_TREE} levels", "what a kernel can hold")
+    for what, expected in faults(attrs.get("tree"), n_inputs):
+        raise illegal(op, what, expected)
 
 
-def _operands(op: str, tree: object, n_inputs: int) -> tuple[object, ...]:
-    if isinstance(tree, float):
-        return ()
-    if isinstance(tree, int) and not isinstance(tree, bool):
-        if not 0 <= tree < n_inputs:
-            raise illegal(op, f"its tree has an input {tree}", f"0 to {n_inputs - 1}")
-        return ()
-    if not isinstance(tree, tuple) or not tree:
-        raise illegal(op, f"its tree has {tree!r:.80}", "an input, a number, or (operation, operand, ...)")
-    name = tree[0]
-    if name not in UNARY + BINARY:
-        raise illegal(op, f"its tree has the operation {name!r:.80}", nearest(str(name)[:80], UNARY + BINARY))
-    if len(tree) != (2 if name in UNARY else 3):
-        raise illegal(op, f"its tree has {name} of {len(tree) - 1} operands", "1" if name in UNARY else "2")
-    return tree[1:]
-
-
-def _elementwise(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
+def _elementwise(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     _check_tree("elementwise", attrs, len(inputs))
     whole = next((v for v in inputs if not v.constant), inputs[0])
     for v in inputs:
@@ -108,88 +84,124 @@ def _elementwise(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
                 f"operands {[list(v.shape) for v in inputs]}",
                 "equal shapes, or a constant row for a matrix",
             )
-    return whole.shape
+    return (whole.shape,)
 
 
-def _rms_norm(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
+def _rms_norm(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     x, w = inputs
     if w.shape != x.shape[-1:]:
         raise illegal(
             "rms_norm", f"x {list(x.shape)} and weight {list(w.shape)}", "a weight as long as x's last dimension"
         )
-    return x.shape
+    return (x.shape,)
 
 
-def _reshape(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
+def _layer_norm(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    x, w, b = inputs
+    if len(x.shape) != 2 or not w.shape == b.shape == x.shape[1:]:
+        raise illegal(
+            "layer_norm", f"x {list(x.shape)}, weight {list(w.shape)}, bias {list(b.shape)}",
+            "x [rows, N], weight [N] and bias [N]",
+        )  # fmt: skip
+    return (x.shape,)
+
+
+def _reshape(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     (x,) = inputs
     shape = attrs["shape"]
     assert isinstance(shape, tuple)
     if Value(shape).width != x.width or shape[0] != x.shape[0]:
         raise illegal("reshape", f"{list(x.shape)} to {list(shape)}", "the same first dimension and as many elements")
-    return shape
+    return (shape,)
 
 
-def _slice(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
+def _split(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     (x,) = inputs
-    start, stop = attrs["start"], attrs["stop"]
-    assert isinstance(start, int) and isinstance(stop, int)
-    if len(x.shape) != 2 or not 0 <= start < stop <= x.width:
-        raise illegal("slice", f"columns {start}:{stop} of {list(x.shape)}", "columns inside a matrix")
-    return (x.shape[0], stop - start)
+    widths = attrs["widths"]
+    assert isinstance(widths, tuple)
+    if len(x.shape) != 2 or sum(widths) != x.width or min(widths) < 1:
+        raise illegal("split", f"{list(x.shape)} into columns of {list(widths)}", "widths that add up to a matrix's")
+    return tuple((x.shape[0], width) for width in widths)
 
 
-def _rope(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
-    x, table = inputs
+def _rope(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    x, positions, table = inputs
     if len(x.shape) != 3 or table.shape[1:] != x.shape[2:]:
         raise illegal(
             "rope", f"x {list(x.shape)} and table {list(table.shape)}", "x [T, heads, D] and table [context, D]"
         )
-    return x.shape
+    _check_ids("rope", positions, x)
+    return (x.shape,)
 
 
-def _attention(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
-    q, k, v = inputs[:3]
-    if not (len(q.shape) == 3 and k.shape == v.shape and len(k.shape) == 3 and q.shape[2] == k.shape[2]):
-        raise illegal("attention", f"q {q}, k {k}, v {v}", "q [T, H, D], k and v [T, K, D]")
-    heads, kv_heads, size = q.shape[1], k.shape[1], q.shape[2]
-    assert isinstance(heads, int) and isinstance(kv_heads, int) and isinstance(size, int)
+def _check_ids(op: str, ids: Value, x: Value) -> None:
+    """One number for each row of x."""
+    if ids.dtype != DType.I32 or ids.shape != x.shape[:1]:
+        raise illegal(op, f"x {x} and its positions {ids}", "i32, one for each of its rows")
+
+
+def _heads(op: str, inputs: Inputs) -> tuple[Shape, ...]:
+    q, k, v, lengths = inputs
+    ranks = {len(x.shape) for x in (q, k, v)}
+    if ranks != {3} or k.shape[:2] != v.shape[:2] or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+        raise illegal(op, f"q {q}, k {k}, v {v}", "q [T, H, D], k [T, K, D] and v [T, K, values' size]")
+    if lengths.dtype != DType.I32 or len(lengths.shape) != 1:
+        raise illegal(op, f"lengths {lengths}", "i32 [S], the tokens of each sequence")
+    heads, kv_heads, sizes = q.shape[1], k.shape[1], (q.shape[2], v.shape[2])
+    assert isinstance(heads, int) and isinstance(kv_heads, int)
     if heads % kv_heads:
-        raise illegal("attention", f"{heads} query heads over {kv_heads} KV heads", "a multiple")
-    if size % 8 or size > 512:
-        raise illegal("attention", f"a head size of {size}", "a multiple of 8, at most 512")
-    return q.shape
+        raise illegal(op, f"{heads} query heads over {kv_heads} KV heads", "a multiple")
+    for size in sizes:
+        assert isinstance(size, int)
+        if size % 8 or size > MAX_HEAD:
+            raise illegal(op, f"a head size of {size}", f"a multiple of 8, at most {MAX_HEAD}")
+    return ((*q.shape[:2], v.shape[2]),)
 
 
-def _sampled_rows(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
-    (x,) = inputs
-    if len(x.shape) != 2 or x.shape[0] != T:
-        raise illegal("sampled_rows", f"x {list(x.shape)}", "x [T, width]")
-    return (S, x.shape[1])
+def _attention(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    q, k, v, positions, lengths = inputs[:5]
+    _check_ids("attention", positions, q)
+    return _heads("attention", (q, k, v, lengths))
 
 
-def _same(inputs: tuple[Value, ...], attrs: Attrs) -> Shape:
-    return inputs[0].shape
+def _full_attention(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    return _heads("full_attention", inputs)
+
+
+def _gather_rows(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    x, rows = inputs
+    if len(x.shape) != 2 or rows.dtype != DType.I32 or len(rows.shape) != 1:
+        raise illegal("gather_rows", f"x {x} and rows {rows}", "x [T, width] and i32 rows [R]")
+    return ((rows.shape[0], x.shape[1]),)
+
+
+def _mean_rows(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    x, lengths = inputs
+    if len(x.shape) != 2 or lengths.dtype != DType.I32 or len(lengths.shape) != 1:
+        raise illegal("mean_rows", f"x {x} and lengths {lengths}", "x [T, width] and i32 lengths [S]")
+    return ((lengths.shape[0], x.shape[1]),)
+
+
+def _same(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    return (inputs[0].shape,)
 
 
 OPS: dict[str, Op] = {
     "embedding": Op((2, 2), _embedding, frozenset({"scale"})),
-    "linear": Op((2, 4), _linear, frozenset({"bias", "residual", "precision"})),
+    "linear": Op((2, 4), _linear, frozenset({"bias", "residual", "precision", "tree"})),
     "elementwise": Op((1, 4), _elementwise, frozenset({"tree"})),
     "rms_norm": Op((2, 2), _rms_norm, frozenset({"eps", "storage"})),
+    "layer_norm": Op((3, 3), _layer_norm, frozenset({"eps", "storage"})),
+    "normalise": Op((1, 1), _same, frozenset({"eps"})),
     "reshape": Op((1, 1), _reshape, frozenset({"shape"})),
-    "rope": Op((2, 2), _rope),
-    "attention": Op((3, 3), _attention, frozenset({"layer", "scale"})),
-    "sampled_rows": Op((1, 1), _sampled_rows),
-    "slice": Op((1, 1), _slice, frozenset({"start", "stop"}), fused=True),
+    "rope": Op((3, 3), _rope),
+    "attention": Op((5, 5), _attention, frozenset({"layer", "scale"})),
+    "full_attention": Op((4, 4), _full_attention, frozenset({"scale"})),
+    "gather_rows": Op((2, 2), _gather_rows),
+    "mean_rows": Op((2, 2), _mean_rows),
+    "split": Op((1, 1), _split, frozenset({"widths"})),
     "convert": Op((1, 1), _same, frozenset({"storage"}), fused=True),
     "gated_linear": Op((3, 3), _gated_linear, frozenset({"tree", "precision"}), fused=True),
     "rescore": Op((3, 3), _rescore, frozenset({"precision", "count"}), fused=True),
-    "rope_attention": Op((4, 4), _attention, frozenset({"layer", "scale"}), fused=True),
+    "rope_attention": Op((6, 6), _attention, frozenset({"layer", "scale"}), fused=True),
 }
-
-
-def storage_of(op: str, attrs: Attrs) -> Storage:
-    """How a node's output lies in memory: float32 unless the node packs it."""
-    storage = attrs.get("storage", Storage("f32"))
-    assert isinstance(storage, Storage)
-    return storage

@@ -1,17 +1,30 @@
 """Helpers of the passes: making nodes, replacing values, listing a graph as text."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-from millrace.graph.ops import OPS, storage_of
-from millrace.graph.types import Graph, Node, Value
+from millrace.graph.ops import OPS
+from millrace.graph.types import Graph, Node, Port, Value, find
+
+LOGITS = "logits"  # an output of this name is a ranking: only the order of its largest elements matters
 
 
 def make_node(op: str, inputs: tuple[Value, ...], attrs: Mapping[str, object], origin: tuple[str, ...]) -> Node:
-    """A node whose output has the shape and storage that the operator gives."""
-    return Node(op, inputs, Value(OPS[op].shape(inputs, attrs), storage_of(op, attrs)), dict(attrs), origin)
+    """A node whose outputs have the shapes that the operator gives."""
+    return Node(op, inputs, tuple(Value(s) for s in OPS[op].shapes(inputs, attrs)), dict(attrs), origin)
 
 
-Replacement = list[Node] | None
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """`nodes` take a node's place, and `values` that of its outputs."""
+
+    nodes: tuple[Node, ...]
+    values: tuple[Value, ...]
+
+    @classmethod
+    def of(cls, *nodes: Node) -> "Instead":
+        """The outputs of the last of them stand for the old ones."""
+        return cls(nodes, nodes[-1].outputs)
 
 
 class Live:
@@ -20,48 +33,59 @@ class Live:
     def __init__(self, graph: Graph) -> None:
         self._producers: dict[Value, Node] = {}
         self._readers = {value: len(readers) for value, readers in graph.consumers().items()}
-        self._readers[graph.output] = self._readers.get(graph.output, 0) + 1
-        self.moved: dict[Value, Value] = {}
+        for port in graph.outputs:
+            self._readers[port.value] = self._readers.get(port.value, 0) + 1
+        self._moved: dict[Value, Value] = {}
 
     def producer(self, value: Value) -> Node | None:
-        """The node that computes `value` now, itself perhaps already rewritten; None for constants and the tokens."""
+        """The node that computes `value` now, itself perhaps already rewritten; None for constants and inputs."""
         return self._producers.get(value)
 
     def read_once(self, value: Value) -> bool:
-        """Whether one node alone reads it (the graph's output counts as a reader)."""
+        """Whether one node alone reads it (an output of the graph counts as a reader)."""
         return self._readers.get(value, 0) == 1
 
+    def now(self, value: Value) -> Value:
+        """What stands for it by now."""
+        return self._moved.get(value, value)
+
     def place(self, node: Node) -> None:
-        self._producers[node.output] = node
+        for value in node.outputs:
+            self._producers[value] = node
 
     def move(self, old: Value, new: Value) -> None:
-        self.moved[old] = new
+        self._moved[old] = new
         if old in self._readers:
             self._readers[new] = self._readers[old]
 
 
-def rewrite(graph: Graph, rule: Callable[[Node, Live], Replacement]) -> Graph:
-    """Replaces each node for which `rule` gives a list by that list, whose last node takes its place.
+def rewrite(graph: Graph, rule: Callable[[Node, Live], Instead | None]) -> Graph:
+    """Puts what `rule` gives in the place of each node; None leaves it.
 
     The rule sees inputs already replaced. Nodes that nobody reads afterwards are dropped.
     """
     live = Live(graph)
     nodes: list[Node] = []
     for node in graph.nodes:
-        inputs = tuple(live.moved.get(v, v) for v in node.inputs)
-        current = Node(node.op, inputs, node.output, node.attrs, node.origin) if inputs != node.inputs else node
-        replacement = rule(current, live)
-        for made in [current] if replacement is None else replacement:
+        inputs = tuple(live.now(v) for v in node.inputs)
+        current = replace(node, inputs=inputs) if inputs != node.inputs else node
+        instead = rule(current, live) or Instead((current,), node.outputs)
+        for made in instead.nodes:
             nodes.append(made)
             live.place(made)
-        if replacement:
-            live.move(node.output, replacement[-1].output)
-    return prune(Graph(graph.tokens, tuple(nodes), live.moved.get(graph.output, graph.output)))
+        for old, new in zip(node.outputs, instead.values, strict=True):
+            if new is not old:
+                live.move(old, new)
+    outputs = tuple(Port(p.name, live.now(p.value)) for p in graph.outputs)
+    return prune(Graph(graph.inputs, outputs, tuple(nodes)))
 
 
 def head_of(graph: Graph) -> Node | None:
     """The linear layer that gives the logits, whatever the model calls it; scaled or capped, they are still its."""
-    producers, at = graph.producers(), graph.output
+    at = find(graph.outputs, LOGITS)
+    if at is None:
+        return None
+    producers = graph.producers()
     while (node := producers.get(at)) and node.op == "elementwise":
         computed = [v for v in node.inputs if not v.constant]
         if len(computed) != 1:
@@ -72,28 +96,28 @@ def head_of(graph: Graph) -> Node | None:
 
 def prune(graph: Graph) -> Graph:
     """Drops the nodes whose results nobody reads."""
-    needed = {graph.output}
+    needed = {p.value for p in graph.outputs}
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if node.output in needed:
+        if needed.intersection(node.outputs):
             kept.append(node)
             needed.update(node.inputs)
-    return Graph(graph.tokens, tuple(reversed(kept)), graph.output)
+    return replace(graph, nodes=tuple(reversed(kept)))
 
 
 def listing(graph: Graph) -> str:
     """The graph as lines that a person can read: `%3 = rms_norm(%2, input_layernorm.weight) eps=1e-05`."""
-    names: dict[Value, str] = {graph.tokens: "tokens"}
+    names: dict[Value, str] = {p.value: p.name for p in graph.inputs}
 
     def name(value: Value) -> str:
-        if value.constant:
-            return "+".join(value.constant.origin)
-        return names[value]
+        return "+".join(value.constant.origin) if value.constant else names[value]
 
     lines = []
-    for i, node in enumerate(graph.nodes):
-        names[node.output] = f"%{i}"
+    for node in graph.nodes:
+        for value in node.outputs:
+            names[value] = f"%{len(names) - len(graph.inputs)}"
         attrs = " ".join(f"{k}={v}" for k, v in node.attrs.items())
-        inputs = ", ".join(name(v) for v in node.inputs)
-        lines.append(f"%{i} = {node.op}({inputs}) {attrs}  # {node.output} {'/'.join(node.origin)}".rstrip())
-    return "\n".join([*lines, f"return {name(graph.output)}"])
+        made, inputs = (", ".join(map(name, values)) for values in (node.outputs, node.inputs))
+        shapes = ", ".join(map(str, node.outputs))
+        lines.append(f"{made} = {node.op}({inputs}) {attrs}  # {shapes} {'/'.join(node.origin)}".rstrip())
+    return "\n".join([*lines, *(f"{p.name} = {name(p.value)}" for p in graph.outputs)])

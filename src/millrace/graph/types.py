@@ -1,7 +1,11 @@
-"""The graph: values, nodes, and the few symbols that a dimension may be. Single assignment, one output a node."""
+"""The graph: named inputs and outputs, and between them nodes and values, each value assigned once.
+
+A graph says what is computed. How it is computed (precision, where rows lie, in which steps) is the compiler's affair.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +15,16 @@ from millrace.checkpoint.quantised import QuantisedMatrix
 Array = NDArray[np.generic]
 
 
+class DType(StrEnum):
+    """Of a value's elements, as a model means them: engines may hold float32 in fewer bits."""
+
+    F32 = "f32"
+    I32 = "i32"
+
+
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A dimension known only when a step runs; it has an upper bound in every engine."""
+    """A dimension known only when the graph runs. It belongs to the graph whose inputs have it; engines bound it."""
 
     name: str
 
@@ -21,25 +32,8 @@ class Symbol:
         return self.name
 
 
-T = Symbol("T")  # tokens of a step
-S = Symbol("S")  # sampled rows of a step
-
 Dim = int | Symbol
 Shape = tuple[Dim, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """How a value lies in memory: "i32", "f32", "bf16" or "q8" (int8 codes with a scale and a sum per group)."""
-
-    kind: str
-    group: int = 0
-
-    def __repr__(self) -> str:
-        return f"{self.kind}g{self.group}" if self.group else self.kind
-
-
-F32, I32 = Storage("f32"), Storage("i32")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +53,7 @@ class Value:
     """An edge of the graph. Two values are the same only if they are the same object."""
 
     shape: Shape
-    storage: Storage = F32
+    dtype: DType = DType.F32
     constant: Constant | None = None
 
     @property
@@ -73,33 +67,52 @@ class Value:
 
     def __repr__(self) -> str:
         kind = "constant " if self.constant else ""
-        return f"{kind}{self.storage}{list(self.shape)}"
+        return f"{kind}{self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """`output = op(*inputs, **attrs)`; `origin` names the modules of the model that it came from."""
+    """`outputs = op(*inputs, **attrs)`; `origin` names the modules of the model that it came from."""
 
     op: str
     inputs: tuple[Value, ...]
-    output: Value
+    outputs: tuple[Value, ...]
     attrs: Mapping[str, object] = field(default_factory=dict)
     origin: tuple[str, ...] = ()
+
+    @property
+    def output(self) -> Value:
+        """Of an operator that has one."""
+        (only,) = self.outputs
+        return only
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """Where a value goes in or comes out, by name."""
+
+    name: str
+    value: Value
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Nodes in an order in which they can run. `tokens` is the only input besides the step's bookkeeping."""
+    """Nodes in an order in which they can run."""
 
-    tokens: Value
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
     nodes: tuple[Node, ...]
-    output: Value
+
+    @property
+    def symbols(self) -> tuple[Symbol, ...]:
+        """Its dimensions that are not numbers, in the order in which the inputs name them."""
+        return tuple(dict.fromkeys(d for port in self.inputs for d in port.value.shape if isinstance(d, Symbol)))
 
     def producers(self) -> dict[Value, Node]:
-        return {n.output: n for n in self.nodes}
+        return {v: n for n in self.nodes for v in n.outputs}
 
     def consumers(self) -> dict[Value, list[Node]]:
-        """Who reads each value; the graph's output is read by nobody in here."""
+        """Who reads each value; the graph's outputs are read by nobody in here."""
         readers: dict[Value, list[Node]] = {}
         for n in self.nodes:
             for v in n.inputs:
@@ -114,3 +127,7 @@ class Graph:
                 if v.constant and v not in seen:
                     seen.add(v)
                     yield v
+
+
+def find(ports: tuple[Port, ...], name: str) -> Value | None:
+    return next((p.value for p in ports if p.name == name), None)

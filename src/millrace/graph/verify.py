@@ -1,26 +1,50 @@
 """What a legal graph is, checked after tracing and after every pass."""
 
+import re
+from collections import Counter
+
 from millrace.errors import GraphError
-from millrace.graph.ops import OPS, storage_of
-from millrace.graph.types import Graph, Node, Value
+from millrace.graph.ops import OPS
+from millrace.graph.types import Graph, Node, Port, Symbol, Value
+
+_NAME = re.compile(r"\w+(\.\w+)*")
 
 
 def verify(graph: Graph, after: str) -> Graph:
     """Gives the graph back, or raises GraphError naming the pass and the node."""
-    known: set[Value] = {graph.tokens}
+    for ports, kind in ((graph.inputs, "inputs"), (graph.outputs, "outputs")):
+        _check_names(ports, kind, after)
+    symbols = set(graph.symbols)
+    known: set[Value] = {p.value for p in graph.inputs}
     for node in graph.nodes:
         for value in node.inputs:
             if value not in known and not value.constant:
                 raise _error(after, node, "it reads a value that nothing before it computes")
-        if node.output in known:
+        if known.intersection(node.outputs):
             raise _error(after, node, "its output is assigned twice")
         _check_node(node, after)
-        known.add(node.output)
-    if graph.output not in known:
-        raise GraphError(
-            f"after {after}: the output is computed by no node", "an output", "return a tensor from forward()"
-        )
+        for free in (d for v in node.outputs for d in v.shape if isinstance(d, Symbol) and d not in symbols):
+            raise _error(after, node, f"its output has a dimension {free} that no input has")
+        known.update(node.outputs)
+    for port in graph.outputs:
+        if port.value not in known and not port.value.constant:
+            raise GraphError(
+                f"after {after}: the output {port.name} is computed by no node",
+                "an output", "return a tensor from forward()",
+            )  # fmt: skip
     return graph
+
+
+def _check_names(ports: tuple[Port, ...], kind: str, after: str) -> None:
+    for name, count in Counter(p.name for p in ports).items():
+        if count > 1 or not _NAME.fullmatch(name):
+            raise GraphError(
+                f"after {after}: {count} {kind} of the name {name!r:.80}" if count > 1 else
+                f"after {after}: {kind} with the name {name!r:.80}",
+                "names in letters, digits, _ and dots, each once", f"rename the model's {kind}",
+            )  # fmt: skip
+    if not ports:
+        raise GraphError(f"after {after}: a graph without {kind}", "at least one", f"name the model's {kind}")
 
 
 def _check_node(node: Node, after: str) -> None:
@@ -32,9 +56,10 @@ def _check_node(node: Node, after: str) -> None:
     unknown = set(node.attrs) - op.attrs
     if unknown:
         raise _error(after, node, f"unknown attributes {sorted(unknown)}")
-    shape = op.shape(node.inputs, node.attrs)
-    if shape != node.output.shape or storage_of(node.op, node.attrs) != node.output.storage:
-        raise _error(after, node, f"its output is said to be {node.output}, the operator gives {list(shape)}")
+    shapes = op.shapes(node.inputs, node.attrs)
+    if shapes != tuple(v.shape for v in node.outputs):
+        given = ", ".join(str(list(s)) for s in shapes)
+        raise _error(after, node, f"it is said to give {', '.join(map(str, node.outputs))}, the operator gives {given}")
 
 
 def _error(after: str, node: Node, what: str) -> GraphError:

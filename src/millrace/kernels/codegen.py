@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from declare import KERNELS, MAX_KNOBS, Kernel, Operand, declarations_digest  # type: ignore[import-not-found]
+from declare import KERNELS, MAX_CACHES, MAX_HEAD, MAX_KNOBS, MAX_SYMBOLS, Kernel, Operand, declarations_digest  # type: ignore[import-not-found]
 
 C_TYPE = {"i32": "int32_t", "f32": "float"}
 
@@ -46,7 +46,7 @@ def decoder(kernel: Kernel) -> str:
             lines.append(f"  for (int i = 0; i < {length}; ++i) a.{name}[i] = in.{kind}();")
         else:
             lines.append(f"  a.{name} = in.{kind}();")
-    lines.append("  [[maybe_unused]] const int64_t T = bounds.max_tokens, S = bounds.max_sequences;")
+    lines.append("  [[maybe_unused]] const auto most = [&](int64_t symbol) { return bounds.symbol(symbol); };")
     lines += [
         f"  [[maybe_unused]] const int64_t {n} = a.{n};"
         for kind, n, size in kernel.fields
@@ -88,7 +88,8 @@ def header(interface: Path) -> str:
         '#include "program_reader.hpp"',
         "namespace millrace {",
         f'inline constexpr char kBuild[] = "{interface_digest(interface)} {declarations_digest()}";',
-        "constexpr int64_t kMaxParam = 1 << 24;  // keeps every size expression far from overflow",
+        f"constexpr int kMaxHeadDim = {MAX_HEAD};",
+        f"constexpr int kSymbols = {MAX_SYMBOLS}, kCaches = {MAX_CACHES};  // of one program, at most",
         "enum class KernelId : uint32_t { " + ", ".join(f"{n} = {i}" for i, n in enumerate(names)) + " };",
         f"constexpr uint32_t kKernels = {len(names)};",
         *knobs(),

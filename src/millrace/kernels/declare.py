@@ -3,8 +3,9 @@
 From these lines come the Python encoder (encode.py) and the C++ decoder with its bounds checks (codegen.py), so the two
 cannot drift. Standard library only: the native build runs codegen.py before anything is installed.
 
-Sizes are written as expressions that mean the same in Python and in C++: T (tokens a step at most), S (sequences a
-step at most), the kernel's own parameters, `+`, `-`, `*`, and the functions of layout.py and native/layout.hpp.
+Sizes are written as expressions that mean the same in Python and in C++: the kernel's own parameters, `+`, `-`, `*`,
+most(symbol), which is the bound of a dimension that only a run knows, and the functions of layout.py and
+native/layout.hpp. Parameters that begin with `rows` number the program's symbols.
 """
 
 import hashlib
@@ -83,19 +84,25 @@ MAX_OPERATIONS, MAX_REGISTERS, MAX_IMMEDIATES, MAX_INPUTS = 24, 8, 8, 4
 EXPRESSION = (f"i32 code[{MAX_OPERATIONS}]", f"f32 imm[{MAX_IMMEDIATES}]")
 
 MAX_KNOBS = 4  # of one kernel
+MAX_SYMBOLS = 8  # of one program
+MAX_CACHES = 8
 
-ROWS = "rows_of(rows, T, S)"  # rows 0: one per token of the step; rows 1: one per sampled row
+MAX_HEAD = 512  # elements of a key or a value
+
+ROWS = "most(rows)"
+LEGAL_ROWS = "rows >= 0"
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "embed",
-        "y[t] = table[token[t]] * scale",
+        "y[i] = table[ids[i]] * scale; NaN for an id beyond the table",
         (
+            Operand("ids", "in", f"{ROWS} * 4", "int32_t"),
             Operand("table", "weight", "vocab * n * (4 + bf16 * -2)", "uint8_t"),
-            Operand("y", "out", "T * n * 4"),
+            Operand("y", "out", f"{ROWS} * n * 4"),
         ),
-        ("i32 n", "i32 vocab", "i32 bf16", "f32 scale"),
-        ("n > 0", "vocab > 0", "bf16 >= 0", "bf16 <= 1"),
+        ("i32 rows", "i32 n", "i32 vocab", "i32 bf16", "f32 scale"),
+        (LEGAL_ROWS, "n > 0", "vocab > 0", "bf16 >= 0", "bf16 <= 1"),
     ),
     Kernel(
         "rms_norm",
@@ -107,19 +114,49 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         ("i32 rows", "i32 runs", "i32 n", "i32 x_stride", "i32 y_stride", "i32 format", "i32 group", "f32 eps"),
         (
-            "rows >= 0",
-            "rows <= 1",
+            LEGAL_ROWS,
             "n > 0",
             "runs > 0",
             "x_stride >= runs * n",
             "format >= 0",
-            "format <= 2",
+            f"format <= {max(RowFormat)}",
             "format == 0 or runs == 1",
             "group >= 0",
             "y_stride % 4 == 0",
             "format != 0 or y_stride >= runs * n * 4",
             "format == 0 or y_stride >= row_bytes(format, n, group)",
         ),
+    ),
+    Kernel(
+        "layer_norm",
+        "y = (x - mean(x)) / sqrt(variance(x) + eps) * w + b, stored as f32, bf16 or int8 groups",
+        (
+            Operand("x", "in", f"{ROWS} * x_stride * 4"),
+            Operand("w", "weight", "n * 4"),
+            Operand("b", "weight", "n * 4"),
+            Operand("y", "out", f"{ROWS} * y_stride", "uint8_t"),
+        ),
+        ("i32 rows", "i32 n", "i32 x_stride", "i32 y_stride", "i32 format", "i32 group", "f32 eps"),
+        (
+            LEGAL_ROWS,
+            "n > 0",
+            "x_stride >= n",
+            "format >= 0",
+            f"format <= {max(RowFormat)}",
+            "group >= 0",
+            "y_stride % 4 == 0",
+            "y_stride >= row_bytes(format, n, group)",
+        ),
+    ),
+    Kernel(
+        "normalise",
+        "y = x / max(|x|, eps), row by row",
+        (
+            Operand("x", "in", f"{ROWS} * x_stride * 4"),
+            Operand("y", "out", f"{ROWS} * n * 4"),
+        ),
+        ("i32 rows", "i32 n", "i32 x_stride", "f32 eps"),
+        (LEGAL_ROWS, "n > 0", "x_stride >= n"),
     ),
     Kernel(
         "convert",
@@ -130,12 +167,11 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         ("i32 rows", "i32 n", "i32 x_stride", "i32 y_stride", "i32 format", "i32 group"),
         (
-            "rows >= 0",
-            "rows <= 1",
+            LEGAL_ROWS,
             "n > 0",
             "x_stride >= n",
             "format >= 1",
-            "format <= 2",
+            f"format <= {max(RowFormat)}",
             "group >= 0",
             "y_stride % 4 == 0",
             "y_stride >= row_bytes(format, n, group)",
@@ -164,15 +200,14 @@ KERNELS: tuple[Kernel, ...] = (
             *EXPRESSION,
         ),
         (
-            "rows >= 0",
-            "rows <= 1",
+            LEGAL_ROWS,
             "n > 0",
             "k > 0",
             "group >= 0",
             "format >= 0",
-            "format <= 2",
+            f"format <= {max(RowFormat)}",
             "weights >= 0",
-            "weights <= 3",
+            f"weights <= {max(WeightFormat)}",
             "gated >= 0",
             "gated <= 1",
             "gated == 0 or n % 32 == 0",
@@ -195,45 +230,70 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         "rope",
-        "rotate q and k (halves d and d + D/2) by their positions, in place; write k and v into the KV pages",
+        "rotate q and k (halves d and d + D/2) by their positions, in place; write k and v into the pages of a cache",
         (
-            Operand("q", "inout?", "T * q_stride * 4"),
-            Operand("k", "inout?", "T * k_stride * 4"),
-            Operand("v", "in?", "T * v_stride * 4"),
+            Operand("q", "inout?", f"{ROWS} * q_stride * 4"),
+            Operand("k", "inout?", f"{ROWS} * k_stride * 4"),
+            Operand("v", "in?", f"{ROWS} * v_stride * 4"),
+            Operand("positions", "in?", f"{ROWS} * 4", "int32_t"),
             Operand("table", "weight?", "context * head_dim * 4"),
         ),
         (
+            "i32 rows",
             "i32 heads",
             "i32 kv_heads",
             "i32 head_dim",
+            "i32 value_dim",
             "i32 q_stride",
             "i32 k_stride",
             "i32 v_stride",
             "i32 context",
+            "i32 cache",
             "i32 layer",
         ),
         (
+            LEGAL_ROWS,
             "heads >= 0",
             "kv_heads >= 0",
             "head_dim > 0",
             "head_dim % 8 == 0",
-            "head_dim <= 512",
+            f"head_dim <= {MAX_HEAD}",
+            "value_dim > 0 or layer < 0",
+            f"value_dim <= {MAX_HEAD}",
             "context > 0",
+            "cache >= 0",
             "layer >= 0 - 1",
             "q_stride >= heads * head_dim",
             "k_stride >= kv_heads * head_dim",
-            "v_stride >= kv_heads * head_dim or layer < 0",
+            "v_stride >= kv_heads * value_dim or layer < 0",
         ),
     ),
     Kernel(
         "attention",
-        "y = softmax(q k^T * scale) v over this sequence's keys at positions up to its own, from the KV pages",
+        "y = softmax(q k^T * scale) v over a sequence's keys at positions up to its own, or all, from a cache's pages",
         (
-            Operand("q", "in", "T * q_stride * 4"),
-            Operand("y", "out", "T * heads * head_dim * 4"),
+            Operand("q", "in", f"{ROWS} * q_stride * 4"),
+            Operand("y", "out", f"{ROWS} * heads * value_dim * 4"),
         ),
-        ("i32 heads", "i32 kv_heads", "i32 head_dim", "i32 q_stride", "i32 layer", "f32 scale"),
         (
+            "i32 rows",
+            "i32 heads",
+            "i32 kv_heads",
+            "i32 head_dim",
+            "i32 value_dim",
+            "i32 q_stride",
+            "i32 cache",
+            "i32 layer",
+            "i32 causal",
+            "f32 scale",
+        ),
+        (
+            LEGAL_ROWS,
+            "value_dim > 0",
+            f"value_dim <= {MAX_HEAD}",
+            "cache >= 0",
+            "causal >= 0",
+            "causal <= 1",
             "heads > 0",
             "kv_heads > 0",
             "heads % kv_heads == 0",
@@ -241,7 +301,7 @@ KERNELS: tuple[Kernel, ...] = (
             "head_dim % 8 == 0",
             "layer >= 0",
             "q_stride >= heads * head_dim",
-            "head_dim <= 512",
+            f"head_dim <= {MAX_HEAD}",
         ),
     ),
     Kernel(
@@ -256,8 +316,7 @@ KERNELS: tuple[Kernel, ...] = (
         ),
         ("i32 rows", "i32 n", "i32 a_stride", "i32 b_stride", "i32 c_stride", "i32 d_stride", *EXPRESSION),
         (
-            "rows >= 0",
-            "rows <= 1",
+            LEGAL_ROWS,
             "n > 0",
             "a_stride == 0 or a_stride >= n",
             "b_stride == 0 or b_stride >= n",
@@ -267,24 +326,37 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         "gather_rows",
-        "y[r] = x[last token of the sequence that row r samples]",
+        "y[r] = x[index[r]]; NaN for an index beyond x",
         (
-            Operand("x", "in", "T * n * 4"),
-            Operand("y", "out", "S * n * 4"),
+            Operand("x", "in", "most(rows_from) * x_stride * 4"),
+            Operand("index", "in", f"{ROWS} * 4", "int32_t"),
+            Operand("y", "out", f"{ROWS} * n * 4"),
         ),
-        ("i32 n",),
-        ("n > 0",),
+        ("i32 rows", "i32 rows_from", "i32 n", "i32 x_stride"),
+        (LEGAL_ROWS, "rows_from >= 0", "n > 0", "x_stride >= n"),
+    ),
+    Kernel(
+        "mean_rows",
+        "y[s] = the mean of the lengths[s] rows of x that come behind those of the sequences before",
+        (
+            Operand("x", "in", "most(rows_from) * x_stride * 4"),
+            Operand("lengths", "in", f"{ROWS} * 4", "int32_t"),
+            Operand("y", "out", f"{ROWS} * n * 4"),
+        ),
+        ("i32 rows", "i32 rows_from", "i32 n", "i32 x_stride"),
+        (LEGAL_ROWS, "rows_from >= 0", "n > 0", "x_stride >= n"),
     ),
     Kernel(
         "rescore",
         "the `count` largest logits of each sampled row again, from 8-bit weights",
         (
-            Operand("x", "in", "S * x_stride", "uint8_t"),
+            Operand("x", "in", f"{ROWS} * x_stride", "uint8_t"),
             Operand("w", "weight", "n * byte_row_bytes(k, group)", "uint8_t"),
-            Operand("y", "inout", "S * n * 4"),
+            Operand("y", "inout", f"{ROWS} * n * 4"),
         ),
-        ("i32 n", "i32 k", "i32 group", "i32 x_stride", "i32 count"),
+        ("i32 rows", "i32 n", "i32 k", "i32 group", "i32 x_stride", "i32 count"),
         (
+            LEGAL_ROWS,
             "n > 0",
             "k > 0",
             "group > 0",

@@ -1,20 +1,13 @@
-"""Element-wise expressions: a tree as the model wrote it, and the register code that the kernels run.
+"""The register code that the kernels run for an expression (graph/trees.py).
 
-A tree is an int (which input), a float (a number), or (operation, operand, ...). The code is a list of
-op | dst << 8 | left << 16 | right << 24 over 8 registers; inputs start as registers 0, 1, ...; op 0 ends it and its
-`left` is the register of the result (kernels/elementwise/native.hpp reads it).
+It is a list of op | dst << 8 | left << 16 | right << 24 over 8 registers; inputs start as registers 0, 1, ...; op 0
+ends it and its `left` is the register of the result (kernels/elementwise/native.hpp reads it).
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
+from millrace.graph.trees import Tree, as_tree
 from millrace.kernels.declare import MAX_IMMEDIATES, MAX_OPERATIONS, MAX_REGISTERS
-
-Tree = int | float | tuple[object, ...]
-Array = NDArray[np.floating]
 
 # In the order of enum Op in elementwise/native.hpp.
 OPERATIONS = (
@@ -32,41 +25,13 @@ OPERATIONS = (
     "sqrt",
     "abs",
     "immediate",
+    "erf",
 )
 _CODES = {name: i for i, name in enumerate(OPERATIONS)}
-
-NUMPY: dict[str, Callable[..., Array]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum,
-    "neg": np.negative, "exp": np.exp, "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "tanh": np.tanh, "sqrt": np.sqrt,
-    "abs": np.abs,
-}  # fmt: skip
 
 
 class TooComplexError(Exception):
     """The expression needs more registers, operations or numbers than a kernel has: it must be cut in two."""
-
-
-def evaluate(tree: Tree, inputs: Sequence[Array]) -> Array:
-    """The tree's value in the precision of its inputs: the reference of the code."""
-    if isinstance(tree, int):
-        return inputs[tree]
-    if isinstance(tree, float):
-        return np.asarray(tree, inputs[0].dtype)
-    return NUMPY[str(tree[0])](*(evaluate(_tree(t), inputs) for t in tree[1:]))
-
-
-def substitute(tree: Tree, inputs: Sequence[Tree]) -> Tree:
-    """The tree with each input replaced by a tree."""
-    if isinstance(tree, int):
-        return inputs[tree]
-    if isinstance(tree, float):
-        return tree
-    return (tree[0], *(substitute(_tree(t), inputs) for t in tree[1:]))
-
-
-def _tree(node: object) -> Tree:
-    assert isinstance(node, int | float | tuple)
-    return node
 
 
 def compile_tree(tree: Tree, n_inputs: int) -> tuple[list[int], list[float]]:
@@ -78,7 +43,7 @@ def _key(tree: Tree) -> Tree:
     """Input 1 and the number 1.0 are equal in Python; here they must not be."""
     if isinstance(tree, float):
         return ("number", tree)
-    return tree if isinstance(tree, int) else (tree[0], *(_key(_tree(t)) for t in tree[1:]))
+    return tree if isinstance(tree, int) else (tree[0], *(_key(as_tree(t)) for t in tree[1:]))
 
 
 class _Allocator:
@@ -102,7 +67,7 @@ class _Allocator:
         self._readers[tree] += 1
         if isinstance(tree, tuple) and tree[0] != "number" and self._readers[tree] == 1:
             for operand in tree[1:]:
-                self._count(_tree(operand))
+                self._count(as_tree(operand))
 
     def _emit(self, tree: Tree) -> int:
         if tree in self._place:
@@ -113,7 +78,7 @@ class _Allocator:
             register = self._take()
             self._code.append(_CODES["immediate"] | register << 8 | len(self._numbers) - 1 << 16)
         else:
-            operands = [_tree(t) for t in tree[1:]]
+            operands = [as_tree(t) for t in tree[1:]]
             sources = [self._emit(t) for t in operands]
             for t in operands:
                 self._release(t)

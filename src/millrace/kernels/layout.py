@@ -12,10 +12,6 @@ def up(x: int, multiple: int) -> int:
     return (x + multiple - 1) // multiple * multiple
 
 
-def rows_of(rows: int, T: int, S: int) -> int:
-    return S if rows else T
-
-
 def n_groups(k: int, group: int) -> int:
     return 1 if group == 0 else (k + group - 1) // group
 

@@ -9,9 +9,18 @@ from millrace.errors import MachineError
 from millrace.kernels.declare import declarations_digest
 
 INTERFACE = (
-    "91d4201cc88e60c0"  # digest of native/millrace.h, from which the structures below are copied (a test compares both)
+    "55d494eaf83fa9e9"  # digest of native/millrace.h, from which the structures below are copied (a test compares both)
 )
 NAME = "libmillrace.so"
+
+
+class CacheArgs(c.Structure):
+    """mr_cache"""
+
+    _fields_ = (
+        ("format", c.c_int32), ("layers", c.c_int32), ("heads", c.c_int32), ("key_dim", c.c_int32),
+        ("value_dim", c.c_int32), ("place", c.c_int64),
+    )  # fmt: skip
 
 
 class CreateArgs(c.Structure):
@@ -20,10 +29,12 @@ class CreateArgs(c.Structure):
     _fields_ = (
         ("program", c.c_char_p), ("program_bytes", c.c_int64),
         ("weights", c.c_void_p), ("weights_bytes", c.c_int64), ("weights_path", c.c_char_p),
-        ("activation_bytes", c.c_int64), ("logits_offset", c.c_int64),
-        ("max_tokens", c.c_int32), ("max_sequences", c.c_int32), ("max_context", c.c_int32), ("vocab_size", c.c_int32),
-        ("kv_format", c.c_int32), ("kv_layers", c.c_int32), ("kv_heads", c.c_int32), ("kv_head_dim", c.c_int32),
-        ("kv_pages", c.c_int64), ("threads", c.c_int32), ("isa", c.c_char_p),
+        ("activation_bytes", c.c_int64), ("symbols", c.c_void_p), ("n_symbols", c.c_int32),
+        ("caches", c.POINTER(CacheArgs)), ("n_caches", c.c_int32), ("kv_pages", c.c_int64),
+        ("threads", c.c_int32), ("isa", c.c_char_p),
+        ("lengths_offset", c.c_int64), ("max_context", c.c_int32), ("vocab_size", c.c_int32),
+        ("tokens_offset", c.c_int64), ("positions_offset", c.c_int64), ("rows_offset", c.c_int64),
+        ("logits_offset", c.c_int64),
     )  # fmt: skip
 
 
@@ -80,6 +91,7 @@ def library() -> c.CDLL:
     lib.mr_isas.restype = c.c_char_p
     lib.mr_create.argtypes = [c.POINTER(CreateArgs), c.POINTER(c.c_void_p), c.c_char_p, c.c_int64]
     lib.mr_run.argtypes = [c.c_void_p, c.POINTER(StepArgs), c.c_char_p, c.c_int64]
+    lib.mr_compute.argtypes = [c.c_void_p, c.c_void_p, c.c_char_p, c.c_int64]
     lib.mr_set_tactics.argtypes = [c.c_void_p, c.c_void_p, c.c_int64, c.c_char_p, c.c_int64]
     lib.mr_destroy.argtypes, lib.mr_destroy.restype = [c.c_void_p], None
     lib.mr_chosen_tactics.argtypes, lib.mr_chosen_tactics.restype = [c.c_void_p, c.c_void_p, c.c_int32], None

@@ -2,8 +2,8 @@
 
 from enum import StrEnum
 
-from millrace.graph.types import Storage
-from millrace.kernels.declare import WeightFormat
+from millrace.kernels.declare import RowFormat, WeightFormat
+from millrace.kernels.storage import Storage
 
 
 class Precision(StrEnum):
@@ -31,8 +31,8 @@ class Precision(StrEnum):
 
     def storage(self, group: int) -> Storage:
         """How the activations of such a product lie in memory."""
-        kind = "f32" if self == Precision.FP32 else "q8" if self.value.endswith("a8") else "bf16"
-        return Storage(kind, group if self.quantised else 0)
+        packed = RowFormat.Q8 if self.value.endswith("a8") else RowFormat.BF16
+        return Storage(RowFormat.F32 if self == Precision.FP32 else packed, group if self.quantised else 0)
 
 
 _WEIGHTS = {

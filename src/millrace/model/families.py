@@ -1,9 +1,11 @@
 """Which class builds which architecture, and which tensors of old checkpoints are known to be no weights."""
 
 import re
+from collections.abc import Callable
 
 from millrace.checkpoint.config import ModelConfig
 from millrace.errors import CheckpointError, nearest
+from millrace.model.decoder import CausalLM
 from millrace.model.gemma import GemmaForCausalLM
 from millrace.model.llama import LlamaForCausalLM
 from millrace.model.mistral import MistralForCausalLM
@@ -11,7 +13,7 @@ from millrace.model.module import Module
 from millrace.model.qwen2 import Qwen2ForCausalLM
 from millrace.model.qwen3 import Qwen3ForCausalLM
 
-FAMILIES: dict[str, type[LlamaForCausalLM]] = {
+FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,

@@ -24,12 +24,12 @@ class Linear(Module):
 
 
 class Embedding(Module):
-    def __init__(self, vocab_size: int, n: int, *, scale: float = 1.0) -> None:
-        self.weight = Parameter(vocab_size, n)
+    def __init__(self, count: int, n: int, *, scale: float = 1.0) -> None:
+        self.weight = Parameter(count, n)
         self._scale = scale
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return ops.embedding(tokens, self.weight, self._scale)
+    def forward(self, ids: Tensor) -> Tensor:
+        return ops.embedding(ids, self.weight, self._scale)
 
 
 class RMSNorm(Module):
@@ -44,6 +44,15 @@ class RMSNorm(Module):
         if self._offset:
             weight = weight + self._offset
         return ops.rms_norm(x, weight, self._eps)
+
+
+class LayerNorm(Module):
+    def __init__(self, n: int, eps: float) -> None:
+        self.weight, self.bias = Parameter(n), Parameter(n)
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self._eps)
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, context: int) -> Table:

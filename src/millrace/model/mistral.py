@@ -1,7 +1,5 @@
 """Mistral 7B (arXiv:2310.06825): Llama's layers. Its sliding window is kept by capping the context at it."""
 
-from millrace.model.llama import LlamaForCausalLM
+from millrace.model.llama import LlamaForCausalLM as MistralForCausalLM
 
-
-class MistralForCausalLM(LlamaForCausalLM):
-    pass
+__all__ = ["MistralForCausalLM"]

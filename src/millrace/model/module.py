@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.errors import CheckpointError, GraphError, nearest
-from millrace.graph.types import I32, Array, Constant, Graph, Shape, T, Value
+from millrace.errors import CheckpointError, ConfigError, GraphError, nearest
+from millrace.graph.types import Array, Constant, DType, Graph, Port, Shape, Symbol, Value
 from millrace.graph.verify import verify
 from millrace.model.tensor import Tensor, Trace
 
+F32, I32 = DType.F32, DType.I32
 Stored = Callable[[int, int], QuantisedMatrix | None]
 
 
@@ -41,12 +43,46 @@ class Table(Parameter):
         self.compute = compute
 
 
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a network takes and gives: its inputs' shapes and types by name, in forward()'s order; its outputs' names.
+
+    A dimension that is known only when it runs is a word: {"pixels": ("images", 784)}.
+    """
+
+    inputs: Mapping[str, tuple[str | int, ...]]
+    outputs: tuple[str, ...]
+    dtypes: Mapping[str, DType] = field(default_factory=dict)  # of the inputs that are not float32
+
+    def ports(self) -> tuple[Port, ...]:
+        return tuple(
+            Port(name, Value(tuple(Symbol(d) if isinstance(d, str) else d for d in shape), self.dtypes.get(name, F32)))
+            for name, shape in self.inputs.items()
+        )
+
+
+# A step of a language model: T tokens of S sequences, packed; `rows` are the tokens behind which logits are wanted.
+DECODER = Signature(
+    {"tokens": ("T",), "positions": ("T",), "lengths": ("S",), "rows": ("R",)}, ("logits",),
+    dict.fromkeys(("tokens", "positions", "lengths", "rows"), I32),
+)  # fmt: skip
+
+# Whole sequences, packed, each becoming one vector; `types` tell apart the two texts of a pair.
+ENCODER = Signature(
+    {"tokens": ("T",), "types": ("T",), "positions": ("T",), "lengths": ("S",)}, ("embeddings",),
+    dict.fromkeys(("tokens", "types", "positions", "lengths"), I32),
+)  # fmt: skip
+
+
 class Module:
-    """Assign Parameters, Modules and ModuleLists as attributes; write forward(). Calling a module traces it."""
+    """Assign Parameters, Modules and ModuleLists as attributes; write forward(). Calling a module traces it.
 
-    _scope = ""
+    signature: of a whole network; its parts need none
+    """
 
-    def forward(self, *args: Any) -> Tensor:
+    signature: ClassVar[Signature]
+
+    def forward(self, *args: Any) -> Any:
         raise GraphError(f"{type(self).__name__} has no forward()", "def forward(self, x)", "write it")
 
     def __call__(self, *args: Any) -> Tensor:
@@ -55,33 +91,36 @@ class Module:
             raise GraphError(
                 f"{type(self).__name__} was called without a tensor", "a tensor among the arguments", "pass one"
             )
-        trace.scope.append(self._scope)
+        path = trace.names.get(id(self), "")
+        trace.scope.append(path)
         try:
-            return self.forward(*args)
+            result: Tensor = self.forward(*args)
         finally:
             trace.scope.pop()
+        if isinstance(result, Tensor):
+            trace.results[path] = result.value
+        return result
 
     def children(self) -> Iterator[tuple[str, Module | Parameter]]:
         for name, value in vars(self).items():
             if isinstance(value, Module | Parameter):
                 yield name, value
 
-    def parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Every parameter once, under its first name; a parameter shared by two modules is one tensor."""
         seen: set[int] = set()
-        for name, p in self._walk(prefix):
-            if id(p) not in seen:
-                seen.add(id(p))
-                yield name, p
+        for path, module in self.modules():
+            for name, child in module.children():
+                if isinstance(child, Parameter) and id(child) not in seen:
+                    seen.add(id(child))
+                    yield f"{path}.{name}" if path else name, child
 
-    def _walk(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
+    def modules(self, path: str = "") -> Iterator[tuple[str, Module]]:
+        """Itself and all its parts, each with where it hangs."""
+        yield path, self
         for name, child in self.children():
-            path = f"{prefix}{name}"
-            if isinstance(child, Parameter):
-                yield path, child
-            else:
-                child._scope = path
-                yield from child._walk(f"{path}.")
+            if isinstance(child, Module):
+                yield from child.modules(f"{path}.{name}" if path else name)
 
 
 class ModuleList(Module):
@@ -121,13 +160,16 @@ class Weights:
         self.stored = stored
 
 
-def trace_model(model: Module, weights: Weights, *, renamed: Mapping[str, str] | None = None) -> Graph:
-    """The graph of model(tokens), each parameter bound to its tensor of the checkpoint.
+def trace_model(
+    model: Module, weights: Weights, *, renamed: Mapping[str, str] | None = None, keep: Sequence[str] = ()
+) -> Graph:
+    """The graph of the model with its signature's inputs, each parameter bound to its tensor of the checkpoint.
 
     renamed: parameter name -> tensor name, where the two differ (a prefix that older checkpoints lack).
+    keep: modules whose results are outputs too, by their names
     raises CheckpointError for a missing tensor, a wrong shape, or a tensor that the model does not use.
     """
-    trace = Trace()
+    trace = Trace({id(module): path for path, module in model.modules()})
     used: set[str] = set()
     for name, parameter in model.parameters():
         if isinstance(parameter, Table):
@@ -145,11 +187,41 @@ def trace_model(model: Module, weights: Weights, *, renamed: Mapping[str, str] |
             "every tensor to have its place in the model",
             "check that config.json belongs to these weights",
         )
-    tokens = Value((T,), I32)
-    output = model(Tensor(trace, tokens))
+    inputs = _signature(model).ports()
+    results: object = model(*(Tensor(trace, port.value) for port in inputs))
     for _, parameter in model.parameters():
         parameter._trace = None
-    return verify(Graph(tokens, tuple(trace.nodes), output.value), after="trace")
+    outputs = (*_named(model, results), *(Port(name, _result_of(trace, name)) for name in keep))
+    return verify(Graph(inputs, outputs, tuple(trace.nodes)), after="trace")
+
+
+def _result_of(trace: Trace, name: str) -> Value:
+    if name not in trace.results:
+        raise ConfigError(f'the model has no module "{name}" to keep', nearest(name, trace.results), "correct the name")
+    return trace.results[name]
+
+
+def _signature(model: Module) -> Signature:
+    signature = getattr(model, "signature", None)
+    if not isinstance(signature, Signature):
+        raise GraphError(
+            f"{type(model).__name__} has no signature", "what it takes and gives, as in model/module.py",
+            "write signature = DECODER for a language model, or a Signature of its own",
+        )  # fmt: skip
+    return signature
+
+
+def _named(model: Module, results: object) -> tuple[Port, ...]:
+    """What forward() gave, by the signature's names."""
+    names = model.signature.outputs
+    tensors = results if isinstance(results, tuple) else (results,)
+    if len(tensors) != len(names) or not all(isinstance(t, Tensor) for t in tensors):
+        given = ", ".join(type(t).__name__ for t in tensors)
+        raise GraphError(
+            f"forward() of {type(model).__name__} gives {given}", f"a tensor for each of {', '.join(names)}",
+            "return them in this order",
+        )  # fmt: skip
+    return tuple(Port(name, t.value) for name, t in zip(names, tensors, strict=True))
 
 
 def _check_tensor(name: str, shape: Shape, weights: Weights) -> None:

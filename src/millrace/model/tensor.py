@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from millrace.errors import GraphError
 from millrace.graph.rewrite import make_node
+from millrace.graph.trees import Tree
 from millrace.graph.types import Dim, Node, Shape, Value
 
 Number = int | float
@@ -16,12 +17,14 @@ Number = int | float
 class Trace:
     """The graph under construction, and the module that is speaking."""
 
+    names: Mapping[int, str]  # of the model's modules, by their id
     nodes: list[Node] = field(default_factory=list)
     scope: list[str] = field(default_factory=list)
     n_caches: int = 0
+    results: dict[str, Value] = field(default_factory=dict)  # what each module gave, by where it hangs
 
-    def add(self, op: str, inputs: tuple[Value, ...], attrs: Mapping[str, object] | None = None) -> Tensor:
-        node = make_node(op, inputs, attrs or {}, (self.scope[-1],))
+    def add(self, op: str, inputs: tuple[Tensor, ...], attrs: Mapping[str, object] | None = None) -> Tensor:
+        node = make_node(op, tuple(t.value for t in inputs), attrs or {}, (self.scope[-1],))
         self.nodes.append(node)
         return Tensor(self, node.output)
 
@@ -55,7 +58,7 @@ class Tensor:
 
     def reshape(self, *shape: Dim) -> Tensor:
         """The same rows cut differently, e.g. (T, H*D) to (T, H, D)."""
-        return self.trace.add("reshape", (self._value,), {"shape": tuple(shape)})
+        return self.trace.add("reshape", (self,), {"shape": tuple(shape)})
 
     def __add__(self, other: Tensor | Number) -> Tensor:
         return elementwise("add", self, other)
@@ -89,9 +92,9 @@ class Tensor:
 
 
 def elementwise(op: str, *operands: Tensor | Number) -> Tensor:
-    """One operation on each element. The node's tree is (op, operand, ...): an int is an input, a float a number."""
+    """One operation on each element; the node's tree is (op, operand, ...)."""
     tensors: list[Tensor] = []
-    tree: list[object] = [op]
+    tree: list[Tree | str] = [op]
     for x in operands:
         if not isinstance(x, Tensor):
             tree.append(float(x))
@@ -101,4 +104,4 @@ def elementwise(op: str, *operands: Tensor | Number) -> Tensor:
             tensors.append(x)
         tree.append(place)
     trace = next(t.trace for t in tensors)
-    return trace.add("elementwise", tuple(t.value for t in tensors), {"tree": tuple(tree)})
+    return trace.add("elementwise", tuple(tensors), {"tree": tuple(tree)})

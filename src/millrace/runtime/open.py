@@ -12,8 +12,9 @@ from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.checkpoint.tokenizer import VocabularyTokenizer, open_tokenizer, read_json_object
 from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.engine.engine import Engine
+from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
 from millrace.engine.manifest import FORMAT, MANIFEST
-from millrace.engine.native import KV_CACHE_DTYPES, KvFormat, NativeExecutor
+from millrace.engine.native_step import NativeExecutor
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError, nearest
 from millrace.kernels.identity import kernels_digest
@@ -294,7 +295,7 @@ def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | No
     plan = plan_run(engine, memory(), run.kv_memory)
     if sequences is not None and run.kv_memory is None:
         n_pages = min(plan.n_pages, sequences * engine.pages_per_sequence)
-        plan = replace(plan, n_pages=n_pages, kv_bytes=n_pages * engine.kv.page_bytes())
+        plan = replace(plan, n_pages=n_pages, kv_bytes=n_pages * engine.page_bytes)
     executor = engine.executor(n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa)
     tokenizer = open_tokenizer(folder)
     generation = read_generation(read_json_object(folder / "generation_config.json"))

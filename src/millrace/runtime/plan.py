@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from millrace.engine.engine import Engine
-from millrace.engine.native import PAGE_TOKENS
+from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import MachineError
 from millrace.machine.cpu import Memory
 
@@ -30,18 +30,19 @@ def plan_run(engine: Engine, memory: Memory, kv_memory: int | None = None) -> Ru
 
     raises MachineError where one sequence of full context would not fit, naming contexts and sizes that would
     """
-    m, page = engine.manifest, engine.kv.page_bytes()
-    fixed = m.weights_bytes + m.activation_bytes
+    engine.check_language_model()
+    m, page = engine.manifest, max(engine.page_bytes, 1)  # a model without attention keeps nothing
+    fixed = m.cpu.weights_bytes + m.cpu.activation_bytes
     free = memory.available_bytes - fixed - RESERVE
     least, most = engine.pages_per_sequence, engine.pages_per_sequence * m.max_sequences
     n_pages = min(int(max(free, 0) * KV_SHARE) // page, most) if kv_memory is None else kv_memory // page
     if n_pages < least or n_pages * page > free:
         raise _too_little(engine, memory, kv_memory, free)
-    return RunPlan(n_pages, m.weights_bytes, m.activation_bytes, n_pages * page)
+    return RunPlan(n_pages, m.cpu.weights_bytes, m.cpu.activation_bytes, n_pages * page)
 
 
 def _too_little(engine: Engine, memory: Memory, kv_memory: int | None, free: int) -> MachineError:
-    m, page = engine.manifest, engine.kv.page_bytes()
+    m, page = engine.manifest, max(engine.page_bytes, 1)  # a model without attention keeps nothing
     least = engine.pages_per_sequence * page
     if kv_memory is not None and kv_memory < least:
         fits = kv_memory // page * PAGE_TOKENS
@@ -50,12 +51,13 @@ def _too_little(engine: Engine, memory: Memory, kv_memory: int | None, free: int
             f"{_mib(least)} for one sequence of the engine's {m.max_context} tokens",
             f"raise it, or build with --max-context {fits}" if fits else "raise it",
         )
-    needed = m.weights_bytes + m.activation_bytes + RESERVE + (kv_memory or least)
+    needed = m.cpu.weights_bytes + m.cpu.activation_bytes + RESERVE + (kv_memory or least)
     fits = max(int(free * (KV_SHARE if kv_memory is None else 1.0)) // page, 0) * PAGE_TOKENS
     smaller = f"build with --max-context {fits}" if fits else "build with a smaller --precision, or free memory"
     return MachineError(
-        f"this engine needs {_mib(needed)}: weights {_mib(m.weights_bytes)}, activations {_mib(m.activation_bytes)}, "
-        f"KV pages {_mib(kv_memory or least)}; {_mib(memory.available_bytes)} are available",
+        f"this engine needs {_mib(needed)}: weights {_mib(m.cpu.weights_bytes)}, "
+        f"activations {_mib(m.cpu.activation_bytes)}, KV pages {_mib(kv_memory or least)}; "
+        f"{_mib(memory.available_bytes)} are available",
         "all of it before anything is loaded",
         smaller if kv_memory is None else f"lower --kv-memory to {_mib(max(free, 0))}, or {smaller}",
     )

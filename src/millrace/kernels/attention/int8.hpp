@@ -32,8 +32,8 @@ inline void load_int8_queries(AttentionTile& t) {
 // Scores of R rows against the 64 keys of one page.
 template <int R>
 void score_int8_page(AttentionTile& t, int row, uint8_t* keys, int at) {
-  const float* scales = t.c->kv.key_scales(keys);
-  const int64_t ahead = t.c->kv.key_bytes();
+  const float* scales = t.cache->layout.key_scales(keys);
+  const int64_t ahead = t.cache->layout.key_bytes();
   const int8_t* q = t.int8.q[row][0];
   I acc[R * 2][4];
 #pragma GCC unroll 32
@@ -61,7 +61,7 @@ inline void to_int8_weights(AttentionTile& t, int r, int from, int count, int sp
   float* p = t.scores[r];
   F check = zero(), most = zero();
   for (int at = 0; at < count; at += kPageTokens) {
-    const float* scales = t.c->kv.value_scales(block_of(t, from + at));
+    const float* scales = t.cache->layout.value_scales(block_of(t, from + at));
     each_vector(at, at + kPageTokens < count ? at + kPageTokens : count, [&](int64_t i, auto lanes) {
       const F w = lanes.load(p + i) * lanes.load(scales + i - at);
       lanes.store(p + i, w);
@@ -81,12 +81,12 @@ inline void to_int8_weights(AttentionTile& t, int r, int from, int count, int sp
 // o = sum of p v over `count` keys of a span that starts at `from`: R rows, NV vectors of the head from column d on.
 template <int R, int NV>
 void weigh_int8_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
-  const int64_t width = t.c->kv.value_width();
+  const int64_t width = t.cache->layout.value_width();
   I acc[R * 2][NV];
 #pragma GCC unroll 32
   for (int i = 0; i < R * 2 * NV; ++i) acc[i / NV][i % NV] = splat_i(0);
   for (int at = 0; at < count; at += kPageTokens) {
-    const uint8_t* line = block_of(t, from + at) + t.c->kv.key_bytes() + d * 4;
+    const uint8_t* line = block_of(t, from + at) + t.cache->layout.key_bytes() + d * 4;
     const uint8_t* ahead = keys_after(t, from + at, line - d * 4) + d * 4;
     const int end = at + kPageTokens < count ? at + kPageTokens : count;
     for (int i = at; i < end; i += 4, line += width * 4, ahead += width * 4) {
@@ -110,7 +110,7 @@ void weigh_int8_columns(AttentionTile& t, int row, int from, int count, int64_t 
 
 template <int R>
 void weigh_int8_values(AttentionTile& t, int row, int from, int count) {
-  each_columns(t.c->kv.value_width(), [&]<int NV>(int64_t d) { weigh_int8_columns<R, NV>(t, row, from, count, d); });
+  each_columns(t.cache->layout.value_width(), [&]<int NV>(int64_t d) { weigh_int8_columns<R, NV>(t, row, from, count, d); });
 }
 
 }  // namespace millrace::MILLRACE_ISA

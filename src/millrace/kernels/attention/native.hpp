@@ -1,5 +1,6 @@
-// attention   y = softmax(q k^T * scale) v over the keys at positions 0 .. own position, read from the KV pages
-//   q (T, heads * D) float at q_stride | y (T, heads * D) float | grouped queries: heads / kv_heads share one KV head
+// attention   y = softmax(q k^T * scale) v over the keys at positions 0 .. own position, read from the pages of a cache;
+//   not causal: over all keys of the sequence, which is there whole
+//   q (T, heads * D) float at q_stride | y (T, heads * Dv) float | grouped queries: heads / kv_heads share one KV head
 //
 // A row's bits are a function of its position only. Keys are taken in spans of 256 from position 0; in a span the scores
 // come first, then their maximum m, p = exp(score - m), l = sum p (lane i takes keys i, i+16, ...; the fixed tree), and
@@ -16,7 +17,7 @@ inline void load_queries(AttentionTile& t) {
   const int D = t.a->head_dim;
   for (int r = 0; r < t.rows; ++r) {
     const float* q = t.a->q + t.tokens[r] * t.a->q_stride + t.heads[r] * D;
-    if (t.c->kv.format == KvFormat::f32) {
+    if (t.cache->layout.format == KvFormat::f32) {
       for (int d = 0; d < D; ++d) t.q[r][d] = q[d];
     } else {
       auto* out = reinterpret_cast<uint16_t*>(t.q[r]);
@@ -42,7 +43,7 @@ template <bool BF16, int NV>
 template <bool BF16, int R>
 void score_page(AttentionTile& t, int row, const uint8_t* keys, int at) {
   const int steps = BF16 ? t.a->head_dim / 2 : t.a->head_dim;
-  const int64_t ahead = t.c->kv.key_bytes();
+  const int64_t ahead = t.cache->layout.key_bytes();
   F acc[R][4];
 #pragma GCC unroll 32
   for (int i = 0; i < R * 4; ++i) acc[i / 4][i % 4] = zero();
@@ -94,12 +95,12 @@ void soften(float* scores, int count, int span, float& m, float& l) {
 // o = sum of p v over `count` keys of a span that starts at `from`: R rows, NV vectors of the head from column d on.
 template <bool BF16, int R, int NV>
 void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
-  const int64_t width = t.c->kv.value_width();
+  const int64_t width = t.cache->layout.value_width();
   F acc[R][NV];
 #pragma GCC unroll 32
   for (int i = 0; i < R * NV; ++i) acc[i / NV][i % NV] = zero();
   for (int page = 0; page * kPageTokens < count; ++page) {
-    const uint8_t* line = block_of(t, from + page * kPageTokens) + t.c->kv.key_bytes() + d * 4;
+    const uint8_t* line = block_of(t, from + page * kPageTokens) + t.cache->layout.key_bytes() + d * 4;
     const uint8_t* ahead = keys_after(t, from + page * kPageTokens, line - d * 4) + d * 4;
     const int keys = count - page * kPageTokens < kPageTokens ? count - page * kPageTokens : kPageTokens;
     const float* weights = t.scores[row] + page * kPageTokens / (BF16 ? 2 : 1);
@@ -123,11 +124,11 @@ void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
 
 template <bool BF16, int R>
 void weigh_values(AttentionTile& t, int row, int from, int count) {
-  each_columns(t.c->kv.value_width(), [&]<int NV>(int64_t d) { weigh_columns<BF16, R, NV>(t, row, from, count, d); });
+  each_columns(t.cache->layout.value_width(), [&]<int NV>(int64_t d) { weigh_columns<BF16, R, NV>(t, row, from, count, d); });
 }
 
 inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
-  const int64_t width = t.c->kv.value_width();
+  const int64_t width = t.cache->layout.value_width();
   if (opening) {
     t.most[r] = m;
     t.total[r] = l;
@@ -204,14 +205,14 @@ void attend_span(AttentionTile& t, int from, float* m, float* l) {
   };
   F check = zero();
   each_short([&](int r, int) {
-    for (int64_t d = 0; d < t.c->kv.value_width(); d += 16) check = fma(load(t.span_out[r] + d), zero(), check);
+    for (int64_t d = 0; d < t.cache->layout.value_width(); d += 16) check = fma(load(t.span_out[r] + d), zero(), check);
   });
   if (sum(check) != 0.0f) each_short([&](int r, int own) { Steps::template weigh<1>(t, r, from, own); });
 }
 
 inline void finish(const AttentionTile& t) {
   for (int r = 0; r < t.rows; ++r) {
-    const int D = t.a->head_dim;
+    const int D = t.a->value_dim;
     float* y = t.a->y + (t.tokens[r] * t.a->heads + t.heads[r]) * D;
     for (int d = 0; d < D; d += 16) store(y + d, load(t.out[r] + d) / splat(t.total[r]), D - d < 16 ? D - d : 16);
   }
@@ -223,7 +224,7 @@ template <class Steps>
 void attend_tile(AttentionTile& t, const Part& part) {
   Steps::load(t);
   float m[kAttentionRows], l[kAttentionRows];
-  const int64_t width = t.c->kv.value_width();
+  const int64_t width = t.cache->layout.value_width();
   for (int span = part.begin; span < part.end; ++span) {
     attend_span<Steps>(t, span * kSpan, m, l);
     for (int r = 0; r < t.rows; ++r) {
@@ -260,11 +261,13 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
   auto& t = *reinterpret_cast<AttentionTile*>(c.scratch);
   t.a = &a;
   t.c = &c;
+  t.cache = &c.caches[a.cache];
+  const KvFormat format = t.cache->layout.format;
   const int parts = parts_of(a, c);
   Chunk task(c, INT64_MAX / 2, 1);
   task.next();
   int64_t first_task = 0;
-  for (int s = 0; s < c.n_sequences; ++s) {
+  for (int s = 0; s < c.sequences.count; ++s) {
     const int64_t rows = rows_of(a, c, s), tasks = tiles_of(a, c, s) * parts;
     for (; task.begin < first_task + tasks; task.next()) {
       const int64_t tile = (task.begin - first_task) / parts, from = tile / a.kv_heads * kAttentionRows;
@@ -273,16 +276,16 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
       t.rows = static_cast<int>(rows - from < kAttentionRows ? rows - from : kAttentionRows);
       t.last = 0;
       for (int r = 0; r < t.rows; ++r) {
-        t.tokens[r] = c.starts[s] + (from + r) / group;
+        t.tokens[r] = c.sequences.starts[s] + (from + r) / group;
         t.heads[r] = t.kv_head * group + static_cast<int>((from + r) % group);
-        t.positions[r] = c.positions[t.tokens[r]];
+        t.positions[r] = a.causal ? c.sequences.positions[t.tokens[r]] : last_position(c, s);
         t.last = t.positions[r] > t.last ? t.positions[r] : t.last;
       }
       const Part part = part_of(t, first_task / parts + tile, static_cast<int>(task.begin % parts), parts);
       if (part.begin == part.end) continue;
-      if (c.kv.format == KvFormat::f32)
+      if (format == KvFormat::f32)
         attend_tile<FloatSteps<false>>(t, part);
-      else if (c.kv.format == KvFormat::bf16)
+      else if (format == KvFormat::bf16)
         attend_tile<FloatSteps<true>>(t, part);
       else
         attend_tile<Int8Steps>(t, part);

@@ -19,12 +19,13 @@ struct Part {
 
 // Of one sequence: query rows that share a KV head, and tiles of them over all KV heads.
 inline int64_t rows_of(const AttentionArgs& a, const StepContext& c, int s) {
-  return static_cast<int64_t>(c.starts[s + 1] - c.starts[s]) * (a.heads / a.kv_heads);
+  return static_cast<int64_t>(c.sequences.starts[s + 1] - c.sequences.starts[s]) * (a.heads / a.kv_heads);
 }
 inline int64_t tiles_of(const AttentionArgs& a, const StepContext& c, int s) {
   return (rows_of(a, c, s) + kAttentionRows - 1) / kAttentionRows * a.kv_heads;
 }
 
+inline int last_position(const StepContext& c, int s) { return c.sequences.positions[c.sequences.starts[s + 1] - 1]; }
 inline int spans_to(int position) { return position / kSpan + 1; }
 
 // Floats for the partial results of one tile: only fewer than two tiles a worker are ever cut.
@@ -36,12 +37,12 @@ inline int64_t room_of(const StepContext& c) {
 inline int parts_of(const AttentionArgs& a, const StepContext& c) {
   int64_t tiles = 0;
   int spans = 0;
-  for (int s = 0; s < c.n_sequences; ++s) {
+  for (int s = 0; s < c.sequences.count; ++s) {
     tiles += tiles_of(a, c, s);
-    const int own = spans_to(c.positions[c.starts[s + 1] - 1]);
+    const int own = spans_to(last_position(c, s));
     spans = own > spans ? own : spans;
   }
-  const int64_t floats = static_cast<int64_t>(spans) * kAttentionRows * (c.kv.value_width() + 16);
+  const int64_t floats = static_cast<int64_t>(spans) * kAttentionRows * (c.caches[a.cache].layout.value_width() + 16);
   const bool few = c.n_workers > 1 && tiles < 2 * c.n_workers && tiles <= kSharedCounters;
   if (!few || spans < kSplitSpans || floats > room_of(c)) return 1;
   return static_cast<int>((4 * c.n_workers + tiles - 1) / tiles);

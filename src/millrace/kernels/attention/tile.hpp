@@ -18,9 +18,10 @@ struct Int8Rows {
 struct AttentionTile {
   const AttentionArgs* a;
   StepContext* c;
+  const Cache* cache;
   int sequence, kv_head;
   int rows, last;  // last: the largest of their positions
-  int positions[kAttentionRows];
+  int positions[kAttentionRows];  // up to which a row attends: its own, or its sequence's last
   int64_t tokens[kAttentionRows];
   int heads[kAttentionRows];
   float scores[kAttentionRows][kSpan];
@@ -31,7 +32,7 @@ struct AttentionTile {
 };
 
 inline uint8_t* block_of(const AttentionTile& t, int position) {
-  return t.c->kv.keys(t.a->layer, t.c->page_of(t.sequence, position), t.kv_head);
+  return t.cache->block(t.a->layer, t.sequence, position, t.kv_head);
 }
 
 // Pages lie apart, so the hardware does not see what is read next. While keys are read, the values behind them are

@@ -56,7 +56,7 @@ inline void store_row(const float* x, int64_t n, int32_t format, int64_t group, 
 }
 
 inline void convert(const ConvertArgs& a, StepContext& c) {
-  for (Chunk t(c, c.rows(a.rows), 4); t.next();)
+  for (Chunk t(c, c.sizes[a.rows], 4); t.next();)
     for (int64_t row = t.begin; row < t.end; ++row)
       store_row(a.x + row * a.x_stride, a.n, a.format, a.group, a.y + row * a.y_stride);
 }

@@ -5,7 +5,7 @@
 #pragma once
 namespace millrace::MILLRACE_ISA {
 
-enum class Op : int32_t { end, add, sub, mul, div, max, min, neg, exp, sigmoid, tanh, sqrt, abs, immediate };
+enum class Op : int32_t { end, add, sub, mul, div, max, min, neg, exp, sigmoid, tanh, sqrt, abs, immediate, erf };
 constexpr int kStrip = 16;  // vectors a strip
 
 inline F apply(Op op, F x, F y) {
@@ -22,6 +22,7 @@ inline F apply(Op op, F x, F y) {
     case Op::tanh: return tanh(x);
     case Op::sqrt: return sqrt(x);
     case Op::abs: return abs(x);
+    case Op::erf: return erf(x);
     default: return x;
   }
 }
@@ -42,7 +43,7 @@ inline int evaluate(const int32_t* code, const float* imm, F (*registers)[kStrip
     for (int i = 0; i < count; ++i) registers[dst][i] = apply(Op::name, registers[left][i], registers[right][i]); \
     break;
       STRIP(add) STRIP(sub) STRIP(mul) STRIP(div) STRIP(max) STRIP(min) STRIP(neg) STRIP(exp) STRIP(sigmoid)
-      STRIP(tanh) STRIP(sqrt) STRIP(abs)
+      STRIP(tanh) STRIP(sqrt) STRIP(abs) STRIP(erf)
 #undef STRIP
       default: break;
     }
@@ -53,7 +54,7 @@ inline void elementwise(const ElementwiseArgs& a, StepContext& c) {
   const float* inputs[4] = {a.a, a.b, a.c, a.d};
   const int32_t strides[4] = {a.a_stride, a.b_stride, a.c_stride, a.d_stride};
   F registers[8][kStrip];
-  for (Chunk t(c, c.rows(a.rows), 4); t.next();)
+  for (Chunk t(c, c.sizes[a.rows], 4); t.next();)
     for (int64_t row = t.begin; row < t.end; ++row)
       for (int64_t from = 0; from < a.n; from += 16 * kStrip) {
         const int64_t left = a.n - from;

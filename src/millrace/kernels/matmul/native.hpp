@@ -306,7 +306,7 @@ inline int64_t task_panels(const StepContext& c, int64_t panels, int64_t panel_s
 
 template <Class C>
 void multiply(const MatmulArgs& a, StepContext& c) {
-  const int64_t rows = c.rows(a.rows), panels = up(a.n, kPanel) / kPanel;
+  const int64_t rows = c.sizes[a.rows], panels = up(a.n, kPanel) / kPanel;
   if (rows == 0) return;
   const int64_t panel_stride = panel_bytes(a.weights, a.k, a.group);
   const TileInput in{a.x, a.w, a.x_stride, a.k, a.group, c.tactic->ahead() ? c.tactic->ahead() : kAhead};

@@ -95,7 +95,7 @@ inline float rescored(const RescoreArgs& a, const uint8_t* w, const uint8_t* x) 
 
 inline void rescore(const RescoreArgs& a, StepContext& c) {
   const int64_t stride = byte_row_bytes(a.k, a.group);
-  for (Chunk r(c, c.n_rows, 1); r.next();) {
+  for (Chunk r(c, c.sizes[a.rows], 1); r.next();) {
     float* y = a.y + r.begin * a.n;
     int32_t* ids;
     const int64_t found = find_largest(y, a.n, a.count, ids, c.scratch);

@@ -22,7 +22,7 @@ inline void rms_norm_run(const float* x, const float* w, int64_t n, float eps, f
 }
 
 inline void rms_norm(const RmsNormArgs& a, StepContext& c) {
-  for (Chunk t(c, c.rows(a.rows), 2); t.next();)
+  for (Chunk t(c, c.sizes[a.rows], 2); t.next();)
     for (int64_t row = t.begin; row < t.end; ++row) {
       const float* x = a.x + row * a.x_stride;
       uint8_t* y = a.y + row * a.y_stride;

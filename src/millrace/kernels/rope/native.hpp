@@ -1,7 +1,8 @@
-// rope   rotate q and k by their positions, in place; with layer >= 0 also write k and v into the KV pages
+// rope   rotate q and k by their positions, in place; with layer >= 0 also write k and v into the pages of a cache
 //   Su et al., arXiv:2104.09864, in the half-split order of Hugging Face checkpoints:
 //   (x[d], x[d + D/2]) -> (x[d] cos - x[d + D/2] sin, x[d + D/2] cos + x[d] sin)
-//   table (context, D): D/2 cosines, then D/2 sines of each position | q, k, v rows of heads * D floats at their strides
+//   table (context, D): D/2 cosines, then D/2 sines of each position; beyond it rows become NaN
+//   q, k, v rows of heads * D floats at their strides
 #pragma once
 namespace millrace::MILLRACE_ISA {
 
@@ -19,20 +20,23 @@ inline void rotate(float* x, const float* table, int64_t head_dim) {
 inline void write_f32(const float* k, const float* v, const KvLayout& kv, uint8_t* block, int slot) {
   auto* keys = reinterpret_cast<float*>(block);
   auto* values = reinterpret_cast<float*>(block + kv.key_bytes()) + slot * kv.value_width();
-  for (int d = 0; d < kv.head_dim; ++d) keys[d * kPageTokens + slot] = k[d];
-  for (int d = 0; d < kv.head_dim; ++d) values[d] = v[d];
+  for (int d = 0; d < kv.key_dim; ++d) keys[d * kPageTokens + slot] = k[d];
+  for (int d = 0; d < kv.value_dim; ++d) values[d] = v[d];
 }
 
 inline void write_bf16(const float* k, const float* v, const KvLayout& kv, uint8_t* block, int slot) {
   auto* keys = reinterpret_cast<uint16_t*>(block);
   auto* values = reinterpret_cast<uint16_t*>(block + kv.key_bytes()) + slot / 2 * kv.value_width() * 2 + slot % 2;
-  for (int d = 0; d < kv.head_dim; d += 16) {
-    const int n = kv.head_dim - d < 16 ? kv.head_dim - d : 16;
-    uint16_t kb[16], vb[16];
-    store_u16(kb, to_bf16(load(k + d, n)));
-    store_u16(vb, to_bf16(load(v + d, n)));
-    for (int i = 0; i < n; ++i) keys[(d + i) / 2 * kPageTokens * 2 + slot * 2 + (d + i) % 2] = kb[i];
-    for (int i = 0; i < n; ++i) values[(d + i) * 2] = vb[i];
+  uint16_t bits[16];
+  for (int d = 0; d < kv.key_dim; d += 16) {
+    const int n = kv.key_dim - d < 16 ? kv.key_dim - d : 16;
+    store_u16(bits, to_bf16(load(k + d, n)));
+    for (int i = 0; i < n; ++i) keys[(d + i) / 2 * kPageTokens * 2 + slot * 2 + (d + i) % 2] = bits[i];
+  }
+  for (int d = 0; d < kv.value_dim; d += 16) {
+    const int n = kv.value_dim - d < 16 ? kv.value_dim - d : 16;
+    store_u16(bits, to_bf16(load(v + d, n)));
+    for (int i = 0; i < n; ++i) values[(d + i) * 2] = bits[i];
   }
 }
 
@@ -46,34 +50,45 @@ inline float to_codes(const float* x, int n, int8_t* codes) {
 
 inline void write_int8(const float* k, const float* v, const KvLayout& kv, uint8_t* block, int slot) {
   int8_t codes[kMaxHeadDim + 16];
-  kv.key_scales(block)[slot] = to_codes(k, kv.head_dim, codes);
-  for (int d = 0; d < kv.head_dim; ++d)
+  kv.key_scales(block)[slot] = to_codes(k, kv.key_dim, codes);
+  for (int d = 0; d < kv.key_dim; ++d)
     block[d / 4 * kPageTokens * 4 + slot * 4 + d % 4] = static_cast<uint8_t>(codes[d] + 128);
-  kv.value_scales(block)[slot] = to_codes(v, kv.head_dim, codes);
+  kv.value_scales(block)[slot] = to_codes(v, kv.value_dim, codes);
   auto* values = reinterpret_cast<int8_t*>(block + kv.key_bytes()) + slot / 4 * kv.value_width() * 4 + slot % 4;
-  for (int d = 0; d < kv.head_dim; ++d) values[d * 4] = codes[d];
+  for (int d = 0; d < kv.value_dim; ++d) values[d * 4] = codes[d];
+}
+
+inline void write_block(const float* k, const float* v, const KvLayout& kv, uint8_t* block, int slot) {
+  if (kv.format == KvFormat::f32)
+    write_f32(k, v, kv, block, slot);
+  else if (kv.format == KvFormat::bf16)
+    write_bf16(k, v, kv, block, slot);
+  else
+    write_int8(k, v, kv, block, slot);
+}
+
+inline void spoil(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) x[i] = __builtin_nanf("");
+}
+
+// One row of q or k, all its heads.
+inline void rotate_heads(float* x, const RopeArgs& a, int heads, int64_t row) {
+  const int position = a.positions[row];
+  if (position < 0 || position >= a.context) return spoil(x, heads * a.head_dim);
+  for (int h = 0; h < heads; ++h) rotate(x + h * a.head_dim, a.table + static_cast<int64_t>(position) * a.head_dim, a.head_dim);
 }
 
 inline void rope(const RopeArgs& a, StepContext& c) {
-  const int64_t D = a.head_dim;
-  for (Chunk t(c, c.n_tokens, 4); t.next();)
+  const Cache* cache = a.layer < 0 ? nullptr : &c.caches[a.cache];
+  for (Chunk t(c, c.sizes[a.rows], 4); t.next();)
     for (int64_t row = t.begin; row < t.end; ++row) {
-      const int position = c.positions[row];
-      const float* table = a.table ? a.table + position * D : nullptr;
-      for (int h = 0; table && a.q && h < a.heads; ++h) rotate(a.q + row * a.q_stride + h * D, table, D);
-      for (int h = 0; a.k && h < a.kv_heads; ++h) {
-        float* k = a.k + row * a.k_stride + h * D;
-        if (table) rotate(k, table, D);
-        if (a.layer < 0) continue;
-        const float* v = a.v + row * a.v_stride + h * D;
-        uint8_t* block = c.kv.keys(a.layer, c.page_of(c.sequence_of[row], position), h);
-        if (c.kv.format == KvFormat::f32)
-          write_f32(k, v, c.kv, block, position % kPageTokens);
-        else if (c.kv.format == KvFormat::bf16)
-          write_bf16(k, v, c.kv, block, position % kPageTokens);
-        else
-          write_int8(k, v, c.kv, block, position % kPageTokens);
-      }
+      if (a.table && a.q) rotate_heads(a.q + row * a.q_stride, a, a.heads, row);
+      if (a.table && a.k) rotate_heads(a.k + row * a.k_stride, a, a.kv_heads, row);
+      if (!cache) continue;
+      const int position = c.sequences.positions[row], sequence = c.sequences.sequence_of[row];
+      for (int h = 0; h < a.kv_heads; ++h)
+        write_block(a.k + row * a.k_stride + h * a.head_dim, a.v + row * a.v_stride + h * a.value_dim, cache->layout,
+                    cache->block(a.layer, sequence, position, h), position % kPageTokens);
     }
 }
 

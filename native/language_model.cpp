@@ -1,0 +1,178 @@
+#include "language_model.hpp"
+
+#include <cmath>
+#include <cstring>
+
+namespace millrace {
+
+namespace {
+
+// Calls field(pointer, elements) for each array of the scratch; all elements have four bytes.
+template <class Field>
+void each_array(SamplingScratch& s, int64_t vocab, Field field) {
+  const int64_t blocks = vocab / kSampleBlock + 1;
+  field(s.ids, vocab + 16);
+  field(s.x, vocab);
+  field(s.p, std::max(vocab, kSampleBlock));
+  field(s.order, vocab + 16);
+  field(s.counts, vocab);
+  field(s.touched, 2 * vocab);
+  field(s.before, 2 * vocab);
+  field(s.most, vocab / kLookBlock + 1);
+  for (float** sums : {&s.references, &s.all_sums, &s.sums, &s.cut_sums}) field(*sums, blocks);
+}
+
+int64_t sampling_bytes(int64_t vocab) {
+  SamplingScratch s;
+  int64_t elements = 0;
+  each_array(s, vocab, [&](auto&, int64_t n) { elements += n; });
+  return elements * 4;
+}
+
+SamplingScratch carve(uint8_t* memory, int64_t vocab) {
+  SamplingScratch s;
+  each_array(s, vocab, [&](auto& array, int64_t n) {
+    array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(memory);
+    memory += n * 4;
+  });
+  return s;
+}
+
+constexpr int kT = 0, kS = 1, kR = 2;  // the symbols of a language model's program
+
+}  // namespace
+
+LanguageModel::LanguageModel(const mr_create_args& a, Executor& executor)
+    : executor_(executor),
+      max_tokens_(static_cast<int32_t>(executor.bounds().symbol(kT))),
+      max_sequences_(static_cast<int32_t>(executor.bounds().symbol(kS))),
+      max_rows_(static_cast<int32_t>(executor.bounds().symbol(kR))),
+      max_context_(a.max_context),
+      vocab_size_(a.vocab_size),
+      sequence_of_(static_cast<size_t>(max_tokens_)) {
+  const Bounds& bounds = executor.bounds();
+  const auto place = [&](int64_t offset, int64_t elements, const char* what) -> uint8_t* {
+    if (offset < 0) return nullptr;
+    return bounds.resolve(2ull << 56 | static_cast<uint64_t>(offset), 4 * elements, true, false, what);
+  };
+  bounds.require(executor.keeps_all(), "a language model keeps its caches");
+  bounds.require(a.vocab_size <= kMaxParam, "vocab_size <= 2^24");
+  bounds.require(a.max_context >= 1 && a.max_context <= kMaxParam, "max_context");
+  places_.tokens = reinterpret_cast<int32_t*>(place(a.tokens_offset, max_tokens_, "tokens"));
+  places_.positions = reinterpret_cast<int32_t*>(place(a.positions_offset, max_tokens_, "positions"));
+  places_.lengths = reinterpret_cast<int32_t*>(place(a.lengths_offset, max_sequences_, "lengths"));
+  places_.rows = reinterpret_cast<int32_t*>(place(a.rows_offset, max_rows_, "rows"));
+  places_.logits = reinterpret_cast<float*>(place(a.logits_offset, int64_t{max_rows_} * vocab_size_, "the logits"));
+  for (const Step& s : executor.program()) {
+    if (s.id == KernelId::rope && s.rope.table && s.rope.context < max_context_)
+      throw ProgramError("rope.table is shorter than the context");
+    if (s.id == KernelId::embed && s.embed.ids == places_.tokens && s.embed.vocab < a.vocab_size)
+      throw ProgramError("embed.vocab is below the vocabulary");
+  }
+  for (int w = 0; w < executor.workers(); ++w)
+    sampling_.push_back(std::make_unique<Arena>(sampling_bytes(a.vocab_size), "sampling"));
+}
+
+namespace {
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::runtime_error(std::string("an illegal step: ") + what);
+}
+
+void check_ids(const int32_t* ids, int64_t n, int64_t limit, const char* what) {
+  require(n >= 0 && (n == 0 || ids), what);
+  for (int64_t i = 0; i < n; ++i) require(ids[i] >= 0 && ids[i] < limit, what);
+}
+
+}  // namespace
+
+// Nothing is read before the index by which it is read was bounded: counts, then where sequences begin, then their tokens.
+void LanguageModel::check(const mr_step& s) const {
+  require(s.n_tokens >= 1 && s.n_tokens <= max_tokens_, "the number of tokens");
+  require(s.n_sequences >= 1 && s.n_sequences <= max_sequences_, "the number of sequences");
+  require(s.n_rows >= 0 && s.n_rows <= max_rows_, "the number of rows");
+  require(s.tokens && s.positions && s.starts && s.page_starts, "an array is missing");
+  require(s.starts[0] == 0 && s.starts[s.n_sequences] == s.n_tokens, "starts do not span the tokens");
+  require(s.page_starts[0] == 0 && s.page_starts[s.n_sequences] <= s.n_pages, "page_starts do not fit the pages");
+  for (int q = 0; q < s.n_sequences; ++q) {
+    require(s.starts[q] < s.starts[q + 1], "a sequence without tokens");
+    require(s.page_starts[q] <= s.page_starts[q + 1], "page_starts do not ascend");
+  }
+  check_ids(s.pages, s.n_pages, executor_.kept_pages(), "a page that does not exist");
+  check_ids(s.tokens, s.n_tokens, vocab_size_, "a token beyond the vocabulary");
+  for (int q = 0; q < s.n_sequences; ++q) {
+    const int64_t room = int64_t{kPageTokens} * (s.page_starts[q + 1] - s.page_starts[q]);
+    for (int t = s.starts[q]; t < s.starts[q + 1]; ++t) {
+      require(s.positions[t] >= 0 && s.positions[t] < max_context_ && (!executor_.keeps() || s.positions[t] < room),
+              "a position beyond the context or the pages");
+      require(t == s.starts[q] || s.positions[t] == s.positions[t - 1] + 1, "positions are not consecutive");
+    }
+  }
+  check_rows(s);
+}
+
+void LanguageModel::check_rows(const mr_step& s) const {
+  check_ids(s.history, s.n_history, vocab_size_, "a history token beyond the vocabulary");
+  check_ids(s.bias_ids, s.n_bias, vocab_size_, "a bias beyond the vocabulary");
+  require(s.n_bias == 0 || s.bias_values, "an array is missing");
+  require(s.n_rows == 0 || (s.sampling && s.out_tokens && s.out_logprobs && s.out_ranks), "an array is missing");
+  require(s.max_top >= 0 && (s.max_top == 0 || (s.out_top_ids && s.out_top_logprobs)), "max_top");
+  const auto* rows = static_cast<const SamplingRow*>(s.sampling);
+  for (int r = 0; r < s.n_rows; ++r) {
+    const SamplingRow& row = rows[r];
+    require(row.sequence >= 0 && row.sequence < s.n_sequences, "a row of no sequence");
+    require(row.n_top >= -1 && row.n_top <= s.max_top && row.n_top <= vocab_size_, "n_top");
+    require(row.history_start >= 0 && row.history_prompt >= 0 && row.history_output >= 0 &&
+                int64_t{row.history_start} + row.history_prompt + row.history_output <= s.n_history,
+            "a row's history");
+    require(row.bias_start >= 0 && row.bias_count >= 0 && row.bias_count <= vocab_size_ &&
+                int64_t{row.bias_start} + row.bias_count <= s.n_bias,
+            "a row's biases");
+    require(row.temperature >= 0 && std::isfinite(row.temperature) && row.top_p > 0 && row.min_p >= 0 &&
+                row.min_p <= 1 && row.repetition_penalty > 0,
+            "a row's sampling parameters");
+  }
+}
+
+void LanguageModel::write_inputs(const mr_step& s) {
+  const size_t token_bytes = static_cast<size_t>(s.n_tokens) * 4;
+  if (places_.tokens) std::memcpy(places_.tokens, s.tokens, token_bytes);
+  if (places_.positions) std::memcpy(places_.positions, s.positions, token_bytes);
+  for (int q = 0; q < s.n_sequences; ++q) {
+    std::fill(sequence_of_.begin() + s.starts[q], sequence_of_.begin() + s.starts[q + 1], q);
+    if (places_.lengths) places_.lengths[q] = s.starts[q + 1] - s.starts[q];
+  }
+  const auto* rows = static_cast<const SamplingRow*>(s.sampling);
+  for (int r = 0; places_.rows && r < s.n_rows; ++r) places_.rows[r] = s.starts[rows[r].sequence + 1] - 1;
+}
+
+void LanguageModel::run(const mr_step& s) {
+  check(s);
+  write_inputs(s);
+  int32_t sizes[kSymbols] = {};
+  sizes[kT] = s.n_tokens;
+  sizes[kS] = s.n_sequences;
+  sizes[kR] = s.n_rows;
+  const Sequences sequences{
+      .count = s.n_sequences, .positions = s.positions, .sequence_of = sequence_of_.data(), .starts = s.starts};
+  executor_.run({.sizes = sizes, .sequences = sequences, .pages = s.pages, .page_starts = s.page_starts},
+                [&](StepContext& c, int worker) {
+                  if (places_.logits) sample_rows(s, c, worker);
+                });
+}
+
+void LanguageModel::sample_rows(const mr_step& s, StepContext& c, int worker) {
+  const auto* rows = static_cast<const SamplingRow*>(s.sampling);
+  const SamplingInputs inputs{s.history, s.bias_ids, s.bias_values};
+  SamplingScratch scratch = carve(sampling_[worker]->data(), vocab_size_);
+  for (Chunk chunk(c, s.n_rows, 1); chunk.next();) {
+    const int64_t r = chunk.begin, top = r * s.max_top;
+    const Sampled got = sample(executor_.isa().sample, places_.logits + r * vocab_size_, vocab_size_, rows[r], inputs,
+                               scratch, s.out_top_ids + top, s.out_top_logprobs + top);
+    s.out_tokens[r] = got.token;
+    s.out_logprobs[r] = got.logprob;
+    s.out_ranks[r] = got.rank;
+  }
+}
+
+}  // namespace millrace

@@ -1,0 +1,86 @@
+"""Element-wise expressions as trees: what is done to each element, before any kernel.
+
+A tree is an int (which input), a float (a number), or (operation, operand, ...).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import nearest
+
+Tree = int | float | tuple[object, ...]
+Floats = NDArray[np.floating]
+
+UNARY = ("neg", "exp", "sigmoid", "tanh", "erf", "sqrt", "abs")
+BINARY = ("add", "sub", "mul", "div", "max", "min")
+_DEEPEST = 32  # levels: more than a kernel's operations
+
+
+def _erf(x: Floats) -> Floats:
+    return np.array([math.erf(e) for e in x.reshape(-1).tolist()], x.dtype).reshape(x.shape)
+
+
+_NUMPY: dict[str, Callable[..., Floats]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum,
+    "neg": np.negative, "exp": np.exp, "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "tanh": np.tanh, "erf": _erf,
+    "sqrt": np.sqrt, "abs": np.abs,
+}  # fmt: skip
+
+
+def evaluate(tree: Tree, inputs: Sequence[Floats]) -> Floats:
+    """The tree's value in the precision of its inputs: what it means."""
+    if isinstance(tree, int):
+        return inputs[tree]
+    if isinstance(tree, float):
+        return np.asarray(tree, inputs[0].dtype)
+    return _NUMPY[str(tree[0])](*(evaluate(as_tree(t), inputs) for t in tree[1:]))
+
+
+def substitute(tree: Tree, inputs: Sequence[Tree]) -> Tree:
+    """The tree with each input replaced by a tree."""
+    if isinstance(tree, int):
+        return inputs[tree]
+    if isinstance(tree, float):
+        return tree
+    return (tree[0], *(substitute(as_tree(t), inputs) for t in tree[1:]))
+
+
+def as_tree(found: object) -> Tree:
+    """Of a part of a tree, or a node's attribute, that was verified."""
+    assert isinstance(found, int | float | tuple)
+    return found
+
+
+def faults(tree: object, n_inputs: int) -> Iterable[tuple[str, str]]:
+    """(what is wrong, what was expected) of anything that claims to be a tree."""
+    level = [tree]
+    for _ in range(_DEEPEST):
+        below: list[object] = []
+        for found in level:
+            wrong = _fault(found, n_inputs)
+            if wrong:
+                yield wrong
+                return
+            below += found[1:] if isinstance(found, tuple) else ()
+        level = list({id(t): t for t in below}.values())  # what is shared is looked at once
+    if level:
+        yield f"a tree of more than {_DEEPEST} levels", "what a kernel can hold"
+
+
+def _fault(tree: object, n_inputs: int) -> tuple[str, str] | None:
+    """Of its root."""
+    if isinstance(tree, float):
+        return None
+    if isinstance(tree, int) and not isinstance(tree, bool):
+        return None if 0 <= tree < n_inputs else (f"its tree has an input {tree}", f"0 to {n_inputs - 1}")
+    if not isinstance(tree, tuple) or not tree:
+        return f"its tree has {tree!r:.80}", "an input, a number, or (operation, operand, ...)"
+    name = tree[0]
+    if name not in UNARY + BINARY:
+        return f"its tree has the operation {name!r:.80}", nearest(str(name)[:80], UNARY + BINARY)
+    if len(tree) != (2 if name in UNARY else 3):
+        return f"its tree has {name} of {len(tree) - 1} operands", "1" if name in UNARY else "2"
+    return None

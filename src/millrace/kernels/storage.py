@@ -1,0 +1,28 @@
+"""How a value's rows lie in memory: what the compiler chose, beside the graph, which does not know of it."""
+
+from dataclasses import dataclass
+
+from millrace.graph.types import Node
+from millrace.kernels.declare import RowFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One row, in a format and, where that has groups, in groups of so many elements."""
+
+    format: RowFormat
+    group: int = 0
+
+    def __repr__(self) -> str:
+        name = self.format.name.lower()
+        return f"{name}g{self.group}" if self.group else name
+
+
+DENSE = Storage(RowFormat.F32)
+
+
+def storage_of(node: Node) -> Storage:
+    """Of its outputs: dense floats unless the node packs them."""
+    storage = node.attrs.get("storage", DENSE)
+    assert isinstance(storage, Storage)
+    return storage

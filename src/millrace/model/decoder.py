@@ -1,0 +1,84 @@
+"""The parts of decoders: attention with rotary positions, gated MLP, and what stands around the layers.
+
+T tokens of a step, S sequences, R rows whose logits are wanted, H query heads, K key/value heads, D head size.
+"""
+
+from collections.abc import Sequence
+
+from millrace.checkpoint.config import ModelConfig
+from millrace.model import ops
+from millrace.model.layers import Embedding, Linear, RMSNorm, rotary_table
+from millrace.model.module import DECODER, Module, ModuleList, Table
+from millrace.model.tensor import Tensor
+
+
+class Attention(Module):
+    """Grouped queries (arXiv:2305.13245); `head_norms`: each query and key head is normalised before the rotation."""
+
+    def __init__(self, c: ModelConfig, *, head_norms: bool = False) -> None:
+        self._heads, self._kv_heads, self._size = c.n_heads, c.n_kv_heads, c.head_dim
+        self._head_norms = head_norms
+        self.q_proj = Linear(c.hidden_size, c.n_heads * c.head_dim, bias=c.attention_bias)
+        self.k_proj = Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.attention_bias)
+        self.v_proj = Linear(c.hidden_size, c.n_kv_heads * c.head_dim, bias=c.attention_bias)
+        self.o_proj = Linear(c.n_heads * c.head_dim, c.hidden_size, bias=c.attention_output_bias)
+        if head_norms:
+            self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
+            self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
+
+    def forward(self, x: Tensor, rotary: Table, positions: Tensor, lengths: Tensor) -> Tensor:
+        T = x.shape[0]
+        q = self.q_proj(x).reshape(T, self._heads, self._size)  # (T, H, D)
+        k = self.k_proj(x).reshape(T, self._kv_heads, self._size)  # (T, K, D)
+        v = self.v_proj(x).reshape(T, self._kv_heads, self._size)  # (T, K, D)
+        if self._head_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = ops.rope(q, positions, rotary), ops.rope(k, positions, rotary)
+        y = ops.attention(q, k, v, positions, lengths)  # (T, H, D)
+        return self.o_proj(y.reshape(T, self._heads * self._size))
+
+
+class GatedMLP(Module):
+    """down(activation(gate(x)) * up(x)) (arXiv:2002.05202)."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        self._activation = ops.ACTIVATIONS[c.activation]
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Decoder(Module):
+    """Embedding, layers, norm."""
+
+    def __init__(self, c: ModelConfig, layers: Sequence[Module], norm: RMSNorm, embedding_scale: float) -> None:
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size, scale=embedding_scale)
+        self.rotary = rotary_table(c.rope, c.head_dim, c.max_context)
+        self.layers = ModuleList(list(layers))
+        self.norm = norm
+
+    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)  # (T, hidden)
+        for layer in self.layers:
+            x = layer(x, self.rotary, positions, lengths)
+        return self.norm(x)
+
+
+class CausalLM(Module):
+    """A decoder with its head, which may be the embedding again."""
+
+    signature = DECODER
+
+    def __init__(
+        self, c: ModelConfig, layers: Sequence[Module], norm: RMSNorm, *, embedding_scale: float = 1.0
+    ) -> None:
+        self.model = Decoder(c, layers, norm, embedding_scale)
+        tied = self.model.embed_tokens.weight if c.tie_embeddings else None
+        self.lm_head = Linear(c.hidden_size, c.vocab_size, weight=tied)
+
+    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+        x = self.model(tokens, positions, lengths)
+        return self.lm_head(ops.gather_rows(x, rows))  # (R, vocabulary)
