@@ -189,3 +189,25 @@ def test_an_environment_is_made_once_and_sees_ours_where_asked(tmp_path: Path, m
     installs = [command for command in ran if "pip" in command]
     assert len(ran) == 6 and len(installs) == 4, "made once, its packages looked at each time"
     assert all(command[-2:] == ["a==1", "b==2"] for command in installs)
+
+
+def test_a_changed_tree_is_marked_and_results_do_not_change_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    results = tmp_path / "tools" / "nightly" / "results"
+    results.mkdir(parents=True)
+    (tmp_path / "code.py").write_text("1")
+    (results / "part.json").write_text("{}")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(nightly, "ROOT", tmp_path)
+    monkeypatch.setattr(nightly, "RESULTS", results)
+    clean = nightly._commit()
+    assert len(clean) >= 7 and not clean.endswith("+")
+    (results / "part.json").write_text('{"green": true}')
+    (results / "another.json").write_text("{}")
+    assert nightly._commit() == clean
+    (tmp_path / "code.py").write_text("2")
+    assert nightly._commit() == f"{clean}+"
