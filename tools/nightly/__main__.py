@@ -103,8 +103,8 @@ def _without_folders(line: str) -> str:
 
 def _commit() -> str:
     """With a + behind it where the tree is not as committed; results of this night do not count."""
-    head = _git("describe", "--always")
-    return (head or "unknown") + ("+" if _git("status", "--porcelain", "--", ".", f":(exclude){RESULTS.relative_to(ROOT)}") else "")
+    changed = _git("status", "--porcelain", "--", ".", f":(exclude){RESULTS.relative_to(ROOT)}")
+    return (_git("describe", "--always") or "unknown") + ("+" if changed else "")
 
 
 def _git(*words: str) -> str:
