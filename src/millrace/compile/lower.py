@@ -37,9 +37,8 @@ class Lowering(Placement):
             "full_attention": self._full_attention, "gather_rows": self._gather_rows, "mean_rows": self._mean_rows,
             "rescore": self._rescore,
         }  # fmt: skip
-        asked = {port.value for port in self._graph.outputs}
         for port in self._graph.inputs:
-            if port.value in self._readers or port.value in asked:
+            if port.value in self._readers or port.value in self._results:
                 self._new(port.value, port.name)
         for node in self._graph.nodes:
             rules[node.op](node)
@@ -201,8 +200,8 @@ class Lowering(Placement):
 
     def _to_write(self, value: Value, node: Node) -> View:
         """A view that may be written: the value's own where nobody else reads what it is of, else a copy."""
-        at, asked = value, {port.value for port in self._graph.outputs}
-        while len(self._readers[at]) == 1 and at not in asked:
+        at = value
+        while len(self._readers[at]) == 1 and at not in self._results:
             producer = self._producers.get(at)
             if producer is None:
                 break  # an input, or a constant

@@ -186,7 +186,7 @@ def _plain_linear(node: Node) -> bool:
 def merge_linears(graph: Graph) -> Graph:
     """Linear layers over the same input and precision (q, k, v) become one product, which is then split."""
     families: dict[tuple[Value, object], list[Node]] = {}
-    results = {p.value for p in graph.outputs}
+    results = graph.results
     for node in graph.nodes:
         if node.op == "linear" and not node.attrs.get("residual") and node.output not in results:
             families.setdefault((node.inputs[0], node.attrs["precision"]), []).append(node)
@@ -332,7 +332,7 @@ def fuse_norm_convert(graph: Graph) -> Graph:
 
 def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
     """A 4-bit head computes its likeliest tokens again in 8 bits: half the bytes, nearly always the same ranking."""
-    head, results = head_of(graph), {p.value for p in graph.outputs}
+    head, results = head_of(graph), graph.results
 
     def rule(node: Node, live: Live) -> Instead | None:
         if not (head and node.outputs == head.outputs and node.output in results and _plain_linear(node)):

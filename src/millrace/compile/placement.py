@@ -63,7 +63,7 @@ class Placement:
         self._calls: list[Call] = []
         self._packed: dict[tuple[object, str], int] = {}
         self._weights: list[Packed] = []
-        self._readers, self._producers = graph.consumers(), graph.producers()
+        self._readers, self._producers, self._results = graph.consumers(), graph.producers(), graph.results
         self._caches: dict[tuple[object, ...], _Cache] = {}
         if len(self._symbols) > MAX_SYMBOLS:
             raise GraphError(

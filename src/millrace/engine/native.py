@@ -152,8 +152,7 @@ class NativeNetwork(LoadedProgram):
 
     def __init__(self, program: NativeProgram, *, threads: int | None = None, isa: str | None = None) -> None:
         for s in (*program.inputs, *program.outputs):
-            shape = [program.symbols[d] if isinstance(d, Symbol) else d for d in s.shape]
-            end = (s.offset or 0) + math.prod(shape) * DTYPES[s.dtype].itemsize
+            end = (s.offset or 0) + math.prod(s.sized(program.symbols)) * DTYPES[s.dtype].itemsize
             if s.offset is not None and (s.offset < 0 or s.offset % 4 or end > program.activation_bytes):
                 raise EngineError(
                     f"{s.name} ends at byte {end} of {program.activation_bytes} of the activations",
@@ -187,8 +186,7 @@ class NativeNetwork(LoadedProgram):
 
 def read_slot(memory: NDArray[np.uint8], place: Slot, sizes: Mapping[Symbol, int]) -> NDArray[np.generic]:
     """A copy of what lies there after a run of so many rows of each symbol."""
-    shape = [sizes[d] if isinstance(d, Symbol) else d for d in place.shape]
-    dtype = DTYPES[place.dtype]
+    shape, dtype = place.sized(sizes), DTYPES[place.dtype]
     assert place.offset is not None, place
     nbytes = math.prod(shape) * dtype.itemsize
     return memory[place.offset : place.offset + nbytes].view(dtype).reshape(shape).copy()

@@ -10,7 +10,6 @@ from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.native import ERROR_BYTES, ExecutionError, LoadedProgram, NativeProgram, read_slot
 from millrace.engine.program import slot
 from millrace.errors import ConfigError, nearest
-from millrace.graph.types import Symbol
 from millrace.kernels.library import StepArgs
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
@@ -24,7 +23,7 @@ class NativeExecutor(LoadedProgram):
     ) -> None:
         super().__init__(program, n_pages=n_pages, threads=threads, isa=isa)
         tokens, sequences, _ = program.symbols.values()
-        self._sizes: dict[Symbol, int] = {}  # of the last step
+        self._sizes: tuple[int, ...] = ()  # T, S and R of the last step
         self.limits = ExecutorLimits(
             max_step_tokens=tokens, max_sequences=sequences, max_context=program.max_context,
             page_tokens=PAGE_TOKENS, n_pages=n_pages, vocab_size=program.vocab_size,
@@ -57,7 +56,7 @@ class NativeExecutor(LoadedProgram):
         error = ctypes.create_string_buffer(ERROR_BYTES)
         if self._lib.mr_run(self._handle, ctypes.byref(args), error, ERROR_BYTES):
             raise ExecutionError(error.value.decode(errors="replace"))
-        self._sizes = dict(zip(self._program.symbols, (args.n_tokens, args.n_sequences, rows), strict=True))
+        self._sizes = (args.n_tokens, args.n_sequences, rows)
         return out
 
     def output(self, name: str) -> NDArray[np.generic]:
@@ -67,7 +66,7 @@ class NativeExecutor(LoadedProgram):
         if found is None:
             known = [s.name for s in self._program.outputs]
             raise ConfigError(f'the engine keeps no "{name}"', nearest(name, known), "build it with keep=")
-        return read_slot(self.activations(), found, self._sizes)
+        return read_slot(self.activations(), found, dict(zip(self._program.symbols, self._sizes, strict=True)))
 
 
 def _check_arrays(step: StepInputs) -> None:

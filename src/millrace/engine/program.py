@@ -62,6 +62,10 @@ class Slot:
     dtype: DType
     offset: int | None
 
+    def sized(self, sizes: Mapping[Symbol, int]) -> list[int]:
+        """Its shape in a run where the symbols are so large."""
+        return [sizes[d] if isinstance(d, Symbol) else d for d in self.shape]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:

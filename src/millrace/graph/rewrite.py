@@ -96,7 +96,7 @@ def head_of(graph: Graph) -> Node | None:
 
 def prune(graph: Graph) -> Graph:
     """Drops the nodes whose results nobody reads."""
-    needed = {p.value for p in graph.outputs}
+    needed = graph.results
     kept: list[Node] = []
     for node in reversed(graph.nodes):
         if needed.intersection(node.outputs):

@@ -108,6 +108,11 @@ class Graph:
         """Its dimensions that are not numbers, in the order in which the inputs name them."""
         return tuple(dict.fromkeys(d for port in self.inputs for d in port.value.shape if isinstance(d, Symbol)))
 
+    @property
+    def results(self) -> set[Value]:
+        """What is asked of it: the values of its outputs."""
+        return {port.value for port in self.outputs}
+
     def producers(self) -> dict[Value, Node]:
         return {v: n for n in self.nodes for v in n.outputs}
 
