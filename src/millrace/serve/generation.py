@@ -14,7 +14,8 @@ from millrace.runtime.stops import StopTables
 from millrace.serve.errors import context_exceeded, generation_failed
 from millrace.serve.replies import Asked, Usage
 from millrace.serve.sampling import with_own_seed
-from millrace.serve.serving import LARGE, LARGE_STEP, Serving
+from millrace.serve.serving import LARGE, LARGE_STEP
+from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
 
 
@@ -41,7 +42,9 @@ class Generation:
     Steps of the same choice in one list are merged. raises GenerationFailedError from the iteration.
     """
 
-    def __init__(self, handles: Sequence[RequestHandle], params: SamplingParams, call: Call, serving: Serving) -> None:
+    def __init__(
+        self, handles: Sequence[RequestHandle], params: SamplingParams, call: Call, serving: TextBackend
+    ) -> None:
         self.handles = handles
         self.params = params
         self._call, self._metrics = call, serving.metrics
@@ -78,7 +81,7 @@ class Generation:
         seeds = [handle.seed for handle in self.handles]
         return Asked(seeds[0], seeds) if len(seeds) > 1 else Asked(seeds[0])
 
-    async def taken(self, take: Callable[[list[Step]], int], serving: Serving) -> None:
+    async def taken(self, take: Callable[[list[Step]], int], serving: TextBackend) -> None:
         """All of it, given to `take` as it comes; in a thread where that would hold up the event loop.
 
         take: how many bytes more it holds, which count until the generation is left
@@ -177,7 +180,7 @@ class Generation:
 
 
 async def start(
-    serving: Serving,
+    serving: TextBackend,
     prompts: Sequence[list[int]],
     params: SamplingParams,
     call: Call,
