@@ -119,7 +119,7 @@ class TextBackend(Backend):
         n_tokens = max(1, min(WARM_UP_TOKENS, self.model.max_context - 1))
         params = SamplingParams(max_tokens=n_tokens, temperature=0.0, ignore_eos=True, seed=0)
         try:
-            async with engine.submit([token], params, "warm-up") as handle:
+            async with engine.submit([[token]], [params], "warm-up") as handle:
                 async for deltas in handle:
                     for delta in deltas:
                         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
