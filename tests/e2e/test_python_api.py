@@ -16,8 +16,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace import LLM, MillraceError, RequestOutput, SamplingParams
+from millrace.compile.find import BUNDLED
 from millrace.errors import RequestError
-from millrace.runtime.open import BUNDLED
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
@@ -291,12 +291,16 @@ def test_log_probabilities_of_the_prompt_are_vllms() -> None:
         assert [o.token_ids for o in output.outputs] == [o.token_ids for o in bare.outputs]
         assert output.outputs[0].logprobs == bare.outputs[0].logprobs
         ids = output.prompt_token_ids
-        first, *rest = output.prompt_logprobs
+        first, *rest = output.prompt_logprobs or []
         assert first is None and len(rest) == len(ids) - 1
         with torch.no_grad():
             want = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
         for i, shown in enumerate(rest):
-            assert next(iter(shown)) == ids[i + 1] and shown.keys() >= set(want[i].argsort()[::-1][:2].tolist())
+            assert (
+                shown is not None
+                and next(iter(shown)) == ids[i + 1]
+                and shown.keys() >= set(want[i].argsort()[::-1][:2].tolist())
+            )
             assert all(abs(p.logprob - want[i, token]) < 1e-4 for token, p in shown.items())
             assert shown[ids[i + 1]].rank == 1 + (want[i] > want[i, ids[i + 1]]).sum()
 

@@ -116,10 +116,10 @@ def test_any_schedule_gives_the_solo_answers(seed: int) -> None:
     run_all(loop)
     for client in clients:
         if (top := client.params.prompt_logprobs) is not None and client not in cancelled:
-            want = [score(client.prompt[:i], token) for i, token in enumerate(client.prompt)][1:]
+            likely = [score(client.prompt[:i], token) for i, token in enumerate(client.prompt)][1:]
             for choice in range(client.params.n):
                 scored = client.scored(choice)
-                assert [p.token_id for p in scored] == client.prompt[1:] and [p.logprob for p in scored] == want
+                assert [p.token_id for p in scored] == client.prompt[1:] and [p.logprob for p in scored] == likely
             assert all(len(p.top) == top for p in client.scored(0))
     stats = loop.stats()
     assert stats.pages_used == 0 and stats.running == 0 and stats.waiting == 0 and stats.idle
