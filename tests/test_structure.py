@@ -26,6 +26,7 @@ ORDER = [
     "compile",
     "runtime",
     "serve",
+    "bench",
     "cli",
 ]
 # model/ and graph/ know nothing of kernels; the native binding is in kernels/, beside what it binds.
