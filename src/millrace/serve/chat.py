@@ -22,16 +22,16 @@ from millrace.serve.replies import (
     ChatReply,
 )
 from millrace.serve.sampling import chat_params
-from millrace.serve.serving import Serving
 from millrace.serve.streams import EventStream, StreamUsage, events
+from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
 
 Finish = Literal["stop", "length"]
 
 
-async def chat_completions(serving: Serving, call: Call, asked: ChatRequest) -> ASGIApp:
+async def chat_completions(serving: TextBackend, call: Call, asked: ChatRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    call.log.model = model = serving.check_model(asked.model)
+    model = call.model
     params = chat_params(asked)
     prompt = await serving.texts.encode_chat(
         asked.messages,
@@ -52,7 +52,7 @@ async def chat_completions(serving: Serving, call: Call, asked: ChatRequest) -> 
 class _Answer:
     """One chat completion under way."""
 
-    def __init__(self, serving: Serving, generation: Generation, answer_id: str, model: str) -> None:
+    def __init__(self, serving: TextBackend, generation: Generation, answer_id: str, model: str) -> None:
         self._serving, self._generation = serving, generation
         self._id, self._model, self._created = answer_id, model, int(time.time())
 

@@ -15,15 +15,15 @@ from millrace.serve.logprobs import COMPLETION_BYTES, OffsetLogprobs, WholeCompl
 from millrace.serve.protocol import CompletionRequest
 from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply, Usage
 from millrace.serve.sampling import completion_params
-from millrace.serve.serving import Serving, capacity
 from millrace.serve.streams import EventStream, StreamUsage, events
+from millrace.serve.text import TextBackend
 from millrace.serve.texts import Texts
 from millrace.serve.wire import Call
 
 
-async def completions(serving: Serving, call: Call, asked: CompletionRequest) -> ASGIApp:
+async def completions(serving: TextBackend, call: Call, asked: CompletionRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    call.log.model = model = serving.check_model(asked.model)
+    model = call.model
     params = completion_params(asked)
     given = _prompts(asked.prompt, params, serving)
     prompts = await _tokens(serving, given, params, asked.add_special_tokens is not False)
@@ -45,7 +45,7 @@ class _Answer:
     """
 
     def __init__(
-        self, serving: Serving, generation: Generation, answer_id: str, model: str, echoes: list[str] | None,
+        self, serving: TextBackend, generation: Generation, answer_id: str, model: str, echoes: list[str] | None,
         prompt_only: bool,
     ) -> None:  # fmt: skip
         self._serving, self._generation = serving, generation
@@ -157,7 +157,7 @@ class _Answer:
 
 
 def _prompts(
-    given: str | list[str | int | list[int]], params: SamplingParams, serving: Serving
+    given: str | list[str | int | list[int]], params: SamplingParams, serving: TextBackend
 ) -> list[str | list[int]]:
     """The four ways to write prompts, as a list of texts and token-id lists. What is too long is not looked at."""
     if isinstance(given, str):
@@ -181,8 +181,8 @@ def _prompts(
     )
 
 
-def _check_number(n_sequences: int, serving: Serving) -> None:
-    if n_sequences > (most := capacity(serving.model.engine)):
+def _check_number(n_sequences: int, serving: TextBackend) -> None:
+    if n_sequences > (most := serving.capacity):
         raise RequestError(
             f"the prompts times n are {n_sequences} answers",
             f"at most {most}, which is what the queue holds",
@@ -192,7 +192,7 @@ def _check_number(n_sequences: int, serving: Serving) -> None:
 
 
 async def _tokens(
-    serving: Serving, given: list[str | list[int]], params: SamplingParams, special: bool
+    serving: TextBackend, given: list[str | list[int]], params: SamplingParams, special: bool
 ) -> list[list[int]]:
     """All prompts are of one kind: texts or token ids."""
     texts = [prompt for prompt in given if isinstance(prompt, str)]

@@ -12,7 +12,8 @@ from millrace.runtime.service import RequestHandle
 from millrace.runtime.stops import StopTables
 from millrace.serve.errors import context_exceeded, generation_failed
 from millrace.serve.replies import Asked, Usage
-from millrace.serve.serving import LARGE, LARGE_STEP, Serving
+from millrace.serve.serving import LARGE, LARGE_STEP
+from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
 
 
@@ -44,7 +45,7 @@ class Generation:
     raises GenerationFailedError from the iteration.
     """
 
-    def __init__(self, handle: RequestHandle, params: SamplingParams, call: Call, serving: Serving) -> None:
+    def __init__(self, handle: RequestHandle, params: SamplingParams, call: Call, serving: TextBackend) -> None:
         self.handle = handle
         self.params = params
         self._call, self._metrics = call, serving.metrics
@@ -82,7 +83,7 @@ class Generation:
         seeds = [request.resolved.seed for request in self.handle.requests]
         return Asked(seeds[0], seeds) if len(seeds) > 1 else Asked(seeds[0])
 
-    async def whole(self, named: Callable[[Delta], int], serving: Serving) -> list[Whole]:
+    async def whole(self, named: Callable[[Delta], int], serving: TextBackend) -> list[Whole]:
         """All choices, complete; gathered in a thread where that would hold up the event loop.
 
         named: takes a delta's log probabilities, and says how many bytes more it holds, which count until this is left
@@ -165,7 +166,7 @@ class Generation:
 
 
 async def start(
-    serving: Serving,
+    serving: TextBackend,
     prompts: Sequence[list[int]],
     params: SamplingParams,
     call: Call,
