@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Specials, Tokenizer
 from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, StepOutputs, Synchronous
+from millrace.runtime.generate import CompletionOutput
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SEED_MASK, CompletionOutput, SamplingParams, check_prompt, resolve
+from millrace.runtime.params import SEED_MASK, SamplingParams, check_prompt, resolve
 from millrace.runtime.request import AnswerText, Request, StopTables, Timings
 from millrace.runtime.scheduler import TokenBudget
 
