@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.load import Ask, ask, quantile
-from millrace.cli.server_process import ServerProcess
+from millrace.bench.load import Ask, ask
+from millrace.bench.server_process import ServerProcess
 from tests.cli.conftest import Millrace
 from tests.support.command_line import environment
 
@@ -127,7 +127,3 @@ def test_a_list_that_nobody_reads_ends_quietly(millrace: Millrace, cache: Path) 
         with process(arguments, cache, writing, subprocess.PIPE) as told:
             os.close(writing)
             assert told.communicate(timeout=60)[1] == b"" and told.returncode == 1
-
-
-def test_quantiles() -> None:
-    assert quantile([3, 1, 2, 4], 0.5) == 3 and quantile([5], 0.99) == 5 and quantile(list(range(100)), 0.99) == 99

@@ -17,7 +17,8 @@ import msgspec
 import pytest
 
 from millrace.checkpoint.chat import ChatTemplate
-from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
 from millrace.serve import serving

@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
+from millrace.bench.load import Ask, Heard, ask, ask_all, quantile
+from millrace.bench.server_process import ServerProcess
 from millrace.cli.limits import decode_bound
-from millrace.cli.load import Ask, Heard, ask, ask_all, quantile
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, size
-from millrace.cli.server_process import ServerProcess
 from millrace.cli.tables import Tables
 from millrace.compile.builder import build_engine
 from millrace.compile.find import BUNDLED

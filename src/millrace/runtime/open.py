@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.checkpoint.chat import ChatTemplate
-from millrace.checkpoint.checkpoint import GENERATION_CONFIG, open_chat_template
-from millrace.checkpoint.generation import GenerationDefaults, read_generation
-from millrace.checkpoint.tokenizer import VocabularyTokenizer, open_tokenizer, read_json_object
+from millrace.checkpoint.checkpoint import open_chat_template
+from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults, read_generation
+from millrace.checkpoint.tokenizer import VocabularyTokenizer, read_json_object
+from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
 from millrace.engine.native_step import NativeExecutor
 from millrace.machine.cpu import memory, usable_cores
