@@ -12,7 +12,7 @@ from millrace.bench.load import Ask, ask, ask_all, quantile
 from millrace.errors import MachineError
 
 ASKED = Ask("Hi", 3, seed=1)
-USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
+USAGE: dict[str, object] = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
 
 
 def chunk(text: str, finish: str | None = None) -> dict[str, object]:
