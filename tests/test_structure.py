@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import millrace
@@ -34,9 +35,9 @@ MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
 LONGER: dict[str, int] = {}  # exceptions only shrink: lower the number when the file does
 
 
-def modules() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path, ast.parse(path.read_text())
+@cache
+def modules() -> tuple[tuple[Path, ast.Module], ...]:
+    return tuple((path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py")))
 
 
 def room(parts: tuple[str, ...]) -> str:

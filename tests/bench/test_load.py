@@ -13,6 +13,7 @@ from millrace.errors import MachineError
 
 ASKED = Ask("Hi", 3, seed=1)
 USAGE: dict[str, object] = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
+FAILED: dict[str, object] = {"error": {"message": "the engine"}}
 
 
 def chunk(text: str, finish: str | None = None) -> dict[str, object]:
@@ -58,7 +59,7 @@ def test_a_stream_is_heard_chunk_by_chunk() -> None:
         ([], 500, "status 500"),
         ([chunk("a")], 200, "broke off"),
         ([chunk("", "stop"), USAGE], 200, "broke off"),
-        ([chunk("a"), {"error": {"message": "the engine"}}], 200, "the engine"),
+        ([chunk("a"), FAILED], 200, "the engine"),
     ],
 )
 def test_what_is_no_answer(events: list[dict[str, object]], status: int, said: str) -> None:

@@ -14,16 +14,19 @@ from millrace.cli.models import opened
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, said, size
 from millrace.cli.tables import Tables
+from millrace.compile.rooflines import kept_roofline
 from millrace.compile.settings import BuildSettings
+from millrace.engine.bound import DecodeWork
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.process import age_s
 from millrace.runtime.open import Opened, RunSettings
+from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.serve.routes import read_keys
 from millrace.serve.server import bind, serve
 from millrace.serve.settings import ServerSettings
-from millrace.serve.text import TextModel
+from millrace.serve.text import DecodeClock, TextModel
 from millrace.settings import Settings, setting
 
 EPILOG = """\b
@@ -100,8 +103,10 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
     bind(settings.host, settings.port).close()  # a port that is taken is said before the model is loaded
     logging.getLogger("millrace").setLevel(flags.log_level.upper())
     with opened(model, made(BuildSettings, given), made(RunSettings, given), env, quiet=as_json) as model_opened:
-        engine = AsyncEngine(model_opened.loop(), ServiceOptions(max_queued=flags.max_queued))
-        served = _served(model_opened, engine, flags.served_model_name)
+        budget = TokenBudget(model_opened.executor.limits.max_step_tokens)
+        engine = AsyncEngine(model_opened.loop(budget), ServiceOptions(max_queued=flags.max_queued))
+        clock = _decode_clock(model_opened, budget, env)
+        served = _served(model_opened, engine, flags.served_model_name, clock)
         if not as_json:
             _introduce(model_opened, served)
 
@@ -115,7 +120,13 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
         serve([served], settings, ready)
 
 
-def _served(model: Opened, engine: AsyncEngine, name: str | None) -> TextModel:
+def _decode_clock(model: Opened, budget: TokenBudget, env: Env) -> DecodeClock | None:
+    """None where `millrace doctor` has not measured such a run."""
+    roofline = kept_roofline(env.cache, model.executor.isa, model.executor.threads)
+    return None if roofline is None else DecodeClock(DecodeWork.of(model.engine), roofline, budget)
+
+
+def _served(model: Opened, engine: AsyncEngine, name: str | None, clock: DecodeClock | None = None) -> TextModel:
     m = model.engine.manifest
     metadata = {
         "source": m.source, "engine": m.identity, "architecture": m.architecture,
@@ -130,6 +141,7 @@ def _served(model: Opened, engine: AsyncEngine, name: str | None) -> TextModel:
         created=int(time.time()),
         metadata=metadata,
         max_context=m.max_context,
+        decode_clock=clock,
     )
 
 

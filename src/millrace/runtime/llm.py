@@ -116,7 +116,7 @@ class LLM:
             build, run, precisions = _split({"precision": precision, **settings})
             name, engine = find_engine(str(model), build, read_env(), precisions=precisions)
             self._opened: Opened = open_engine(name, engine, run)
-        self._loop = self._opened.loop(throughput=True)
+        self._loop = self._opened.loop(self._opened.for_throughput())
         self._threading = threading.Lock()
         self._made_in = os.getpid()
         # also for who forgets close()

@@ -48,11 +48,14 @@ class Opened:
     chat_template: ChatTemplate | None
     defaults: GenerationDefaults
 
-    def loop(self, *, throughput: bool = False) -> EngineLoop:
-        """`throughput`: prompts are never cut short for the sake of running answers; nobody watches them grow."""
-        size = self.executor.limits.max_step_tokens
-        budget = TokenBudget(size, chunk_low=size) if throughput else None
+    def loop(self, budget: TokenBudget | None = None) -> EngineLoop:
+        """budget: how long a step may last while answers are running; None: as it is for a server's clients"""
         return EngineLoop(self.executor, self.tokenizer, self.defaults, budget=budget)
+
+    def for_throughput(self) -> TokenBudget:
+        """Prompts are never cut short for the sake of running answers: nobody watches them grow."""
+        size = self.executor.limits.max_step_tokens
+        return TokenBudget(size, chunk_low=size)
 
     def close(self) -> None:
         self.executor.close()

@@ -18,15 +18,19 @@ from millrace import __version__
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer, check_unicode
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
+from millrace.engine.bound import DecodeWork
+from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import CheckpointError, MillraceError, RequestError
+from millrace.machine.roofline import Roofline
 from millrace.runtime.loop import LoopStats
 from millrace.runtime.params import FinishReason, SamplingParams, context_exceeded
+from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.errors import HttpError
 from millrace.serve.fields import check_messages
 from millrace.serve.lengths import longest_token
-from millrace.serve.metrics import engine_metrics
+from millrace.serve.metrics import decode_metrics, engine_metrics
 from millrace.serve.protocol import Message
 from millrace.serve.serving import Lane, Serving
 
@@ -200,6 +204,22 @@ WARM_UP_TOKENS = 2
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeClock:
+    """How long decoding takes at least on this machine, and how long it takes."""
+
+    work: DecodeWork
+    roofline: Roofline
+    budget: TokenBudget  # the engine loop's, which follows the steps without prompt tokens
+
+    def bound_s(self, stats: LoopStats) -> float:
+        """Of a step with what runs now; of one sequence that has only begun where nothing does."""
+        n_full = (
+            max(0, stats.pages_used - stats.running) * PAGE_TOKENS
+        )  # each sequence's last page may be all but empty
+        return self.work.bound(self.roofline, max(1, stats.running), n_full).seconds
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextModel(ServedModel):
     """A language model. The server starts and closes `engine`; its executor's owner closes that."""
@@ -208,6 +228,7 @@ class TextModel(ServedModel):
     tokenizer: Tokenizer
     tokenizer_folder: Path | None = None  # where a process for long texts finds it; None: they go to a thread
     chat_template: ChatTemplate | None
+    decode_clock: DecodeClock | None = None  # None: no roofline was measured here
 
     def backend(self, serving: Serving) -> "TextBackend":
         return TextBackend(self, serving)
@@ -265,7 +286,10 @@ class TextBackend(Backend):
         return self.model.engine.stats()
 
     def collect(self) -> Iterator[Metric]:
-        return engine_metrics(self.model.name, self.model.engine.stats(), self.model.engine.limits)
+        stats, clock = self.model.engine.stats(), self.model.decode_clock
+        yield from engine_metrics(self.model.name, stats, self.model.engine.limits)
+        if clock is not None:
+            yield from decode_metrics(self.model.name, clock.bound_s(stats), clock.budget.step_s)
 
     async def drain(self, timeout_s: float) -> bool:
         return await self.model.engine.drain(timeout_s)
