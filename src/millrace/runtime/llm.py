@@ -19,10 +19,10 @@ from millrace.compile.settings import BuildSettings
 from millrace.env import read_env
 from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, alike, nearest, plain
 from millrace.runtime import vllm_names
-from millrace.runtime.generate import Progress, Prompt, astream, generate
+from millrace.runtime.generate import Progress, Prompt, RequestOutput, astream, generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened, RunSettings, open_engine
-from millrace.runtime.params import RequestOutput, SamplingParams
+from millrace.runtime.params import SamplingParams
 
 Message = Mapping[str, object]
 _FLAGS = "|".join(f.name.replace("_", "-") for kind in (BuildSettings, RunSettings) for f in fields(kind))

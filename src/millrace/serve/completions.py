@@ -8,16 +8,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, SamplingParams
+from millrace.runtime.params import Delta, SamplingParams, check_context
 from millrace.serve.chat import finish_of
-from millrace.serve.generation import Generation, Whole, check_context, start
+from millrace.serve.fields import completion_params
+from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start
 from millrace.serve.logprobs import COMPLETION_BYTES, OffsetLogprobs, WholeCompletion
 from millrace.serve.protocol import CompletionRequest
 from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply, Usage
-from millrace.serve.sampling import completion_params
-from millrace.serve.streams import EventStream, StreamUsage, events
-from millrace.serve.text import TextBackend
-from millrace.serve.texts import Texts
+from millrace.serve.text import TextBackend, Texts
 from millrace.serve.wire import Call
 
 
@@ -165,7 +163,7 @@ def _prompts(
     is_one = bool(given) and isinstance(given[0], int)
     _check_number((1 if is_one else len(given)) * params.n, serving)
     if is_one:
-        check_context(len(given), params, serving.model.max_context, "prompt")
+        check_context(len(given), params.max_tokens, serving.model.max_context, "prompt")
     texts = [p for p in given if isinstance(p, str)]
     lists = [p for p in given if isinstance(p, list)]
     ids = [p for p in given if isinstance(p, int)]
@@ -200,7 +198,7 @@ async def _tokens(
     if texts:
         prompts = await serving.texts.encode(texts, special, "prompt")
     for ids in prompts:
-        check_context(len(ids), params, serving.model.max_context, "prompt")
+        check_context(len(ids), params.max_tokens, serving.model.max_context, "prompt")
     return prompts
 
 
