@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
-from millrace.model.bert import BertConfig, BertSentences
 from tools.nightly.packages import minilm
 
-MINILM = BertConfig(
-    vocab_size=30522, hidden_size=384, intermediate_size=1536, n_layers=6, n_heads=12, max_positions=512, n_types=2,
-    norm_eps=1e-12, activation="gelu",
-)  # fmt: skip
 TEXTS = (
     "x", "Hello, world!", "The river runs past a mill, and the miller counts his sacks.", "A " * 300,
     "Why does the wheel turn? " * 9, "Ein Müller zählt seine Säcke.",
@@ -37,9 +33,9 @@ def test_embeddings(precision: str, farthest: float, least_cosine: float, tmp_pa
     ids = [np.array(tokenizer(text).input_ids, np.int32) for text in TEXTS]
     with torch.no_grad():
         means = [model(torch.tensor(t[None], dtype=torch.int64)).last_hidden_state[0].mean(0) for t in ids]
+    assert [list(t) for t in ids] == [Checkpoint.open(folder).tokenizer.encode(text) for text in TEXTS]
     exact = torch.nn.functional.normalize(torch.stack(means), dim=1).numpy()
-    weights = {n: t.numpy() for n, t in model.state_dict().items() if "pooler" not in n and "position_ids" not in n}
-    source = Source.from_module(BertSentences(MINILM), weights, max_context=512)
+    source = Source.from_checkpoint(Checkpoint.open(folder), max_context=512)
     options = BuildOptions(precision=precision_map(precision), max_batch=8, max_step_tokens=1024)
     write_engine(source, plan_engine(source, options), tmp_path / "minilm", name="minilm")
     network = Engine.open(tmp_path / "minilm").network()

@@ -49,7 +49,7 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        return self.config.eos_token_ids
+        return self.decoder.eos_token_ids
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
