@@ -32,6 +32,7 @@ from millrace import LLM, SamplingParams
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.compile.find import BUNDLED
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.dummy import dummy_step
@@ -39,7 +40,6 @@ from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
 from millrace.engine.kv import KvFormat
 from millrace.machine.cpu import usable_cores
-from millrace.runtime.open import BUNDLED
 
 if TYPE_CHECKING:
     from benchmarks.peers.llama_cpp_engine import Context

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import millrace
 from millrace import errors
-from millrace.runtime.open import BuildSettings, RunSettings
+from millrace.compile.settings import BuildSettings
+from millrace.runtime.open import RunSettings
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "millrace"

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks.perplexity import HEADS, LENGTH, Score, Variant, drawn_documents, score, scores, tiny_documents
+from millrace.compile.find import BUNDLED
 from millrace.engine.kv import KvFormat
-from millrace.runtime.open import BUNDLED
 from tests.support.shared import shared
 
 

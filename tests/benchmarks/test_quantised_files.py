@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.perplexity import LogProbs, Variant, built, log_probabilities, of_llama_cpp, targets, tiny_documents
-from millrace.runtime.open import BUNDLED
+from millrace.compile.find import BUNDLED
 from tests.support.gguf_files import write_gguf
 
 pytestmark = pytest.mark.filterwarnings("default")  # of llama-cpp-python, while it loads

@@ -14,8 +14,8 @@ import transformers
 from millrace.checkpoint.checkpoint import open_chat_template
 from millrace.checkpoint.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.tokenizer import NAMED_TOKENS, open_tokenizer
+from millrace.compile.find import BUNDLED
 from millrace.errors import CheckpointError, ConfigError, RequestError
-from millrace.runtime.open import BUNDLED
 from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece, strange_text
 
 CHAT = [{"role": "user", "content": " Hi <|user|>there "}, {"role": "assistant", "content": "Hello."}]

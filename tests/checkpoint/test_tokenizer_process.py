@@ -9,8 +9,8 @@ import pytest
 
 from millrace.checkpoint.tokenizer import open_tokenizer
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
+from millrace.compile.find import BUNDLED
 from millrace.errors import CheckpointError
-from millrace.runtime.open import BUNDLED
 
 TINY = BUNDLED / "tiny"
 TEXTS = ["", "Pip has a red hat.", "é😀\n" * 500, "<|user|>Hi<|end|>", "word " * 20_000]

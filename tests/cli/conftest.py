@@ -8,12 +8,13 @@ import pytest
 
 from millrace.cli import demo, doctor
 from millrace.cli.main import run
-from millrace.cli.models import build_engine
+from millrace.compile.builder import build_engine
+from millrace.compile.find import BUNDLED
+from millrace.compile.settings import BuildSettings
 from millrace.engine.probe import roofline_here
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
 from millrace.machine.roofline import Roofline
-from millrace.runtime.open import BUNDLED, BuildSettings
 from tests.support.command_line import Result
 
 Millrace = Callable[..., Result]
@@ -23,7 +24,7 @@ Millrace = Callable[..., Result]
 def built_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For reading only."""
     folder = tmp_path_factory.mktemp("built") / "tiny.engine"
-    build_engine("tiny", BUNDLED / "tiny", folder, BuildSettings(precision="w4a8"))
+    build_engine("tiny", BUNDLED / "tiny", folder, BuildSettings(precision="w4a8", tune=0))
     return folder
 
 

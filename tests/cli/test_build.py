@@ -88,3 +88,14 @@ def test_a_build_without_tuning_says_so(millrace: Millrace, tmp_path: Path) -> N
     millrace("build", "tiny", "-o", tmp_path / "e", "--tune", "0")
     assert "never tuned" in millrace("inspect", tmp_path / "e").out
     assert json.loads(millrace("inspect", tmp_path / "e", "--tactics", "--json").out) is None
+
+
+def test_a_build_of_ones_own_and_the_cache_s_are_one(millrace: Millrace, cache: Path, tmp_path: Path) -> None:
+    assert millrace("build", "tiny", "-o", tmp_path / "e", "--tune", "0", "--precision", "w4a8").code == 0
+    assert len(json.loads((cache / "millrace" / "digests.json").read_text())) == 1, (
+        "what was read once is not read again"
+    )
+    millrace("generate", "tiny", "-p", "Hi", "--max-tokens", "1", "--tune", "0", "--precision", "w4a8")
+    (cached,) = (cache / "millrace" / "engines").glob("tiny-*")
+    built = {file.name: file.read_bytes() for file in (tmp_path / "e").iterdir()}
+    assert built == {file.name: file.read_bytes() for file in cached.iterdir()}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from millrace import LLM, SamplingParams
+from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
-from millrace.runtime.open import BUNDLED
 from tests.cli.conftest import Millrace
 
 ASK = ("Once", "--max-tokens", "2", "--seed", "3")

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from millrace.cli.models import build_engine
+from millrace.compile.builder import build_engine
 from millrace.compile.cache import EngineCache
+from millrace.compile.find import BUNDLED
+from millrace.compile.settings import BuildSettings
 from millrace.engine.manifest import FORMAT, Manifest, file_checksum, sealed
-from millrace.runtime.open import BUNDLED, BuildSettings
 from tests.cli.conftest import Millrace
 
 ASK = ("-p", "Once", "--max-tokens", "1")
@@ -144,7 +145,7 @@ def test_a_backslash_in_a_name_is_nothing_bad(millrace: Millrace, engine: Path) 
 
 def test_a_damaged_engine_of_the_cache_says_how_to_be_rid_of_it(millrace: Millrace, cache: Path) -> None:
     def build(folder: Path) -> None:
-        build_engine("tiny", BUNDLED / "tiny", folder, BuildSettings())
+        build_engine("tiny", BUNDLED / "tiny", folder, BuildSettings(tune=0))
 
     assert millrace("generate", "tiny", *ASK).code == 0
     entry = EngineCache(cache / "millrace").entries()[0]

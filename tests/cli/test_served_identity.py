@@ -4,13 +4,17 @@ import shutil
 from pathlib import Path
 from typing import Any, cast
 
-from millrace.cli.models import build_engine
 from millrace.cli.serve import _served
-from millrace.runtime.open import BUNDLED, BuildSettings, RunSettings, open_engine
+from millrace.compile.builder import build_engine
+from millrace.compile.find import BUNDLED
+from millrace.compile.settings import BuildSettings
+from millrace.runtime.open import RunSettings, open_engine
 
 
 def identity(checkpoint: Path, folder: Path) -> str:
-    opened = open_engine("tiny", build_engine("tiny", checkpoint, folder, BuildSettings(max_context=64)), RunSettings())
+    opened = open_engine(
+        "tiny", build_engine("tiny", checkpoint, folder, BuildSettings(max_context=64, tune=0)), RunSettings()
+    )
     try:
         return str(_served(opened, cast(Any, None), None).metadata["engine"])
     finally:

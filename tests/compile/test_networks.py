@@ -12,12 +12,12 @@ from millrace.checkpoint.encoder import EncoderConfig
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.passes import run_passes, unfused
 from millrace.compile.precision import precision_map
+from millrace.compile.program import Bounds
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.interpreter import Interpreter
 from millrace.engine.kv import KvFormat
 from millrace.engine.native import ExecutionError, NativeNetwork
-from millrace.engine.program import Bounds
 from millrace.errors import ConfigError, EngineError, GraphError, RequestError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import memory

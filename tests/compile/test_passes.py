@@ -21,8 +21,8 @@ from millrace.compile.passes import (
     run_passes,
 )
 from millrace.compile.precision import precision_map
+from millrace.compile.program import Bounds
 from millrace.engine.kv import KvFormat
-from millrace.engine.program import Bounds
 from millrace.errors import CheckpointError, ConfigError, GraphError
 from millrace.graph.rewrite import listing
 from millrace.graph.types import Constant, DType, Graph, Node, Port, Symbol, Value

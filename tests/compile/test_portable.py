@@ -10,11 +10,11 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.lower import Lowering
 from millrace.compile.passes import pipeline, run_passes
 from millrace.compile.precision import precision_map
+from millrace.compile.program import Bounds
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.kv import KvFormat
 from millrace.engine.manifest import GRAPH, PROGRAM
-from millrace.engine.program import Bounds
 from millrace.errors import GraphError
 from millrace.graph.rewrite import listing
 from millrace.graph.table import graph_table, read_graph

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from millrace.compile import tune as tune_module
+from millrace.compile.find import BUNDLED
 from millrace.compile.timings import TimingCache, machine_key
 from millrace.compile.tune import CLEARLY, FEW_CLEARLY, SAMPLES, SOME, Tuning, choose, regions, tune, tune_folder
 from millrace.engine.engine import Engine
@@ -30,7 +31,6 @@ from millrace.errors import EngineError, MachineError
 from millrace.kernels.declare import KERNELS
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import Memory, usable_cores
-from millrace.runtime.open import BUNDLED
 from tests.support.engines import build
 
 SECONDS = 1.0  # far more than `tiny` needs, so that a busy machine does not make a difference

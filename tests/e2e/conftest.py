@@ -9,9 +9,9 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.compile.find import BUNDLED
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.runtime.open import BUNDLED
 from tests.e2e.live import Live, live
 from tests.support.checkpoints import random_checkpoint
 from tests.support.shared import shared

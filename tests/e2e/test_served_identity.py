@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 
+from millrace.compile.find import BUNDLED
 from millrace.engine.engine import Engine
-from millrace.runtime.open import BUNDLED
 from tests.e2e.conftest import built
 from tests.e2e.live import MODEL, live
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from millrace.engine.executor import SAMPLING, StepInputs, StepOutputs
 from millrace.engine.native import NativeProgram
 from millrace.engine.native_step import NativeExecutor
-from millrace.engine.program import Slot
+from millrace.engine.slots import Slot
 from millrace.graph.types import DType, Symbol
 from millrace.kernels.declare import Space
 from millrace.kernels.encode import Ref, encode

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from millrace.compile.find import BUNDLED
 from millrace.engine import tactics
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
@@ -22,7 +23,6 @@ from millrace.errors import EngineError, MachineError
 from millrace.kernels.declare import KERNELS, MAX_KNOBS
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, usable_cores
-from millrace.runtime.open import BUNDLED
 from tests.support.engines import build
 
 ROWS = (1, 3, 7, 13, 16, 31)

@@ -10,9 +10,9 @@ import pytest
 
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
+from millrace.compile.program import Bounds
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
-from millrace.engine.program import Bounds
 from millrace.model import ops
 from millrace.model.module import Module, Signature
 from millrace.model.tensor import Tensor

@@ -7,12 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from millrace.cli.models import build_engine
+from millrace.compile.builder import build_engine
+from millrace.compile.find import BUNDLED
+from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import MachineError
 from millrace.machine.cpu import Memory
-from millrace.runtime.open import BUNDLED, BuildSettings
 from millrace.runtime.plan import KV_SHARE, RESERVE, plan_run
 
 MIB = 1 << 20
@@ -20,7 +21,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return build_engine("tiny", BUNDLED / "tiny", tmp_path_factory.mktemp("plan") / "engine", BuildSettings())
+    return build_engine("tiny", BUNDLED / "tiny", tmp_path_factory.mktemp("plan") / "engine", BuildSettings(tune=0))
 
 
 def available(nbytes: int) -> Memory:
@@ -62,7 +63,7 @@ def test_too_little_kv_memory_names_a_context_that_fits(engine: Engine, tmp_path
     with pytest.raises(MachineError) as refused:
         plan_run(engine, available(8 << 30), kv_mib * MIB)
     context = int(re.findall(r"--max-context (\d+)", refused.value.mend)[0])
-    smaller = build_engine("tiny", BUNDLED / "tiny", tmp_path / "engine", BuildSettings(max_context=context))
+    smaller = build_engine("tiny", BUNDLED / "tiny", tmp_path / "engine", BuildSettings(max_context=context, tune=0))
     assert plan_run(smaller, available(8 << 30), kv_mib * MIB).n_pages * PAGE_TOKENS >= context
 
 

@@ -71,6 +71,10 @@ class Checkpoint:
         """What an engine carries of its checkpoint, so that it serves alone."""
         return read_files(self.folder, (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES))
 
+    @property
+    def has_tokenizer(self) -> bool:
+        return TOKENIZER_JSON in self.files or TOKENIZER_MODEL in self.files
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """raises CheckpointError where it is missing or damaged
@@ -96,7 +100,7 @@ class Checkpoint:
         if isinstance(self.config, EncoderConfig):
             return ()
         found = self.generation.eos_token_ids or self.config.eos_token_ids
-        if TOKENIZER_JSON not in self.files and TOKENIZER_MODEL not in self.files:
+        if not self.has_tokenizer:
             return found
         eos = self.tokenizer.eos_token_id
         return found if eos is None or eos in found else (*found, eos)

@@ -194,11 +194,15 @@ def make_tokenizer(files: Files, where: Path) -> VocabularyTokenizer:
         from millrace.checkpoint.tokenizer_model import SentencePieceTokenizer
 
         return SentencePieceTokenizer(files[TOKENIZER_MODEL], where / TOKENIZER_MODEL, config)
-    raise CheckpointError(
-        f"{where} has no tokenizer",
-        f"{TOKENIZER_JSON} or {TOKENIZER_MODEL}",
-        "copy the tokenizer's files of the original model into the folder",
-    )
+    raise no_tokenizer(where)
+
+
+def no_tokenizer(folder: Path) -> CheckpointError:
+    """Of a checkpoint or an engine."""
+    return CheckpointError(
+        f"{folder} has no tokenizer", f"{TOKENIZER_JSON} or {TOKENIZER_MODEL} beside the weights",
+        "copy the tokenizer's files of the original model into the checkpoint, and build again",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

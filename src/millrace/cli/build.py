@@ -7,15 +7,16 @@ from typing import Any
 
 import click
 
-from millrace.cli.models import build_engine
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import count, heading, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
 from millrace.cli.tables import Tables, tuned
+from millrace.compile.builder import build_engine
+from millrace.compile.find import model_folder
+from millrace.compile.settings import BuildSettings
 from millrace.engine.manifest import MANIFEST
 from millrace.env import Env
 from millrace.errors import ConfigError
-from millrace.runtime.open import BuildSettings, model_folder, tuning_of
 
 EPILOG = """\b
 Examples:
@@ -57,7 +58,7 @@ def _build(model: str, output: Path, build: BuildSettings, map_file: Path | None
         name, folder = model_folder(model, env, report)
         if (folder / MANIFEST).is_file():
             raise ConfigError(f"{folder} is an engine already", "a checkpoint", "name the checkpoint it was built from")
-        return Tables(build_engine(name, folder, output, build, precisions, report, tuning_of(build, env)))
+        return Tables(build_engine(name, folder, output, build, env.cache, precisions, report))
 
 
 def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:

@@ -17,10 +17,11 @@ from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.sampling import SamplingFlags, as_options
 from millrace.cli.stream import chat_ids, stream
 from millrace.cli.terminal import JsonScreen, Screen, Terminal
+from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError, MillraceError, RequestError, alike, nearest
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import BuildSettings, Opened, RunSettings
+from millrace.runtime.open import Opened, RunSettings
 from millrace.runtime.params import SamplingParams
 
 EPILOG = """\b

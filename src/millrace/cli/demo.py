@@ -11,12 +11,13 @@ import click
 
 from millrace.cli.limits import decode_bound
 from millrace.cli.load import Ask, Heard, ask, ask_all, quantile
-from millrace.cli.models import build_engine
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, size
 from millrace.cli.server_process import ServerProcess
 from millrace.cli.tables import Tables
-from millrace.compile.tune import Tuning
+from millrace.compile.builder import build_engine
+from millrace.compile.find import BUNDLED
+from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine
 from millrace.engine.probe import roofline_here
 from millrace.errors import MachineError
@@ -25,7 +26,7 @@ from millrace.machine.cpu import cpu_model, load, usable_cores
 from millrace.machine.roofline import Roofline
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import BUNDLED, BuildSettings, RunSettings, open_engine
+from millrace.runtime.open import RunSettings, open_engine
 from millrace.runtime.params import SamplingParams
 
 EPILOG = """\b
@@ -88,8 +89,7 @@ def _journey(folder: Path, say: Any, quiet: bool) -> Told:
 
 def _build(folder: Path) -> tuple[Tables, float]:
     start_s = time.perf_counter()
-    build = BuildSettings()
-    engine = build_engine("tiny", BUNDLED / "tiny", folder, build, tuning=Tuning(build.tune))
+    engine = build_engine("tiny", BUNDLED / "tiny", folder, BuildSettings())
     return Tables(engine), time.perf_counter() - start_s
 
 

@@ -10,9 +10,10 @@ from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.sampling import SamplingFlags, as_options
 from millrace.cli.screen import decoded, note, print_json
 from millrace.cli.stream import chat_ids, stream
+from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError
-from millrace.runtime.open import BuildSettings, RunSettings
+from millrace.runtime.open import RunSettings
 
 EPILOG = """\b
 Examples:

@@ -2,24 +2,18 @@
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 from msgspec import to_builtins
 
-from millrace.checkpoint.checkpoint import CONFIG, Checkpoint
-from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, pairs, print_json, progress, size, table
 from millrace.cli.tables import Tables, tuned
-from millrace.compile.cache import CacheEntry, EngineCache
+from millrace.compile.find import find_built
 from millrace.engine.engine import Engine
-from millrace.engine.manifest import MANIFEST, read_manifest
 from millrace.engine.tables import Call
 from millrace.env import Env
-from millrace.errors import EngineError, nearest
-from millrace.runtime.open import checkpoint_identity
 
 EPILOG = """\b
 Examples:
@@ -43,51 +37,12 @@ def command(env: Env, engine: str, part: str | None, as_json: bool) -> None:
     folder, or the name of an engine in the cache (`millrace list`), or the model it was built from: its name, folder
     or GGUF file.
     """
-    tables = Tables(Engine.open(find(engine, env, quiet=as_json)))
+    with progress(as_json) as report:
+        tables = Tables(Engine.open(find_built(engine, env, report)))
     if as_json:
         print_json(_as_json(tables, part))
     else:
         _PARTS[part](tables)
-
-
-def find(name: str, env: Env, *, quiet: bool) -> Path:
-    """The folder, or the most recently used engine in the cache that has this name or was built from this model.
-
-    A checkpoint's engines are those of equal content, whatever they are called. quiet: without progress
-    """
-    path, entries = Path(name).expanduser(), EngineCache(env.cache).entries()
-    if (path / MANIFEST).is_file():
-        return path
-    is_checkpoint = (path / CONFIG).is_file() or is_gguf(path)
-    if is_checkpoint:
-        with progress(quiet) as report:
-            content = checkpoint_identity(Checkpoint.open(path), env, report)
-        found = [e.folder for e in entries if _source(e) == content]
-    else:
-        found = [e.folder for e in entries if name in (e.name, e.model)]
-    if found:
-        return found[0]
-    if is_checkpoint:
-        raise EngineError(
-            f"the cache has no engine of {path}", "a model that was built",
-            f"build it: millrace build {name} -o ENGINE, or: millrace serve {name}",
-        )  # fmt: skip
-    if path.is_dir():
-        raise EngineError(f"{path} has no {MANIFEST}", "an engine folder", f"build it: millrace build {name} -o ENGINE")
-    known = {known for e in entries for known in (e.name, e.model)}
-    raise EngineError(
-        f'there is no engine folder and no cached engine "{name}"',
-        nearest(name, known) if known else "an engine folder; the cache is empty",
-        "check the spelling, or build it: millrace build MODEL -o ENGINE",
-    )
-
-
-def _source(entry: CacheEntry) -> str | None:
-    """What it was built from; None where that cannot be read."""
-    try:
-        return read_manifest(entry.folder).source
-    except (EngineError, OSError):
-        return None
 
 
 def _summary(tables: Tables) -> None:

@@ -1,20 +1,17 @@
 """MODEL as the commands open it: with progress on stderr, and notes said aloud."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from millrace.cli.screen import Progress, note, progress
+from millrace.cli.screen import note, progress
 from millrace.cli.signals import ended_in_order
 from millrace.compile.cache import EngineCache
+from millrace.compile.find import find_engine
+from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine
 from millrace.env import Env
 from millrace.errors import EngineError
-from millrace.runtime.open import BuildSettings, Opened, RunSettings, build_options, find_engine, open_engine
-
-if TYPE_CHECKING:
-    from millrace.compile.tune import Tuning
+from millrace.runtime.open import Opened, RunSettings, open_engine
 
 
 def engine_of(model: str, build: BuildSettings, env: Env, *, quiet: bool = False) -> tuple[str, Engine]:
@@ -47,21 +44,3 @@ def _cache_mended(env: Env) -> Iterator[None]:
         if not damaged:
             raise
         raise EngineError(error.what, error.expected, f"millrace rm {damaged[0]}, and ask again") from error
-
-
-def build_engine(
-    name: str, checkpoint: Path, output: Path, build: BuildSettings, precisions: Mapping[str, str] | None = None,
-    report: Progress | None = None, tuning: "Tuning | None" = None,
-) -> Engine:  # fmt: skip
-    """Compiles a checkpoint (folder or GGUF file) into the new folder `output`. `precisions`: by layer patterns."""
-    from millrace.checkpoint.checkpoint import Checkpoint  # the compiler is not needed for a built engine
-    from millrace.compile.build import plan_engine, write_engine
-    from millrace.compile.source import Source
-
-    opened = Checkpoint.open(checkpoint)
-    if checkpoint.is_file():  # a GGUF holds its tokenizer; a folder may be built without one
-        _ = opened.tokenizer
-    source = Source.from_checkpoint(opened, build.max_context)
-    options = build_options(build, source.own_precision, precisions)
-    write_engine(source, plan_engine(source, options), output, name=name, progress=report, tuning=tuning)
-    return Engine.open(output)

@@ -4,8 +4,8 @@ import click
 
 from millrace.cli.options import json_option
 from millrace.cli.screen import note, print_json, progress, size
+from millrace.compile.find import model_folder
 from millrace.env import Env
-from millrace.runtime.open import model_folder
 
 EPILOG = """\b
 Examples:

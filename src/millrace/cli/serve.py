@@ -14,10 +14,11 @@ from millrace.cli.models import opened
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, said, size
 from millrace.cli.tables import Tables
+from millrace.compile.settings import BuildSettings
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.process import age_s
-from millrace.runtime.open import BuildSettings, Opened, RunSettings
+from millrace.runtime.open import Opened, RunSettings
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.serve.auth import read_keys
 from millrace.serve.server import bind, serve

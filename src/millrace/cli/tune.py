@@ -5,10 +5,10 @@ import math
 import click
 from msgspec import to_builtins
 
-from millrace.cli.inspect import find
 from millrace.cli.options import json_option
 from millrace.cli.screen import heading, pairs, print_json, progress
 from millrace.cli.tables import Tables, tuned
+from millrace.compile.find import find_built
 from millrace.compile.timings import TimingCache
 from millrace.compile.tune import Tuning, tune_folder
 from millrace.engine.engine import Engine
@@ -42,9 +42,9 @@ def command(env: Env, engine: str, seconds: float, threads: int | None, cached: 
     """
     if math.isnan(seconds):
         raise ConfigError("--seconds is nan", "a number of seconds", "write one")
-    folder = find(engine, env, quiet=as_json)
     timings = TimingCache(env.cache / "timings.json")
     with progress(as_json) as report:
+        folder = find_built(engine, env, report)
         table = tune_folder(folder, Tuning(seconds, threads, timings, anew=not cached), report)
     if not table.compared():
         raise MachineError(

@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,9 @@ import millrace
 from millrace.compile.lower import Lowering
 from millrace.compile.passes import pipeline, run_passes, unfused
 from millrace.compile.precision import PrecisionMap, plain_format, rounding_notes
+from millrace.compile.program import Bounds, Packed, Program
 from millrace.compile.report import program_table
+from millrace.compile.settings import Progress
 from millrace.compile.source import LONGEST, Source
 from millrace.compile.tune import Tuning, tune_folder
 from millrace.engine.hold import building
@@ -36,7 +38,7 @@ from millrace.engine.manifest import (
     file_checksum,
     sealed,
 )  # fmt: skip
-from millrace.engine.program import Bounds, Packed, Program, Slot, slot
+from millrace.engine.slots import Slot, slot
 from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError, plain
 from millrace.graph.rewrite import LOGITS
 from millrace.graph.table import graph_table
@@ -47,8 +49,6 @@ from millrace.model.module import trace_model
 
 DEFAULT_BATCH = 16
 STEP_TOKENS = 512
-
-Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

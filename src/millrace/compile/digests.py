@@ -14,7 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.files import FileState, Report, file_digest, unreadable
+from millrace.compile.settings import Progress
 from millrace.engine.tactics import write_whole
 
 SETTLED_S = 2.0  # the coarsest times that a file system in use has
@@ -71,3 +73,17 @@ def _status(file: Path) -> tuple[str, dict[str, int]]:
     status = file.stat()
     times = {"modified_ns": status.st_mtime_ns, "changed_ns": status.st_ctime_ns}
     return f"{status.st_dev}:{status.st_ino}", {"nbytes": status.st_size, **times}
+
+
+def checkpoint_identity(checkpoint: Checkpoint, cache: Path | None, progress: Progress | None = None) -> str:
+    """Of its whole content. What was read before, and is as it was then, is not read again: `cache` remembers it."""
+    done, total = 0, sum(file.stat().st_size for file in checkpoint.tensors.files)
+
+    def read(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress("reading the checkpoint", done, total)
+
+    digest_of = file_digest if cache is None else FileDigests(cache / "digests.json").digest
+    return checkpoint.identity(digest_of, read)

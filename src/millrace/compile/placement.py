@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from millrace.compile.memory import Buffer, plan_memory
+from millrace.compile.program import Bounds, Call, Packed, Place, Program
 from millrace.compile.weights import pack_vector
 from millrace.engine.kv import PAGE_TOKENS, CacheSpec, KvFormat
-from millrace.engine.program import Bounds, Call, Packed, Place, Program, Slot
+from millrace.engine.slots import Slot
 from millrace.errors import GraphError
 from millrace.graph.types import Graph, Node, Symbol, Value
 from millrace.kernels.declare import MAX_CACHES, MAX_SYMBOLS, Space

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from millrace.engine.program import Place, Program
+from millrace.compile.program import Place, Program
 from millrace.kernels.declare import Space
 
 

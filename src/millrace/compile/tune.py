@@ -13,6 +13,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from millrace.compile.settings import Progress
 from millrace.compile.timings import TimingCache, machine_key
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
@@ -43,7 +44,6 @@ SAMPLES, SOME, PLENTY = 3, 8, 24  # of each setting: at least, no longer few, an
 DECODE_ROWS, PREFILL_ROWS = (1, 4, 16), (64, 128)
 _TUNABLE = frozenset(k.name for k in KERNELS if k.knobs)
 Knobs = dict[str, int]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

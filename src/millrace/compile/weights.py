@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.program import Packed
+from millrace.compile.program import Packed
 from millrace.graph.types import Array, Constant, Value
 from millrace.kernels.declare import WeightFormat
 from millrace.kernels.layout import byte_row_bytes, matrix_bytes, up

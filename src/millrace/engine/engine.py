@@ -17,7 +17,7 @@ from millrace.engine.manifest import (
 )
 from millrace.engine.native import LoadedProgram, NativeNetwork, NativeProgram
 from millrace.engine.native_step import NativeExecutor
-from millrace.engine.program import Slot
+from millrace.engine.slots import Slot
 from millrace.engine.tactics import TacticTable, damaged_tactics, read_tables, table_for
 from millrace.errors import EngineError
 from millrace.graph.types import Symbol

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.engine.kv import CacheSpec
-from millrace.engine.program import Slot, slot
+from millrace.engine.slots import Slot, slot
 from millrace.errors import ConfigError, EngineError, MachineError, RequestError
 from millrace.graph.types import DType, Symbol
 from millrace.kernels.declare import MAX_KNOBS

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.native import ERROR_BYTES, ExecutionError, LoadedProgram, NativeProgram, read_slot
-from millrace.engine.program import slot
+from millrace.engine.slots import slot
 from millrace.errors import ConfigError, nearest
 from millrace.kernels.library import StepArgs
 

@@ -14,12 +14,14 @@ from typing import Any
 from millrace.checkpoint.chat import normalised
 from millrace.checkpoint.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.compile.find import find_engine
+from millrace.compile.settings import BuildSettings
 from millrace.env import read_env
 from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, alike, nearest, plain
 from millrace.runtime import vllm_names
 from millrace.runtime.generate import Progress, Prompt, astream, generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import BuildSettings, Opened, RunSettings, find_engine, open_engine
+from millrace.runtime.open import Opened, RunSettings, open_engine
 from millrace.runtime.params import RequestOutput, SamplingParams
 
 Message = Mapping[str, object]

@@ -16,8 +16,8 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.gguf.metadata import Keys
 from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
 from millrace.checkpoint.tokenizer import Tokenizer, make_tokenizer, open_tokenizer
+from millrace.compile.find import BUNDLED
 from millrace.errors import CheckpointError
-from millrace.runtime.open import BUNDLED
 from tests.support.checkpoints import random_checkpoint
 from tests.support.gguf_files import Edit, add_tokenizer, write_gguf
 from tests.support.shared import shared

@@ -28,6 +28,7 @@ class GgufCheckpoint(Checkpoint):
     keys: Keys
 
     own_precisions = True
+    has_tokenizer = True  # which opening the file has seen to
 
     @cached_property
     def files(self) -> Files:

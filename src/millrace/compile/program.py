@@ -1,13 +1,14 @@
 """A program as data: a flat list of kernel calls over planned buffers, and the weights they read."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.engine.kv import CacheSpec
-from millrace.graph.types import DType, Shape, Symbol
+from millrace.engine.slots import Slot
+from millrace.graph.types import Symbol
 from millrace.kernels.declare import Space
 from millrace.kernels.encode import Param, Ref, encode
 
@@ -53,20 +54,6 @@ class Bounds:
     high: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A named input or output of a program: dense rows, `offset` bytes into the activations; None: it is not read."""
-
-    name: str
-    shape: Shape
-    dtype: DType
-    offset: int | None
-
-    def sized(self, sizes: Mapping[Symbol, int]) -> list[int]:
-        """Its shape in a run where the symbols are so large."""
-        return [sizes[d] if isinstance(d, Symbol) else d for d in self.shape]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """Calls with their operands placed. `weights_offsets` and `buffer_offsets` count bytes in their spaces."""
@@ -97,7 +84,3 @@ class Program:
             return None
         offsets = self.weights_offsets if place.space == Space.WEIGHTS else self.buffer_offsets
         return Ref(place.space, offsets[place.number] + place.offset)
-
-
-def slot(slots: Sequence[Slot], name: str) -> Slot | None:
-    return next((s for s in slots if s.name == name), None)

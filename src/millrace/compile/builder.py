@@ -1,0 +1,106 @@
+"""One builder for all: a checkpoint and what was asked of it become an engine, in a folder of one's own or the cache's.
+
+It is imported where there is no engine yet: a built one needs no compiler.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.compile.digests import checkpoint_identity
+from millrace.compile.precision import PrecisionMap, plain_format, precision_map
+from millrace.compile.settings import BuildSettings, Progress
+from millrace.compile.source import Source
+from millrace.compile.timings import TimingCache
+from millrace.compile.tune import Tuning
+from millrace.engine.engine import Engine
+from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
+from millrace.engine.manifest import FORMAT
+from millrace.kernels.identity import kernels_digest
+from millrace.model.families import HEAD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Builder:
+    """One checkpoint, and all that decides what engine becomes of it.
+
+    cache: the folder that remembers digests and times of kernels; None: everything is read and timed anew
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    source: Source
+    options: BuildOptions
+    tuning: Tuning | None
+    cache: Path | None
+    progress: Progress | None
+
+    @classmethod
+    def of(
+        cls, name: str, checkpoint: Checkpoint, build: BuildSettings, cache: Path | None,
+        precisions: Mapping[str, str] | None = None, progress: Progress | None = None,
+    ) -> "Builder":  # fmt: skip
+        """precisions: a map by layer patterns, instead of `build.precision`. raises ConfigError for what cannot be"""
+        source = Source.from_checkpoint(checkpoint, build.max_context)
+        options = BuildOptions(
+            precision=asked_precision(build, source.own_precision, precisions),
+            max_batch=build.max_batch,
+            kv_format=KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None,
+        )
+        timings = None if cache is None else TimingCache(cache / "timings.json")
+        tuning = Tuning(build.tune, cache=timings) if build.tune else None
+        return cls(
+            name=name, checkpoint=checkpoint, source=source, options=options, tuning=tuning, cache=cache,
+            progress=progress,
+        )  # fmt: skip
+
+    @cached_property
+    def identity(self) -> str:
+        """Of the checkpoint's whole content, which is read for it. raises CheckpointError"""
+        return checkpoint_identity(self.checkpoint, self.cache, self.progress)
+
+    @property
+    def key(self) -> str:
+        """Equal for equal engines, however they were asked for: what is left out is what the model has of its own.
+
+        How long the kernels are timed is no part of it: that changes no answer, and `millrace tune` does it again.
+        """
+        source, options = self.source, self.options
+        chosen = options.precision or source.own_precision
+        head = chosen.of(HEAD, is_head=True)
+        layers = [("", chosen.default), *(pattern for pattern in chosen.patterns if pattern[0] != HEAD)]
+        group = chosen.group if head.quantised or any(p.quantised for _, p in layers) else None
+        kv = KvFormat[plain_format(chosen.default).upper()] if options.kv_format is None else options.kv_format
+        content = f"{layers} {group} {head} {chosen.rescores(HEAD)} {kv!r} {source.max_context} {options.max_batch}"
+        return f"{FORMAT} {kernels_digest()} {self.identity} {content}"
+
+    def write(self, folder: Path) -> None:
+        """The engine into a new folder, whole or not at all. raises CheckpointError, ConfigError, MachineError"""
+        if self.checkpoint.has_tokenizer:
+            _ = self.checkpoint.tokenizer  # an engine whose tokenizer is broken is of no use to anybody
+        source = replace(self.source, identity=lambda: self.identity)
+        plan = plan_engine(source, self.options)
+        write_engine(source, plan, folder, name=self.name, progress=self.progress, tuning=self.tuning)
+
+
+def build_engine(
+    name: str, checkpoint: Path, folder: Path, build: BuildSettings, cache: Path | None = None,
+    precisions: Mapping[str, str] | None = None, progress: Progress | None = None,
+) -> Engine:  # fmt: skip
+    """Compiles a checkpoint (folder or GGUF file) into `folder`, which must not exist; all else is Builder's."""
+    Builder.of(name, Checkpoint.open(checkpoint), build, cache, precisions, progress).write(folder)
+    return Engine.open(folder)
+
+
+def asked_precision(
+    build: BuildSettings, own: PrecisionMap, precisions: Mapping[str, str] | None = None
+) -> PrecisionMap | None:
+    """`precisions` or else `build.precision`, in groups of `build.group` or else the model's own; None: all its own."""
+    asked = precisions or build.precision
+    if asked is None and (build.group is not None or build.head is not None):
+        kept = [(pattern, p) for pattern, p in own.patterns if not build.head or pattern != HEAD]
+        asked = {"default": own.default.value, **{pattern: p.value for pattern, p in kept}}
+    return None if asked is None else precision_map(asked, build.group or own.group, build.head)

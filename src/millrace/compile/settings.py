@@ -1,0 +1,43 @@
+"""What a user may ask of a build, and how they hear of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millrace.engine.kv import KV_CACHE_DTYPES
+from millrace.settings import Settings, setting
+
+Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildSettings(Settings):
+    """How an engine is built from a checkpoint."""
+
+    precision: str | None = setting(
+        None, "fp32, bf16, w8a8, w8a16, w4a8 or w4a16; default: the checkpoint's own (float16 runs as fp32)"
+    )
+    head: str | None = setting(
+        None,
+        "precision of the head; default: with w4a8 a 4-bit pass and the best 256 tokens again in 8 bits",
+        choices=("fp32", "bf16", "w8a8", "w8a16", "w4a8", "w4a16"),
+    )
+    kv_cache_dtype: str | None = setting(
+        None,
+        "how keys and values are kept: fp32, bf16 or int8 (half the memory of bf16); default: bf16, with fp32 fp32",
+        choices=tuple(KV_CACHE_DTYPES),
+    )
+    max_context: int | None = setting(None, "longest sequence in tokens; default: the model's own, at most 8192", low=1)
+    max_batch: int = setting(16, "sequences that run at the same time", low=1, high=1024)
+    group: int | None = setting(
+        None,
+        "inputs that share one scale in quantised weights, a multiple of 4; default: 32 for a quantised GGUF, else 128",
+        low=4,
+        high=4096,
+    )
+    tune: float = setting(
+        2.0,
+        "about how many seconds a build times kernels on this machine; 0: they go by their own rules",
+        low=0,
+        high=3600,
+    )
