@@ -1,0 +1,238 @@
+"""An encoder at work: texts of many requests packed into steps, in one thread.
+
+A text's vector has the same bits whatever is computed beside it, so requests take turns, a text at a time: whoever asks
+for one vector does not wait until somebody else's thousand are done.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.engine.engine import Engine
+from millrace.engine.native import NativeNetwork
+from millrace.engine.texts import Ids, text_inputs
+from millrace.errors import BusyError, EngineError, MillraceError
+
+MAX_FAILURES_IN_A_ROW = 3
+Vectors = NDArray[np.float32]  # (texts, width)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderLimits:
+    """What the engine was built for."""
+
+    inputs: tuple[str, ...]  # the names of what the network takes
+    max_step_tokens: int
+    max_texts: int  # of one step
+    max_context: int  # tokens of one text
+    vocab_size: int
+    width: int  # of a vector
+
+    @classmethod
+    def of(cls, engine: Engine) -> "EncoderLimits":
+        m = engine.manifest
+        width = m.cpu.outputs[m.gives.index("embeddings")].shape[1]
+        assert isinstance(width, int)
+        return cls(
+            inputs=tuple(slot.name for slot in m.cpu.inputs), max_step_tokens=m.max_step_tokens, max_texts=m.max_sequences,
+            max_context=min(m.max_context, m.max_step_tokens), vocab_size=m.vocab_size, width=width,
+        )  # fmt: skip
+
+
+class EmbeddingJob:
+    """The texts of one request. Whoever cancels its future takes its texts out of the queue."""
+
+    def __init__(self, texts: Sequence[Ids], width: int) -> None:
+        self.texts = texts
+        self.vectors = np.empty((len(texts), width), np.float32)
+        self.future: Future[Vectors] = Future()
+        self.n_missing = len(texts)
+        # the next text is the last of these: long ones go first, and short ones fill up the steps
+        self.waiting = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderStats:
+    """`waiting`: texts whose step has not begun; `idle`: none is there at all."""
+
+    waiting: int
+    waiting_tokens: int
+    steps_total: int
+    texts_total: int
+    tokens_total: int
+    last_step_s: float  # since the last step ended, or work came
+    idle: bool
+    healthy: bool
+
+
+class EncoderLoop:
+    """Runs an encoder's network for many requests, in a thread of its own from `start` to `stop`."""
+
+    def __init__(
+        self, network: NativeNetwork, limits: EncoderLimits, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.limits = limits
+        self._network, self._clock = network, clock
+        self._thread: threading.Thread | None = None
+        self._steps = self._texts = self._tokens = self._failures = 0  # written by the thread alone
+        self._changed = threading.Condition()  # guards all below
+        self._jobs: deque[EmbeddingJob] = deque()
+        self._waiting = self._waiting_tokens = 0
+        self._step: list[tuple[EmbeddingJob, int]] = []  # which runs
+        self._stopping = False
+        self._dead_because = ""
+        self._progress_s = clock()
+
+    @property
+    def in_own_thread(self) -> bool:
+        return self._thread is threading.current_thread()
+
+    def submit(self, texts: Sequence[Ids]) -> "Future[Vectors]":
+        """Queue the texts, as checked_ids() gives them; their vectors come in the same order, all at once.
+
+        raises BusyError where the loop has stopped; the future, EngineError where a step failed
+        """
+        job = EmbeddingJob(texts, self.limits.width)
+        if not texts:
+            job.future.set_result(job.vectors)
+            return job.future
+        with self._changed:
+            if self._stopping or self._dead_because:
+                why = self._dead_because or "it is being closed"
+                raise BusyError(f"the engine has stopped: {why}", "a running engine", "restart it; its log says more")
+            if not self._jobs and not self._step:
+                self._progress_s = self._clock()  # waiting for work was no lack of progress
+            self._jobs.append(job)
+            self._waiting += len(texts)
+            self._waiting_tokens += sum(map(len, texts))
+            self._changed.notify()
+        return job.future
+
+    def stats(self) -> EncoderStats:
+        """A snapshot, cheap enough for every request."""
+        with self._changed:
+            return EncoderStats(
+                waiting=self._waiting, waiting_tokens=self._waiting_tokens, steps_total=self._steps,
+                texts_total=self._texts, tokens_total=self._tokens, last_step_s=self._clock() - self._progress_s,
+                idle=not self._jobs and not self._step, healthy=not self._dead_because,
+            )  # fmt: skip
+
+    def start(self) -> None:
+        assert self._thread is None, "the loop is already running"
+        self._thread = threading.Thread(target=self._run, name="millrace-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step in progress; what is unfinished is cancelled."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._stopping = False
+
+    # ------------------------------------------------------------------ for the engine thread
+
+    def _run(self) -> None:
+        why = "a defect in the encoder's loop"  # unless it ends in an orderly way
+        try:
+            while not self._dead_because:
+                with self._changed:
+                    while not self._jobs and not self._stopping:
+                        self._changed.wait()
+                    if self._stopping:
+                        break
+                    self._step = self._gather()
+                if self._step:
+                    self._run_step(self._step)
+            why = self._dead_because
+        finally:  # whatever happened, nobody waits for ever
+            self._end(why)
+
+    def _gather(self) -> list[tuple[EmbeddingJob, int]]:
+        """The next step: a text of each request in turn, until one does not fit any more. Forgets what was cancelled."""
+        step: list[tuple[EmbeddingJob, int]] = []
+        room = self.limits.max_step_tokens
+        while self._jobs and len(step) < self.limits.max_texts:
+            job = self._jobs[0]
+            gone = job.future.done()
+            n = len(job.texts[job.waiting[-1]])
+            if n > room and not gone:
+                break
+            self._jobs.popleft()
+            left = job.waiting if gone else [job.waiting.pop()]
+            self._waiting -= len(left)
+            self._waiting_tokens -= sum(len(job.texts[i]) for i in left)
+            if gone:
+                continue
+            room -= n
+            step.append((job, left[0]))
+            if job.waiting:
+                self._jobs.append(job)
+        return step
+
+    def _run_step(self, step: Sequence[tuple[EmbeddingJob, int]]) -> None:
+        texts = [job.texts[number] for job, number in step]
+        try:
+            vectors = self._network.run(text_inputs(texts, self.limits.inputs))["embeddings"]
+        except (RuntimeError, MillraceError) as error:  # what the native core raises
+            self._step_failed(step, error)
+        else:
+            self._failures = 0
+            self._distribute(step, vectors)
+        with self._changed:
+            self._steps += 1
+            self._texts += len(texts)
+            self._tokens += sum(map(len, texts))
+            self._step, self._progress_s = [], self._clock()
+
+    def _distribute(self, step: Sequence[tuple[EmbeddingJob, int]], vectors: NDArray[np.generic]) -> None:
+        finite = np.isfinite(vectors).all(axis=1)
+        for (job, number), vector, good in zip(step, vectors, finite, strict=True):
+            job.vectors[number] = vector
+            job.n_missing -= 1
+            if not good:
+                _settle(job, f"the vector of text {number} is not finite")
+            elif job.n_missing == 0:
+                _settle(job, None)
+
+    def _step_failed(self, step: Sequence[tuple[EmbeddingJob, int]], error: Exception) -> None:
+        self._failures += 1
+        log.error("a step of %d texts failed, %d in a row", len(step), self._failures, exc_info=error)
+        for job, _ in step:
+            _settle(job, f"the step that computed this request failed: {error}")
+        if self._failures >= MAX_FAILURES_IN_A_ROW:
+            self._dead_because = f"{self._failures} steps in a row failed, the last with: {error}"
+
+    def _end(self, why: str) -> None:
+        """Nobody who waits is forgotten. why: what went wrong, "" for nothing"""
+        with self._changed:
+            self._dead_because = why
+            jobs = [*(job for job, _ in self._step), *self._jobs]
+            self._step, self._jobs = [], deque()
+            self._waiting = self._waiting_tokens = 0
+        for job in jobs:
+            if why:
+                _settle(job, f"the engine has stopped: {why}")
+            else:
+                job.future.cancel()
+
+
+def _settle(job: EmbeddingJob, trouble: str | None) -> None:
+    """Gives the vectors to who waits, or says why there are none; unless that was said already, or nobody waits."""
+    if job.future.done() or not job.future.set_running_or_notify_cancel():
+        return
+    if trouble is None:
+        job.future.set_result(job.vectors)
+    else:
+        job.future.set_exception(EngineError(trouble, "a vector for each text", "try again; the log says more"))
