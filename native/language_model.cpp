@@ -120,7 +120,8 @@ void LanguageModel::check_rows(const mr_step& s) const {
   const auto* rows = static_cast<const SamplingRow*>(s.sampling);
   for (int r = 0; r < s.n_rows; ++r) {
     const SamplingRow& row = rows[r];
-    require(row.sequence >= 0 && row.sequence < s.n_sequences, "a row of no sequence");
+    require(row.token >= 0 && row.token < s.n_tokens, "a row of no token");
+    require(row.target >= -1 && row.target < vocab_size_ && (row.target < 0 || row.n_top >= 0), "a row's target");
     require(row.n_top >= -1 && row.n_top <= s.max_top && row.n_top <= vocab_size_, "n_top");
     require(row.history_start >= 0 && row.history_prompt >= 0 && row.history_output >= 0 &&
                 int64_t{row.history_start} + row.history_prompt + row.history_output <= s.n_history,
@@ -143,7 +144,7 @@ void LanguageModel::write_inputs(const mr_step& s) {
     if (places_.lengths) places_.lengths[q] = s.starts[q + 1] - s.starts[q];
   }
   const auto* rows = static_cast<const SamplingRow*>(s.sampling);
-  for (int r = 0; places_.rows && r < s.n_rows; ++r) places_.rows[r] = s.starts[rows[r].sequence + 1] - 1;
+  for (int r = 0; places_.rows && r < s.n_rows; ++r) places_.rows[r] = rows[r].token;
 }
 
 void LanguageModel::run(const mr_step& s) {

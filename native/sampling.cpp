@@ -264,12 +264,15 @@ Sampled sample(const SamplePasses& passes, float* logits, int64_t n, const Sampl
     if (wanted.n_top > 0) list_top(raw, wanted.n_top, top_ids, top_logprobs);
     for (int i = 0; i < wanted.n_top; ++i) top_logprobs[i] = top_logprobs[i] - raw.m - log_sum;
   }
-  Adjusted adjusted(logits, wanted, in, scratch);
-  const bool looked = log_probabilities && !adjusted.changed();
-  row.m = raw.m;
-  const double u = uniform(wanted.seed, static_cast<uint32_t>(wanted.choice), static_cast<uint32_t>(wanted.position));
-  Sampled out{Draw(row, wanted)(u, looked, looked && wanted.temperature == 1.0f), 0.0f, 0};
-  adjusted.restore();
+  Sampled out{wanted.target, 0.0f, 0};
+  if (wanted.target < 0) {
+    Adjusted adjusted(logits, wanted, in, scratch);
+    const bool looked = log_probabilities && !adjusted.changed();
+    row.m = raw.m;
+    const double u = uniform(wanted.seed, static_cast<uint32_t>(wanted.choice), static_cast<uint32_t>(wanted.position));
+    out.token = Draw(row, wanted)(u, looked, looked && wanted.temperature == 1.0f);
+    adjusted.restore();
+  }
   if (log_probabilities && out.token >= 0) {
     out.logprob = logits[out.token] - raw.m - log_sum;
     out.rank = static_cast<int32_t>(passes.rank(logits, n, logits[out.token])) + 1;

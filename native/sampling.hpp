@@ -6,13 +6,14 @@ namespace millrace {
 
 // One row of millrace.engine.executor.SAMPLING.
 struct SamplingRow {
-  int32_t sequence, choice;
+  int32_t token, choice;
   uint64_t seed;
   int32_t position, top_k;
   float temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty;
   int32_t n_top, history_start, history_prompt, history_output, bias_start, bias_count;
+  int32_t target;  // -1: a token is drawn; else its log probability is wanted
 };
-static_assert(sizeof(SamplingRow) == 72);
+static_assert(sizeof(SamplingRow) == 80);
 
 struct Sampled {
   int32_t token;  // -1: the logits are not finite

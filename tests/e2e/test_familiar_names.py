@@ -75,7 +75,7 @@ def test_what_cannot_be_says_what_to_use(given: dict[str, Any], fragments: list[
         ({"best_of": 4}, ['no parameter "best_of"', "to mend:  use n="]),
         ({"guided_decoding": None}, ["a grammar"]),
         ({"max_new_tokens": 16}, ["max_tokens="]),
-        ({"prompt_logprobs": 1, "n": 2}, ['no parameter "prompt_logprobs"']),
+        ({"flat_logprobs": True, "n": 2}, ['no parameter "flat_logprobs"']),
         ({"Q": 1}, ["one of: detokenize, frequency_penalty"]),
     ],
 )

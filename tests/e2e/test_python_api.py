@@ -16,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from millrace import LLM, MillraceError, RequestOutput, SamplingParams
+from millrace.compile.find import BUNDLED
 from millrace.errors import RequestError
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -273,6 +274,35 @@ def test_log_probabilities_are_vllms_dicts(llm: LLM) -> None:
         assert shown[token_id].decoded_token == llm.tokenizer.token_text(token_id)
     chosen = [shown[i].logprob for i, shown in zip(choice.token_ids, choice.logprobs, strict=True)]
     assert choice.cumulative_logprob == pytest.approx(sum(chosen))
+
+
+def test_log_probabilities_of_the_prompt_are_vllms() -> None:
+    """Beside others, in one step and in many: what transformers computes, and the same bits."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    prompts = ["Once upon a time there was a little dog. " * 3, "The"]
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, prompt_logprobs=2, logprobs=1, n=2)
+    with LLM("tiny", precision="fp32") as llm:
+        together = llm.generate([*prompts, "x " * 40], params)
+        alone = [llm.generate(prompt, params)[0] for prompt in prompts]
+        plain = llm.generate(prompts, dataclasses.replace(params, prompt_logprobs=None))
+    model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED / "tiny", dtype=torch.float32)
+    for output, same, bare in zip(together, alone, plain, strict=False):
+        assert output.prompt_logprobs == same.prompt_logprobs is not None and bare.prompt_logprobs is None
+        assert [o.token_ids for o in output.outputs] == [o.token_ids for o in bare.outputs]
+        assert output.outputs[0].logprobs == bare.outputs[0].logprobs
+        ids = output.prompt_token_ids
+        first, *rest = output.prompt_logprobs or []
+        assert first is None and len(rest) == len(ids) - 1
+        with torch.no_grad():
+            want = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
+        for i, shown in enumerate(rest):
+            assert (
+                shown is not None
+                and next(iter(shown)) == ids[i + 1]
+                and shown.keys() >= set(want[i].argsort()[::-1][:2].tolist())
+            )
+            assert all(abs(p.logprob - want[i, token]) < 1e-4 for token, p in shown.items())
+            assert shown[ids[i + 1]].rank == 1 + (want[i] > want[i, ids[i + 1]]).sum()
 
 
 def test_the_tokenizer_is_used_as_vllms(llm: LLM) -> None:

@@ -82,7 +82,7 @@ def test_several_kinds_of_attention(source: Source, precision: str, kv: KvFormat
     assert engine.page_bytes == sum(c.page_bytes() for c in engine.caches)
     rng = np.random.default_rng(6)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 70, 33)]
-    limits = ExecutorLimits(256, 4, 256, 64, 16, VOCAB)
+    limits = ExecutorLimits(256, 4, 4, 256, 64, 16, VOCAB)
     graph = run_passes(trace_model(source.module, source.weights), pipeline(plan.precision))
     exact = ReferenceExecutor(graph, limits, kv=kv, bf16_table=precision != "fp32").logits(prompts_as_step(prompts))
     tolerance = (2e-6 if (precision, kv) == ("fp32", KvFormat.F32) else 0.02) * np.abs(exact).max()

@@ -101,7 +101,7 @@ def test_illegal_steps_are_refused_and_the_next_one_runs(engine: Engine) -> None
     good = prompts_as_step([[1, 2, 3], [5]])
     expected = executor.run(good).tokens
     rows = good.sampling.copy()
-    rows["sequence"] = 7
+    rows["token"] = 7
     for bad in (
         illegal(good, tokens=i32([1, 2, 10**6, 5])), illegal(good, tokens=i32([1, 2, -1, 5])),
         illegal(good, positions=i32([0, 1, 3, 0])), illegal(good, positions=i32([0, 1, 2, 64])),

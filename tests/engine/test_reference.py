@@ -23,7 +23,7 @@ from tests.support.gguf_files import BLOCKY, write_gguf
 from tests.support.one_step import i32
 
 LIMITS = ExecutorLimits(
-    max_step_tokens=256, max_sequences=8, max_context=256, page_tokens=64, n_pages=16, vocab_size=1003
+    max_step_tokens=256, max_sequences=8, max_rows=40, max_context=256, page_tokens=64, n_pages=16, vocab_size=1003
 )
 
 
@@ -91,7 +91,13 @@ def test_steps_sample_alike(tmp_path: Path) -> None:
     exact = reference(folder, "fp32", fused=False)
     first = prompts_as_step([[5, 6, 7], list(range(100, 140))])
     rows = np.zeros(2, SAMPLING)
-    rows["sequence"], rows["seed"], rows["position"], rows["n_top"] = [0, 1], [7, 2**63 + 5], [3, 80], 4
+    rows["token"], rows["seed"], rows["position"], rows["n_top"], rows["target"] = (
+        [0, 40],
+        [7, 2**63 + 5],
+        [3, 80],
+        4,
+        -1,
+    )
     rows["temperature"], rows["top_p"], rows["top_k"], rows["repetition_penalty"] = 0.8, 0.9, 50, 1.2
     rows["history_start"], rows["history_prompt"], rows["history_output"] = [0, 0], [2, 0], [1, 0]
     second = StepInputs(

@@ -47,7 +47,7 @@ class Sampler:
 
     def __call__(self, tokens: list[int], *, history: list[int] | None = None, **fields: Any) -> StepOutputs:
         rows = np.zeros(len(tokens), SAMPLING)
-        rows["sequence"] = np.arange(len(tokens))
+        rows["token"], rows["target"] = np.arange(len(tokens)), -1
         plain = {"top_p": 1, "repetition_penalty": 1, "temperature": 1, "n_top": -1}
         bias = fields.pop("bias", {})
         for name, value in {**plain, **fields, "bias_count": len(bias)}.items():
@@ -210,6 +210,19 @@ def test_log_probabilities_are_of_the_raw_distribution(isa: str) -> None:
         assert np.allclose(out.top_logprobs[r], logp[best], atol=3e-6)
         assert abs(out.logprobs[r] - logp[out.tokens[r]]) < 3e-6
         assert out.ranks[r] == 1 + (x[row] > x[row, out.tokens[r]]).sum()
+
+
+def test_a_given_token_is_scored_and_nothing_is_drawn(isa: str) -> None:
+    x = rows(12)
+    targets = [3, V - 1, 0]
+    out = Sampler(x, isa)([0, 1, 1], n_top=2, temperature=0.5, seed=9, target=targets, bias={3: 50.0})
+    assert out.tokens.tolist() == targets
+    for r, (row, target) in enumerate(zip([0, 1, 1], targets, strict=True)):
+        wide = x[row].astype(np.float64)
+        logp = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+        assert abs(out.logprobs[r] - logp[target]) < 3e-6
+        assert out.ranks[r] == 1 + (x[row] > x[row, target]).sum()
+        assert out.top_ids[r].tolist() == np.lexsort((np.arange(V), -wide))[:2].tolist()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

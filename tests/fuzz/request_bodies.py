@@ -15,7 +15,7 @@ from millrace.serve.fields import check_messages, decode
 from millrace.serve.logs import RequestLog
 from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from millrace.serve.sampling import chat_params, completion_params
-from millrace.serve.serving import make_serving
+from millrace.serve.serving import Serving
 from millrace.serve.settings import ServerSettings
 from millrace.serve.tokens import detokenize, tokenize
 from millrace.serve.wire import Call
@@ -51,7 +51,7 @@ class Endpoints:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._serving = make_serving(Fake().model(), ServerSettings())
+        self._serving = Fake().model().backend(Serving(ServerSettings()))
 
     def take(self, kind: type[msgspec.Struct], body: bytes) -> bytes | None:
         """What /tokenize and /detokenize answer; None elsewhere. raises MillraceError as the server would answer it"""

@@ -42,6 +42,7 @@ int main(int argc, char** argv) {
   for (int i = 21; i < argc; ++i) tokens.push_back(number(i));
   for (int32_t p = 0; p < args.kv_pages; ++p) pages.push_back(p);
   millrace::SamplingRow row{};
+  row.target = -1;
   row.top_p = 1;
   row.repetition_penalty = 1;
   row.n_top = -1;

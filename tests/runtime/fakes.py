@@ -12,23 +12,28 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.tokenizer import Specials, Tokenizer
-from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, StepOutputs
+from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.tokenizer import Detokenizer, Specials, Tokenizer
+from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, StepOutputs, Synchronous
 from millrace.runtime.budget import TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import CompletionOutput, SamplingParams
-from millrace.runtime.resolve import SEED_MASK
+from millrace.runtime.request import Request, Timings
+from millrace.runtime.resolve import SEED_MASK, check_prompt, resolve
+from millrace.runtime.stops import AnswerText, StopTables
 
 VOCAB = 97
 EOS = 0
 POISON = 96  # a sequence that begins with it gets no finite logits
 LIMITS = ExecutorLimits(
-    max_step_tokens=32, max_sequences=8, max_context=128, page_tokens=4, n_pages=256, vocab_size=VOCAB
+    max_step_tokens=32, max_sequences=8, max_rows=12, max_context=128, page_tokens=4, n_pages=256, vocab_size=VOCAB
 )
 
 
 def limits(**changes: int) -> ExecutorLimits:
-    return replace(LIMITS, **changes)
+    """Four rows for scores beside one for each sequence, unless said otherwise."""
+    rows = {"max_rows": changes.get("max_sequences", LIMITS.max_sequences) + 4}
+    return replace(LIMITS, **rows | changes)
 
 
 class FakeTokenizer(Tokenizer):
@@ -70,8 +75,13 @@ def next_token(history: Sequence[int] | NDArray[np.int64], greedy: bool, seed: i
     return int.from_bytes(digest, "little") % VOCAB
 
 
-@dataclass(slots=True)
-class FakeExecutor:
+def score(history: Sequence[int] | NDArray[np.int64], token: int) -> float:
+    """The fake model: the log probability of `token` behind `history`, a pure function."""
+    return -next_token([*history, token], greedy=True, seed=0, choice=0) / 8
+
+
+@dataclass
+class FakeExecutor(Synchronous):
     """Keeps tokens and positions by (page, slot), checks every promise of StepInputs, and reads histories back."""
 
     limits: ExecutorLimits
@@ -96,9 +106,14 @@ class FakeExecutor:
         self._store(step)
         self.n_steps += 1
         self.n_tokens += len(step.tokens)
-        histories = {int(r["sequence"]): self._history(step, int(r["sequence"])) for r in step.sampling}
-        assert len(histories) == len(step.sampling), "two rows for one sequence"
-        return _outputs(step, [self._draw(step, r, histories[int(r["sequence"])]) for r in step.sampling])
+        assert len(step.sampling) <= self.limits.max_rows
+        assert len({int(r["token"]) for r in step.sampling if r["target"] < 0}) == (step.sampling["target"] < 0).sum()
+        histories = [self._history(step, int(r["token"])) for r in step.sampling]
+        out = _outputs(step, [self._draw(step, r, h) for r, h in zip(step.sampling, histories, strict=True)])
+        for i, (row, history) in enumerate(zip(step.sampling, histories, strict=True)):
+            if row["target"] >= 0:
+                out.logprobs[i] = score(history, int(row["target"]))
+        return out
 
     def close(self) -> None:
         pass
@@ -123,14 +138,18 @@ class FakeExecutor:
     def _table(self, step: StepInputs, s: int) -> IntArray:
         return step.pages[step.page_starts[s] : step.page_starts[s + 1]]
 
-    def _history(self, step: StepInputs, s: int) -> NDArray[np.int64]:
-        positions = np.arange(step.positions[step.starts[s + 1] - 1] + 1)
+    def _history(self, step: StepInputs, token: int) -> NDArray[np.int64]:
+        """Up to a token of the step."""
+        s = int(np.searchsorted(step.starts, token, side="right")) - 1
+        positions = np.arange(step.positions[token] + 1)
         where = self._table(step, s)[positions // self.limits.page_tokens], positions % self.limits.page_tokens
         assert (self._positions[where] == positions).all(), "a position was never computed, or by another sequence"
         history: NDArray[np.int64] = self._tokens[where]
         return history
 
     def _draw(self, step: StepInputs, row: np.void, history: NDArray[np.int64]) -> int:
+        if row["target"] >= 0:
+            return -1 if history[0] == POISON else int(row["target"])
         assert row["position"] == len(history)
         n = int(row["history_prompt"] + row["history_output"])
         wants_history = bool(row["presence_penalty"] or row["frequency_penalty"] or row["repetition_penalty"] != 1)
@@ -196,3 +215,17 @@ def expected_choice(prompt: Sequence[int], params: SamplingParams, choice: int, 
     data = b"".join(FakeTokenizer().pieces[t] for t in shown if t != EOS)
     text = data.decode("utf-8", "replace")
     return CompletionOutput(choice, text, out, None, None, reason, stop)  # type: ignore[arg-type]  # a str enum
+
+
+def new_request(
+    prompt: Sequence[int], params: SamplingParams, of: ExecutorLimits, defaults: GenerationDefaults | None = None
+) -> Request:
+    """As the loop makes one."""
+    tokenizer, tables = FakeTokenizer(), StopTables(params.stop)
+
+    def new_text() -> AnswerText:
+        shown = Detokenizer(tokenizer, params.skip_special_tokens, list(prompt))
+        return AnswerText(shown, tables, params.include_stop_str_in_output)
+
+    resolved = resolve(params, defaults or GenerationDefaults(), of, len(prompt))
+    return Request("r", check_prompt(prompt, of), resolved, lambda deltas: None, Timings(0.0), new_text)

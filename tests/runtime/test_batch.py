@@ -2,20 +2,16 @@
 
 import numpy as np
 
-from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, StepOutputs
 from millrace.runtime.batch import BatchBuilder, token_logprobs
 from millrace.runtime.params import SamplingParams, TokenLogprobs
-from millrace.runtime.resolve import check_prompt, resolve
+from millrace.runtime.request import IntBuffer, Sequence
 from millrace.runtime.scheduler import Chunk, Step
-from millrace.runtime.sequence import IntBuffer, Request, Sequence, Timings, sequences_of
-from tests.runtime.fakes import LIMITS, limits
+from tests.runtime.fakes import LIMITS, limits, new_request
 
 
 def sequence(prompt: list[int], params: SamplingParams, pages: list[int]) -> Sequence:
-    resolved = resolve(params, GenerationDefaults(), LIMITS, len(prompt))
-    request = Request("r", check_prompt(prompt, LIMITS), params, resolved, lambda deltas: None, Timings(0.0))
-    seq = sequences_of(request)[-1]
+    seq = new_request(prompt, params, LIMITS).choices[-1]
     seq.pages.extend(tuple(pages))
     return seq
 
@@ -35,7 +31,7 @@ def test_prefill_and_decode_rows_are_packed() -> None:
     assert got.pages.tolist() == [40, 20, 30], "only the pages up to the last position"
     assert got.page_starts.tolist() == [0, 1, 2, 3]
     assert got.sampling.dtype == SAMPLING
-    assert got.sampling["sequence"].tolist() == [0, 2] and got.sampling["position"].tolist() == [2, 2]
+    assert got.sampling["token"].tolist() == [0, 5] and got.sampling["position"].tolist() == [2, 2]
     assert got.sampling["seed"].tolist() == [9, 2**64 - 1] and got.sampling["choice"].tolist() == [1, 0]
     assert got.sampling["n_top"].tolist() == [2, -1] and got.sampling["top_k"].tolist() == [7, 0]
     assert got.history.tolist() == [3, 11]

@@ -10,8 +10,8 @@ from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
 from millrace.runtime.generate import Collector, new_output
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import CompletionOutput, Delta, FinishReason, SamplingParams
-from millrace.runtime.sequence import Request
+from millrace.runtime.params import CompletionOutput, Delta, FinishReason, SamplingParams, TokenLogprobs
+from millrace.runtime.request import Request
 from tests.runtime.fakes import (
     POISON,
     VOCAB,
@@ -21,6 +21,7 @@ from tests.runtime.fakes import (
     expected_choice,
     limits,
     make_loop,
+    score,
 )
 
 
@@ -38,6 +39,13 @@ class Client:
         for deltas in self.deltas:
             collector.add(deltas)
         return collector.output.outputs
+
+    def scored(self, choice: int) -> list[TokenLogprobs]:
+        """Of the prompt, as this choice was told: all before its first token."""
+        deltas = [delta for deltas in self.deltas for delta in deltas if delta.index == choice]
+        n_before = next((i for i, delta in enumerate(deltas) if delta.token_ids), len(deltas))
+        assert not any(delta.prompt_logprobs for delta in deltas[n_before:])
+        return [p for delta in deltas for p in delta.prompt_logprobs or ()]
 
     @property
     def n_finished(self) -> int:
@@ -69,6 +77,7 @@ def random_params(rng: random.Random, n_room: int) -> SamplingParams:
         stop_token_ids=rng.choice([(), (5, 6, 7)]),
         ignore_eos=rng.random() < 0.5,
         logprobs=rng.choice([None, None, 0, 3]),
+        prompt_logprobs=rng.choice([None, None, 0, 2]),
         include_stop_str_in_output=rng.random() < 0.3,
         skip_special_tokens=rng.random() < 0.7,
         logit_bias={int(rng.randrange(VOCAB)): 5.0} if rng.random() < 0.1 else {},
@@ -79,6 +88,7 @@ def tiny_limits(rng: random.Random) -> ExecutorLimits:
     page_tokens, n_sequences = rng.choice([1, 2, 4, 8]), rng.randint(1, 8)
     context = rng.randint(8, 60)
     return limits(
+        max_rows=n_sequences + rng.randint(1, 9),
         page_tokens=page_tokens,
         max_sequences=n_sequences,
         max_step_tokens=n_sequences + rng.randint(0, 24),
@@ -104,6 +114,13 @@ def test_any_schedule_gives_the_solo_answers(seed: int) -> None:
             loop.cancel(victim.request)
         loop.step()
     run_all(loop)
+    for client in clients:
+        if (top := client.params.prompt_logprobs) is not None and client not in cancelled:
+            likely = [score(client.prompt[:i], token) for i, token in enumerate(client.prompt)][1:]
+            for choice in range(client.params.n):
+                scored = client.scored(choice)
+                assert [p.token_id for p in scored] == client.prompt[1:] and [p.logprob for p in scored] == likely
+            assert all(len(p.top) == top for p in client.scored(0))
     stats = loop.stats()
     assert stats.pages_used == 0 and stats.running == 0 and stats.waiting == 0 and stats.idle
     for client in clients:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.engine.executor import ExecutorLimits, StepInputs, StepOutputs
+from millrace.engine.executor import ExecutorLimits, StepInputs, StepOutputs, Synchronous
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
 from tests.runtime.fakes import FakeTokenizer
@@ -15,7 +15,7 @@ LIMIT_S = 1e-3  # measured: 0.1 ms; the rest is for machines that are slow, or b
 
 
 @dataclass
-class NoExecutor:
+class NoExecutor(Synchronous):
     """Draws "a" for everyone and computes nothing."""
 
     limits: ExecutorLimits
@@ -31,7 +31,13 @@ class NoExecutor:
 
 def step_times_s(n_steps: int) -> list[float]:
     of = ExecutorLimits(
-        max_step_tokens=512, max_sequences=N_SEQUENCES, max_context=4096, page_tokens=16, n_pages=8192, vocab_size=97
+        max_step_tokens=512,
+        max_sequences=N_SEQUENCES,
+        max_rows=N_SEQUENCES,
+        max_context=4096,
+        page_tokens=16,
+        n_pages=8192,
+        vocab_size=97,
     )
     loop = EngineLoop(NoExecutor(of), FakeTokenizer())
     for i in range(N_SEQUENCES):

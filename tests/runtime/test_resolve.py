@@ -20,23 +20,18 @@ def resolved(params: SamplingParams, defaults: GenerationDefaults = NOTHING, n_p
 
 
 def test_the_order_of_precedence() -> None:
+    names = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
     plain, model = resolved(SamplingParams()), resolved(SamplingParams(), MODEL)
-    assert (plain.temperature, plain.top_p, plain.top_k, plain.min_p, plain.repetition_penalty) == (1, 1, 0, 0, 1)
-    assert (model.temperature, model.top_p, model.top_k, model.min_p, model.repetition_penalty) == (
-        0.6,
-        0.9,
-        20,
-        0.1,
-        1.1,
-    )
+    assert plain.row[names].tolist() == [(1, 1, 0, 0, 1)] and not plain.needs_history
+    assert model.row[names].tolist()[0] == pytest.approx((0.6, 0.9, 20, 0.1, 1.1)) and model.needs_history
     asked = resolved(SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0), MODEL)
-    assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p, asked.repetition_penalty) == (0, 1, 0, 0, 1)
+    assert asked.row[names].tolist() == [(0, 1, 0, 0, 1)] and not asked.needs_history
     assert model.eos_token_ids == {2, 3} and not resolved(SamplingParams(ignore_eos=True), MODEL).eos_token_ids
 
 
 @pytest.mark.parametrize(("asked", "used"), [(-1, 0), (0, 0), (5, 5), (VOCAB - 1, VOCAB - 1), (VOCAB, 0), (10**12, 0)])
 def test_top_k_of_everything_is_off(asked: int, used: int) -> None:
-    assert resolved(SamplingParams(top_k=asked)).top_k == used
+    assert resolved(SamplingParams(top_k=asked)).row["top_k"] == used
 
 
 def test_max_tokens_unset_is_the_rest_of_the_context() -> None:

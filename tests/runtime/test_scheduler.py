@@ -2,29 +2,24 @@
 
 import pytest
 
-from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
 from millrace.runtime.budget import TokenBudget
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import SamplingParams
-from millrace.runtime.resolve import check_prompt, resolve
+from millrace.runtime.request import Sequence, Stage
 from millrace.runtime.scheduler import Scheduler, Step
-from millrace.runtime.sequence import Request, Sequence, Stage, Timings, sequences_of
-from tests.runtime.fakes import limits
+from tests.runtime.fakes import limits, new_request
 
 
 def scheduler(of: ExecutorLimits) -> Scheduler:
     return Scheduler(of, PagePool(of.n_pages), clock=lambda: 0.0)
 
 
-def queued(sched: Scheduler, n_prompt: int, n: int = 1) -> list[Sequence]:
-    prompt = check_prompt([1] * n_prompt, sched.limits)
-    params = SamplingParams(n=n, ignore_eos=True)
-    resolved = resolve(params, GenerationDefaults(), sched.limits, n_prompt)
-    choices = sequences_of(Request("r", prompt, params, resolved, lambda deltas: None, Timings(0.0)))
-    sched.add(choices)
-    return choices
+def queued(sched: Scheduler, n_prompt: int, n: int = 1, scored: int | None = None) -> list[Sequence]:
+    request = new_request([1] * n_prompt, SamplingParams(n=n, ignore_eos=True, prompt_logprobs=scored), sched.limits)
+    sched.add(request)
+    return request.choices
 
 
 def ran(sched: Scheduler) -> Step:
@@ -123,19 +118,19 @@ def test_a_sequence_as_large_as_the_pool_runs_alone_to_its_end() -> None:
     assert seq.n_tokens == 16 and other.n_output > 0 and sched.waiting == [other]
 
 
-def test_held_prompts_give_way_before_anybody_is_preempted() -> None:
+def test_kept_prompts_give_way_before_anybody_is_preempted() -> None:
     sched = scheduler(limits(n_pages=10, page_tokens=2, max_context=20, max_sequences=1, max_step_tokens=32))
     first, second, third = queued(sched, 9, n=3)
     ran(sched)
-    assert first.family.held and sched.waiting == [second, third]
+    assert sched.waiting == [second, third]
     sched.remove(first)
-    assert sched.pool.n_used == 4, "kept for the siblings"
+    assert sched.pool.n_used == 0 and sched.pool.find((first.request.order, 3)) is not None, "kept, but free"
     (stranger,) = queued(sched, 1)
     sched.waiting.sort(key=lambda s: s is not stranger)  # as if it had come first
     while stranger.n_tokens < 20:
         ran(sched)
         assert sched.n_preemptions == 0
-    assert not first.family.held
+    assert sched.pool.find((first.request.order, 0)) is None, "all ten were needed"
     sched.remove(stranger)
     assert shape(ran(sched)) == [(0, 9)], "nothing to share: computed again"
     for seq in (second, third):
@@ -153,8 +148,38 @@ def test_others_pass_while_siblings_wait_for_their_prompt() -> None:
     assert sched.running == [first, other] and sched.waiting == [second]
     step = ran(sched)
     assert sched.running == [first, other, second] and shape(step)[-1] == (20, 4)
-    assert not first.family.held, "nobody waits for them any more"
     assert sched.pool.n_used == 5 + 2 + 1 + 1, "the shared pages, and what each has alone"
+
+
+def test_a_scored_prompt_goes_as_far_as_there_are_rows() -> None:
+    sched = scheduler(limits(max_sequences=2, max_rows=6, page_tokens=4, max_step_tokens=32))
+    (seq,) = queued(sched, 11, scored=0)
+    rows = []
+    while seq.n_output < 2:
+        (chunk,) = ran(sched).chunks
+        rows.append((chunk.start, chunk.n, chunk.n_scored, chunk.draws))
+    assert rows == [(0, 4, 4, False), (4, 4, 4, False), (8, 3, 2, True), (11, 1, 0, True)]
+
+
+def test_scored_prompts_share_the_rows_and_the_oldest_goes_on() -> None:
+    sched = scheduler(limits(max_sequences=8, max_rows=16, max_step_tokens=64, max_context=128))
+    (long,) = queued(sched, 100, scored=0)
+    while long.n_computed < long.n_prompt:
+        queued(sched, 9, scored=0)  # shorter ones come without end
+        before = long.n_computed
+        step = ran(sched)
+        assert long.n_computed > before and step.n_scored == sum(c.n_scored for c in step.chunks) <= 8
+        for seq in [s for s in sched.running if s is not long and s.n_output]:
+            sched.remove(seq)
+
+
+def test_choices_wait_until_their_prompt_is_scored() -> None:
+    sched = scheduler(limits(max_sequences=4, max_rows=8, page_tokens=4, max_step_tokens=32))
+    first, second = queued(sched, 10, n=2, scored=1)
+    assert shape(ran(sched)) == [(0, 4)] and shape(ran(sched)) == [(4, 4)] and second.stage is Stage.WAITING
+    ran(sched)
+    assert shape(ran(sched)) == [(10, 1), (8, 2)], "both full pages are shared"
+    assert first.request.n_scored == 10
 
 
 def test_limits_that_cannot_work_are_refused() -> None:

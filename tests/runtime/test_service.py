@@ -47,7 +47,7 @@ def in_asyncio(
 
 async def whole(handle: RequestHandle, n: int = 1) -> list[CompletionOutput]:
     choices = [CompletionOutput(index=i, text="", token_ids=[]) for i in range(n)]
-    output = RequestOutput(handle.request_id, None, handle.prompt_token_ids, choices, finished=False, seed=handle.seed)
+    output = RequestOutput(handle.request_id, None, [], choices, finished=False, seed=0)
     collector = Collector(output, FakeTokenizer())
     async for deltas in handle:
         assert deltas
@@ -68,7 +68,7 @@ def test_64_streams_of_which_a_third_go_away(seed: int) -> None:
         await asyncio.sleep(delay_s)
         prompt = [rng.randrange(1, VOCAB - 1) for _ in range(rng.randint(1, 50))] + [1]
         params = SamplingParams(max_tokens=rng.randint(20, 60), seed=i, ignore_eos=True, n=rng.choice([1, 1, 2]))
-        async with engine.submit(prompt, params) as handle:
+        async with engine.submit([prompt], [params]) as handle:
             if leaves_after is None:
                 want = [expected_choice(prompt, params, c, TIGHT) for c in range(params.n)]
                 assert await whole(handle, params.n) == want
@@ -93,7 +93,7 @@ def test_64_streams_of_which_a_third_go_away(seed: int) -> None:
 
 def test_a_slow_reader_is_dropped_and_others_are_not() -> None:
     async def body(engine: AsyncEngine) -> None:
-        slow, quick = engine.submit([1, 2], long(1, 100)), engine.submit([1, 2], long(2, 100))
+        slow, quick = engine.submit([[1, 2]], [long(1, 100)]), engine.submit([[1, 2]], [long(2, 100)])
         answer = await whole(quick)
         assert len(answer[0].token_ids) == 100
         while not slow.finished:
@@ -108,7 +108,7 @@ def test_a_slow_reader_is_dropped_and_others_are_not() -> None:
 
 def test_a_reader_that_waits_is_not_slow_whatever_comes_at_once() -> None:
     async def body(engine: AsyncEngine) -> None:
-        reader = asyncio.create_task(whole(engine.submit([1, 2], long(1, 100))))
+        reader = asyncio.create_task(whole(engine.submit([[1, 2]], [long(1, 100)])))
         await asyncio.sleep(0)
         while engine.stats().generation_tokens_total < 100:
             time.sleep(0.001)  # this thread is held up, the engine is not
@@ -122,14 +122,14 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     gate = threading.Event()
 
     async def body(engine: AsyncEngine) -> None:
-        handles = [engine.submit([1, 2], long(i, 5)) for i in range(TIGHT.max_sequences + 3)]
+        handles = [engine.submit([[1, 2]], [long(i, 5)]) for i in range(TIGHT.max_sequences + 3)]
         with pytest.raises(BusyError, match="sequences are waiting") as error:
-            engine.submit([1, 2], long())
+            engine.submit([[1, 2]], [long()])
         assert 1.0 <= error.value.retry_after_s <= 60.0
         gate.set()
         for handle in handles:
             assert len((await whole(handle))[0].token_ids) == 5
-        await whole(engine.submit([1, 2], long(1, 5)))  # there is room again
+        await whole(engine.submit([[1, 2]], [long(1, 5)]))  # there is room again
 
     try:
         in_asyncio(body, ServiceOptions(max_queued=3), before_run=lambda step: assert_(gate.wait(10)))
@@ -143,7 +143,7 @@ def assert_(condition: bool) -> None:
 
 def test_free_places_take_more_than_the_queue_holds() -> None:
     async def body(engine: AsyncEngine) -> None:
-        handles = [engine.submit([1], long(i, 3)) for i in range(TIGHT.max_sequences)]
+        handles = [engine.submit([[1]], [long(i, 3)]) for i in range(TIGHT.max_sequences)]
         for handle in handles:
             await whole(handle)
 
@@ -152,12 +152,12 @@ def test_free_places_take_more_than_the_queue_holds() -> None:
 
 def test_draining_finishes_what_was_accepted_and_refuses_the_rest() -> None:
     async def body(engine: AsyncEngine) -> None:
-        handles = [engine.submit([1, 2], long(i)) for i in range(12)]
+        handles = [engine.submit([[1, 2]], [long(i)]) for i in range(12)]
         readers = [asyncio.create_task(whole(handle)) for handle in handles]
         draining = asyncio.create_task(engine.drain(30.0))
         await asyncio.sleep(0)
         with pytest.raises(BusyError, match="shutting down"):
-            engine.submit([1], long())
+            engine.submit([[1]], [long()])
         assert await draining
         assert [len((await reader)[0].token_ids) for reader in readers] == [60] * 12
 
@@ -168,7 +168,7 @@ def test_draining_gives_up_in_time_and_close_aborts() -> None:
     handles: list[RequestHandle] = []
 
     async def body(engine: AsyncEngine) -> None:
-        handles.append(engine.submit([1, 2], long(1, 120)))
+        handles.append(engine.submit([[1, 2]], [long(1, 120)]))
         assert not await engine.drain(0.02)
 
     in_asyncio(body, before_run=lambda step: time.sleep(0.01))
@@ -184,22 +184,23 @@ def test_an_idle_engine_drains_at_once() -> None:
 
 def test_cancel_ends_the_iteration_and_is_harmless_twice() -> None:
     async def body(engine: AsyncEngine) -> None:
-        handle = engine.submit([1, 2], long(1, 120), request_id="mine")
+        handle = engine.submit([[1, 2]], [long(1, 120)], request_id="mine")
         first = await anext(handle)
         handle.cancel()
         handle.cancel()
         deltas = first + [d async for batch in handle for d in batch]
         assert deltas[-1].finish_reason is FinishReason.ABORT and sum(d.finish_reason is not None for d in deltas) == 1
         handle.cancel()
-        assert handle.request_id == "mine" and handle.seed == 1 and handle.prompt_token_ids == [1, 2]
-        assert handle.max_tokens == 120 and handle.timings.first_token_s is not None
+        assert handle.request_id == "mine" and handle.n_prompt == 2
+        (request,) = handle.requests
+        assert request.resolved.max_tokens == 120 and request.timings.first_token_s is not None
 
     in_asyncio(body, before_run=a_millisecond)
 
 
 def test_the_same_id_twice_is_two_requests() -> None:
     async def body(engine: AsyncEngine) -> None:
-        one, two = (engine.submit([1, 2], long(i), request_id="same") for i in (1, 2))
+        one, two = (engine.submit([[1, 2]], [long(i)], request_id="same") for i in (1, 2))
         one.cancel()
         assert len((await whole(two))[0].token_ids) == 60
 
@@ -209,9 +210,9 @@ def test_the_same_id_twice_is_two_requests() -> None:
 def test_bad_input_is_refused_at_once() -> None:
     async def body(engine: AsyncEngine) -> None:
         with pytest.raises(RequestError, match=r"2 \+ 500 = 502 tokens"):
-            engine.submit([1, 2], long(1, 500))
+            engine.submit([[1, 2]], [long(1, 500)])
         with pytest.raises(RequestError, match="no tokens"):
-            engine.submit([], long())
+            engine.submit([[]], [long()])
 
     in_asyncio(body)
 
@@ -229,7 +230,7 @@ def test_one_hand_over_per_step_at_most() -> None:
             return real(*args, **kwargs)
 
         with patch.object(aio, "call_soon_threadsafe", counted):
-            await asyncio.gather(*(whole(engine.submit([1], long(i, 30))) for i in range(8)))
+            await asyncio.gather(*(whole(engine.submit([[1]], [long(i, 30)])) for i in range(8)))
 
     engine = in_asyncio(body)
     assert 0 < n_calls <= engine.stats().steps_total
@@ -241,10 +242,10 @@ def test_a_dead_engine_is_busy_for_ever_and_says_so() -> None:
 
     async def body(engine: AsyncEngine) -> None:
         for _ in range(3):
-            (answer,) = await whole(engine.submit([1], long()))
+            (answer,) = await whole(engine.submit([[1]], [long()]))
             assert answer.finish_reason is FinishReason.ERROR and answer.error
         with pytest.raises(BusyError, match="the engine has stopped"):
-            engine.submit([1], long())
+            engine.submit([[1]], [long()])
 
     engine = in_asyncio(body, before_run=broken)
     assert not engine.stats().healthy
@@ -260,7 +261,7 @@ def test_a_reader_that_was_slow_gets_its_backlog_in_pieces(monkeypatch: pytest.M
     monkeypatch.setattr(service, "MAX_AT_ONCE", 8)
 
     async def main(engine: AsyncEngine) -> None:
-        handle = engine.submit([1, 2], long(max_tokens=60))
+        handle = engine.submit([[1, 2]], [long(max_tokens=60)])
         while not handle.finished:
             await asyncio.sleep(0.001)
         pieces = [deltas async for deltas in handle]

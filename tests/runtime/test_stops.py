@@ -5,14 +5,10 @@ import random
 import pytest
 
 from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer import Detokenizer
 from millrace.errors import RequestError
-from millrace.runtime.answer import Answer
 from millrace.runtime.params import MAX_STOP_CHARACTERS, MAX_STOP_TOKENS, Delta, FinishReason, SamplingParams
-from millrace.runtime.resolve import check_prompt, resolve
-from millrace.runtime.sequence import Request, Timings, sequences_of
 from millrace.runtime.stops import StopStrings, StopTables
-from tests.runtime.fakes import EOS, LIMITS, FakeTokenizer, make_loop
+from tests.runtime.fakes import EOS, LIMITS, make_loop, new_request
 
 
 def plain(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
@@ -95,11 +91,7 @@ def test_lists_of_tokens_are_bounded() -> None:
 
 def answer_to(params: SamplingParams, tokens: list[int]) -> list[Delta]:
     """The deltas of an answer to a one-letter prompt for which these tokens are drawn; all must be taken."""
-    tokenizer, prompt = FakeTokenizer(), check_prompt([1], LIMITS)
-    resolved = resolve(params, GenerationDefaults(eos_token_ids=(EOS,)), LIMITS, 1)
-    request = Request("r", prompt, params, resolved, lambda deltas: None, Timings(0.0))
-    detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, [1])
-    answer = Answer(sequences_of(request)[0], detokenizer, StopTables(params.stop))
+    (answer,) = new_request([1], params, LIMITS, GenerationDefaults(eos_token_ids=(EOS,))).choices
     deltas = [answer.take(token, None) for token in tokens]
     assert all(d.finish_reason is None for d in deltas[:-1])
     return deltas

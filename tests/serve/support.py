@@ -24,7 +24,8 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.stats import LoopStats
 from millrace.serve.server import Server
-from millrace.serve.settings import ServedModel, ServerSettings
+from millrace.serve.settings import ServerSettings
+from millrace.serve.text import TextModel
 from tests.runtime.fakes import FakeExecutor, limits
 from tests.support.server import in_thread, wait_until_idle
 from tests.support.vocabularies import CHATML, save_byte_level
@@ -54,12 +55,12 @@ class Fake:
     aliases: tuple[str, ...] = ()
     folder: Path | None = None  # of the tokenizer's files, for processes of long texts
 
-    def model(self) -> ServedModel:
+    def model(self) -> TextModel:
         size = self.limits.max_step_tokens  # whole prompts at once: as many sequences as can be, so that pages run out
         budget = TokenBudget(size, chunk_low=size)
         executor = FakeExecutor(self.limits, self.before_run)
         loop = EngineLoop(executor, tokenizer(), clock=time.perf_counter, budget=budget)
-        return ServedModel(
+        return TextModel(
             name=MODEL,
             aliases=self.aliases,
             engine=AsyncEngine(loop, self.options),
@@ -83,7 +84,7 @@ class Fake:
 class Running:
     url: str
     server: Server
-    model: ServedModel
+    model: TextModel
     thread: threading.Thread
 
     @property

@@ -121,7 +121,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from tests.serve.support import Fake
 from millrace.serve.server import serve
 from millrace.serve.settings import ServerSettings
-serve(Fake().model(), ServerSettings(port=0), announce=lambda url: print(url, flush=True))
+serve([Fake().model()], ServerSettings(port=0), announce=lambda url: print(url, flush=True))
 """
 
 

@@ -13,7 +13,7 @@ from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
-from millrace.serve import app, generation, lanes
+from millrace.serve import generation, lanes, routes
 from millrace.serve.errors import HttpError
 from millrace.serve.fields import decode, take_ignored
 from millrace.serve.lanes import Lane
@@ -208,7 +208,7 @@ def bodies(large: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("what, where", [("decode", app), ("token_text", Tokenizer), ("StopTables", generation)])
+@pytest.mark.parametrize("what, where", [("decode", routes), ("token_text", Tokenizer), ("StopTables", generation)])
 @pytest.mark.parametrize("large", [True, False])
 def test_only_what_is_small_is_done_on_the_event_loop(
     server: Running, what: str, where: object, large: bool, monkeypatch: pytest.MonkeyPatch

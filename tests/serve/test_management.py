@@ -19,10 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.engine.executor import StepInputs
 from millrace.errors import ConfigError
-from millrace.serve.app import ENDPOINTS
 from millrace.serve.auth import read_keys
+from millrace.serve.openai import OPENAI
 from millrace.serve.protocol import other_names
-from millrace.serve.serving import make_serving
+from millrace.serve.serving import Serving
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import MODEL, Fake, Running, post, running
 
@@ -62,9 +62,9 @@ def test_metrics_have_vllms_names(server: Running, path: str) -> None:
 
 def test_the_fingerprint_says_what_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     def fingerprint(name: str, **metadata: object) -> str:
-        serving = make_serving(replace(model, name=name, metadata=metadata), ServerSettings(port=0))
-        serving.close()
-        return serving.fingerprint
+        backend = replace(model, name=name, metadata=metadata).backend(Serving(ServerSettings(port=0)))
+        backend.close()
+        return backend.fingerprint
 
     model = Fake().model()
     known: dict[str, Any] = {"engine": "0123", "precision": {"weights": "w4"}}
@@ -74,7 +74,7 @@ def test_the_fingerprint_says_what_answers(monkeypatch: pytest.MonkeyPatch) -> N
         fingerprint("a", **known | {"engine": "4567"}),
         fingerprint("a", **known | {"precision": {"weights": "w8"}}),
     ]
-    monkeypatch.setattr("millrace.serve.serving.__version__", "0.0.0")
+    monkeypatch.setattr("millrace.serve.text.__version__", "0.0.0")
     others.append(fingerprint("a", **known))
     assert same[0] == same[1] and len({same[0], *others}) == 5
 
@@ -253,7 +253,7 @@ def test_keys_protect_what_costs_and_leave_probes_open() -> None:
             assert httpx.post(server.url + "/v1/completions", json=body, headers=headers).status_code == 200
         for given in (None, "Bearer fir", "first", "Bearer", "Bearer first second", "Basic first"):
             wrong = {} if given is None else {"authorization": given}
-            for endpoint in ENDPOINTS:
+            for endpoint in OPENAI.endpoints:
                 operation = endpoint.operation
                 path = operation.path.replace("{model}", MODEL)
                 reply = httpx.request(operation.method, server.url + path, headers=wrong)
@@ -261,7 +261,7 @@ def test_keys_protect_what_costs_and_leave_probes_open() -> None:
                 if operation.protected:
                     assert reply.headers["www-authenticate"] == "Bearer"
                     assert reply.json()["error"]["code"] == "invalid_api_key"
-        open_paths = {e.operation.path for e in ENDPOINTS if not e.operation.protected}
+        open_paths = {e.operation.path for e in OPENAI.endpoints if not e.operation.protected}
         assert open_paths == {
             "/v1/health/live", "/v1/health/ready", "/health", "/ping", "/load", "/v1/metrics", "/metrics",
             "/v1/version", "/version",
@@ -300,8 +300,8 @@ def test_origins_are_allowed_only_when_named(server: Running) -> None:
 def test_the_document_covers_every_route_and_field(server: Running) -> None:
     document = httpx.get(server.url + "/openapi.json").json()
     assert document["openapi"].startswith("3.1")
-    assert len(ENDPOINTS) == sum(len(methods) for methods in document["paths"].values())
-    for endpoint in ENDPOINTS:
+    assert len(OPENAI.endpoints) == sum(len(methods) for methods in document["paths"].values())
+    for endpoint in OPENAI.endpoints:
         operation = endpoint.operation
         described = document["paths"][operation.path][operation.method.lower()]
         assert described["summary"] and ("security" in described) == operation.protected

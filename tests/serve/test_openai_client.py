@@ -101,6 +101,37 @@ def test_echo_begins_with_the_prompt(client: openai.OpenAI, prompt: str | list[i
     assert text == "wheel turns" + plain
 
 
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_echo_with_logprobs_tells_those_of_the_prompt(client: openai.OpenAI, max_tokens: int) -> None:
+    """As lm-eval asks for them: whole and streamed alike, for every choice of every prompt."""
+    prompts = [tokenizer().encode("wheel turns and turns"), tokenizer().encode("mill")]
+    asked = {"model": MODEL, "prompt": prompts, "max_tokens": max_tokens, "n": 2, "seed": 1, "echo": True}
+    whole = client.completions.create(**asked, logprobs=2)  # type: ignore[call-overload]
+    assert whole.usage.completion_tokens == 4 * max_tokens
+    streamed: dict[int, list[list[object]]] = {i: [[], [], [], []] for i in range(4)}
+    for event in client.completions.create(**asked, logprobs=2, stream=True):  # type: ignore[call-overload]
+        for choice in event.choices:
+            if (piece := choice.logprobs) is not None:
+                parts = (piece.tokens, piece.token_logprobs, piece.top_logprobs, piece.text_offset)
+                for kept, part in zip(streamed[choice.index], parts, strict=True):
+                    kept += part
+    for choice in whole.choices:
+        told, prompt = choice.logprobs, prompts[choice.index // 2]
+        assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(prompt) + max_tokens
+        assert told.token_logprobs[0] is None is told.top_logprobs[0] and all(p <= 0 for p in told.token_logprobs[1:])
+        pairs = zip(told.tokens, told.top_logprobs, strict=True)
+        assert [top[token] for token, top in list(pairs)[1:]] == told.token_logprobs[1:]
+        assert choice.text == "".join(told.tokens) and told.text_offset == [
+            len("".join(told.tokens[:i])) for i in range(len(told.tokens))
+        ]
+        assert streamed[choice.index] == [told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset]
+    without = client.completions.create(**{**asked, "echo": False, "max_tokens": 5}, logprobs=2)  # type: ignore[call-overload]
+    if max_tokens:
+        assert [c.logprobs.token_logprobs for c in without.choices] == [
+            c.logprobs.token_logprobs[-5:] for c in whole.choices
+        ]
+
+
 def test_stop_strings_and_stop_tokens(client: openai.OpenAI) -> None:
     whole = client.completions.create(model=MODEL, prompt="a", max_tokens=30, seed=5).choices[0].text
     stop = whole[10:12]

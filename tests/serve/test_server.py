@@ -20,7 +20,8 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.serve.logs import JsonFormatter, Logging, TextFormatter
 from millrace.serve.server import Server, bind
-from millrace.serve.settings import ServedModel, ServerSettings
+from millrace.serve.settings import ServerSettings
+from millrace.serve.text import TextModel
 from tests.runtime.fakes import limits
 from tests.serve.support import (
     MODEL,
@@ -47,7 +48,7 @@ from millrace.serve.settings import ServerSettings
 {before}
 model = Fake(before_run=lambda step: time.sleep({step_s}), template={template!r}, template_timeout_s=30).model()
 settings = ServerSettings(port=0, log_format="json", drain_timeout_s={drain_s})
-serve(model, settings, announce=lambda url: print(url, flush=True))
+serve([model], settings, announce=lambda url: print(url, flush=True))
 assert not model.engine.loop.running_in_thread and sys.getswitchinterval() == 0.005
 """
 
@@ -209,12 +210,12 @@ def test_a_server_goes_on_where_nobody_listens_to_its_start(
 ) -> None:
     """`millrace serve | head -1`"""
 
-    def unheard(model: ServedModel, settings: ServerSettings, announce: Callable[[str], None]) -> Server:
+    def unheard(models: list[TextModel], settings: ServerSettings, announce: Callable[[str], None]) -> Server:
         def announced(url: str) -> None:
             announce(url)
             raise BrokenPipeError
 
-        return Server(model, settings, announced)
+        return Server(models, settings, announced)
 
     monkeypatch.setattr("tests.support.server.Server", unheard)
     with running() as server:
@@ -318,7 +319,7 @@ def test_logging_is_put_back() -> None:
 
 
 def test_stopping_before_running_is_harmless() -> None:
-    Server(Fake().model(), ServerSettings(port=0)).stop()
+    Server([Fake().model()], ServerSettings(port=0)).stop()
 
 
 def test_serving_imports_no_deep_learning_framework() -> None:

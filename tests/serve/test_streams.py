@@ -22,7 +22,7 @@ import pytest
 from millrace.engine.executor import StepInputs
 from millrace.runtime.params import FinishReason
 from millrace.runtime.service import ServiceOptions
-from millrace.serve import app
+from millrace.serve import routes
 from millrace.serve.fields import take_ignored
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits
@@ -265,7 +265,7 @@ def test_what_was_rendered_is_let_go_of(path: str, stream: bool, monkeypatch: py
             answering.set()
             assert seen.wait(20)
 
-    monkeypatch.setattr(app, "take_ignored", see)
+    monkeypatch.setattr(routes, "take_ignored", see)
     body: dict[str, Any] = {"max_tokens": 3, "stream": stream, "prompt": ["a", "b"]}
     if path.endswith("chat/completions"):
         del body["prompt"]

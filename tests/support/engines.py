@@ -39,7 +39,7 @@ def prompts_as_step(prompts: Sequence[Sequence[int]]) -> StepInputs:
     lengths = [len(p) for p in prompts]
     pages = [-(-n // PAGE_TOKENS) for n in lengths]
     sampling = np.zeros(len(prompts), SAMPLING)
-    sampling["sequence"] = np.arange(len(prompts))
+    sampling["token"], sampling["target"] = np.cumsum(lengths) - 1, -1
     sampling["top_p"], sampling["repetition_penalty"], sampling["n_top"] = 1, 1, -1
     return StepInputs(
         tokens=i32([t for p in prompts for t in p]),

@@ -13,7 +13,8 @@ from millrace.errors import MillraceError
 from millrace.runtime.service import AsyncEngine
 from millrace.runtime.stats import LoopStats
 from millrace.serve.server import Server
-from millrace.serve.settings import ServedModel, ServerSettings
+from millrace.serve.settings import ServerSettings
+from millrace.serve.text import TextModel
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Threaded:
 
 @contextmanager
 def in_thread(
-    model: ServedModel, settings: ServerSettings | None, *, start_s: float, stop_s: float, wait: bool = True
+    model: TextModel, settings: ServerSettings | None, *, start_s: float, stop_s: float, wait: bool = True
 ) -> Iterator[Threaded]:
     """Serve on a free port. Afterwards the server must end by itself, with every page given back.
 
@@ -38,7 +39,7 @@ def in_thread(
         ready.set()
 
     chosen = settings or ServerSettings(port=0)
-    server = Server(model, chosen, announce)
+    server = Server([model], chosen, announce)
 
     def run() -> None:
         try:

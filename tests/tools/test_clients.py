@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.serve.support import MODEL, post, running
 from tools.clients.__main__ import judged
-from tools.clients.catalogue import CLIENTS, ECHO, RESPONSES, SCHEMA, TOOLS, Gap
+from tools.clients.catalogue import CLIENTS, RESPONSES, SCHEMA, TOOLS, Gap
 from tools.nightly.parts import CLIENTS as NIGHTLY
 
 SCRIPTS = Path(__file__).parents[2] / "tools" / "clients" / "scripts"
@@ -43,7 +43,6 @@ def test_the_reasons_are_what_the_server_says() -> None:
         asked = {
             TOOLS: ("/v1/chat/completions", {**chat, "tools": [tool]}),
             SCHEMA: ("/v1/chat/completions", {**chat, "response_format": form}),
-            ECHO: ("/v1/completions", {"model": MODEL, "prompt": "a", "echo": True, "logprobs": 1}),
             RESPONSES: ("/v1/responses", {"model": MODEL, "input": "Hi"}),
         }
         for gap, (path, body) in asked.items():

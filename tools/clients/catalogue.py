@@ -22,10 +22,6 @@ TOOLS = Gap(
 SCHEMA = Gap(
     "response_format is refused with the reason; it comes with grammars", "response_format is not supported yet"
 )
-ECHO = Gap(
-    "log probabilities of prompts are refused with the reason; they come with kept values",
-    "echo together with logprobs asks for the prompt's log probabilities, which are not supported yet",
-)
 RESPONSES = Gap("/v1/responses is not there yet; /v1/chat/completions is", "/v1/responses is not served yet")
 
 
@@ -51,5 +47,5 @@ CLIENTS: Mapping[str, Client] = {
     # with the small build of torch: the plain name would fetch gigabytes of CUDA
     "aiperf": Client(("torch==2.13.0", "aiperf==0.13.0")),
     "guidellm": Client(("torch==2.13.0", "guidellm==0.8.1")),
-    "lm-eval": Client(("torch==2.13.0", "transformers==5.23.0", "lm-eval[api]==0.4.13"), {"multiple choice": ECHO}),
+    "lm-eval": Client(("torch==2.13.0", "transformers==5.23.0", "lm-eval[api]==0.4.13")),
 }

@@ -22,7 +22,8 @@ from millrace.runtime.open import Opened, RunSettings
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.serve.auth import read_keys
 from millrace.serve.server import bind, serve
-from millrace.serve.settings import ServedModel, ServerSettings
+from millrace.serve.settings import ServerSettings
+from millrace.serve.text import TextModel
 from millrace.settings import Settings, setting
 
 EPILOG = """\b
@@ -111,16 +112,16 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
             else:
                 note(f"Ready after {seconds:.1f} s: {click.style(url + '/v1', bold=True)}   (docs: {url}/docs)")
 
-        serve(served, settings, ready)
+        serve([served], settings, ready)
 
 
-def _served(model: Opened, engine: AsyncEngine, name: str | None) -> ServedModel:
+def _served(model: Opened, engine: AsyncEngine, name: str | None) -> TextModel:
     m = model.engine.manifest
     metadata = {
         "source": m.source, "engine": m.identity, "architecture": m.architecture,
         "precision": m.precision, "isa": model.executor.isa,
     }  # fmt: skip
-    return ServedModel(
+    return TextModel(
         name=name or model.name,
         engine=engine,
         tokenizer=model.tokenizer,
@@ -132,7 +133,7 @@ def _served(model: Opened, engine: AsyncEngine, name: str | None) -> ServedModel
     )
 
 
-def _introduce(model: Opened, served: ServedModel) -> None:
+def _introduce(model: Opened, served: TextModel) -> None:
     m, plan = model.engine.manifest, model.plan
     n_full = plan.n_pages // max(model.engine.pages_per_sequence, 1)
     heading(f"{served.name}", err=True)

@@ -10,7 +10,7 @@ from millrace.runtime.generate import Collector, new_output
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened
 from millrace.runtime.params import Delta, FinishReason, RequestOutput, SamplingParams
-from millrace.runtime.sequence import Timings
+from millrace.runtime.request import Timings
 
 
 @dataclass(frozen=True, slots=True)

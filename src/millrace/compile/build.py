@@ -48,6 +48,7 @@ from millrace.machine.cpu import usable_cores
 from millrace.model.module import trace_model
 
 DEFAULT_BATCH = 16
+SCORED_ROWS = 32  # of a step, beside one for each sequence: the chunks of a prompt whose log probabilities are wanted
 STEP_TOKENS = 512
 
 
@@ -102,7 +103,7 @@ def _bounds(graph: Graph, options: BuildOptions, max_context: int) -> dict[Symbo
     tokens, batch = max(options.max_step_tokens, options.max_batch), options.max_batch
     if any(node.op == "full_attention" for node in graph.nodes):  # a sequence is in one step, or not at all
         tokens = max(tokens, max_context)
-    known = {"T": Bounds(1, tokens, tokens), "S": Bounds(1, batch, batch), "R": Bounds(1, batch, batch)}
+    known = {"T": Bounds(1, tokens, tokens), "S": Bounds(1, batch, batch), "R": Bounds(1, batch, batch + SCORED_ROWS)}
     known |= options.profile
     names = [s.name for s in graph.symbols]
     for name in [n for n in names if n not in known] + [n for n in options.profile if n not in names]:

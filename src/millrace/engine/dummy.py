@@ -14,7 +14,8 @@ def dummy_step(lengths: Sequence[int], first: int, n_pages: int, *, seed: int = 
     rng = np.random.default_rng(seed)
     pages_each = n_pages // len(lengths)
     rows = np.zeros(len(lengths), SAMPLING)
-    rows["sequence"], rows["top_p"], rows["repetition_penalty"], rows["n_top"] = np.arange(len(lengths)), 1, 1, -1
+    rows["token"], rows["target"] = np.cumsum(lengths) - 1, -1
+    rows["top_p"], rows["repetition_penalty"], rows["n_top"] = 1, 1, -1
     empty = np.zeros(0, _Int)
     return StepInputs(
         tokens=rng.integers(0, vocab, sum(lengths)).astype(_Int),

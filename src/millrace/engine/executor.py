@@ -4,6 +4,7 @@ A step carries packed tokens of any mix of prefill chunks and decode rows. The e
 belongs to whom is the runtime's business) and nothing else between steps.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +17,7 @@ IntArray = NDArray[np.int32]
 # values, top_k 0, top_p 1 and min_p 0 cost nothing.
 SAMPLING = np.dtype(
     [
-        ("sequence", "<i4"),  # index into this step's sequences: sample after its last token of this step
+        ("token", "<i4"),  # index into this step's tokens: what follows it is drawn, or scored
         ("choice", "<i4"),  # n-th choice of the request; part of the random key
         ("seed", "<u8"),
         ("position", "<i4"),  # position of the token to be drawn; part of the random key
@@ -33,6 +34,7 @@ SAMPLING = np.dtype(
         ("history_output", "<i4"),
         ("bias_start", "<i4"),  # bias_ids/bias_values[start : start+count]
         ("bias_count", "<i4"),
+        ("target", "<i4"),  # the token whose log probability is wanted (n_top >= 0); -1: one is drawn
     ],
     align=True,
 )
@@ -71,7 +73,8 @@ class ExecutorLimits:
     """What the engine was planned for; the scheduler keeps inside it."""
 
     max_step_tokens: int  # T at most
-    max_sequences: int  # S and R at most
+    max_sequences: int  # S at most
+    max_rows: int  # R at most
     max_context: int  # positions 0 .. max_context-1
     page_tokens: int  # tokens in one KV page
     n_pages: int  # KV pages in all, ids 0 .. n_pages-1
@@ -79,11 +82,39 @@ class ExecutorLimits:
 
 
 class Executor(Protocol):
+    """Every `launch` is followed by its `wait`, before the next one where the executor's depth is 1."""
+
     @property
     def limits(self) -> ExecutorLimits: ...
 
-    def run(self, step: StepInputs) -> StepOutputs:
-        """Compute one step, store keys and values of its tokens, and draw the asked-for tokens. Releases the GIL."""
+    def launch(self, step: StepInputs) -> None:
+        """Begin a step: compute it, store keys and values of its tokens, draw or score what its rows ask for.
+
+        The inputs stay as they are until `wait`. raises ExecutionError where the step is illegal
+        """
+        ...
+
+    def wait(self) -> StepOutputs:
+        """What the oldest launched step gave. raises RuntimeError, MillraceError where it failed"""
         ...
 
     def close(self) -> None: ...
+
+
+class Synchronous(ABC):
+    """An executor of depth 1 that is through with a step when `launch` returns, as one on the CPU."""
+
+    _outputs: StepOutputs | None = None
+
+    @abstractmethod
+    def run(self, step: StepInputs) -> StepOutputs:
+        """The whole step. Native executors release the interpreter's lock."""
+
+    def launch(self, step: StepInputs) -> None:
+        assert self._outputs is None, "a step is launched before the last one was waited for"
+        self._outputs = self.run(step)
+
+    def wait(self) -> StepOutputs:
+        outputs, self._outputs = self._outputs, None
+        assert outputs is not None, "nothing was launched"
+        return outputs

@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, StepOutputs
+from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, StepOutputs, Synchronous
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.native import ERROR_BYTES, ExecutionError, LoadedProgram, NativeProgram, read_slot
 from millrace.engine.slots import slot
@@ -15,18 +15,18 @@ from millrace.kernels.library import StepArgs
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
-class NativeExecutor(LoadedProgram):
+class NativeExecutor(LoadedProgram, Synchronous):
     """`program` is a language model's: its symbols are T, S and R, in this order."""
 
     def __init__(
         self, program: NativeProgram, *, n_pages: int, threads: int | None = None, isa: str | None = None
     ) -> None:
         super().__init__(program, n_pages=n_pages, threads=threads, isa=isa)
-        tokens, sequences, _ = program.symbols.values()
+        tokens, sequences, rows = program.symbols.values()
         self._sizes: tuple[int, ...] = ()  # T, S and R of the last step
         self.limits = ExecutorLimits(
-            max_step_tokens=tokens, max_sequences=sequences, max_context=program.max_context,
-            page_tokens=PAGE_TOKENS, n_pages=n_pages, vocab_size=program.vocab_size,
+            max_step_tokens=tokens, max_sequences=sequences, max_rows=rows,
+            max_context=program.max_context, page_tokens=PAGE_TOKENS, n_pages=n_pages, vocab_size=program.vocab_size,
         )  # fmt: skip
 
     def run(self, step: StepInputs) -> StepOutputs:

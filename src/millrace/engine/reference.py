@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from millrace.engine.executor import ExecutorLimits, StepInputs, StepOutputs
+from millrace.engine.executor import ExecutorLimits, StepInputs, StepOutputs, Synchronous
 from millrace.engine.interpreter import Interpreter, Rows
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
 from millrace.graph.types import Graph
 from millrace.kernels.sample.ref import draw, penalised, probabilities, uniform
 
 
-class ReferenceExecutor:
+class ReferenceExecutor(Synchronous):
     """kv: how keys and values are kept. bf16_table: the embedding table is rounded, as in engines other than FP32."""
 
     def __init__(self, graph: Graph, limits: ExecutorLimits, *, kv: KvFormat, bf16_table: bool) -> None:
@@ -35,7 +35,7 @@ class ReferenceExecutor:
         tables = [step.pages[a:b] for a, b in zip(step.page_starts[:-1], step.page_starts[1:], strict=True)]
         inputs = {
             "tokens": step.tokens, "positions": step.positions, "lengths": np.diff(step.starts),
-            "rows": step.starts[step.sampling["sequence"].astype(np.int64) + 1] - 1,
+            "rows": step.sampling["token"],
         }  # fmt: skip
         return self.interpreter.run(inputs, tables)["logits"]
 
@@ -57,8 +57,8 @@ class ReferenceExecutor:
             adjusted, history[:prompt], history[prompt:], float(row["repetition_penalty"]),
             float(row["presence_penalty"]), float(row["frequency_penalty"]),
         )  # fmt: skip
-        token = int(adjusted.argmax())
-        if row["temperature"] >= 1e-5:
+        token = int(adjusted.argmax() if row["target"] < 0 else row["target"])
+        if row["target"] < 0 and row["temperature"] >= 1e-5:
             p = probabilities(
                 adjusted, float(row["temperature"]), int(row["top_k"]), float(row["top_p"]), float(row["min_p"])
             )

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInputs, StepOutputs
 from millrace.runtime.params import TokenLogprobs
-from millrace.runtime.scheduler import Step
-from millrace.runtime.sequence import Sequence
+from millrace.runtime.request import Sequence
+from millrace.runtime.scheduler import Chunk, Step
 
 _NO_IDS = np.empty(0, dtype=np.int32)
 _NO_VALUES = np.empty(0, dtype=np.float32)
@@ -19,7 +19,7 @@ class BatchBuilder:
     """Owns the buffers of one engine loop, sized for its largest step."""
 
     def __init__(self, limits: ExecutorLimits) -> None:
-        S, T = limits.max_sequences, limits.max_step_tokens
+        S, T, R = limits.max_sequences, limits.max_step_tokens, limits.max_rows
         self._page_tokens = limits.page_tokens
         self._offsets = np.arange(max(T, limits.max_context), dtype=np.int32)  # slices of it are positions
         self._tokens = np.empty(T, dtype=np.int32)
@@ -27,16 +27,16 @@ class BatchBuilder:
         self._starts = np.zeros(S + 1, dtype=np.int32)
         self._pages = np.empty(S * -(-limits.max_context // limits.page_tokens), dtype=np.int32)
         self._page_starts = np.zeros(S + 1, dtype=np.int32)
-        self._sampling = np.zeros(S, dtype=SAMPLING)
-        self._sampling_bytes = self._sampling.view(np.uint8).reshape(S, SAMPLING.itemsize)
+        self._sampling = np.zeros(R, dtype=SAMPLING)
+        self._sampling_bytes = self._sampling.view(np.uint8).reshape(R, SAMPLING.itemsize)
 
     def build(self, step: Step) -> StepInputs:
-        """Pack the step's chunks, in their order; one sampling row for each chunk that draws, in the same order."""
-        n_tokens = n_pages = 0
+        """Pack the step's chunks, in their order; the sampling rows of each chunk, in the same order."""
+        n_tokens = n_pages = R = 0
         starts, page_starts = [0], [0]
-        rows: list[tuple[int, int]] = []  # (sequence of the step, position to draw)
         drawing: list[Sequence] = []
-        for s, chunk in enumerate(step.chunks):
+        draws: list[tuple[int, int, int]] = []  # (row, token of the step, position to draw)
+        for chunk in step.chunks:
             seq, start, end = chunk.sequence, chunk.start, chunk.start + chunk.n
             self._tokens[n_tokens : n_tokens + chunk.n] = seq.tokens.array[start:end]
             self._positions[n_tokens : n_tokens + chunk.n] = self._offsets[start:end]
@@ -46,17 +46,22 @@ class BatchBuilder:
             self._pages[n_pages : n_pages + n_own] = seq.pages.array[:n_own]
             n_pages += n_own
             page_starts.append(n_pages)
+            if chunk.n_scored:
+                _score(self._sampling[R : R + chunk.n_scored], chunk, n_tokens - chunk.n)
+                R += chunk.n_scored
             if chunk.draws:
-                self._sampling_bytes[len(rows)] = seq.sampling_row
-                rows.append((s, end))
+                self._sampling_bytes[R] = seq.row
+                draws.append((R, n_tokens - 1, end))
                 drawing.append(seq)
-        S, R = len(step.chunks), len(rows)
+                R += 1
+        S = len(step.chunks)
         self._starts[: S + 1] = starts
         self._page_starts[: S + 1] = page_starts
         sampling = self._sampling[:R]
-        if R:
-            sampling["sequence"], sampling["position"] = np.array(rows, dtype=np.int32).T
-        bias_ids, bias_values = _fill_bias(sampling, drawing)
+        rows, tokens, positions = np.array(draws, dtype=np.int32).reshape(-1, 3).T
+        if draws:
+            sampling["token"][rows], sampling["position"][rows] = tokens, positions
+        bias_ids, bias_values = _fill_bias(sampling, rows, drawing)
         return StepInputs(
             tokens=self._tokens[:n_tokens],
             positions=self._positions[:n_tokens],
@@ -64,17 +69,27 @@ class BatchBuilder:
             pages=self._pages[:n_pages],
             page_starts=self._page_starts[: S + 1],
             sampling=sampling,
-            history=_fill_history(sampling, drawing),
+            history=_fill_history(sampling, rows, drawing),
             bias_ids=bias_ids,
             bias_values=bias_values,
         )
 
 
-def _fill_history(sampling: NDArray[np.void], drawing: list[Sequence]) -> IntArray:
+def _score(rows: NDArray[np.void], chunk: Chunk, start: int) -> None:
+    """The rows of a chunk that begins at token `start` of the step: each of the prompt's next tokens, after its own."""
+    request = chunk.sequence.request
+    first = request.n_scored
+    rows[:] = np.zeros((), SAMPLING)
+    rows["top_p"], rows["repetition_penalty"], rows["n_top"] = 1, 1, request.resolved.prompt_top
+    rows["token"] = np.arange(len(rows)) + (start + first - 1 - chunk.start)
+    rows["target"] = request.prompt[first : first + len(rows)]
+
+
+def _fill_history(sampling: NDArray[np.void], rows: IntArray, drawing: list[Sequence]) -> IntArray:
     """Prompt and output of the sequences that have a penalty, one after the other."""
     parts: list[IntArray] = []
     at = 0
-    for r, seq in enumerate(drawing):
+    for r, seq in zip(rows, drawing, strict=True):
         if seq.request.resolved.needs_history:
             sampling["history_start"][r] = at
             sampling["history_prompt"][r] = seq.n_prompt
@@ -84,11 +99,13 @@ def _fill_history(sampling: NDArray[np.void], drawing: list[Sequence]) -> IntArr
     return np.concatenate(parts) if parts else _NO_IDS
 
 
-def _fill_bias(sampling: NDArray[np.void], drawing: list[Sequence]) -> tuple[IntArray, NDArray[np.float32]]:
+def _fill_bias(
+    sampling: NDArray[np.void], rows: IntArray, drawing: list[Sequence]
+) -> tuple[IntArray, NDArray[np.float32]]:
     ids: list[IntArray] = []
     values: list[NDArray[np.float32]] = []
     at = 0
-    for r, seq in enumerate(drawing):
+    for r, seq in zip(rows, drawing, strict=True):
         resolved = seq.request.resolved
         if len(resolved.bias_ids):
             sampling["bias_start"][r] = at

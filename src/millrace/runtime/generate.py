@@ -13,8 +13,8 @@ from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import RequestError
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import CompletionOutput, Delta, Logprob, RequestOutput, SamplingParams, TokenLogprobs
+from millrace.runtime.request import Request
 from millrace.runtime.resolve import context_tokens, with_length
-from millrace.runtime.sequence import Request
 
 Prompt = (
     str | Sequence[int] | Mapping[str, object]
@@ -33,7 +33,9 @@ def new_output(request: Request, prompt: str | None = None) -> RequestOutput:
     """Of a request that has just been submitted. prompt: its text, where it was one"""
     outputs = [CompletionOutput(index=i, text="", token_ids=[]) for i in range(request.resolved.n)]
     ids = request.prompt.tolist()
-    return RequestOutput(request.id, prompt, ids, outputs, finished=False, seed=request.resolved.seed)
+    scored: list[dict[int, Logprob] | None] | None = None if request.resolved.prompt_top is None else [None]
+    seed = request.resolved.seed
+    return RequestOutput(request.id, prompt, ids, outputs, finished=False, seed=seed, prompt_logprobs=scored)
 
 
 class Collector:
@@ -50,6 +52,8 @@ class Collector:
         """Append; returns how many tokens came."""
         for delta in deltas:
             choice = self.output.outputs[delta.index]
+            if delta.prompt_logprobs is not None and self.output.prompt_logprobs is not None and choice.index == 0:
+                self.output.prompt_logprobs += map(self._named, delta.prompt_logprobs)
             choice.text += delta.text if self._text else ""
             choice.token_ids.extend(delta.token_ids)
             for token in delta.logprobs or ():

@@ -8,39 +8,28 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
 from dataclasses import replace
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
 from millrace.errors import BusyError, MillraceError
-from millrace.runtime.answer import Answer
 from millrace.runtime.batch import BatchBuilder, token_logprobs
 from millrace.runtime.budget import TokenBudget
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from millrace.runtime.request import Deliver, Request, Sequence, Stage, Timings
 from millrace.runtime.resolve import check_prompt, resolve
 from millrace.runtime.scheduler import Scheduler, Step
-from millrace.runtime.sequence import Deliver, Request, Stage, Timings, sequences_of
 from millrace.runtime.stats import Counters, LoopStats
-from millrace.runtime.stops import StopTables
+from millrace.runtime.stops import AnswerText, StopTables
 
 MAX_FAILURES_IN_A_ROW = 3
 NOT_FINITE = "the model's output for this request was not finite"
 
 log = logging.getLogger(__name__)
-
-
-class _Live:
-    """A request that is not finished, with what this step adds to it."""
-
-    __slots__ = ("answers", "n_open", "pending", "request")
-
-    def __init__(self, request: Request, answers: list[Answer]) -> None:
-        self.request, self.answers = request, answers
-        self.n_open = len(answers)
-        self.pending: list[Delta] = []
 
 
 class EngineLoop:
@@ -64,8 +53,8 @@ class EngineLoop:
         self._pool = PagePool(self.limits.n_pages)
         self._scheduler = Scheduler(self.limits, self._pool, clock, budget)
         self._batch = BatchBuilder(self.limits)
-        self._live: dict[Request, _Live] = {}
-        self._touched: list[_Live] = []  # with something pending
+        self._live: dict[Request, None] = {}
+        self._pending: dict[Request, list[Delta]] = {}  # what this step adds
         self._counters = Counters()
         self._n_failed_in_row = 0
         self._dead_because: str | None = None
@@ -74,7 +63,7 @@ class EngineLoop:
         self._after_step: Callable[[], None] = _nothing
         self._stepping = threading.Lock()  # several threads may wait for answers of a loop that has none of its own
         self._commands_changed = threading.Condition()  # guards the four below
-        self._submitted: list[_Live] = []
+        self._submitted: list[Request] = []
         self._cancelled: list[Request] = []
         self._n_submitted = 0  # sequences on their way to the scheduler
         self._stopping = False
@@ -91,33 +80,37 @@ class EngineLoop:
 
     def submit(
         self,
-        prompt_token_ids: Sequence[int] | IntArray,
+        prompt_token_ids: Ordered[int] | IntArray,
         params: SamplingParams,
         deliver: Deliver,
         request_id: str | None = None,
         stops: StopTables | None = None,
+        first: int = 0,
     ) -> Request:
         """Queue a request; its deltas go to `deliver`, in the engine thread, at most once a step.
 
         Every choice ends with exactly one delta that has a finish_reason.
-        stops: the tables of `params.stop`, where they were made elsewhere
+        stops: the tables of `params.stop`, where they were made elsewhere; first: the index of its first choice
         raises RequestError on bad input, BusyError when the loop has stopped.
         """
         prompt = check_prompt(prompt_token_ids, self.limits)
         resolved = resolve(params, self.defaults, self.limits, len(prompt))
+        prompt_ids, tables = prompt.tolist(), stops or StopTables(params.stop)
+
+        def new_text() -> AnswerText:
+            shown = Detokenizer(self.tokenizer, params.skip_special_tokens, prompt_ids)
+            return AnswerText(shown, tables, params.include_stop_str_in_output)
+
         timings = Timings(queued_s=self.clock())
-        request = Request(request_id or uuid.uuid4().hex, prompt, params, resolved, deliver, timings)
-        prompt_ids = prompt.tolist()
-        skip, tables = params.skip_special_tokens, stops or StopTables(params.stop)
-        answers = [Answer(seq, Detokenizer(self.tokenizer, skip, prompt_ids), tables) for seq in sequences_of(request)]
+        request = Request(request_id or uuid.uuid4().hex, prompt, resolved, deliver, timings, new_text, first)
         with self._commands_changed:
             if self._dead_because is not None or self._stopping:
                 why = self._dead_because or "it is being closed"
                 raise BusyError(f"the engine has stopped: {why}", "a running engine", "restart it; its log says more")
             if self._is_idle():
                 self._progress_s = self.clock()  # waiting for work was no lack of progress
-            self._submitted.append(_Live(request, answers))
-            self._n_submitted += len(answers)
+            self._submitted.append(request)
+            self._n_submitted += len(request.choices)
             self._commands_changed.notify()
         return request
 
@@ -204,20 +197,20 @@ class EngineLoop:
     def _drain_commands(self) -> None:
         with self._commands_changed:  # so that no sequence is counted twice or not at all meanwhile
             cancelled, self._cancelled = self._cancelled, []
-            for live in self._submitted:
-                self._live[live.request] = live
-                self._scheduler.add([answer.sequence for answer in live.answers])
+            for request in self._submitted:
+                self._live[request] = None
+                self._scheduler.add(request)
             self._submitted, self._n_submitted = [], 0
         for request in cancelled:
-            if request in self._live:
-                self._end(self._live[request], FinishReason.ABORT, None)
+            self._end(request, FinishReason.ABORT, None)
 
     def _run_step(self) -> None:
         step = self._scheduler.schedule()
         inputs = self._batch.build(step)
         started_s = self.clock()
         try:
-            outputs = self._executor.run(inputs)
+            self._executor.launch(inputs)
+            outputs = self._executor.wait()
         except (RuntimeError, MillraceError) as error:  # what executors raise; a failed assert is our own and ends us
             self._step_failed(step, error)
             return
@@ -229,94 +222,96 @@ class EngineLoop:
         self._distribute(step, outputs, now_s)
 
     def _distribute(self, step: Step, outputs: StepOutputs, now_s: float) -> None:
-        """Give each drawn token to its answer."""
+        """Give each scored and each drawn token to its choice."""
         tokens: list[int] = outputs.tokens.tolist()
-        row = -1
+        row = 0
         for chunk in step.chunks:
-            if not chunk.draws:
+            seq, first = chunk.sequence, row
+            row += chunk.n_rows
+            if first == row or seq.stage is Stage.GONE:  # its sibling failed a moment ago
                 continue
-            row += 1
-            seq = chunk.sequence
-            if seq.stage is Stage.GONE:
-                continue  # its sibling failed a moment ago
-            live = self._live[seq.request]
-            if tokens[row] < 0:
-                self._end(live, FinishReason.ERROR, NOT_FINITE)
+            if min(tokens[first:row]) < 0:
+                self._end(seq.request, FinishReason.ERROR, NOT_FINITE)
                 continue
-            n_top, timings = seq.request.resolved.n_top, seq.request.timings
-            logprobs = None if n_top is None else token_logprobs(outputs, row, n_top)
-            delta = live.answers[seq.index].take(tokens[row], logprobs)
-            if timings.first_token_s is None:
-                timings.first_token_s = now_s
-                self._counters.prompt_tokens += seq.n_prompt
-            timings.last_token_s = now_s
-            timings.n_output_tokens += 1
-            self._counters.generation_tokens += 1
-            self._add(live, delta)
+            resolved = seq.request.resolved
+            if chunk.n_scored and (n_top := resolved.prompt_top) is not None:
+                rows = range(first, first + chunk.n_scored)
+                scored = tuple(token_logprobs(outputs, r, n_top) for r in rows)
+                for choice in seq.request.choices:  # the others wait for it: each tells of the prompt before its answer
+                    self._add(choice, choice.scored(scored))
+            if chunk.draws:
+                logprobs = None if resolved.n_top is None else token_logprobs(outputs, row - 1, resolved.n_top)
+                self._count(seq, now_s)
+                self._add(seq, seq.take(tokens[row - 1], logprobs))
+
+    def _count(self, seq: Sequence, now_s: float) -> None:
+        """A drawn token."""
+        timings = seq.request.timings
+        if timings.first_token_s is None:
+            timings.first_token_s = now_s
+            self._counters.prompt_tokens += seq.n_prompt
+        timings.last_token_s = now_s
+        timings.n_output_tokens += 1
+        self._counters.generation_tokens += 1
 
     def _step_failed(self, step: Step, error: Exception) -> None:
         """Fail the requests that took part. The others' pages are untouched, so they go on."""
         self._n_failed_in_row += 1
         log.error("step of %d tokens failed, %d in a row", step.n_tokens, self._n_failed_in_row, exc_info=error)
         for request in dict.fromkeys(chunk.sequence.request for chunk in step.chunks):
-            self._end(self._live[request], FinishReason.ERROR, f"the step that computed this request failed: {error}")
+            self._end(request, FinishReason.ERROR, f"the step that computed this request failed: {error}")
         if self._n_failed_in_row >= MAX_FAILURES_IN_A_ROW:
             self._dead_because = f"{MAX_FAILURES_IN_A_ROW} steps in a row failed, the last with: {error}"
             self._end_everything(FinishReason.ERROR, f"the engine has stopped: {self._dead_because}")
 
     # ------------------------------------------------------------------ finishing and delivering
 
-    def _add(self, live: _Live, delta: Delta) -> None:
-        if not live.pending:
-            self._touched.append(live)
-        live.pending.append(delta)
-        if delta.finish_reason is not None:
-            self._close_choice(live, delta.index, delta.finish_reason)
-
-    def _close_choice(self, live: _Live, index: int, reason: FinishReason) -> None:
-        self._scheduler.remove(live.answers[index].sequence)
+    def _add(self, seq: Sequence, delta: Delta) -> None:
+        request, reason = seq.request, delta.finish_reason
+        self._pending.setdefault(request, []).append(delta)
+        if reason is None:
+            return
+        self._scheduler.remove(seq)
         self._counters.finished[reason] += 1
-        live.n_open -= 1
-        if live.n_open == 0:
-            del self._live[live.request]
-            timings = live.request.timings
+        if not request.is_open:
+            del self._live[request]
+            timings = request.timings
             timings.finished_s = self.clock()
             if timings.first_scheduled_s is not None:
                 self._counters.request_took(timings.finished_s - timings.first_scheduled_s)
 
-    def _end(self, live: _Live, reason: FinishReason, error: str | None) -> None:
-        """End every choice that is still open."""
-        for answer in live.answers:
-            if answer.sequence.stage is not Stage.GONE:
-                self._add(live, answer.end(reason, error))
+    def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
+        """End every choice that is still open; harmless for a request that is finished."""
+        if request in self._live:
+            for seq in request.choices:
+                if seq.stage is not Stage.GONE:
+                    self._add(seq, seq.end(reason, error))
 
     def _end_everything(self, reason: FinishReason, error: str) -> None:
         self._drain_commands()
-        for live in list(self._live.values()):
-            self._end(live, reason, error)
+        for request in list(self._live):
+            self._end(request, reason, error)
         self._deliver()
 
     def _abandon_everything(self, error: str) -> None:
         """Tell everyone, and rely on nothing else: scheduler and pages may be in any state."""
         with self._commands_changed:
             submitted, self._submitted, self._n_submitted = self._submitted, [], 0
-        for live in dict.fromkeys([*self._touched, *self._live.values(), *submitted]):
-            ended = {d.index for d in live.pending if d.finish_reason is not None}
-            still_open = [
-                Delta(index=a.sequence.index, text="", token_ids=(), finish_reason=FinishReason.ERROR, error=error)
-                for a in live.answers
-                if a.sequence.stage is not Stage.GONE and a.sequence.index not in ended
-            ]
-            live.request.deliver(live.pending + still_open)
-        self._live, self._touched = {}, []
+        for request in dict.fromkeys([*self._pending, *self._live, *submitted]):
+            deltas = self._pending.get(request, [])
+            ended = {d.index for d in deltas if d.finish_reason is not None}
+            still_open = (seq for seq in request.choices if seq.stage is not Stage.GONE)
+            indices = {request.first + seq.index for seq in still_open} - ended
+            failed = [Delta(i, "", (), finish_reason=FinishReason.ERROR, error=error) for i in sorted(indices)]
+            request.deliver(deltas + failed)
+        self._live, self._pending = {}, {}
         self._after_step()
 
     def _deliver(self) -> None:
-        touched, self._touched = self._touched, []
-        for live in touched:
-            deltas, live.pending = live.pending, []
-            live.request.deliver(deltas)
-        if touched:
+        pending, self._pending = self._pending, {}
+        for request, deltas in pending.items():
+            request.deliver(deltas)
+        if pending:
             self._after_step()
 
     def _is_idle(self) -> bool:

@@ -49,6 +49,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # how many alternatives beside the chosen token; 0 = the chosen one only
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt: each given all before it
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True  # False: RequestOutput has token_ids without their text
@@ -90,6 +91,7 @@ class SamplingParams:
         _check_float("repetition_penalty", self.repetition_penalty, LEAST, 100.0)
         _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _check_stop(self.stop)
         _check_number("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKENS)
         _check_number("logit_bias", len(self.logit_bias), MAX_BIASED_TOKENS)
@@ -168,7 +170,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one choice of a request: at least one token, or a finish, or both."""
+    """What one step added to one choice of a request: tokens, a finish, or log probabilities of the prompt's tokens."""
 
     index: int
     text: str
@@ -177,6 +179,12 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for end-of-text
     error: str | None = None  # with FinishReason.ERROR: what happened, for the caller
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the next tokens of the prompt; the first has none
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of which it says something."""
+        return len(self.token_ids) + len(self.prompt_logprobs or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +218,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     seed: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # as asked; None for the first token

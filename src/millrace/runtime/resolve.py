@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.generation import GenerationDefaults
-from millrace.engine.executor import ExecutorLimits, IntArray
+from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray
 from millrace.errors import RequestError
 from millrace.runtime.params import COMPLETION_TOKENS, SEED_BITS, SamplingParams
 
@@ -29,23 +29,16 @@ class Resolved:
     n: int
     max_tokens: int
     min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int  # 0: off
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
     seed: int  # as asked, or the one that was drawn
     n_top: int | None  # alternatives per token; None: no log probabilities
+    prompt_top: int | None  # the same for the tokens of the prompt
     eos_token_ids: frozenset[int]  # empty with ignore_eos
     stop_token_ids: frozenset[int]
+    include_stop: bool  # the text of what ended the answer is part of it
     bias_ids: IntArray  # (B,)
     bias_values: NDArray[np.float32]  # (B,)
-
-    @property
-    def needs_history(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+    needs_history: bool  # a penalty looks at the tokens so far
+    row: NDArray[np.void]  # (1,) of SAMPLING: what the executor is told of every draw
 
 
 def context_tokens(limits: ExecutorLimits) -> int:
@@ -112,25 +105,48 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, limits: Execut
             f"min_tokens is {params.min_tokens}", f"at most max_tokens, {max_tokens}", "lower min_tokens", "min_tokens"
         )
     bias = sorted(params.logit_bias.items())
-    top_k = _first(params.top_k, defaults.top_k, 0)
+    bias_ids = _vocabulary_ids("logit_bias", [i for i, _ in bias], limits.vocab_size)
+    seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
+    asked = params.logprobs, params.prompt_logprobs
+    n_top, prompt_top = (None if n is None else min(n, limits.vocab_size) for n in asked)
+    if prompt_top is not None and limits.max_rows <= limits.max_sequences:
+        raise RequestError(
+            "prompt_logprobs is set, but this engine has no room for the logits of a prompt",
+            f"an engine with more than {limits.max_sequences} rows of logits", "build it again", "prompt_logprobs",
+        )  # fmt: skip
+    row = _row(params, defaults, limits.vocab_size)
+    row["seed"], row["n_top"], row["bias_count"] = seed & SEED_MASK, -1 if n_top is None else n_top, len(bias_ids)
+    penalties = (row["presence_penalty"][0], row["frequency_penalty"][0], row["repetition_penalty"][0] - 1)
     return Resolved(
         n=params.n,
         max_tokens=max_tokens,
         min_tokens=params.min_tokens,
-        temperature=_first(params.temperature, defaults.temperature, 1.0),
-        top_p=_first(params.top_p, defaults.top_p, 1.0),
-        top_k=top_k if 0 < top_k < limits.vocab_size else 0,  # -1 and "all of them" are off
-        min_p=_first(params.min_p, defaults.min_p, 0.0),
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=_first(params.repetition_penalty, defaults.repetition_penalty, 1.0),
-        seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
-        n_top=None if params.logprobs is None else min(params.logprobs, limits.vocab_size),
+        seed=seed,
+        n_top=n_top,
+        prompt_top=prompt_top,
         eos_token_ids=frozenset() if params.ignore_eos else frozenset(defaults.eos_token_ids),
         stop_token_ids=frozenset(_vocabulary_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)),
-        bias_ids=np.array(_vocabulary_ids("logit_bias", [i for i, _ in bias], limits.vocab_size), dtype=np.int32),
+        include_stop=params.include_stop_str_in_output,
+        bias_ids=np.array(bias_ids, dtype=np.int32),
         bias_values=np.array([v for _, v in bias], dtype=np.float32),
+        needs_history=any(penalties),
+        row=row,
     )
+
+
+def _row(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int) -> NDArray[np.void]:
+    """(1,) of SAMPLING: how to draw."""
+    row = np.zeros(1, dtype=SAMPLING)
+    top_k = _first(params.top_k, defaults.top_k, 0)
+    row["target"] = -1
+    row["top_k"] = top_k if 0 < top_k < vocab_size else 0  # -1 and "all of them" are off
+    row["temperature"] = _first(params.temperature, defaults.temperature, 1.0)
+    row["top_p"] = _first(params.top_p, defaults.top_p, 1.0)
+    row["min_p"] = _first(params.min_p, defaults.min_p, 0.0)
+    row["presence_penalty"] = params.presence_penalty
+    row["frequency_penalty"] = params.frequency_penalty
+    row["repetition_penalty"] = _first(params.repetition_penalty, defaults.repetition_penalty, 1.0)
+    return row
 
 
 def _max_tokens(params: SamplingParams, context: int, n_prompt: int) -> int:

@@ -7,6 +7,10 @@ back and waits again with its tokens: recomputing them gives the same bits (prom
 
 Nothing starves: the oldest running sequence is never preempted for another, fits into the pool alone (longer requests
 were refused), so it ends; and nobody overtakes the head of the queue, save while that waits for its sibling's prompt.
+
+Full pages of a prompt go into the pool's index as they are computed, and the other choices of the request find them
+there. A prompt whose log probabilities are wanted takes a row of logits for each token, by its first choice: its chunks
+are as short as the rows that are left.
 """
 
 from bisect import insort
@@ -17,7 +21,7 @@ from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
 from millrace.runtime.budget import TokenBudget
 from millrace.runtime.pages import PagePool, Pages
-from millrace.runtime.sequence import Sequence, Stage
+from millrace.runtime.request import Request, Sequence, Stage
 
 
 @dataclass(slots=True)
@@ -28,6 +32,12 @@ class Chunk:
     start: int
     n: int
     draws: bool  # the chunk reaches the sequence's last token: draw the next one
+    n_scored: int = 0  # of the prompt's tokens from `request.n_scored` on: what follows up to them is in the chunk
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of logits: first those of the scored tokens, then that of the draw."""
+        return self.n_scored + self.draws
 
 
 @dataclass(slots=True)
@@ -37,6 +47,7 @@ class Step:
     chunks: list[Chunk]
     n_tokens: int
     n_prefill: int
+    n_scored: int = 0
 
 
 class Scheduler:
@@ -64,18 +75,16 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # in order of arrival
         self.n_preemptions = 0
         self._n_arrived = 0
-        self._holding: dict[int, Sequence] = {}  # id(family) -> a member, for families with held pages
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def add(self, choices: list[Sequence]) -> None:
-        """Queue the choices of one request."""
+    def add(self, request: Request) -> None:
+        """Queue its choices."""
         self._n_arrived += 1
-        for seq in choices:
-            seq.order = (self._n_arrived, seq.index)
-            self.waiting.append(seq)
+        request.order = self._n_arrived
+        self.waiting += request.choices
 
     def remove(self, seq: Sequence) -> None:
         """Finished, failed or cancelled: its pages go back. Harmless for one that is gone."""
@@ -85,7 +94,6 @@ class Scheduler:
         elif seq.stage is Stage.WAITING:
             self.waiting.remove(seq)
         seq.stage = Stage.GONE
-        self._let_go_if_unneeded(seq)
 
     def schedule(self) -> Step:
         """The next step; empty only where there is no work."""
@@ -109,9 +117,10 @@ class Scheduler:
         """The step was computed; tokens are appended after this."""
         for chunk in step.chunks:
             seq = chunk.sequence
-            seq.n_computed = end = chunk.start + chunk.n
-            if len(seq.family.members) > 1 and chunk.start < self._n_shareable(seq) <= end:
-                self._hold_prompt(seq)
+            seq.n_computed = chunk.start + chunk.n
+            seq.request.n_scored += chunk.n_scored
+            if chunk.start < seq.n_prompt and len(seq.request.choices) > 1:
+                self._index_prompt(seq, chunk.start)
         self.budget.observe(step.n_prefill, step_time_s)
 
     # ------------------------------------------------------------------ chunks
@@ -132,11 +141,25 @@ class Scheduler:
         step.n_tokens = len(step.chunks)
 
     def _take_prefill(self, step: Step, seq: Sequence, room: int) -> int:
-        n = min(seq.n_left, room)
-        step.chunks.append(Chunk(seq, seq.n_computed, n, n == seq.n_left))
-        step.n_tokens += n
-        step.n_prefill += n
+        """How many tokens it took; 0 only where all rows for scores are taken."""
+        start, n, n_scored = seq.n_computed, min(seq.n_left, room), 0
+        if seq.index == 0 and (first := seq.request.n_scored) < seq.n_prompt:  # its row is that of the token before
+            rows = self._rows_for(seq, step)
+            n_scored = max(0, min(min(start + n, seq.n_prompt - 1) - first + 1, rows))
+            if start + n < seq.n_prompt or n_scored == rows:
+                n = min(n, first - 1 + n_scored - start)
+        if n > 0:
+            step.chunks.append(Chunk(seq, start, n, n == seq.n_left, n_scored))
+            step.n_tokens += n
+            step.n_prefill += n
+            step.n_scored += n_scored
         return n
+
+    def _rows_for(self, seq: Sequence, step: Step) -> int:
+        """Rows of logits for scores: the oldest prompt that is scored may have all, others half, so that it goes on."""
+        oldest = next((s for s in self.running if s.index == 0 and s.request.n_scored < s.n_prompt), seq)
+        rows = self.limits.max_rows - self.limits.max_sequences - step.n_scored
+        return rows if seq is oldest else rows // 2
 
     # ------------------------------------------------------------------ admission
 
@@ -157,7 +180,6 @@ class Scheduler:
             timings = seq.request.timings
             if timings.first_scheduled_s is None:
                 timings.first_scheduled_s = self.clock()
-            self._let_go_if_unneeded(seq)
             room -= self._take_prefill(step, seq, room)
         return given - room
 
@@ -165,11 +187,10 @@ class Scheduler:
         """Pages for every token that `seq` has; False, and nothing taken, when they are not there now."""
         n = -(-seq.n_tokens // self.limits.page_tokens) - len(shared)
         spare = len(self.running)  # a page of growth for each running answer, or they would soon preempt this one
+        kept = self.pool.share(shared)  # first: they may be free, and then are no room for others
         if self.pool.n_free < n + spare and self.running:
+            self.pool.release(kept)
             return False
-        kept = self.pool.share(shared)  # first, so that dropping held prompts cannot free them
-        if self.pool.n_free < n:
-            self._drop_held_prompts()
         own = self.pool.reserve(n)
         assert own is not None, f"{n} pages for the only sequence, {self.pool.n_free} of {self.pool.n_pages} free"
         seq.pages.extend(kept + own)
@@ -181,9 +202,6 @@ class Scheduler:
     def _grow(self, seq: Sequence) -> bool:
         """One more page for `seq`, taken from the youngest if need be; False when that is `seq` itself."""
         page = self.pool.reserve(1)
-        if page is None and self._holding:
-            self._drop_held_prompts()
-            page = self.pool.reserve(1)
         while page is None:
             victim = self.running[-1]
             assert len(self.running) > 1, "a sequence alone does not fit into the pool"
@@ -203,48 +221,38 @@ class Scheduler:
         self.n_preemptions += 1
 
     def _give_back(self, seq: Sequence) -> None:
-        self.pool.release(seq.pages.array.tolist())
+        self.pool.release(seq.pages.array[::-1].tolist())  # of what is kept, a prompt's beginning goes last
         seq.pages.clear()
         seq.n_computed = 0
 
     # ------------------------------------------------------------------ the common prompt of n choices
 
     def _n_shareable(self, seq: Sequence) -> int:
-        """Tokens in full pages of the prompt, without its last token: that must be computed to draw the next."""
-        return (seq.n_prompt - 1) // self.limits.page_tokens * self.limits.page_tokens
+        """Full pages of the prompt without its last token, which must be computed to draw the next one; for a prompt
+        that is scored, as far as it was."""
+        n_tokens = seq.n_prompt if seq.index else min(seq.request.n_scored, seq.n_prompt)
+        return (n_tokens - 1) // self.limits.page_tokens
 
     def _shared_prompt(self, seq: Sequence) -> Pages | None:
-        """Computed pages that `seq` may share; None while a sibling is still computing them."""
-        n_tokens = self._n_shareable(seq)
-        if len(seq.family.members) == 1 or n_tokens == 0:
+        """Computed pages that `seq` may share; None while its sibling is still computing or scoring the prompt."""
+        n_pages, request = self._n_shareable(seq), seq.request
+        if seq.index and request.n_scored < seq.n_prompt:
+            return None
+        if len(request.choices) == 1 or n_pages == 0:
             return ()
-        if seq.family.held:
-            return seq.family.held
-        running = [s for s in seq.family.members if s.stage is Stage.RUNNING]
-        for donor in running:
-            if donor.n_computed >= n_tokens:
-                return tuple(donor.pages.array[: n_tokens // self.limits.page_tokens].tolist())
-        return None if running else ()
+        found: list[int] = []
+        for i in range(n_pages):
+            page = self.pool.find((request.order, i))
+            if page is None:
+                break
+            found.append(page)
+        running = (s for s in request.choices if s.stage is Stage.RUNNING)
+        computing = len(found) < n_pages and any(s.n_computed < s.n_prompt for s in running)
+        return None if computing else tuple(found)
 
-    def _hold_prompt(self, seq: Sequence) -> None:
-        """Keep the prompt's pages for siblings that wait: `seq` may be finished before they come."""
-        family = seq.family
-        if not family.held and any(s.stage is Stage.WAITING for s in family.members):
-            n_pages = self._n_shareable(seq) // self.limits.page_tokens
-            family.held = self.pool.share(seq.pages.array[:n_pages].tolist())
-            self._holding[id(family)] = seq
-
-    def _let_go_if_unneeded(self, seq: Sequence) -> None:
-        family = seq.family
-        if family.held and not any(s.stage is Stage.WAITING for s in family.members):
-            self._let_go(seq)
-
-    def _let_go(self, seq: Sequence) -> None:
-        self.pool.release(seq.family.held)
-        seq.family.held = ()
-        del self._holding[id(seq.family)]
-
-    def _drop_held_prompts(self) -> None:
-        """Held pages are a convenience; a sequence that needs room goes first."""
-        for seq in list(self._holding.values()):
-            self._let_go(seq)
+    def _index_prompt(self, seq: Sequence, start: int) -> None:
+        """Its siblings find the pages that were filled from token `start` on."""
+        page_tokens = self.limits.page_tokens
+        n_full = min(seq.n_computed, seq.n_prompt) // page_tokens
+        for i in range(start // page_tokens, n_full):
+            self.pool.index(int(seq.pages.array[i]), (seq.request.order, i))

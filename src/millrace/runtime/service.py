@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from millrace.engine.executor import ExecutorLimits, IntArray
-from millrace.errors import BusyError, ConfigError
+from millrace.errors import BusyError, ConfigError, MillraceError
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
-from millrace.runtime.sequence import Request, Timings
+from millrace.runtime.request import Request
 from millrace.runtime.stats import LoopStats
 from millrace.runtime.stops import StopTables
 
@@ -56,48 +56,30 @@ class ServiceOptions:
 
 
 class RequestHandle:
-    """One request under way: `async for deltas in handle` gives lists of Delta, one list for each wake-up.
+    """Requests under way, read together: `async for deltas in handle` gives lists of Delta, one list a wake-up.
 
-    Iteration ends after every choice has had its finish. Made by `AsyncEngine.submit` only.
+    Choices are counted through all requests: those of the second begin behind those of the first. Iteration ends after
+    every choice has had its finish. Made by `AsyncEngine.submit` only.
     """
 
     def __init__(self, engine: "AsyncEngine") -> None:
+        self.requests: list[Request] = []  # their `timings` are written by the engine thread while they run
         self._engine = engine
-        self._request: Request | None = None
         self._buffer: deque[Delta] = deque()
         self._undelivered_tokens = 0
+        self._n_choices = 0
         self._unfinished = 0  # choices whose finish has not arrived here
         self._dropped = False
         self._wakeup: asyncio.Future[None] | None = None
 
     @property
     def request_id(self) -> str:
-        return self._made.id
-
-    @property
-    def seed(self) -> int:
-        """The seed in use: the one asked for, or the one that was drawn."""
-        return self._made.resolved.seed
-
-    @property
-    def max_tokens(self) -> int:
-        """Output tokens of one choice at most, after defaults and the context."""
-        return self._made.resolved.max_tokens
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        tokens: list[int] = self._made.prompt.tolist()
-        return tokens
+        return self.requests[0].id
 
     @property
     def n_prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self._made.prompt)
-
-    @property
-    def timings(self) -> Timings:
-        """Readings of the engine's clock; written by the engine thread while the request runs."""
-        return self._made.timings
+        """Tokens of all prompts."""
+        return sum(len(request.prompt) for request in self.requests)
 
     @property
     def finished(self) -> bool:
@@ -105,9 +87,10 @@ class RequestHandle:
         return self._unfinished == 0
 
     def cancel(self) -> None:
-        """Stop the request; iteration ends with ABORT for the choices that were not finished. Harmless when done."""
+        """Stop them; iteration ends with ABORT for the choices that were not finished. Harmless when done."""
         if not self.finished:
-            self._engine.loop.cancel(self._made)
+            for request in self.requests:
+                self._engine.loop.cancel(request)
 
     async def __aenter__(self) -> "RequestHandle":
         return self
@@ -131,22 +114,17 @@ class RequestHandle:
             finally:
                 self._wakeup = None
         deltas = [self._buffer.popleft() for _ in range(min(len(self._buffer), MAX_AT_ONCE))]
-        self._undelivered_tokens -= sum(len(d.token_ids) for d in deltas)
+        self._undelivered_tokens -= sum(d.n_tokens for d in deltas)
         return deltas
-
-    @property
-    def _made(self) -> Request:
-        assert self._request is not None, "the handle is given out only after its request was made"
-        return self._request
 
     def _receive(self, deltas: list[Delta], max_undelivered_tokens: int) -> None:
         if self._dropped:
             return
         self._buffer += deltas
-        self._undelivered_tokens += sum(len(d.token_ids) for d in deltas)
+        self._undelivered_tokens += sum(d.n_tokens for d in deltas)
         self._unfinished -= sum(d.finish_reason is not None for d in deltas)
         # a reader that waits is not slow: much came at once because this thread was held up
-        if self._undelivered_tokens > max_undelivered_tokens * self._made.resolved.n and self._wakeup is None:
+        if self._undelivered_tokens > max_undelivered_tokens * self._n_choices and self._wakeup is None:
             self._drop(f"the reader fell {self._undelivered_tokens} tokens behind, so the request was aborted")
         self._wake()
 
@@ -157,10 +135,10 @@ class RequestHandle:
     def _drop(self, why: str) -> None:
         """Forget what the reader did not fetch, and end every choice for it."""
         self._dropped = True
-        self._engine.loop.cancel(self._made)
+        self.cancel()
         self._buffer = deque(
             Delta(index=i, text="", token_ids=(), finish_reason=FinishReason.ABORT, error=why)
-            for i in range(self._made.resolved.n)
+            for i in range(self._n_choices)
         )
         self._undelivered_tokens = 0
         self._unfinished = 0
@@ -197,24 +175,33 @@ class AsyncEngine:
 
     def submit(
         self,
-        prompt_token_ids: Sequence[int] | IntArray,
-        params: SamplingParams,
+        prompts: Sequence[Sequence[int] | IntArray],
+        params: Sequence[SamplingParams],
         request_id: str | None = None,
         stops: StopTables | None = None,
     ) -> RequestHandle:
-        """Queue a request. raises RequestError on bad input, BusyError when the queue is full or draining.
+        """Queue a request for each prompt, with its own params, or none of them.
 
-        stops: the tables of `params.stop`, where they were made beforehand, off the event loop
+        raises RequestError on bad input, BusyError when the queue is full or draining.
+        stops: the tables of their `stop`, where they were made beforehand, off the event loop
         """
         assert self._aio is not None, "submit before start"
-        self._check_room(params.n)
+        n_choices = sum(own.n for own in params)
+        self._check_room(n_choices)
         handle = RequestHandle(self)
+        handle._n_choices = handle._unfinished = n_choices
 
         def deliver(deltas: list[Delta]) -> None:  # in the engine thread
             self._outbox_append(handle, deltas)
 
-        handle._unfinished = params.n
-        handle._request = self.loop.submit(prompt_token_ids, params, deliver, request_id, stops)
+        first = 0
+        try:
+            for prompt, own in zip(prompts, params, strict=True):
+                handle.requests.append(self.loop.submit(prompt, own, deliver, request_id, stops, first))
+                first += own.n
+        except MillraceError:
+            handle.cancel()
+            raise
         self._live.add(handle)
         self._all_done.clear()
         return handle

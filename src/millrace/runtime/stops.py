@@ -10,6 +10,7 @@ stay in the answer); the logits are not touched, so what is drawn is what would 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from millrace.runtime.params import FinishReason
 from millrace.runtime.resolve import Resolved
@@ -92,6 +93,38 @@ class StopStrings:
                 n = borders[n - 1]
             self._matched[i] = n
         return found
+
+
+class TextStream(Protocol):
+    """What an answer needs of `checkpoint.tokenizer.Detokenizer`."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The complete characters that these tokens add."""
+        ...
+
+    def flush(self) -> str:
+        """What an unfinished character leaves."""
+        ...
+
+
+class AnswerText:
+    """The text of one answer, token by token, up to a stop string."""
+
+    __slots__ = ("_detokenizer", "_stops")
+
+    def __init__(self, detokenizer: TextStream, tables: StopTables, include_stop: bool) -> None:
+        """tables: of the request's `stop`, one for all of its choices"""
+        self._detokenizer, self._stops = detokenizer, StopStrings(tables, include_stop)
+
+    def push(self, token: int, may_stop: bool) -> tuple[str, str | None]:
+        """As `StopStrings.push`, of what this token adds."""
+        return self._stops.push(self._detokenizer.push((token,)), may_stop)
+
+    def flush(self) -> str:
+        """What is still held back: no token is coming."""
+        text, stop = self._stops.push(self._detokenizer.flush(), may_stop=False)
+        assert stop is None
+        return text + self._stops.flush()
 
 
 def _borders(stop: str) -> list[int]:

@@ -86,7 +86,6 @@ SAMPLING: Mapping[str, str] = {
     "beam_width": "n= with a temperature: there is no beam search",
     "length_penalty": "n= with a temperature: there is no beam search",
     "early_stopping": "n= with a temperature: there is no beam search",
-    "prompt_logprobs": "logprobs=, of the answer's tokens; those of a prompt are not computed",
     "flat_logprobs": "logprobs=, which gives a dict a token",
     "spaces_between_special_tokens": "skip_special_tokens=False, and nothing is put between them",
     "truncate_prompt_tokens": 'a prompt {"prompt_token_ids": ids[-n:]}',

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
-from millrace.serve.generation import Generation, Step, check_context, start
+from millrace.serve.generation import Generation, Whole, check_context, start
 from millrace.serve.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
 from millrace.serve.protocol import ChatRequest
 from millrace.serve.replies import (
@@ -22,16 +22,16 @@ from millrace.serve.replies import (
     ChatReply,
 )
 from millrace.serve.sampling import chat_params
-from millrace.serve.serving import Serving
 from millrace.serve.streams import EventStream, StreamUsage, events
+from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
 
 Finish = Literal["stop", "length"]
 
 
-async def chat_completions(serving: Serving, call: Call, asked: ChatRequest) -> ASGIApp:
+async def chat_completions(serving: TextBackend, call: Call, asked: ChatRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    call.log.model = model = serving.check_model(asked.model)
+    model = call.model
     params = chat_params(asked)
     prompt = await serving.texts.encode_chat(
         asked.messages,
@@ -52,34 +52,26 @@ async def chat_completions(serving: Serving, call: Call, asked: ChatRequest) -> 
 class _Answer:
     """One chat completion under way."""
 
-    def __init__(self, serving: Serving, generation: Generation, answer_id: str, model: str) -> None:
+    def __init__(self, serving: TextBackend, generation: Generation, answer_id: str, model: str) -> None:
         self._serving, self._generation = serving, generation
         self._id, self._model, self._created = answer_id, model, int(time.time())
 
     async def whole(self) -> Response:
         """raises GenerationFailedError"""
-        n = self._generation.params.n
-        texts: list[list[str]] = [[] for _ in range(n)]
-        logprobs = [WholeChat() for _ in range(n)]
-        last: dict[int, Delta] = {}
+        logprobs = [WholeChat() for _ in range(self._generation.n_choices)]
 
-        def take(steps: list[Step]) -> int:
-            n_bytes = 0
-            for step in steps:
-                texts[step.choice].append(step.delta.text)
-                last[step.choice] = step.delta
-                if (piece := self._logprobs(step.delta.logprobs or ())) is not None:
-                    n_bytes += logprobs[step.choice].add(piece)
-            return n_bytes
+        def named(delta: Delta) -> int:
+            piece = self._logprobs(delta.logprobs or ())
+            return 0 if piece is None else logprobs[delta.index].add(piece)
 
         async with self._generation:
-            await self._generation.taken(take, self._serving)
+            choices = await self._generation.whole(named, self._serving)
             content = await self._serving.written(
-                self._generation.is_large, lambda: msgspec.json.encode(self._reply(texts, logprobs, last))
+                self._generation.is_large, lambda: msgspec.json.encode(self._reply(choices, logprobs))
             )
         return Response(content, media_type="application/json")
 
-    def _reply(self, texts: list[list[str]], logprobs: list[WholeChat], last: dict[int, Delta]) -> ChatReply:
+    def _reply(self, choices: list[Whole], logprobs: list[WholeChat]) -> ChatReply:
         return ChatReply(
             id=self._id,
             created=self._created,
@@ -87,12 +79,12 @@ class _Answer:
             choices=[
                 ChatChoice(
                     index=i,
-                    message=AssistantMessage("".join(texts[i])),
+                    message=AssistantMessage(choice.text),
                     logprobs=None if self._generation.params.logprobs is None else logprobs[i].whole(),
-                    finish_reason=finish_of(last[i]),
-                    stop_reason=last[i].stop_reason,
+                    finish_reason=finish_of(choice.last),
+                    stop_reason=None if choice.last is None else choice.last.stop_reason,
                 )
-                for i in range(self._generation.params.n)
+                for i, choice in enumerate(choices)
             ],
             usage=self._generation.usage,
             system_fingerprint=self._serving.fingerprint,
@@ -108,8 +100,8 @@ class _Answer:
         first = self._chunk(roles, usage)
         first.millrace = self._generation.asked
         head = events([first])  # goes out with the first token: whoever takes the first event for it is not misled
-        async for steps in self._generation:
-            choices = [self._choice(step) for step in steps if _says_something(step.delta)]
+        async for deltas in self._generation:
+            choices = [self._choice(delta) for delta in deltas if _says_something(delta)]
             yield head + events(self._chunk([choice], usage) for choice in choices)
             head = b""
         if usage.at_end:
@@ -122,9 +114,8 @@ class _Answer:
         chunk.usage = usage.of(choices[0].index)
         return chunk
 
-    def _choice(self, step: Step) -> ChatChunkChoice:
-        delta = step.delta
-        choice = ChatChunkChoice(step.choice, ChatDelta(content=delta.text) if delta.text else ChatDelta())
+    def _choice(self, delta: Delta) -> ChatChunkChoice:
+        choice = ChatChunkChoice(delta.index, ChatDelta(content=delta.text) if delta.text else ChatDelta())
         choice.logprobs = self._logprobs(delta.logprobs or ())
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = finish_of(delta), delta.stop_reason
@@ -136,9 +127,9 @@ class _Answer:
         return chat_logprobs(self._serving.model.tokenizer, tokens)
 
 
-def finish_of(delta: Delta) -> Finish:
+def finish_of(delta: Delta | None) -> Finish:
     """Of a choice's last delta; errors and aborts have been raised before."""
-    assert delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), delta
+    assert delta is not None and delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), delta
     return cast(Finish, delta.finish_reason.value)
 
 

@@ -1,7 +1,7 @@
 """POST /v1/completions: one or several prompts, as texts or token ids, to their continuations."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 from starlette.responses import Response
@@ -10,20 +10,20 @@ from starlette.types import ASGIApp
 from millrace.errors import RequestError
 from millrace.runtime.params import Delta, SamplingParams
 from millrace.serve.chat import finish_of
-from millrace.serve.generation import Generation, Step, check_context, start
+from millrace.serve.generation import Generation, Whole, check_context, start
 from millrace.serve.logprobs import COMPLETION_BYTES, OffsetLogprobs, WholeCompletion
 from millrace.serve.protocol import CompletionRequest
-from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply
+from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply, Usage
 from millrace.serve.sampling import completion_params
-from millrace.serve.serving import Serving, capacity
 from millrace.serve.streams import EventStream, StreamUsage, events
+from millrace.serve.text import TextBackend
 from millrace.serve.texts import Texts
 from millrace.serve.wire import Call
 
 
-async def completions(serving: Serving, call: Call, asked: CompletionRequest) -> ASGIApp:
+async def completions(serving: TextBackend, call: Call, asked: CompletionRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    call.log.model = model = serving.check_model(asked.model)
+    model = call.model
     params = completion_params(asked)
     given = _prompts(asked.prompt, params, serving)
     prompts = await _tokens(serving, given, params, asked.add_special_tokens is not False)
@@ -31,90 +31,91 @@ async def completions(serving: Serving, call: Call, asked: CompletionRequest) ->
     asked.prompt, given = "", []  # they may be many times the body, and the answer may take minutes
     whole_bytes = None if asked.stream else COMPLETION_BYTES
     generation = await start(serving, prompts, params, call, continues=True, whole_bytes=whole_bytes)
-    answer = _Answer(serving, generation, f"cmpl-{call.id}", model, echoes)
+    answer = _Answer(serving, generation, f"cmpl-{call.id}", model, echoes, prompt_only=asked.max_tokens == 0)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
     return await answer.whole()
 
 
 class _Answer:
-    """One completion request under way. `echoes`: the text of each prompt, where it is asked for."""
+    """One completion request under way.
+
+    echoes: the text of each prompt, where it is asked for. prompt_only: nothing else is: the token that was drawn, for
+    the engine draws one at least, is not told
+    """
 
     def __init__(
-        self, serving: Serving, generation: Generation, answer_id: str, model: str, echoes: list[str] | None
-    ) -> None:
+        self, serving: TextBackend, generation: Generation, answer_id: str, model: str, echoes: list[str] | None,
+        prompt_only: bool,
+    ) -> None:  # fmt: skip
         self._serving, self._generation = serving, generation
         self._id, self._model, self._created = answer_id, model, int(time.time())
-        self._echoes = echoes
+        self._echoes, self._prompt_only = echoes, prompt_only
+        self._with_top = bool(generation.params.logprobs)
         self._offsets: list[OffsetLogprobs] = []
         params = generation.params
         if params.logprobs is not None:
             tokenizer, skip = serving.model.tokenizer, params.skip_special_tokens
             self._offsets = [
-                OffsetLogprobs(tokenizer, handle.prompt_token_ids, skip)
-                for handle in generation.handles
+                OffsetLogprobs(tokenizer, () if echoes else request.prompt.tolist(), skip)
+                for request in generation.handle.requests
                 for _ in range(params.n)
             ]
 
-    @property
-    def _n_choices(self) -> int:
-        return len(self._generation.handles) * self._generation.params.n
-
     async def whole(self) -> Response:
         """raises GenerationFailedError"""
-        texts = [[self._echo(choice)] for choice in range(self._n_choices)]
-        logprobs = [WholeCompletion() for _ in range(self._n_choices)]
-        last: dict[int, Delta] = {}
+        logprobs = [WholeCompletion() for _ in range(self._generation.n_choices)]
+        for choice, piece in self._first_logprobs():
+            logprobs[choice].add(piece)
 
-        def take(steps: list[Step]) -> int:
-            n_bytes = 0
-            for step in steps:
-                texts[step.choice].append(step.delta.text)
-                last[step.choice] = step.delta
-                if (piece := self._logprobs(step)) is not None:
-                    n_bytes += logprobs[step.choice].add(piece)
-            return n_bytes
+        def named(delta: Delta) -> int:
+            return sum(logprobs[delta.index].add(piece) for piece in self._logprobs(delta))
 
         async with self._generation:
-            await self._generation.taken(take, self._serving)
+            choices = await self._generation.whole(named, self._serving)
             content = await self._serving.written(
-                self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(texts, logprobs, last))
+                self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(choices, logprobs))
             )
         return Response(content, media_type="application/json")
 
-    def _whole_reply(
-        self, texts: list[list[str]], logprobs: list[WholeCompletion], last: dict[int, Delta]
-    ) -> CompletionReply:
+    def _whole_reply(self, wholes: list[Whole], logprobs: list[WholeCompletion]) -> CompletionReply:
         choices = [
             CompletionChoice(
                 index=i,
-                text="".join(texts[i]),
+                text=self._echo(i) + ("" if self._prompt_only else whole.text),
                 logprobs=logprobs[i].whole() if self._offsets else None,
-                finish_reason=finish_of(last[i]),
-                stop_reason=last[i].stop_reason,
+                finish_reason="length" if self._prompt_only else finish_of(whole.last),
+                stop_reason=None if self._prompt_only or whole.last is None else whole.last.stop_reason,
             )
-            for i in range(self._n_choices)
+            for i, whole in enumerate(wholes)
         ]
         reply = self._reply(choices)
-        reply.usage, reply.millrace = self._generation.usage, self._generation.asked
+        reply.usage, reply.millrace = self._usage, self._generation.asked
         return reply
+
+    @property
+    def _usage(self) -> Usage:
+        n_prompt = self._generation.handle.n_prompt
+        return Usage(n_prompt, 0, n_prompt) if self._prompt_only else self._generation.usage
 
     async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
         """Blocks of events. raises GenerationFailedError"""
         asked: Asked | None = self._generation.asked  # told in the first event
         head = b""  # goes out with the first token: whoever takes the first event for it is not misled
         if self._echoes is not None:
-            echoed = [CompletionChoice(i, self._echo(i), None, None) for i in range(self._n_choices)]
+            echoed = [CompletionChoice(i, self._echo(i), None, None) for i in range(self._generation.n_choices)]
+            for choice, piece in self._first_logprobs():
+                echoed[choice].logprobs = piece
             head, asked = self._events([echoed], usage, asked), None
-        async for steps in self._generation:
-            choices = [self._choice(step) for step in steps]
+        async for deltas in self._generation:
+            choices = [choice for delta in deltas for choice in self._choices(delta)]
             block = [[choice] for choice in choices if choice.text or choice.logprobs or choice.finish_reason]
             if block:
                 yield head + self._events(block, usage, asked)
                 head, asked = b"", None
         if usage.at_end:
             last = self._reply([])
-            last.usage = self._generation.usage
+            last.usage = self._usage
             yield events([last])
 
     def _events(self, blocks: list[list[CompletionChoice]], usage: StreamUsage, asked: Asked | None) -> bytes:
@@ -128,24 +129,35 @@ class _Answer:
     def _reply(self, choices: list[CompletionChoice]) -> CompletionReply:
         return CompletionReply(self._id, self._created, self._model, choices, self._serving.fingerprint)
 
-    def _choice(self, step: Step) -> CompletionChoice:
-        delta = step.delta
-        choice = CompletionChoice(step.choice, delta.text, self._logprobs(step), None)
+    def _choices(self, delta: Delta) -> list[CompletionChoice]:
+        """What a delta says: mostly one, but a prompt's log probabilities and those of its answer are two."""
+        pieces: list[CompletionLogprobs | None] = [*self._logprobs(delta)] or [None]
+        choices = [CompletionChoice(delta.index, "", piece, None) for piece in pieces]
+        if not self._prompt_only:
+            choices[-1].text = delta.text
         if delta.finish_reason is not None:
-            choice.finish_reason, choice.stop_reason = finish_of(delta), delta.stop_reason
-        return choice
+            choices[-1].finish_reason = "length" if self._prompt_only else finish_of(delta)
+            choices[-1].stop_reason = None if self._prompt_only else delta.stop_reason
+        return choices
 
-    def _logprobs(self, step: Step) -> CompletionLogprobs | None:
-        if not self._offsets or step.delta.logprobs is None:
-            return None
-        return self._offsets[step.choice].take(step.delta.logprobs, bool(self._generation.params.logprobs))
+    def _first_logprobs(self) -> Iterator[tuple[int, CompletionLogprobs]]:
+        """Of each choice, its echoed prompt's first token."""
+        if self._echoes is not None:
+            for choice, offsets in enumerate(self._offsets):
+                prompt = self._generation.handle.requests[choice // self._generation.params.n].prompt
+                yield choice, offsets.first(int(prompt[0]), self._with_top)
+
+    def _logprobs(self, delta: Delta) -> list[CompletionLogprobs]:
+        told = [delta.prompt_logprobs, None if self._prompt_only else delta.logprobs]
+        offsets = self._offsets[delta.index] if self._offsets else None
+        return [offsets.take(tokens, self._with_top) for tokens in told if offsets is not None and tokens]
 
     def _echo(self, choice: int) -> str:
         return "" if self._echoes is None else self._echoes[choice // self._generation.params.n]
 
 
 def _prompts(
-    given: str | list[str | int | list[int]], params: SamplingParams, serving: Serving
+    given: str | list[str | int | list[int]], params: SamplingParams, serving: TextBackend
 ) -> list[str | list[int]]:
     """The four ways to write prompts, as a list of texts and token-id lists. What is too long is not looked at."""
     if isinstance(given, str):
@@ -169,8 +181,8 @@ def _prompts(
     )
 
 
-def _check_number(n_sequences: int, serving: Serving) -> None:
-    if n_sequences > (most := capacity(serving.model.engine)):
+def _check_number(n_sequences: int, serving: TextBackend) -> None:
+    if n_sequences > (most := serving.capacity):
         raise RequestError(
             f"the prompts times n are {n_sequences} answers",
             f"at most {most}, which is what the queue holds",
@@ -180,7 +192,7 @@ def _check_number(n_sequences: int, serving: Serving) -> None:
 
 
 async def _tokens(
-    serving: Serving, given: list[str | list[int]], params: SamplingParams, special: bool
+    serving: TextBackend, given: list[str | list[int]], params: SamplingParams, special: bool
 ) -> list[list[int]]:
     """All prompts are of one kind: texts or token ids."""
     texts = [prompt for prompt in given if isinstance(prompt, str)]

@@ -1,4 +1,4 @@
-"""The outermost layer: gives every request an id, turns every error into OpenAI's error object, writes the log line."""
+"""The outermost layer: gives every request an id, lets its protocol write every error, writes the log line."""
 
 import logging
 import re
@@ -10,10 +10,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from millrace.errors import MillraceError
+from millrace.serve.backend import Models
 from millrace.serve.errors import (
     BUG,
     CLIENT_CLOSED,
     ClientGoneError,
+    ErrorWriter,
     HttpError,
     Problem,
     problem_of,
@@ -21,7 +23,7 @@ from millrace.serve.errors import (
 from millrace.serve.generation import GenerationFailedError
 from millrace.serve.logs import RequestLog, log_request
 from millrace.serve.management import unknown_path
-from millrace.serve.serving import Serving
+from millrace.serve.routes import Handler
 from millrace.serve.wire import CALL, Call, header
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # nothing that could break a header or a log line
@@ -31,9 +33,9 @@ log = logging.getLogger(__name__)
 class Edge:
     """An ASGI application around the routes."""
 
-    def __init__(self, routes: ASGIApp, serving: Serving, paths: Collection[str]) -> None:
-        """paths: those of the routes, for whoever asks for another one"""
-        self._routes, self._serving, self._paths = routes, serving, paths
+    def __init__(self, routes: ASGIApp, models: Models, paths: Collection[str], write_error: ErrorWriter) -> None:
+        """paths: those of the routes, for whoever asks for another one; write_error: of requests of no protocol"""
+        self._routes, self._models, self._paths, self._write_error = routes, models, paths, write_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]  # the server speaks neither websockets nor lifespan
@@ -48,16 +50,16 @@ class Edge:
                 message["headers"] = [*message.get("headers", ()), id_header, *_ignored_header(call)]
             await send(message)
 
-        self._serving.load.n += 1
+        self._models.serving.load.n += 1
         try:
             await self._run(scope, receive, send_with_id, call)
         finally:
             call.log.ignored = ",".join(call.ignored) or None
             call.log.total_ms = (time.perf_counter() - call.arrived_s) * 1e3
             log_request(call.log)
-            self._serving.load.n -= 1
+            self._models.serving.load.n -= 1
             path = getattr(scope.get("route"), "path", "other")
-            self._serving.metrics.answered(path, scope["method"], call.log.status or CLIENT_CLOSED)
+            self._models.serving.metrics.answered(path, scope["method"], call.log.status or CLIENT_CLOSED)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, call: Call) -> None:
         headers: dict[str, str] = {}
@@ -73,7 +75,7 @@ class Edge:
         except HTTPException as error:
             problem, headers = self._of_route(scope, error), dict(error.headers or {})
         except MillraceError as error:
-            problem = problem_of(error, accepting=self._serving.heartbeat.accepting)
+            problem = problem_of(error, accepting=self._models.heartbeat.accepting)
             headers = error.headers if isinstance(error, HttpError) else {}
             if problem.status >= 500:
                 log.error("request %s: %s", call.id, error)
@@ -82,7 +84,9 @@ class Edge:
             problem = BUG
         call.log.error = problem.brief
         if call.log.status is None:  # otherwise the response is under way, and can only be cut off
-            await problem.response(headers)(scope, receive, send)
+            handler = scope.get("endpoint")
+            write = handler.protocol.write_error if isinstance(handler, Handler) else self._write_error
+            await problem.response(write, headers)(scope, receive, send)
 
     def _of_route(self, scope: Scope, error: HTTPException) -> Problem:
         path = call_path(scope)

@@ -1,7 +1,7 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""What goes wrong, as HTTP says it: a status and a Problem, which each protocol writes in its own way."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -38,7 +38,7 @@ class ClientGoneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error as it goes over the wire."""
+    """One error, before a protocol writes it."""
 
     status: int
     message: str
@@ -56,15 +56,16 @@ class Problem:
         return f"{self.code}: {self.message.split('; expected: ')[0][:160]}"
 
     def body(self) -> bytes:
+        """As OpenAI's clients expect it: `{"error": {"message", "type", "param", "code"}}`."""
         return msgspec.json.encode(
             ErrorReply(error=ErrorBody(message=self.message, type=self.type, param=self.param, code=self.code))
         )
 
-    def response(self, headers: dict[str, str] | None = None) -> Response:
-        all_headers = dict(headers or {})
+    def response(self, write: "ErrorWriter", headers: Mapping[str, str]) -> Response:
+        all_headers = dict(headers)
         if self.retry_after_s is not None:
             all_headers["retry-after"] = str(math.ceil(self.retry_after_s))
-        return Response(self.body(), self.status, all_headers, media_type="application/json")
+        return Response(write(self), self.status, all_headers, media_type="application/json")
 
     def whole_response(self, headers: Mapping[str, str]) -> bytes:
         """As it is written where no request was understood: the connection's last words."""
@@ -74,6 +75,7 @@ class Problem:
         return f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n{''.join(lines)}\r\n".encode() + body
 
 
+ErrorWriter = Callable[[Problem], bytes]  # a protocol's: the JSON of a reply that is an error
 BUG = Problem(500, "The server failed at this request; its log says why.", code="internal_error")
 
 

@@ -1,29 +1,32 @@
 """The engine's side of one HTTP call: one request per prompt, merged into one stream of steps, measured, cancelled."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from millrace.errors import MillraceError, RequestError
-from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from millrace.errors import RequestError
+from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs
 from millrace.runtime.resolve import no_tokens, with_length
 from millrace.runtime.service import RequestHandle
 from millrace.runtime.stops import StopTables
 from millrace.serve.errors import context_exceeded, generation_failed
 from millrace.serve.replies import Asked, Usage
-from millrace.serve.sampling import with_own_seed
-from millrace.serve.serving import LARGE, LARGE_STEP, Serving
+from millrace.serve.serving import LARGE, LARGE_STEP
+from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one wake-up brought to one choice. `choice` counts through all prompts: prompt 1 begins at n."""
+@dataclass(slots=True)
+class Whole:
+    """One choice of an answer that is held until it is complete."""
 
-    choice: int
-    delta: Delta
+    texts: list[str]
+    last: Delta | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 class GenerationFailedError(Exception):
@@ -36,23 +39,25 @@ class GenerationFailedError(Exception):
 
 
 class Generation:
-    """`async with` it: whoever leaves early takes the requests along. Iteration gives lists of Step until all ended.
+    """`async with` it: whoever leaves early takes the requests along. Iteration gives lists of Delta until all ended.
 
-    Steps of the same choice in one list are merged. raises GenerationFailedError from the iteration.
+    Choices are counted through all prompts: prompt 1 begins at n. Deltas of the same choice in one list are merged.
+    raises GenerationFailedError from the iteration.
     """
 
-    def __init__(self, handles: Sequence[RequestHandle], params: SamplingParams, call: Call, serving: Serving) -> None:
-        self.handles = handles
+    def __init__(self, handle: RequestHandle, params: SamplingParams, call: Call, serving: TextBackend) -> None:
+        self.handle = handle
         self.params = params
         self._call, self._metrics = call, serving.metrics
         self._held = serving.unsent.share()
-        self._n_generated = [0] * (len(handles) * params.n)  # of each choice
+        self._n_generated = [0] * self.n_choices
         self._last_s: dict[int, float] = {}  # when each choice last got a token
         self._first_token_seen = False
         self._reasons: set[str] = set()
-        self._queue: asyncio.Queue[list[Step] | None] = asyncio.Queue(maxsize=len(handles))
-        self._pumps: list[asyncio.Task[None]] = []
-        self._n_pumping = 0
+
+    @property
+    def n_choices(self) -> int:
+        return len(self.handle.requests) * self.params.n
 
     @property
     def n_generated(self) -> int:
@@ -67,88 +72,71 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return _usage(sum(handle.n_prompt for handle in self.handles), self.n_generated)
+        return _usage(self.handle.n_prompt, self.n_generated)
 
     def usage_so_far(self, choice: int) -> Usage:
         """Of one choice alone, in the middle of a stream, as vLLM counts it."""
-        return _usage(self.handles[choice // self.params.n].n_prompt, self._n_generated[choice])
+        return _usage(len(self.handle.requests[choice // self.params.n].prompt), self._n_generated[choice])
 
     @property
     def asked(self) -> Asked:
-        seeds = [handle.seed for handle in self.handles]
+        seeds = [request.resolved.seed for request in self.handle.requests]
         return Asked(seeds[0], seeds) if len(seeds) > 1 else Asked(seeds[0])
 
-    async def taken(self, take: Callable[[list[Step]], int], serving: Serving) -> None:
-        """All of it, given to `take` as it comes; in a thread where that would hold up the event loop.
+    async def whole(self, named: Callable[[Delta], int], serving: TextBackend) -> list[Whole]:
+        """All choices, complete; gathered in a thread where that would hold up the event loop.
 
-        take: how many bytes more it holds, which count until the generation is left
+        named: takes a delta's log probabilities, and says how many bytes more it holds, which count until this is left
         raises HttpError with 503 where all answers together are too many
         """
-        async for steps in self:
+        choices = [Whole([]) for _ in range(self.n_choices)]
+
+        def take(deltas: list[Delta]) -> int:
+            n_bytes = 0
+            for delta in deltas:
+                choices[delta.index].texts.append(delta.text)
+                choices[delta.index].last = delta
+                n_bytes += named(delta)
+            return n_bytes
+
+        async for deltas in self:
             n_top = self.params.logprobs
-            n_named = 0 if n_top is None else sum(len(step.delta.token_ids) for step in steps) * (1 + n_top)
-            self._held.add(await serving.written(n_named > LARGE_STEP, partial(take, steps)))
+            n_named = 0 if n_top is None else sum(delta.n_tokens for delta in deltas) * (1 + n_top)
+            self._held.add(await serving.written(n_named > LARGE_STEP, partial(take, deltas)))
+        return choices
 
     async def __aenter__(self) -> "Generation":
-        if len(self.handles) > 1:
-            self._pumps = [asyncio.create_task(self._pump(i)) for i in range(len(self.handles))]
-            self._n_pumping = len(self._pumps)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._held.release()
-        for handle in self.handles:
-            handle.cancel()
-        for pump in self._pumps:
-            pump.cancel()
-        if self._pumps:
-            await asyncio.wait(self._pumps)
+        self.handle.cancel()
         self._note()
 
-    def __aiter__(self) -> AsyncIterator[list[Step]]:
+    def __aiter__(self) -> AsyncIterator[list[Delta]]:
         return self
 
-    async def __anext__(self) -> list[Step]:
-        steps = await (self._merged() if self._pumps else self._of(0))
-        self._measure(steps)
-        for step in steps:
-            if step.delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                self._reasons.add(step.delta.finish_reason.value)
-                raise GenerationFailedError(step.delta)
-        return steps
-
-    async def _of(self, prompt: int) -> list[Step]:
-        first = prompt * self.params.n
+    async def __anext__(self) -> list[Delta]:
         merged: dict[int, Delta] = {}
-        for delta in await anext(self.handles[prompt]):
+        for delta in await anext(self.handle):
             before = merged.get(delta.index)
             merged[delta.index] = delta if before is None else _joined(before, delta)
-        return [Step(first + index, delta) for index, delta in merged.items()]
+        deltas = list(merged.values())
+        self._measure(deltas)
+        for delta in deltas:
+            if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                self._reasons.add(delta.finish_reason.value)
+                raise GenerationFailedError(delta)
+        return deltas
 
-    async def _merged(self) -> list[Step]:
-        while self._n_pumping:
-            steps = await self._queue.get()
-            if steps is not None:
-                return steps
-            self._n_pumping -= 1
-        raise StopAsyncIteration
-
-    async def _pump(self, prompt: int) -> None:
-        """The queue is bounded, so what a slow client does not fetch stays in the handle, which is bounded too."""
-        try:
-            while True:
-                await self._queue.put(await self._of(prompt))
-        except StopAsyncIteration:
-            await self._queue.put(None)
-
-    def _measure(self, steps: list[Step]) -> None:
+    def _measure(self, deltas: list[Delta]) -> None:
         now_s = time.perf_counter()
-        for step in steps:
-            n_tokens = len(step.delta.token_ids)
+        for delta in deltas:
+            n_tokens, choice = len(delta.token_ids), delta.index
             if not n_tokens:
                 continue
-            self._n_generated[step.choice] += n_tokens
-            last_s = self._last_s.get(step.choice)
+            self._n_generated[choice] += n_tokens
+            last_s = self._last_s.get(choice)
             if not self._first_token_seen:
                 self._first_token_seen = True
                 self._call.log.ttft_ms = (now_s - self._call.arrived_s) * 1e3
@@ -156,28 +144,29 @@ class Generation:
             elif last_s is not None:
                 for _ in range(n_tokens):
                     self._metrics.itl.observe((now_s - last_s) / n_tokens)
-            self._last_s[step.choice] = now_s
-            if step.delta.finish_reason is not None:
-                self._reasons.add(step.delta.finish_reason.value)
+            self._last_s[choice] = now_s
+            if delta.finish_reason is not None:
+                self._reasons.add(delta.finish_reason.value)
 
     def _note(self) -> None:
         """Into the log line and, for those that came to a regular end, the histograms."""
-        log, timings = self._call.log, self.handles[0].timings
+        log, requests = self._call.log, self.handle.requests
         log.prompt_tokens, log.generated_tokens = self.usage.prompt_tokens, self.n_generated
+        timings = requests[0].timings
         if timings.first_scheduled_s is not None:
             log.queue_ms = (timings.first_scheduled_s - timings.queued_s) * 1e3
-        ended = all(handle.finished for handle in self.handles)
-        log.finish_reason = "+".join(sorted(self._reasons)) if ended else FinishReason.ABORT.value
-        if ended and self._reasons <= {FinishReason.STOP.value, FinishReason.LENGTH.value}:
+        log.finish_reason = "+".join(sorted(self._reasons)) if self.handle.finished else FinishReason.ABORT.value
+        if self.handle.finished and self._reasons <= {FinishReason.STOP.value, FinishReason.LENGTH.value}:
             self._metrics.e2e.observe(time.perf_counter() - self._call.arrived_s)
             n = self.params.n
-            for i, handle in enumerate(self.handles):
+            for i, request in enumerate(requests):
                 longest = max(self._n_generated[i * n : (i + 1) * n])
-                self._metrics.finished(handle.timings, handle.n_prompt, n, handle.max_tokens, longest)
+                max_tokens = request.resolved.max_tokens
+                self._metrics.finished(request.timings, len(request.prompt), n, max_tokens, longest)
 
 
 async def start(
-    serving: Serving,
+    serving: TextBackend,
     prompts: Sequence[list[int]],
     params: SamplingParams,
     call: Call,
@@ -191,22 +180,16 @@ async def start(
     whole_bytes: of each log probability in an answer that is held until it is complete; None: it is a stream
     raises RequestError, BusyError
     """
-    engine, handles, context = serving.model.engine, list[RequestHandle](), serving.model.max_context
+    engine, context = serving.model.engine, serving.model.max_context
     each = [with_length(params, len(prompt), context) if continues else params for prompt in prompts]
     if whole_bytes is not None and params.logprobs is not None:
         n_tokens = params.n * sum(
-            own.max_tokens or max(0, context - len(prompt)) for own, prompt in zip(each, prompts, strict=True)
+            (own.max_tokens or max(0, context - len(prompt))) + (len(prompt) if own.prompt_logprobs is not None else 0)
+            for own, prompt in zip(each, prompts, strict=True)
         )
         check_whole(n_tokens, params.logprobs, whole_bytes, serving.settings.max_unread_bytes)
     stops = await serving.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
-    try:
-        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-            handles.append(engine.submit(prompt, with_own_seed(own), f"{call.id}-{i}", stops))
-    except MillraceError:
-        for handle in handles:
-            handle.cancel()
-        raise
-    return Generation(handles, params, call, serving)
+    return Generation(engine.submit(prompts, each, call.id, stops), params, call, serving)
 
 
 def check_context(n_prompt: int, params: SamplingParams, max_context: int, param: str) -> None:
@@ -240,13 +223,17 @@ def _usage(n_prompt: int, n_generated: int) -> Usage:
 
 def _joined(a: Delta, b: Delta) -> Delta:
     """Two deltas of one choice, in order, as one."""
-    logprobs = None if a.logprobs is None and b.logprobs is None else (a.logprobs or ()) + (b.logprobs or ())
     return Delta(
         index=a.index,
         text=a.text + b.text,
         token_ids=a.token_ids + b.token_ids,
-        logprobs=logprobs,
+        logprobs=_both(a.logprobs, b.logprobs),
         finish_reason=b.finish_reason,
         stop_reason=b.stop_reason,
         error=b.error,
+        prompt_logprobs=_both(a.prompt_logprobs, b.prompt_logprobs),
     )
+
+
+def _both(a: tuple[TokenLogprobs, ...] | None, b: tuple[TokenLogprobs, ...] | None) -> tuple[TokenLogprobs, ...] | None:
+    return None if a is None and b is None else (a or ()) + (b or ())

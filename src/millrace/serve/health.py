@@ -1,10 +1,25 @@
 """Live, ready and making progress: three different questions, answered from the engine loop's own heartbeat."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
-from millrace.runtime.stats import LoopStats
+
+class Pulse(Protocol):
+    """One moment of an engine."""
+
+    @property
+    def healthy(self) -> bool:
+        """False: it has stopped on an error."""
+
+    @property
+    def idle(self) -> bool:
+        """It has nothing to do."""
+
+    @property
+    def last_step_s(self) -> float:
+        """Seconds since it last showed progress."""
 
 
 class Phase(Enum):
@@ -23,10 +38,10 @@ class Health:
 
 
 class Heartbeat:
-    """Ready means: warmed up, not draining, and the engine loop either idle or with a recent step."""
+    """Ready means: warmed up, not draining, and every engine either idle or with a recent step."""
 
-    def __init__(self, stats: Callable[[], LoopStats], stall_timeout_s: float) -> None:
-        self._stats = stats
+    def __init__(self, pulses: Sequence[Callable[[], Pulse]], stall_timeout_s: float) -> None:
+        self._pulses = pulses
         self._stall_timeout_s = stall_timeout_s
         self.phase = Phase.WARMING
         self.trouble = ""  # with BROKEN
@@ -34,7 +49,7 @@ class Heartbeat:
     @property
     def accepting(self) -> bool:
         """A BusyError now means a full queue."""
-        return self.phase in (Phase.WARMING, Phase.SERVING) and self._stats().healthy
+        return self.phase in (Phase.WARMING, Phase.SERVING) and all(pulse().healthy for pulse in self._pulses)
 
     def ready(self) -> Health:
         """May new requests be sent here?"""
@@ -44,11 +59,12 @@ class Heartbeat:
 
     def alive(self) -> Health:
         """Does the engine work? Says yes while draining."""
-        stats = self._stats()
-        if not stats.healthy:
-            return Health(False, "the engine has stopped; the log says why")
-        if not stats.idle and stats.last_step_s > self._stall_timeout_s:
-            return Health(False, f"the engine is stuck: no step was finished for {stats.last_step_s:.0f} s")
+        for pulse in self._pulses:
+            now = pulse()
+            if not now.healthy:
+                return Health(False, "the engine has stopped; the log says why")
+            if not now.idle and now.last_step_s > self._stall_timeout_s:
+                return Health(False, f"the engine is stuck: no step was finished for {now.last_step_s:.0f} s")
         if self.phase is Phase.WARMING:
             return Health(False, "warming up")
         if self.phase is Phase.BROKEN:

@@ -44,20 +44,28 @@ class OffsetLogprobs:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt)
         self._offset = 0
 
+    def first(self, token_id: int, with_top: bool) -> CompletionLogprobs:
+        """An echoed prompt's first token, before which there is nothing."""
+        name, offset = self._tokenizer.token_text(token_id), self._advance(token_id)
+        return CompletionLogprobs([name], [None], [None] if with_top else None, [offset])
+
     def take(self, tokens: Sequence[TokenLogprobs], with_top: bool) -> CompletionLogprobs:
         """`with_top`: the request asked for alternatives; then the chosen token is among them."""
-        offsets = []
-        for t in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._detokenizer.push((t.token_id,)))
+        offsets = [self._advance(t.token_id) for t in tokens]
         names = [self._tokenizer.token_text(t.token_id) for t in tokens]
-        top = None
+        top: list[dict[str, float] | None] | None = None
         if with_top:
             top = [
                 {self._tokenizer.token_text(i): _number(p) for i, p in (*t.top, (t.token_id, t.logprob))}
                 for t in tokens
             ]
         return CompletionLogprobs(names, [_number(t.logprob) for t in tokens], top, offsets)
+
+    def _advance(self, token_id: int) -> int:
+        """Where its text begins."""
+        begin = self._offset
+        self._offset += len(self._detokenizer.push((token_id,)))
+        return begin
 
 
 class _JsonList:

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from millrace import __version__
+from millrace.serve.backend import Backend, Models
 from millrace.serve.errors import HttpError
 from millrace.serve.health import Health
 from millrace.serve.metrics import CONTENT_TYPE
@@ -22,7 +23,7 @@ from millrace.serve.replies import (
     TokenizerInfoReply,
     VersionReply,
 )
-from millrace.serve.serving import Serving
+from millrace.serve.text import TextBackend
 
 API_VERSION = "1.0.0"
 _CHAT, _TEXT, _OTHER = "use /v1/chat/completions", "use /v1/completions", "use another server for these"
@@ -44,43 +45,48 @@ _ROOTS = {
 }
 
 
-def models(serving: Serving, scope: Scope) -> Response:
-    return _json(ModelList([_card(serving, name) for name in serving.model.names]))
+def model_list(models: Models, scope: Scope) -> Response:
+    return _json(ModelList([_card(b, name) for b in models.backends for name in b.model.names]))
 
 
-def model(serving: Serving, scope: Scope) -> Response:
+def model(models: Models, scope: Scope) -> Response:
     name: str = scope["path_params"]["model"]
-    return _json(_card(serving, serving.check_model(name)))
+    return _json(_card(models.get(name), name))
 
 
-def live(serving: Serving, scope: Scope) -> Response:
+def live(models: Models, scope: Scope) -> Response:
     """The process answers; nothing is said of the engine."""
     return _json(HealthReply("live", "live"))
 
 
-def ready(serving: Serving, scope: Scope) -> Response:
+def ready(models: Models, scope: Scope) -> Response:
     """NIM's: 200 when requests may be sent, 503 with the reason otherwise."""
-    health: Health = serving.heartbeat.ready()
+    health: Health = models.heartbeat.ready()
     if health.ok:
-        return _json(HealthReply(f"{serving.model.name} is ready", "ready"))
+        return _json(HealthReply(f"{', '.join(b.model.name for b in models.backends)} is ready", "ready"))
     return _json(HealthReply(health.message, "not_ready"), 503)
 
 
-def health(serving: Serving, scope: Scope) -> Response:
+def health(models: Models, scope: Scope) -> Response:
     """vLLM's: 200 without a body, or 503; stays 200 while running requests are finished."""
-    alive = serving.heartbeat.alive()
+    alive = models.heartbeat.alive()
     return Response(status_code=200) if alive.ok else Response(alive.message, 503, media_type="text/plain")
 
 
-def load(serving: Serving, scope: Scope) -> Response:
+def load(models: Models, scope: Scope) -> Response:
     """vLLM's: how many requests are being answered, this one left out."""
-    return _json(LoadReply(serving.load.n - 1))
+    return _json(LoadReply(models.serving.load.n - 1))
 
 
-def tokenizer_info(serving: Serving, scope: Scope) -> Response:
+def tokenizer_info(models: Models, scope: Scope) -> Response:
     """vLLM's: what a client needs to write a prompt by itself."""
-    model, tokenizer = serving.model, serving.model.tokenizer
-    template = model.chat_template
+    backend = models.of_kind(TextBackend)
+    if backend is None:
+        raise HttpError(
+            404, "no_tokenizer", f"{models.first.model.name} is {models.first.what}", "a language model",
+            "ask a server that has one",
+        )  # fmt: skip
+    model, tokenizer, template = backend.model, backend.model.tokenizer, backend.model.chat_template
     return _json(
         TokenizerInfoReply(
             type(tokenizer).__name__,
@@ -92,23 +98,24 @@ def tokenizer_info(serving: Serving, scope: Scope) -> Response:
     )
 
 
-def metrics(serving: Serving, scope: Scope) -> Response:
-    return Response(serving.metrics.text(), headers={"content-type": CONTENT_TYPE})
+def metrics(models: Models, scope: Scope) -> Response:
+    return Response(models.serving.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
-def version(serving: Serving, scope: Scope) -> Response:
+def version(models: Models, scope: Scope) -> Response:
     return _json(VersionReply(__version__, API_VERSION))
 
 
-def engine_version(serving: Serving, scope: Scope) -> Response:
+def engine_version(models: Models, scope: Scope) -> Response:
     return _json(EngineVersionReply(__version__))
 
 
-def metadata(serving: Serving, scope: Scope) -> Response:
-    known = serving.model.metadata
+def metadata(models: Models, scope: Scope) -> Response:
+    """NIM's, which knows one model: more than its name is said of the first only."""
+    known = models.first.model.metadata
     reply = MetadataReply(
         version=__version__,
-        modelInfo=[ModelInfo(serving.model.name, str(known.get("source", "")))],
+        modelInfo=[ModelInfo(b.model.name, str(b.model.metadata.get("source", ""))) for b in models.backends],
         licenseInfo=LicenseInfo(str(known.get("license", ""))),
         selectedModelProfileId=str(known.get("engine", "")),
         assetInfo=[],
@@ -141,9 +148,8 @@ def unknown_path(path: str, known: Collection[str]) -> HttpError:
     return HttpError(404, "not_found", what, expected, mend)
 
 
-def _card(serving: Serving, name: str) -> ModelCard:
-    model = serving.model
-    return ModelCard(name, model.created, model.name, model.max_context)
+def _card(backend: Backend, name: str) -> ModelCard:
+    return ModelCard(name, backend.model.created, backend.model.name, backend.model.max_context)
 
 
 def _json(reply: msgspec.Struct, status: int = 200) -> Response:

@@ -4,7 +4,8 @@ Counters and gauges are read from the engine loop when somebody asks; histograms
 warm-up's two tokens are counted too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -16,7 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from millrace.engine.executor import ExecutorLimits
-from millrace.runtime.sequence import Timings
+from millrace.runtime.request import Timings
 from millrace.runtime.stats import LoopStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -50,29 +51,33 @@ ITL_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 
 REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 CHOICES = (1, 2, 5, 10, 20)
+# ours -> vLLM's, what it says, its buckets
+_HISTOGRAMS = {
+    "ttft": ("time_to_first_token_seconds", "From arrival to the first token", TTFT_S),
+    "itl": ("inter_token_latency_seconds", "Between two tokens of one answer", ITL_S),
+    "e2e": ("e2e_request_latency_seconds", "From arrival to the last token", REQUEST_S),
+    "queue": ("request_queue_time_seconds", "Waiting for the first step", REQUEST_S),
+    "prefill": ("request_prefill_time_seconds", "First step to first token", REQUEST_S),
+    "decode": ("request_decode_time_seconds", "First token to last", REQUEST_S),
+    "inference": ("request_inference_time_seconds", "First step to last token", REQUEST_S),
+    "prompt_tokens": ("request_prompt_tokens", "Tokens of a prompt", TOKENS),
+    "generation_tokens": ("request_generation_tokens", "Tokens of all answers", TOKENS),
+    "longest": ("request_max_num_generation_tokens", "Tokens of the longest answer", TOKENS),
+    "per_token": ("request_time_per_output_token_seconds", "First token to last, by the tokens between", ITL_S),
+    "params_n": ("request_params_n", "Answers asked for", CHOICES),
+    "params_max_tokens": ("request_params_max_tokens", "max_tokens in effect", TOKENS),
+}
 
 
 class Metrics:
     """One registry for one server; nothing is shared with the process's default registry."""
 
-    def __init__(self, model_name: str, stats: Callable[[], LoopStats], limits: ExecutorLimits) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self._model = model_name
-        self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token", TTFT_S)
-        self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens of one answer", ITL_S)
-        self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token", REQUEST_S)
-        self.queue = self._histogram("request_queue_time_seconds", "Waiting for the first step", REQUEST_S)
-        self.prefill = self._histogram("request_prefill_time_seconds", "First step to first token", REQUEST_S)
-        self.decode = self._histogram("request_decode_time_seconds", "First token to last", REQUEST_S)
-        self.inference = self._histogram("request_inference_time_seconds", "First step to last token", REQUEST_S)
-        self.prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
-        self.generation_tokens = self._histogram("request_generation_tokens", "Tokens of all answers", TOKENS)
-        self.longest = self._histogram("request_max_num_generation_tokens", "Tokens of the longest answer", TOKENS)
-        self.per_token = self._histogram(
-            "request_time_per_output_token_seconds", "First token to last, by the tokens between", ITL_S
-        )
-        self.params_n = self._histogram("request_params_n", "Answers asked for", CHOICES)
-        self.params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens in effect", TOKENS)
+        self._histograms = {
+            ours: Histogram(f"vllm:{name}", help_text, LABELS, buckets=buckets, registry=self.registry)
+            for ours, (name, help_text, buckets) in _HISTOGRAMS.items()
+        }
         self._http = Counter(
             "millrace:http_requests",
             "HTTP requests by route and status; 499: the client went away",
@@ -86,12 +91,44 @@ class Metrics:
             registry=self.registry,
         )
         ProcessCollector(registry=self.registry)  # process_resident_memory_bytes, process_open_fds, ...
-        self.registry.register(_EngineCollector(model_name, stats, limits))
+        self._models = _Models()
+        self.registry.register(self._models)
+
+    def of(self, model_name: str) -> "ModelMetrics":
+        """What its answers are measured with."""
+        return ModelMetrics(**{ours: histogram.labels(model_name) for ours, histogram in self._histograms.items()})
+
+    def add(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """What a model's engine counts itself; asked whenever somebody asks here."""
+        self._models.sources.append(collect)
 
     def answered(self, path: str, method: str, status: int) -> None:
         """`path` is a route's pattern, never what a client wrote, so that there are few."""
         self._http.labels(path, str(status)).inc()
         self._http_classes.labels(path, method, f"{status // 100}xx").inc()
+
+    def text(self) -> bytes:
+        """In Prometheus' text format, version 0.0.4."""
+        return generate_latest(self.registry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMetrics:
+    """The histograms of one model."""
+
+    ttft: Histogram
+    itl: Histogram
+    e2e: Histogram
+    queue: Histogram
+    prefill: Histogram
+    decode: Histogram
+    inference: Histogram
+    prompt_tokens: Histogram
+    generation_tokens: Histogram
+    longest: Histogram
+    per_token: Histogram
+    params_n: Histogram
+    params_max_tokens: Histogram
 
     def finished(self, timings: Timings, n_prompt: int, n: int, max_tokens: int, longest: int) -> None:
         """One request of the engine came to its regular end. `timings` are the engine clock's.
@@ -111,64 +148,73 @@ class Metrics:
         self.params_n.observe(n)
         self.params_max_tokens.observe(max_tokens)
 
-    def text(self) -> bytes:
-        """In Prometheus' text format, version 0.0.4."""
-        return generate_latest(self.registry)
 
-    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"vllm:{name}", help_text, LABELS, buckets=buckets, registry=self.registry)
-        return histogram.labels(self._model)
+class _Models(Collector):
+    """All models' own counters; those of one name are one family, with a line for each model."""
 
-
-class _EngineCollector(Collector):
-    """The engine loop's own counters, at the moment of asking."""
-
-    def __init__(self, model_name: str, stats: Callable[[], LoopStats], limits: ExecutorLimits) -> None:
-        self._model, self._stats, self._limits = model_name, stats, limits
+    def __init__(self) -> None:
+        self.sources: list[Callable[[], Iterable[Metric]]] = []
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        used = stats.pages_used / max(1, stats.pages_total)
-        yield self._gauge("vllm:num_requests_running", "Sequences that hold KV pages", stats.running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for their first step", stats.waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV pages in use; 1 is all", used)
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens computed", stats.prompt_tokens_total)
-        yield self._counter("vllm:generation_tokens", "Tokens generated", stats.generation_tokens_total)
-        yield self._counter("vllm:num_preemptions", "Sequences preempted", stats.preemptions_total)
-        yield self._finished(stats)
-        yield self._iterations(stats)
-        yield self._config()
-        yield self._gauge("millrace:kv_pages_used", "KV pages in use", stats.pages_used)
-        yield self._gauge("millrace:engine_healthy", "1 while the engine loop runs", stats.healthy)
-        silent_s = 0.0 if stats.idle else stats.last_step_s
-        yield self._gauge("millrace:engine_silent_seconds", "Since the last step; 0 when idle", silent_s)
+        families: dict[str, Metric] = {}
+        for metric in (metric for source in self.sources for metric in source()):
+            if metric.name in families:
+                families[metric.name].samples += metric.samples
+            else:
+                families[metric.name] = metric
+        yield from families.values()
 
-    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, help_text, labels=LABELS)
-        family.add_metric((self._model,), float(value))
-        return family
 
-    def _counter(self, name: str, help_text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, help_text, labels=LABELS)
-        family.add_metric((self._model,), float(value))
-        return family
+def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iterator[Metric]:
+    """What the engine loop of a language model counts, at this moment."""
+    used = stats.pages_used / max(1, stats.pages_total)
+    yield gauge(model, "vllm:num_requests_running", "Sequences that hold KV pages", stats.running)
+    yield gauge(model, "vllm:num_requests_waiting", "Sequences that wait for their first step", stats.waiting)
+    yield gauge(model, "vllm:kv_cache_usage_perc", "Share of the KV pages in use; 1 is all", used)
+    yield counter(model, "vllm:prompt_tokens", "Prompt tokens computed", stats.prompt_tokens_total)
+    yield counter(model, "vllm:generation_tokens", "Tokens generated", stats.generation_tokens_total)
+    yield counter(model, "vllm:num_preemptions", "Sequences preempted", stats.preemptions_total)
+    yield _finished(model, stats)
+    yield _iterations(model, stats)
+    yield _config(model, limits)
+    yield gauge(model, "millrace:kv_pages_used", "KV pages in use", stats.pages_used)
+    yield gauge(model, "millrace:engine_healthy", "1 while the engine loop runs", stats.healthy)
+    silent_s = 0.0 if stats.idle else stats.last_step_s
+    yield gauge(model, "millrace:engine_silent_seconds", "Since the last step; 0 when idle", silent_s)
 
-    def _finished(self, stats: LoopStats) -> Metric:
-        family = CounterMetricFamily(
-            "vllm:request_success", "Answers that came to their end", labels=(*LABELS, "finished_reason")
-        )
-        for reason, count in stats.finished_total.items():
-            family.add_metric((self._model, reason.value), count)
-        return family
 
-    def _iterations(self, stats: LoopStats) -> Metric:
-        """Sum and count are exact; the loop keeps no buckets."""
-        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed per engine step", labels=LABELS)
-        family.add_metric((self._model,), [("+Inf", stats.steps_total)], stats.step_tokens_total)
-        return family
+def gauge(model: str, name: str, help_text: str, value: float) -> Metric:
+    """One model's own; `_Models` puts those of several into one family."""
+    family = GaugeMetricFamily(name, help_text, labels=LABELS)
+    family.add_metric((model,), float(value))
+    return family
 
-    def _config(self) -> Metric:
-        labels = (*LABELS, "block_size", "num_gpu_blocks")  # vLLM's words for tokens per page and pages
-        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's shape", labels=labels)
-        family.add_metric((self._model, str(self._limits.page_tokens), str(self._limits.n_pages)), 1.0)
-        return family
+
+def counter(model: str, name: str, help_text: str, value: float) -> Metric:
+    """As `gauge`, of what only grows."""
+    family = CounterMetricFamily(name, help_text, labels=LABELS)
+    family.add_metric((model,), float(value))
+    return family
+
+
+def _finished(model: str, stats: LoopStats) -> Metric:
+    family = CounterMetricFamily(
+        "vllm:request_success", "Answers that came to their end", labels=(*LABELS, "finished_reason")
+    )
+    for reason, count in stats.finished_total.items():
+        family.add_metric((model, reason.value), count)
+    return family
+
+
+def _iterations(model: str, stats: LoopStats) -> Metric:
+    """Sum and count are exact; the loop keeps no buckets."""
+    family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed per engine step", labels=LABELS)
+    family.add_metric((model,), [("+Inf", stats.steps_total)], stats.step_tokens_total)
+    return family
+
+
+def _config(model: str, limits: ExecutorLimits) -> Metric:
+    labels = (*LABELS, "block_size", "num_gpu_blocks")  # vLLM's words for tokens per page and pages
+    family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's shape", labels=labels)
+    family.add_metric((model, str(limits.page_tokens), str(limits.n_pages)), 1.0)
+    return family

@@ -47,8 +47,8 @@ class Operation:
 class About:
     """What the document says of this very server."""
 
-    model: str
-    defaults: Mapping[str, object]  # of its model, for fields of requests
+    models: Mapping[str, str]  # path -> the model that answers there
+    defaults: Mapping[str, object]  # of its models, for fields of requests
     needs_key: bool
 
 
@@ -106,11 +106,15 @@ def _say_defaults(schema: dict[str, Any], defaults: Mapping[str, object]) -> Non
 
 
 def _example(operation: Operation, about: About) -> dict[str, object] | None:
-    return None if operation.request is None else {"model": about.model, **_EXAMPLES[operation.request.__name__]}
+    return (
+        None
+        if operation.request is None
+        else {"model": about.models[operation.path], **_EXAMPLES[operation.request.__name__]}
+    )
 
 
 def _curl(operation: Operation, about: About) -> str:
-    parts = ["curl", shlex.quote("{origin}" + operation.path.replace("{model}", quote(about.model)))]
+    parts = ["curl", shlex.quote("{origin}" + operation.path.replace("{model}", quote(about.models[operation.path])))]
     if operation.protected and about.needs_key:
         parts += ["-H", '"authorization: Bearer $KEY"']
     example = _example(operation, about)

@@ -110,7 +110,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: Annotated[
         int | None, _is("alternatives per token; 0 is the chosen one only", low=0, high=MAX_LOGPROBS)
     ] = None
-    echo: Annotated[bool | None, _is("begin the text with the prompt", False)] = None
+    echo: Annotated[
+        bool | None, _is("begin with the prompt, and its log probabilities; with max_tokens 0 no more", False)
+    ] = None
     best_of: Annotated[int | None, _is("only as many as n", low=1, high=MAX_CHOICES)] = None
     add_special_tokens: Annotated[bool | None, _is("in front of a text, such as <s>", True)] = None
 

@@ -127,8 +127,8 @@ class CompletionLogprobs(Struct, gc=False):
     """One entry per token; `text_offset` counts characters of this choice's text, an echoed prompt included."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]  # nothing goes before an echoed prompt's first token
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 

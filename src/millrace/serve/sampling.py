@@ -1,10 +1,9 @@
 """From a request's fields to SamplingParams; what was left out stays for the engine to decide, save for the seed."""
 
-import secrets
 from dataclasses import replace
 
 from millrace.errors import RequestError
-from millrace.runtime.params import MAX_LOGPROBS, SEED_BITS, SamplingParams
+from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
 from millrace.serve.protocol import ChatRequest, CompletionRequest, SamplingFields
 
 
@@ -36,19 +35,9 @@ def completion_params(asked: CompletionRequest) -> SamplingParams:
         raise RequestError(
             f"best_of is {asked.best_of} and n is {n}", "best_of equal to n", "leave best_of out", param="best_of"
         )
-    if asked.echo and asked.logprobs is not None:
-        raise RequestError(
-            "echo together with logprobs asks for the prompt's log probabilities, which are not supported yet",
-            "one of them",
-            "leave echo or logprobs out",
-            param="echo",
-        )
-    return _params(asked, asked.max_tokens, asked.logprobs)
-
-
-def with_own_seed(params: SamplingParams) -> SamplingParams:
-    """The params of one prompt, with a seed of its own where none was asked for."""
-    return params if params.seed is not None else replace(params, seed=secrets.randbits(SEED_BITS))
+    max_tokens = 1 if asked.echo and asked.max_tokens == 0 else asked.max_tokens  # `completions` leaves it out
+    params = _params(asked, max_tokens, asked.logprobs)
+    return replace(params, prompt_logprobs=asked.logprobs) if asked.echo else params
 
 
 def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) -> SamplingParams:

@@ -12,32 +12,30 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import uvicorn
 
-from millrace.errors import ConfigError, MillraceError
-from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.errors import ConfigError
 from millrace.runtime.service import quick_switches
 from millrace.serve.app import create_app
+from millrace.serve.backend import Models, ServedModel
 from millrace.serve.connections import ConnectionLimits, Connections, number_of_connections
 from millrace.serve.health import Phase
 from millrace.serve.logs import Logging
-from millrace.serve.protocol import Message
-from millrace.serve.serving import Serving, make_serving
-from millrace.serve.settings import ServedModel, ServerSettings
+from millrace.serve.serving import Serving
+from millrace.serve.settings import ServerSettings
 
 SWEEP_TICKS = 5  # of uvicorn, which are 0.1 s each
 MAX_FLUSH_S, MIN_FLUSH_S = 5.0, 0.25  # for answers that are complete to reach their clients, at the end
-WARM_UP_TOKENS = 2
 log = logging.getLogger(__name__)
 
 Announce = Callable[[str], None]
 
 
-def serve(model: ServedModel, settings: ServerSettings, announce: Announce | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return. Starts and closes the model's engine.
+def serve(models: Sequence[ServedModel], settings: ServerSettings, announce: Announce | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return. Starts and closes the models' engines.
 
     announce: called with the base URL once the server is ready for requests; nobody need listen (BrokenPipeError)
     raises ConfigError where it cannot listen
@@ -49,10 +47,10 @@ def serve(model: ServedModel, settings: ServerSettings, announce: Announce | Non
         if announce is not None:
             announce(url)
 
-    server = Server(model, settings, announced)
+    server = Server(models, settings, announced)
     with Logging(settings.log_format), quick_switches(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_with_signals(server))
-        if model.engine.stuck:  # whoever gave its memory back now would pull it away from under the step
+        if server.stuck:  # whoever gave its memory back now would pull it away from under the step
             log.critical("the process ends without waiting for the engine")
             os._exit(1)
     gc.unfreeze()
@@ -61,8 +59,11 @@ def serve(model: ServedModel, settings: ServerSettings, announce: Announce | Non
 class Server:
     """One server; `serve` is the way to run it, and tests run it in a thread of theirs."""
 
-    def __init__(self, model: ServedModel, settings: ServerSettings, announce: Announce | None = None) -> None:
-        self._model, self._settings, self._announce = model, settings, announce
+    def __init__(
+        self, models: Sequence[ServedModel], settings: ServerSettings, announce: Announce | None = None
+    ) -> None:
+        self._served, self._settings, self._announce = models, settings, announce
+        self.stuck = False  # an engine's step did not end: its memory must not be given back
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -70,30 +71,34 @@ class Server:
         """Listen, warm up, serve; returns after `stop`, when everything is finished or aborted. raises ConfigError"""
         self._loop = asyncio.get_running_loop()
         sock = bind(self._settings.host, self._settings.port)
-        serving = make_serving(self._model, self._settings)
-        web = _uvicorn(serving)
+        models = Models(Serving(self._settings), self._served)
+        web = _uvicorn(models)
         try:
-            async with self._model.engine:
-                listening = asyncio.create_task(web.serve(sockets=[sock]))
-                warming = asyncio.create_task(self._get_ready(serving, web, _url(sock)))
-                for task in (listening, warming):
-                    task.add_done_callback(self._stop_on_bug)
-                try:
-                    await self._stopping.wait()
-                    await self._drain(serving)
-                finally:
-                    warming.cancel()
-                    await self._model.engine.close()  # aborts what is left, so that every stream ends
-                    serving.close()  # so that nobody waits for a text any more
-                    await web.end(listening, MIN_FLUSH_S if self._hurrying.is_set() else self._flush_s)
-                    await asyncio.wait((warming, listening))
-                for task in (warming, listening):
-                    if not task.cancelled():
-                        task.result()
+            async with contextlib.AsyncExitStack() as started:
+                for backend in models.backends:
+                    backend.start()
+                    started.push_async_callback(backend.abort)
+                await self._serve(models, web, sock)
         finally:
             sock.close()
-            serving.close()  # also where it never came so far
-            serving.answers.close()
+            models.close()
+
+    async def _serve(self, models: Models, web: "_Web", sock: socket.socket) -> None:
+        listening = asyncio.create_task(web.serve(sockets=[sock]))
+        warming = asyncio.create_task(self._get_ready(models, web, _url(sock)))
+        for task in (listening, warming):
+            task.add_done_callback(self._stop_on_bug)
+        try:
+            await self._stopping.wait()
+            await self._drain(models)
+        finally:
+            warming.cancel()
+            await self._abort(models)
+            await web.end(listening, MIN_FLUSH_S if self._hurrying.is_set() else self._flush_s)
+            await asyncio.wait((warming, listening))
+        for task in (warming, listening):
+            if not task.cancelled():
+                task.result()
 
     def stop(self) -> None:
         """Begin to drain; the second time, stop waiting. From any thread."""
@@ -108,18 +113,25 @@ class Server:
         if not task.cancelled() and task.exception() is not None:
             self._stopping.set()  # `run` raises it
 
-    async def _get_ready(self, serving: Serving, web: uvicorn.Server, url: str) -> None:
-        trouble = await _warm_up(serving)
+    async def _abort(self, models: Models) -> None:
+        """So that every stream ends, and nobody waits for a text any more."""
+        await asyncio.gather(*(backend.abort() for backend in models.backends))
+        self.stuck = any(backend.stuck for backend in models.backends)
+        models.serving.close()
+
+    async def _get_ready(self, models: Models, web: uvicorn.Server, url: str) -> None:
+        heartbeat = models.heartbeat
+        trouble = next(filter(None, await asyncio.gather(*(b.warm_up() for b in models.backends))), None)
         while not web.started:
             await asyncio.sleep(0.002)
-        if serving.heartbeat.phase is not Phase.WARMING:
+        if heartbeat.phase is not Phase.WARMING:
             return
         if trouble is not None:
-            serving.heartbeat.phase, serving.heartbeat.trouble = Phase.BROKEN, trouble
+            heartbeat.phase, heartbeat.trouble = Phase.BROKEN, trouble
             log.error("the warm-up failed, so this server will not be ready: %s", trouble)
             return
-        serving.heartbeat.phase = Phase.SERVING
-        log.info("serving %s at %s", serving.model.name, url)
+        heartbeat.phase = Phase.SERVING
+        log.info("serving %s at %s", ", ".join(b.model.name for b in models.backends), url)
         if self._announce is not None:
             try:
                 self._announce(url)
@@ -131,11 +143,11 @@ class Server:
         """The last part of the time to drain."""
         return min(MAX_FLUSH_S, max(MIN_FLUSH_S, self._settings.drain_timeout_s / 10))
 
-    async def _drain(self, serving: Serving) -> None:
-        serving.heartbeat.phase = Phase.DRAINING
+    async def _drain(self, models: Models) -> None:
+        models.heartbeat.phase = Phase.DRAINING
         timeout_s = max(0.0, self._settings.drain_timeout_s - self._flush_s)
         log.info("draining: running requests have %g s to finish", timeout_s)
-        draining = asyncio.create_task(self._model.engine.drain(timeout_s))
+        draining = asyncio.create_task(models.drain(timeout_s))
         hurrying = asyncio.create_task(self._hurrying.wait())
         await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
         if not draining.done() or not draining.result():
@@ -163,37 +175,6 @@ def bind(host: str, port: int) -> socket.socket:
             "choose another --host or --port, or stop what listens there",
         ) from None
     return sock
-
-
-async def _warm_up(serving: Serving) -> str | None:
-    """Run a request and render a chat, so that the first user does not wait for either. What went wrong, or None."""
-    trouble, _ = await asyncio.gather(_warm_up_engine(serving), _warm_up_template(serving))
-    return trouble
-
-
-async def _warm_up_engine(serving: Serving) -> str | None:
-    engine, tokenizer = serving.model.engine, serving.model.tokenizer
-    token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id or 0
-    n_tokens = max(1, min(WARM_UP_TOKENS, serving.model.max_context - 1))
-    params = SamplingParams(max_tokens=n_tokens, temperature=0.0, ignore_eos=True, seed=0)
-    try:
-        async with engine.submit([token], params, "warm-up") as handle:
-            async for deltas in handle:
-                for delta in deltas:
-                    if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                        return delta.error or "it was aborted"
-    except MillraceError as error:
-        return str(error)
-    return None
-
-
-async def _warm_up_template(serving: Serving) -> None:
-    if serving.model.chat_template is None:
-        return
-    try:
-        await serving.texts.encode_chat([Message(role="user", content="Hi")])
-    except MillraceError as error:  # completions work all the same, and every chat is told
-        log.warning("the chat template does not render a greeting: %s", error)
 
 
 class _Web(uvicorn.Server):
@@ -224,8 +205,8 @@ class _Web(uvicorn.Server):
         yield
 
 
-def _uvicorn(serving: Serving) -> _Web:
-    settings = serving.settings
+def _uvicorn(models: Models) -> _Web:
+    settings = models.serving.settings
     connections = Connections(
         ConnectionLimits(
             max_connections=number_of_connections(settings.max_connections),
@@ -237,7 +218,7 @@ def _uvicorn(serving: Serving) -> _Web:
     )
     return _Web(
         uvicorn.Config(
-            create_app(serving),
+            create_app(models),
             loop="none",
             http=cast(type[asyncio.Protocol], connections.protocol),  # called like a class, once a connection
             ws="none",

@@ -1,20 +1,13 @@
-"""What the handlers share: the model, its texts, its metrics, and how it is named in answers."""
+"""What all models of one server share: its bounds, its threads for large work, its metrics."""
 
-import hashlib
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TypeVar
 
-from millrace import __version__
-from millrace.runtime.service import AsyncEngine
 from millrace.serve.errors import HttpError
-from millrace.serve.health import Heartbeat
 from millrace.serve.lanes import Lane
 from millrace.serve.metrics import Metrics
-from millrace.serve.settings import ServedModel, ServerSettings
-from millrace.serve.texts import Texts
+from millrace.serve.settings import ServerSettings
 
 T = TypeVar("T")
 LARGE_BODY = 64 * 1024  # bytes of JSON: half a millisecond of the event loop
@@ -65,80 +58,26 @@ class Share:
         self._n_bytes = 0
 
 
-@dataclass(frozen=True, kw_only=True)
 class Serving:
-    """One model being served."""
+    """One server, whatever models it has."""
 
-    model: ServedModel
-    settings: ServerSettings
-    texts: Texts
-    bodies: Lane  # large ones are decoded here
-    replies: Lane  # and written here
-    answers: Lane  # those of the engine, which are not lost for want of a place
-    unsent: Unsent
-    metrics: Metrics
-    heartbeat: Heartbeat
-    load: Load = field(default_factory=Load)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of this release, the model's first name, its engine and its precision: where it is equal, so are answers.
-
-        The same model under another name has another one.
-        """
-        metadata = self.model.metadata
-        parts = [__version__, self.model.name, metadata.get("engine"), metadata.get("precision")]
-        return "fp_" + hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=5).hexdigest()
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.load = Load()
+        self.metrics = Metrics()
+        self.unsent = Unsent(settings.max_unread_bytes)
+        self._bodies = Lane("bodies", settings.max_preparing)
+        self._replies = Lane("replies", settings.max_preparing)
 
     async def decoded(self, work: Callable[[], T], n_bytes: int) -> T:
         """`work()` on a body of so many bytes, in a thread where they are many. raises as `off_loop`"""
-        return await self.bodies.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
+        return await self._bodies.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
 
     async def off_loop(self, is_large: bool, work: Callable[[], T]) -> T:
         """`work()` for a reply, in a thread where it is large. raises BusyError, and whatever `work` raises"""
-        return await self.replies.run(work) if is_large else work()
-
-    async def written(self, is_large: bool, work: Callable[[], T]) -> T:
-        """`off_loop` for what the engine has computed: there is a place for every answer."""
-        return await self.answers.run(work) if is_large else work()
+        return await self._replies.run(work) if is_large else work()
 
     def close(self) -> None:
-        """Nobody waits for a text any more; what the engine has answered is still written, until `answers` closes."""
-        self.texts.close()
-        self.bodies.close()
-        self.replies.close()
-
-    def check_model(self, name: str | None) -> str:
-        """The name to answer with: the one asked for, or the first. raises HttpError with 404"""
-        if name is None:
-            return self.model.name
-        if name in self.model.names:
-            return name
-        raise HttpError(
-            404,
-            "model_not_found",
-            f'the model "{name}" does not exist',
-            "one of " + ", ".join(f'"{known}"' for known in self.model.names),
-            "correct the model's name; /v1/models lists them",
-        ).about("model")
-
-
-def capacity(engine: AsyncEngine) -> int:
-    """Sequences that may wait or run at a time."""
-    return engine.options.max_queued + engine.limits.max_sequences
-
-
-def make_serving(model: ServedModel, settings: ServerSettings) -> Serving:
-    return Serving(
-        model=model,
-        settings=settings,
-        texts=Texts(
-            model.tokenizer, model.chat_template, settings.max_preparing, model.max_context, model.tokenizer_folder
-        ),
-        bodies=Lane("bodies", settings.max_preparing),
-        replies=Lane("replies", settings.max_preparing),
-        answers=Lane("answers", capacity(model.engine)),
-        unsent=Unsent(settings.max_unread_bytes),
-        metrics=Metrics(model.name, model.engine.stats, model.engine.limits),
-        heartbeat=Heartbeat(model.engine.stats, settings.stall_timeout_s),
-    )
+        """Nobody waits for a large body or reply any more."""
+        self._bodies.close()
+        self._replies.close()

@@ -1,14 +1,9 @@
-"""What the server is told: how to behave, and which model to serve."""
+"""What a server is told of how to behave; which models it has is `backend.py`'s."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
-from millrace.checkpoint.chat import ChatTemplate
-from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import ConfigError
-from millrace.runtime.service import AsyncEngine
 
 MIB = 2**20
 
@@ -53,26 +48,3 @@ class ServerSettings:
             raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}", "at least 0 seconds", "raise it")
         if not all(self.api_keys):
             raise ConfigError("an API key is empty", "at least one character", "remove it, or give it a value")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """One model behind one engine. The server starts and closes `engine`; its executor's owner closes that.
-
-    metadata: shown by /v1/metadata as it is; of its keys the server itself reads "source" (where the checkpoint came
-        from), "license" (its name) and "engine" (the engine's identity, part of `system_fingerprint`)
-    """
-
-    name: str
-    aliases: tuple[str, ...] = ()
-    engine: AsyncEngine
-    tokenizer: Tokenizer
-    tokenizer_folder: Path | None = None  # where a process for long texts finds it; None: they go to a thread
-    chat_template: ChatTemplate | None
-    created: int  # seconds since 1970
-    metadata: Mapping[str, object] = field(default_factory=dict)
-    max_context: int  # tokens of prompt and answer together
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)

@@ -63,6 +63,6 @@ class EventStream:
                     if block:
                         await write(block)
             except GenerationFailedError as error:
-                log.error("answer %s failed: %s", self._generation.handles[0].request_id, error)
+                log.error("answer %s failed: %s", self._generation.handle.request_id, error)
                 await write(b"data: " + error.problem.body() + b"\n\n")
         await write(DONE, more=False)

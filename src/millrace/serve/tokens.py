@@ -7,16 +7,16 @@ from starlette.types import ASGIApp
 from millrace.errors import RequestError
 from millrace.serve.protocol import DetokenizeRequest, TokenizeRequest
 from millrace.serve.replies import DetokenizeReply, TokenizeReply
-from millrace.serve.serving import LARGE, Serving
+from millrace.serve.serving import LARGE
+from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
 
 
-async def tokenize(serving: Serving, call: Call, asked: TokenizeRequest) -> ASGIApp:
+async def tokenize(serving: TextBackend, call: Call, asked: TokenizeRequest) -> ASGIApp:
     """The token ids that a completion's prompt or a chat's messages would have. raises MillraceError
 
     A text may be longer than the context: whoever cuts it into pieces wants to know by how much.
     """
-    call.log.model = serving.check_model(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError(
             "a request needs either prompt or messages", "one of them", "send one of them", param="prompt"
@@ -43,9 +43,8 @@ async def tokenize(serving: Serving, call: Call, asked: TokenizeRequest) -> ASGI
     return Response(await serving.off_loop(len(ids) > LARGE, reply), media_type="application/json")
 
 
-async def detokenize(serving: Serving, call: Call, asked: DetokenizeRequest) -> ASGIApp:
+async def detokenize(serving: TextBackend, call: Call, asked: DetokenizeRequest) -> ASGIApp:
     """The text of these ids, special tokens included. raises MillraceError"""
-    call.log.model = serving.check_model(asked.model)
     most, n_vocabulary = serving.model.max_context, serving.model.engine.limits.vocab_size
     if len(asked.tokens) > most:
         raise RequestError(

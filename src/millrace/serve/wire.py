@@ -26,6 +26,7 @@ class Call:
     log: RequestLog
     body_bytes: int = 0
     ignored: tuple[str, ...] = ()  # fields of the request that change nothing
+    model: str = ""  # the name that it asked for, or that of the model which answers
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,177 @@
+"""A served model is a `Backend`, found by its name; what it can do is which kind of Backend it is.
+
+A kind of engine is one file: a `ServedModel`, which says what to serve, and its Backend, which serves it. `text.py` has
+those of language models. Another kind (embeddings, say) is another such file beside it; its endpoints join the table of
+their protocol (`openai.py`) and name its Backend there. Nothing else of the server knows what kinds there are.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from prometheus_client.core import Metric
+
+from millrace.errors import ConfigError
+from millrace.serve.errors import HttpError
+from millrace.serve.health import Heartbeat, Pulse
+from millrace.serve.metrics import ModelMetrics
+from millrace.serve.serving import Serving
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel(ABC):
+    """One model as a server is told of it.
+
+    metadata: shown by /v1/metadata as it is; of its keys the server itself reads "source" (where the checkpoint came
+        from), "license" (its name) and "engine" (the engine's identity, part of `system_fingerprint`)
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    created: int  # seconds since 1970
+    metadata: Mapping[str, object] = field(default_factory=dict)
+    max_context: int  # tokens: of prompt and answer together, where there is an answer
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    @abstractmethod
+    def backend(self, serving: Serving) -> "Backend":
+        """What serves it. It is not started yet."""
+
+
+class Backend(ABC):
+    """One model behind one engine: started, asked by its endpoints' handlers, drained, aborted and closed, in order."""
+
+    what: str  # kind of model this is, in an error: "a language model"
+
+    def __init__(self, model: ServedModel, serving: Serving) -> None:
+        self.model, self.settings = model, serving.settings
+        self.metrics: ModelMetrics = serving.metrics.of(model.name)
+
+    @property
+    def defaults(self) -> Mapping[str, object]:
+        """What happens where a request leaves a field out, by the field's name: what this model decides."""
+        return {}
+
+    @abstractmethod
+    def start(self) -> None:
+        """Its engine, in the running event loop."""
+
+    @abstractmethod
+    async def warm_up(self) -> str | None:
+        """So that the first client waits for nothing. What went wrong, so that it will never be ready; or None."""
+
+    @abstractmethod
+    def pulse(self) -> Pulse:
+        """Does it work, and when was it last seen working?"""
+
+    @abstractmethod
+    def collect(self) -> Iterator[Metric]:
+        """Its engine's own counters and gauges at this moment, with the model's label."""
+
+    @abstractmethod
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, and let the accepted ones finish; False: some had not."""
+
+    @abstractmethod
+    async def abort(self) -> None:
+        """End what is left, so that every answer comes to its end, and nobody waits here."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """After the last answer was written. It may be called without `start`, and after `abort`."""
+
+    @property
+    def stuck(self) -> bool:
+        """A step that did not end: its memory must not be given back."""
+        return False
+
+
+B = TypeVar("B", bound=Backend)
+
+
+class Capable(Protocol):
+    """An endpoint, as far as it matters which models it takes."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def backend(self) -> type[Backend] | None: ...
+
+
+class Models:
+    """The models of one server, by their names, with what they share."""
+
+    def __init__(self, serving: Serving, models: Sequence[ServedModel]) -> None:
+        """raises ConfigError where two go by one name"""
+        assert models, "a server has a model"
+        for name, n in Counter(name for model in models for name in model.names).items():
+            if n > 1:
+                raise ConfigError(f'{n} models are called "{name}"', "names of their own", "rename all but one")
+        self.serving = serving
+        self.backends = [model.backend(serving) for model in models]
+        self.heartbeat = Heartbeat([backend.pulse for backend in self.backends], serving.settings.stall_timeout_s)
+        self._by_name = {name: backend for backend in self.backends for name in backend.model.names}
+        for backend in self.backends:
+            serving.metrics.add(backend.collect)
+
+    @property
+    def first(self) -> Backend:
+        return self.backends[0]
+
+    def get(self, name: str | None) -> Backend:
+        """None: the first. raises HttpError with 404 and the known names"""
+        if name is None:
+            return self.first
+        if name in self._by_name:
+            return self._by_name[name]
+        raise HttpError(
+            404,
+            "model_not_found",
+            f'the model "{name}" does not exist',
+            "one of " + ", ".join(f'"{known}"' for known in self._by_name),
+            "correct the model's name; /v1/models lists them",
+        ).about("model")
+
+    async def drain(self, timeout_s: float) -> bool:
+        """As Backend.drain, of all."""
+        return all(await asyncio.gather(*(backend.drain(timeout_s) for backend in self.backends)))
+
+    def close(self) -> None:
+        """After the last answer was written."""
+        self.serving.close()
+        for backend in self.backends:
+            backend.close()
+
+    def of_kind(self, kind: type[B]) -> B | None:
+        """The first that is one of these."""
+        return next((backend for backend in self.backends if isinstance(backend, kind)), None)
+
+    def able(self, name: str | None, asked: Capable, endpoints: Sequence[Capable]) -> Backend:
+        """The model of that name, which must be able to answer at `asked`; None: the first that is.
+
+        endpoints: all that there are. raises HttpError: 404 as `get`, 400 saying what the model can
+        """
+        kind = asked.backend
+        assert kind is not None, asked.path
+        backend = self.get(name)
+        if name is None:
+            backend = self.of_kind(kind) or backend
+        if isinstance(backend, kind):
+            return backend
+        can = [e.path for e in endpoints if e.backend is not None and isinstance(backend, e.backend)]
+        others = [known for known, other in self._by_name.items() if isinstance(other, kind)]
+        another = f"another model: {', '.join(others)}" if others else "a server of another model"
+        mend = f"choose {another}"
+        raise HttpError(
+            400,
+            "model_cannot",
+            f'the model "{name or backend.model.name}" is {backend.what}, and cannot answer {asked.path}',
+            f"a request to {' or '.join(can)}" if can else "a model that can",
+            f"ask it there, or {mend}" if can else mend,
+        ).about("model")

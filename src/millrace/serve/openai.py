@@ -1,0 +1,72 @@
+"""OpenAI's protocol with vLLM's and NIM's additions: its table of endpoints."""
+
+import msgspec
+
+from millrace.serve import management
+from millrace.serve.chat import chat_completions
+from millrace.serve.completions import completions
+from millrace.serve.errors import Problem
+from millrace.serve.openapi import Operation
+from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from millrace.serve.replies import (
+    ChatChunk,
+    ChatReply,
+    CompletionReply,
+    DetokenizeReply,
+    EngineVersionReply,
+    HealthReply,
+    LoadReply,
+    MetadataReply,
+    ModelCard,
+    ModelList,
+    TokenizeReply,
+    TokenizerInfoReply,
+    VersionReply,
+)
+from millrace.serve.routes import Endpoint, Posted, Protocol, get
+from millrace.serve.text import TextBackend
+from millrace.serve.tokens import detokenize, tokenize
+
+
+def _text(
+    path: str, handler: Posted, summary: str, request: type[msgspec.Struct], reply: type, event: type | None = None
+) -> Endpoint:
+    """Of a language model."""
+    return Endpoint(Operation("POST", path, summary, True, request, reply, event), handler, TextBackend)
+
+
+# Protected: whatever costs time or says which model this is. Health, metrics and versions stay open, as in vLLM, for
+# load balancers and Prometheus.
+_MAIN: tuple[Endpoint, ...] = (
+    _text("/v1/chat/completions", chat_completions, "Answer a conversation", ChatRequest, ChatReply, ChatChunk),
+    _text("/v1/completions", completions, "Continue a text", CompletionRequest, CompletionReply, CompletionReply),
+    _text("/tokenize", tokenize, "Text or messages to token ids", TokenizeRequest, TokenizeReply),
+    _text("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, DetokenizeReply),
+    get("/tokenizer_info", management.tokenizer_info, "Special tokens and template", TokenizerInfoReply, True),
+    get("/v1/models", management.model_list, "The model and its aliases", ModelList, protected=True),
+    get("/v1/models/{model}", management.model, "One model", ModelCard, protected=True),
+    get("/v1/metadata", management.metadata, "Model, engine and licence", MetadataReply, protected=True),
+    get("/v1/health/live", management.live, "Does the process answer?", HealthReply),
+    get("/v1/health/ready", management.ready, "May requests be sent? 503: not now", HealthReply),
+    get("/health", management.health, "Does the engine work? 503: no", None),
+    get("/load", management.load, "Requests that are being answered", LoadReply),
+    get("/v1/metrics", management.metrics, "Prometheus metrics", None),
+    get("/v1/version", management.version, "Release and API version", VersionReply),
+    get("/version", management.engine_version, "Release, in vLLM's shape", EngineVersionReply),
+)
+# the same under another path, as other servers have it
+_ALSO: tuple[tuple[str, str, str], ...] = (
+    ("POST", "/v1/tokenize", "/tokenize"),
+    ("POST", "/v1/detokenize", "/detokenize"),
+    ("GET", "/ping", "/health"),
+    ("POST", "/ping", "/health"),
+    ("GET", "/metrics", "/v1/metrics"),
+)
+
+
+def _others() -> tuple[Endpoint, ...]:
+    by_path = {endpoint.path: endpoint for endpoint in _MAIN}
+    return tuple(by_path[same_as].also(method, path) for method, path, same_as in _ALSO)
+
+
+OPENAI = Protocol((*_MAIN, *_others()), Problem.body)
