@@ -127,8 +127,10 @@ class Engine:
     def _tune(self, loaded: LoadedProgram, tuned: bool) -> None:
         """Takes the tactics for this machine and as many threads, if there are any."""
         table = table_for(read_tables(self.folder) if tuned else [], fingerprint(loaded.isa), loaded.threads)
+        if table is None:
+            return
         try:
-            loaded.set_tactics(table.entries() if table else ())
+            loaded.set_tactics(table.entries())
         except EngineError as error:
             loaded.close()
             raise damaged_tactics(self.folder, error.what) from error

@@ -2,9 +2,8 @@
 
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass, replace
+from concurrent.futures import CancelledError, wait
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,10 +14,11 @@ from millrace.engine.texts import Ids
 from millrace.errors import ConfigError, MachineError, RequestError
 from millrace.machine.cpu import memory, usable_cores
 from millrace.runtime.embedding import EncoderLimits, EncoderLoop
-from millrace.runtime.generate import Prompt, prompt_tokens
+from millrace.runtime.generate import Progress, Prompt, prompt_tokens
 from millrace.runtime.open import RunSettings
 from millrace.runtime.plan import RESERVE
 
+PROGRESS_S = 0.2
 ALL = -1  # truncate_prompt_tokens: to as many as the model takes
 
 
@@ -50,6 +50,7 @@ class OpenedEncoder:
     network: NativeNetwork
     tokenizer: VocabularyTokenizer
     limits: EncoderLimits
+    chat_template: None = None
 
     def loop(self) -> EncoderLoop:
         return EncoderLoop(self.network, self.limits)
@@ -81,11 +82,10 @@ def open_encoder(name: str, engine: Engine, run: RunSettings) -> OpenedEncoder:
 
 def embed(
     loop: EncoderLoop, tokenizer: Tokenizer, prompts: Sequence[Prompt], truncate_prompt_tokens: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> list[EmbeddingRequestOutput]:  # fmt: skip
     """A vector for each prompt, in their order; the loop runs in its thread.
 
-    progress: told now and then how many texts are still waiting
     raises RequestError, before anything runs, where one of the prompts is wrong; EngineError where a step failed
     """
     most = _truncation(truncate_prompt_tokens, loop.limits.max_context)
@@ -95,19 +95,16 @@ def embed(
         if most is not None and len(ids) > most:
             ids = ids[:most] if text is None else truncated(tokenizer, text, ids, most)
         texts.append(checked_ids(ids, loop.limits, f"text {i}"))
-    future = loop.submit(texts)
+    job = loop.submit(texts)
     try:
-        while True:
-            try:
-                vectors = future.result(timeout=None if progress is None else 0.2)
-                break
-            except NotYet:
-                assert progress is not None
-                progress(loop.stats().waiting)
+        while progress is not None and not job.future.done():
+            wait((job.future,), timeout=PROGRESS_S)
+            progress(Progress(len(texts) - job.n_missing, len(texts), job.n_tokens_done))
+        vectors = job.future.result()
     except CancelledError:
         raise RequestError("this LLM was closed meanwhile", "close() after the last answer", "make a new LLM") from None
     finally:
-        future.cancel()  # Ctrl-C: leave nothing running behind
+        job.future.cancel()  # Ctrl-C: leave nothing running behind
     return [
         EmbeddingRequestOutput(uuid.uuid4().hex, EmbeddingOutput(vector.tolist()), ids.tolist())
         for vector, ids in zip(vectors, texts, strict=True)
@@ -122,7 +119,7 @@ def checked_ids(ids: Sequence[int] | Ids, limits: EncoderLimits, which: str, par
     if len(ids) > limits.max_context:
         raise RequestError(
             f"{which} has {len(ids)} tokens", f"at most {limits.max_context}, the positions of this engine",
-            "shorten it; or ask for truncate_prompt_tokens, or build with a larger --max-context where the model has it",
+            "shorten it, or send truncate_prompt_tokens; or build with a larger --max-context, where the model has it",
             param,
         )  # fmt: skip
     if len(ids) == 0:

@@ -43,7 +43,8 @@ class EncoderLimits:
         width = m.cpu.outputs[m.gives.index("embeddings")].shape[1]
         assert isinstance(width, int)
         return cls(
-            inputs=tuple(slot.name for slot in m.cpu.inputs), max_step_tokens=m.max_step_tokens, max_texts=m.max_sequences,
+            inputs=tuple(slot.name for slot in m.cpu.inputs),
+            max_step_tokens=m.max_step_tokens, max_texts=m.max_sequences,
             max_context=min(m.max_context, m.max_step_tokens), vocab_size=m.vocab_size, width=width,
         )  # fmt: skip
 
@@ -55,7 +56,7 @@ class EmbeddingJob:
         self.texts = texts
         self.vectors = np.empty((len(texts), width), np.float32)
         self.future: Future[Vectors] = Future()
-        self.n_missing = len(texts)
+        self.n_missing, self.n_tokens_done = len(texts), 0
         # the next text is the last of these: long ones go first, and short ones fill up the steps
         self.waiting = sorted(range(len(texts)), key=lambda i: len(texts[i]))
 
@@ -93,18 +94,22 @@ class EncoderLoop:
         self._progress_s = clock()
 
     @property
+    def running_in_thread(self) -> bool:
+        return self._thread is not None
+
+    @property
     def in_own_thread(self) -> bool:
         return self._thread is threading.current_thread()
 
-    def submit(self, texts: Sequence[Ids]) -> "Future[Vectors]":
-        """Queue the texts, as checked_ids() gives them; their vectors come in the same order, all at once.
+    def submit(self, texts: Sequence[Ids]) -> EmbeddingJob:
+        """Queue the texts, as checked_ids() gives them; the job's future has their vectors, in the same order.
 
         raises BusyError where the loop has stopped; the future, EngineError where a step failed
         """
         job = EmbeddingJob(texts, self.limits.width)
         if not texts:
             job.future.set_result(job.vectors)
-            return job.future
+            return job
         with self._changed:
             if self._stopping or self._dead_because:
                 why = self._dead_because or "it is being closed"
@@ -115,7 +120,7 @@ class EncoderLoop:
             self._waiting += len(texts)
             self._waiting_tokens += sum(map(len, texts))
             self._changed.notify()
-        return job.future
+        return job
 
     def stats(self) -> EncoderStats:
         """A snapshot, cheap enough for every request."""
@@ -160,7 +165,7 @@ class EncoderLoop:
             self._end(why)
 
     def _gather(self) -> list[tuple[EmbeddingJob, int]]:
-        """The next step: a text of each request in turn, until one does not fit any more. Forgets what was cancelled."""
+        """The next step: a text of each request in turn, until one does not fit; without what was cancelled."""
         step: list[tuple[EmbeddingJob, int]] = []
         room = self.limits.max_step_tokens
         while self._jobs and len(step) < self.limits.max_texts:
@@ -200,7 +205,7 @@ class EncoderLoop:
         finite = np.isfinite(vectors).all(axis=1)
         for (job, number), vector, good in zip(step, vectors, finite, strict=True):
             job.vectors[number] = vector
-            job.n_missing -= 1
+            job.n_missing, job.n_tokens_done = job.n_missing - 1, job.n_tokens_done + len(job.texts[number])
             if not good:
                 _settle(job, f"the vector of text {number} is not finite")
             elif job.n_missing == 0:
