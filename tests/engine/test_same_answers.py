@@ -13,10 +13,10 @@ from millrace.engine.engine import Engine
 from millrace.engine.kv import KvFormat
 from millrace.engine.native_step import NativeExecutor
 from millrace.kernels.library import usable_isas
-from millrace.runtime.budget import TokenBudget
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
+from millrace.runtime.scheduler import TokenBudget
 from tests.runtime.fakes import RandomBudget
 from tests.support.engines import build
 from tests.support.shared import shared

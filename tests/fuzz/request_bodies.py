@@ -9,12 +9,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.checkpoint.generation import GenerationDefaults
-from millrace.runtime.resolve import resolve
+from millrace.runtime.params import resolve
 from millrace.serve.completions import _prompts
-from millrace.serve.fields import check_messages, decode
+from millrace.serve.fields import chat_params, check_messages, completion_params, decode
 from millrace.serve.logs import RequestLog
 from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from millrace.serve.sampling import chat_params, completion_params
 from millrace.serve.serving import Serving
 from millrace.serve.settings import ServerSettings
 from millrace.serve.tokens import detokenize, tokenize

@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Specials, Tokenizer
 from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, StepOutputs, Synchronous
-from millrace.runtime.budget import TokenBudget
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import CompletionOutput, SamplingParams
-from millrace.runtime.request import Request, Timings
-from millrace.runtime.resolve import SEED_MASK, check_prompt, resolve
-from millrace.runtime.stops import AnswerText, StopTables
+from millrace.runtime.params import SEED_MASK, CompletionOutput, SamplingParams, check_prompt, resolve
+from millrace.runtime.request import AnswerText, Request, StopTables, Timings
+from millrace.runtime.scheduler import TokenBudget
 
 VOCAB = 97
 EOS = 0

@@ -5,8 +5,7 @@ import pytest
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.errors import RequestError
-from millrace.runtime.params import SamplingParams
-from millrace.runtime.resolve import Resolved, check_prompt, context_tokens, resolve
+from millrace.runtime.params import Resolved, SamplingParams, check_prompt, context_tokens, resolve
 from tests.runtime.fakes import LIMITS, VOCAB, limits
 
 NOTHING = GenerationDefaults()

@@ -4,11 +4,10 @@ import pytest
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
-from millrace.runtime.budget import TokenBudget
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.request import Sequence, Stage
-from millrace.runtime.scheduler import Scheduler, Step
+from millrace.runtime.scheduler import Scheduler, Step, TokenBudget
 from tests.runtime.fakes import limits, new_request
 
 

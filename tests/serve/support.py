@@ -19,10 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer
 from millrace.engine.executor import ExecutorLimits, StepInputs
-from millrace.runtime.budget import TokenBudget
-from millrace.runtime.loop import EngineLoop
+from millrace.runtime.loop import EngineLoop, LoopStats
+from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine, ServiceOptions
-from millrace.runtime.stats import LoopStats
 from millrace.serve.server import Server
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import TextModel

@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.engine.executor import StepInputs
 from millrace.errors import ConfigError
-from millrace.serve.auth import read_keys
 from millrace.serve.openai import OPENAI
 from millrace.serve.protocol import other_names
+from millrace.serve.routes import read_keys
 from millrace.serve.serving import Serving
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import MODEL, Fake, Running, post, running

@@ -20,7 +20,7 @@ from millrace.errors import ConfigError
 from millrace.machine.process import age_s
 from millrace.runtime.open import Opened, RunSettings
 from millrace.runtime.service import AsyncEngine, ServiceOptions
-from millrace.serve.auth import read_keys
+from millrace.serve.routes import read_keys
 from millrace.serve.server import bind, serve
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import TextModel

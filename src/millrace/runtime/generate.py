@@ -12,9 +12,17 @@ from typing import NamedTuple
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import RequestError
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import CompletionOutput, Delta, Logprob, RequestOutput, SamplingParams, TokenLogprobs
+from millrace.runtime.params import (
+    CompletionOutput,
+    Delta,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    context_tokens,
+    with_length,
+)
 from millrace.runtime.request import Request
-from millrace.runtime.resolve import context_tokens, with_length
 
 Prompt = (
     str | Sequence[int] | Mapping[str, object]

@@ -10,9 +10,9 @@ from millrace.checkpoint.tokenizer import VocabularyTokenizer, open_tokenizer, r
 from millrace.engine.engine import Engine
 from millrace.engine.native_step import NativeExecutor
 from millrace.machine.cpu import memory, usable_cores
-from millrace.runtime.budget import TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.plan import RunPlan, plan_run
+from millrace.runtime.scheduler import TokenBudget
 from millrace.settings import Settings, setting
 
 

@@ -9,7 +9,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
-from millrace.serve.generation import Generation, Whole, check_context, start
+from millrace.serve.fields import chat_params
+from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, check_context, events, start
 from millrace.serve.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
 from millrace.serve.protocol import ChatRequest
 from millrace.serve.replies import (
@@ -21,8 +22,6 @@ from millrace.serve.replies import (
     ChatLogprobs,
     ChatReply,
 )
-from millrace.serve.sampling import chat_params
-from millrace.serve.streams import EventStream, StreamUsage, events
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
 

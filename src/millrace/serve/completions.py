@@ -10,12 +10,11 @@ from starlette.types import ASGIApp
 from millrace.errors import RequestError
 from millrace.runtime.params import Delta, SamplingParams
 from millrace.serve.chat import finish_of
-from millrace.serve.generation import Generation, Whole, check_context, start
+from millrace.serve.fields import completion_params
+from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, check_context, events, start
 from millrace.serve.logprobs import COMPLETION_BYTES, OffsetLogprobs, WholeCompletion
 from millrace.serve.protocol import CompletionRequest
 from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply, Usage
-from millrace.serve.sampling import completion_params
-from millrace.serve.streams import EventStream, StreamUsage, events
 from millrace.serve.text import TextBackend
 from millrace.serve.texts import Texts
 from millrace.serve.wire import Call

@@ -1,16 +1,24 @@
-"""The engine's side of one HTTP call: one request per prompt, merged into one stream of steps, measured, cancelled."""
+"""The engine's side of one HTTP call: a request per prompt, read as one, measured, cancelled; and its stream of events.
 
+A stream is one write for each step of the engine, whatever the number of its tokens and choices.
+"""
+
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.types import Receive, Scope, Send
+
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs
-from millrace.runtime.resolve import no_tokens, with_length
+from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, no_tokens, with_length
+from millrace.runtime.request import StopTables
 from millrace.runtime.service import RequestHandle
-from millrace.runtime.stops import StopTables
 from millrace.serve.errors import context_exceeded, generation_failed
+from millrace.serve.protocol import StreamOptions
 from millrace.serve.replies import Asked, Usage
 from millrace.serve.serving import LARGE, LARGE_STEP
 from millrace.serve.text import TextBackend
@@ -237,3 +245,59 @@ def _joined(a: Delta, b: Delta) -> Delta:
 
 def _both(a: tuple[TokenLogprobs, ...] | None, b: tuple[TokenLogprobs, ...] | None) -> tuple[TokenLogprobs, ...] | None:
     return None if a is None and b is None else (a or ()) + (b or ())
+
+
+class StreamUsage:
+    """What a stream says of its usage: nothing, or null until its last event, or the numbers so far in every event."""
+
+    def __init__(self, asked: StreamOptions | None, generation: Generation) -> None:
+        self.at_end = asked is not None and bool(asked.include_usage)
+        self._always = self.at_end and asked is not None and bool(asked.continuous_usage_stats)
+        self._generation = generation
+
+    def of(self, choice: int) -> Usage | UnsetType | None:
+        """For an event about that choice."""
+        if not self.at_end:
+            return UNSET
+        return self._generation.usage_so_far(choice) if self._always else None
+
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+_ENCODER = msgspec.json.Encoder()
+log = logging.getLogger(__name__)
+
+
+def events(replies: Iterable[msgspec.Struct]) -> bytes:
+    """Each reply as one event."""
+    return b"".join(b"data: " + _ENCODER.encode(reply) + b"\n\n" for reply in replies)
+
+
+class EventStream:
+    """A response that writes `blocks` as they come, and cancels `generation` when it ends early.
+
+    A generation that fails after the status line was sent becomes an error event. A reader that takes nothing loses its
+    connection (`connections.py`), and so the generation ends as for any client that goes away.
+    """
+
+    def __init__(self, generation: Generation, blocks: AsyncIterator[bytes]) -> None:
+        self._generation, self._blocks = generation, blocks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(body: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        async with self._generation:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            try:
+                async for block in self._blocks:
+                    if block:
+                        await write(block)
+            except GenerationFailedError as error:
+                log.error("answer %s failed: %s", self._generation.handle.request_id, error)
+                await write(b"data: " + error.problem.body() + b"\n\n")
+        await write(DONE, more=False)

@@ -16,9 +16,9 @@ from millrace import __version__
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import MillraceError
+from millrace.runtime.loop import LoopStats
 from millrace.runtime.params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine
-from millrace.runtime.stats import LoopStats
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.lanes import Lane
 from millrace.serve.metrics import engine_metrics
