@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,14 +86,15 @@ def embed(
 ) -> list[EmbeddingRequestOutput]:  # fmt: skip
     """A vector for each prompt, in their order; the loop runs in its thread.
 
-    raises RequestError, before anything runs, where one of the prompts is wrong; EngineError where a step failed
+    raises RequestError, before anything runs, where one of the prompts is wrong; EngineError where a step failed,
+    BusyError where the loop was closed
     """
-    most = _truncation(truncate_prompt_tokens, loop.limits.max_context)
+    most, around = truncation(truncate_prompt_tokens, loop.limits.max_context), special_around(tokenizer)
     texts = []
     for i, prompt in enumerate(prompts):
         text, ids = prompt_tokens(tokenizer, prompt)
-        if most is not None and len(ids) > most:
-            ids = ids[:most] if text is None else truncated(tokenizer, text, ids, most)
+        if most is not None:
+            ids = truncated(ids, most, (0, 0) if text is None else around)
         texts.append(checked_ids(ids, loop.limits, f"text {i}"))
     job = loop.submit(texts)
     try:
@@ -101,8 +102,6 @@ def embed(
             wait((job.future,), timeout=PROGRESS_S)
             progress(Progress(len(texts) - job.n_missing, len(texts), job.n_tokens_done))
         vectors = job.future.result()
-    except CancelledError:
-        raise RequestError("this LLM was closed meanwhile", "close() after the last answer", "make a new LLM") from None
     finally:
         job.future.cancel()  # Ctrl-C: leave nothing running behind
     return [
@@ -111,7 +110,7 @@ def embed(
     ]
 
 
-def checked_ids(ids: Sequence[int] | Ids, limits: EncoderLimits, which: str, param: str | None = None) -> Ids:
+def checked_ids(ids: Sequence[int], limits: EncoderLimits, which: str, param: str | None = None) -> Ids:
     """The token ids of one text. raises RequestError where there are none or too many, or one is out of range
 
     which: of several, for the message
@@ -119,7 +118,7 @@ def checked_ids(ids: Sequence[int] | Ids, limits: EncoderLimits, which: str, par
     if len(ids) > limits.max_context:
         raise RequestError(
             f"{which} has {len(ids)} tokens", f"at most {limits.max_context}, the positions of this engine",
-            "shorten it, or send truncate_prompt_tokens; or build with a larger --max-context, where the model has it",
+            "shorten it, or give truncate_prompt_tokens; or build with a larger --max-context, where the model has it",
             param,
         )  # fmt: skip
     if len(ids) == 0:
@@ -137,16 +136,22 @@ def checked_ids(ids: Sequence[int] | Ids, limits: EncoderLimits, which: str, par
     return wide.astype(np.int32)
 
 
-def truncated(tokenizer: Tokenizer, text: str, ids: Sequence[int], most: int) -> list[int]:
-    """The first tokens of a text, between the special ones that belong around it. ids: all of its tokens"""
-    bare = tokenizer.encode(text, add_special_tokens=False)
-    around = len(ids) - len(bare)
-    before = next((n for n in range(around + 1) if list(ids[n : n + len(bare)]) == bare), around)
-    kept = max(most - around, 0)
-    return [*ids[:before], *bare[:kept], *ids[before + len(bare) :]][:most]
+def special_around(tokenizer: Tokenizer) -> tuple[int, int]:
+    """How many special tokens stand before a text, and how many behind it."""
+    bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    n_special = len(whole) - len(bare)
+    before = next((n for n in range(n_special + 1) if whole[n : n + len(bare)] == bare), n_special)
+    return before, n_special - before
 
 
-def _truncation(asked: int | None, max_context: int) -> int | None:
+def truncated(ids: Sequence[int], most: int, around: tuple[int, int]) -> Sequence[int]:
+    """The first tokens of a text, between the special ones around it, where it has more than `most` in all."""
+    behind = around[1] if sum(around) <= most else 0
+    return ids if len(ids) <= most else [*ids[: most - behind], *ids[len(ids) - behind :]]
+
+
+def truncation(asked: int | None, max_context: int) -> int | None:
+    """How many tokens of a text are read at most; None: all, and too many are an error. raises RequestError"""
     if asked is None:
         return None
     if isinstance(asked, bool) or not isinstance(asked, int) or not (asked == ALL or 1 <= asked <= max_context):

@@ -70,6 +70,7 @@ class EncoderStats:
     steps_total: int
     texts_total: int
     tokens_total: int
+    busy_s: float  # of all steps together
     last_step_s: float  # since the last step ended, or work came
     idle: bool
     healthy: bool
@@ -84,8 +85,10 @@ class EncoderLoop:
         self.limits = limits
         self._network, self._clock = network, clock
         self._thread: threading.Thread | None = None
-        self._steps = self._texts = self._tokens = self._failures = 0  # written by the thread alone
+        self._failures = 0  # in a row; of the thread alone
         self._changed = threading.Condition()  # guards all below
+        self._steps = self._texts = self._tokens = 0
+        self._busy_s = 0.0
         self._jobs: deque[EmbeddingJob] = deque()
         self._waiting = self._waiting_tokens = 0
         self._step: list[tuple[EmbeddingJob, int]] = []  # which runs
@@ -112,8 +115,7 @@ class EncoderLoop:
             return job
         with self._changed:
             if self._stopping or self._dead_because:
-                why = self._dead_because or "it is being closed"
-                raise BusyError(f"the engine has stopped: {why}", "a running engine", "restart it; its log says more")
+                raise _stopped(self._dead_because)
             if not self._jobs and not self._step:
                 self._progress_s = self._clock()  # waiting for work was no lack of progress
             self._jobs.append(job)
@@ -127,7 +129,8 @@ class EncoderLoop:
         with self._changed:
             return EncoderStats(
                 waiting=self._waiting, waiting_tokens=self._waiting_tokens, steps_total=self._steps,
-                texts_total=self._texts, tokens_total=self._tokens, last_step_s=self._clock() - self._progress_s,
+                texts_total=self._texts, tokens_total=self._tokens, busy_s=self._busy_s,
+                last_step_s=self._clock() - self._progress_s,
                 idle=not self._jobs and not self._step, healthy=not self._dead_because,
             )  # fmt: skip
 
@@ -137,7 +140,7 @@ class EncoderLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the step in progress; what is unfinished is cancelled."""
+        """End the thread after the step in progress; what is unfinished ends with BusyError."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -145,6 +148,10 @@ class EncoderLoop:
             self._thread.join()
             self._thread = None
         self._stopping = False
+
+    def abandon(self) -> None:
+        """Leaves a step behind that does not end: nobody waits for it any more."""
+        self._end("a step does not end")
 
     # ------------------------------------------------------------------ for the engine thread
 
@@ -187,7 +194,7 @@ class EncoderLoop:
         return step
 
     def _run_step(self, step: Sequence[tuple[EmbeddingJob, int]]) -> None:
-        texts = [job.texts[number] for job, number in step]
+        texts, started_s = [job.texts[number] for job, number in step], self._clock()
         try:
             vectors = self._network.run(text_inputs(texts, self.limits.inputs))["embeddings"]
         except (RuntimeError, MillraceError) as error:  # what the native core raises
@@ -200,6 +207,7 @@ class EncoderLoop:
             self._texts += len(texts)
             self._tokens += sum(map(len, texts))
             self._step, self._progress_s = [], self._clock()
+            self._busy_s += self._progress_s - started_s
 
     def _distribute(self, step: Sequence[tuple[EmbeddingJob, int]], vectors: NDArray[np.generic]) -> None:
         finite = np.isfinite(vectors).all(axis=1)
@@ -207,7 +215,7 @@ class EncoderLoop:
             job.vectors[number] = vector
             job.n_missing, job.n_tokens_done = job.n_missing - 1, job.n_tokens_done + len(job.texts[number])
             if not good:
-                _settle(job, f"the vector of text {number} is not finite")
+                _settle(job, _failed(f"the vector of text {number} is not finite"))
             elif job.n_missing == 0:
                 _settle(job, None)
 
@@ -215,29 +223,35 @@ class EncoderLoop:
         self._failures += 1
         log.error("a step of %d texts failed, %d in a row", len(step), self._failures, exc_info=error)
         for job, _ in step:
-            _settle(job, f"the step that computed this request failed: {error}")
+            _settle(job, _failed(f"the step that computed this request failed: {error}"))
         if self._failures >= MAX_FAILURES_IN_A_ROW:
             self._dead_because = f"{self._failures} steps in a row failed, the last with: {error}"
 
     def _end(self, why: str) -> None:
-        """Nobody who waits is forgotten. why: what went wrong, "" for nothing"""
+        """Nobody who waits is forgotten. why: what went wrong, "" where it is only being closed"""
         with self._changed:
             self._dead_because = why
             jobs = [*(job for job, _ in self._step), *self._jobs]
             self._step, self._jobs = [], deque()
             self._waiting = self._waiting_tokens = 0
         for job in jobs:
-            if why:
-                _settle(job, f"the engine has stopped: {why}")
-            else:
-                job.future.cancel()
+            _settle(job, _stopped(why))
 
 
-def _settle(job: EmbeddingJob, trouble: str | None) -> None:
+def _settle(job: EmbeddingJob, trouble: MillraceError | None) -> None:
     """Gives the vectors to who waits, or says why there are none; unless that was said already, or nobody waits."""
     if job.future.done() or not job.future.set_running_or_notify_cancel():
         return
     if trouble is None:
         job.future.set_result(job.vectors)
     else:
-        job.future.set_exception(EngineError(trouble, "a vector for each text", "try again; the log says more"))
+        job.future.set_exception(trouble)
+
+
+def _failed(why: str) -> EngineError:
+    return EngineError(why, "a vector for each text", "try again; the log says more")
+
+
+def _stopped(why: str) -> BusyError:
+    what = f"the engine has stopped: {why or 'it is being closed'}"
+    return BusyError(what, "a running engine", "restart it; its log says more" if why else "ask again when it runs")
