@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.names import named
 from benchmarks.record import provenance, shape_command
 from benchmarks.start import timed, write_checkpoint
-from millrace.cli.load import Ask, ask_all, quantile
-from millrace.cli.server_process import ServerProcess
+from millrace.bench.load import Ask, ask_all, quantile
+from millrace.bench.server_process import ServerProcess
 from millrace.engine.engine import Engine
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import millrace
@@ -26,6 +27,7 @@ ORDER = [
     "compile",
     "runtime",
     "serve",
+    "bench",
     "cli",
 ]
 # model/ and graph/ know nothing of kernels; the native binding is in kernels/, beside what it binds.
@@ -33,9 +35,9 @@ MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
 LONGER: dict[str, int] = {}  # exceptions only shrink: lower the number when the file does
 
 
-def modules() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path, ast.parse(path.read_text())
+@cache
+def modules() -> tuple[tuple[Path, ast.Module], ...]:
+    return tuple((path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py")))
 
 
 def room(parts: tuple[str, ...]) -> str:
@@ -64,6 +66,36 @@ def test_imports_point_upstream() -> None:
         if a in ORDER and (b not in ORDER or ORDER.index(b) > ORDER.index(a))
     ]
     assert not wrong, "\n".join([*wrong, "a room imports only rooms above it; move the shared type upstream"])
+
+
+def imported(tree: ast.Module, names: set[str]) -> set[str]:
+    """Modules among `names` that are imported anywhere in the file, inside functions and for types, too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+    return found & names
+
+
+def in_circles(edges: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Modules that are left when all go, again and again, that import none of the others or that none imports."""
+    left, before = dict(edges), -1
+    while len(left) != before:
+        before = len(left)
+        imported_here = set().union(*left.values())
+        left = {m: to & left.keys() for m, to in left.items() if to & left.keys() and m in imported_here}
+    return left
+
+
+def test_no_room_has_an_import_circle() -> None:
+    """An import inside a function hides a circle and does not open it: it counts like any other."""
+    trees = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): tree for path, tree in modules()}
+    edges = {name: imported(tree, set(trees)) - {name} for name, tree in trees.items()}
+    ring = {"a": {"b", "e"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"f"}, "f": set[str]()}
+    assert in_circles(ring).keys() == {"a", "b", "c"}
+    assert not in_circles(edges), "what both need goes into a module of its own, or one of them is handed it"
 
 
 def test_every_room_has_its_place() -> None:

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from millrace.errors import MillraceError
+    from millrace.runtime.generate import RequestOutput
     from millrace.runtime.llm import LLM
-    from millrace.runtime.params import RequestOutput, SamplingParams
+    from millrace.runtime.params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "MillraceError", "RequestOutput", "SamplingParams"]
@@ -13,7 +14,7 @@ __all__ = ["LLM", "MillraceError", "RequestOutput", "SamplingParams"]
 _HOMES = {
     "LLM": "millrace.runtime.llm",
     "MillraceError": "millrace.errors",
-    "RequestOutput": "millrace.runtime.params",
+    "RequestOutput": "millrace.runtime.generate",
     "SamplingParams": "millrace.runtime.params",
 }
 

@@ -90,6 +90,10 @@ class RequestError(MillraceError):
         self.param = param
 
 
+class ContextError(RequestError):
+    """Prompt and answer are longer together than the context (HTTP 400, `context_length_exceeded`)."""
+
+
 class BusyError(MillraceError):
     """The queue is full or the server is draining (HTTP 429 or 503); come back in `retry_after_s`."""
 

@@ -10,7 +10,7 @@ import safetensors.numpy
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.encoder import EncoderConfig, read_encoder
-from millrace.checkpoint.tokenizer import open_tokenizer
+from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.errors import CheckpointError
 from millrace.model.families import parameter_of
 from tests.support.checkpoints import random_encoder, write_modules

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.checkpoint.tokenizer import open_tokenizer
+from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
 from millrace.compile.find import BUNDLED
 from millrace.errors import CheckpointError

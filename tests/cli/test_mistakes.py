@@ -44,7 +44,7 @@ def test_a_hub_id_without_a_network(millrace: Millrace) -> None:
         (["--kv-memory", "lots"], ['--kv-memory is "lots"', "512M"]),
         (["--kv-memory", "64K"], ["--kv-memory 64 KiB"]),
         (["--kv-memory", "1k"], ["--kv-memory 1 KiB"]),
-        (["--max-tokens", "5000"], ["--max-tokens together", "ask for --max-tokens of at most"]),
+        (["--max-tokens", "5000"], ["--max-tokens of 5000", "ask for --max-tokens of at most"]),
         (["--temperature", "nan"], ["--temperature is nan", "change --temperature"]),
         (["--temperature", "-1"], ["--temperature is -1", "change --temperature"]),
         (["--top-p", "0"], ["--top-p is 0", "change --top-p"]),

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.load import Ask, ask, quantile
-from millrace.cli.server_process import ServerProcess
+from millrace.bench.load import Ask, ask
+from millrace.bench.server_process import ServerProcess
+from millrace.cli import doctor
+from millrace.machine.cpu import usable_cores
 from tests.cli.conftest import Millrace
 from tests.support.command_line import environment
 
@@ -46,6 +48,26 @@ def test_ready_asked_and_drained(built_tiny: Path) -> None:
         assert ask(server.url, Ask("Tell me a story.", 20, seed=1, ignore_eos=True)).text == heard.text
         server.terminate()
         assert server.wait() < 20
+
+
+def test_the_least_time_of_a_step_beside_what_it_takes(
+    millrace: Millrace, built_tiny: Path, measured: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gauges(*flags: str) -> dict[str, float]:
+        with ServerProcess(built_tiny, ("--log-level", "error", *flags)) as server:
+            ask(server.url, Ask("Tell me a story.", 30, seed=1, ignore_eos=True))
+            lines = get(f"{server.url}/metrics")[1].decode().splitlines()
+        pairs = (line.split(" ") for line in lines if line.startswith("millrace:decode_step"))
+        return {name.partition("{")[0].removeprefix("millrace:"): float(value) for name, value in pairs}
+
+    assert gauges() == {}, "nobody has measured this machine"
+    monkeypatch.setattr(doctor, "load", lambda: 99.0)
+    assert json.loads(millrace("doctor", "--json").out)["kept"] is None
+    monkeypatch.setattr(doctor, "load", lambda: 0.0)
+    assert Path(json.loads(millrace("doctor", "--json").out)["kept"]).is_file()
+    found = gauges()
+    assert 0 < found["decode_step_bound_seconds"] < found["decode_step_seconds"] < 1
+    assert gauges("--threads", str(usable_cores() + 1)) == {}, "another run than the measured one"
 
 
 def test_api_keys(built_tiny: Path, keys: Path) -> None:
@@ -127,7 +149,3 @@ def test_a_list_that_nobody_reads_ends_quietly(millrace: Millrace, cache: Path) 
         with process(arguments, cache, writing, subprocess.PIPE) as told:
             os.close(writing)
             assert told.communicate(timeout=60)[1] == b"" and told.returncode == 1
-
-
-def test_quantiles() -> None:
-    assert quantile([3, 1, 2, 4], 0.5) == 3 and quantile([5], 0.99) == 5 and quantile(list(range(100)), 0.99) == 99

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from millrace.cli.load import Ask, ask
-from millrace.cli.server_process import ServerProcess
+from millrace.bench.load import Ask, ask
+from millrace.bench.server_process import ServerProcess
 from tests.support.command_line import environment
 
 FORBIDDEN = "torch transformers huggingface_hub rich scipy pandas"

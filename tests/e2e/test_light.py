@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import psutil  # type: ignore[import-untyped]
 
-from millrace.cli.server_process import ServerProcess
+from millrace.bench.server_process import ServerProcess
 
 FRAMEWORKS = {"torch", "transformers", "scipy", "pandas"}  # folders of site-packages
 

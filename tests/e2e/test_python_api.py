@@ -143,7 +143,7 @@ def test_forgetting_to_close_gives_the_memory_back() -> None:
 
 MISTAKES = [
     ([5000], "prompt token 0 is 5000"),
-    ("mill " * 5000, "at most 2047"),
+    ("mill " * 5000, "maximum context length is 2048"),
     ({"text": "a"}, "a dict with"),
     ({"prompt_token_ids": "a"}, "prompt_token_ids of type str"),
     ({"prompt": "a", "prompt_token_ids": [1]}, "a dict with"),

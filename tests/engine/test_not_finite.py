@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer import open_tokenizer
+from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
 from millrace.engine.kv import KvFormat
 from millrace.engine.native_step import NativeExecutor

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint.generation import GenerationDefaults
-from millrace.checkpoint.tokenizer import open_tokenizer
+from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
 from millrace.engine.kv import KvFormat
 from millrace.engine.native_step import NativeExecutor

@@ -10,7 +10,8 @@ from random import Random
 import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.checkpoint.weights import Tensors
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map

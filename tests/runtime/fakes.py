@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Specials, Tokenizer
-from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, StepOutputs, Synchronous
+from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
+from millrace.runtime.generate import CompletionOutput
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import SEED_MASK, CompletionOutput, SamplingParams, check_prompt, resolve
+from millrace.runtime.params import SEED_MASK, SamplingParams, check_prompt, resolve
 from millrace.runtime.request import AnswerText, Request, StopTables, Timings
 from millrace.runtime.scheduler import TokenBudget
 
@@ -79,7 +80,7 @@ def score(history: Sequence[int] | NDArray[np.int64], token: int) -> float:
 
 
 @dataclass
-class FakeExecutor(Synchronous):
+class FakeExecutor(Executor):
     """Keeps tokens and positions by (page, slot), checks every promise of StepInputs, and reads histories back."""
 
     limits: ExecutorLimits
@@ -91,10 +92,17 @@ class FakeExecutor(Synchronous):
         self._tokens = np.full((self.limits.n_pages, self.limits.page_tokens), -1, dtype=np.int64)
         self._positions = np.full_like(self._tokens, -1)
 
+    _step: StepInputs | None = None
     _tokens: NDArray[np.int64] = None  # type: ignore[assignment]  # set above
     _positions: NDArray[np.int64] = None  # type: ignore[assignment]
 
-    def run(self, step: StepInputs) -> StepOutputs:
+    def launch(self, step: StepInputs) -> None:
+        assert self._step is None, "two steps at a time"
+        self._step = step
+
+    def wait(self) -> StepOutputs:
+        step, self._step = self._step, None
+        assert step is not None, "nothing was launched"
         if self.before_run is not None:
             self.before_run(step)
         S = len(step.starts) - 1

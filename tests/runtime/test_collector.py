@@ -5,8 +5,8 @@ from typing import cast
 import pytest
 
 from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.runtime.generate import Collector
-from millrace.runtime.params import CompletionOutput, Delta, FinishReason, Logprob, RequestOutput, TokenLogprobs
+from millrace.runtime.generate import Collector, CompletionOutput, Logprob, RequestOutput
+from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
 
 
 class Counting:

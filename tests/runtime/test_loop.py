@@ -8,9 +8,9 @@ import pytest
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
-from millrace.runtime.generate import Collector, new_output
+from millrace.runtime.generate import Collector, CompletionOutput, new_output
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.params import CompletionOutput, Delta, FinishReason, SamplingParams, TokenLogprobs
+from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs
 from millrace.runtime.request import Request
 from tests.runtime.fakes import (
     POISON,

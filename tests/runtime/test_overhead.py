@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.engine.executor import ExecutorLimits, StepInputs, StepOutputs, Synchronous
+from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
 from tests.runtime.fakes import FakeTokenizer
@@ -15,13 +15,16 @@ LIMIT_S = 1e-3  # measured: 0.1 ms; the rest is for machines that are slow, or b
 
 
 @dataclass
-class NoExecutor(Synchronous):
+class NoExecutor(Executor):
     """Draws "a" for everyone and computes nothing."""
 
     limits: ExecutorLimits
 
-    def run(self, step: StepInputs) -> StepOutputs:
-        R = len(step.sampling)
+    def launch(self, step: StepInputs) -> None:
+        self.n_rows = len(step.sampling)
+
+    def wait(self) -> StepOutputs:
+        R = self.n_rows
         ones, none = np.ones(R, dtype=np.int32), np.empty((R, 0), dtype=np.int32)
         return StepOutputs(ones, np.zeros(R, dtype=np.float32), ones, none, none.astype(np.float32))
 

@@ -36,7 +36,7 @@ def test_top_k_of_everything_is_off(asked: int, used: int) -> None:
 def test_max_tokens_unset_is_the_rest_of_the_context() -> None:
     assert resolved(SamplingParams(), n_prompt=100).max_tokens == 28
     assert resolved(SamplingParams(max_tokens=28), n_prompt=100).max_tokens == 28
-    with pytest.raises(RequestError, match=r"100 \+ 29 = 129 tokens") as error:
+    with pytest.raises(RequestError, match="has 100 tokens and max_tokens of 29") as error:
         resolved(SamplingParams(max_tokens=29), n_prompt=100)
     assert error.value.param == "max_tokens" and "at most 28" in error.value.mend and "128" in error.value.expected
 

@@ -13,8 +13,8 @@ import pytest
 from millrace.engine.executor import StepInputs
 from millrace.errors import BusyError, ConfigError, RequestError
 from millrace.runtime import service
-from millrace.runtime.generate import Collector
-from millrace.runtime.params import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+from millrace.runtime.generate import Collector, CompletionOutput, RequestOutput
+from millrace.runtime.params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine, RequestHandle, ServiceOptions
 from tests.runtime.fakes import VOCAB, FakeTokenizer, expected_choice, limits, make_loop
 
@@ -209,7 +209,7 @@ def test_the_same_id_twice_is_two_requests() -> None:
 
 def test_bad_input_is_refused_at_once() -> None:
     async def body(engine: AsyncEngine) -> None:
-        with pytest.raises(RequestError, match=r"2 \+ 500 = 502 tokens"):
+        with pytest.raises(RequestError, match="has 2 tokens and max_tokens of 500"):
             engine.submit([[1, 2]], [long(1, 500)])
         with pytest.raises(RequestError, match="no tokens"):
             engine.submit([[]], [long()])

@@ -17,7 +17,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
-from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.runtime.loop import EngineLoop, LoopStats
 from millrace.runtime.scheduler import TokenBudget

@@ -13,7 +13,8 @@ import openai
 import pytest
 from numpy.typing import NDArray
 
-from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError

@@ -13,13 +13,12 @@ from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
-from millrace.serve import generation, lanes, routes
+from millrace.serve import generation, routes, serving
 from millrace.serve.errors import HttpError
 from millrace.serve.fields import decode, take_ignored
-from millrace.serve.lanes import Lane
 from millrace.serve.protocol import ChatRequest, Message
-from millrace.serve.serving import LARGE, LARGE_BODY
-from millrace.serve.texts import (
+from millrace.serve.serving import LARGE, LARGE_BODY, Lane
+from millrace.serve.text import (
     LONG_CHARACTERS,
     LONG_CHAT_BYTES,
     SHORT_CHARACTERS,
@@ -135,8 +134,8 @@ def test_long_chats_do_not_hold_up_short_ones() -> None:
 
 def test_what_nobody_waits_for_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Soon, but not at once: a new process costs something too."""
-    assert 0 < lanes.ABANDONED_S <= 2
-    monkeypatch.setattr(lanes, "ABANDONED_S", 0.05)
+    assert 0 < serving.ABANDONED_S <= 2
+    monkeypatch.setattr(serving, "ABANDONED_S", 0.05)
     stopped, entered = threading.Event(), threading.Event()
 
     def work() -> None:

@@ -17,14 +17,15 @@ import msgspec
 import pytest
 
 from millrace.checkpoint.chat import ChatTemplate
-from millrace.checkpoint.tokenizer import Tokenizer, open_tokenizer
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
 from millrace.errors import BusyError, CheckpointError
-from millrace.serve import lanes
+from millrace.serve import serving
 from millrace.serve.fields import decode
-from millrace.serve.lanes import Lane
 from millrace.serve.lengths import longest_token
 from millrace.serve.protocol import ChatRequest
+from millrace.serve.serving import Lane
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, Running, post, running, tokenizer
 from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece
@@ -216,7 +217,9 @@ def test_a_lane_is_bounded_in_number_and_bytes() -> None:
         gate.set()
         assert await asyncio.gather(*first) == [True, True]
         gate.clear()
-        large = asyncio.create_task(lane.run(gate.wait, lanes.MAX_HELD_BYTES + 1))  # alone it may be as large as it is
+        large = asyncio.create_task(
+            lane.run(gate.wait, serving.MAX_HELD_BYTES + 1)
+        )  # alone it may be as large as it is
         await asyncio.sleep(0)
         with pytest.raises(BusyError):
             await lane.run(gate.wait, 1)
@@ -230,7 +233,7 @@ def test_a_lane_is_bounded_in_number_and_bytes() -> None:
 
 
 def test_abandoned_work_leaves_the_queue_or_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "ABANDONED_S", 0.05)
+    monkeypatch.setattr(serving, "ABANDONED_S", 0.05)
 
     async def main() -> None:
         stopped, entered, done = threading.Event(), threading.Event(), list[str]()

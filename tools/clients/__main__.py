@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from millrace.cli.server_process import ServerProcess
+from millrace.bench.server_process import ServerProcess
 from tools.clients.catalogue import CLIENTS, Gap
 from tools.nightly.packages import BUILD, environment, smollm2
 

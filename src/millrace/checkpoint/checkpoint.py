@@ -5,13 +5,15 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.config import ModelConfig, read_config
 from millrace.checkpoint.config_reader import family_of
 from millrace.checkpoint.encoder import EncoderConfig, read_encoder
 from millrace.checkpoint.files import Report, file_digest
-from millrace.checkpoint.generation import GenerationDefaults, read_generation
+from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults, read_generation
+from millrace.checkpoint.gguf.reader import is_gguf
 from millrace.checkpoint.sentences import sentence_files, with_sentences
 from millrace.checkpoint.tokenizer import (
     TEMPLATE_FILE,
@@ -22,15 +24,17 @@ from millrace.checkpoint.tokenizer import (
     Files,
     Tokenizer,
     json_object,
-    make_tokenizer,
     read_files,
     read_json_object,
 )
+from millrace.checkpoint.tokenizer_files import make_tokenizer
 from millrace.checkpoint.weights import INDEX, DigestOf, Tensors
 from millrace.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from millrace.checkpoint.gguf.model import GgufModel
+
 CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
 # The files beside the weights that decide what a checkpoint does.
 SMALL_FILES = (CONFIG, INDEX, GENERATION_CONFIG, *TOKENIZER_FILES)
 
@@ -51,10 +55,7 @@ class Checkpoint:
     @staticmethod
     def open(path: Path) -> "Checkpoint":
         """A Hugging Face folder, or a GGUF file. raises CheckpointError for what is missing, damaged, not supported"""
-        from millrace.checkpoint.gguf.checkpoint import open_gguf  # it is a kind of this
-        from millrace.checkpoint.gguf.reader import is_gguf
-
-        return open_gguf(path) if is_gguf(path) else _open_folder(path)
+        return _open_gguf(path) if is_gguf(path) else _open_folder(path)
 
     @property
     def decoder(self) -> ModelConfig:
@@ -117,6 +118,42 @@ class Checkpoint:
         for name, content in small.items():
             digest.update(f"{name} {len(content)}\n".encode() + content)
         return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class GgufCheckpoint(Checkpoint):
+    """One file that holds configuration, tokenizer, chat template and weights."""
+
+    said: "GgufModel"
+
+    own_precisions = True
+    has_tokenizer = True  # which opening the file has seen to
+
+    @cached_property
+    def files(self) -> Files:
+        return self.said.files()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """raises CheckpointError, which names this file: what it was written into is nobody's to mend"""
+        try:
+            return make_tokenizer(self.files, self.folder)
+        except CheckpointError as error:
+            what = error.what.replace(f"{self.folder}/", "")
+            raise CheckpointError(
+                f"{self.folder}: its tokenizer cannot be used: {what}", error.expected, "choose another file"
+            ) from error
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.decoder.eos_token_ids
+
+
+def _open_gguf(path: Path) -> GgufCheckpoint:
+    from millrace.checkpoint.gguf.model import read_gguf  # ten milliseconds, which a built engine need not wait for
+
+    said = read_gguf(path)
+    return GgufCheckpoint(path, said.config, said.tensors, said.generation, said.notes, said)
 
 
 def _open_folder(folder: Path) -> Checkpoint:

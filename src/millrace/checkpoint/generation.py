@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from millrace.checkpoint.config_reader import token_ids
 from millrace.errors import CheckpointError
 
+GENERATION_CONFIG = "generation_config.json"
 _USED = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "eos_token_id")
 # They say nothing about which token is chosen, or belong to the request (lengths), or to another kind of model.
 _HARMLESS_TEXT = """

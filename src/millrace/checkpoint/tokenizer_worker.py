@@ -38,7 +38,7 @@ def _serve(owner: Connection) -> None:
     sys.path[:] = opened["path"]  # as the parent sees it: it may run from a source tree
     import numpy as np
 
-    from millrace.checkpoint.tokenizer import make_tokenizer
+    from millrace.checkpoint.tokenizer_files import make_tokenizer
 
     files = {name: base64.b64decode(data) for name, data in opened["files"].items()}
     tokenizer = make_tokenizer(files, Path(opened["folder"]))

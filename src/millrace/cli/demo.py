@@ -9,15 +9,15 @@ from typing import Any
 
 import click
 
-from millrace.cli.limits import decode_bound
-from millrace.cli.load import Ask, Heard, ask, ask_all, quantile
+from millrace.bench.load import Ask, Heard, ask, ask_all, quantile
+from millrace.bench.server_process import ServerProcess
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, size
-from millrace.cli.server_process import ServerProcess
 from millrace.cli.tables import Tables
 from millrace.compile.builder import build_engine
 from millrace.compile.find import BUNDLED
 from millrace.compile.settings import BuildSettings
+from millrace.engine.bound import DecodeWork
 from millrace.engine.engine import Engine
 from millrace.engine.probe import roofline_here
 from millrace.errors import MachineError
@@ -150,7 +150,7 @@ def _report(told: Told) -> dict[str, Any]:
         [p for h in heard for p in h.pauses_s],
     )
     n_context = sum(h.n_prompt + h.n_output // 2 for h in heard) // len(heard)
-    bound = decode_bound(told.tables, told.roofline, CONCURRENCY, n_context)
+    bound = DecodeWork.of(told.tables.engine).bound(told.roofline, CONCURRENCY, CONCURRENCY * n_context)
     rate = sum(h.n_output for h in heard) / told.load_s
     limit = CONCURRENCY / bound.seconds
     return {

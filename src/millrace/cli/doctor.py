@@ -6,7 +6,9 @@ import click
 
 from millrace.cli.options import json_option
 from millrace.cli.screen import heading, note, pairs, print_json, size, table
+from millrace.compile.rooflines import keep_roofline
 from millrace.engine.probe import roofline_here
+from millrace.env import Env
 from millrace.errors import MachineError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import (
@@ -39,11 +41,13 @@ LITTLE_MEMORY = 2 << 30
 @click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Measure with so many threads.")
 @click.option("--isa", metavar="|".join((*NEEDED, "scalar")), help="Measure with this instruction set.")
 @json_option
-def command(threads: int | None, isa: str | None, as_json: bool) -> None:
+@click.pass_obj
+def command(env: Env, threads: int | None, isa: str | None, as_json: bool) -> None:
     """Examine this machine, and measure what it can do.
 
     Processor, caches, memory and huge pages; then a few seconds of measurements. The measured rates are the
-    roofline that every benchmark is compared with. Run it on an idle machine.
+    roofline that every benchmark is compared with; they are kept, and a server's /metrics then has the least time of a
+    step beside what it takes. Run it on an idle machine.
     """
     usable = usable_isas()
     if isa is not None and isa not in usable:
@@ -60,10 +64,14 @@ def command(threads: int | None, isa: str | None, as_json: bool) -> None:
     facts = _facts(usable, huge_page_share())
     roofline = roofline_here(isa or usable[0], threads or usable_cores())
     warnings = _warnings(facts)
+    kept, why_not = _keep(env, isa or usable[0], roofline, facts)
     if as_json:
-        print_json({**facts, "measured_with": isa or usable[0], **roofline.as_dict(), "warnings": warnings})
+        print_json(
+            {**facts, "measured_with": isa or usable[0], **roofline.as_dict(), "kept": kept, "warnings": warnings}
+        )
         return
     _show(facts, isa or usable[0], roofline)
+    note(f"Kept in {kept}: /metrics of `millrace serve` has it." if kept else f"Not kept: {why_not}.")
     for what, mend in warnings:
         note(f"{click.style('warning:', fg='yellow', bold=True)} {what}\n  to mend: {mend}")
 
@@ -85,6 +93,20 @@ def _facts(usable: list[str], share: float) -> dict[str, Any]:
         "huge_pages": huge_pages(),
         "huge_page_share": round(share, 3),
     }
+
+
+def _keep(env: Env, isa: str, roofline: Roofline, facts: dict[str, Any]) -> tuple[str | None, str]:
+    """Where it is kept, or why it is not."""
+    if _is_busy(facts):
+        return None, "other processes were busy, so it is no bound"
+    try:
+        return str(keep_roofline(env.cache, isa, roofline)), ""
+    except OSError as error:
+        return None, f"the cache cannot be written ({error})"
+
+
+def _is_busy(facts: dict[str, Any]) -> bool:
+    return bool(facts["load"] > facts["cores"] / 2)
 
 
 def _warnings(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -118,7 +140,7 @@ def _warnings(facts: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(
             (f"no AVX-512 with VNNI and BF16 (lacking: {lacking})", "nothing; a newer CPU is several times faster")
         )
-    if facts["load"] > facts["cores"] / 2:
+    if _is_busy(facts):
         found.append(
             (
                 f"other processes are busy here (load {facts['load']:.1f}): the measured rates are too low",

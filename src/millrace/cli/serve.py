@@ -14,19 +14,22 @@ from millrace.cli.models import opened_to_serve
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, said, size
 from millrace.cli.tables import Tables
+from millrace.compile.rooflines import kept_roofline
 from millrace.compile.settings import BuildSettings
+from millrace.engine.bound import DecodeWork
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.process import age_s
 from millrace.runtime.embed import OpenedEncoder
 from millrace.runtime.open import Opened, RunSettings
+from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
 from millrace.serve.routes import read_keys
 from millrace.serve.server import bind, serve
 from millrace.serve.settings import ServerSettings
-from millrace.serve.text import TextModel
+from millrace.serve.text import DecodeClock, TextModel
 from millrace.settings import Settings, setting
 
 EPILOG = """\b
@@ -109,8 +112,10 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
             known, loop = _known(model_opened, flags.served_model_name), model_opened.loop()
             served = EncoderModel(**known, loop=loop, max_queued=flags.max_queued)
         else:
-            engine = AsyncEngine(model_opened.loop(), ServiceOptions(max_queued=flags.max_queued))
-            served = _served(model_opened, engine, flags.served_model_name)
+            budget = TokenBudget(model_opened.executor.limits.max_step_tokens)
+            engine = AsyncEngine(model_opened.loop(budget), ServiceOptions(max_queued=flags.max_queued))
+            clock = _decode_clock(model_opened, budget, env)
+            served = _served(model_opened, engine, flags.served_model_name, clock)
         if not as_json:
             _introduce(model_opened, served)
 
@@ -124,8 +129,14 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
         serve([served], settings, ready)
 
 
-def _served(model: Opened, engine: AsyncEngine, name: str | None) -> TextModel:
-    return TextModel(**_known(model, name), engine=engine, chat_template=model.chat_template)
+def _decode_clock(model: Opened, budget: TokenBudget, env: Env) -> DecodeClock | None:
+    """None where `millrace doctor` has not measured such a run."""
+    roofline = kept_roofline(env.cache, model.executor.isa, model.executor.threads)
+    return None if roofline is None else DecodeClock(DecodeWork.of(model.engine), roofline, budget)
+
+
+def _served(model: Opened, engine: AsyncEngine, name: str | None, clock: DecodeClock | None = None) -> TextModel:
+    return TextModel(**_known(model, name), engine=engine, chat_template=model.chat_template, decode_clock=clock)
 
 
 def _known(model: Opened | OpenedEncoder, name: str | None) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from typing import Any
 
 from millrace.checkpoint.chat import normalised
 from millrace.errors import CheckpointError, MachineError
-from millrace.runtime.generate import Collector, new_output
+from millrace.runtime.generate import Collector, RequestOutput, new_output
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened
-from millrace.runtime.params import Delta, FinishReason, RequestOutput, SamplingParams
+from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.request import Timings
 
 

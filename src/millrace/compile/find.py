@@ -6,7 +6,7 @@ from pathlib import Path
 
 from millrace.checkpoint.checkpoint import CONFIG, Checkpoint
 from millrace.checkpoint.gguf.reader import is_gguf
-from millrace.checkpoint.tokenizer import no_tokenizer
+from millrace.checkpoint.tokenizer_files import no_tokenizer
 from millrace.compile.cache import CacheEntry, EngineCache
 from millrace.compile.digests import checkpoint_identity
 from millrace.compile.settings import BuildSettings, Progress, Say

@@ -6,7 +6,6 @@ belongs to whom is the runtime's business) and nothing else between steps.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,40 +80,26 @@ class ExecutorLimits:
     vocab_size: int
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """Every `launch` is followed by its `wait`, before the next one where the executor's depth is 1."""
 
-    @property
-    def limits(self) -> ExecutorLimits: ...
+    limits: ExecutorLimits
 
+    @abstractmethod
     def launch(self, step: StepInputs) -> None:
         """Begin a step: compute it, store keys and values of its tokens, draw or score what its rows ask for.
 
         The inputs stay as they are until `wait`. raises ExecutionError where the step is illegal
         """
-        ...
-
-    def wait(self) -> StepOutputs:
-        """What the oldest launched step gave. raises RuntimeError, MillraceError where it failed"""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Synchronous(ABC):
-    """An executor of depth 1 that is through with a step when `launch` returns, as one on the CPU."""
-
-    _outputs: StepOutputs | None = None
 
     @abstractmethod
-    def run(self, step: StepInputs) -> StepOutputs:
-        """The whole step. Native executors release the interpreter's lock."""
-
-    def launch(self, step: StepInputs) -> None:
-        assert self._outputs is None, "a step is launched before the last one was waited for"
-        self._outputs = self.run(step)
-
     def wait(self) -> StepOutputs:
-        outputs, self._outputs = self._outputs, None
-        assert outputs is not None, "nothing was launched"
-        return outputs
+        """What the oldest launched step gave. raises RuntimeError, MillraceError where it failed"""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def run(self, step: StepInputs) -> StepOutputs:
+        """One step alone: for measurements, and wherever nothing is to be done meanwhile."""
+        self.launch(step)
+        return self.wait()

@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, StepOutputs, Synchronous
+from millrace.engine.executor import SAMPLING, Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.native import ERROR_BYTES, ExecutionError, LoadedProgram, NativeProgram, read_slot
 from millrace.engine.slots import slot
@@ -15,8 +15,8 @@ from millrace.kernels.library import StepArgs
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
-class NativeExecutor(LoadedProgram, Synchronous):
-    """`program` is a language model's: its symbols are T, S and R, in this order."""
+class NativeExecutor(LoadedProgram, Executor):
+    """`program` is a language model's: its symbols are T, S and R, in this order. Its depth is 1."""
 
     def __init__(
         self, program: NativeProgram, *, n_pages: int, threads: int | None = None, isa: str | None = None
@@ -24,12 +24,14 @@ class NativeExecutor(LoadedProgram, Synchronous):
         super().__init__(program, n_pages=n_pages, threads=threads, isa=isa)
         tokens, sequences, rows = program.symbols.values()
         self._sizes: tuple[int, ...] = ()  # T, S and R of the last step
+        self._outputs: StepOutputs | None = None  # of the step that was launched
         self.limits = ExecutorLimits(
             max_step_tokens=tokens, max_sequences=sequences, max_rows=rows,
             max_context=program.max_context, page_tokens=PAGE_TOKENS, n_pages=n_pages, vocab_size=program.vocab_size,
         )  # fmt: skip
 
-    def run(self, step: StepInputs) -> StepOutputs:
+    def launch(self, step: StepInputs) -> None:
+        """Returns when the step is through: on a CPU nobody else could do it. The interpreter's lock is released."""
         assert self._handle, "a step after close"
         _check_arrays(step)
         rows = len(step.sampling)
@@ -57,7 +59,12 @@ class NativeExecutor(LoadedProgram, Synchronous):
         if self._lib.mr_run(self._handle, ctypes.byref(args), error, ERROR_BYTES):
             raise ExecutionError(error.value.decode(errors="replace"))
         self._sizes = (args.n_tokens, args.n_sequences, rows)
-        return out
+        self._outputs = out
+
+    def wait(self) -> StepOutputs:
+        outputs, self._outputs = self._outputs, None
+        assert outputs is not None, "nothing was launched"
+        return outputs
 
     def output(self, name: str) -> NDArray[np.generic]:
         """What the last step gave under this name: "logits" (R, V), or a module's result that the engine keeps."""

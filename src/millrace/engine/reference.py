@@ -2,22 +2,27 @@
 
 import numpy as np
 
-from millrace.engine.executor import ExecutorLimits, StepInputs, StepOutputs, Synchronous
+from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.interpreter import Interpreter, Rows
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
 from millrace.graph.types import Graph
 from millrace.kernels.sample.ref import draw, penalised, probabilities, uniform
 
 
-class ReferenceExecutor(Synchronous):
+class ReferenceExecutor(Executor):
     """kv: how keys and values are kept. bf16_table: the embedding table is rounded, as in engines other than FP32."""
 
     def __init__(self, graph: Graph, limits: ExecutorLimits, *, kv: KvFormat, bf16_table: bool) -> None:
         assert limits.page_tokens == PAGE_TOKENS, limits
         self.limits = limits
+        self._step: StepInputs
         self.interpreter = Interpreter(graph, kv=kv, bf16_table=bf16_table, n_pages=limits.n_pages)
 
-    def run(self, step: StepInputs) -> StepOutputs:
+    def launch(self, step: StepInputs) -> None:
+        self._step = step
+
+    def wait(self) -> StepOutputs:
+        step = self._step
         logits = self.logits(step)
         rows = step.sampling
         top = max(int(rows["n_top"].max()), 0) if len(rows) else 0

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.checkpoint.tokenizer import Tokenizer, VocabularyTokenizer, open_tokenizer
+from millrace.checkpoint.tokenizer import Tokenizer, VocabularyTokenizer
+from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
 from millrace.engine.native import NativeNetwork
 from millrace.engine.texts import Ids

@@ -7,16 +7,15 @@ import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import RequestError
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import (
-    CompletionOutput,
     Delta,
-    Logprob,
-    RequestOutput,
+    FinishReason,
     SamplingParams,
     TokenLogprobs,
     context_tokens,
@@ -27,6 +26,40 @@ from millrace.runtime.request import Request
 Prompt = (
     str | Sequence[int] | Mapping[str, object]
 )  # text, token ids, or {"prompt_token_ids": [...]} or {"prompt": text}
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """What is known of one token at one place, in vLLM's shape."""
+
+    logprob: float
+    rank: int  # 1 = the likeliest of the vocabulary
+    decoded_token: str  # the token alone; half a character is U+FFFD
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # a dict per token: the chosen one first, then the likeliest
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None  # with FinishReason.ERROR or ABORT: what happened
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """`outputs[0].text` is the answer; `seed` is the one that was used, so that it can be asked again."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    seed: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # as asked; None for the first token
 
 
 class Progress(NamedTuple):

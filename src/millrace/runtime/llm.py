@@ -22,10 +22,10 @@ from millrace.errors import CheckpointError, ConfigError, MillraceError, Request
 from millrace.runtime import vllm_names
 from millrace.runtime.embed import EmbeddingRequestOutput, OpenedEncoder, embed, open_encoder
 from millrace.runtime.embedding import EncoderLoop
-from millrace.runtime.generate import Progress, Prompt, astream, generate
+from millrace.runtime.generate import Progress, Prompt, RequestOutput, astream, generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened, RunSettings, open_engine
-from millrace.runtime.params import RequestOutput, SamplingParams
+from millrace.runtime.params import SamplingParams
 
 Message = Mapping[str, object]
 _FLAGS = "|".join(f.name.replace("_", "-") for kind in (BuildSettings, RunSettings) for f in fields(kind))
@@ -89,7 +89,7 @@ def _open(
         opened = open_encoder(name, engine, run)
         return opened, opened.loop()
     of_text = open_engine(name, engine, run)
-    return of_text, of_text.loop(throughput=True)
+    return of_text, of_text.loop(of_text.for_throughput())
 
 
 def _release(loop: EngineLoop | EncoderLoop, opened: Opened | OpenedEncoder, made_in: int) -> None:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 
 from millrace.checkpoint.chat import ChatTemplate
-from millrace.checkpoint.checkpoint import GENERATION_CONFIG, open_chat_template
-from millrace.checkpoint.generation import GenerationDefaults, read_generation
-from millrace.checkpoint.tokenizer import VocabularyTokenizer, open_tokenizer, read_json_object
+from millrace.checkpoint.checkpoint import open_chat_template
+from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults, read_generation
+from millrace.checkpoint.tokenizer import VocabularyTokenizer, read_json_object
+from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
 from millrace.engine.native_step import NativeExecutor
 from millrace.machine.cpu import memory, usable_cores
@@ -45,11 +46,14 @@ class Opened:
     chat_template: ChatTemplate | None
     defaults: GenerationDefaults
 
-    def loop(self, *, throughput: bool = False) -> EngineLoop:
-        """`throughput`: prompts are never cut short for the sake of running answers; nobody watches them grow."""
-        size = self.executor.limits.max_step_tokens
-        budget = TokenBudget(size, chunk_low=size) if throughput else None
+    def loop(self, budget: TokenBudget | None = None) -> EngineLoop:
+        """budget: how long a step may last while answers are running; None: as it is for a server's clients"""
         return EngineLoop(self.executor, self.tokenizer, self.defaults, budget=budget)
+
+    def for_throughput(self) -> TokenBudget:
+        """Prompts are never cut short for the sake of running answers: nobody watches them grow."""
+        size = self.executor.limits.max_step_tokens
+        return TokenBudget(size, chunk_low=size)
 
     def close(self) -> None:
         self.executor.close()

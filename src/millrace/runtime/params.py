@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray
-from millrace.errors import RequestError, alike, nearest
+from millrace.errors import ContextError, RequestError, alike, nearest
 from millrace.runtime import vllm_names
 
 MAX_STOP_STRINGS = 16
@@ -199,40 +199,6 @@ class Delta:
         return len(self.token_ids) + len(self.prompt_logprobs or ())
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """What is known of one token at one place, in vLLM's shape."""
-
-    logprob: float
-    rank: int  # 1 = the likeliest of the vocabulary
-    decoded_token: str  # the token alone; half a character is U+FFFD
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None  # a dict per token: the chosen one first, then the likeliest
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None  # with FinishReason.ERROR or ABORT: what happened
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """`outputs[0].text` is the answer; `seed` is the one that was used, so that it can be asked again."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    seed: int
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # as asked; None for the first token
-
-
 SEED_MASK = 2**64 - 1
 
 _T = TypeVar("_T", int, float)
@@ -262,18 +228,37 @@ def context_tokens(limits: ExecutorLimits) -> int:
     return min(limits.max_context, limits.n_pages * limits.page_tokens)
 
 
+def check_context(n_prompt: int, max_tokens: int | None, context: int, param: str = "prompt") -> None:
+    """raises ContextError where they do not fit together, RequestError where there is nothing to continue
+
+    max_tokens None: an answer of one token at least
+    """
+    if not n_prompt:
+        raise RequestError("the prompt has no tokens", "at least 1", "send some text", param)
+    if n_prompt + (max_tokens or 1) > context:
+        about = param if n_prompt >= context else "max_tokens"
+        raise context_exceeded(context, str(n_prompt), max_tokens, about)
+
+
+def context_exceeded(context: int, n_prompt: str, max_tokens: int | None, param: str) -> ContextError:
+    """In the words that clients look for when they shorten a conversation by themselves. n_prompt: "at least 9" """
+    of_answer = f"max_tokens of {max_tokens}" if max_tokens else "an answer of at least 1"
+    shorter = "shorten the prompt, or build with a larger --max-context where the model allows that"
+    if param == "max_tokens":
+        shorter = f"ask for max_tokens of at most {context - int(n_prompt)}, or {shorter}"
+    return ContextError(
+        f"This model's maximum context length is {context} tokens, but the prompt has {n_prompt} tokens "
+        f"and {of_answer} was asked for",
+        f"at most {context} tokens together",
+        shorter,
+        param,
+    )
+
+
 def check_prompt(token_ids: Sequence[int] | IntArray, limits: ExecutorLimits) -> IntArray:
     """The prompt as an array of its own (N,); RequestError when empty, not token ids, or without room for an answer."""
-    context, where = context_tokens(limits), "prompt"
-    if len(token_ids) == 0:
-        raise no_tokens(where)
-    if len(token_ids) >= context:  # before the conversion: a prompt of 100 MB ends here
-        raise RequestError(
-            f"the prompt has {len(token_ids)} tokens",
-            f"at most {context - 1}, because this engine's context is {context} tokens and an answer needs at least 1",
-            "shorten the prompt, or build the engine with a larger --max-context where its model allows that",
-            param=where,
-        )
+    where = "prompt"
+    check_context(len(token_ids), None, context_tokens(limits))  # before the conversion: a prompt of 100 MB ends here
     try:
         wide = np.asarray(token_ids)
     except ValueError:  # lists of different lengths
@@ -294,11 +279,6 @@ def check_prompt(token_ids: Sequence[int] | IntArray, limits: ExecutorLimits) ->
     return prompt
 
 
-def no_tokens(param: str) -> RequestError:
-    """Of a prompt that is empty, where the tokenizer puts nothing in front of a text either."""
-    return RequestError("the prompt has no tokens", "at least 1", "send some text", param)
-
-
 def with_length(params: SamplingParams, n_prompt: int, context: int) -> SamplingParams:
     """`params` of a text to be continued: who does not say how far gets a few tokens, and not minutes of them.
 
@@ -315,7 +295,9 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, limits: Execut
 
     raises RequestError where the lengths do not fit the context, or an id is outside the vocabulary.
     """
-    max_tokens = _max_tokens(params, context_tokens(limits), n_prompt)
+    context = context_tokens(limits)
+    check_context(n_prompt, params.max_tokens, context)
+    max_tokens = context - n_prompt if params.max_tokens is None else params.max_tokens
     if params.min_tokens > max_tokens:
         raise RequestError(
             f"min_tokens is {params.min_tokens}", f"at most max_tokens, {max_tokens}", "lower min_tokens", "min_tokens"
@@ -363,21 +345,6 @@ def _row(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int) 
     row["frequency_penalty"] = params.frequency_penalty
     row["repetition_penalty"] = _first(params.repetition_penalty, defaults.repetition_penalty, 1.0)
     return row
-
-
-def _max_tokens(params: SamplingParams, context: int, n_prompt: int) -> int:
-    rest = context - n_prompt
-    if params.max_tokens is None:
-        return rest
-    asked = n_prompt + params.max_tokens
-    if asked > context:
-        raise RequestError(
-            f"prompt and max_tokens together are {n_prompt} + {params.max_tokens} = {asked} tokens",
-            f"at most {context}, this engine's context",
-            f"ask for max_tokens of at most {rest}, or shorten the prompt",
-            param="max_tokens",
-        )
-    return params.max_tokens
 
 
 def _vocabulary_ids(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:

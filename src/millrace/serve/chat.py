@@ -8,9 +8,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
+from millrace.runtime.params import Delta, FinishReason, TokenLogprobs, check_context
 from millrace.serve.fields import chat_params
-from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, check_context, events, start
+from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start
 from millrace.serve.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
 from millrace.serve.protocol import ChatRequest
 from millrace.serve.replies import (
@@ -40,7 +40,7 @@ async def chat_completions(serving: TextBackend, call: Call, asked: ChatRequest)
         add_special_tokens=bool(asked.add_special_tokens),
     )
     asked.messages = []  # they may be many times the body, and the answer may take minutes
-    check_context(len(prompt), params, serving.model.max_context, "messages")
+    check_context(len(prompt), params.max_tokens, serving.model.max_context, "messages")
     generation = await start(serving, [prompt], params, call, whole_bytes=None if asked.stream else CHAT_BYTES)
     answer = _Answer(serving, generation, f"chatcmpl-{call.id}", model)
     if asked.stream:

@@ -8,15 +8,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, SamplingParams
+from millrace.runtime.params import Delta, SamplingParams, check_context
 from millrace.serve.chat import finish_of
 from millrace.serve.fields import completion_params, texts_or_ids
-from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, check_context, events, start
+from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start
 from millrace.serve.logprobs import COMPLETION_BYTES, OffsetLogprobs, WholeCompletion
 from millrace.serve.protocol import CompletionRequest
 from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply, Usage
-from millrace.serve.text import TextBackend
-from millrace.serve.texts import Texts
+from millrace.serve.text import TextBackend, Texts
 from millrace.serve.wire import Call
 
 
@@ -162,7 +161,7 @@ def _prompts(
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
     _check_number((1 if is_one else len(given)) * params.n, serving)
     if is_one and not isinstance(given, str):
-        check_context(len(given), params, serving.model.max_context, "prompt")
+        check_context(len(given), params.max_tokens, serving.model.max_context, "prompt")
     return [*texts_or_ids(given, "prompt")]
 
 
@@ -185,7 +184,7 @@ async def _tokens(
     if texts:
         prompts = await serving.texts.encode(texts, special, "prompt")
     for ids in prompts:
-        check_context(len(ids), params, serving.model.max_context, "prompt")
+        check_context(len(ids), params.max_tokens, serving.model.max_context, "prompt")
     return prompts
 
 

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from millrace.serve.errors import HttpError, problem_of
 from millrace.serve.logs import Seldom
-from millrace.serve.parser import Parser, without_upgrade
+from millrace.serve.wire import Parser, without_upgrade
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 HEADER_BYTES = 32  # what each header counts beside its bytes, as in HTTP/2 (RFC 7541, 4.1): tiny ones take much memory

@@ -25,7 +25,7 @@ from millrace.serve.metrics import counter, gauge
 from millrace.serve.protocol import EmbeddingRequest
 from millrace.serve.replies import Embedding, EmbeddingReply, EmbeddingUsage
 from millrace.serve.serving import LARGE, Serving
-from millrace.serve.texts import Texts
+from millrace.serve.text import Texts
 from millrace.serve.wire import Call
 
 MAX_INPUTS = 2048  # OpenAI's

@@ -8,7 +8,7 @@ from http import HTTPStatus
 import msgspec
 from starlette.responses import Response
 
-from millrace.errors import BusyError, CheckpointError, MillraceError, RequestError
+from millrace.errors import BusyError, CheckpointError, ContextError, MillraceError, RequestError
 from millrace.serve.replies import ErrorBody, ErrorReply
 
 # OpenAI's words for what a client may do about it; any other status below 500 is the request's own fault
@@ -90,6 +90,8 @@ def problem_of(error: MillraceError, *, accepting: bool) -> Problem:
     match error:
         case HttpError():
             return Problem(error.status, message, error.param, error.code)
+        case ContextError():
+            return Problem(400, message, error.param, code="context_length_exceeded")
         case RequestError():
             return Problem(400, message, param=error.param, code="invalid_value")
         case BusyError() if accepting:
@@ -104,19 +106,6 @@ def problem_of(error: MillraceError, *, accepting: bool) -> Problem:
 def generation_failed(why: str | None, *, status: int = 500) -> Problem:
     """An answer that the engine could not finish."""
     return Problem(status, f"The answer could not be finished: {why or 'it was aborted'}", code="generation_failed")
-
-
-def context_exceeded(max_context: int, n_prompt: str, max_tokens: int | None, param: str) -> HttpError:
-    """In the words that clients look for when they shorten a conversation by themselves. n_prompt: "at least 9" """
-    of_answer = f"max_tokens of {max_tokens}" if max_tokens else "an answer of at least 1"
-    return HttpError(
-        400,
-        "context_length_exceeded",
-        f"This model's maximum context length is {max_context} tokens, but the prompt has {n_prompt} tokens "
-        f"and {of_answer} was asked for",
-        f"{max_context} tokens together",
-        "shorten the prompt or lower max_tokens",
-    ).about(param)
 
 
 def not_yet(field: str, mend: str) -> RequestError:

@@ -14,10 +14,10 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, no_tokens, with_length
+from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, with_length
 from millrace.runtime.request import StopTables
 from millrace.runtime.service import RequestHandle
-from millrace.serve.errors import context_exceeded, generation_failed
+from millrace.serve.errors import generation_failed
 from millrace.serve.protocol import StreamOptions
 from millrace.serve.replies import Asked, Usage
 from millrace.serve.serving import LARGE, LARGE_STEP
@@ -198,15 +198,6 @@ async def start(
         check_whole(n_tokens, params.logprobs, whole_bytes, serving.settings.max_unread_bytes)
     stops = await serving.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
     return Generation(engine.submit(prompts, each, call.id, stops), params, call, serving)
-
-
-def check_context(n_prompt: int, params: SamplingParams, max_context: int, param: str) -> None:
-    """raises HttpError where they do not fit, RequestError where there is nothing to continue"""
-    if not n_prompt:
-        raise no_tokens(param)
-    if n_prompt + (params.max_tokens or 1) > max_context:
-        about = param if n_prompt >= max_context else "max_tokens"
-        raise context_exceeded(max_context, str(n_prompt), params.max_tokens, about)
 
 
 def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int) -> None:

@@ -183,6 +183,15 @@ def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iter
     yield gauge(model, "millrace:engine_silent_seconds", "Since the last step; 0 when idle", silent_s)
 
 
+def decode_metrics(model: str, bound_s: float, step_s: float | None) -> Iterator[Metric]:
+    """The roofline's word beside what is measured. step_s: None before the first step."""
+    said = "Least time of a decode step of what runs now, by this machine's measured roofline"
+    yield gauge(model, "millrace:decode_step_bound_seconds", said, bound_s)
+    if step_s is not None:
+        said = "Measured time of a decode step, without prompt tokens; smoothed"
+        yield gauge(model, "millrace:decode_step_seconds", said, step_s)
+
+
 def gauge(model: str, name: str, help_text: str, value: float) -> Metric:
     """One model's own; `_Models` puts those of several into one family."""
     family = GaugeMetricFamily(name, help_text, labels=LABELS)

@@ -2,33 +2,222 @@
 
 import asyncio
 import hashlib
+import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 from prometheus_client.core import Metric
 
 from millrace import __version__
 from millrace.checkpoint.chat import ChatTemplate
-from millrace.checkpoint.tokenizer import Tokenizer
-from millrace.errors import MillraceError
+from millrace.checkpoint.tokenizer import Tokenizer, check_unicode
+from millrace.checkpoint.tokenizer_process import TokenizerProcess
+from millrace.engine.bound import DecodeWork
+from millrace.engine.kv import PAGE_TOKENS
+from millrace.errors import CheckpointError, MillraceError, RequestError
+from millrace.machine.roofline import Roofline
 from millrace.runtime.loop import LoopStats
-from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.runtime.params import FinishReason, SamplingParams, context_exceeded
+from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine
 from millrace.serve.backend import Backend, ServedModel
-from millrace.serve.lanes import Lane
-from millrace.serve.metrics import engine_metrics
+from millrace.serve.errors import HttpError
+from millrace.serve.fields import check_messages
+from millrace.serve.lengths import longest_token
+from millrace.serve.metrics import decode_metrics, engine_metrics
 from millrace.serve.protocol import Message
-from millrace.serve.serving import Serving
-from millrace.serve.texts import Texts
+from millrace.serve.serving import Lane, Serving
+
+SHORT_CHARACTERS = 512  # tokenised at once: that takes less time than the way to a thread and back
+LONG_CHARACTERS = 8192  # in a process of its own, which is started for the first such text
+VERY_LONG_CHARACTERS = 128 * 1024  # in another one
+LONG_CHAT_BYTES = 64 * 1024  # of a request's body; rendered in another process than shorter ones
+MAX_EXTRA_BYTES = 64 * 1024  # of chat_template_kwargs
+_EXTRA = "chat_template_kwargs"
+# Their priority is that of all threads: a nice one that held the interpreter's lock would be waited for by the engine.
+N_THREADS = 2
+
+
+class Texts:
+    """Text to tokens and back, and messages to text. At most `max_pending` calls wait or run in each lane."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        max_pending: int,
+        max_context: int,
+        folder: Path | None = None,
+    ) -> None:
+        """folder: of the tokenizer's files; with it, long texts are tokenised in processes of their own"""
+        self.tokenizer = tokenizer
+        self._max_context = max_context
+        self._longest_token: tuple[int | None] | None = None  # not looked at yet
+        self._medium = _Encoder(tokenizer, None, Lane("text", max_pending, N_THREADS))
+        self._decoding = Lane("decode", max_pending)
+        self._long, self._very_long = (_make_encoder(tokenizer, folder, n, max_pending) for n in ("long", "very-long"))
+        # a template that loops must not hold up completions as well, so renderings have lanes of their own
+        self._chats = None if template is None else _Renderer(template, "chat", max_pending)
+        self._long_chats = None if template is None else _Renderer(template.another(), "long-chat", max_pending)
+
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool, bounded_as: str | None = None
+    ) -> list[list[int]]:
+        """Tokens of each text.
+
+        bounded_as: the field to name when a text has more bytes than the context's tokens can cover
+        raises RequestError for what is no Unicode text, HttpError for one that is too long, BusyError
+        """
+        n = sum(map(len, texts))
+        if n <= SHORT_CHARACTERS:
+            return [self._medium.encode(text, add_special_tokens) for text in texts]
+        encoder = self._medium if n <= LONG_CHARACTERS else self._long if n <= VERY_LONG_CHARACTERS else self._very_long
+
+        def work() -> list[list[int]]:
+            if bounded_as is not None and n > LONG_CHARACTERS:
+                for text in texts:
+                    self._check_bytes(text, bounded_as)
+            return [encoder.encode(text, add_special_tokens) for text in texts]
+
+        return await encoder.lane.run(work, n)
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """raises BusyError"""
+        if len(ids) <= SHORT_CHARACTERS:
+            return self.tokenizer.decode(ids, skip_special_tokens)
+        return await self._decoding.run(lambda: self.tokenizer.decode(ids, skip_special_tokens))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        body_bytes: int = 0,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, object] | None = None,
+        add_special_tokens: bool = False,
+        bounded: bool = True,
+    ) -> list[int]:
+        """Check, render and encode.
+
+        body_bytes: of the request that the messages came in: they are no longer than that
+        bounded: refuse what cannot fit the context by its bytes
+        raises HttpError without a template or where it cannot fit, what ChatTemplate.render raises; BusyError
+        """
+        renderer = self._chats if body_bytes <= LONG_CHAT_BYTES else self._long_chats
+        if renderer is None:
+            raise HttpError(
+                400,
+                "no_chat_template",
+                "this model has no chat template",
+                "a request to /v1/completions",
+                "send the whole prompt as text, or serve a model that has a chat template",
+            )
+        if len(messages) > self._max_context:  # each costs a token at least
+            raise context_exceeded(self._max_context, f"at least {len(messages)}", None, "messages")
+        template = renderer.template
+
+        def render() -> str:
+            if bounded and body_bytes > LONG_CHAT_BYTES:
+                self._check_bytes("".join(_contents(messages)), "messages")
+            plain = check_messages(messages)
+            if (n_bytes := len(msgspec.json.encode(extra))) > MAX_EXTRA_BYTES:
+                raise RequestError(
+                    f"chat_template_kwargs has {n_bytes} bytes", f"at most {MAX_EXTRA_BYTES}", "send less", _EXTRA
+                )
+            return template.render(plain, add_generation_prompt=add_generation_prompt, extra=extra or {})
+
+        text = await renderer.lane.run(render, body_bytes)
+        return (await self.encode([text], add_special_tokens, "messages" if bounded else None))[0]
+
+    def close(self) -> None:
+        """Without waiting for anything that runs."""
+        self._decoding.close()
+        for part in (self._medium, self._long, self._very_long, self._chats, self._long_chats):
+            if part is not None:
+                part.lane.close()
+
+    def _check_bytes(self, text: str, field: str) -> None:
+        """raises HttpError where not even the longest token of the vocabulary, all along, would make it fit
+
+        What a template leaves out of its messages is counted too; nobody sends that much of it.
+        """
+        if len(text) < self._max_context:
+            return
+        if self._longest_token is None:
+            self._longest_token = (longest_token(self.tokenizer),)
+        longest = self._longest_token[0]
+        if longest is None:
+            return
+        least = -(-len(text.encode("utf-8", "replace")) // longest)
+        if least >= self._max_context:
+            raise context_exceeded(self._max_context, f"at least {least}", None, field)
+
+
+class _Encoder:
+    """A tokenizer with its lane; `process`: where it runs instead of in this process."""
+
+    def __init__(self, tokenizer: Tokenizer, process: TokenizerProcess | None, lane: Lane) -> None:
+        self._tokenizer, self._process, self.lane = tokenizer, process, lane
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """raises RequestError, HttpError where the tokenizer or its process cannot do it"""
+        try:
+            if self._process is None:
+                return self._tokenizer.encode(text, add_special_tokens)
+            check_unicode(text)
+            return self._process.encode(text, add_special_tokens)
+        except CheckpointError as error:
+            refusal = HttpError(503, "tokenizer_failed", error.what, error.expected, error.mend)
+            refusal.headers["retry-after"] = "10"
+            raise refusal from None
+
+
+def _make_encoder(tokenizer: Tokenizer, folder: Path | None, name: str, max_pending: int) -> _Encoder:
+    process = None if folder is None else TokenizerProcess(folder)
+    stop: Callable[[], None] | None = None if process is None else process.close
+    return _Encoder(tokenizer, process, Lane(f"{name}-text", max_pending, stop=stop))
+
+
+class _Renderer:
+    """A template with its lane."""
+
+    def __init__(self, template: ChatTemplate, name: str, max_pending: int) -> None:
+        self.template = template
+        self.lane = Lane(name, max_pending, stop=template.close)
+
+
+def _contents(messages: Sequence[Message]) -> "itertools.chain[str]":
+    """Every text of the messages."""
+    return itertools.chain.from_iterable(
+        (m.content,) if isinstance(m.content, str) else (part.text for part in m.content or ()) for m in messages
+    )
+
 
 T = TypeVar("T")
 WARM_UP_TOKENS = 2
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeClock:
+    """How long decoding takes at least on this machine, and how long it takes."""
+
+    work: DecodeWork
+    roofline: Roofline
+    budget: TokenBudget  # the engine loop's, which follows the steps without prompt tokens
+
+    def bound_s(self, stats: LoopStats) -> float:
+        """Of a step with what runs now; of one sequence that has only begun where nothing does."""
+        n_full = (
+            max(0, stats.pages_used - stats.running) * PAGE_TOKENS
+        )  # each sequence's last page may be all but empty
+        return self.work.bound(self.roofline, max(1, stats.running), n_full).seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +228,7 @@ class TextModel(ServedModel):
     tokenizer: Tokenizer
     tokenizer_folder: Path | None = None  # where a process for long texts finds it; None: they go to a thread
     chat_template: ChatTemplate | None
+    decode_clock: DecodeClock | None = None  # None: no roofline was measured here
 
     def backend(self, serving: Serving) -> "TextBackend":
         return TextBackend(self, serving)
@@ -96,7 +286,10 @@ class TextBackend(Backend):
         return self.model.engine.stats()
 
     def collect(self) -> Iterator[Metric]:
-        return engine_metrics(self.model.name, self.model.engine.stats(), self.model.engine.limits)
+        stats, clock = self.model.engine.stats(), self.model.decode_clock
+        yield from engine_metrics(self.model.name, stats, self.model.engine.limits)
+        if clock is not None:
+            yield from decode_metrics(self.model.name, clock.bound_s(stats), clock.budget.step_s)
 
     async def drain(self, timeout_s: float) -> bool:
         return await self.model.engine.drain(timeout_s)

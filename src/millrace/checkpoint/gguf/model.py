@@ -2,18 +2,17 @@
 
 import json
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.checkpoint import GENERATION_CONFIG, Checkpoint
-from millrace.checkpoint.generation import GenerationDefaults, read_generation
+from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults, read_generation
 from millrace.checkpoint.gguf.metadata import Keys, check_is_model, read_model
 from millrace.checkpoint.gguf.reader import GgufFile
 from millrace.checkpoint.gguf.tensors import GgufTensors, rope_divisors
 from millrace.checkpoint.gguf.vocabulary import read_specials, tokenizer_files
-from millrace.checkpoint.tokenizer import Files, Tokenizer, make_tokenizer
+from millrace.checkpoint.tokenizer import Files
 from millrace.errors import CheckpointError
 
 _SAMPLING = "general.sampling."
@@ -24,36 +23,23 @@ _DEFAULTS = {
 
 
 @dataclass(frozen=True, eq=False)
-class GgufCheckpoint(Checkpoint):
+class GgufModel:
+    """What the file says, before it is a Checkpoint."""
+
+    config: ModelConfig
+    tensors: GgufTensors
+    generation: GenerationDefaults
+    notes: tuple[str, ...]
     keys: Keys
 
-    own_precisions = True
-    has_tokenizer = True  # which opening the file has seen to
-
-    @cached_property
     def files(self) -> Files:
-        """Written from the metadata, in the form that Hugging Face folders have."""
+        """Tokenizer and defaults, in the form that Hugging Face folders have."""
         said = _sampling(self.keys)
         generation = {GENERATION_CONFIG: json.dumps(said).encode()} if said else {}
         return {**generation, **tokenizer_files(self.keys)}
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """raises CheckpointError, which names this file: what it was written into is nobody's to mend"""
-        try:
-            return make_tokenizer(self.files, self.folder)
-        except CheckpointError as error:
-            what = error.what.replace(f"{self.folder}/", "")
-            raise CheckpointError(
-                f"{self.folder}: its tokenizer cannot be used: {what}", error.expected, "choose another file"
-            ) from error
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.decoder.eos_token_ids
-
-
-def open_gguf(path: Path) -> GgufCheckpoint:
+def read_gguf(path: Path) -> GgufModel:
     """Reads the header only. raises CheckpointError for what is damaged, hostile or not supported"""
     file = GgufFile.open(path)
     keys = Keys(path, file.metadata)
@@ -71,7 +57,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     config = replace(config, rope=replace(config.rope, divisors=rope_divisors(file, config)))
     unused = sorted(k for k in keys.values if k.startswith(_SAMPLING) and k[len(_SAMPLING) :] not in _DEFAULTS.values())
     notes = (*config.notes, *specials.notes, *(f"{key} is not supported and not used" for key in unused))
-    return GgufCheckpoint(path, config, GgufTensors.of(file, config), _generation(keys), notes, keys)
+    return GgufModel(config, GgufTensors.of(file, config), _generation(keys), notes, keys)
 
 
 def _sampling(keys: Keys) -> dict[str, object]:
