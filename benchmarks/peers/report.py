@@ -92,7 +92,7 @@ def subject_name(subject: str) -> str:
 
 
 def config_of(subject: str) -> ModelConfig:
-    return SHAPES[subject] if subject in SHAPES else Checkpoint.open(Path(subject)).config
+    return SHAPES[subject] if subject in SHAPES else Checkpoint.open(Path(subject)).decoder
 
 
 def show(result: dict[str, Any], console: Console) -> None:

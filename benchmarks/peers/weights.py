@@ -39,7 +39,7 @@ class NamedWeights:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "NamedWeights":
         tensors = checkpoint.tensors
-        return cls(checkpoint.config, {name: info.shape for name, info in tensors.items()}, tensors.load)
+        return cls(checkpoint.decoder, {name: info.shape for name, info in tensors.items()}, tensors.load)
 
 
 def multiply_operations(config: ModelConfig) -> float:

@@ -55,7 +55,7 @@ def test_llama_cpp_says_the_same(checkpoint: Checkpoint, expected: list[int], tm
     for _ in range(NEW):
         with batches([step]) as batch:
             context.decode(batch)
-        tokens.append(int(context.logits(len(step) - 1, checkpoint.config.vocab_size).argmax()))
+        tokens.append(int(context.logits(len(step) - 1, checkpoint.decoder.vocab_size).argmax()))
         step = [(tokens[-1], len(tokens) - 1, 0, True)]
     context.close()
     engine.close()

@@ -30,7 +30,7 @@ def folder(original: Path, tmp_path: Path) -> Path:
 def test_every_family_opens_and_holds_its_tensors(tmp_path: Path, family: str) -> None:
     random_checkpoint(tmp_path, family, seed=2, dtype="bfloat16")
     opened = Checkpoint.open(tmp_path)
-    config = opened.config
+    config = opened.decoder
     assert (config.family, config.dtype, config.n_layers, opened.notes) == (family, "bfloat16", 2, ())
     q = opened.tensors["model.layers.1.self_attn.q_proj.weight"]
     assert q.shape == (config.n_heads * config.head_dim, config.hidden_size)
@@ -48,13 +48,13 @@ def test_every_family_opens_and_holds_its_tensors(tmp_path: Path, family: str) -
 def test_both_spellings_open_alike(tmp_path: Path) -> None:
     new = Checkpoint.open(random_checkpoint(tmp_path / "new", "qwen2"))
     old = Checkpoint.open(random_checkpoint(tmp_path / "old", "qwen2", old_spelling=True))
-    assert new.config == old.config and old.config.rope.theta == 1e6
+    assert new.config == old.config and old.decoder.rope.theta == 1e6
     assert "rope_theta" in json.loads((tmp_path / "old" / "config.json").read_text())
 
 
 def test_the_real_small_model() -> None:
     opened = Checkpoint.open(shared("models/stories260K"))
-    assert (opened.config.family, opened.config.max_context, opened.config.n_kv_heads) == ("llama", 512, 4)
+    assert (opened.decoder.family, opened.decoder.max_context, opened.decoder.n_kv_heads) == ("llama", 512, 4)
     assert opened.eos_token_ids == (2,) and opened.chat_template is None and opened.notes == ()
     assert opened.tensors.nbytes == 1_040_128
 
@@ -65,10 +65,10 @@ def edit(path: Path, **changes: object) -> None:
 
 def test_dtype_comes_from_the_weights_where_the_config_is_silent(folder: Path) -> None:
     edit(folder / "config.json", dtype=None)
-    assert Checkpoint.open(folder).config.dtype == "float32"
+    assert Checkpoint.open(folder).decoder.dtype == "float32"
     edit(folder / "config.json", dtype="bfloat16")
     opened = Checkpoint.open(folder)
-    assert opened.config.dtype == "bfloat16" and "stored as float32" in opened.notes[0]
+    assert opened.decoder.dtype == "bfloat16" and "stored as float32" in opened.notes[0]
 
 
 def test_end_of_text_comes_from_the_most_specific_file(folder: Path) -> None:

@@ -11,7 +11,14 @@ import sentencepiece
 
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from tests.support.shared import shared
-from tests.support.vocabularies import KINDS, save_byte_fallback, save_byte_level, save_sentencepiece, strange_text
+from tests.support.vocabularies import (
+    KINDS,
+    OF_DECODERS,
+    save_byte_fallback,
+    save_byte_level,
+    save_sentencepiece,
+    strange_text,
+)
 
 JSON_KINDS = [kind for kind in KINDS if not kind.startswith("sentencepiece")]
 
@@ -110,7 +117,7 @@ def test_the_real_small_model() -> None:
     assert ours.encode(golden["text"]) == reference(path).encode(golden["text"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_DECODERS)
 def test_bytes_of_tokens(folder: Callable[[str], Path], kind: str) -> None:
     tokenizer = open_tokenizer(folder(kind))
     every = {tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)}

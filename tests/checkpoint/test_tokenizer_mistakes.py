@@ -65,7 +65,7 @@ def test_tokens_and_decoders_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="<nowhere>"):
         open_tokenizer(tmp_path)
     broken(tmp_path, "tokenizer_config.json", json.dumps(config))
-    for decoder in (None, {"type": "WordPiece", "prefix": "##", "cleanup": True}):
+    for decoder in (None, {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}):
         broken(tmp_path, "tokenizer.json", json.dumps({**raw, "decoder": decoder}))
         with pytest.raises(CheckpointError, match="decoder"):
             open_tokenizer(tmp_path)

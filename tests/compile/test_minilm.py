@@ -4,19 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.precision import precision_map
-from millrace.compile.source import Source
-from millrace.engine.engine import Engine
-from millrace.model.bert import BertConfig, BertSentences
+from millrace import LLM
 from tools.nightly.packages import minilm
 
-MINILM = BertConfig(
-    vocab_size=30522, hidden_size=384, intermediate_size=1536, n_layers=6, n_heads=12, max_positions=512, n_types=2,
-    norm_eps=1e-12, activation="gelu",
-)  # fmt: skip
 TEXTS = (
     "x", "Hello, world!", "The river runs past a mill, and the miller counts his sacks.", "A " * 300,
     "Why does the wheel turn? " * 9, "Ein Müller zählt seine Säcke.",
@@ -27,30 +18,22 @@ TEXTS = (
 @pytest.mark.parametrize(
     ("precision", "farthest", "least_cosine"), [("fp32", 1e-5, 0.999999), ("bf16", 0.005, 0.9999), ("w8a8", 0.05, 0.99)]
 )
-def test_embeddings(precision: str, farthest: float, least_cosine: float, tmp_path: Path) -> None:
+def test_embeddings(
+    precision: str, farthest: float, least_cosine: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
     import transformers
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = minilm()
     model = transformers.AutoModel.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = [np.array(tokenizer(text).input_ids, np.int32) for text in TEXTS]
+    ids = [tokenizer(text).input_ids for text in TEXTS]
     with torch.no_grad():
-        means = [model(torch.tensor(t[None], dtype=torch.int64)).last_hidden_state[0].mean(0) for t in ids]
+        means = [model(torch.tensor([t])).last_hidden_state[0].mean(0) for t in ids]
     exact = torch.nn.functional.normalize(torch.stack(means), dim=1).numpy()
-    weights = {n: t.numpy() for n, t in model.state_dict().items() if "pooler" not in n and "position_ids" not in n}
-    source = Source.from_module(BertSentences(MINILM), weights, max_context=512)
-    options = BuildOptions(precision=precision_map(precision), max_batch=8, max_step_tokens=1024)
-    write_engine(source, plan_engine(source, options), tmp_path / "minilm", name="minilm")
-    network = Engine.open(tmp_path / "minilm").network()
-    got = network.run(packed(ids))["embeddings"]
-    network.close()
+    with LLM(folder, precision=precision, max_context=512) as llm:
+        outputs = llm.embed(TEXTS)
+    assert [o.prompt_token_ids for o in outputs] == ids
+    got = np.array([o.outputs.embedding for o in outputs])
     assert np.abs(got - exact).max() <= farthest and (got * exact).sum(axis=1).min() >= least_cosine
-
-
-def packed(ids: list[NDArray[np.int32]]) -> dict[str, NDArray[np.int32]]:
-    tokens = np.concatenate(ids)
-    return {
-        "tokens": tokens, "types": np.zeros_like(tokens), "lengths": np.array([len(t) for t in ids], np.int32),
-        "positions": np.concatenate([np.arange(len(t), dtype=np.int32) for t in ids]),
-    }  # fmt: skip

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from millrace.checkpoint.encoder import EncoderConfig
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.passes import run_passes, unfused
 from millrace.compile.precision import precision_map
@@ -21,7 +22,7 @@ from millrace.errors import ConfigError, EngineError, GraphError, RequestError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import memory
 from millrace.model import ops
-from millrace.model.bert import BertConfig, BertSentences
+from millrace.model.bert import BertSentences
 from millrace.model.layers import LayerNorm, Linear
 from millrace.model.module import Module, Signature, trace_model
 from millrace.model.tensor import Tensor
@@ -204,7 +205,8 @@ def test_what_cannot_be_lowered_says_so(model: Module, says: str | None, tmp_pat
 
 # ------------------------------------------------------------------ an encoder
 
-SMALL = BertConfig(
+SMALL = EncoderConfig(
+    architecture="BertModel",
     vocab_size=97, hidden_size=96, intermediate_size=200, n_layers=2, n_heads=3, max_positions=300, n_types=2,
     norm_eps=1e-12, activation="gelu",
 )  # fmt: skip

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from millrace.compile import tune as tune_module
 from millrace.compile.find import BUNDLED
@@ -27,10 +29,12 @@ from millrace.engine.tactics import (
     read_tactics,
     write_tactics,
 )
+from millrace.engine.texts import text_inputs
 from millrace.errors import EngineError, MachineError
 from millrace.kernels.declare import KERNELS
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import Memory, usable_cores
+from tests.support.checkpoints import random_encoder
 from tests.support.engines import build
 
 SECONDS = 1.0  # far more than `tiny` needs, so that a busy machine does not make a difference
@@ -288,3 +292,27 @@ def test_a_program_table_that_does_not_fit_is_damage(
     monkeypatch.setattr(tune_module, "read_program_table", lambda _: table)
     with pytest.raises(EngineError, match="does not fit"):
         tune(engine, Tuning(0.1))
+
+
+def test_an_encoder_is_tuned_and_its_vectors_stay(tmp_path: Path) -> None:
+    build(random_encoder(tmp_path / "checkpoint"), tmp_path / "engine", "fp32")
+    rng = np.random.default_rng(3)
+    texts = [rng.integers(0, 403, n) for n in (1, 100, 17, 64)]
+
+    def vectors() -> bytes:
+        engine = Engine.open(tmp_path / "engine")
+        network = engine.network()
+        found = network.run(text_inputs(texts, [slot.name for slot in engine.manifest.cpu.inputs]))["embeddings"]
+        network.close()
+        engine.close()
+        return found.tobytes()
+
+    before = vectors()
+    table = tune_folder(tmp_path / "engine", Tuning(1.0))
+    assert {c.rows for r in table.regions for c in r.choices} == {16, 128, 256} and table.compared()
+    for height in (4, 12):  # whatever is chosen
+        regions = [
+            replace(r, choices=[replace(c, knobs={"tile_rows": height}) for c in r.choices]) for r in table.regions
+        ]
+        write_tactics(tmp_path / "engine", replace(table, regions=regions))
+        assert vectors() == before

@@ -18,7 +18,7 @@ SLOW_MEMORY = Roofline(1, (Level("DRAM", None, RATE, RATE),), (Compute("fp32", R
 def test_products_and_keys_are_counted_once_for_each_token(tmp_path: Path) -> None:
     engine = build(BUNDLED / "tiny", tmp_path / "engine", "fp32")
     checkpoint = Checkpoint.open(BUNDLED / "tiny")
-    config, shapes = checkpoint.config, {name: info.shape for name, info in checkpoint.tensors.items()}
+    config, shapes = checkpoint.decoder, {name: info.shape for name, info in checkpoint.tensors.items()}
     table = () if config.tie_embeddings else ("model.embed_tokens.weight",)  # tied, it is the head, and read whole
     n_weights = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in table)
 

@@ -6,8 +6,8 @@ from millrace.model import families
 
 
 def test_what_a_checkpoint_may_say_is_what_a_model_is_built_of() -> None:
-    decoders = {family.architecture for family in FAMILIES.values() if family.architecture.endswith("ForCausalLM")}
-    assert decoders == families.FAMILIES.keys()
+    assert {f.architecture for f in FAMILIES.values() if not f.is_encoder} == families.FAMILIES.keys()
+    assert {f.architecture for f in FAMILIES.values() if f.is_encoder} == families.ENCODERS.keys()
     assert all(name == family.name for name, family in FAMILIES.items())
 
 

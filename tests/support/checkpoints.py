@@ -1,13 +1,13 @@
 """Small random Hugging Face checkpoints of every family, written by transformers, in sizes that fit nothing evenly."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.support.vocabularies import save_byte_fallback, save_byte_level
+from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_word_pieces
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 ODD_SIZES: Mapping[str, object] = {
@@ -19,6 +19,14 @@ ODD_SIZES: Mapping[str, object] = {
     "head_dim": 64,
     "vocab_size": 1003,
     "max_position_embeddings": 512,
+}
+BERT_SIZES: Mapping[str, object] = {
+    "vocab_size": 403,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 130,
 }
 _OWN: Mapping[str, Mapping[str, object]] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2},
@@ -62,6 +70,46 @@ def random_checkpoint(
     return folder
 
 
+MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+
+
+def random_encoder(
+    folder: Path, seed: int = 0, *, pooling: str | None = "mean", normalised: bool = True, dtype: str = "float32",
+    tokenizer: Mapping[str, object] | None = None, **overrides: object,
+) -> Path:  # fmt: skip
+    """Write a BERT with a WordPiece tokenizer as sentence-transformers saves one; the folder.
+
+    pooling: None leaves the folder without modules.json; tokenizer: keys of tokenizer_config.json
+    overrides: keys of transformers' BertConfig
+    """
+    import torch
+    import transformers
+
+    config = transformers.BertConfig(**{**BERT_SIZES, **overrides})
+    model = transformers.BertModel(config)
+    _randomise(model, seed, zero_centred_norms=False)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    save_word_pieces(folder, **(tokenizer or {}))
+    if pooling is not None:
+        write_modules(folder, ("Transformer", "Pooling", *(("Normalize",) if normalised else ())))
+        said = {
+            "word_embedding_dimension": config.hidden_size,
+            f"pooling_mode_{pooling}{'_token' if pooling == 'cls' else '_tokens'}": True,
+        }
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(said))
+        (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 100, "do_lower_case": false}')
+    return folder
+
+
+def write_modules(folder: Path, names: Sequence[str]) -> None:
+    modules = [
+        {"idx": i, "name": str(i), "path": MODULES.get(name, name), "type": f"sentence_transformers.models.{name}"}
+        for i, name in enumerate(names)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
 def _randomise(model: Any, seed: int, zero_centred_norms: bool) -> None:
     """Attention scores, activations and logits of a standard deviation of about 1 to 3, so that every term matters."""
     import torch
@@ -70,11 +118,11 @@ def _randomise(model: Any, seed: int, zero_centred_norms: bool) -> None:
     for name, parameter in sorted(model.named_parameters()):
         shape = tuple(parameter.shape)
         noise = rng.standard_normal(shape, dtype=np.float32)
-        if name.endswith("norm.weight"):
+        if name.lower().endswith("norm.weight"):
             value = 0.2 * noise + (0.0 if zero_centred_norms else 1.0)
         elif name.endswith(".bias"):
             value = 0.3 * noise
-        elif "embed_tokens" in name or "lm_head" in name:
+        elif "embed" in name or "lm_head" in name:
             value = 0.15 * noise  # a normed row has length sqrt(hidden): logits of 0.15 * sqrt(320) = 2.7
         else:
             value = 1.2 * noise / np.sqrt(np.float32(shape[-1]))

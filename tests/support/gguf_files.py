@@ -40,7 +40,7 @@ def write_gguf(
     kind: of the matrices; edit: adds metadata or tensors; leave_out: tensors; tokenizer: instead of the folder's own
     """
     checkpoint = Checkpoint.open(folder)
-    config = checkpoint.config
+    config = checkpoint.decoder
     writer = gguf.GGUFWriter(path, "llama" if config.family == "mistral" else config.family)
     describe(writer, config)
     if config.rope.kind == "linear":

@@ -12,6 +12,7 @@ import uvloop
 from millrace.errors import MillraceError
 from millrace.runtime.loop import LoopStats
 from millrace.runtime.service import AsyncEngine
+from millrace.serve.backend import ServedModel
 from millrace.serve.server import Server
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import TextModel
@@ -26,7 +27,7 @@ class Threaded:
 
 @contextmanager
 def in_thread(
-    model: TextModel, settings: ServerSettings | None, *, start_s: float, stop_s: float, wait: bool = True
+    model: ServedModel, settings: ServerSettings | None, *, start_s: float, stop_s: float, wait: bool = True
 ) -> Iterator[Threaded]:
     """Serve on a free port. Afterwards the server must end by itself, with every page given back.
 
@@ -61,8 +62,9 @@ def in_thread(
         server.stop()
         thread.join(stop_s)
         assert not thread.is_alive()
-        stats = model.engine.stats()
-        assert stats.pages_used == 0 and stats.running == stats.waiting == 0, stats
+        if isinstance(model, TextModel):
+            stats = model.engine.stats()
+            assert stats.pages_used == 0 and stats.running == stats.waiting == 0, stats
 
 
 def wait_until_idle(engine: AsyncEngine, timeout_s: float) -> LoopStats:

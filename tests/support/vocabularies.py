@@ -82,6 +82,30 @@ def save_byte_fallback(folder: Path, vocab_size: int = 700, decoder: str = "stri
     _save(folder, tokenizer, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, INSTRUCT)
 
 
+def save_word_pieces(folder: Path, **config: object) -> None:
+    """BERT's kind: lower case, `##` before what goes on, [CLS] and [SEP] around a text;
+    cut and padded, as files may say.
+
+    config: keys of tokenizer_config.json
+    """
+    named = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=named, show_progress=False)
+    tokenizer.train_from_iterator(corpus(), trainer)
+    tokenizer.decoder = decoders.WordPiece()
+    around = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    tokenizer.post_processor = around
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=9)
+    keys = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    whole = {"tokenizer_class": "BertTokenizer", **dict(zip(keys, named, strict=True)), **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(whole))
+
+
 def save_sentencepiece(folder: Path, vocab_size: int = 600, dummy_prefix: bool = True, **config: object) -> None:
     """tokenizer.model and tokenizer_config.json, as Llama 2's repository has them."""
     written = io.BytesIO()
@@ -137,6 +161,9 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "byte fallback": save_byte_fallback,
     "byte fallback, no space": partial(save_byte_fallback, decoder="keep"),
     "metaspace": partial(save_byte_fallback, decoder="metaspace"),
+    "word pieces": save_word_pieces,
     "sentencepiece": save_sentencepiece,
     "sentencepiece, no space": partial(save_sentencepiece, dummy_prefix=False),
 }
+# What models that write have: every byte can be said, and no token is spelled otherwise at the beginning of a text.
+OF_DECODERS = tuple(kind for kind in KINDS if kind != "word pieces")

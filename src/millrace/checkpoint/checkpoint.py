@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.config import ModelConfig, read_config
+from millrace.checkpoint.config_reader import family_of
+from millrace.checkpoint.encoder import EncoderConfig, read_encoder
 from millrace.checkpoint.files import Report, file_digest
 from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults, read_generation
 from millrace.checkpoint.gguf.reader import is_gguf
+from millrace.checkpoint.sentences import sentence_files, with_sentences
 from millrace.checkpoint.tokenizer import (
     TEMPLATE_FILE,
     TOKENIZER_CONFIG,
@@ -41,7 +44,7 @@ class Checkpoint:
     """Weights are not read before they are asked for; the tokenizer and the template are opened when first used."""
 
     folder: Path  # of a GGUF checkpoint: the file
-    config: ModelConfig
+    config: ModelConfig | EncoderConfig
     tensors: Tensors
     generation: GenerationDefaults
     notes: tuple[str, ...]  # to be said aloud to the user
@@ -53,6 +56,16 @@ class Checkpoint:
     def open(path: Path) -> "Checkpoint":
         """A Hugging Face folder, or a GGUF file. raises CheckpointError for what is missing, damaged, not supported"""
         return _open_gguf(path) if is_gguf(path) else _open_folder(path)
+
+    @property
+    def decoder(self) -> ModelConfig:
+        """Its configuration, where it is no encoder. raises CheckpointError where it is one"""
+        if isinstance(self.config, EncoderConfig):
+            raise CheckpointError(
+                f"{self.folder} is an encoder ({self.config.architecture})", "a model that gives tokens",
+                "ask it for embeddings, or choose another model",
+            )  # fmt: skip
+        return self.config
 
     @cached_property
     def files(self) -> Files:
@@ -77,9 +90,16 @@ class Checkpoint:
         return _make_template(self.files, self.folder, self.tokenizer)
 
     @property
+    def bos_token_id(self) -> int | None:
+        """config.json's; an encoder has none."""
+        return None if isinstance(self.config, EncoderConfig) else self.config.bos_token_id
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """generation_config.json's where it has some, else config.json's; and the tokenizer's own, as in vLLM: a tuned
-        model may end its turns with a token that only tokenizer_config.json names."""
+        model may end its turns with a token that only tokenizer_config.json names. An encoder has none."""
+        if isinstance(self.config, EncoderConfig):
+            return ()
         found = self.generation.eos_token_ids or self.config.eos_token_ids
         if not self.has_tokenizer:
             return found
@@ -92,7 +112,10 @@ class Checkpoint:
         Reads all weights, except where `digest_of` knows what it has read before. raises CheckpointError
         """
         digest = hashlib.blake2b(self.tensors.digest(digest_of, report).encode(), digest_size=16)
-        for name, content in read_files(self.folder, SMALL_FILES).items():  # a GGUF file has everything inside
+        small = read_files(self.folder, SMALL_FILES)  # a GGUF file has everything inside
+        if isinstance(self.config, EncoderConfig):
+            small |= sentence_files(self.folder)
+        for name, content in small.items():
             digest.update(f"{name} {len(content)}\n".encode() + content)
         return digest.hexdigest()
 
@@ -123,7 +146,7 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        return self.config.eos_token_ids
+        return self.decoder.eos_token_ids
 
 
 def _open_gguf(path: Path) -> GgufCheckpoint:
@@ -147,7 +170,7 @@ def _open_folder(folder: Path) -> Checkpoint:
             f"{folder} has no {CONFIG}", "the folder of a Hugging Face checkpoint", "name the folder that has it"
         )
     raw = read_json_object(folder / CONFIG)
-    config = read_config(raw)
+    config = with_sentences(read_encoder(raw), folder) if family_of(raw).is_encoder else read_config(raw)
     generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
     tensors = Tensors.open(folder)
     stored = _stored_dtype(tensors)

@@ -4,25 +4,26 @@ Both of today's spellings are read: `rope_theta`, `rope_scaling`, `torch_dtype`,
 Defaults of missing keys are those of the family's configuration class in transformers 5.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from millrace.checkpoint.config_keys import (
-    ACTIVATIONS,
-    FAMILIES,
-    GENERATION_KEYS,
-    HARMLESS,
-    HARMLESS_PREFIXES,
-    ONLY_AT,
-    Family,
+from millrace.checkpoint.config_keys import ACTIVATIONS
+from millrace.checkpoint.config_reader import (
+    HEAD_SIZES,
+    MAX_LAYERS,
+    ConfigReader,
+    Raw,
+    check_keys,
+    family_of,
+    head_fits,
+    positive_number,
+    read_dtype,
+    token_ids,
+    wrong,
 )
-from millrace.errors import CheckpointError, nearest
+from millrace.errors import nearest
 
-MAX_LAYERS = 4096  # far beyond any model, and soon enough said
 ROPE_KINDS = ("default", "linear", "llama3")
-DTYPES = ("float32", "float16", "bfloat16")
-Raw = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +72,18 @@ class ModelConfig:
 
 
 def read_config(raw: Raw) -> ModelConfig:
-    """`raw` is the parsed config.json. Raises CheckpointError naming the key, its value and what was expected."""
-    family = _family(raw)
-    notes = _check_keys(raw, family)
-    read = _Reader(raw, family)
+    """`raw`: the parsed config.json of a decoder. Raises CheckpointError naming the key, its value, what it may be."""
+    family = family_of(raw)
+    assert not family.is_encoder, family  # checkpoint/encoder.py reads these
+    notes = check_keys(raw, family)
+    read = ConfigReader(raw, family)
     n_layers = read.positive_int("num_hidden_layers", most=MAX_LAYERS)
     n_heads = read.positive_int("num_attention_heads")
     hidden_size = read.positive_int("hidden_size")
     vocab_size = read.positive_int("vocab_size")
     n_kv_heads = read.positive_int("num_key_value_heads", missing=n_heads)
     if n_heads % n_kv_heads:
-        raise _wrong("num_key_value_heads", n_kv_heads, f"a divisor of num_attention_heads {n_heads}")
+        raise wrong("num_key_value_heads", n_kv_heads, f"a divisor of num_attention_heads {n_heads}")
     max_positions = read.positive_int("max_position_embeddings")
     window, window_notes = _window(read, n_layers, max_positions)
     attention_bias, output_bias = _attention_bias(read)
@@ -105,131 +107,29 @@ def read_config(raw: Raw) -> ModelConfig:
         mlp_bias=family.name == "llama" and read.boolean("mlp_bias"),
         activation=_activation(read),
         sliding_window=window,
-        dtype=_dtype(raw),
+        dtype=read_dtype(raw),
         bos_token_id=bos,
         eos_token_ids=eos,
         notes=(*notes, *window_notes, *token_notes),
     )
 
 
-def _wrong(key: str, value: object, expected: str, mend: str = "") -> CheckpointError:
-    mend = mend or "check that config.json belongs to this model and is complete"
-    return CheckpointError(f"config.json: {key} is {value!r}", expected, mend)
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Typed access to one config.json with its family's defaults; every method raises CheckpointError."""
-
-    raw: Raw
-    family: Family
-
-    def get(self, key: str) -> object:
-        return self.raw.get(key, self.family.defaults.get(key))
-
-    def positive_int(self, key: str, missing: int | None = None, most: int = 2**31 - 1) -> int:
-        """`missing` is what null stands for; where there is none, null is an error."""
-        value = self.get(key)
-        if value is None and missing is not None:
-            return missing
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-            raise _wrong(key, value, f"an integer from 1 to {most}")
-        return value
-
-    def positive_float(self, key: str) -> float:
-        return positive_number(key, self.get(key))
-
-    def boolean(self, key: str) -> bool:
-        value = self.get(key)
-        if not isinstance(value, bool):
-            raise _wrong(key, value, "true or false")
-        return value
-
-
-def positive_number(key: str, value: object) -> float:
-    """A finite number above zero (a bool is not a number here)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise _wrong(key, value, "a positive number")
-    return float(value)
-
-
-def _family(raw: Raw) -> Family:
-    by_architecture = {family.architecture: family for family in FAMILIES.values()}
-    supported = "one of " + ", ".join(sorted(by_architecture))
-    names = raw.get("architectures")
-    model_type = raw.get("model_type")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if names is not None and (not isinstance(name, str) or name not in by_architecture):
-        shown = names if name is None else name
-        raise CheckpointError(
-            f"config.json: the architecture is {shown!r}, which is not supported",
-            supported,
-            "choose a checkpoint of a supported family",
-        )
-    if isinstance(name, str):
-        family = by_architecture[name]
-        if model_type not in (None, family.name):
-            raise _wrong("model_type", model_type, f'"{family.name}", because architectures says {name}')
-        return family
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise CheckpointError(
-            f"config.json: no architectures, and model_type is {model_type!r}",
-            f"architectures with {supported}",
-            "choose a checkpoint of a supported family, or add architectures to config.json",
-        )
-    return FAMILIES[model_type]
-
-
-def _check_keys(raw: Raw, family: Family) -> tuple[str, ...]:
-    """Refuse what is unknown, and what is known to change the maths; returns notes."""
-    used = {"architectures", "model_type", "dtype", "torch_dtype", "rope_theta", "rope_scaling", *family.defaults}
-    notes: list[str] = []
-    for key, value in raw.items():
-        if key in used or key in HARMLESS or key.startswith(HARMLESS_PREFIXES):
-            continue
-        if key in GENERATION_KEYS:
-            notes.append(f"config.json's {key} is not used: generation defaults are read from generation_config.json")
-            continue
-        if key in family.only_at or key in ONLY_AT:
-            neutral, why = family.only_at.get(key) or ONLY_AT[key]
-            if not any(value == v and type(value) is type(v) for v in neutral):
-                allowed = " or ".join(
-                    {"None": "null", "True": "true", "False": "false"}.get(str(v), str(v)) for v in neutral
-                )
-                raise _wrong(key, value, f"{allowed}: {why}", "choose a checkpoint without it")
-            continue
-        raise CheckpointError(
-            f"config.json: unknown key {key} = {value!r}",
-            f"a key that {family.architecture} is known to have; " + nearest(key, {*used, *ONLY_AT, *HARMLESS}),
-            "correct the key, or remove it if the model's results do not depend on it",
-        )
-    return tuple(notes)
-
-
-HEAD_SIZES = "a multiple of 8, at most 512: no kernel takes others"
-
-
-def head_fits(head_dim: int) -> bool:
-    """Whether it is one of HEAD_SIZES."""
-    return head_dim % 8 == 0 and head_dim <= 512
-
-
-def _head_dim(read: _Reader, hidden_size: int, n_heads: int) -> int:
+def _head_dim(read: ConfigReader, hidden_size: int, n_heads: int) -> int:
     value = read.raw.get("head_dim", read.family.defaults["head_dim"])
     if value is None and read.family.defaults["head_dim"] is None:
         if hidden_size % n_heads:
-            raise _wrong(
+            raise wrong(
                 "hidden_size", hidden_size, f"a multiple of num_attention_heads {n_heads}, or an explicit head_dim"
             )
         head_dim = hidden_size // n_heads
     else:
         head_dim = read.positive_int("head_dim")
     if not head_fits(head_dim):
-        raise _wrong("head_dim", head_dim, HEAD_SIZES)
+        raise wrong("head_dim", head_dim, HEAD_SIZES)
     return head_dim
 
 
-def _attention_bias(read: _Reader) -> tuple[bool, bool]:
+def _attention_bias(read: ConfigReader) -> tuple[bool, bool]:
     """On q/k/v and on o. Qwen2 has the first by architecture; Mistral has none; the rest say it in config.json."""
     if read.family.name in ("qwen2", "mistral"):
         return read.family.name == "qwen2", False
@@ -237,28 +137,28 @@ def _attention_bias(read: _Reader) -> tuple[bool, bool]:
     return has, has
 
 
-def _activation(read: _Reader) -> str:
+def _activation(read: ConfigReader) -> str:
     name = read.get("hidden_act")
     gemma = read.family.name == "gemma"
     if gemma and name == "gelu":
         name = "gelu_pytorch_tanh"  # the official Gemma files say "gelu" and mean the tanh form (transformers PR 29402)
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise _wrong("hidden_act", name, "one of " + ", ".join(sorted(ACTIVATIONS)))
+        raise wrong("hidden_act", name, "one of " + ", ".join(sorted(ACTIVATIONS)))
     if gemma:
         # transformers 4 obeyed hidden_activation and ignored hidden_act, transformers 5 does the opposite
         for key in ("hidden_act", "hidden_activation"):
             value = name if key == "hidden_act" else read.get(key)
             if value is not None and ACTIVATIONS.get(str(value)) != "gelu_tanh":
-                raise _wrong(key, value, "gelu_pytorch_tanh, the activation of every Gemma")
+                raise wrong(key, value, "gelu_pytorch_tanh, the activation of every Gemma")
     return ACTIVATIONS[name]
 
 
-def _window(read: _Reader, n_layers: int, max_positions: int) -> tuple[int | None, tuple[str, ...]]:
+def _window(read: ConfigReader, n_layers: int, max_positions: int) -> tuple[int | None, tuple[str, ...]]:
     """The narrowest window that any layer has (tokens), and a note where it caps the context."""
     types = read.get("layer_types")
     named = isinstance(types, list) and len(types) == n_layers and all(isinstance(kind, str) for kind in types)
     if types is not None and not named:
-        raise _wrong("layer_types", types, f"a list of {n_layers} names, one per layer")
+        raise wrong("layer_types", types, f"a list of {n_layers} names, one per layer")
     name = read.family.name
     window: int | None = None
     if name == "mistral" or (name in ("qwen2", "qwen3") and read.get("use_sliding_window") not in (None, False)):
@@ -266,7 +166,7 @@ def _window(read: _Reader, n_layers: int, max_positions: int) -> tuple[int | Non
     if name in ("qwen2", "qwen3") and window is not None and types is None:
         first = read.get("max_window_layers")
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise _wrong("max_window_layers", first, "a number of layers")
+            raise wrong("max_window_layers", first, "a number of layers")
         window = window if first < n_layers else None
     if types is not None:
         kinds = set(cast(list[str], types))
@@ -274,7 +174,7 @@ def _window(read: _Reader, n_layers: int, max_positions: int) -> tuple[int | Non
         if name == "mistral" and window is not None:
             allowed = {"sliding_attention"}  # transformers gives every Mistral layer the window, whatever is said here
         if not kinds <= allowed:
-            raise _wrong("layer_types", sorted(kinds), "only " + " and ".join(sorted(allowed)))
+            raise wrong("layer_types", sorted(kinds), "only " + " and ".join(sorted(allowed)))
         window = window if "sliding_attention" in kinds else None
     if window is None or window >= max_positions:
         return window, ()
@@ -282,19 +182,19 @@ def _window(read: _Reader, n_layers: int, max_positions: int) -> tuple[int | Non
     return window, (note,)
 
 
-def _rope(read: _Reader, max_positions: int) -> RopeConfig:
+def _rope(read: ConfigReader, max_positions: int) -> RopeConfig:
     """Values inside rope_parameters win over those beside it, as in transformers; where both differ it is an error."""
     old, new = read.raw.get("rope_scaling"), read.raw.get("rope_parameters")
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, dict):
-            raise _wrong(key, value, "an object or null")
+            raise wrong(key, value, "an object or null")
     if old and new and old != new:
-        raise _wrong("rope_scaling", old, f"the same as rope_parameters, which is {new!r}", "remove one of the two")
+        raise wrong("rope_scaling", old, f"the same as rope_parameters, which is {new!r}", "remove one of the two")
     key = "rope_scaling" if old else "rope_parameters"
     rope = {k: v for k, v in cast(dict[str, object], old or new or {}).items() if v is not None}
     nested = sorted(k for k, v in rope.items() if isinstance(v, dict))
     if nested:
-        raise _wrong(
+        raise wrong(
             key,
             rope,
             "one set of values for all layers",
@@ -302,15 +202,15 @@ def _rope(read: _Reader, max_positions: int) -> RopeConfig:
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if "type" in rope and rope["type"] != kind:
-        raise _wrong(f"{key}.type", rope["type"], f"the same as rope_type, which is {kind!r}", "remove one of the two")
+        raise wrong(f"{key}.type", rope["type"], f"the same as rope_type, which is {kind!r}", "remove one of the two")
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
-        raise _wrong(
+        raise wrong(
             f"{key}.rope_type", kind, "one of " + ", ".join(ROPE_KINDS), "choose a checkpoint without this scaling"
         )
     beside = read.raw.get("rope_theta")
     theta = rope.get("rope_theta", 10_000.0 if beside is None else beside)
     if beside is not None and beside != theta:
-        raise _wrong("rope_theta", beside, f"the same as in {key}, which is {theta!r}", "remove one of the two")
+        raise wrong("rope_theta", beside, f"the same as in {key}, which is {theta!r}", "remove one of the two")
     return _scaled_rope(key, kind, rope, positive_number("rope_theta", theta), max_positions)
 
 
@@ -321,28 +221,28 @@ def _scaled_rope(key: str, kind: str, rope: dict[str, object], theta: float, max
         "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     }
     if rope.get("partial_rotary_factor", 1) != 1:
-        raise _wrong("partial_rotary_factor", rope["partial_rotary_factor"], "1 (rotation of whole heads)")
+        raise wrong("partial_rotary_factor", rope["partial_rotary_factor"], "1 (rotation of whole heads)")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *own[kind]}
     if kind == "llama3":
         known.add("original_max_position_embeddings")
     for name, value in rope.items():
         if name not in known:
-            raise _wrong(f"{key}.{name}", value, f"no such key for rope_type {kind}; " + nearest(name, known))
+            raise wrong(f"{key}.{name}", value, f"no such key for rope_type {kind}; " + nearest(name, known))
     for name in own[kind]:
         if name not in rope:
-            raise _wrong(f"{key}.{name}", None, f"a number, because rope_type is {kind}")
+            raise wrong(f"{key}.{name}", None, f"a number, because rope_type is {kind}")
     factor = positive_number(f"{key}.factor", rope.get("factor", 1.0))
     if factor < 1:
-        raise _wrong(f"{key}.factor", factor, "at least 1")
+        raise wrong(f"{key}.factor", factor, "at least 1")
     if kind != "llama3":
         return RopeConfig(theta=theta, kind=kind, factor=factor)
     low = positive_number(f"{key}.low_freq_factor", rope["low_freq_factor"])
     high = positive_number(f"{key}.high_freq_factor", rope["high_freq_factor"])
     if high <= low:
-        raise _wrong(f"{key}.high_freq_factor", high, f"more than low_freq_factor {low}")
+        raise wrong(f"{key}.high_freq_factor", high, f"more than low_freq_factor {low}")
     original = rope.get("original_max_position_embeddings", max_positions)
     if isinstance(original, bool) or not isinstance(original, int) or not 0 < original < 2**31:
-        raise _wrong(f"{key}.original_max_position_embeddings", original, "an integer from 1 to 2147483647")
+        raise wrong(f"{key}.original_max_position_embeddings", original, "an integer from 1 to 2147483647")
     return RopeConfig(
         theta=theta,
         kind=kind,
@@ -353,21 +253,11 @@ def _scaled_rope(key: str, kind: str, rope: dict[str, object], theta: float, max
     )
 
 
-def _dtype(raw: Raw) -> str:
-    """`dtype` wins over `torch_dtype`, as in transformers; float32 where nothing is said."""
-    value = raw.get("dtype")
-    value = raw.get("torch_dtype") if value is None else value
-    name = "float32" if value is None else str(value).removeprefix("torch.")
-    if name not in DTYPES:
-        raise _wrong("dtype", value, "one of " + ", ".join(DTYPES), "convert the weights to one of these")
-    return name
-
-
-def _tokens(read: _Reader, vocab_size: int) -> tuple[int | None, tuple[int, ...], tuple[str, ...]]:
+def _tokens(read: ConfigReader, vocab_size: int) -> tuple[int | None, tuple[int, ...], tuple[str, ...]]:
     bos = token_ids("config.json", "bos_token_id", read.get("bos_token_id"))
     eos = token_ids("config.json", "eos_token_id", read.get("eos_token_id"))
     if len(bos) > 1:
-        raise _wrong("bos_token_id", list(bos), "one id or null")
+        raise wrong("bos_token_id", list(bos), "one id or null")
     notes = tuple(
         f"{name} {i} lies outside the vocabulary of {vocab_size}: it can never be produced"
         for name, ids in (("bos_token_id", bos), ("eos_token_id", eos))
@@ -375,12 +265,3 @@ def _tokens(read: _Reader, vocab_size: int) -> tuple[int | None, tuple[int, ...]
         if i >= vocab_size
     )
     return (bos[0] if bos else None), eos, notes
-
-
-def token_ids(file: str, key: str, value: object) -> tuple[int, ...]:
-    """An id, a list of ids or null, as a tuple. raises CheckpointError"""
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    for i in values:
-        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
-            raise CheckpointError(f"{file}: {key} is {value!r}", "an id, a list of ids or null", f"correct {key}")
-    return tuple(dict.fromkeys(values))

@@ -14,6 +14,8 @@ class Family:
     architecture: str
     defaults: Mapping[str, object]
     only_at: Mapping[str, Neutral] = field(default_factory=dict)
+    is_encoder: bool = False  # it gives a vector for a text, and no next token
+    also: tuple[str, ...] = ()  # architectures that are this one with a head, which an encoder does not use
 
 
 # source: models/*/configuration_*.py of transformers 5; null where transformers derives the value from others
@@ -27,6 +29,8 @@ _COMMON: dict[str, object] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "rope_parameters": None,
+    "rope_scaling": None,
+    "rope_theta": None,
     "layer_types": None,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -57,6 +61,17 @@ _GEMMA: dict[str, object] = {
     "attention_bias": False,
     "bos_token_id": 2,
     "eos_token_id": 1,
+}
+_BERT: dict[str, object] = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
 }
 
 _NO_WINDOW: Neutral = ((None,), "this family attends to everything before a token")
@@ -113,6 +128,17 @@ FAMILIES: Mapping[str, Family] = {
                 "use_bidirectional_attention": ((None, False), "only causal attention is supported"),
             },
         ),
+        Family(
+            "bert",
+            "BertModel",
+            _BERT,
+            {
+                "position_embedding_type": (("absolute", None), "positions are embedded as they are counted"),
+                "is_decoder": ((False, None), "an encoder attends to the whole text"),
+            },
+            is_encoder=True,
+            also=("BertForMaskedLM", "BertForPreTraining"),
+        ),
     )
 }
 
@@ -122,6 +148,14 @@ ACTIVATIONS: Mapping[str, str] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+}
+# Encoders mean by "gelu" what it says; in Gemma's files it is the tanh form.
+ENCODER_ACTIVATIONS: Mapping[str, str] = {
+    **ACTIVATIONS,
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
 }
 
 
@@ -140,7 +174,11 @@ HARMLESS = _words(
     chunk_size_feed_forward gradient_checkpointing id2label label2id num_labels problem_type task_specific_params
     finetuning_task tie_last_hidden_states max_length max_sequence_length is_llama_config transformers.js_config
     pretraining_tp
+    attention_probs_dropout_prob hidden_dropout_prob classifier_dropout directionality pooler_fc_size
+    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type output_past
+    tie_word_embeddings bos_token_id eos_token_id is_matryoshka matryoshka_dimensions
     """  # pretraining_tp splits the same sums over slices; transformers 5 no longer reads it
+    # an encoder has no head to be tied and no text to begin or end; decoders read these three
 )
 HARMLESS_PREFIXES = ("unsloth_",)
 
@@ -167,8 +205,8 @@ ONLY_AT: Mapping[str, Neutral] = {
     "qk_layernorm": ((None, False), "only Qwen3 normalises queries and keys"),
     "per_layer_config": ((None,), "all layers have one shape"),
     "pruned_heads": ((None, {}), "pruned heads are not supported"),
-    "is_encoder_decoder": ((None, False), "only decoders are supported"),
-    "add_cross_attention": ((None, False), "only decoders are supported"),
-    "cross_attention_hidden_size": ((None,), "only decoders are supported"),
-    "tie_encoder_decoder": ((None, False), "only decoders are supported"),
+    "is_encoder_decoder": ((None, False), "models of two stacks are not supported"),
+    "add_cross_attention": ((None, False), "models of two stacks are not supported"),
+    "cross_attention_hidden_size": ((None,), "models of two stacks are not supported"),
+    "tie_encoder_decoder": ((None, False), "models of two stacks are not supported"),
 }

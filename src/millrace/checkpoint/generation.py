@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from millrace.checkpoint.config import token_ids
+from millrace.checkpoint.config_reader import token_ids
 from millrace.errors import CheckpointError
 
 GENERATION_CONFIG = "generation_config.json"

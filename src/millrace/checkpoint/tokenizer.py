@@ -23,10 +23,12 @@ TOKENIZER_MODEL = "tokenizer.model"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
+SENTENCE_CONFIG = "sentence_bert_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 # What a tokenizer and a chat template are read from: an engine folder carries copies of those that exist.
 TOKENIZER_FILES = (
     TOKENIZER_JSON, TOKENIZER_MODEL, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, TEMPLATE_FILE,
+    SENTENCE_CONFIG,
 )  # fmt: skip
 _LAST_ID = 2**31 - 1
 Files = Mapping[str, bytes]  # the contents of small files, by name
@@ -187,6 +189,8 @@ class TokenizerConfig:
     add_eos: bool | None
     legacy: bool  # SentencePiece: a space is put in front of the text after every special token
     split_special: bool  # the spelling of a special token is ordinary text
+    bert: Mapping[str, object]  # what BertTokenizer's file says of its normaliser, by the library's names
+    lowercase: bool  # an encoder of sentences reads all texts so, whatever the tokenizer does
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +234,18 @@ def read_tokenizer_config(files: Files, folder: Path) -> TokenizerConfig:
         add_eos=bool(raw["add_eos_token"]) if "add_eos_token" in raw else None,
         legacy=bool(raw.get("legacy")),
         split_special=bool(raw.get("split_special_tokens")),
+        bert=_bert_options(raw),
+        lowercase=bool(json_object(files, SENTENCE_CONFIG, folder).get("do_lower_case")),
     )
+
+
+def _bert_options(raw: Mapping[str, object]) -> dict[str, object]:
+    """They win over tokenizer.json's, as in transformers, which makes a normaliser of them."""
+    if raw.get("tokenizer_class") not in (None, "BertTokenizer", "BertTokenizerFast"):
+        return {}
+    names = {"do_lower_case": "lowercase", "strip_accents": "strip_accents"}
+    names["tokenize_chinese_chars"] = "handle_chinese_chars"
+    return {ours: raw[key] for key, ours in names.items() if isinstance(raw.get(key), bool)}
 
 
 def _content(folder: Path, key: str, value: object) -> str | None:

@@ -1,4 +1,4 @@
-"""`tokenizer.json` through the tokenizers library: byte-level BPE, and BPE or Unigram with byte fallback."""
+"""`tokenizer.json` through the tokenizers library: byte-level BPE, BPE or Unigram with byte fallback, and WordPiece."""
 
 import base64
 import json
@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import tokenizers
+from tokenizers import normalizers
 
 from millrace.checkpoint.tokenizer import Specials, TokenizerConfig, VocabularyTokenizer, check_unicode
 from millrace.errors import CheckpointError
@@ -33,6 +35,7 @@ class JsonTokenizer(VocabularyTokenizer):
             library = tokenizers.Tokenizer.from_buffer(data)
             library.no_truncation()  # of training; a prompt is never cut silently
             library.no_padding()
+            _set_normaliser(library, config)
             library.encode_special_tokens = config.split_special
             _add_tokens(library, config)
         added = library.get_added_tokens_decoder()
@@ -159,6 +162,22 @@ def _check_charsmaps(data: bytes, path: Path) -> None:
                 raise _unreadable(path, f"its precompiled_charsmap of {len(charsmap)} bytes has a table of {size}")
 
 
+def _set_normaliser(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+    """What other files than tokenizer.json say of it. source: transformers' BertTokenizer, sentence-transformers"""
+    state = None if library.normalizer is None else json.loads(library.normalizer.__getstate__())
+    if config.bert and state and state["type"] == "BertNormalizer":
+        state = {**state, **config.bert}
+        library.normalizer = normalizers.BertNormalizer(**{k: v for k, v in state.items() if k != "type"})
+    if config.lowercase and not _lowers(state):
+        library.normalizer = normalizers.Sequence([normalizers.Lowercase(), *filter(None, [library.normalizer])])
+
+
+def _lowers(state: Any) -> bool:
+    if isinstance(state, dict):
+        return state.get("type") == "Lowercase" or state.get("lowercase") is True or _lowers(list(state.values()))
+    return isinstance(state, list) and any(map(_lowers, state))
+
+
 def _add_tokens(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
     """Tokens that tokenizer_config.json calls special are so, whatever tokenizer.json says (as in transformers)."""
     held = {token.content: token for token in library.get_added_tokens_decoder().values()}
@@ -175,6 +194,13 @@ def _add_tokens(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
             library.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
 
 
+# What the library's WordPiece decoder does to each token, in its order.
+_CLEANED = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+    (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class _Decoding:
     """The decoder of a tokenizer.json, reduced to what it does to one token."""
@@ -184,8 +210,13 @@ class _Decoding:
     replace: tuple[tuple[str, str], ...] = ()
     strips_space: bool = False  # one space at the very start
     drops: str = ""  # this character in the first token (Metaspace)
+    pieces: str | None = None  # what a token begins with that belongs to the word before it (WordPiece)
+    cleans: bool = False  # no space before punctuation and English endings (WordPiece)
 
     def to_bytes(self, text: str) -> bytes:
+        if self.pieces is not None:
+            whole = text.removeprefix(self.pieces) if text.startswith(self.pieces) else f" {text}"
+            return self._cleaned(whole).encode("utf-8")
         for old, new in self.replace:
             text = text.replace(old, new)
         if self.byte_level:
@@ -197,8 +228,15 @@ class _Decoding:
         return text.encode("utf-8")
 
     def first_to_bytes(self, text: str) -> bytes:
+        if self.pieces is not None:
+            return self._cleaned(text).encode("utf-8")
         data = self.to_bytes(text.replace(self.drops, "") if self.drops else text)
         return data.removeprefix(b" ") if self.strips_space else data
+
+    def _cleaned(self, text: str) -> str:
+        for old, new in _CLEANED if self.cleans else ():
+            text = text.replace(old, new)
+        return text
 
 
 @cache
@@ -215,6 +253,8 @@ def _read_decoder(path: Path, library: tokenizers.Tokenizer) -> _Decoding:
     byte_level = byte_fallback = strips_space = False
     replace: list[tuple[str, str]] = []
     drops = ""
+    if len(steps) == 1 and steps[0]["type"] == "WordPiece":
+        return _Decoding(pieces=steps[0]["prefix"], cleans=steps[0]["cleanup"])
     for step in steps:
         match step:
             case {"type": "ByteLevel"}:
@@ -240,6 +280,6 @@ def _read_decoder(path: Path, library: tokenizers.Tokenizer) -> _Decoding:
 def _unsupported(path: Path, decoder: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: the decoder {decoder} is not supported",
-        "ByteLevel, or Metaspace, or a sequence of Replace, ByteFallback, Fuse and Strip",
-        "choose a checkpoint with a byte-level or SentencePiece-like tokenizer",
+        "ByteLevel, or Metaspace, or WordPiece, or a sequence of Replace, ByteFallback, Fuse and Strip",
+        "choose a checkpoint with a byte-level, SentencePiece-like or WordPiece tokenizer",
     )

@@ -33,7 +33,10 @@ DigestOf = Callable[[Path, FileState, Report | None], str]  # as `file_digest`, 
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 # Tables that old checkpoints saved and that follow from config.json; transformers skips them too.
-_DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".attn.masked_bias")
+_DERIVED = (
+    ".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".attn.masked_bias",
+    "embeddings.position_ids",
+)  # fmt: skip
 _COPY_AGAIN = "download or copy the file again"
 
 

@@ -1,7 +1,7 @@
 """MODEL as the commands open it: with progress on stderr, and notes said aloud."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from millrace.cli.screen import note, progress
 from millrace.cli.signals import ended_in_order
@@ -11,6 +11,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine
 from millrace.env import Env
 from millrace.errors import EngineError
+from millrace.runtime.embed import OpenedEncoder, open_encoder
 from millrace.runtime.open import Opened, RunSettings, open_engine
 
 
@@ -24,14 +25,28 @@ def engine_of(model: str, build: BuildSettings, env: Env, *, quiet: bool = False
 def opened(
     model: str, build: BuildSettings, run: RunSettings, env: Env, *, sequences: int | None = None, quiet: bool = False
 ) -> Iterator[Opened]:
-    """MODEL, ready to run; closed at the end. sequences: how many there will be at a time, where that is known"""
+    """A language model, ready to run; closed at the end.
+
+    sequences: how many there will be at a time, where that is known. raises EngineError where MODEL is none
+    """
     with _cache_mended(env):
         name, engine = engine_of(model, build, env, quiet=quiet)
         model_opened = open_engine(name, engine, run, sequences)
-    try:
+    with closing(model_opened):
         yield model_opened
-    finally:
-        model_opened.close()
+
+
+@contextmanager
+def opened_to_serve(
+    model: str, build: BuildSettings, run: RunSettings, env: Env, *, quiet: bool = False
+) -> Iterator[Opened | OpenedEncoder]:
+    """MODEL, a language model or an encoder, ready to run; closed at the end."""
+    with _cache_mended(env):
+        name, engine = engine_of(model, build, env, quiet=quiet)
+        is_encoder = engine.manifest.is_encoder
+        model_opened = open_encoder(name, engine, run) if is_encoder else open_engine(name, engine, run)
+    with closing(model_opened):
+        yield model_opened
 
 
 @contextmanager

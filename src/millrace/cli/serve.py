@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 import click
 
-from millrace.cli.models import opened
+from millrace.cli.models import opened_to_serve
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, said, size
 from millrace.cli.tables import Tables
@@ -20,9 +20,12 @@ from millrace.engine.bound import DecodeWork
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.process import age_s
+from millrace.runtime.embed import OpenedEncoder
 from millrace.runtime.open import Opened, RunSettings
 from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine, ServiceOptions
+from millrace.serve.backend import ServedModel
+from millrace.serve.embeddings import EncoderModel
 from millrace.serve.routes import read_keys
 from millrace.serve.server import bind, serve
 from millrace.serve.settings import ServerSettings
@@ -102,11 +105,17 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
     settings = flags.server()
     bind(settings.host, settings.port).close()  # a port that is taken is said before the model is loaded
     logging.getLogger("millrace").setLevel(flags.log_level.upper())
-    with opened(model, made(BuildSettings, given), made(RunSettings, given), env, quiet=as_json) as model_opened:
-        budget = TokenBudget(model_opened.executor.limits.max_step_tokens)
-        engine = AsyncEngine(model_opened.loop(budget), ServiceOptions(max_queued=flags.max_queued))
-        clock = _decode_clock(model_opened, budget, env)
-        served = _served(model_opened, engine, flags.served_model_name, clock)
+    build, run = made(BuildSettings, given), made(RunSettings, given)
+    with opened_to_serve(model, build, run, env, quiet=as_json) as model_opened:
+        served: ServedModel
+        if isinstance(model_opened, OpenedEncoder):
+            known, loop = _known(model_opened, flags.served_model_name), model_opened.loop()
+            served = EncoderModel(**known, loop=loop, max_queued=flags.max_queued)
+        else:
+            budget = TokenBudget(model_opened.executor.limits.max_step_tokens)
+            engine = AsyncEngine(model_opened.loop(budget), ServiceOptions(max_queued=flags.max_queued))
+            clock = _decode_clock(model_opened, budget, env)
+            served = _served(model_opened, engine, flags.served_model_name, clock)
         if not as_json:
             _introduce(model_opened, served)
 
@@ -127,43 +136,47 @@ def _decode_clock(model: Opened, budget: TokenBudget, env: Env) -> DecodeClock |
 
 
 def _served(model: Opened, engine: AsyncEngine, name: str | None, clock: DecodeClock | None = None) -> TextModel:
+    return TextModel(**_known(model, name), engine=engine, chat_template=model.chat_template, decode_clock=clock)
+
+
+def _known(model: Opened | OpenedEncoder, name: str | None) -> dict[str, Any]:
+    """What a server is told of a model of whatever kind."""
     m = model.engine.manifest
-    metadata = {
-        "source": m.source, "engine": m.identity, "architecture": m.architecture,
-        "precision": m.precision, "isa": model.executor.isa,
+    return {
+        "name": name or model.name, "tokenizer": model.tokenizer, "tokenizer_folder": model.engine.folder,
+        "created": int(time.time()), "max_context": m.max_context,
+        "metadata": {
+            "source": m.source, "engine": m.identity, "architecture": m.architecture, "precision": m.precision,
+            "isa": _isa(model),
+        },
     }  # fmt: skip
-    return TextModel(
-        name=name or model.name,
-        engine=engine,
-        tokenizer=model.tokenizer,
-        tokenizer_folder=model.tokenizer_folder,
-        chat_template=model.chat_template,
-        created=int(time.time()),
-        metadata=metadata,
-        max_context=m.max_context,
-        decode_clock=clock,
-    )
 
 
-def _introduce(model: Opened, served: TextModel) -> None:
-    m, plan = model.engine.manifest, model.plan
-    n_full = plan.n_pages // max(model.engine.pages_per_sequence, 1)
+def _isa(model: Opened | OpenedEncoder) -> str:
+    return model.network.isa if isinstance(model, OpenedEncoder) else model.executor.isa
+
+
+def _introduce(model: Opened | OpenedEncoder, served: ServedModel) -> None:
+    m, memory, full = model.engine.manifest, _memory(model), ""
+    if isinstance(model, Opened):
+        n_full = model.plan.n_pages // max(model.engine.pages_per_sequence, 1)
+        full = f"KV cache {size(memory['kv_bytes'])} ({n_full} full sequences), "
     heading(f"{served.name}", err=True)
     pairs(
         [
-            ("model", f"{m.architecture}, {Tables(model.engine).precision()}, on {model.executor.isa}"),
+            ("model", f"{m.architecture}, {Tables(model.engine).precision()}, on {_isa(model)}"),
             ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences at a time"),
-            ("memory", f"{size(plan.total_bytes)}: weights {size(plan.weights_bytes)}, KV cache {size(plan.kv_bytes)} "
-                       f"({n_full} full sequences), activations {size(plan.activation_bytes)}"),
+            ("memory", f"{size(sum(memory.values()))}: weights {size(memory['weights_bytes'])}, {full}"
+                       f"activations {size(memory['activation_bytes'])}"),
         ],
         err=True,
     )  # fmt: skip
 
 
-def _memory(model: Opened) -> dict[str, int]:
-    plan = model.plan
+def _memory(model: Opened | OpenedEncoder) -> dict[str, int]:
+    cpu = model.engine.manifest.cpu
     return {
-        "weights_bytes": plan.weights_bytes,
-        "kv_bytes": plan.kv_bytes,
-        "activation_bytes": plan.activation_bytes,
+        "weights_bytes": cpu.weights_bytes,
+        "kv_bytes": model.plan.kv_bytes if isinstance(model, Opened) else 0,
+        "activation_bytes": cpu.activation_bytes,
     }

@@ -90,7 +90,7 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
     passes = pipeline(precision) if options.fuse else unfused(precision)
     graph = run_passes(traced, passes)
-    bounds = _bounds(graph, options)
+    bounds = _bounds(graph, options, source.max_context)
     table = plain_format(precision.default)
     kv_format = KvFormat[table.upper()] if options.kv_format is None else options.kv_format
     program = Lowering(graph, bounds, kv_format, table).program()
@@ -98,9 +98,11 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), tuple(map(plain, notes)))
 
 
-def _bounds(graph: Graph, options: BuildOptions) -> dict[Symbol, Bounds]:
+def _bounds(graph: Graph, options: BuildOptions, max_context: int) -> dict[Symbol, Bounds]:
     """Of each of the graph's symbols. raises ConfigError for one that nothing bounds, and for a bound of none"""
     tokens, batch = max(options.max_step_tokens, options.max_batch), options.max_batch
+    if any(node.op == "full_attention" for node in graph.nodes):  # a sequence is in one step, or not at all
+        tokens = max(tokens, max_context)
     known = {"T": Bounds(1, tokens, tokens), "S": Bounds(1, batch, batch), "R": Bounds(1, batch, batch + SCORED_ROWS)}
     known |= options.profile
     names = [s.name for s in graph.symbols]
@@ -264,7 +266,7 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
         precision={"default": plan.precision.default.value, **{p: v.value for p, v in plan.precision.patterns}},
         group=plan.precision.group, n_parameters=source.n_parameters,
         symbols=[SymbolEntry(s.name, b.low, b.usual, b.high) for s, b in program.symbols.items()],
-        max_context=source.max_context, vocab_size=width, eos_token_ids=list(source.eos_token_ids),
+        max_context=source.max_context, vocab_size=width or source.vocab_size, eos_token_ids=list(source.eos_token_ids),
         bos_token_id=source.bos_token_id, files=files, notes=list(plan.notes), cpu=cpu,
     )  # fmt: skip
 

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.checkpoint.encoder import EncoderConfig
+from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, write_engine
 from millrace.compile.digests import checkpoint_identity
 from millrace.compile.precision import PrecisionMap, plain_format, precision_map
 from millrace.compile.settings import BuildSettings, Progress
@@ -19,8 +20,11 @@ from millrace.compile.tune import Tuning
 from millrace.engine.engine import Engine
 from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
 from millrace.engine.manifest import FORMAT
+from millrace.errors import ConfigError
 from millrace.kernels.identity import kernels_digest
+from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD
+from millrace.settings import flag_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +49,13 @@ class Builder:
     ) -> "Builder":  # fmt: skip
         """precisions: a map by layer patterns, instead of `build.precision`. raises ConfigError for what cannot be"""
         source = Source.from_checkpoint(checkpoint, build.max_context)
+        precision = asked_precision(build, source.own_precision, precisions)
+        encoder = isinstance(checkpoint.config, EncoderConfig)
+        if encoder:
+            _check_encoder(build, precision)
         options = BuildOptions(
-            precision=asked_precision(build, source.own_precision, precisions),
-            max_batch=build.max_batch,
+            precision=precision,
+            max_batch=build.max_batch or (ENCODER_BATCH if encoder else DEFAULT_BATCH),
             kv_format=KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None,
         )
         timings = None if cache is None else TimingCache(cache / "timings.json")
@@ -93,6 +101,25 @@ def build_engine(
     """Compiles a checkpoint (folder or GGUF file) into `folder`, which must not exist; all else is Builder's."""
     Builder.of(name, Checkpoint.open(checkpoint), build, cache, precisions, progress).write(folder)
     return Engine.open(folder)
+
+
+ENCODER_BATCH = 64  # each text has pages of its own for keys and values, so that room for many short ones is dear
+# Of encoders these are measured against transformers on a real model (tests/compile/test_minilm.py).
+OF_ENCODERS = (Precision.FP32, Precision.BF16, Precision.W8A8)
+
+
+def _check_encoder(build: BuildSettings, precision: PrecisionMap | None) -> None:
+    """raises ConfigError for what only decoders have, and for a precision that is not measured"""
+    for name in ("head", "kv_cache_dtype"):
+        if getattr(build, name) is not None:
+            what = "it has no head" if name == "head" else "it keeps no keys and values"
+            raise ConfigError(f"{flag_of(name)} is given for an encoder", f"nothing: {what}", "leave it out")
+    used = {precision.default, *(p for _, p in precision.patterns)} if precision else set()
+    for other in sorted(used - {*OF_ENCODERS}):
+        raise ConfigError(
+            f"precision {other} is not measured for encoders", "one of " + ", ".join(OF_ENCODERS),
+            "choose one of these: w8a8 is the smallest",
+        )  # fmt: skip
 
 
 def asked_precision(

@@ -28,7 +28,12 @@ class BuildSettings(Settings):
         choices=tuple(KV_CACHE_DTYPES),
     )
     max_context: int | None = setting(None, "longest sequence in tokens; default: the model's own, at most 8192", low=1)
-    max_batch: int = setting(16, "sequences that run at the same time", low=1, high=1024)
+    max_batch: int | None = setting(
+        None,
+        "sequences that run at the same time; default: 16, of an encoder all that its step holds",
+        low=1,
+        high=1024,
+    )
     group: int | None = setting(
         None,
         "inputs that share one scale in quantised weights, a multiple of 4; default: 32 for a quantised GGUF, else 128",

@@ -1,16 +1,18 @@
 """What is compiled: a model with its weights, from a checkpoint or from a user's own Python."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.encoder import EncoderConfig
 from millrace.checkpoint.tokenizer import Files
 from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_precisions
-from millrace.errors import ConfigError
+from millrace.errors import CheckpointError, ConfigError
 from millrace.graph.types import Array
 from millrace.kernels.precision import Precision
-from millrace.model.families import HEAD, build_model, is_weight
+from millrace.model.families import HEAD, build_model, parameter_of
 from millrace.model.module import Module, Weights
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -26,6 +28,7 @@ class Source:
     weights: Weights
     max_context: int
     architecture: str
+    vocab_size: int = 0  # ids that may go in; 0: the model takes none, or its logits say how many
     dtype: str = "float32"  # "bfloat16" makes bf16 the default precision
     # of a checkpoint in which each tensor has a type of its own: the linear layers by name, and the embedding
     stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
@@ -40,20 +43,23 @@ class Source:
     def from_checkpoint(cls, checkpoint: Checkpoint, max_context: int | None = None) -> "Source":
         """raises ConfigError for a context that the model was not made for"""
         config = checkpoint.config
-        context = max_context or min(config.max_context, DEFAULT_CONTEXT)
-        if not 1 <= context <= min(config.max_context, LONGEST):
-            most = min(config.max_context, LONGEST)
-            why = "for which the model was made" if most < LONGEST else "the longest that an engine takes"
+        usual, most = _contexts(config)
+        context = max_context or usual
+        if not 1 <= context <= most:
+            why = "the longest that an engine takes" if most == LONGEST else "for which the model was made"
             raise ConfigError(f"a context of {context} tokens", f"1 to {most}, {why}", "lower --max-context")
         config = replace(config, max_context=context)
-        tensors = checkpoint.tensors
-        shapes = {name: info.shape for name, info in tensors.items() if is_weight(name, config)}
-        own = checkpoint.own_precisions
+        tensors, own = checkpoint.tensors, checkpoint.own_precisions
+        names = _parameters(tensors, config)
+        weights = Weights(
+            {name: tensors[tensor].shape for name, tensor in names.items()}, lambda name: tensors.load(names[name]),
+            lambda name, bits, group: tensors.stored(names[name], bits, group),
+        )  # fmt: skip
         return cls(
-            module=build_model(config), weights=Weights(shapes, tensors.load, tensors.stored), max_context=context,
+            module=build_model(config), weights=weights, max_context=context, vocab_size=config.vocab_size,
             architecture=config.architecture, dtype=config.dtype, identity=checkpoint.identity,
-            eos_token_ids=checkpoint.eos_token_ids, bos_token_id=config.bos_token_id, notes=checkpoint.notes,
-            files=lambda: checkpoint.files, stored=_stored_matrices(checkpoint) if own else {},
+            eos_token_ids=checkpoint.eos_token_ids, bos_token_id=checkpoint.bos_token_id,
+            notes=checkpoint.notes, files=lambda: checkpoint.files, stored=_stored_matrices(checkpoint) if own else {},
             stored_table=tensors[EMBEDDING].dtype if own else None,
         )  # fmt: skip
 
@@ -81,13 +87,35 @@ class Source:
         return total
 
 
+def _contexts(config: ModelConfig | EncoderConfig) -> tuple[int, int]:
+    """Tokens of the longest sequence: where nobody says otherwise, and at most."""
+    if isinstance(config, EncoderConfig):
+        return config.max_context, min(config.max_positions, LONGEST)
+    most = min(config.max_context, LONGEST)
+    return min(most, DEFAULT_CONTEXT), most
+
+
+def _parameters(tensors: Iterable[str], config: ModelConfig | EncoderConfig) -> dict[str, str]:
+    """By name, the tensor that each is."""
+    found: dict[str, str] = {}
+    for tensor in tensors:
+        name = parameter_of(tensor, config)
+        if name in found:
+            raise CheckpointError(
+                f"the checkpoint has {found[name]} and {tensor}", "one tensor for each parameter", "remove one of them"
+            )
+        if name is not None:
+            found[name] = tensor
+    return found
+
+
 def _stored_matrices(checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
     """By the name of the linear layer. A tied head is the embedding; as a table alone, that is no product's."""
     found = {}
     for name, info in checkpoint.tensors.items():
         layer = name.removesuffix(".weight")
         if name == EMBEDDING:
-            if not checkpoint.config.tie_embeddings:
+            if not checkpoint.decoder.tie_embeddings:
                 continue
             layer = HEAD
         if len(info.shape) == 2:

@@ -10,16 +10,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from millrace.compile.settings import Progress
 from millrace.compile.timings import TimingCache, machine_key
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
-from millrace.engine.executor import StepInputs
 from millrace.engine.kv import PAGE_TOKENS
-from millrace.engine.manifest import PROGRAM, PROGRAM_TABLE, damaged
+from millrace.engine.manifest import PROGRAM, PROGRAM_TABLE, Manifest, damaged
+from millrace.engine.native import NativeNetwork
 from millrace.engine.native_step import NativeExecutor
 from millrace.engine.tables import Call, read_program_table
 from millrace.engine.tactics import (
@@ -33,6 +36,7 @@ from millrace.engine.tactics import (
     table_for,
     write_tactics,
 )
+from millrace.engine.texts import text_inputs
 from millrace.kernels.declare import KERNELS, WeightFormat
 from millrace.kernels.layout import PANEL, panel_bytes, up
 from millrace.kernels.library import usable_isas
@@ -42,8 +46,10 @@ from millrace.machine.cpu import fingerprint, memory, usable_cores
 CLEARLY, FEW_CLEARLY = 0.97, 0.94
 SAMPLES, SOME, PLENTY = 3, 8, 24  # of each setting: at least, no longer few, and where more would tell nothing new
 DECODE_ROWS, PREFILL_ROWS = (1, 4, 16), (64, 128)
+ENCODER_ROWS, TEXT_TOKENS = (16, 128, 512), 64
 _TUNABLE = frozenset(k.name for k in KERNELS if k.knobs)
 Knobs = dict[str, int]
+Tuned = NativeExecutor | NativeNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class Case:
     """A step with so many rows, and which knobs are worth a try then."""
 
     rows: int
-    step: StepInputs
+    step: Any  # what the loaded program's run() takes
     knobs: tuple[str, ...]
     samples: bool  # as many rows are sampled as there are tokens
 
@@ -207,6 +213,9 @@ def choose(tried: Sequence[Timed]) -> int:
 def _cases(engine: Engine) -> list[Case]:
     """In the order of what matters most, for time may be up."""
     m = engine.manifest
+    if m.is_encoder:
+        sizes = sorted({min(n, m.max_step_tokens) for n in ENCODER_ROWS}, reverse=True)
+        return [Case(n, _texts(m, n), ("tile_rows", "task_panels"), samples=True) for n in sizes]
     first = min(PAGE_TOKENS, m.max_context - 1)
     n_pages, vocab = _pages(engine), m.vocab_size
     decode = [
@@ -220,6 +229,14 @@ def _cases(engine: Engine) -> list[Case]:
         if n <= min(m.max_step_tokens, m.max_context)
     ]
     return [*decode[:1], *prefill[::-1][:1], *decode[1:][::-1], *prefill[::-1][1:]]
+
+
+def _texts(m: Manifest, n: int) -> dict[str, NDArray[np.int32]]:
+    """A step of so many tokens, in texts of middling length."""
+    length = min(TEXT_TOKENS, m.max_context)
+    lengths = [length] * (n // length) + ([n % length] if n % length else [])
+    rng = np.random.default_rng(0)
+    return text_inputs([rng.integers(0, m.vocab_size, k) for k in lengths], {s.name for s in m.cpu.inputs})
 
 
 def _pages(engine: Engine) -> int:
@@ -268,7 +285,11 @@ def _timed(
     engine: Engine, works: Mapping[str, Work], cases: Sequence[Case], clock: _Clock, threads: int
 ) -> dict[str, list[Choice]]:
     """The choices that were not known before; they are added to `works`."""
-    executor = engine.executor(n_pages=_pages(engine), threads=threads, tuned=False)
+    executor: Tuned
+    if engine.manifest.is_encoder:
+        executor = engine.network(threads=threads, tuned=False)
+    else:
+        executor = engine.executor(n_pages=_pages(engine), threads=threads, tuned=False)
     found: dict[str, list[Choice]] = {}
     clock.start()
     try:
@@ -301,7 +322,7 @@ def _timed(
 class Trial:
     """One knob of all regions of a case: passes in which their layers take turns with its settings."""
 
-    def __init__(self, executor: NativeExecutor, case: Case, works: Sequence[Work], knob: str, threads: int) -> None:
+    def __init__(self, executor: Tuned, case: Case, works: Sequence[Work], knob: str, threads: int) -> None:
         self._executor, self._case, self._works, self._knob = executor, case, works, knob
         self._settings = {w.name: w.settings(knob, case.rows, threads) for w in works}
         self._us: dict[str, dict[int, list[float]]] = {n: {s: [] for s in tried} for n, tried in self._settings.items()}

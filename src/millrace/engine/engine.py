@@ -18,7 +18,7 @@ from millrace.engine.manifest import (
 from millrace.engine.native import LoadedProgram, NativeNetwork, NativeProgram
 from millrace.engine.native_step import NativeExecutor
 from millrace.engine.slots import Slot
-from millrace.engine.tactics import TacticTable, damaged_tactics, read_tables, table_for
+from millrace.engine.tactics import damaged_tactics, read_tables, table_for
 from millrace.errors import EngineError
 from millrace.graph.types import Symbol
 from millrace.machine.cpu import fingerprint
@@ -77,29 +77,33 @@ class Engine:
         self.check_language_model()
         executor = NativeExecutor(self._program(), n_pages=n_pages, threads=threads, isa=isa)
         self._check_weights(executor)
-        tables = read_tables(self.folder) if tuned else []
-        if table := table_for(tables, fingerprint(executor.isa), executor.threads):
-            self._take(executor, table)
+        self._tune(executor, tuned)
         return executor
 
-    def network(self, *, threads: int | None = None, isa: str | None = None) -> NativeNetwork:
-        """Of an engine that is no language model's.
+    def network(self, *, threads: int | None = None, isa: str | None = None, tuned: bool = True) -> NativeNetwork:
+        """Of an engine that is no language model's; with its tactics, where they were made for this machine.
 
         raises MachineError for an instruction set that this CPU lacks, EngineError for a language model's engine
         """
-        if self.manifest.vocab_size:
+        if self.manifest.is_language_model:
             raise EngineError(
                 f"{self.folder} is the engine of a language model", "a network that keeps nothing between its runs",
                 "generate with it, or chat",
             )  # fmt: skip
         network = NativeNetwork(self._program(), threads=threads, isa=isa)
         self._check_weights(network)
+        self._tune(network, tuned)
         return network
 
     def check_language_model(self) -> None:
         """raises EngineError where it is the engine of another network, saying what that gives"""
-        if not self.manifest.vocab_size:
-            gives = ", ".join(s.name for s in self.manifest.cpu.outputs)
+        if self.manifest.is_encoder:
+            raise EngineError(
+                f"{self.folder} is an encoder's engine: it gives a vector for each text, and no next token",
+                "a model that generates text", "ask it for embeddings: LLM(model).embed(texts)",
+            )  # fmt: skip
+        if not self.manifest.is_language_model:
+            gives = ", ".join(self.manifest.gives)
             raise EngineError(
                 f"{self.folder} is no language model's engine: it gives {gives}", "a model that gives logits",
                 "run it from Python: Engine.open(folder).network()",
@@ -112,7 +116,7 @@ class Engine:
             calls=(self.folder / PROGRAM).read_bytes(), n_calls=m.cpu.n_calls, weights=self.folder / WEIGHTS,
             weights_bytes=m.cpu.weights_bytes, activation_bytes=m.cpu.activation_bytes, symbols=symbols,
             inputs=tuple(map(_slot, m.cpu.inputs)), outputs=tuple(map(_slot, m.cpu.outputs)), caches=self.caches,
-            max_context=m.max_context, vocab_size=m.vocab_size,
+            max_context=m.max_context, vocab_size=m.vocab_size if m.is_language_model else 0,
         )  # fmt: skip
 
     def _check_weights(self, loaded: LoadedProgram) -> None:
@@ -120,11 +124,15 @@ class Engine:
             loaded.close()
             raise damaged(self.folder, f"{WEIGHTS} is damaged: its checksum differs")
 
-    def _take(self, executor: NativeExecutor, table: TacticTable) -> None:
+    def _tune(self, loaded: LoadedProgram, tuned: bool) -> None:
+        """Takes the tactics for this machine and as many threads, if there are any."""
+        table = table_for(read_tables(self.folder) if tuned else [], fingerprint(loaded.isa), loaded.threads)
+        if table is None:
+            return
         try:
-            executor.set_tactics(table.entries())
+            loaded.set_tactics(table.entries())
         except EngineError as error:
-            executor.close()
+            loaded.close()
             raise damaged_tactics(self.folder, error.what) from error
 
     @property

@@ -21,9 +21,11 @@ import msgspec
 
 from millrace.engine.kv import CacheSpec, KvFormat
 from millrace.errors import EngineError, plain
+from millrace.graph.rewrite import LOGITS
 from millrace.graph.types import DType
 from millrace.kernels.declare import MAX_SYMBOLS
 from millrace.kernels.identity import kernels_digest
+from millrace.model.module import ENCODER
 
 FORMAT = 6
 MANIFEST = "manifest.json"
@@ -105,7 +107,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n_parameters: Size
     symbols: Annotated[list[SymbolEntry], msgspec.Meta(min_length=1, max_length=MAX_SYMBOLS)]  # T, S and R come first
     max_context: Size  # tokens of a sequence; 0 where there are none
-    vocab_size: Size  # 0: no language model
+    vocab_size: Size  # ids that tokens may have; 0 where there are none
     eos_token_ids: list[int]
     bos_token_id: int | None
     files: dict[str, FileEntry]
@@ -117,6 +119,21 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def kv_format(self) -> str:
         """ "bf16"; of several kinds of caches all; "none" where none is."""
         return ", ".join(dict.fromkeys(cache.format for cache in self.cpu.caches)) or "none"
+
+    @property
+    def gives(self) -> list[str]:
+        """The names of its outputs."""
+        return [slot.name for slot in self.cpu.outputs]
+
+    @property
+    def is_language_model(self) -> bool:
+        return LOGITS in self.gives
+
+    @property
+    def is_encoder(self) -> bool:
+        """Of texts, each of which becomes a vector."""
+        inputs = {slot.name for slot in self.cpu.inputs}
+        return set(ENCODER.outputs) <= set(self.gives) and inputs >= set(ENCODER.inputs)
 
     @property
     def max_step_tokens(self) -> int:
@@ -184,8 +201,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} is not readable: {e}") from e
     if manifest != sealed(manifest):
         raise damaged(folder, f"{MANIFEST} is damaged: its checksum differs")
-    if manifest.vocab_size and [s.name for s in manifest.symbols] != ["T", "S", "R"]:
-        raise damaged(folder, f"{MANIFEST} is of a language model without T, S and R")
+    symbols = [s.name for s in manifest.symbols]
+    if manifest.is_language_model and (symbols != ["T", "S", "R"] or not manifest.vocab_size):
+        raise damaged(folder, f"{MANIFEST} is of a language model without T, S and R, or without a vocabulary")
+    if manifest.is_encoder and symbols != ["T", "S"]:
+        raise damaged(folder, f"{MANIFEST} is of an encoder without T and S")
     names = {s.name for s in manifest.symbols}
     for slot in (*manifest.cpu.inputs, *manifest.cpu.outputs):
         if not names.issuperset(d for d in slot.shape if isinstance(d, str)):

@@ -1,31 +1,19 @@
-"""BERT (arXiv:1810.04805) as an encoder of sentences (arXiv:1908.10084): the mean of its rows, as a unit vector.
+"""BERT (arXiv:1810.04805) as an encoder of sentences (arXiv:1908.10084): a vector for each text.
 
 T tokens of a run, S sequences, H heads, D head size.
 """
 
-from dataclasses import dataclass
+import re
 
+from millrace.checkpoint.encoder import EncoderConfig
 from millrace.model import ops
 from millrace.model.layers import Embedding, LayerNorm, Linear
-from millrace.model.module import ENCODER, Module, ModuleList
+from millrace.model.module import ENCODER, ENCODER_OF_FIRST, Module, ModuleList
 from millrace.model.tensor import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BertConfig:
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    n_layers: int
-    n_heads: int
-    max_positions: int
-    n_types: int
-    norm_eps: float
-    activation: str  # of ops.ACTIVATIONS
-
-
 class BertEmbeddings(Module):
-    def __init__(self, c: BertConfig) -> None:
+    def __init__(self, c: EncoderConfig) -> None:
         self.word_embeddings = Embedding(c.vocab_size, c.hidden_size)
         self.position_embeddings = Embedding(c.max_positions, c.hidden_size)
         self.token_type_embeddings = Embedding(c.n_types, c.hidden_size)
@@ -37,7 +25,7 @@ class BertEmbeddings(Module):
 
 
 class BertSelfAttention(Module):
-    def __init__(self, c: BertConfig) -> None:
+    def __init__(self, c: EncoderConfig) -> None:
         self._heads, self._size = c.n_heads, c.hidden_size // c.n_heads
         self.query, self.key, self.value = (Linear(c.hidden_size, c.hidden_size, bias=True) for _ in range(3))
 
@@ -50,7 +38,7 @@ class BertSelfAttention(Module):
 class BertOutput(Module):
     """Back to the hidden size, added to what went in, and normalised: BERT's norms come last."""
 
-    def __init__(self, n_in: int, c: BertConfig) -> None:
+    def __init__(self, n_in: int, c: EncoderConfig) -> None:
         self.dense = Linear(n_in, c.hidden_size, bias=True)
         self.LayerNorm = LayerNorm(c.hidden_size, c.norm_eps)
 
@@ -59,7 +47,7 @@ class BertOutput(Module):
 
 
 class BertAttention(Module):
-    def __init__(self, c: BertConfig) -> None:
+    def __init__(self, c: EncoderConfig) -> None:
         self.self = BertSelfAttention(c)
         self.output = BertOutput(c.hidden_size, c)
 
@@ -68,7 +56,7 @@ class BertAttention(Module):
 
 
 class BertIntermediate(Module):
-    def __init__(self, c: BertConfig) -> None:
+    def __init__(self, c: EncoderConfig) -> None:
         self._activation = ops.ACTIVATIONS[c.activation]
         self.dense = Linear(c.hidden_size, c.intermediate_size, bias=True)
 
@@ -77,7 +65,7 @@ class BertIntermediate(Module):
 
 
 class BertLayer(Module):
-    def __init__(self, c: BertConfig) -> None:
+    def __init__(self, c: EncoderConfig) -> None:
         self.attention = BertAttention(c)
         self.intermediate = BertIntermediate(c)
         self.output = BertOutput(c.intermediate_size, c)
@@ -88,7 +76,7 @@ class BertLayer(Module):
 
 
 class BertEncoder(Module):
-    def __init__(self, c: BertConfig) -> None:
+    def __init__(self, c: EncoderConfig) -> None:
         self.layer = ModuleList([BertLayer(c) for _ in range(c.n_layers)])
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
@@ -98,14 +86,46 @@ class BertEncoder(Module):
 
 
 class BertSentences(Module):
-    """Mean pooling and normalisation over BertModel, as the folders of sentence-transformers ask for it."""
+    """BertModel with what sentence-transformers puts behind it: here the mean of a text's rows, perhaps normalised."""
 
     signature = ENCODER
 
-    def __init__(self, c: BertConfig) -> None:
+    def __init__(self, c: EncoderConfig) -> None:
+        self._normalised = c.normalised
         self.embeddings = BertEmbeddings(c)
         self.encoder = BertEncoder(c)
 
     def forward(self, tokens: Tensor, types: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
-        x = self.encoder(self.embeddings(tokens, types, positions), lengths)
-        return ops.normalise(ops.mean_rows(x, lengths))  # (S, hidden)
+        x = self.encoder(self.embeddings(tokens, types, positions), lengths)  # (T, hidden)
+        return self._vectors(ops.mean_rows(x, lengths))
+
+    def _vectors(self, x: Tensor) -> Tensor:
+        return ops.normalise(x) if self._normalised else x  # (S, hidden)
+
+
+class BertFirstTokens(BertSentences):
+    """The row of a text's first token, [CLS], instead of the mean."""
+
+    signature = ENCODER_OF_FIRST
+
+    def forward(self, tokens: Tensor, types: Tensor, positions: Tensor, lengths: Tensor, *rows: Tensor) -> Tensor:
+        x = self.encoder(self.embeddings(tokens, types, positions), lengths)  # (T, hidden)
+        return self._vectors(ops.gather_rows(x, *rows))
+
+
+def bert_sentences(c: EncoderConfig) -> BertSentences:
+    return BertFirstTokens(c) if c.pooling == "cls" else BertSentences(c)
+
+
+_HEADS = re.compile(r"(bert\.)?pooler\.|cls\.(predictions|seq_relationship)\.")
+_OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # of converted checkpoints
+
+
+def parameter_name(tensor: str) -> str | None:
+    """The parameter that a tensor of a checkpoint is; None for parts that no vector of a text depends on."""
+    if _HEADS.match(tensor):
+        return None
+    name = tensor.removeprefix("bert.")
+    for old, new in _OLD_NAMES.items():
+        name = name.removesuffix(old) + new if name.endswith(old) else name
+    return name

@@ -1,10 +1,13 @@
 """Which class builds which architecture, and which tensors of old checkpoints are known to be no weights."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from millrace.checkpoint.config import ModelConfig
+from millrace.checkpoint.encoder import EncoderConfig
 from millrace.errors import CheckpointError, nearest
+from millrace.model.bert import bert_sentences, parameter_name
 from millrace.model.decoder import CausalLM
 from millrace.model.gemma import GemmaForCausalLM
 from millrace.model.llama import LlamaForCausalLM
@@ -13,6 +16,7 @@ from millrace.model.module import Module
 from millrace.model.qwen2 import Qwen2ForCausalLM
 from millrace.model.qwen3 import Qwen3ForCausalLM
 
+Family = TypeVar("Family")
 FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
@@ -20,24 +24,32 @@ FAMILIES: dict[str, Callable[[ModelConfig], CausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "GemmaForCausalLM": GemmaForCausalLM,
 }
+ENCODERS: dict[str, Callable[[EncoderConfig], Module]] = {"BertModel": bert_sentences}
 
 HEAD = "lm_head"  # what every family calls its head, as Hugging Face's checkpoints do
 
 _ROTARY_BUFFER = re.compile(r"\.rotary_emb\.inv_freq$")  # saved by early versions of transformers; computed here
 
 
-def build_model(config: ModelConfig) -> Module:
-    family = FAMILIES.get(config.architecture)
-    if family is None:
+def build_model(config: ModelConfig | EncoderConfig) -> Module:
+    if isinstance(config, EncoderConfig):
+        return _known(ENCODERS, config.architecture)(config)
+    return _known(FAMILIES, config.architecture)(config)
+
+
+def _known(families: Mapping[str, Family], architecture: str) -> Family:
+    if architecture not in families:
         raise CheckpointError(
-            f'architecture "{config.architecture}" is not supported',
-            nearest(config.architecture, FAMILIES),
+            f'architecture "{architecture}" is not supported',
+            nearest(architecture, families),
             "convert it, or add it as a Module",
         )
-    return family(config)
+    return families[architecture]
 
 
-def is_weight(name: str, config: ModelConfig) -> bool:
-    """False for tensors that a checkpoint may carry and the model rightly ignores."""
-    tied_head = config.tie_embeddings and name == f"{HEAD}.weight"
-    return not tied_head and not _ROTARY_BUFFER.search(name)
+def parameter_of(tensor: str, config: ModelConfig | EncoderConfig) -> str | None:
+    """The parameter that a checkpoint's tensor is; None for one that the model rightly ignores."""
+    if isinstance(config, EncoderConfig):
+        return parameter_name(tensor)
+    tied_head = config.tie_embeddings and tensor == f"{HEAD}.weight"
+    return None if tied_head or _ROTARY_BUFFER.search(tensor) else tensor

@@ -73,6 +73,9 @@ ENCODER = Signature(
     dict.fromkeys(("tokens", "types", "positions", "lengths"), I32),
 )  # fmt: skip
 
+# The same, with the row of each sequence's first token: `rows` are where in the step these lie.
+ENCODER_OF_FIRST = Signature({**ENCODER.inputs, "rows": ("S",)}, ENCODER.outputs, {**ENCODER.dtypes, "rows": I32})
+
 
 class Module:
     """Assign Parameters, Modules and ModuleLists as attributes; write forward(). Calling a module traces it.

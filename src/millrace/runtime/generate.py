@@ -135,7 +135,7 @@ def generate(
     requests: list[Request] = []
     try:
         for i, (prompt, wanted) in enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True)):
-            text, ids = prompt_tokens(loop, prompt)
+            text, ids = prompt_tokens(loop.tokenizer, prompt)
             wanted = with_length(wanted, len(ids), context_tokens(loop.limits)) if continues else wanted
 
             def deliver(deltas: list[Delta], i: int = i) -> None:
@@ -173,7 +173,7 @@ async def astream(
     """
     assert loop.running_in_thread, "a stream needs somebody who steps"
     wanted = params or SamplingParams()
-    text, ids = prompt_tokens(loop, prompt)
+    text, ids = prompt_tokens(loop.tokenizer, prompt)
     wanted = with_length(wanted, len(ids), context_tokens(loop.limits)) if continues else wanted
     here, arrived = asyncio.get_running_loop(), asyncio.Queue[list[Delta]]()
 
@@ -191,7 +191,7 @@ async def astream(
         loop.cancel(request)  # harmless when it is finished
 
 
-def prompt_tokens(loop: EngineLoop, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
     """(the text, if it was one; its token ids); RequestError for anything that is no prompt."""
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
@@ -202,7 +202,7 @@ def prompt_tokens(loop: EngineLoop, prompt: Prompt) -> tuple[str | None, Sequenc
     else:
         value = prompt
     if isinstance(value, str):
-        return value, loop.tokenizer.encode(value)
+        return value, tokenizer.encode(value)
     if not isinstance(value, Sequence):
         raise _not_a_prompt(f"of type {type(value).__name__}")
     return None, value

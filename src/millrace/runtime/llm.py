@@ -16,9 +16,12 @@ from millrace.checkpoint.hf_tokenizer import HfTokenizer
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.find import find_engine
 from millrace.compile.settings import BuildSettings
+from millrace.engine.engine import Engine
 from millrace.env import read_env
 from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, alike, nearest, plain
 from millrace.runtime import vllm_names
+from millrace.runtime.embed import EmbeddingRequestOutput, OpenedEncoder, embed, open_encoder
+from millrace.runtime.embedding import EncoderLoop
 from millrace.runtime.generate import Progress, Prompt, RequestOutput, astream, generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened, RunSettings, open_engine
@@ -29,6 +32,8 @@ _FLAGS = "|".join(f.name.replace("_", "-") for kind in (BuildSettings, RunSettin
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 _GENERATE = frozenset({"prompts", "sampling_params", "use_tqdm"})
 _CHAT = frozenset({"messages", "sampling_params", "use_tqdm", "add_generation_prompt", "chat_template_kwargs"})
+_EMBED = frozenset({"prompts", "truncate_prompt_tokens", "use_tqdm"})
+_CAN = {True: "embed()", False: "generate(), chat() and astream()"}
 _FLAG = re.compile(rf"(?<!\S)--({_FLAGS})\b( (?=[\d\"]))?")
 
 
@@ -69,7 +74,25 @@ def _in_python_words(given_as: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def _release(loop: EngineLoop, opened: Opened, made_in: int) -> None:
+def _open(
+    name: str, engine: Engine, run: RunSettings, embeds: bool | None
+) -> tuple[Opened | OpenedEncoder, EngineLoop | EncoderLoop]:
+    """embeds: what was asked for; None: what the model can. raises ConfigError where it cannot do that"""
+    encoder = engine.manifest.is_encoder
+    if embeds not in (None, encoder):
+        raise ConfigError(
+            f"{name} is {'an encoder' if encoder else 'a language model'}, which cannot {_CAN[not encoder]}",
+            f'task="{"embed" if encoder else "generate"}", which it can: {_CAN[encoder]}',
+            "leave task, runner and convert out, or choose another model",
+        )  # fmt: skip
+    if encoder:
+        opened = open_encoder(name, engine, run)
+        return opened, opened.loop()
+    of_text = open_engine(name, engine, run)
+    return of_text, of_text.loop(of_text.for_throughput())
+
+
+def _release(loop: EngineLoop | EncoderLoop, opened: Opened | OpenedEncoder, made_in: int) -> None:
     """Ends the engine's thread, then gives the memory back."""
     if os.getpid() != made_in:  # a forked child: threads and memory are its parent's
         return
@@ -78,6 +101,17 @@ def _release(loop: EngineLoop, opened: Opened, made_in: int) -> None:
         return
     loop.stop()
     opened.close()
+
+
+def _prompts(given: object) -> Sequence[Prompt]:
+    """One prompt as a list of one. raises RequestError for what is neither one nor several"""
+    if isinstance(given, str | Mapping) or (isinstance(given, Sequence) and given and isinstance(given[0], int)):
+        return [given]
+    if not isinstance(given, Sequence):
+        raise RequestError(
+            f"prompts is of type {type(given).__name__}", "a prompt or a list of prompts", "pass one of these"
+        )
+    return given
 
 
 @contextmanager
@@ -115,8 +149,7 @@ class LLM:
         with _in_python_words(self._given_as):
             build, run, precisions = _split({"precision": precision, **settings})
             name, engine = find_engine(str(model), build, read_env(), precisions=precisions)
-            self._opened: Opened = open_engine(name, engine, run)
-        self._loop = self._opened.loop(self._opened.for_throughput())
+            self._opened, self._loop = _open(name, engine, run, vllm_names.asks_for_embeddings(settings))
         self._threading = threading.Lock()
         self._made_in = os.getpid()
         # also for who forgets close()
@@ -137,12 +170,7 @@ class LLM:
         """
         self._check_usable()
         vllm_names.check_call("generate", others, _GENERATE, _SAMPLING)
-        if not isinstance(prompts, str | Mapping | Sequence):
-            raise RequestError(
-                f"prompts is of type {type(prompts).__name__}", "a prompt or a list of prompts", "pass one of these"
-            )
-        single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        return self._answer([prompts] if single else prompts, sampling_params, use_tqdm, continues=True)  # type: ignore[list-item, arg-type]
+        return self._answer(_prompts(prompts), sampling_params, use_tqdm, continues=True)
 
     def chat(
         self,
@@ -172,6 +200,33 @@ class LLM:
         prompts = [{"prompt_token_ids": self._chat_ids(c, add_generation_prompt, extra)} for c in conversations]
         return self._answer(prompts, sampling_params, use_tqdm, continues=False)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = False,
+        **others: object,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each text, in order, of an encoder: `llm.embed(["a", "b"])[0].outputs.embedding`.
+
+        A vector's bits depend on its text alone. truncate_prompt_tokens: so many of the first tokens are read of a text
+        that has more, -1 for as many as the model takes; else such a text is an error
+        """
+        self._check_usable()
+        vllm_names.check_call("embed", others, _EMBED, frozenset())
+        if not isinstance(self._loop, EncoderLoop):
+            raise RequestError(
+                f"{self._opened.name} is a language model: it gives no vector for a text", "generate() or chat()",
+                "call these, or make an LLM of an encoder of sentences",
+            )  # fmt: skip
+        with self._threading:
+            if not self._loop.running_in_thread:
+                self._loop.start()
+        with _in_python_words(self._given_as), _progress_bar(use_tqdm) as progress:
+            each = _prompts(prompts)
+            return embed(self._loop, self._opened.tokenizer, each, truncate_prompt_tokens, progress)
+
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[RequestOutput]:
@@ -180,11 +235,12 @@ class LLM:
         Without max_tokens an answer has 16 tokens.
         """
         self._check_usable()
+        loop = self._generating
         with self._threading:  # from the first stream on, the engine has a thread of its own
-            if not self._loop.running_in_thread:
-                self._loop.start()
+            if not loop.running_in_thread:
+                loop.start()
         with _in_python_words(self._given_as):
-            async for output in astream(self._loop, prompt, sampling_params, continues=True):
+            async for output in astream(loop, prompt, sampling_params, continues=True):
                 yield output
 
     def _answer(
@@ -192,7 +248,7 @@ class LLM:
         *, continues: bool,
     ) -> list[RequestOutput]:  # fmt: skip
         with _in_python_words(self._given_as), _progress_bar(use_tqdm) as progress:
-            return generate(self._loop, prompts, params, progress, continues=continues)
+            return generate(self._generating, prompts, params, progress, continues=continues)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._made_in:
@@ -203,6 +259,15 @@ class LLM:
             )
         if not self._released.alive:
             raise RequestError("this LLM is closed", "calls before close()", "make a new LLM")
+
+    @property
+    def _generating(self) -> EngineLoop:
+        if isinstance(self._loop, EncoderLoop):
+            raise RequestError(
+                f"{self._opened.name} is an encoder: it gives a vector for each text, and no next token", "embed()",
+                "call embed(), or make an LLM of a model that generates text",
+            )  # fmt: skip
+        return self._loop
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ConfigError(
@@ -215,6 +280,7 @@ class LLM:
         self, messages: Sequence[Message], add_generation_prompt: bool, extra: Mapping[str, object]
     ) -> list[int]:
         self._check_usable()
+        _ = self._generating  # an encoder cannot chat, whatever else it lacks
         template = self._opened.chat_template
         if template is None:
             raise CheckpointError(
@@ -234,7 +300,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config says; a call without SamplingParams does the same."""
-        d = self._opened.defaults
+        d = self._generating.defaults
         return SamplingParams(
             temperature=d.temperature, top_p=d.top_p, top_k=d.top_k, min_p=d.min_p,
             repetition_penalty=d.repetition_penalty,

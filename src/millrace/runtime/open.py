@@ -1,7 +1,6 @@
 """From an engine to a running model: memory planned, weights loaded, tokenizer and template at hand."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.checkpoint import open_chat_template
@@ -44,7 +43,6 @@ class Opened:
     plan: RunPlan
     executor: NativeExecutor
     tokenizer: VocabularyTokenizer
-    tokenizer_folder: Path
     chat_template: ChatTemplate | None
     defaults: GenerationDefaults
 
@@ -80,4 +78,4 @@ def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | No
     # the end-of-text ids are those that were resolved when the engine was built
     defaults = replace(generation, eos_token_ids=tuple(engine.manifest.eos_token_ids))
     executor = engine.executor(n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa)
-    return Opened(name, engine, plan, executor, tokenizer, folder, template, defaults)
+    return Opened(name, engine, plan, executor, tokenizer, template, defaults)

@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -38,6 +38,27 @@ def quick_switches() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+async def ends(stop: Callable[[], None]) -> bool:
+    """Runs `stop`, which waits for an engine's step, beside the event loop; False: it did not end within STOP_S."""
+    aio, stopped = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        try:
+            stop()
+        finally:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: it did not wait for so long
+                aio.call_soon_threadsafe(stopped.set)
+
+    # no thread of a pool: those are joined when the interpreter ends
+    threading.Thread(target=run, name="millrace-stop", daemon=True).start()
+    try:
+        await asyncio.wait_for(stopped.wait(), STOP_S)
+    except TimeoutError:
+        log.critical("the engine's step did not end within %g s; it is left behind", STOP_S)
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,22 +246,8 @@ class AsyncEngine:
         self._draining = True
         for handle in self._live:
             handle.cancel()
-        aio, stopped = asyncio.get_running_loop(), asyncio.Event()
-
-        def stop() -> None:
-            try:
-                self.loop.stop()
-            finally:
-                with contextlib.suppress(RuntimeError):  # the event loop is closed: it did not wait for so long
-                    aio.call_soon_threadsafe(stopped.set)
-
-        # no thread of a pool: those are joined when the interpreter ends
-        threading.Thread(target=stop, name="millrace-stop", daemon=True).start()
-        try:
-            await asyncio.wait_for(stopped.wait(), STOP_S)
-        except TimeoutError:
+        if not await ends(self.loop.stop):
             self.stuck = True
-            log.critical("the engine's step did not end within %g s; it is left behind", STOP_S)
             for handle in self._live:
                 handle._drop("the engine is stuck, and the server is stopping")
                 handle._wake()

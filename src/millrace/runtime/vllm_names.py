@@ -38,9 +38,9 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "block_size": ((None, 64), "KV pages have 64 tokens"),
     "device": (("auto", "cpu", None), '"cpu": engines run on the processor, with as many threads= as you like'),
     "n_gpu_layers": ((0,), "0: engines run on the processor"),
-    "task": (("auto", "generate", None), "another library for this task: models here generate text"),
-    "runner": (("auto", "generate"), "another library for this: models here generate text"),
-    "convert": (("auto", "none"), "another library for this: models here generate text"),
+    "task": (("auto", "generate", "embed", "embedding", None), "generate, or embed for an encoder of sentences"),
+    "runner": (("auto", "generate", "pooling"), "generate, or pooling for an encoder of sentences"),
+    "convert": (("auto", "none", "embed"), "another library for this: a model does here what it was made for"),
     "hf_overrides": ((None, {}), "a copy of the checkpoint with another config.json"),
     "enable_lora": ((None, False), "a checkpoint into which the adapter is merged"),
     "limit_mm_per_prompt": ((None, {}), "prompts of text: images and sound are not read"),
@@ -60,11 +60,12 @@ _CALL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "chat_template": ((None,), "a checkpoint with this template, or generate() with the rendered prompt"),
     "chat_template_content_format": (("auto", "string", "openai"), '"auto": the template decides'),
     "continue_final_message": ((None, False), "generate() with the rendered prompt"),
+    "pooling_params": ((None,), "the model as it is: its checkpoint says how vectors are made of texts"),
     "mm_processor_kwargs": ((None, {}), "messages of text: images and sound are not read"),
 }  # fmt: skip
 # Methods and properties, and what to use here.
 _METHODS: Mapping[str, str] = {
-    **dict.fromkeys(("embed", "encode"), "llm.tokenizer.encode() for token ids; for embeddings another library"),
+    "encode": "embed() for vectors, llm.tokenizer.encode() for token ids",
     **dict.fromkeys(("score", "classify", "reward"), "generate() with logprobs=, or another library"),
     "beam_search": "generate() with SamplingParams(n=...) and a temperature: there is no beam search",
     "generate_async": "astream(), for an answer as it grows",
@@ -114,6 +115,14 @@ def no_attribute(owner: object, name: str) -> AttributeError:
             f'this LLM has no "{name}"', "generate(), chat() or astream()", f"use {_METHODS[name]}"
         )
     return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}", name=name, obj=owner)
+
+
+def asks_for_embeddings(given: Mapping[str, object]) -> bool | None:
+    """Whether the settings ask for an encoder; None: they leave it to the model."""
+    asked = {given.get(name) for name in ("task", "runner", "convert")}
+    if asked & {"embed", "embedding", "pooling"}:
+        return True
+    return False if "generate" in asked else None
 
 
 def check_call(method: str, given: Mapping[str, object], known: frozenset[str], sampling: frozenset[str]) -> None:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from millrace.errors import RequestError
 from millrace.runtime.params import Delta, SamplingParams, check_context
 from millrace.serve.chat import finish_of
-from millrace.serve.fields import completion_params
+from millrace.serve.fields import completion_params, texts_or_ids
 from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start
 from millrace.serve.logprobs import COMPLETION_BYTES, OffsetLogprobs, WholeCompletion
 from millrace.serve.protocol import CompletionRequest
@@ -158,25 +158,11 @@ def _prompts(
     given: str | list[str | int | list[int]], params: SamplingParams, serving: TextBackend
 ) -> list[str | list[int]]:
     """The four ways to write prompts, as a list of texts and token-id lists. What is too long is not looked at."""
-    if isinstance(given, str):
-        given = [given]
-    is_one = bool(given) and isinstance(given[0], int)
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
     _check_number((1 if is_one else len(given)) * params.n, serving)
-    if is_one:
+    if is_one and not isinstance(given, str):
         check_context(len(given), params.max_tokens, serving.model.max_context, "prompt")
-    texts = [p for p in given if isinstance(p, str)]
-    lists = [p for p in given if isinstance(p, list)]
-    ids = [p for p in given if isinstance(p, int)]
-    if len(texts) == len(given) > 0:
-        return [*texts]
-    if len(lists) == len(given) > 0:
-        return [*lists]
-    if len(ids) == len(given) > 0:
-        return [ids]
-    what = "prompt mixes texts, token ids or lists" if given else "prompt is an empty list"
-    raise RequestError(
-        what, "a text, token ids, a list of texts or a list of token-id lists", "send one kind", param="prompt"
-    )
+    return [*texts_or_ids(given, "prompt")]
 
 
 def _check_number(n_sequences: int, serving: TextBackend) -> None:

@@ -94,6 +94,25 @@ def take_ignored(asked: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str
     return tuple(sorted(told))
 
 
+def texts_or_ids(given: str | list[str | int | list[int]], field: str) -> list[str] | list[list[int]]:
+    """The four ways to write prompts, as a list of texts or of token-id lists. raises RequestError for a mixture"""
+    if isinstance(given, str):
+        return [given]
+    texts = [p for p in given if isinstance(p, str)]
+    lists = [p for p in given if isinstance(p, list)]
+    ids = [p for p in given if isinstance(p, int)]
+    if len(texts) == len(given) > 0:
+        return texts
+    if len(lists) == len(given) > 0:
+        return lists
+    if len(ids) == len(given) > 0:
+        return [ids]
+    what = f"{field} mixes texts, token ids or lists" if given else f"{field} is an empty list"
+    raise RequestError(
+        what, "a text, token ids, a list of texts or a list of token-id lists", "send one kind", param=field
+    )
+
+
 def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     """As the chat template takes them. raises RequestError where a message holds what is not supported yet"""
     for i, message in enumerate(messages):

@@ -26,15 +26,17 @@ from millrace.serve.replies import (
 from millrace.serve.text import TextBackend
 
 API_VERSION = "1.0.0"
+_VECTORS = "use /v1/embeddings"
 _CHAT, _TEXT, _OTHER = "use /v1/chat/completions", "use /v1/completions", "use another server for these"
 # Paths that clients of other servers ask for, with all below them, and what to use instead. The first that fits counts.
 NOT_YET = {
     "/v1/responses": _CHAT, "/v1/messages": _CHAT, "/v1/assistants": _CHAT, "/v1/threads": _CHAT,
     "/api/chat": _CHAT, "/api/generate": _TEXT, "/api/tags": "use /v1/models", "/api/version": "use /v1/version",
+    "/api/embed": _VECTORS, "/api/embeddings": _VECTORS, "/embedding": _VECTORS,
     "/api": "use the paths under /v1: clients of OpenAI's protocol are served, those of Ollama's are not",
     "/completion": _TEXT, "/infill": _TEXT, "/v1/infill": _TEXT,
     "/props": "use /v1/metadata, or /tokenizer_info for the chat template", "/slots": "use /metrics, or /load",
-    "/v1/embeddings": _OTHER, "/v1/rerank": _OTHER, "/v1/score": _OTHER, "/v1/moderations": _OTHER,
+    "/v1/rerank": _OTHER, "/v1/score": _OTHER, "/v1/moderations": _OTHER,
     "/v1/audio": _OTHER, "/v1/images": _OTHER, "/v1/files": _OTHER, "/v1/batches": _OTHER, "/v1/uploads": _OTHER,
     "/v1/fine_tuning": _OTHER, "/v1/vector_stores": _OTHER,
 }  # fmt: skip

@@ -5,14 +5,16 @@ import msgspec
 from millrace.serve import management
 from millrace.serve.chat import chat_completions
 from millrace.serve.completions import completions
+from millrace.serve.embeddings import EncoderBackend, embeddings
 from millrace.serve.errors import Problem
 from millrace.serve.openapi import Operation
-from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from millrace.serve.replies import (
     ChatChunk,
     ChatReply,
     CompletionReply,
     DetokenizeReply,
+    EmbeddingReply,
     EngineVersionReply,
     HealthReply,
     LoadReply,
@@ -40,6 +42,11 @@ def _text(
 _MAIN: tuple[Endpoint, ...] = (
     _text("/v1/chat/completions", chat_completions, "Answer a conversation", ChatRequest, ChatReply, ChatChunk),
     _text("/v1/completions", completions, "Continue a text", CompletionRequest, CompletionReply, CompletionReply),
+    Endpoint(
+        Operation("POST", "/v1/embeddings", "A vector for each text", True, EmbeddingRequest, EmbeddingReply),
+        embeddings,
+        EncoderBackend,
+    ),
     _text("/tokenize", tokenize, "Text or messages to token ids", TokenizeRequest, TokenizeReply),
     _text("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, DetokenizeReply),
     get("/tokenizer_info", management.tokenizer_info, "Special tokens and template", TokenizerInfoReply, True),

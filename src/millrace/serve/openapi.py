@@ -55,6 +55,7 @@ class About:
 _EXAMPLES: Mapping[str, Mapping[str, object]] = {
     "ChatRequest": {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64},
     "CompletionRequest": {"prompt": "Once upon a time", "max_tokens": 64},
+    "EmbeddingRequest": {"input": ["The river runs past a mill.", "The wheel turns."]},
     "TokenizeRequest": {"prompt": "Once upon a time", "return_token_strs": True},
     "DetokenizeRequest": {"tokens": [1, 2, 3]},
 }

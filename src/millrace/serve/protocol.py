@@ -117,6 +117,22 @@ class CompletionRequest(SamplingFields, kw_only=True):
     add_special_tokens: Annotated[bool | None, _is("in front of a text, such as <s>", True)] = None
 
 
+class EmbeddingRequest(Struct, kw_only=True):
+    model: Annotated[str | None, _is("one of /v1/models; may be left out")] = None
+    input: Annotated[
+        str | list[str | int | list[int]],
+        _is("a text, token ids, or a list of texts or of token-id lists"),
+    ]
+    encoding_format: Annotated[
+        str | None, _is('"float", or "base64" of the little-endian float32 of each vector', "float")
+    ] = None
+    dimensions: Annotated[int | None, _is("only as many as the model's vectors have", low=1)] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, _is("read so many of a longer text's first tokens; -1: as many as the model takes", low=-1)
+    ] = None
+    add_special_tokens: Annotated[bool | None, _is("around a text, such as [CLS] and [SEP]", True)] = None
+
+
 class TokenizeRequest(Struct, kw_only=True):
     """Either `prompt` or `messages`."""
 
@@ -255,10 +271,20 @@ _LLAMA_NOT_YET: Mapping[str, tuple[object, ...]] = {
 NOT_YET: Mapping[type[Struct], Mapping[str, tuple[object, ...]]] = {
     ChatRequest: {**_CHAT_NOT_YET, **_VLLM_NOT_YET, **_LLAMA_NOT_YET},
     CompletionRequest: {**_COMPLETION_NOT_YET, **_VLLM_NOT_YET, **_LLAMA_NOT_YET},
+    EmbeddingRequest: {
+        "priority": (0,),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "normalize": (),
+        "use_activation": (),
+        "messages": (),
+        "additional_data": (),
+        "input_type": (),
+    },
     TokenizeRequest: {"continue_final_message": (False,), "chat_template": (), "tools": ([],)},
     DetokenizeRequest: {},
 }
-TAKES_HARMLESS: frozenset[type[Struct]] = frozenset({ChatRequest, CompletionRequest})
+TAKES_HARMLESS: frozenset[type[Struct]] = frozenset({ChatRequest, CompletionRequest, EmbeddingRequest})
 
 
 def other_names(kind: type[Struct]) -> frozenset[str]:

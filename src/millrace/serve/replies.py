@@ -153,6 +153,29 @@ class CompletionReply(Struct):
     millrace: Asked | UnsetType = UNSET
 
 
+# ------------------------------------------------------------------ embeddings
+
+
+class Embedding(Struct, gc=False):
+    index: int
+    embedding: list[float] | str  # base64: of little-endian float32
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingReply(Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
 # ------------------------------------------------------------------ models, tokens, management
 
 

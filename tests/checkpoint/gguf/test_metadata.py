@@ -21,7 +21,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_configuration_of_its_folder(tmp_path: Path, family: str) -> None:
     folder = random_checkpoint(tmp_path / "folder", family, seed=2)
-    theirs, ours = Checkpoint.open(folder).config, Checkpoint.open(write_gguf(tmp_path / "m.gguf", folder)).config
+    theirs, ours = Checkpoint.open(folder).decoder, Checkpoint.open(write_gguf(tmp_path / "m.gguf", folder)).decoder
     own = {"architecture", "family", "eos_token_ids"}  # Mistral's files say llama; ends of a turn: test_vocabulary.py
     differing = {name for name in theirs.__slots__ if getattr(theirs, name) != getattr(ours, name)}
     assert differing <= (own if family == "mistral" else {"eos_token_ids"})
@@ -30,8 +30,8 @@ def test_every_family_has_the_configuration_of_its_folder(tmp_path: Path, family
 def test_a_linear_scaling(tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     folder = random_checkpoint(tmp_path / "folder", "llama", rope_parameters=scaling)
-    theirs = Checkpoint.open(folder).config.rope
-    assert Checkpoint.open(write_gguf(tmp_path / "m.gguf", folder)).config.rope == theirs and theirs.factor == 4
+    theirs = Checkpoint.open(folder).decoder.rope
+    assert Checkpoint.open(write_gguf(tmp_path / "m.gguf", folder)).decoder.rope == theirs and theirs.factor == 4
 
 
 def test_rope_freqs_are_llama_3s_scaling(tmp_path: Path) -> None:
@@ -41,18 +41,18 @@ def test_rope_freqs_are_llama_3s_scaling(tmp_path: Path) -> None:
         "original_max_position_embeddings": 128, "rope_theta": 10000.0,
     }  # fmt: skip
     folder = random_checkpoint(tmp_path / "folder", "llama", rope_parameters=scaling)
-    config = Checkpoint.open(folder).config
+    config = Checkpoint.open(folder).decoder
     plain = 10000.0 ** (-np.arange(0, 64, 2) / 64)
     divisors = (plain / inverse_frequencies(config.rope, 64)).astype(np.float32)
     path = write_gguf(tmp_path / "m.gguf", folder, edit=lambda w: w.add_tensor("rope_freqs.weight", divisors))
-    rope = Checkpoint.open(path).config.rope
+    rope = Checkpoint.open(path).decoder.rope
     np.testing.assert_array_equal(inverse_frequencies(rope, 64), plain / divisors.astype(np.float64))
     np.testing.assert_allclose(inverse_frequencies(rope, 64), inverse_frequencies(config.rope, 64), rtol=1e-7)
 
 
 def test_a_sliding_window_caps_the_context(tmp_path: Path, llama: Path) -> None:
     opened = Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=lambda w: w.add_sliding_window(100)))
-    assert opened.config.max_context == 100 and "100 tokens" in opened.notes[0]
+    assert opened.decoder.max_context == 100 and "100 tokens" in opened.notes[0]
 
 
 def without(key: str) -> Edit:
@@ -150,7 +150,7 @@ def test_scaling_of_positions_is_read_as_llama_cpp_reads_it(
         if old is not None:
             writer.add_float32("llama.rope.scale_linear", old)
 
-    rope = Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=edit)).config.rope
+    rope = Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, edit=edit)).decoder.rope
     assert (rope.factor if rope.kind == "linear" else 1) == expected
 
 
@@ -168,4 +168,4 @@ def test_sampling_defaults(tmp_path: Path, llama: Path) -> None:
 
 def test_a_vocabulary_shorter_than_the_embedding(tmp_path: Path, llama: Path) -> None:
     opened = Checkpoint.open(write_gguf(tmp_path / "m.gguf", llama, tokenizer=lambda w: add_tokenizer(w, llama)))
-    assert opened.config.vocab_size == 1003 and opened.tokenizer.vocab_size == 700
+    assert opened.decoder.vocab_size == 1003 and opened.tokenizer.vocab_size == 700

@@ -62,15 +62,15 @@ def test_blocks_are_dequantised_then_put_in_order(tmp_path: Path, kind: Kind) ->
 
 def test_a_missing_head_is_the_embedding(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "folder", "llama")
-    assert not Checkpoint.open(write_gguf(tmp_path / "m.gguf", folder)).config.tie_embeddings
+    assert not Checkpoint.open(write_gguf(tmp_path / "m.gguf", folder)).decoder.tie_embeddings
     tied = Checkpoint.open(write_gguf(tmp_path / "t.gguf", folder, leave_out=("output.weight",)))
-    assert tied.config.tie_embeddings and "lm_head.weight" not in tied.tensors
+    assert tied.decoder.tie_embeddings and "lm_head.weight" not in tied.tensors
 
 
 def test_biases_of_q_and_k_move_with_their_rows(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "folder", "llama", attention_bias=True, mlp_bias=True)
     theirs, ours = Checkpoint.open(folder), Checkpoint.open(write_gguf(tmp_path / "m.gguf", folder))
-    assert ours.config.attention_bias and ours.config.attention_output_bias and ours.config.mlp_bias
+    assert ours.decoder.attention_bias and ours.decoder.attention_output_bias and ours.decoder.mlp_bias
     for name in theirs.tensors:
         np.testing.assert_array_equal(ours.tensors.load(name), theirs.tensors.load(name))
 

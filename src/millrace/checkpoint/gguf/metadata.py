@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.checkpoint.config import HEAD_SIZES, ModelConfig, RopeConfig, head_fits
+from millrace.checkpoint.config import ModelConfig, RopeConfig
 from millrace.checkpoint.config_keys import FAMILIES
+from millrace.checkpoint.config_reader import HEAD_SIZES, head_fits
 from millrace.checkpoint.gguf.reader import GgufFile, Value
 from millrace.errors import CheckpointError, nearest
 

@@ -1,0 +1,145 @@
+"""What reading a `config.json` needs, of whatever family: typed access, and that every key has its place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from millrace.checkpoint.config_keys import (
+    FAMILIES,
+    GENERATION_KEYS,
+    HARMLESS,
+    HARMLESS_PREFIXES,
+    ONLY_AT,
+    Family,
+    Neutral,
+)
+from millrace.errors import CheckpointError, nearest
+
+MAX_LAYERS = 4096  # far beyond any model, and soon enough said
+DTYPES = ("float32", "float16", "bfloat16")
+Raw = Mapping[str, object]
+
+
+def wrong(key: str, value: object, expected: str, mend: str = "") -> CheckpointError:
+    mend = mend or "check that config.json belongs to this model and is complete"
+    return CheckpointError(f"config.json: {key} is {value!r}", expected, mend)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigReader:
+    """Typed access to one config.json with its family's defaults; every method raises CheckpointError."""
+
+    raw: Raw
+    family: Family
+
+    def get(self, key: str) -> object:
+        return self.raw.get(key, self.family.defaults.get(key))
+
+    def positive_int(self, key: str, missing: int | None = None, most: int = 2**31 - 1) -> int:
+        """`missing` is what null stands for; where there is none, null is an error."""
+        value = self.get(key)
+        if value is None and missing is not None:
+            return missing
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            raise wrong(key, value, f"an integer from 1 to {most}")
+        return value
+
+    def positive_float(self, key: str) -> float:
+        return positive_number(key, self.get(key))
+
+    def boolean(self, key: str) -> bool:
+        value = self.get(key)
+        if not isinstance(value, bool):
+            raise wrong(key, value, "true or false")
+        return value
+
+
+def positive_number(key: str, value: object) -> float:
+    """A finite number above zero (a bool is not a number here)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise wrong(key, value, "a positive number")
+    return float(value)
+
+
+def family_of(raw: Raw) -> Family:
+    """By its architecture, else by its model type. raises CheckpointError for one that is not supported"""
+    by_architecture = {name: family for family in FAMILIES.values() for name in (family.architecture, *family.also)}
+    supported = "one of " + ", ".join(sorted(by_architecture))
+    names = raw.get("architectures")
+    model_type = raw.get("model_type")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if names is not None and (not isinstance(name, str) or name not in by_architecture):
+        shown = names if name is None else name
+        raise CheckpointError(
+            f"config.json: the architecture is {shown!r}, which is not supported",
+            supported,
+            "choose a checkpoint of a supported family",
+        )
+    if isinstance(name, str):
+        family = by_architecture[name]
+        if model_type not in (None, family.name):
+            raise wrong("model_type", model_type, f'"{family.name}", because architectures says {name}')
+        return family
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise CheckpointError(
+            f"config.json: no architectures, and model_type is {model_type!r}",
+            f"architectures with {supported}",
+            "choose a checkpoint of a supported family, or add architectures to config.json",
+        )
+    return FAMILIES[model_type]
+
+
+def check_keys(raw: Raw, family: Family) -> tuple[str, ...]:
+    """Refuse what is unknown, and what is known to change the maths; returns notes."""
+    used = {"architectures", "model_type", "dtype", "torch_dtype", *family.defaults}
+    notes: list[str] = []
+    for key, value in raw.items():
+        if key in family.only_at:
+            _check_neutral(key, value, family.only_at[key])
+        elif key in used or key in HARMLESS or key.startswith(HARMLESS_PREFIXES):
+            continue
+        elif key in GENERATION_KEYS:
+            notes.append(f"config.json's {key} is not used: generation defaults are read from generation_config.json")
+        elif key in ONLY_AT:
+            _check_neutral(key, value, ONLY_AT[key])
+        else:
+            raise CheckpointError(
+                f"config.json: unknown key {key} = {value!r}",
+                f"a key that {family.architecture} is known to have; " + nearest(key, {*used, *ONLY_AT, *HARMLESS}),
+                "correct the key, or remove it if the model's results do not depend on it",
+            )
+    return tuple(notes)
+
+
+def _check_neutral(key: str, value: object, known: Neutral) -> None:
+    neutral, why = known
+    if not any(value == v and type(value) is type(v) for v in neutral):
+        words = {"None": "null", "True": "true", "False": "false"}
+        allowed = " or ".join(words.get(str(v), str(v)) for v in neutral)
+        raise wrong(key, value, f"{allowed}: {why}", "choose a checkpoint without it")
+
+
+HEAD_SIZES = "a multiple of 8, at most 512: no kernel takes others"
+
+
+def head_fits(head_dim: int) -> bool:
+    """Whether it is one of HEAD_SIZES."""
+    return head_dim % 8 == 0 and head_dim <= 512
+
+
+def read_dtype(raw: Raw) -> str:
+    """`dtype` wins over `torch_dtype`, as in transformers; float32 where nothing is said."""
+    value = raw.get("dtype")
+    value = raw.get("torch_dtype") if value is None else value
+    name = "float32" if value is None else str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise wrong("dtype", value, "one of " + ", ".join(DTYPES), "convert the weights to one of these")
+    return name
+
+
+def token_ids(file: str, key: str, value: object) -> tuple[int, ...]:
+    """An id, a list of ids or null, as a tuple. raises CheckpointError"""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for i in values:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31:
+            raise CheckpointError(f"{file}: {key} is {value!r}", "an id, a list of ids or null", f"correct {key}")
+    return tuple(dict.fromkeys(values))

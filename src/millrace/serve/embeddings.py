@@ -1,0 +1,207 @@
+"""POST /v1/embeddings, and the encoder behind it: texts to vectors, those of all clients in the same steps."""
+
+import asyncio
+import binascii
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from prometheus_client.core import Metric
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.engine.texts import Ids
+from millrace.errors import BusyError, MillraceError, RequestError
+from millrace.runtime.embed import checked_ids, special_around, truncated, truncation
+from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors
+from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
+from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.fields import texts_or_ids
+from millrace.serve.metrics import counter, gauge
+from millrace.serve.protocol import EmbeddingRequest
+from millrace.serve.replies import Embedding, EmbeddingReply, EmbeddingUsage
+from millrace.serve.serving import LARGE, Serving
+from millrace.serve.text import Texts
+from millrace.serve.wire import Call
+
+MAX_INPUTS = 2048  # OpenAI's
+FLOAT_BYTES = 24  # of a number in JSON, with its comma, at most
+FORMATS = ("float", "base64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderModel(ServedModel):
+    """An encoder of texts. The server starts and stops `loop`; its network's owner closes that."""
+
+    loop: EncoderLoop
+    tokenizer: Tokenizer
+    tokenizer_folder: Path | None = None  # where a process for long texts finds it; None: they go to a thread
+    max_queued: int = ServiceOptions().max_queued  # texts that may wait when a request comes; it may add MAX_INPUTS
+
+    def backend(self, serving: Serving) -> "EncoderBackend":
+        return EncoderBackend(self, serving)
+
+
+class EncoderBackend(Backend):
+    """An encoder and its texts."""
+
+    what = "an encoder"
+
+    def __init__(self, model: EncoderModel, serving: Serving) -> None:
+        super().__init__(model, serving)
+        self.model: EncoderModel = model
+        self.limits = model.loop.limits
+        self.unsent, self.off_loop = serving.unsent, serving.off_loop
+        self.texts = Texts(
+            model.tokenizer, None, serving.settings.max_preparing, model.max_context, model.tokenizer_folder
+        )
+        self.around = special_around(model.tokenizer)
+        self._stuck = self._draining = False
+        self._n_running = 0  # requests
+        self._all_done = asyncio.Event()
+        self._all_done.set()
+
+    async def vectors(self, texts: Sequence[Ids]) -> Vectors:
+        """Of texts that were checked, in their order; whoever is cancelled takes them out of the queue.
+
+        raises BusyError where too many are waiting or the server ends, EngineError where a step failed
+        """
+        stats = self.pulse()
+        if self._draining:
+            raise BusyError("the server is shutting down", "a server that takes requests", "try again", 5.0)
+        if stats.waiting >= self.model.max_queued:
+            most = f"less than {self.model.max_queued}"
+            raise BusyError(f"{stats.waiting} texts are waiting", most, "come back later", _retry_after_s(stats))
+        job = self.model.loop.submit(texts)
+        self._n_running += 1
+        self._all_done.clear()
+        try:
+            return await asyncio.wrap_future(job.future)
+        finally:
+            self._n_running -= 1
+            if self._n_running == 0:
+                self._all_done.set()
+
+    def start(self) -> None:
+        self.model.loop.start()
+
+    async def warm_up(self) -> str | None:
+        """A text, from its characters to its vector."""
+        try:
+            (ids,) = await self.texts.encode(["Hi"], add_special_tokens=True)
+            await self.vectors([checked_ids(ids[: self.limits.max_context], self.limits, "the text")])
+        except MillraceError as error:
+            return str(error)
+        return None
+
+    def pulse(self) -> EncoderStats:
+        return self.model.loop.stats()
+
+    def collect(self) -> Iterator[Metric]:
+        stats, model = self.pulse(), self.model.name
+        yield gauge(model, "vllm:num_requests_running", "Requests whose vectors are not all there", self._n_running)
+        yield gauge(model, "vllm:num_requests_waiting", "Texts that wait for their step", stats.waiting)
+        yield counter(model, "vllm:prompt_tokens", "Prompt tokens computed", stats.tokens_total)
+        yield counter(model, "millrace:embeddings", "Texts that became vectors", stats.texts_total)
+        yield counter(model, "millrace:encoder_steps", "Steps of the encoder", stats.steps_total)
+        yield counter(model, "millrace:encoder_busy_seconds", "That its steps took together", stats.busy_s)
+        yield gauge(model, "millrace:engine_healthy", "1 while the engine loop runs", stats.healthy)
+        silent_s = 0.0 if stats.idle else stats.last_step_s
+        yield gauge(model, "millrace:engine_silent_seconds", "Since the last step; 0 when idle", silent_s)
+
+    async def drain(self, timeout_s: float) -> bool:
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._all_done.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def abort(self) -> None:
+        self._draining = True
+        if not await ends(self.model.loop.stop):
+            self._stuck = True
+            self.model.loop.abandon()
+        self.texts.close()
+
+    def close(self) -> None:
+        self.texts.close()
+
+    @property
+    def stuck(self) -> bool:
+        return self._stuck
+
+
+async def embeddings(serving: EncoderBackend, call: Call, asked: EmbeddingRequest) -> ASGIApp:
+    """A vector for each text of the request, in their order. raises MillraceError"""
+    _check(asked, serving)
+    texts = await _token_ids(serving, asked)
+    asked.input = ""  # it may be many times the body, and the answer may take a while
+    n_tokens = sum(map(len, texts))
+    call.log.prompt_tokens = n_tokens
+    held = serving.unsent.share()
+    try:
+        held.add(len(texts) * serving.limits.width * FLOAT_BYTES)
+        vectors = await serving.vectors(texts)
+        reply = EmbeddingReply(f"embd-{call.id}", int(time.time()), call.model, [], EmbeddingUsage(n_tokens, n_tokens))
+
+        def written() -> bytes:
+            in_base64 = asked.encoding_format == "base64"
+            reply.data = [Embedding(i, _base64(v) if in_base64 else v.tolist()) for i, v in enumerate(vectors)]
+            return msgspec.json.encode(reply)
+
+        content = await serving.off_loop(vectors.size > LARGE, written)
+    finally:
+        held.release()
+    serving.metrics.e2e.observe(time.perf_counter() - call.arrived_s)
+    serving.metrics.prompt_tokens.observe(n_tokens)
+    return Response(content, media_type="application/json")
+
+
+def _base64(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
+    return binascii.b2a_base64(vector.astype("<f4").tobytes(), newline=False).decode()
+
+
+def _check(asked: EmbeddingRequest, serving: EncoderBackend) -> None:
+    """What does not depend on the texts. raises RequestError"""
+    if asked.encoding_format not in (None, *FORMATS):
+        raise RequestError(
+            f"encoding_format is {asked.encoding_format!r:.60}", '"float" or "base64"', "choose one of them",
+            "encoding_format",
+        )  # fmt: skip
+    if asked.dimensions not in (None, serving.limits.width):
+        raise RequestError(
+            f"dimensions is {asked.dimensions}", f"{serving.limits.width}, all that this model's vectors have",
+            "leave dimensions out: shorter vectors, of Matryoshka models, are not supported yet", "dimensions",
+        )  # fmt: skip
+
+
+async def _token_ids(serving: EncoderBackend, asked: EmbeddingRequest) -> list[Ids]:
+    """Of each text, checked. raises RequestError, BusyError"""
+    limits, special = serving.limits, asked.add_special_tokens is not False
+    most = truncation(asked.truncate_prompt_tokens, limits.max_context)
+    given = texts_or_ids(asked.input, "input")
+    if len(given) > MAX_INPUTS:
+        raise RequestError(f"input has {len(given)} texts", f"at most {MAX_INPUTS}", "send several requests", "input")
+    texts = [text for text in given if isinstance(text, str)]
+    found = await serving.texts.encode(texts, special) if texts else [ids for ids in given if isinstance(ids, list)]
+
+    def checked() -> list[Ids]:
+        kept: list[Ids] = []
+        for i, ids in enumerate(found):
+            cut = ids if most is None else truncated(ids, most, serving.around if texts and special else (0, 0))
+            kept.append(checked_ids(cut, limits, f"input {i}" if len(found) > 1 else "the input", "input"))
+        return kept
+
+    n_ids = sum(map(len, found))
+    return await serving.off_loop(n_ids > LARGE, checked)
+
+
+def _retry_after_s(stats: EncoderStats) -> float:
+    """Until what waits is done, at the speed of all steps so far."""
+    rate = stats.tokens_total / stats.busy_s if stats.busy_s else 0.0
+    return min(max(stats.waiting_tokens / rate if rate else 0.0, RETRY_LOW_S), RETRY_HIGH_S)

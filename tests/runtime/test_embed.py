@@ -1,0 +1,313 @@
+"""Embeddings from checkpoint to vector: against transformers, of any batch, from several threads, and mistakes."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from millrace import LLM
+from millrace.engine.native import ExecutionError
+from millrace.engine.texts import Ids
+from millrace.errors import BusyError, ConfigError, EngineError, MillraceError, RequestError
+from millrace.runtime.embed import EmbeddingRequestOutput, special_around
+from millrace.runtime.embedding import EncoderLimits, EncoderLoop
+from tests.support.checkpoints import random_encoder
+from tests.support.vocabularies import corpus
+
+TEXTS = ["x", "", *corpus(3, 12), " ".join(corpus(4, 3)), "The mill. " * 9, "😀 naïve 東京"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, tune=0) as made:
+        yield made
+
+
+def vectors(outputs: Sequence[EmbeddingRequestOutput]) -> NDArray[np.float32]:
+    return np.array([output.outputs.embedding for output in outputs], np.float32)
+
+
+def by_transformers(folder: Path, texts: Sequence[str], *, pooling: str = "mean", normalised: bool = True) -> Any:
+    """Each text alone, cut at 100 tokens as sentence_bert_config.json says."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    found = []
+    with torch.no_grad():
+        for text in texts:
+            rows = model(**tokenizer(text, return_tensors="pt", truncation=True, max_length=100)).last_hidden_state[0]
+            found.append(rows[0] if pooling == "cls" else rows.mean(0))
+    stacked = torch.stack(found)
+    return (torch.nn.functional.normalize(stacked, dim=1) if normalised else stacked).numpy()
+
+
+def test_vectors_are_those_of_transformers(llm: LLM, folder: Path) -> None:
+    outputs = llm.embed(TEXTS, truncate_prompt_tokens=-1)
+    assert np.abs(vectors(outputs) - by_transformers(folder, TEXTS)).max() <= 1e-6
+    assert [len(o.prompt_token_ids) for o in outputs][:2] == [3, 2] and all(o.finished for o in outputs)
+    assert outputs[0].outputs.hidden_size == 96 and len({o.request_id for o in outputs}) == len(TEXTS)
+
+
+@pytest.mark.parametrize(("pooling", "normalised"), [("cls", True), ("cls", False), ("mean", False), (None, False)])
+def test_poolings(pooling: str | None, normalised: bool, tmp_path: Path) -> None:
+    folder = random_encoder(tmp_path, pooling=pooling, normalised=normalised)
+    expected = by_transformers(folder, TEXTS[:5], pooling=pooling or "mean", normalised=normalised)
+    with LLM(folder, tune=0) as llm:
+        assert np.abs(vectors(llm.embed(TEXTS[:5])) - expected).max() <= 2e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("precision", "farthest"), [("bf16", 0.02), ("w8a8", 0.05)])
+def test_precisions(precision: str, farthest: float, folder: Path) -> None:
+    with LLM(folder, precision=precision, tune=0) as llm:
+        assert np.abs(vectors(llm.embed(TEXTS[:9])) - by_transformers(folder, TEXTS[:9])).max() <= farthest
+
+
+def test_bits_depend_on_the_text_alone(llm: LLM, folder: Path) -> None:
+    """Alone, in any order, asked by many threads at once, with one compute thread, and in steps of another size."""
+    together = vectors(llm.embed(TEXTS, truncate_prompt_tokens=-1))
+    rng = np.random.default_rng(5)
+    order = rng.permutation(len(TEXTS))
+    shuffled = vectors(llm.embed([TEXTS[i] for i in order], truncate_prompt_tokens=-1))
+    assert (shuffled == together[order]).all()
+    with ThreadPoolExecutor(8) as pool:
+        alone = list(pool.map(lambda text: vectors(llm.embed(text, truncate_prompt_tokens=-1))[0], TEXTS * 3))
+    assert (np.stack(alone) == np.concatenate([together] * 3)).all()
+    with LLM(folder, tune=0, threads=1, max_batch=3, max_context=130) as other:
+        assert (vectors(other.embed(TEXTS[:14])) == together[:14]).all()
+
+
+def test_prompts_in_other_forms(llm: LLM) -> None:
+    text = TEXTS[3]
+    ids = llm.tokenizer.encode(text)
+    expected = vectors(llm.embed(text))
+    for prompt in ([text], {"prompt": text}, {"prompt_token_ids": ids}, ids, [ids], [{"prompt_token_ids": ids}]):
+        assert (vectors(llm.embed(prompt)) == expected).all(), prompt
+    assert llm.embed([]) == [] and llm.get_tokenizer().cls_token == "[CLS]"
+
+
+def test_truncation_keeps_the_special_tokens(llm: LLM) -> None:
+    text = TEXTS[2] * 9
+    ids = llm.tokenizer.encode(text)
+    assert len(ids) > 100
+    for n in (1, 2, 3, 50, 100):
+        (output,) = llm.embed(text, truncate_prompt_tokens=n)
+        assert output.prompt_token_ids == ([2, *ids[1 : n - 1], 3] if n > 1 else [2])
+        assert llm.embed(ids, truncate_prompt_tokens=n)[0].prompt_token_ids == ids[:n]
+    assert special_around(llm.tokenizer) == (1, 1)
+
+
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (["a", "mill " * 99, "b"], {}, "text 1 has 101 tokens"),
+    ([[5] * 101], {}, "text 0 has 101 tokens"),
+    ([[]], {}, "text 0 has no tokens"),
+    ([[5, 403]], {}, "token 1 of text 0 is 403"),
+    ([[5, -1]], {}, "token 1 of text 0 is -1"),
+    ([[5, True]], {}, "not a list of token ids"),
+    ([[5, "a"]], {}, "not a list of token ids"),
+    ([[10**400]], {}, "not a list of token ids"),
+    ([[1.5]], {}, "not a list of token ids"),
+    ([3.5], {}, "a prompt is of type float"),
+    (None, {}, "prompts is of type NoneType"),
+    (["\ud800"], {}, "surrogate"),
+    ("a", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
+    ("a", {"truncate_prompt_tokens": 101}, "truncate_prompt_tokens is 101"),
+    ("a", {"truncate_prompt_tokens": True}, "truncate_prompt_tokens is True"),
+    ("a", {"pooling_params": 3}, "pooling_params is 3"),
+    ("a", {"normalize": False}, "no argument"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "options", "says"), WRONG, ids=[says for *_, says in WRONG])
+def test_wrong_texts_say_which_and_why(prompts: Any, options: dict[str, Any], says: str, llm: LLM) -> None:
+    with pytest.raises((RequestError, ConfigError)) as error:
+        llm.embed(prompts, **options)
+    assert says in str(error.value) and len(str(error.value)) < 600
+    assert len(llm.embed("a")) == 1
+
+
+def test_each_kind_of_model_says_what_it_can(llm: LLM, folder: Path) -> None:
+    message = [{"role": "user", "content": "hi"}]
+    for call in (lambda: llm.generate("a"), lambda: llm.chat(message), llm.get_default_sampling_params):
+        with pytest.raises(RequestError, match=r"is an encoder(.|\n)*embed\(\)"):
+            call()
+    with pytest.raises(ConfigError, match='task="embed"'):
+        LLM(folder, task="generate", tune=0)
+    with LLM(folder, task="embed", runner="pooling", tune=0) as same:
+        assert len(same.embed(["a", "b"], use_tqdm=True)) == 2
+    with LLM("tiny", tune=0) as decoder:
+        with pytest.raises(RequestError, match=r"is a language model(.|\n)*generate\(\) or chat\(\)"):
+            decoder.embed("a")
+        with pytest.raises(ConfigError, match='task="generate"'):
+            LLM("tiny", task="embed", tune=0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"precision": "w4a8"}, {"head": "bf16"}, {"kv_cache_dtype": "int8"}, {"kv_memory": "1G"},
+                 {"max_context": 131}, {"precision": {"default": "fp32", "layer.0.*": "w8a16"}}],
+)  # fmt: skip
+def test_settings_that_an_encoder_has_not(settings: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(ConfigError):
+        LLM(folder, tune=0, **settings)
+
+
+def test_closed_and_forgotten(folder: Path) -> None:
+    llm = LLM(folder, tune=0)
+    llm.embed("a")
+    llm.close()
+    with pytest.raises(RequestError, match="closed"):
+        llm.embed("a")
+
+
+# ------------------------------------------------------------------ the loop alone
+
+LIMITS = EncoderLimits(
+    inputs=("tokens", "lengths"), max_step_tokens=10, max_texts=3, max_context=10, vocab_size=100, width=1
+)
+
+
+class Network:
+    """A vector is its text's first token. Steps wait for `go`, where there is one, and fail as told."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []  # the lengths of each step's texts
+        self.began, self.go = threading.Semaphore(0), threading.Semaphore(10**6)
+        self.failures = 0
+
+    def run(self, inputs: dict[str, Ids]) -> dict[str, NDArray[np.float32]]:
+        lengths = inputs["lengths"]
+        self.steps.append(lengths.tolist())
+        self.began.release()
+        assert self.go.acquire(timeout=20)
+        if self.failures:
+            self.failures -= 1
+            raise ExecutionError("on purpose")
+        first = inputs["tokens"][np.cumsum(lengths) - lengths]
+        return {"embeddings": np.where(first == 99, np.nan, first).astype(np.float32)[:, None]}
+
+
+@pytest.fixture
+def network() -> Network:
+    return Network()
+
+
+@pytest.fixture
+def loop(network: Network) -> Iterator[EncoderLoop]:
+    made = EncoderLoop(network, LIMITS)  # type: ignore[arg-type]
+    yield made
+    made.stop()
+
+
+def ids(*lengths: int, token: int = 7) -> list[Ids]:
+    return [np.full(n, token, np.int32) for n in lengths]
+
+
+def held(network: Network) -> None:
+    network.go = threading.Semaphore(0)
+
+
+def test_steps_are_full_and_bounded(network: Network, loop: EncoderLoop) -> None:
+    job = loop.submit([np.array([i, *[0] * (n - 1)], np.int32) for i, n in enumerate((1, 9, 5, 2, 5, 4, 1, 1))])
+    loop.start()
+    assert job.future.result(9)[:, 0].tolist() == list(range(8)), "in the order of the texts"
+    assert network.steps == [[9], [5, 5], [4, 2, 1], [1, 1]], "long ones first, at most 10 tokens and 3 texts a step"
+    stats = loop.stats()
+    assert (stats.steps_total, stats.texts_total, stats.tokens_total, stats.waiting) == (4, 8, 28, 0) and stats.idle
+
+
+def test_requests_take_turns(network: Network, loop: EncoderLoop) -> None:
+    many, one = loop.submit(ids(*[5] * 20)), loop.submit(ids(5, token=8))
+    loop.start()
+    assert one.future.result(9) == [[8]] and network.steps[0] == [5, 5] and many.n_missing <= 19
+    many.future.result(9)
+
+
+def test_a_request_that_nobody_waits_for_is_left_out(network: Network, loop: EncoderLoop) -> None:
+    held(network)
+    loop.start()
+    first = loop.submit(ids(10))
+    assert network.began.acquire(timeout=9)
+    gone, last = loop.submit(ids(*[10] * 50)), loop.submit(ids(1))
+    assert loop.stats().waiting == 51 and loop.stats().waiting_tokens == 501 and not loop.stats().idle
+    assert gone.future.cancel()
+    network.go.release(9)
+    assert last.future.result(9).shape == (1, 1) and first.future.done()
+    assert network.steps == [[10], [1]] and loop.stats().waiting == loop.stats().waiting_tokens == 0
+
+
+def test_what_is_not_finite_is_its_own_requests_error(network: Network, loop: EncoderLoop) -> None:
+    bad, good = loop.submit([*ids(1), *ids(2, 2, token=99)]), loop.submit(ids(1))
+    loop.start()
+    with pytest.raises(EngineError, match=r"vector of text [12] is not finite"):
+        bad.future.result(9)
+    assert good.future.result(9) == [[7]]
+
+
+def test_a_step_that_fails_fails_its_requests_and_three_end_the_loop(network: Network, loop: EncoderLoop) -> None:
+    network.failures = 1
+    loop.start()
+    with pytest.raises(EngineError, match="on purpose"):
+        loop.submit(ids(3)).future.result(9)
+    assert loop.submit(ids(3)).future.result(9) == [[7]] and loop.stats().healthy
+    network.failures = 3
+    for _ in range(3):
+        with pytest.raises(MillraceError):
+            loop.submit(ids(3)).future.result(9)
+    with pytest.raises((BusyError, EngineError), match="on purpose"):
+        loop.submit(ids(3)).future.result(9)
+    assert not loop.stats().healthy
+
+
+def test_a_defect_leaves_nobody_waiting(network: Network, loop: EncoderLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(inputs: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(network, "run", broken)
+    jobs = [loop.submit(ids(10)) for _ in range(3)]
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    loop.start()
+    for job in jobs:
+        with pytest.raises(BusyError, match="defect"):
+            job.future.result(9)
+    with pytest.raises(BusyError, match="defect"):
+        loop.submit(ids(1))
+
+
+def test_stopping_cancels_what_is_left(network: Network, loop: EncoderLoop) -> None:
+    held(network)
+    loop.start()
+    running = loop.submit(ids(10))
+    assert network.began.acquire(timeout=9)
+    waiting = loop.submit(ids(10))
+    stopping = threading.Thread(target=loop.stop)
+    stopping.start()
+    while True:  # until it is seen to be stopping
+        try:
+            loop.submit(ids(1)).future.cancel()
+        except BusyError:
+            break
+    network.go.release(9)
+    stopping.join(9)
+    assert running.future.result(0) == [[7]]
+    with pytest.raises(BusyError, match="being closed"):
+        waiting.future.result(0)
+    loop.start()
+    assert loop.submit(ids(1)).future.result(9) == [[7]], "it may be started again"
