@@ -332,7 +332,8 @@ def test_a_misspelt_role_is_not_a_tool(server: Running) -> None:
 @pytest.mark.parametrize(
     ("path", "advice"),
     [
-        ("/v1/responses", "use /v1/chat/completions"), ("/v1/rerank", "not served yet"), ("/api/embed", "use /v1/embeddings"),
+        ("/v1/responses", "use /v1/chat/completions"), ("/v1/rerank", "not served yet"),
+        ("/api/embed", "use /v1/embeddings"),
         ("/api/chat", "use /v1/chat/completions"), ("/v1/chat/completions/chat/completions", '"/v1/chat/completions"'),
         ("/chat/completions", '"/v1/chat/completions"'),
     ],
