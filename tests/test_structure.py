@@ -19,6 +19,7 @@ ORDER = [
     "env",
     "settings",
     "machine",
+    "report",
     "checkpoint",
     "graph",
     "model",

@@ -1,24 +1,31 @@
 """`millrace inspect`: what an engine is made of."""
 
-from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 from msgspec import to_builtins
 
+from millrace.cli.engine_page import engine_page, layers_of
 from millrace.cli.options import json_option
-from millrace.cli.screen import count, heading, pairs, print_json, progress, size, table
-from millrace.cli.tables import Tables, tuned
+from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size, table
+from millrace.cli.tables import Tables, fusions_by_place, tuned
 from millrace.compile.find import find_built
+from millrace.compile.rooflines import kept_roofline
 from millrace.engine.engine import Engine
-from millrace.engine.tables import Call
+from millrace.engine.tactics import write_whole
 from millrace.env import Env
+from millrace.errors import ConfigError
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import usable_cores
+from millrace.report.page import is_ours
 
 EPILOG = """\b
 Examples:
   millrace inspect ./llama.engine
-  millrace inspect tiny --steps"""
+  millrace inspect tiny --steps
+  millrace inspect tiny --html tiny.html"""
 
 
 @click.command(epilog=EPILOG)
@@ -28,21 +35,46 @@ Examples:
 @click.option("--memory", "part", flag_value="memory", help="The memory plan of a step, buffer by buffer.")
 @click.option("--tactics", "part", flag_value="tactics", help="What was timed for each kernel and shape, and chosen.")
 @click.option("--graph", "part", flag_value="graph", help="The graph as traced from the model, before any pass.")
+@click.option("--html", type=Path, metavar="FILE", help="Write all of it as one page for a browser; needs no network.")
 @json_option
 @click.pass_obj
-def command(env: Env, engine: str, part: str | None, as_json: bool) -> None:
+def command(env: Env, engine: str, part: str | None, html: Path | None, as_json: bool) -> None:
     """Show what an engine is made of.
 
     Model, precision, layers with their kernels, fusions with their origin, bytes, memory plan. ENGINE is an engine
     folder, or the name of an engine in the cache (`millrace list`), or the model it was built from: its name, folder
     or GGUF file.
     """
+    if html is not None and part is not None:
+        raise ConfigError(f"--{part} and --html are both given", "one of them", "leave one out: the page has it all")
     with progress(as_json) as report:
         tables = Tables(Engine.open(find_built(engine, env, report)))
-    if as_json:
+    if html is not None:
+        nbytes = _write_page(html, tables, env)
+        if as_json:
+            print_json({"html": str(html), "bytes": nbytes})
+        else:
+            note(f"{html}: {size(nbytes)}, for a browser")
+    elif as_json:
         print_json(_as_json(tables, part))
     else:
         _PARTS[part](tables)
+
+
+def _write_page(file: Path, tables: Tables, env: Env) -> int:
+    """Its bytes. A page of ours is made anew; whatever else is there stays. raises ConfigError"""
+    roofline = kept_roofline(env.cache, usable_isas()[0], usable_cores())
+    try:
+        if file.exists() and not (file.is_file() and is_ours(file)):
+            raise ConfigError(
+                f"{file} is already there, and is no page of millrace", "a new file, or one that was written so",
+                "name another; nothing was written",
+            )  # fmt: skip
+        content = engine_page(tables, roofline).encode()
+        write_whole(file, content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error}", "a file in a folder that exists", "name another") from error
+    return len(content)
 
 
 def _summary(tables: Tables) -> None:
@@ -63,7 +95,7 @@ def _summary(tables: Tables) -> None:
     table(("modules", "steps", "kernels"), _layers(tables))
     click.echo()
     heading("Fusions")
-    table(("times", "kernel", "what", "origin"), _fusions(tables))
+    table(("times", "kernel", "what", "origin"), fusions_by_place(tables))
     click.echo(f"  passes: {', '.join(program.passes)}")
     click.echo()
     heading("Bytes")
@@ -82,14 +114,9 @@ def _summary(tables: Tables) -> None:
 
 def _layers(tables: Tables) -> list[tuple[str, str, str]]:
     """(which modules, steps, kernels in their order), equal layers in one row."""
-    groups: list[tuple[str, list[str]]] = []
-    for step in tables.calls:
-        module = _module_of(step)
-        if not groups or groups[-1][0] != module:
-            groups.append((module, []))
-        groups[-1][1].append(f"matmul:{step.note}" if step.kernel == "matmul" else step.kernel)
     rows: list[tuple[str, str, list[str]]] = []
-    for module, kernels in groups:
+    for layer in layers_of(tables.calls):
+        module, kernels = layer.name, layer.kernels
         if rows and rows[-1][2] == kernels and ".layers." in f".{module}":
             rows[-1] = (rows[-1][0], module, kernels)
         else:
@@ -98,29 +125,6 @@ def _layers(tables: Tables) -> list[tuple[str, str, str]]:
         (a if a == b else f"{a} to {b.rpartition('.')[2]}", str(len(kernels)), " ".join(kernels))
         for a, b, kernels in rows
     ]
-
-
-def _module_of(step: Call) -> str:
-    """`model.layers.3`, or the module itself outside of the layers."""
-    parts = next((o for o in step.origin if o), step.kernel).split(".")
-    if "layers" in parts:
-        return ".".join(parts[: parts.index("layers") + 2])
-    return ".".join(parts)
-
-
-def _fusions(tables: Tables) -> list[tuple[str, str, str, str]]:
-    """Fused steps with their origin; those that differ only in the layer's number counted together."""
-    counted: Counter[tuple[str, str, str]] = Counter()
-    for step, what in tables.fusions:
-        origin = " + ".join(_short(o, i) for i, o in enumerate(step.origin))
-        counted[step.kernel, what, origin] += 1
-    return [(str(n), kernel, what, origin) for (kernel, what, origin), n in counted.items()]
-
-
-def _short(origin: str, i: int) -> str:
-    """`layers.*.mlp.gate_proj` for the first, `up_proj` for those beside it."""
-    parts = ["*" if part.isdigit() else part for part in origin.removeprefix("model.").split(".")]
-    return ".".join(parts) if i == 0 else parts[-1]
 
 
 def _steps(tables: Tables) -> None:
@@ -139,7 +143,8 @@ def _weights(tables: Tables) -> None:
 
 def _memory(tables: Tables) -> None:
     buffers = tables.program.buffers
-    table(("buffer", "bytes", "offset"), [(b.name, f"{b.bytes:,}", f"{b.offset:,}") for b in buffers])
+    rows = [(b.name, f"{b.bytes:,}", f"{b.offset:,}", f"{b.first} to {b.last}") for b in buffers]
+    table(("buffer", "bytes", "offset", "steps"), rows)
     m = tables.engine.manifest
     click.echo(f"  {m.cpu.activation_bytes:,} bytes in all; no plan needs less than {m.cpu.activation_lower_bound:,}")
 

@@ -44,7 +44,7 @@ class Tables:
     @property
     def fusions(self) -> list[tuple[Call, str]]:
         """Steps that do the work of several, each with what is fused in it."""
-        return [(step, what) for step in self.calls if (what := _fused(step))]
+        return [(step, what) for step in self.calls if (what := fused(step))]
 
     def kernels(self) -> Counter[str]:
         return Counter(step.kernel for step in self.calls)
@@ -141,7 +141,22 @@ def machine(fingerprint: Mapping[str, str | int]) -> str:
     return ", ".join(str(fingerprint.get(key, "?")) for key in ("cpu", "isa")) + f", {fingerprint.get('cores')} cores"
 
 
-def _fused(step: Call) -> str:
+def fusions_by_place(tables: Tables) -> list[tuple[str, str, str, str]]:
+    """(times, kernel, what, origin) of fused steps; those that differ only in the layer's number counted together."""
+    counted: Counter[tuple[str, str, str]] = Counter()
+    for step, what in tables.fusions:
+        origin = " + ".join(_short(o, i) for i, o in enumerate(step.origin))
+        counted[step.kernel, what, origin] += 1
+    return [(str(n), kernel, what, origin) for (kernel, what, origin), n in counted.items()]
+
+
+def _short(origin: str, i: int) -> str:
+    """`layers.*.mlp.gate_proj` for the first, `up_proj` for those beside it."""
+    parts = ["*" if part.isdigit() else part for part in origin.removeprefix("model.").split(".")]
+    return ".".join(parts) if i == 0 else parts[-1]
+
+
+def fused(step: Call) -> str:
     """What this step does beside its kernel's own work; "" where nothing."""
     kernel, params, operands = step.kernel, step.params, step.operands
     found = []

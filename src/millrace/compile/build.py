@@ -256,8 +256,8 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
         for c in program.caches
     ]
     cpu = CpuSection(
-        n_calls=len(program.calls), weights_bytes=program.weights_bytes, activation_bytes=program.activation_bytes,
-        activation_lower_bound=program.activation_lower_bound, inputs=list(map(_slot_entry, program.inputs)),
+        n_calls=len(program.calls), weights_bytes=program.weights_bytes, activation_bytes=program.memory.total_bytes,
+        activation_lower_bound=program.memory.lower_bound, inputs=list(map(_slot_entry, program.inputs)),
         outputs=list(map(_slot_entry, program.outputs)), caches=caches,
     )  # fmt: skip
     return Manifest(

@@ -89,9 +89,7 @@ class Placement:
             calls=tuple(self._calls), inputs=tuple(inputs),
             outputs=tuple(Slot(name, v.shape, v.dtype, plan.offsets[view.buffer]) for name, v, view in outputs),
             symbols={s: self._bounds[s] for s in self._symbols}, weights=tuple(self._weights),
-            weights_offsets=tuple(offsets), weights_bytes=at, buffer_names=tuple(b.name for b in plan.buffers),
-            buffer_bytes=tuple(b.nbytes for b in plan.buffers), buffer_offsets=plan.offsets,
-            activation_bytes=plan.total_bytes, activation_lower_bound=plan.lower_bound, caches=tuple(caches),
+            weights_offsets=tuple(offsets), weights_bytes=at, memory=plan, caches=tuple(caches),
         )  # fmt: skip
 
     def _rows(self, value: Value) -> int:

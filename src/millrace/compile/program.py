@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.compile.memory import MemoryPlan
 from millrace.engine.kv import CacheSpec
 from millrace.engine.slots import Slot
 from millrace.graph.types import Symbol
@@ -56,7 +57,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Calls with their operands placed. `weights_offsets` and `buffer_offsets` count bytes in their spaces."""
+    """Calls with their operands placed. `weights_offsets` and `memory.offsets` count bytes in their spaces."""
 
     calls: tuple[Call, ...]
     inputs: tuple[Slot, ...]
@@ -65,11 +66,7 @@ class Program:
     weights: tuple[Packed, ...]
     weights_offsets: tuple[int, ...]
     weights_bytes: int
-    buffer_names: tuple[str, ...]
-    buffer_bytes: tuple[int, ...]
-    buffer_offsets: tuple[int, ...]
-    activation_bytes: int
-    activation_lower_bound: int
+    memory: MemoryPlan  # of the activations
     caches: tuple[CacheSpec, ...]
     passes: tuple[str, ...] = field(default=())
 
@@ -82,5 +79,5 @@ class Program:
     def _ref(self, place: Place | None) -> Ref | None:
         if place is None:
             return None
-        offsets = self.weights_offsets if place.space == Space.WEIGHTS else self.buffer_offsets
+        offsets = self.weights_offsets if place.space == Space.WEIGHTS else self.memory.offsets
         return Ref(place.space, offsets[place.number] + place.offset)

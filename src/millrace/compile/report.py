@@ -32,11 +32,11 @@ def program_table(program: Program) -> dict[str, Any]:
             for w, o in zip(program.weights, program.weights_offsets, strict=True)
         ],
         "buffers": [
-            {"name": n, "bytes": b, "offset": o}
-            for n, b, o in zip(program.buffer_names, program.buffer_bytes, program.buffer_offsets, strict=True)
+            {"name": b.name, "bytes": b.nbytes, "offset": offset, "first": b.first, "last": b.last}
+            for b, offset in zip(program.memory.buffers, program.memory.offsets, strict=True)
         ],
-        "activation_bytes": program.activation_bytes,
-        "activation_lower_bound": program.activation_lower_bound,
+        "activation_bytes": program.memory.total_bytes,
+        "activation_lower_bound": program.memory.lower_bound,
     }
 
 

@@ -1,12 +1,12 @@
 """What a decode step of an engine must at least read and compute, and so how long it takes at least."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
-from millrace.engine.tables import read_program_table
+from millrace.engine.tables import Call, read_program_table
 from millrace.machine.roofline import Bound, Roofline
 
 # A product with 16-bit activations runs in bfloat16 arithmetic, whatever its weights are stored in.
@@ -27,12 +27,18 @@ class DecodeWork:
     @classmethod
     def of(cls, engine: Engine) -> "DecodeWork":
         """raises EngineError where its table of calls is not what `millrace build` writes"""
+        return cls.counted(read_program_table(engine.folder).calls, engine.page_bytes // PAGE_TOKENS)
+
+    @classmethod
+    def counted(cls, calls: Iterable[Call], kv_bytes_per_token: int) -> "DecodeWork":
+        """The same of a program that was read already."""
         weights_bytes, operations = 0, Counter[str]()
-        for call in read_program_table(engine.folder).calls:
+        for call in calls:
             if call.kernel == "matmul":
-                weights_bytes += int(call.operands["w"]["bytes"])
-                operations[_ARITHMETIC.get(call.note, call.note)] += 2 * int(call.params["n"] * call.params["k"])
-        return cls(weights_bytes, engine.page_bytes // PAGE_TOKENS, operations)
+                weights_bytes += call.matrix_bytes
+                n, k = call.params.get("n", 0), call.params.get("k", 0)
+                operations[_ARITHMETIC.get(call.note, call.note)] += 2 * int(n * k)
+        return cls(weights_bytes, kv_bytes_per_token, operations)
 
     def bound(self, roofline: Roofline, n_sequences: int, n_tokens: int) -> Bound:
         """The least time of one step; `n_tokens`: kept of all its sequences together."""

@@ -20,6 +20,12 @@ class Call(Struct, frozen=True):
     operands: dict[str, dict[str, str | int]]  # {"weight": name, "bytes": n} or {"buffer": number, "offset": n}
     params: dict[str, int | float]
 
+    @property
+    def matrix_bytes(self) -> int:
+        """Of a matrix product's weights, which each step reads whole; 0: it is none."""
+        nbytes = self.operands.get("w", {}).get("bytes") if self.kernel == "matmul" else None
+        return nbytes if isinstance(nbytes, int) else 0
+
 
 class Weight(Struct, frozen=True):
     name: str
@@ -31,9 +37,13 @@ class Weight(Struct, frozen=True):
 
 
 class Buffer(Struct, frozen=True):
+    """It holds what somebody needs from the call `first` to the call `last`, both included."""
+
     name: str
     bytes: int
     offset: int
+    first: int
+    last: int
 
 
 class ProgramTable(Struct, frozen=True):

@@ -72,11 +72,12 @@ class Roofline:
 
     def bound(self, nbytes: int, operations: Mapping[str, float]) -> Bound:
         """For work on all threads that reads `nbytes` once and does operations by precision (at the peak of the
-        instructions where there is one: what our own kernels reach is no limit of the machine)."""
+        instructions where there is one: what our own kernels reach is no limit of the machine). A precision that was
+        not measured bounds nothing."""
         level = self.level_of(nbytes)
         reading_s = nbytes / level.all_threads.usual
         rates = {c.precision: (c.peak or c.all_threads).usual for c in self.compute}
-        compute_s = sum(n / rates[precision] for precision, n in operations.items())
+        compute_s = sum(n / rates[precision] for precision, n in operations.items() if precision in rates)
         if reading_s >= compute_s:
             return Bound(reading_s, f"reading from {level.name}")
         return Bound(compute_s, f"{'/'.join(sorted(operations))} arithmetic")
