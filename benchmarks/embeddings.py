@@ -5,7 +5,7 @@
 The model's folder is one of sentence-transformers. Texts are random ids, of 8 to 256 tokens; a token counts that is
 one, and no padding. Each engine has a process of its own, which sleeps while another is measured; they take turns, and
 who begins changes from round to round. The distance is the largest of any element from transformers in float32, each
-text alone. Needs the packages of the extra `peers`, onnx and onnxruntime. Writes
+text alone. Needs the packages of the extra `peers`. Writes
 results/embeddings-MODEL-TIME-COMMIT.json.
 """
 
