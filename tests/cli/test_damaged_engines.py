@@ -80,7 +80,7 @@ def symbol(name: str, high: int = 8) -> dict[str, object]:
         ({"symbols": [symbol("T"), symbol("S")]}, "without T, S and R"),
         ({"symbols": [symbol(str(i)) for i in range(9)]}, "not readable"),
         ({"vocab_size": 0}, "without a vocabulary"),
-        ({"symbols": [symbol("T")], "cpu": {"outputs": []}}, "a dimension without bounds"),
+        ({"cpu": {"outputs": [{"name": "y", "shape": ["T", "Q"], "dtype": "f32", "offset": 0}]}}, "without bounds"),
         ({"cpu": {"activation_bytes": 64}}, "cannot run"),
         ({"cpu": {"weights_bytes": 64}}, "weights"),
         ({"cpu": {"caches": []}}, "cannot run"),

@@ -301,8 +301,8 @@ def test_origins_are_allowed_only_when_named(server: Running) -> None:
 def test_the_document_covers_every_route_and_field(server: Running) -> None:
     document = httpx.get(server.url + "/openapi.json").json()
     assert document["openapi"].startswith("3.1")
-    able = [endpoint for endpoint in OPENAI.endpoints if endpoint.backend in (None, TextBackend)]
-    assert len(able) == sum(len(methods) for methods in document["paths"].values())
+    able = [e for e in OPENAI.endpoints if e.backend is None or issubclass(TextBackend, e.backend)]
+    assert len(able) == sum(len(methods) for methods in document["paths"].values()) < len(OPENAI.endpoints)
     for endpoint in able:
         operation = endpoint.operation
         described = document["paths"][operation.path][operation.method.lower()]
