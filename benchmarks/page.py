@@ -161,10 +161,20 @@ def _judged_now(result: Result) -> list[Result]:
 
 
 def _others() -> Iterator[str]:
-    yield "## Long contexts, starts, the server, sampling, single products"
+    yield "## Embeddings, long contexts, starts, the server, sampling, single products"
     header = ("what", "figure", "run")
-    rows = [*_contexts(), *_starts(), *_serving(), *_sampling(), *_products()]
+    rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products()]
     yield table(header, rows)
+
+
+def _embeddings() -> Iterator[list[str]]:
+    for _, r in of_kind("embeddings"):
+        low, high = r["lengths"]
+        for name, e in r["engines"].items():
+            speed = e["tokens_per_s"]
+            rate = f"{speed['median']:,.0f} ({speed['low']:,.0f}-{speed['high']:,.0f})"
+            who = f"{r['shape']}, {name}: embeddings of {low} to {high} tokens, tok/s"
+            yield [who, f"{rate}, at most {e['distance']:.0e} from transformers", label(r)]
 
 
 def _contexts() -> Iterator[list[str]]:

@@ -122,7 +122,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[MillraceError], list[str]]] = [
     ({"max_context": 513}, ConfigError, ["513", "1 to 512"]),
     ({"max_context": 0}, ConfigError, ["max_context", "at least 1"]),
     ({"max_batch": 0}, ConfigError, ["max_batch"]),
-    ({"max_batch": None}, ConfigError, ["max_batch"]),
+    ({"tune": None}, ConfigError, ["tune"]),
     ({"precision": "int3"}, ConfigError, ["int3", "w4a8"]),
     ({"precision": {"lm_head": "bf16"}}, ConfigError, ["default"]),
     ({"precision": {"default": "fp8"}}, ConfigError, ["fp8"]),
@@ -212,7 +212,8 @@ REQUESTS: list[tuple[str, bytes, int, str]] = [  # path, body, status, the messa
     (CHAT, chat(messages=[{"role": "king", "content": "Hi"}]), 400, "system, developer, user or assistant"),
     (CHAT, chat(messages=[]), 400, "messages"),
     (CHAT, chat(model="gpt-9"), 404, f'the model "gpt-9" does not exist; expected: one of "{MODEL}"'),
-    ("/v1/embeddings", text(), 404, "/v1/embeddings is not served yet"),
+    ("/v1/rerank", text(), 404, "/v1/rerank is not served yet"),
+    ("/v1/embeddings", b'{"input": "Once"}', 400, "is a language model, and cannot answer /v1/embeddings"),
     ("/v1/models", text(), 405, "does not know POST"),
     ("/detokenize", b'{"tokens": [2048]}', 400, "tokens[0] is 2048"),
 ]

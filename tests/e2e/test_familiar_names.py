@@ -52,8 +52,9 @@ def test_vllms_names_are_taken(llm: LLM) -> None:
         ({"kv_memory": "1k"}, ["kv_memory=1 KiB"]),
         ({"kv_memory": "1M", "max_model_len": 512}, ["kv_memory=1 MiB", "max_model_len="]),
         ({"device": "cuda"}, ["device is 'cuda'", "processor"]),
-        ({"task": "embed"}, ["task is 'embed'", "generate text"]),
-        ({"runner": "pooling"}, ["runner is 'pooling'", "generate text"]),
+        ({"task": "embed"}, ["tiny is a language model", "cannot embed()", "generate()"]),
+        ({"runner": "pooling"}, ["tiny is a language model", "cannot embed()", "generate()"]),
+        ({"task": "score"}, ["task is 'score'", "embed for an encoder"]),
         ({"hf_overrides": {"a": 1}}, ["hf_overrides is {'a': 1}", "config.json"]),
         ({"enable_lora": True}, ["enable_lora is True", "merged"]),
         ({"n_gpu_layers": -1}, ["n_gpu_layers is -1", "processor"]),
@@ -109,7 +110,7 @@ def test_what_asks_for_nothing_else_is_taken() -> None:
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("embed", "llm.tokenizer"), ("encode", "llm.tokenizer"), ("score", "logprobs="), ("classify", "another library"),
+    [("encode", "embed()"), ("score", "logprobs="), ("classify", "another library"),
      ("beam_search", "n="), ("create_chat_completion", "chat()"), ("llm_engine", "generate()")],
 )  # fmt: skip
 def test_methods_of_other_libraries_say_what_to_use(llm: LLM, name: str, instead: str) -> None:

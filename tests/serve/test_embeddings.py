@@ -153,7 +153,9 @@ def test_an_encoder_is_asked_for_what_it_cannot_do(server: Threaded, client: ope
         assert error["code"] == "model_cannot" and "is an encoder" in error["message"], error
         assert "a request to /v1/embeddings" in error["message"]
     paths = httpx.get(server.url + "/openapi.json").json()["paths"]
-    assert "/v1/embeddings" in paths and "/v1/completions" not in paths
+    assert "/v1/completions" not in paths
+    example = paths["/v1/embeddings"]["post"]["requestBody"]["content"]["application/json"]["example"]
+    assert len(post(server.url, "/v1/embeddings", example).json()["data"]) == 2
     assert client.models.list().data[0].id == "encoder"
 
 

@@ -85,7 +85,8 @@ def show(tables: Tables, seconds: float) -> None:
             ("engine", str(tables.engine.folder)),
             ("model", f"{m.architecture}, {count(m.n_parameters)} parameters, {tables.precision()}"),
             ("weights", f"{size(memory['weights_bytes'])} ({formats})"),
-            ("KV cache", f"{size(memory['kv_bytes_per_sequence'])} a sequence of {m.max_context:,} tokens "
+            ("KV cache", "none" if m.is_encoder else
+                         f"{size(memory['kv_bytes_per_sequence'])} a sequence of {m.max_context:,} tokens "
                          f"({m.kv_format}), {size(memory['kv_bytes_batch'])} for {m.max_sequences}"),
             ("activations", f"{size(m.cpu.activation_bytes)} "
                             f"(no plan needs less than {size(m.cpu.activation_lower_bound)})"),

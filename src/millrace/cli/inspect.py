@@ -105,7 +105,10 @@ def _summary(tables: Tables) -> None:
     pairs(
         [
             ("weights", f"{size(m.cpu.weights_bytes)} ({formats})"),
-            ("KV cache", f"{kv} ({memory['kv_bytes_per_token']:,} bytes a token, {m.kv_format})"),
+            (
+                "KV cache",
+                "none" if m.is_encoder else f"{kv} ({memory['kv_bytes_per_token']:,} bytes a token, {m.kv_format})",
+            ),
             ("activations", bound + size(m.cpu.activation_lower_bound)),
             ("peak", size(memory["peak_bytes"])),
         ]

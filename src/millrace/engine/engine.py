@@ -19,7 +19,7 @@ from millrace.engine.native import LoadedProgram, NativeNetwork, NativeProgram
 from millrace.engine.native_step import NativeExecutor
 from millrace.engine.slots import Slot
 from millrace.engine.tactics import damaged_tactics, read_tables, table_for
-from millrace.errors import EngineError
+from millrace.errors import CheckpointError, EngineError
 from millrace.graph.types import Symbol
 from millrace.machine.cpu import fingerprint
 
@@ -96,11 +96,12 @@ class Engine:
         return network
 
     def check_language_model(self) -> None:
-        """raises EngineError where it is the engine of another network, saying what that gives"""
+        """raises CheckpointError for an encoder, EngineError for another network, saying what it gives"""
         if self.manifest.is_encoder:
-            raise EngineError(
-                f"{self.folder} is an encoder's engine: it gives a vector for each text, and no next token",
-                "a model that generates text", "ask it for embeddings: LLM(model).embed(texts)",
+            raise CheckpointError(
+                f"{self.manifest.model_name} is an encoder: it gives a vector for each text, and no next token",
+                "a model that generates text",
+                "ask it for embeddings: LLM(model).embed(texts), or millrace serve and /v1/embeddings",
             )  # fmt: skip
         if not self.manifest.is_language_model:
             gives = ", ".join(self.manifest.gives)

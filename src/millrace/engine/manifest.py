@@ -117,8 +117,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def kv_format(self) -> str:
-        """ "bf16"; of several kinds of caches all; "none" where none is."""
-        return ", ".join(dict.fromkeys(cache.format for cache in self.cpu.caches)) or "none"
+        """ "bf16"; of several kinds of caches all; "none" where nothing is kept between steps."""
+        return ", ".join(dict.fromkeys(cache.format for cache in self.cpu.caches if cache.place is None)) or "none"
 
     @property
     def gives(self) -> list[str]:
