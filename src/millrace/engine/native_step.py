@@ -32,7 +32,6 @@ class NativeExecutor(LoadedProgram, Executor):
 
     def launch(self, step: StepInputs) -> None:
         """Returns when the step is through: on a CPU nobody else could do it. The interpreter's lock is released."""
-        assert self._handle, "a step after close"
         _check_arrays(step)
         rows = len(step.sampling)
         most = self._program.vocab_size  # more than that the native core refuses
@@ -56,7 +55,9 @@ class NativeExecutor(LoadedProgram, Executor):
             out_top_ids=out.top_ids.ctypes.data, out_top_logprobs=out.top_logprobs.ctypes.data,
         )  # fmt: skip
         error = ctypes.create_string_buffer(ERROR_BYTES)
-        if self._lib.mr_run(self._handle, ctypes.byref(args), error, ERROR_BYTES):
+        with self._native() as native:
+            refused = self._lib.mr_run(native, ctypes.byref(args), error, ERROR_BYTES)
+        if refused:
             raise ExecutionError(error.value.decode(errors="replace"))
         self._sizes = (args.n_tokens, args.n_sequences, rows)
         self._outputs = out
