@@ -71,7 +71,7 @@ def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | No
     if sequences is not None and run.kv_memory is None:
         n_pages = min(plan.n_pages, sequences * engine.pages_per_sequence)
         plan = replace(plan, n_pages=n_pages, kv_bytes=n_pages * engine.page_bytes)
-    tokenizer = open_tokenizer(folder)
+    tokenizer = open_tokenizer(folder, engine.manifest.vocab_size)
     template = open_chat_template(folder, tokenizer)
     generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
     # the end-of-text ids are those that were resolved when the engine was built
