@@ -9,6 +9,7 @@ import enum
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from uvicorn._types import ASGI3Application
@@ -16,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from millrace.serve.errors import HttpError, problem_of
 from millrace.serve.serving import Connections
-from millrace.serve.wire import Parser, without_upgrade
+from millrace.serve.wire import Parser, fault_of_head, without_upgrade
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 HEADER_BYTES = 32  # what each header counts beside its bytes, as in HTTP/2 (RFC 7541, 4.1): tiny ones take much memory
@@ -49,6 +50,7 @@ class Connection(HttpToolsProtocol):
         self._understood = False  # whether the parser made something of the last packet
         self._admitted = True
         self._running: RequestResponseCycle | None = None  # what is being answered; uvicorn's `cycle`: what came last
+        self._sends_no_more = self._was_asked = False  # the client has closed its side; and was told that we are here
         self.since_s = 0.0  # time.monotonic(): the beginning of what is being waited for
         self.n_unread = 0  # bytes of replies that the client has not taken, at the last sweep
         self.unread_since_s = 0.0  # when it last took some
@@ -64,6 +66,14 @@ class Connection(HttpToolsProtocol):
         self._abandon()
         super().connection_lost(exc)
         self._all.leave(self)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks for this; uvicorn gives nothing
+        """The client sends no more. What it has asked for is answered (`nc -N`), unless a part of that is missing."""
+        http_1_1 = self._running is not None and self._running.scope["http_version"] == "1.1"  # see _look_for_client
+        self._sends_no_more = http_1_1 and not self.is_waiting and not self.is_incomplete
+        if self._sends_no_more:
+            self._read_no_more()
+        return self._sends_no_more
 
     def data_received(self, data: bytes) -> None:
         if not self._admitted and not self.is_refused:
@@ -109,6 +119,8 @@ class Connection(HttpToolsProtocol):
             self._check_head(len(self.url) + self._field_bytes)
         if self._reading is _Reading.HEAD and self.parser.get_method() == b"CONNECT":
             self._refuse(405, "method_not_allowed", "this server is no proxy", "GET or POST")
+        if self._reading is _Reading.HEAD and (fault := fault_of_head(self.parser.get_http_version(), self.headers)):
+            self._refuse(*fault)
         if self._reading is _Reading.HEAD and not self.parser.should_upgrade():  # still: it was not refused
             if not self.is_waiting and not self._may_wait(len(self.url) + self._field_bytes):
                 return
@@ -191,6 +203,8 @@ class Connection(HttpToolsProtocol):
             self.abort()
         elif self.is_waiting and not self.transport.is_closing():
             self._check_silence(now_s - self.since_s)
+        elif self._sends_no_more:
+            self._look_for_client()
 
     def end(self) -> None:
         """Close; what the client has not taken so far is lost."""
@@ -201,13 +215,27 @@ class Connection(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Close at once, and forget what is unread, in the kernel too: otherwise it would keep megabytes of it."""
-        with contextlib.suppress(OSError):  # the other side was quicker
-            same = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
-            try:
-                same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            finally:
-                same.detach()  # or it would be closed with `same`
+        with contextlib.suppress(OSError), self._socket() as own:  # the other side was quicker
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
+
+    @contextlib.contextmanager
+    def _socket(self) -> Iterator[socket.socket]:
+        same = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
+        try:
+            yield same
+        finally:
+            same.detach()  # or it would be closed with `same`
+
+    def _look_for_client(self) -> None:
+        """One that has gone looks like one that only sends no more, until something is written: then it is refused."""
+        with contextlib.suppress(OSError), self._socket() as own:
+            if own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.abort()
+                return
+        if not self._was_asked and self._running is not None and not self._running.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._was_asked = True
 
     def _check_silence(self, silent_s: float) -> None:
         limits = self._limits

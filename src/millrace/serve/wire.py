@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
@@ -105,6 +105,19 @@ def without_upgrade(request_line: bytes, headers: Iterable[tuple[bytes, bytes]])
         if name not in _UPGRADE:
             lines.append(name + b": " + value)
     return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def fault_of_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str, str, str] | None:
+    """What the parser lets through and HTTP does not (RFC 9112, 3.2 and 6.1): status, code, what, what was expected."""
+    named = b",".join(value for name, value in headers if name == b"transfer-encoding").split(b",")
+    codings = [coding.strip().lower() for coding in named if coding.strip()]
+    if codings not in ([], [b"chunked"]):
+        what = f"the transfer coding is {b', '.join(codings).decode('latin-1')}"
+        return 501, "unknown_transfer_coding", what, "chunked, or none"
+    n_hosts = sum(name == b"host" for name, _ in headers)
+    if n_hosts > 1 or (version == "1.1" and not n_hosts):
+        return 400, "invalid_host", f"the request has {n_hosts or 'no'} headers `host`", "one, with the server's name"
+    return None
 
 
 T = TypeVar("T")
