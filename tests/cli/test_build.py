@@ -23,7 +23,7 @@ def test_json_adds_up(millrace: Millrace, tmp_path: Path) -> None:
     assert memory["peak_bytes"] == sum(memory[k] for k in ("weights_bytes", "activation_bytes", "kv_bytes_batch"))
     assert memory["activation_lower_bound"] <= memory["activation_bytes"]
     assert memory["weights_bytes"] == (tmp_path / "e" / "weights.bin").stat().st_size
-    assert sum(told["kernels"].values()) == told["steps"] < told["operations"]
+    assert sum(told["kernels"].values()) == told["calls"] < told["operations"]
     assert told["seconds"] > 0 and told["precision"] == {"default": "bf16"}
 
 
@@ -31,7 +31,7 @@ def test_a_map_of_precisions_decides_layer_by_layer(millrace: Millrace, tmp_path
     file = tmp_path / "map.json"
     file.write_text(json.dumps({"default": "w4a8", "layers.0.*": "w8a8", "lm_head": "bf16"}))
     assert millrace("build", "tiny", "-o", tmp_path / "e", "--precision-map", file).code == 0
-    steps = json.loads(millrace("inspect", tmp_path / "e", "--steps", "--json").out)
+    steps = json.loads(millrace("inspect", tmp_path / "e", "--calls", "--json").out)
     notes = {origin: s["note"] for s in steps if s["kernel"] == "matmul" for origin in s["origin"]}
     assert notes["model.layers.0.mlp.down_proj"] == "w8a8"
     assert notes["model.layers.1.mlp.down_proj"] == "w4a8"
@@ -50,12 +50,12 @@ def test_inspect_shows_layers_fusions_and_bytes(millrace: Millrace, built_tiny: 
 def test_inspect_parts_agree_with_the_engine(millrace: Millrace, built_tiny: Path) -> None:
     summary, weights, memory, steps, graph = (
         json.loads(millrace("inspect", built_tiny, *part, "--json").out)
-        for part in ([], ["--weights"], ["--memory"], ["--steps"], ["--graph"])
+        for part in ([], ["--weights"], ["--memory"], ["--calls"], ["--graph"])
     )
     assert sum(w["bytes"] for w in weights) <= summary["memory"]["weights_bytes"]
     assert max(b["offset"] + b["bytes"] for b in memory) <= summary["memory"]["activation_bytes"]
-    assert len(steps) == summary["steps"] and len(graph["nodes"]) == summary["operations"]
-    for part, n in (("--weights", len(weights)), ("--steps", len(steps)), ("--graph", len(graph["nodes"]))):
+    assert len(steps) == summary["calls"] and len(graph["nodes"]) == summary["operations"]
+    for part, n in (("--weights", len(weights)), ("--calls", len(steps)), ("--graph", len(graph["nodes"]))):
         assert len(millrace("inspect", built_tiny, part).out.splitlines()) == n + 1
 
 

@@ -110,7 +110,7 @@ def test_a_manifest_that_is_none(millrace: Millrace, engine: Path, content: byte
     millrace("generate", engine, *ASK).assert_mistake("manifest.json")
 
 
-@pytest.mark.parametrize("part", [[], ["--graph"], ["--steps"], ["--weights"], ["--memory"], ["--json"]])
+@pytest.mark.parametrize("part", [[], ["--graph"], ["--calls"], ["--weights"], ["--memory"], ["--json"]])
 def test_inspect_refuses_it_too(millrace: Millrace, engine: Path, part: list[str]) -> None:
     flip(engine / "program.json")
     millrace("inspect", engine, *part).assert_mistake("program.json is damaged")

@@ -29,7 +29,7 @@ def test_build_and_inspect(millrace: Millrace, model: Path, tmp_path: Path) -> N
     assert "KV pages written" in told and "rotated" not in told
     said = json.loads(millrace("inspect", tmp_path / "e.engine", "--json").out)
     assert said["memory"]["kv_bytes_per_token"] == 0 and said["precision"] == {"default": "bf16"}
-    for part in ("--steps", "--weights", "--memory", "--tactics", "--graph"):
+    for part in ("--calls", "--weights", "--memory", "--tactics", "--graph"):
         assert millrace("inspect", tmp_path / "e.engine", part).code == 0
     assert millrace("tune", tmp_path / "e.engine", "--seconds", "0.2").code == 0
 

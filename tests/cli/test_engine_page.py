@@ -172,7 +172,7 @@ def test_the_file(millrace: Millrace, built_tiny: Path, tmp_path: Path) -> None:
     assert file.read_text() == "a letter to my mother"
     millrace("inspect", built_tiny, "--html", tmp_path).assert_mistake("already there")
     millrace("inspect", built_tiny, "--html", tmp_path / "no" / "page").assert_mistake("cannot write", "No such file")
-    millrace("inspect", built_tiny, "--html", file, "--steps").assert_mistake("--steps and --html are both given")
+    millrace("inspect", built_tiny, "--html", file, "--calls").assert_mistake("--calls and --html are both given")
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "cache") == ["page.html"], "nothing is left behind"
 
 

@@ -143,7 +143,7 @@ def test_a_server_goes_on_when_nobody_reads_what_it_says(built_tiny: Path, tmp_p
 
 def test_a_list_that_nobody_reads_ends_quietly(millrace: Millrace, cache: Path) -> None:
     millrace("generate", "tiny", "Once", "--max-tokens", "1", "--tune", "0")
-    for arguments in (["list"], ["list", "--json"], ["inspect", "tiny", "--steps"]):
+    for arguments in (["list"], ["list", "--json"], ["inspect", "tiny", "--calls"]):
         reading, writing = os.pipe()
         os.close(reading)
         with process(arguments, cache, writing, subprocess.PIPE) as told:

@@ -91,7 +91,7 @@ def show(tables: Tables, seconds: float) -> None:
             ("activations", f"{size(m.cpu.activation_bytes)} "
                             f"(no plan needs less than {size(m.cpu.activation_lower_bound)})"),
             ("peak memory", f"{size(memory['peak_bytes'])} with every sequence at full context"),
-            ("program", f"{len(tables.calls)} steps for {len(tables.graph.nodes)} operations, "
+            ("program", f"{len(tables.calls)} calls for {len(tables.graph.nodes)} operations, "
                         f"{len(tables.fusions)} of them fused (millrace inspect shows them)"),
             ("tactics", tuned(tables)),
             *(("note", text) for text in m.notes),

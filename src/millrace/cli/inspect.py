@@ -24,13 +24,13 @@ from millrace.report.page import is_ours
 EPILOG = """\b
 Examples:
   millrace inspect ./llama.engine
-  millrace inspect tiny --steps
+  millrace inspect tiny --calls
   millrace inspect tiny --html tiny.html"""
 
 
 @click.command(epilog=EPILOG)
 @click.argument("engine")
-@click.option("--steps", "part", flag_value="steps", help="Every step of the program, in its order.")
+@click.option("--calls", "part", flag_value="calls", help="Every call of the program, in its order.")
 @click.option("--weights", "part", flag_value="weights", help="Every packed weight.")
 @click.option("--memory", "part", flag_value="memory", help="The memory plan of a step, buffer by buffer.")
 @click.option("--tactics", "part", flag_value="tactics", help="What was timed for each kernel and shape, and chosen.")
@@ -92,7 +92,7 @@ def _summary(tables: Tables) -> None:
     )  # fmt: skip
     click.echo()
     heading("Layers")
-    table(("modules", "steps", "kernels"), _layers(tables))
+    table(("modules", "calls", "kernels"), _layers(tables))
     click.echo()
     heading("Fusions")
     table(("times", "kernel", "what", "origin"), fusions_by_place(tables))
@@ -116,7 +116,7 @@ def _summary(tables: Tables) -> None:
 
 
 def _layers(tables: Tables) -> list[tuple[str, str, str]]:
-    """(which modules, steps, kernels in their order), equal layers in one row."""
+    """(which modules, calls, kernels in their order), equal layers in one row."""
     rows: list[tuple[str, str, list[str]]] = []
     for layer in layers_of(tables.calls):
         module, kernels = layer.name, layer.kernels
@@ -130,13 +130,13 @@ def _layers(tables: Tables) -> list[tuple[str, str, str]]:
     ]
 
 
-def _steps(tables: Tables) -> None:
+def _calls(tables: Tables) -> None:
     rows = []
-    for i, step in enumerate(tables.calls):
-        p = step.params
-        shape = f"{p['n']} x {p['k']}" if step.kernel == "matmul" else str(p.get("n", ""))
-        rows.append((str(i), step.kernel, step.note, shape, " + ".join(o for o in step.origin if o)))
-    table(("step", "kernel", "note", "shape", "origin"), rows)
+    for i, call in enumerate(tables.calls):
+        p = call.params
+        shape = f"{p['n']} x {p['k']}" if call.kernel == "matmul" else str(p.get("n", ""))
+        rows.append((str(i), call.kernel, call.note, shape, " + ".join(o for o in call.origin if o)))
+    table(("call", "kernel", "note", "shape", "origin"), rows)
 
 
 def _weights(tables: Tables) -> None:
@@ -147,7 +147,7 @@ def _weights(tables: Tables) -> None:
 def _memory(tables: Tables) -> None:
     buffers = tables.program.buffers
     rows = [(b.name, f"{b.bytes:,}", f"{b.offset:,}", f"{b.first} to {b.last}") for b in buffers]
-    table(("buffer", "bytes", "offset", "steps"), rows)
+    table(("buffer", "bytes", "offset", "calls"), rows)
     m = tables.engine.manifest
     click.echo(f"  {m.cpu.activation_bytes:,} bytes in all; no plan needs less than {m.cpu.activation_lower_bound:,}")
 
@@ -193,13 +193,13 @@ def _as_json(tables: Tables, part: str | None) -> Any:
         return to_builtins(tables.tactics)
     if part is not None:
         program = to_builtins(tables.program)
-        return program[{"steps": "calls", "weights": "weights", "memory": "buffers"}[part]]
+        return program[{"memory": "buffers"}.get(part, part)]
     return tables.summary()
 
 
 _PARTS: dict[str | None, Callable[[Tables], None]] = {
     None: _summary,
-    "steps": _steps,
+    "calls": _calls,
     "weights": _weights,
     "memory": _memory,
     "tactics": _tactics,

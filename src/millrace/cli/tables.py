@@ -44,10 +44,10 @@ class Tables:
     @property
     def fusions(self) -> list[tuple[Call, str]]:
         """Steps that do the work of several, each with what is fused in it."""
-        return [(step, what) for step in self.calls if (what := fused(step))]
+        return [(call, what) for call in self.calls if (what := fused(call))]
 
     def kernels(self) -> Counter[str]:
-        return Counter(step.kernel for step in self.calls)
+        return Counter(call.kernel for call in self.calls)
 
     def bytes_by_format(self) -> dict[str, int]:
         """Largest first."""
@@ -106,7 +106,7 @@ class Tables:
             "max_sequences": m.max_sequences,
             "max_step_tokens": m.max_step_tokens,
             "operations": len(self.graph.nodes),
-            "steps": len(self.calls),
+            "calls": len(self.calls),
             "fusions": len(self.fusions),
             "kernels": dict(self.kernels()),
             "weights_by_format": self.bytes_by_format(),
@@ -142,11 +142,11 @@ def machine(fingerprint: Mapping[str, str | int]) -> str:
 
 
 def fusions_by_place(tables: Tables) -> list[tuple[str, str, str, str]]:
-    """(times, kernel, what, origin) of fused steps; those that differ only in the layer's number counted together."""
+    """(times, kernel, what, origin) of fused calls; those that differ only in the layer's number counted together."""
     counted: Counter[tuple[str, str, str]] = Counter()
-    for step, what in tables.fusions:
-        origin = " + ".join(_short(o, i) for i, o in enumerate(step.origin))
-        counted[step.kernel, what, origin] += 1
+    for call, what in tables.fusions:
+        origin = " + ".join(_short(o, i) for i, o in enumerate(call.origin))
+        counted[call.kernel, what, origin] += 1
     return [(str(n), kernel, what, origin) for (kernel, what, origin), n in counted.items()]
 
 
@@ -156,20 +156,20 @@ def _short(origin: str, i: int) -> str:
     return ".".join(parts) if i == 0 else parts[-1]
 
 
-def fused(step: Call) -> str:
-    """What this step does beside its kernel's own work; "" where nothing."""
-    kernel, params, operands = step.kernel, step.params, step.operands
+def fused(call: Call) -> str:
+    """What this call does beside its kernel's own work; "" where nothing."""
+    kernel, params, operands = call.kernel, call.params, call.operands
     found = []
     if params.get("gated"):
         found.append("gate and up merged, activation and product in the epilogue")
-    elif kernel == "matmul" and len(step.origin) > 1:
-        found.append(f"{len(step.origin)} products merged")
+    elif kernel == "matmul" and len(call.origin) > 1:
+        found.append(f"{len(call.origin)} products merged")
     if "bias" in operands:
         found.append("bias")
     if "residual" in operands:
         found.append("residual added")
     if kernel == "rms_norm" and params.get("format"):
-        found.append(f"norm writes {step.note} for the next product")
+        found.append(f"norm writes {call.note} for the next product")
     if kernel == "rope" and params.get("layer", -1) >= 0:
         found.append(("q and k rotated, " if "table" in operands else "") + "KV pages written")
     return ", ".join(found)

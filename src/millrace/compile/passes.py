@@ -20,7 +20,12 @@ Pass = Callable[[Graph], Graph]
 
 
 def pipeline(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
-    """The order is the design: expressions grow first, then products take in their neighbours, then rows are packed."""
+    """For this CPU. The order is the design: what any target wants comes first."""
+    return [*portable(precisions), *cpu(precisions)]
+
+
+def portable(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
+    """Of the same meaning and shape on any device: expressions grow, then products are brought together."""
     return [
         ("fold_constants", fold_constants),
         ("gather_early", gather_early),
@@ -28,6 +33,12 @@ def pipeline(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
         ("choose_precision", lambda g: choose_precision(g, precisions)),
         ("merge_gated", merge_gated),
         ("merge_linears", merge_linears),
+    ]
+
+
+def cpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
+    """What our kernels for CPUs do in one: products take in their neighbours, then rows are packed."""
+    return [
         ("fuse_epilogue", fuse_epilogue),
         ("fuse_residual", fuse_residual),
         ("fuse_rope_attention", fuse_rope_attention),
