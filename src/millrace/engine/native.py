@@ -153,7 +153,8 @@ class NativeNetwork(LoadedProgram):
     def __init__(self, program: NativeProgram, *, threads: int | None = None, isa: str | None = None) -> None:
         for s in (*program.inputs, *program.outputs):
             end = (s.offset or 0) + math.prod(s.sized(program.symbols)) * DTYPES[s.dtype].itemsize
-            if s.offset is not None and (s.offset < 0 or s.offset % 4 or end > program.activation_bytes):
+            outside = s.offset is not None and (s.offset < 0 or s.offset % 4 or end > program.activation_bytes)
+            if outside or (s.offset is None and s in program.outputs):
                 raise EngineError(
                     f"{s.name} ends at byte {end} of {program.activation_bytes} of the activations",
                     "inputs and outputs inside them", "build the engine again",
