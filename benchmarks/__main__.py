@@ -35,7 +35,7 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.tune import Tuning
 from millrace.engine.engine import Engine
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor
 from millrace.engine.probe import peak_rates
 from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores

@@ -28,7 +28,7 @@ from millrace.compile.tune import Tuning
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.kv import KV_CACHE_DTYPES
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams

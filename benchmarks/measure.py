@@ -11,7 +11,7 @@ from pathlib import Path
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor
 from millrace.engine.probe import read_rates
 
 TUNE_S = 2.0  # of timing kernels in a build, as `millrace build` does it

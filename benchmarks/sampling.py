@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from millrace.engine.dummy import dummy_step
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor
 
 ROWS, STEPS = 16, 6
 ASKED: dict[str, dict[str, float]] = {

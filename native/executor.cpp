@@ -205,6 +205,8 @@ void Executor::check_caches() const {
   const auto check = [&](int32_t rows, int32_t cache, int32_t layer, int32_t heads, int32_t key_dim, int32_t value_dim) {
     if (rows != 0) throw ProgramError("a step's keys and values are not of the program's tokens");
     if (cache >= static_cast<int32_t>(caches_.size())) throw ProgramError("a step's cache is not the program's");
+    if (passing_[static_cast<size_t>(cache)] && lengths_offset_ < 0)
+      throw ProgramError("a step works on sequences, and no input says how long they are");
     const KvLayout& kv = caches_[static_cast<size_t>(cache)].layout;
     if (heads != kv.heads || key_dim != kv.key_dim || value_dim != kv.value_dim || layer >= kv.layers)
       throw ProgramError("a step's keys and values do not fit the KV pages");
@@ -265,15 +267,16 @@ void Executor::find_sequences(const int32_t* sizes) {
   const auto* lengths = reinterpret_cast<const int32_t*>(activations_.data() + lengths_offset_);
   int64_t at = 0, page = 0;
   for (int s = 0; s < sizes[1]; ++s) {
-    within(lengths[s], 1, sizes[0] - at, "a sequence's length");
+    const int32_t length = __atomic_load_n(lengths + s, __ATOMIC_RELAXED);  // once: what was checked is what counts
+    within(length, 1, sizes[0] - at, "a sequence's length");
     starts_[s] = static_cast<int32_t>(at);
     own_page_starts_[s] = static_cast<int32_t>(page);
-    for (int t = 0; t < lengths[s]; ++t) {
+    for (int t = 0; t < length; ++t) {
       positions_[at + t] = t;
       sequence_of_[at + t] = s;
     }
-    at += lengths[s];
-    page += up(lengths[s], kPageTokens) / kPageTokens;
+    at += length;
+    page += up(length, kPageTokens) / kPageTokens;
   }
   within(at, sizes[0], sizes[0], "the sum of the lengths");
   starts_[sizes[1]] = static_cast<int32_t>(at);

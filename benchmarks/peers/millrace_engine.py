@@ -18,7 +18,7 @@ from millrace.compile.tune import Tuning
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor
 from millrace.model.families import build_model
 from millrace.model.module import Weights
 

@@ -17,6 +17,7 @@ import pytest
 
 from millrace.checkpoint import chat
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate, normalised
+from millrace.checkpoint.frames import EndedError, FrameProcess, Worker
 from millrace.errors import CheckpointError, RequestError
 from tests.support.vocabularies import CHATML, INSTRUCT, save_byte_fallback
 
@@ -235,6 +236,36 @@ def test_a_killed_process_is_replaced() -> None:
     template._worker.process.process.wait()
     assert template.render(TALK) == expected
     template.close()
+
+
+def test_one_that_ended_unnoticed_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end after somebody looked whether it runs, milliseconds before it is asked: nobody's messages did that."""
+    monkeypatch.setattr(FrameProcess, "alive", property(lambda self: self.close.alive))
+    template = ChatTemplate("done", {})
+    assert template.render(TALK) == "done"
+    first = template._worker.process
+    assert first is not None
+    first.process.kill()
+    first.process.wait()
+    assert template.render(TALK) == "done"
+    assert template._worker.process is not first
+    template.close()
+
+
+def test_what_ends_a_new_process_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[FrameProcess] = []
+
+    def exchange(process: FrameProcess, payload: bytes, timeout_s: float) -> bytes:
+        process.process.kill()
+        raise EndedError
+
+    worker = Worker(WORKER, started.append)
+    monkeypatch.setattr(FrameProcess, "exchange", exchange)
+    for n in (1, 2):
+        with pytest.raises(EndedError):
+            worker.exchange(b"", 1)
+        assert len(started) == n
+        worker.stop()
 
 
 def test_a_process_whose_owner_was_killed_ends_by_itself() -> None:

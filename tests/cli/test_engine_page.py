@@ -25,6 +25,7 @@ from millrace.machine.roofline import Roofline
 from millrace.model.families import build_model
 from millrace.model.module import Weights
 from tests.cli.conftest import Millrace
+from tests.support.checkpoints import random_encoder
 
 
 class Page(HTMLParser):
@@ -133,6 +134,13 @@ def test_a_large_model_s_page_is_small_and_what_it_says_is_what_was_planned(buil
     assert len(Page(text).blocks()) == len(tables.program.buffers) > 290
     buffers, bound = tables.program.buffers, tables.engine.manifest.cpu.activation_lower_bound
     assert bound - 64 * len(buffers) <= max(alive(buffers, len(tables.calls))) <= bound, "rounded up to 64 each"
+
+
+def test_an_encoder_has_a_page_of_its_own_words(tmp_path: Path) -> None:
+    engine = build_engine("bert", random_encoder(tmp_path / "m"), tmp_path / "e", BuildSettings(tune=0))
+    text = " ".join(Page(engine_page(Tables(engine), None)).text)
+    assert "A run reads" in text and "encoder.layer.1" in text and "KV pages written" in text
+    assert not any(said in text for said in ("decoding", "KV cache", "q and k rotated"))
 
 
 def test_names_are_text_and_bounded(tmp_path: Path, roofline: Roofline) -> None:

@@ -19,8 +19,8 @@ from millrace.errors import GraphError
 from millrace.graph.rewrite import listing
 from millrace.graph.table import graph_table, read_graph
 from millrace.graph.types import Graph, Symbol
-from tests.compile.test_networks import IMAGES, Digits, parameters
 from tests.support.checkpoints import FAMILIES, random_checkpoint
+from tests.support.networks import IMAGES, Digits, parameters
 
 
 def lowered(graph: Graph, engine: Engine, precision: str, kv: KvFormat) -> bytes:

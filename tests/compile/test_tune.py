@@ -17,7 +17,7 @@ from millrace.compile.find import BUNDLED
 from millrace.compile.timings import TimingCache, machine_key
 from millrace.compile.tune import CLEARLY, FEW_CLEARLY, SAMPLES, SOME, Tuning, choose, regions, tune, tune_folder
 from millrace.engine.engine import Engine
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor
 from millrace.engine.tables import Call, read_program_table
 from millrace.engine.tactics import (
     TACTICS,

@@ -16,8 +16,7 @@ import pytest
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
 from millrace.engine.manifest import MANIFEST, PROGRAM, WEIGHTS
-from millrace.engine.native import ExecutionError, LoadedProgram, NativeProgram
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import ExecutionError, LoadedProgram, NativeExecutor, NativeProgram
 from millrace.errors import ConfigError, EngineError, MachineError
 from millrace.graph.types import Symbol
 from millrace.kernels.declare import KERNELS

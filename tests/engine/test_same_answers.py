@@ -11,7 +11,7 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
 from millrace.engine.kv import KvFormat
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor
 from millrace.kernels.library import usable_isas
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop

@@ -8,8 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, StepInputs, StepOutputs
-from millrace.engine.native import NativeProgram
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor, NativeProgram
 from millrace.engine.slots import Slot
 from millrace.graph.types import DType, Symbol
 from millrace.kernels.declare import Space

@@ -16,7 +16,7 @@ from millrace.compile.find import BUNDLED
 from millrace.engine import tactics
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor
 from millrace.engine.tables import read_program_table
 from millrace.engine.tactics import Choice, Region, TacticTable, knob_values, read_tactics, write_tactics
 from millrace.errors import EngineError, MachineError

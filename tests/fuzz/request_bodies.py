@@ -14,12 +14,11 @@ from millrace.runtime.embedding import EncoderLimits
 from millrace.runtime.params import resolve
 from millrace.serve.completions import _prompts
 from millrace.serve.fields import chat_params, check_messages, completion_params, decode, texts_or_ids
-from millrace.serve.logs import RequestLog
 from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from millrace.serve.serving import Serving
 from millrace.serve.settings import ServerSettings
 from millrace.serve.tokens import detokenize, tokenize
-from millrace.serve.wire import Call
+from millrace.serve.wire import Call, RequestLog
 from tests.serve.support import Fake
 
 _SAMPLING: dict[str, Any] = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 import msgspec
+import numpy as np
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.tokenizer import Tokenizer
@@ -18,7 +19,7 @@ from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
-from millrace.engine.manifest import MANIFEST, PROGRAM, UNREADABLE, FileEntry, Manifest, file_checksum, sealed
+from millrace.engine.manifest import MANIFEST, PROGRAM, UNREADABLE, FileEntry, file_checksum, read_manifest, sealed
 from millrace.engine.native import ExecutionError
 from millrace.engine.tactics import TACTICS, Choice, Region, TacticTable, write_tactics
 from millrace.kernels.library import usable_isas
@@ -26,6 +27,7 @@ from millrace.machine.cpu import fingerprint
 from tests.fuzz.driver import Case
 from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
 from tests.fuzz.originals import SENTENCES, write_checkpoint, write_encoder
+from tests.support.networks import encoder, packed, texts
 from tests.support.vocabularies import save_byte_level, save_sentencepiece
 
 _LOADED_BYTES = 1 << 20  # larger tensors are not read: what is tested is what files say of themselves
@@ -109,7 +111,7 @@ def config(folder: Path) -> Case:
     return case
 
 
-def encoder(folder: Path) -> Case:
+def sentences(folder: Path) -> Case:
     """config.json of an encoder, the files of sentence-transformers, a WordPiece tokenizer."""
     checkpoint = write_encoder(folder / "good")
     names = ("config.json", *SENTENCES, "tokenizer.json", "tokenizer_config.json")
@@ -154,19 +156,21 @@ def program(folder: Path) -> Case:
     """program.bin, the manifest and the tactics, with checksums that are right: what lies behind them is tested."""
     source = Source.from_checkpoint(Checkpoint.open(write_checkpoint(folder / "checkpoint")))
     options = BuildOptions(precision=precision_map("w4a8", 32), max_batch=2, max_step_tokens=16)
-    out = folder / "engine"
-    write_engine(source, plan_engine(source, options), out, name="fuzz")
-    manifest = msgspec.json.decode((out / MANIFEST).read_bytes(), type=Manifest)
-    steps = (out / PROGRAM).read_bytes()
+    model = folder / "engine"
+    write_engine(source, plan_engine(source, options), model, name="fuzz")
+    sentences = encoder(folder / "encoder", "fp32").folder
+    goods = {out: ((out / PROGRAM).read_bytes(), read_manifest(out)) for out in (model, sentences)}
     choices = [Choice(rows, {"tile_rows": 2, "task_panels": 1, "ahead": 64}, []) for rows in (1, 8)]
     table = TacticTable(fingerprint(usable_isas()[0]), 1, [Region("products", "matmul", [2, 7], choices)])
 
     def restore() -> None:
-        (out / PROGRAM).write_bytes(steps)
-        (out / MANIFEST).write_bytes(msgspec.json.encode(manifest))
-        (out / TACTICS).unlink(missing_ok=True)
+        for out, (steps, manifest) in goods.items():
+            (out / PROGRAM).write_bytes(steps)
+            (out / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        (model / TACTICS).unlink(missing_ok=True)
 
-    def in_program(rng: Random) -> None:
+    def in_program(rng: Random, out: Path) -> None:
+        steps, manifest = goods[out]
         bad = bytearray(steps)
         for _ in range(rng.choice([1, 1, 2, 3])):
             at = rng.randrange(len(bad) // 4) * 4
@@ -180,18 +184,23 @@ def program(folder: Path) -> Case:
         files = {**manifest.files, PROGRAM: entry}
         (out / MANIFEST).write_bytes(msgspec.json.encode(sealed(msgspec.structs.replace(manifest, files=files))))
 
-    def in_manifest(rng: Random) -> None:
-        _reseal(rng, out / MANIFEST, manifest)
+    def in_manifest(rng: Random, out: Path) -> None:
+        _reseal(rng, out / MANIFEST, goods[out][1])
 
-    def in_tactics(rng: Random) -> None:
+    def in_tactics(rng: Random, out: Path) -> None:
         _reseal(rng, out / TACTICS, write_tactics(out, table))
 
-    ways: list[Callable[[Random], None]] = [in_program, in_program, in_manifest, in_tactics]
+    runs = {model: _run, sentences: _run_network}
+    ways: list[tuple[Callable[[Random, Path], None], Path]] = [
+        (in_program, model), (in_program, model), (in_manifest, model), (in_tactics, model),
+        (in_program, sentences), (in_manifest, sentences), (in_manifest, sentences),
+    ]  # fmt: skip
 
     def case(rng: Random) -> None:
+        break_it, out = rng.choice(ways)
         try:
-            rng.choice(ways)(rng)
-            _run(out)
+            break_it(rng, out)
+            runs[out](out)
         finally:
             restore()
 
@@ -219,6 +228,20 @@ def _run(folder: Path) -> None:
         executor.close()
 
 
+def _run_network(folder: Path) -> None:
+    engine = Engine.open(folder)
+    given = packed(texts((5, 70, 1)))
+    asked = {s.name: [3 if isinstance(d, str) else min(d, 100) for d in s.shape] for s in engine.manifest.cpu.inputs}
+    loaded = engine.network(threads=1)
+    try:
+        for _ in range(2):
+            loaded.run({name: given.get(name, np.ones(shape, np.int32)) for name, shape in asked.items()})
+    except ExecutionError:
+        pass  # lengths that do not fit
+    finally:
+        loaded.close()
+
+
 def requests(folder: Path) -> Case:
     """Bodies of every endpoint that takes one, up to the point where an engine would be asked."""
     from tests.fuzz.request_bodies import BODIES, Endpoints
@@ -233,5 +256,5 @@ def requests(folder: Path) -> Case:
 
 
 TARGETS = {
-    f.__name__: f"{__name__}:{f.__name__}" for f in (safetensors, gguf, config, encoder, tokenizer, program, requests)
+    f.__name__: f"{__name__}:{f.__name__}" for f in (safetensors, gguf, config, sentences, tokenizer, program, requests)
 }

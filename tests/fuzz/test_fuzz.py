@@ -20,7 +20,7 @@ CASES = {
     "safetensors": 300,
     "gguf": 300,
     "config": 300,
-    "encoder": 300,
+    "sentences": 300,
     "tokenizer": 300,
     "program": 300,
     "requests": 1000,

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, StepInputs
 from millrace.engine.kv import CacheSpec, KvFormat
-from millrace.engine.native import NativeProgram
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor, NativeProgram
 from millrace.graph.types import Symbol
 from millrace.kernels.attention.ref import attention, to_int8, to_int16
 from millrace.kernels.convert.ref import to_bf16

@@ -13,8 +13,7 @@ from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import row_bytes, up
 from millrace.kernels.library import usable_isas
 from millrace.kernels.matmul import ref
-from millrace.kernels.matmul.pack import interleave_halves, pack_matrix
-from millrace.kernels.matmul.quantise import quantise_matrix
+from millrace.kernels.matmul.pack import interleave_halves, pack_matrix, quantise_matrix
 from tests.support.one_step import Machine, run_kernel
 from tests.support.tolerance import assert_no_worse
 

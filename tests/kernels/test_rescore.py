@@ -8,8 +8,7 @@ from millrace.kernels.convert.ref import pack_rows, to_q8
 from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.encode import Param
 from millrace.kernels.layout import row_bytes
-from millrace.kernels.matmul.pack import pack_matrix
-from millrace.kernels.matmul.quantise import quantise_matrix
+from millrace.kernels.matmul.pack import pack_matrix, quantise_matrix
 from millrace.kernels.rescore.pack import pack_byte_rows
 from millrace.kernels.rescore.ref import largest, rescore
 from tests.support.one_step import Machine, run_kernel

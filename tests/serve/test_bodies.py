@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from millrace.serve import connections
-from millrace.serve.connections import MAX_REFUSED
 from millrace.serve.errors import HttpError
+from millrace.serve.serving import MAX_REFUSED
 from millrace.serve.wire import FREE_BYTES, Bodies, read_body
 from tests.serve.support import START, Fake, connect, everything, post, serving_with
 

@@ -149,3 +149,32 @@ def test_a_head_with_an_offer_is_bounded_and_a_tunnel_is_none(server: Running) -
     with connect(server) as raw:
         raw.sendall(b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         assert everything(raw).startswith((b"HTTP/1.1 404", b"HTTP/1.1 405", b"HTTP/1.1 400"))
+
+
+@pytest.mark.parametrize(
+    "lines, status, code",
+    [
+        (b"host: x\r\ntransfer-encoding: gzip, chunked\r\n", 501, b"unknown_transfer_coding"),
+        (b"host: x\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n", 501, b"unknown_transfer_coding"),
+        (b"", 400, b"invalid_host"),
+        (b"host: x\r\nhost: y\r\n", 400, b"invalid_host"),
+    ],
+)
+def test_heads_that_http_does_not_know(server: Running, lines: bytes, status: int, code: bytes) -> None:
+    with connect(server) as raw:
+        raw.sendall(b"POST /tokenize HTTP/1.1\r\n" + lines + b"\r\n" + b"0\r\n\r\n")
+        said = everything(raw)
+    assert said.startswith(b"HTTP/1.1 %d " % status) and b'"%b"' % code in said and said.count(b"HTTP/1.1") == 1
+
+
+def test_heads_that_http_knows(server: Running) -> None:
+    """Chunks by any spelling; and in HTTP/1.0 nobody has to name a host."""
+    body = b'd\r\n{"prompt":"a"\r\n1\r\n}\r\n0\r\n\r\n'
+    for coding in (b"chunked", b" Chunked "):
+        with connect(server) as raw:
+            head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: %b\r\n\r\n" % coding
+            raw.sendall(head + body)
+            assert everything(raw).startswith(b"HTTP/1.1 200 "), coding
+    with connect(server) as raw:
+        raw.sendall(b"GET /v1/health/live HTTP/1.0\r\n\r\n")
+        assert everything(raw).startswith(b"HTTP/1.1 200 ")

@@ -13,7 +13,7 @@ from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.executor import SAMPLING, StepInputs
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor
 from tests.support.one_step import i32
 
 

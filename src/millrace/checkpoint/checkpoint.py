@@ -78,11 +78,11 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """raises CheckpointError where it is missing or damaged
+        """raises CheckpointError where it is missing or damaged, or of another model
 
         It may know more tokens than the model (somebody added some): who feeds ids to a model checks them.
         """
-        return make_tokenizer(self.files, self.folder)
+        return make_tokenizer(self.files, self.folder, self.config.vocab_size)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -137,7 +137,7 @@ class GgufCheckpoint(Checkpoint):
     def tokenizer(self) -> Tokenizer:
         """raises CheckpointError, which names this file: what it was written into is nobody's to mend"""
         try:
-            return make_tokenizer(self.files, self.folder)
+            return make_tokenizer(self.files, self.folder, self.config.vocab_size)
         except CheckpointError as error:
             what = error.what.replace(f"{self.folder}/", "")
             raise CheckpointError(

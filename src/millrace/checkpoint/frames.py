@@ -42,6 +42,11 @@ class FrameProcess:
     def alive(self) -> bool:
         return not self._killed and self.process.poll() is None
 
+    @property
+    def killed(self) -> bool:
+        """By `kill`: whoever did that wants no answer."""
+        return self._killed
+
     def kill(self) -> None:
         """From any thread, without waiting: an exchange under way ends with EndedError, and nobody begins another."""
         self._killed = True
@@ -84,7 +89,13 @@ class Worker:
     def exchange(self, payload: bytes, timeout_s: float) -> bytes:
         """raises LateError, EndedError, and what `greet` raises"""
         with self._turn:
-            return self._started().exchange(payload, timeout_s)
+            before, process = self.process, self._started()
+            try:
+                return process.exchange(payload, timeout_s)
+            except EndedError:
+                if process is not before or process.killed:
+                    raise
+            return self._started().exchange(payload, timeout_s)  # the other may have ended before it was asked
 
     def stop(self) -> None:
         """End the process, whatever it does, without waiting for whose turn it is; the next exchange starts another."""

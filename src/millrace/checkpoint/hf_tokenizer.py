@@ -90,7 +90,7 @@ class HfTokenizer:
         return None if self._template is None else self._template.source
 
     def get_vocab(self) -> dict[str, int]:
-        tokens = ((self._tokenizer.token(i), i) for i in range(self._tokenizer.vocab_size))
+        tokens = ((self._tokenizer.token(i), i) for i in sorted(self._tokenizer.ids()))
         return {token: i for token, i in tokens if token is not None}
 
     def __call__(

@@ -61,7 +61,7 @@ class Tokenizer(ABC):
     """Safe to use from several threads."""
 
     def __init__(self, vocab_size: int, specials: Specials) -> None:
-        self.vocab_size = vocab_size  # ids 0 .. vocab_size-1; the model's may be larger, such ids contribute nothing
+        self.vocab_size = vocab_size  # largest id + 1; the model's may be larger, such ids contribute nothing
         self.specials = specials
         self._bytes: dict[int, bytes] = {}
 
@@ -100,8 +100,14 @@ class Tokenizer(ABC):
             return self._first_bytes(token_id)
         held = self._bytes.get(token_id)
         if held is None:
-            held = self._bytes[token_id] = self._token_bytes(token_id)
+            held = self._token_bytes(token_id)
+            if held:  # else anybody could ask for any number of ids that have no token
+                self._bytes[token_id] = held
         return held
+
+    def ids(self) -> Iterable[int]:
+        """Those that have a token."""
+        return range(self.vocab_size)
 
     def token_text(self, token_id: int) -> str:
         """A token alone; what is not a whole character in it is U+FFFD (`token_bytes` has it exactly)."""

@@ -14,13 +14,35 @@ from millrace.checkpoint.tokenizer import (
 from millrace.errors import CheckpointError
 
 
-def open_tokenizer(folder: Path) -> VocabularyTokenizer:
+def open_tokenizer(folder: Path, model_vocab_size: int | None = None) -> VocabularyTokenizer:
     """The tokenizer of a checkpoint or engine folder; tokenizer.json is preferred. raises CheckpointError"""
-    return make_tokenizer(read_files(folder, TOKENIZER_FILES), folder)
+    return make_tokenizer(read_files(folder, TOKENIZER_FILES), folder, model_vocab_size)
 
 
-def make_tokenizer(files: Files, where: Path) -> VocabularyTokenizer:
-    """From the contents of its files, which need not lie in a folder; `where` is for messages."""
+def make_tokenizer(files: Files, where: Path, model_vocab_size: int | None = None) -> VocabularyTokenizer:
+    """From the contents of its files, which need not lie in a folder; `where` is for messages.
+
+    model_vocab_size: of the model that reads its ids, with what its embeddings are padded to; None: nobody does
+    raises CheckpointError
+    """
+    tokenizer = _make(files, where)
+    if model_vocab_size is not None:
+        _check_ids(tokenizer, where, model_vocab_size)
+    return tokenizer
+
+
+def _check_ids(tokenizer: VocabularyTokenizer, where: Path, model_vocab_size: int) -> None:
+    """No id lies beyond the model, except where so many tokens were added: Gemma 3's has one more than its model."""
+    largest = tokenizer.vocab_size - 1
+    if largest >= max(model_vocab_size, tokenizer.n_tokens):
+        raise CheckpointError(
+            f"{where}: the token {tokenizer.token(largest)!r:.60} has the id {largest}",
+            f"ids below {model_vocab_size}, the model's vocabulary",
+            "check that the tokenizer's files belong to the model, or correct the id",
+        )
+
+
+def _make(files: Files, where: Path) -> VocabularyTokenizer:
     config = read_tokenizer_config(files, where)
     if TOKENIZER_JSON in files:
         from millrace.checkpoint.tokenizer_json import JsonTokenizer

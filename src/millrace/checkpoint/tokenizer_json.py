@@ -3,7 +3,7 @@
 import base64
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -39,7 +39,7 @@ class JsonTokenizer(VocabularyTokenizer):
             library.encode_special_tokens = config.split_special
             _add_tokens(library, config)
         added = library.get_added_tokens_decoder()
-        vocab_size = max(library.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
+        vocab_size = max(library.get_vocab().values(), default=-1) + 1
         bos, eos = (self._named_id(library, path, config, name) for name in ("bos_token", "eos_token"))
         ids = frozenset(i for i, token in added.items() if token.special)
         super().__init__(vocab_size, Specials(named=config.named, bos_token_id=bos, eos_token_id=eos, ids=ids))
@@ -71,6 +71,10 @@ class JsonTokenizer(VocabularyTokenizer):
     def _first_bytes(self, token_id: int) -> bytes:
         text = self.token(token_id)
         return b"" if text is None else self._decoding.first_to_bytes(text)
+
+    def ids(self) -> Iterable[int]:
+        ids: Iterable[int] = self._library.get_vocab().values()
+        return ids
 
     @property
     def n_trained(self) -> int:
@@ -181,17 +185,23 @@ def _lowers(state: Any) -> bool:
 def _add_tokens(library: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
     """Tokens that tokenizer_config.json calls special are so, whatever tokenizer.json says (as in transformers)."""
     held = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    size, more = library.get_vocab_size(), dict[str, tokenizers.AddedToken]()
     for i, token in sorted(config.added.items()):
+        known = library.token_to_id(token.content)
+        new = token.content and token.content not in held and token.content not in more
         # ids follow on in order; one that would come to lie elsewhere than the file says is left out
-        if token.content not in held and library.token_to_id(token.content) in (i, None):
+        if new and (known == i or (known is None and size == i)):
             flags = {
                 name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
             }
-            if library.token_to_id(token.content) == i or library.get_vocab_size() == i:
-                library.add_tokens([tokenizers.AddedToken(token.content, **flags)])
-    for text in (*config.named.values(), *config.special):
-        if library.token_to_id(text) is not None and not (text in held and held[text].special):
-            library.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+            more[token.content] = tokenizers.AddedToken(token.content, **flags)
+            size += known is None
+    library.add_tokens(list(more.values()))  # at once: the library looks at all that it has whenever some are added
+    special = [
+        text for text in dict.fromkeys((*config.named.values(), *config.special))
+        if library.token_to_id(text) is not None and not (text in held and held[text].special)
+    ]  # fmt: skip
+    library.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in special])
 
 
 # What the library's WordPiece decoder does to each token, in its order.

@@ -1,6 +1,8 @@
 """SentencePiece's `tokenizer.model`, for checkpoints that come without a tokenizer.json (Llama 2, Mistral, Gemma)."""
 
 import re
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import sentencepiece
@@ -83,6 +85,9 @@ class SentencePieceTokenizer(VocabularyTokenizer):
     @property
     def n_tokens(self) -> int:
         return self._size + sum(1 for i in self._added if i >= self._size)
+
+    def ids(self) -> Iterable[int]:
+        return chain(range(self._size), (i for i in self._added if i >= self._size))
 
     def token(self, token_id: int) -> str | None:
         if token_id in self._added:

@@ -171,5 +171,5 @@ def fused(step: Call) -> str:
     if kernel == "rms_norm" and params.get("format"):
         found.append(f"norm writes {step.note} for the next product")
     if kernel == "rope" and params.get("layer", -1) >= 0:
-        found.append("q and k rotated, KV pages written" if params.get("heads") else "KV pages written")
+        found.append(("q and k rotated, " if "table" in operands else "") + "KV pages written")
     return ", ".join(found)

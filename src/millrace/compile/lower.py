@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from millrace.compile.placement import Operands, Placement, View
+from millrace.compile.placement import Operands, Placement, View, pack_bytes, pack_table, pack_weight
 from millrace.compile.program import Bounds, Place, Program
-from millrace.compile.weights import pack_bytes, pack_table, pack_weight
 from millrace.engine.kv import KvFormat
 from millrace.errors import GraphError
 from millrace.graph.trees import as_tree

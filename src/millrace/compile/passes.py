@@ -12,7 +12,7 @@ from millrace.graph.types import Array, Constant, Graph, Node, Value
 from millrace.graph.verify import verify
 from millrace.kernels.declare import MAX_INPUTS
 from millrace.kernels.expression import TooComplexError, compile_tree
-from millrace.kernels.matmul.quantise import stored_codes
+from millrace.kernels.matmul.pack import stored_codes
 from millrace.kernels.precision import Precision
 from millrace.kernels.storage import DENSE, Storage, storage_of
 

@@ -22,8 +22,7 @@ from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.manifest import PROGRAM, PROGRAM_TABLE, Manifest, damaged
-from millrace.engine.native import NativeNetwork
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor, NativeNetwork
 from millrace.engine.tables import Call, read_program_table
 from millrace.engine.tactics import (
     Choice,

@@ -15,8 +15,7 @@ from millrace.engine.manifest import (
     not_an_engine,
     read_manifest,
 )
-from millrace.engine.native import LoadedProgram, NativeNetwork, NativeProgram
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import LoadedProgram, NativeExecutor, NativeNetwork, NativeProgram
 from millrace.engine.slots import Slot
 from millrace.engine.tactics import damaged_tactics, read_tables, table_for
 from millrace.errors import CheckpointError, EngineError

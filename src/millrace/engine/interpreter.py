@@ -20,7 +20,7 @@ from millrace.kernels.convert.ref import Quantised, to_bf16, to_q8
 from millrace.kernels.declare import RowFormat
 from millrace.kernels.layer_norm.ref import layer_norm
 from millrace.kernels.matmul import ref as products
-from millrace.kernels.matmul.quantise import quantise_matrix, stored_codes
+from millrace.kernels.matmul.pack import quantise_matrix, stored_codes
 from millrace.kernels.mean_rows.ref import mean_rows
 from millrace.kernels.normalise.ref import normalise
 from millrace.kernels.precision import Precision

@@ -36,7 +36,7 @@ UNREADABLE = (
     RecursionError,
 )  # what msgspec raises for bytes that are no table
 _MANIFEST_LIMIT = 1 << 20
-_LONGEST_NAME = 60
+_LONGEST_NAME, _MOST_DIMS = 60, 32  # NumPy has 32 dimensions, or 64
 
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -63,7 +63,7 @@ class SlotEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named input or output; symbols in its shape are words."""
 
     name: str
-    shape: list[Count | str]
+    shape: Annotated[list[Count | str], msgspec.Meta(max_length=_MOST_DIMS)]
     dtype: DType
     offset: Size | None  # bytes into the activations; None: no kernel reads it
 
@@ -212,6 +212,9 @@ def read_manifest(folder: Path) -> Manifest:
     for slot in (*manifest.cpu.inputs, *manifest.cpu.outputs):
         if not names.issuperset(d for d in slot.shape if isinstance(d, str)):
             raise damaged(folder, f"{MANIFEST} gives {slot.name} a dimension without bounds")
+    told = {d for slot in manifest.cpu.inputs for d in slot.shape}
+    if not manifest.vocab_size and not told.issuperset(names):
+        raise damaged(folder, f"{MANIFEST} has a dimension that no input tells: {', '.join(sorted(names - told))}")
     for text in (manifest.model_name, manifest.architecture, manifest.source, *manifest.precision, *manifest.notes):
         if text != plain(text):  # they will be shown
             raise damaged(folder, f"{MANIFEST} holds a text that is too long or not printable: {text}")

@@ -2,19 +2,26 @@
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+import operator
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.kv import CacheSpec
+from millrace.engine.executor import SAMPLING, Executor, ExecutorLimits, StepInputs, StepOutputs
+from millrace.engine.kv import PAGE_TOKENS, CacheSpec
 from millrace.engine.slots import Slot, slot
-from millrace.errors import ConfigError, EngineError, MachineError, RequestError
+from millrace.errors import ConfigError, EngineError, MachineError, RequestError, nearest
 from millrace.graph.types import DType, Symbol
 from millrace.kernels.declare import MAX_KNOBS
-from millrace.kernels.library import CacheArgs, CreateArgs, library, usable_isas
+from millrace.kernels.library import CacheArgs, CreateArgs, StepArgs, library, usable_isas
 from millrace.machine.cpu import usable_cores
 
 MAX_THREADS = 1024
@@ -47,12 +54,33 @@ class ExecutionError(RuntimeError):
     """A run was refused or failed in the native core; the message says why."""
 
 
+class _Core:
+    """The native core's side of a program, released with the last reference to it.
+
+    raises ExecutionError where the native core refuses it
+    """
+
+    def __init__(self, lib: ctypes.CDLL, args: CreateArgs) -> None:
+        self.pointer = ctypes.c_void_p()
+        error = ctypes.create_string_buffer(ERROR_BYTES)
+        if lib.mr_create(ctypes.byref(args), ctypes.byref(self.pointer), error, ERROR_BYTES):
+            raise ExecutionError(error.value.decode(errors="replace"))
+        released = weakref.finalize(self, _release, lib, self.pointer, os.getpid())
+        released.atexit = False  # a daemon's run may not be through; the system takes the memory back
+
+
+def _release(lib: ctypes.CDLL, pointer: ctypes.c_void_p, made_in: int) -> None:
+    if os.getpid() == made_in:  # a forked child would wait for ever for threads that are its parent's
+        lib.mr_destroy(pointer)
+
+
 class LoadedProgram:
-    """Owns the weights, activations and caches of one program. It runs in one thread at a time.
+    """Owns the weights, activations and caches of one program. Threads that use it take turns.
 
     threads: how many compute, the caller's among them; None: as many as this process has cores
     raises ConfigError for a number of threads out of range, MachineError for an instruction set that this CPU lacks,
-    EngineError for whatever else the native core refuses
+    EngineError for whatever else the native core refuses, and for inputs or outputs that lie outside the activations;
+    every method raises EngineError after close(), and in a forked child
     """
 
     def __init__(
@@ -62,8 +90,8 @@ class LoadedProgram:
         if not 1 <= self.threads <= MAX_THREADS:
             raise ConfigError(f"{threads} compute threads", f"1 to {MAX_THREADS}", "leave threads out for all cores")
         self._lib = library()
-        self._handle = ctypes.c_void_p()
         self._program = program
+        self._turn, self._made_in = threading.RLock(), os.getpid()
         symbols = np.array(list(program.symbols.values()), np.int32)
         caches = (CacheArgs * len(program.caches))(*map(_cache_args, program.caches))
         args = CreateArgs(
@@ -79,36 +107,66 @@ class LoadedProgram:
             args.weights_path = str(program.weights).encode()
         else:
             args.weights = program.weights.ctypes.data
-        error = ctypes.create_string_buffer(ERROR_BYTES)
-        if self._lib.mr_create(ctypes.byref(args), ctypes.byref(self._handle), error, ERROR_BYTES):
-            why = error.value.decode(errors="replace")
+        try:
+            self._core: _Core | None = _Core(self._lib, args)
+        except ExecutionError as error:
+            why = str(error)
             if isa is not None and isa not in usable_isas():
-                raise MachineError(why, "one of " + ", ".join(usable_isas()), "leave --isa out, or choose one of them")
+                expected = "one of " + ", ".join(usable_isas())
+                raise MachineError(why, expected, "leave --isa out, or choose one of them") from None
             raise EngineError(
                 f"the engine cannot run: {why}",
                 "a program and weights as `millrace build` writes them, and the memory that they ask for",
                 "build the engine again, or free memory",
-            )
+            ) from None
+        _check_slots(program)
+        name: bytes = self._lib.mr_isa(self._core.pointer)
+        self.isa = name.decode()
 
-    @property
-    def isa(self) -> str:
-        name: bytes = self._lib.mr_isa(self._handle)
-        return name.decode()
+    @contextmanager
+    def _native(self) -> Iterator[ctypes.c_void_p]:
+        """For whatever calls into the native core: other threads wait, and what is used is not released meanwhile."""
+        if os.getpid() != self._made_in:  # before the lock, which a thread of the parent may have held
+            raise EngineError(
+                "this engine was loaded before the process was forked, and its threads are not in the child",
+                "calls in the process that loaded it",
+                'load it in each process, or start processes with multiprocessing.get_context("spawn")',
+            )
+        with self._turn:
+            core = self._core
+            if core is None:
+                raise EngineError("this engine is closed", "calls before close()", "load it again")
+            try:
+                yield core.pointer
+            finally:
+                del core  # or the traceback of an error would keep the memory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ConfigError(
+            "a loaded engine cannot be pickled or copied: it is threads and memory of this process",
+            "the name of its folder",
+            "send the name, and load it in the process that runs it",
+        )
 
     def activations(self) -> NDArray[np.uint8]:
-        """The planned arena itself, for tests and the inspector."""
-        address = self._lib.mr_activations(self._handle)
-        buffer = (ctypes.c_uint8 * self._program.activation_bytes).from_address(address)
+        """The planned arena itself, for tests and the inspector. Who holds it keeps the memory, beyond close() too."""
+        with self._native() as native:
+            address = self._lib.mr_activations(native)
+            buffer: Any = (ctypes.c_uint8 * self._program.activation_bytes).from_address(address or 0)
+            buffer.memory_of = self._core
         return np.ctypeslib.as_array(buffer)
 
     def weights_checksum(self) -> int:
-        return int(self._lib.mr_weights_checksum(self._handle))
+        with self._native() as native:
+            return int(self._lib.mr_weights_checksum(native))
 
     def set_tactics(self, entries: Sequence[tuple[int, int, tuple[int, ...]]]) -> None:
         """(step, rows, knobs) in order of step, then rows; replaces all. raises EngineError for what no kernel takes"""
         table = np.array(list(entries), TACTIC)
         error = ctypes.create_string_buffer(ERROR_BYTES)
-        if self._lib.mr_set_tactics(self._handle, table.ctypes.data, len(entries), error, ERROR_BYTES):
+        with self._native() as native:
+            refused = self._lib.mr_set_tactics(native, table.ctypes.data, len(entries), error, ERROR_BYTES)
+        if refused:
             raise EngineError(
                 f"the engine's tactics do not fit its program: {error.value.decode(errors='replace')}",
                 "tactics.json as `millrace tune` writes it", "run `millrace tune` on the engine, or remove the file",
@@ -117,19 +175,22 @@ class LoadedProgram:
     def chosen_tactics(self) -> NDArray[np.int32]:
         """(steps, knobs) that the last run worked with."""
         knobs = np.zeros((self._program.n_calls, MAX_KNOBS), np.int32)
-        self._lib.mr_chosen_tactics(self._handle, knobs.ctypes.data, len(knobs))
+        with self._native() as native:
+            self._lib.mr_chosen_tactics(native, knobs.ctypes.data, len(knobs))
         return knobs
 
     def profile(self, enabled: bool) -> NDArray[np.float64]:
         """Seconds each step of the program took since the last call (sampling last); then measures anew, or not."""
         seconds = np.zeros(self._program.n_calls + 1)
-        self._lib.mr_profile(self._handle, int(enabled), seconds.ctypes.data, len(seconds))
+        with self._native() as native:
+            self._lib.mr_profile(native, int(enabled), seconds.ctypes.data, len(seconds))
         return seconds
 
     def close(self) -> None:
-        if self._handle:
-            self._lib.mr_destroy(self._handle)
-            self._handle = ctypes.c_void_p()
+        """Gives the memory back, as soon as the run that is on its way is through. It may be called twice."""
+        if os.getpid() == self._made_in:
+            with self._turn:
+                self._core = None
 
 
 def _cache_args(cache: CacheSpec) -> CacheArgs:
@@ -144,21 +205,24 @@ def _offset(slots: Sequence[Slot], name: str) -> int:
     return -1 if found is None or found.offset is None else found.offset
 
 
-class NativeNetwork(LoadedProgram):
-    """A network that keeps nothing between its runs: arrays in by name, arrays out by name.
+def _check_slots(program: NativeProgram) -> None:
+    """Inputs and outputs lie where whatever a run copies is inside the activations."""
+    for s in program.outputs:
+        if s.offset is None:
+            raise EngineError(f"the output {s.name} has no place", "a place in the activations", "build it again")
+    for s in (*program.inputs, *program.outputs):
+        end = (s.offset or 0) + math.prod(s.sized(program.symbols)) * DTYPES[s.dtype].itemsize
+        if s.offset is not None and (s.offset < 0 or s.offset % 4 or end > program.activation_bytes):
+            raise EngineError(
+                f"{s.name} ends at byte {end} of {program.activation_bytes} of the activations",
+                "inputs and outputs inside them", "build the engine again",
+            )  # fmt: skip
 
-    raises what LoadedProgram raises, and EngineError for inputs or outputs that lie outside the activations
-    """
+
+class NativeNetwork(LoadedProgram):
+    """A network that keeps nothing between its runs: arrays in by name, arrays out by name."""
 
     def __init__(self, program: NativeProgram, *, threads: int | None = None, isa: str | None = None) -> None:
-        for s in (*program.inputs, *program.outputs):
-            end = (s.offset or 0) + math.prod(s.sized(program.symbols)) * DTYPES[s.dtype].itemsize
-            outside = s.offset is not None and (s.offset < 0 or s.offset % 4 or end > program.activation_bytes)
-            if outside or (s.offset is None and s in program.outputs):
-                raise EngineError(
-                    f"{s.name} ends at byte {end} of {program.activation_bytes} of the activations",
-                    "inputs and outputs inside them", "build the engine again",
-                )  # fmt: skip
         super().__init__(program, threads=threads, isa=isa)
 
     def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
@@ -166,23 +230,42 @@ class NativeNetwork(LoadedProgram):
 
         raises RequestError for an input that is missing, unknown, or not of the shape, type and bounds it was built for
         """
-        assert self._handle, "a run after close"
         sizes = sizes_of(self._program.inputs, self._program.symbols, inputs)
+        with self._native():
+            self._write(inputs)
+            self.compute(list(sizes.values()))
+            memory = self.activations()
+            return {place.name: read_slot(memory, place, sizes) for place in self._program.outputs}
+
+    def compute(self, sizes: Sequence[int]) -> None:
+        """A run of so many rows of each symbol, its inputs written already. raises RequestError, ExecutionError"""
+        given = _checked_sizes(self._program.symbols, sizes)
+        error = ctypes.create_string_buffer(ERROR_BYTES)
+        with self._native() as native:
+            failed = self._lib.mr_compute(native, given.ctypes.data, error, ERROR_BYTES)
+        if failed:
+            raise ExecutionError(error.value.decode(errors="replace"))
+
+    def _write(self, inputs: Mapping[str, NDArray[np.generic]]) -> None:
         memory = self.activations()
         for place in self._program.inputs:
             if place.offset is not None:
                 data = np.ascontiguousarray(inputs[place.name]).reshape(-1).view(np.uint8)
                 memory[place.offset : place.offset + data.size] = data
-        self.compute(list(sizes.values()))
-        return {place.name: read_slot(memory, place, sizes) for place in self._program.outputs}
 
-    def compute(self, sizes: Sequence[int]) -> None:
-        """A run of so many rows of each symbol, its inputs written already. raises ExecutionError"""
-        assert len(sizes) == len(self._program.symbols), sizes
-        given = np.array(sizes, np.int32)
-        error = ctypes.create_string_buffer(ERROR_BYTES)
-        if self._lib.mr_compute(self._handle, given.ctypes.data, error, ERROR_BYTES):
-            raise ExecutionError(error.value.decode(errors="replace"))
+
+def _checked_sizes(bounds: Mapping[Symbol, int], sizes: Sequence[int]) -> NDArray[np.int32]:
+    """raises RequestError for what is no size of each symbol, within its bound"""
+    try:
+        whole = [operator.index(n) for n in sizes]
+    except TypeError:  # fractions among them
+        whole = []
+    if len(whole) != len(bounds) or not all(1 <= n <= high for n, high in zip(whole, bounds.values(), strict=True)):
+        expected = ", ".join(f"{symbol} from 1 to {high}" for symbol, high in bounds.items())
+        raise RequestError(
+            f"the sizes {sizes!r:.200}", f"whole numbers: {expected}", "give each symbol's, in this order"
+        )
+    return np.array(whole, np.int32)
 
 
 def read_slot(memory: NDArray[np.uint8], place: Slot, sizes: Mapping[Symbol, int]) -> NDArray[np.generic]:
@@ -201,12 +284,21 @@ def sizes_of(
     raises RequestError for an input that is missing, unknown, or not of the shape, type and bounds it was built for
     """
     names = [s.name for s in slots]
+    if not isinstance(inputs, Mapping):
+        raise RequestError(
+            f"the inputs are of type {type(inputs).__name__}", "a dict of arrays by name", "give " + ", ".join(names)
+        )
     for name in [n for n in names if n not in inputs] + [n for n in inputs if n not in names]:
         what = "is missing" if name in names else "is none of this network's"
         raise RequestError(f"the input {name!r:.60} {what}", "inputs " + ", ".join(names), "give each of them, by name")
     found: dict[Symbol, int] = {}
     for s in slots:
         array = inputs[s.name]
+        if not isinstance(array, np.ndarray):
+            raise RequestError(
+                f"the input {s.name} is of type {type(array).__name__}", f"a NumPy array of {DTYPES[s.dtype]}",
+                f"give numpy.array(..., numpy.{DTYPES[s.dtype]})",
+            )  # fmt: skip
         expected = [found.get(d, d) if isinstance(d, Symbol) else d for d in s.shape]
         fits = array.dtype == DTYPES[s.dtype] and len(array.shape) == len(expected)
         for given, asked in zip(array.shape, expected, strict=False):
@@ -220,3 +312,84 @@ def sizes_of(
                 f"{DTYPES[s.dtype]}{expected}" + (f", {limits}" if limits else ""), "change the input's shape or type",
             )  # fmt: skip
     return {symbol: found[symbol] for symbol in bounds}
+
+
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+
+
+class NativeExecutor(LoadedProgram, Executor):
+    """`program` is a language model's: its symbols are T, S and R, in this order. Its depth is 1."""
+
+    def __init__(
+        self, program: NativeProgram, *, n_pages: int, threads: int | None = None, isa: str | None = None
+    ) -> None:
+        super().__init__(program, n_pages=n_pages, threads=threads, isa=isa)
+        tokens, sequences, rows = program.symbols.values()
+        self._sizes: tuple[int, ...] = ()  # T, S and R of the last step
+        self._outputs: StepOutputs | None = None  # of the step that was launched
+        self.limits = ExecutorLimits(
+            max_step_tokens=tokens, max_sequences=sequences, max_rows=rows,
+            max_context=program.max_context, page_tokens=PAGE_TOKENS, n_pages=n_pages, vocab_size=program.vocab_size,
+        )  # fmt: skip
+
+    def launch(self, step: StepInputs) -> None:
+        """Returns when the step is through: on a CPU nobody else could do it. The interpreter's lock is released."""
+        _check_arrays(step)
+        rows = len(step.sampling)
+        most = self._program.vocab_size  # more than that the native core refuses
+        top = min(max(int(step.sampling["n_top"].max()), 0), most) if rows else 0
+        out = StepOutputs(
+            tokens=np.zeros(rows, np.int32),
+            logprobs=np.zeros(rows, np.float32),
+            ranks=np.zeros(rows, np.int32),
+            top_ids=np.zeros((rows, top), np.int32),
+            top_logprobs=np.zeros((rows, top), np.float32),
+        )
+        args = StepArgs(
+            n_tokens=len(step.tokens), n_sequences=len(step.starts) - 1, n_rows=rows,
+            tokens=step.tokens.ctypes.data, positions=step.positions.ctypes.data, starts=step.starts.ctypes.data,
+            pages=step.pages.ctypes.data, page_starts=step.page_starts.ctypes.data,
+            sampling=step.sampling.ctypes.data, history=step.history.ctypes.data,
+            bias_ids=step.bias_ids.ctypes.data, bias_values=step.bias_values.ctypes.data,
+            n_pages=len(step.pages), n_history=len(step.history), n_bias=len(step.bias_ids),
+            out_tokens=out.tokens.ctypes.data, out_logprobs=out.logprobs.ctypes.data,
+            out_ranks=out.ranks.ctypes.data, max_top=top,
+            out_top_ids=out.top_ids.ctypes.data, out_top_logprobs=out.top_logprobs.ctypes.data,
+        )  # fmt: skip
+        error = ctypes.create_string_buffer(ERROR_BYTES)
+        with self._native() as native:
+            refused = self._lib.mr_run(native, ctypes.byref(args), error, ERROR_BYTES)
+        if refused:
+            raise ExecutionError(error.value.decode(errors="replace"))
+        self._sizes = (args.n_tokens, args.n_sequences, rows)
+        self._outputs = out
+
+    def wait(self) -> StepOutputs:
+        outputs, self._outputs = self._outputs, None
+        assert outputs is not None, "nothing was launched"
+        return outputs
+
+    def output(self, name: str) -> NDArray[np.generic]:
+        """What the last step gave under this name: "logits" (R, V), or a module's result that the engine keeps."""
+        assert self._sizes, "an output before a step"
+        found = slot(self._program.outputs, name)
+        if found is None:
+            known = [s.name for s in self._program.outputs]
+            raise ConfigError(f'the engine keeps no "{name}"', nearest(name, known), "build it with keep=")
+        return read_slot(self.activations(), found, dict(zip(self._program.symbols, self._sizes, strict=True)))
+
+
+def _check_arrays(step: StepInputs) -> None:
+    """What the native core cannot see of arrays given by their addresses. raises ExecutionError"""
+    tokens, starts, biases = len(step.tokens), len(step.starts), len(step.bias_ids)
+    for name, array, dtype, length in (
+        ("tokens", step.tokens, _INT32, tokens), ("positions", step.positions, _INT32, tokens),
+        ("starts", step.starts, _INT32, max(starts, 2)), ("page_starts", step.page_starts, _INT32, starts),
+        ("pages", step.pages, _INT32, None), ("history", step.history, _INT32, None),
+        ("bias_ids", step.bias_ids, _INT32, biases), ("bias_values", step.bias_values, _FLOAT32, biases),
+        ("sampling", step.sampling, SAMPLING, None),
+    ):  # fmt: skip
+        if array.dtype != dtype or array.ndim != 1 or not array.flags.c_contiguous:
+            raise ExecutionError(f"an illegal step: {name} is {array.dtype}{list(array.shape)}, not a row of {dtype}")
+        if length is not None and len(array) != length:
+            raise ExecutionError(f"an illegal step: {name} has {len(array)} elements, not {length}")

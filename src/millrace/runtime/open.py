@@ -8,7 +8,7 @@ from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults
 from millrace.checkpoint.tokenizer import VocabularyTokenizer, read_json_object
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
-from millrace.engine.native_step import NativeExecutor
+from millrace.engine.native import NativeExecutor
 from millrace.machine.cpu import memory, usable_cores
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.plan import RunPlan, plan_run
@@ -72,7 +72,7 @@ def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | No
     if sequences is not None and run.kv_memory is None:
         n_pages = min(plan.n_pages, sequences * engine.pages_per_sequence)
         plan = replace(plan, n_pages=n_pages, kv_bytes=n_pages * engine.page_bytes)
-    tokenizer = open_tokenizer(folder)
+    tokenizer = open_tokenizer(folder, engine.manifest.vocab_size)
     template = open_chat_template(folder, tokenizer)
     generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
     # the end-of-text ids are those that were resolved when the engine was built

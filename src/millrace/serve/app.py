@@ -11,10 +11,9 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millrace.serve.backend import Models
-from millrace.serve.edge import Edge
 from millrace.serve.openai import OPENAI
 from millrace.serve.openapi import About, document
-from millrace.serve.routes import Endpoint, Handler, Keys, Protocol
+from millrace.serve.routes import Edge, Endpoint, Handler, Keys, Protocol
 from millrace.serve.settings import ServerSettings
 from millrace.serve.wire import Bodies
 

@@ -1,4 +1,4 @@
-"""What one connection may take: its head, its silence, what it leaves unread; and how many there may be.
+"""What one connection may take: its head, its silence, what it leaves unread. How many there may be: `admission.py`.
 
 uvicorn speaks HTTP; here is what it leaves open. Nothing is done per token or per write: `Connections.sweep` looks at
 all connections twice a second.
@@ -6,22 +6,18 @@ all connections twice a second.
 
 import contextlib
 import enum
-import logging
-import resource
 import socket
 import struct
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from millrace.serve.errors import HttpError, problem_of
-from millrace.serve.logs import Seldom
-from millrace.serve.wire import Parser, without_upgrade
+from millrace.serve.serving import Connections
+from millrace.serve.wire import Parser, fault_of_head, without_upgrade
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 HEADER_BYTES = 32  # what each header counts beside its bytes, as in HTTP/2 (RFC 7541, 4.1): tiny ones take much memory
@@ -29,104 +25,6 @@ MAX_PIPELINED = 8  # requests of one connection that wait behind the one that is
 MAX_WAITING_BYTES = 64 * 1024  # of heads and bodies that came while others waited
 FEED_BYTES = 16 * 1024  # to the parser at a time, as what it finds may be refused in the middle of a packet
 LINGER_S = 2.0  # what a refused client still sends is read for so long, or it would lose the refusal
-MAX_REFUSED = 8  # connections over the limit that wait for their 503
-RESERVED_FILES = 24  # sockets of processes for texts, files that are opened for a moment
-MAX_CONNECTIONS = 4096  # where there are files for more
-log = logging.getLogger(__name__)
-
-
-def number_of_connections(asked: int | None) -> int:
-    """As many as were asked for, or MAX_CONNECTIONS; fewer where there are no files left for so many."""
-    wanted, most_files = asked or MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most_files == resource.RLIM_INFINITY:
-        return wanted
-    n_open = sum(1 for _ in Path("/dev/fd").iterdir())
-    room = max(4, most_files - n_open - RESERVED_FILES - MAX_REFUSED)
-    if asked is not None and room < asked:
-        log.warning("max_connections is %d, but there are files for %d (raise `ulimit -n`)", asked, room)
-    return min(wanted, room)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    max_connections: int
-    header_timeout_s: float
-    keep_alive_s: float
-    write_timeout_s: float
-    max_unread_bytes: int  # of all replies together that wait for their readers
-
-
-class Connections:
-    """All connections of one server."""
-
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self.limits = limits
-        self.seldom = Seldom(log)
-        self._open: dict[Connection, None] = {}  # in the order in which they came
-        self._refused: dict[Connection, None] = {}
-
-    def protocol(self, **given: Any) -> "Connection":
-        """What uvicorn makes for each connection."""
-        return Connection(self, **given)
-
-    def admit(self, connection: "Connection") -> bool:
-        """Where there is no room, the connection that has waited for a request the longest is closed, as in nginx.
-
-        Where none waits, it is the one whose request has been incomplete the longest.
-        """
-        if len(self._open) >= self.limits.max_connections:
-            waiting = _longest(c for c in self._open if c.is_waiting) or _longest(
-                c for c in self._open if c.is_incomplete
-            )
-            if waiting is None:
-                self.seldom.warn("all connections are in use, so that new ones get a 503 (raise `ulimit -n`)")
-                if len(self._refused) >= MAX_REFUSED:
-                    self._end_refused()
-                self._refused[connection] = None
-                return False
-            self.seldom.warn("all connections are in use, so that waiting ones are closed (raise `ulimit -n`)")
-            self.leave(waiting)
-            waiting.end()
-        self._open[connection] = None
-        return True
-
-    def leave(self, connection: "Connection") -> None:
-        self._open.pop(connection, None)
-        self._refused.pop(connection, None)
-
-    def _end_refused(self) -> None:
-        """One that was told, and is only listened to so that it hears it, makes place for one that was not."""
-        told = next((c for c in self._refused if c.is_refused), None) or next(iter(self._refused))
-        self.leave(told)
-        told.end()
-
-    def abort(self) -> None:
-        """Whatever is still open, and all that is unread."""
-        for connection in [*self._open, *self._refused]:
-            connection.abort()
-
-    def sweep(self) -> None:
-        """End what takes too long, and the laziest readers where all of them together hold too much."""
-        now_s, unread = time.monotonic(), 0
-        readers: list[Connection] = []
-        for connection in [*self._open, *self._refused]:
-            connection.check(now_s)
-            if connection.n_unread:
-                unread += connection.n_unread
-                readers.append(connection)
-        if unread <= self.limits.max_unread_bytes:
-            return
-        for connection in sorted(readers, key=lambda c: c.unread_since_s):
-            self.seldom.warn("replies that nobody reads hold too much memory, so that their connections are closed")
-            unread -= connection.n_unread
-            connection.abort()
-            if unread <= self.limits.max_unread_bytes:
-                return
-
-
-def _longest(connections: Iterable["Connection"]) -> "Connection | None":
-    """That which has waited for its client the longest."""
-    return min(connections, key=lambda c: c.since_s, default=None)
 
 
 class _Reading(enum.Enum):
@@ -152,6 +50,7 @@ class Connection(HttpToolsProtocol):
         self._understood = False  # whether the parser made something of the last packet
         self._admitted = True
         self._running: RequestResponseCycle | None = None  # what is being answered; uvicorn's `cycle`: what came last
+        self._sends_no_more = self._was_asked = False  # the client has closed its side; and was told that we are here
         self.since_s = 0.0  # time.monotonic(): the beginning of what is being waited for
         self.n_unread = 0  # bytes of replies that the client has not taken, at the last sweep
         self.unread_since_s = 0.0  # when it last took some
@@ -167,6 +66,14 @@ class Connection(HttpToolsProtocol):
         self._abandon()
         super().connection_lost(exc)
         self._all.leave(self)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks for this; uvicorn gives nothing
+        """The client sends no more. What it has asked for is answered (`nc -N`), unless a part of that is missing."""
+        http_1_1 = self._running is not None and self._running.scope["http_version"] == "1.1"  # see _look_for_client
+        self._sends_no_more = http_1_1 and not self.is_waiting and not self.is_incomplete
+        if self._sends_no_more:
+            self._read_no_more()
+        return self._sends_no_more
 
     def data_received(self, data: bytes) -> None:
         if not self._admitted and not self.is_refused:
@@ -191,9 +98,9 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._reading is not _Reading.NOTHING:
             super().on_message_begin()
-            self._reading, self.since_s = _Reading.HEAD, time.monotonic()
             self._head_bytes = self._field_bytes = 0
             self._n_heads += 1
+            self._changed(_Reading.HEAD)
 
     def on_url(self, url: bytes) -> None:
         if self._reading is _Reading.HEAD:
@@ -212,11 +119,14 @@ class Connection(HttpToolsProtocol):
             self._check_head(len(self.url) + self._field_bytes)
         if self._reading is _Reading.HEAD and self.parser.get_method() == b"CONNECT":
             self._refuse(405, "method_not_allowed", "this server is no proxy", "GET or POST")
+        if self._reading is _Reading.HEAD and (fault := fault_of_head(self.parser.get_http_version(), self.headers)):
+            self._refuse(*fault)
         if self._reading is _Reading.HEAD and not self.parser.should_upgrade():  # still: it was not refused
             if not self.is_waiting and not self._may_wait(len(self.url) + self._field_bytes):
                 return
             super().on_headers_complete()
-            self._reading, self._trailer_bytes = _Reading.BODY, 0
+            self._trailer_bytes = 0
+            self._changed(_Reading.BODY)
             if self.pipeline:
                 self.flow.resume_reading()  # uvicorn would not read on, and so not notice that the client leaves
 
@@ -229,8 +139,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self._reading is _Reading.BODY:
-            self._reading, self.since_s = _Reading.START, time.monotonic()
             super().on_message_complete()
+            self._changed(_Reading.START)
 
     # ------------------------------------------------------------------ uvicorn's
 
@@ -247,7 +157,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.since_s = time.monotonic()
+        self._changed(self._reading)
 
     def send_400_response(self, msg: str) -> None:
         if self._reading is not _Reading.NOTHING:
@@ -277,6 +187,11 @@ class Connection(HttpToolsProtocol):
         """It was told so."""
         return self._reading is _Reading.NOTHING
 
+    def _changed(self, reading: _Reading) -> None:
+        """Whatever it waits for begins now, with what the parser expects next."""
+        self._reading, self.since_s = reading, time.monotonic()
+        self._all.changed(self)
+
     def check(self, now_s: float) -> None:
         """Once in a while: has this waited too long?"""
         n_unread = self.transport.get_write_buffer_size()
@@ -288,6 +203,8 @@ class Connection(HttpToolsProtocol):
             self.abort()
         elif self.is_waiting and not self.transport.is_closing():
             self._check_silence(now_s - self.since_s)
+        elif self._sends_no_more:
+            self._look_for_client()
 
     def end(self) -> None:
         """Close; what the client has not taken so far is lost."""
@@ -298,13 +215,27 @@ class Connection(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Close at once, and forget what is unread, in the kernel too: otherwise it would keep megabytes of it."""
-        with contextlib.suppress(OSError):  # the other side was quicker
-            same = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
-            try:
-                same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            finally:
-                same.detach()  # or it would be closed with `same`
+        with contextlib.suppress(OSError), self._socket() as own:  # the other side was quicker
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
+
+    @contextlib.contextmanager
+    def _socket(self) -> Iterator[socket.socket]:
+        same = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
+        try:
+            yield same
+        finally:
+            same.detach()  # or it would be closed with `same`
+
+    def _look_for_client(self) -> None:
+        """One that has gone looks like one that only sends no more, until something is written: then it is refused."""
+        with contextlib.suppress(OSError), self._socket() as own:
+            if own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.abort()
+                return
+        if not self._was_asked and self._running is not None and not self._running.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._was_asked = True
 
     def _check_silence(self, silent_s: float) -> None:
         limits = self._limits
@@ -344,9 +275,9 @@ class Connection(HttpToolsProtocol):
             self.pipeline.popleft()
             assert self._running is not None
             self.cycle = self.pipeline[0][0] if self.pipeline else self._running
-        self._reading, self.since_s = _Reading.NOTHING, time.monotonic()
         if self.cycle is not None:
             self.cycle.keep_alive = False
+        self._changed(_Reading.NOTHING)
 
     def _add_trailer(self, n_bytes: int) -> None:
         self._understood = True
@@ -369,6 +300,7 @@ class Connection(HttpToolsProtocol):
             return
         if is_own:
             self._abandon()
+            self._changed(_Reading.NOTHING)
         elif not self.is_waiting:
             return
         refusal = HttpError(status, code, what, expected, "open a new connection for the next request")

@@ -14,4 +14,4 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
     covered = sum(len(tokenizer.token_bytes(i)) for i in tokenizer.encode(_PROBE, add_special_tokens=False))
     if covered < len(_PROBE.encode()):
         return None
-    return max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+    return max(len(tokenizer.token_bytes(i)) for i in tokenizer.ids())

@@ -1,56 +1,13 @@
-"""The log: one line a request, without its text; as text for people or JSON for machines."""
+"""How the log is written, as text for people or JSON for machines; what a request's line says is in `wire.py`."""
 
 import json
 import logging
-import re
 import time
-from dataclasses import dataclass, fields
 from typing import Literal
 
+from millrace.serve.wire import IN_RECORD, RequestLog
+
 LOGGER = "millrace"
-ACCESS = "millrace.serve.access"
-_PLAIN = re.compile(r"[!-~]+")
-_REQUEST = "request"  # attribute of a LogRecord that carries a RequestLog
-QUIET_PATHS = ("/health", "/v1/health/", "/metrics", "/v1/metrics")  # asked every few seconds: logged at DEBUG
-
-
-@dataclass(slots=True)
-class RequestLog:
-    """Everything that is known of one request but its text; None: does not apply."""
-
-    method: str
-    path: str  # as it was sent, percent signs and all, so that it cannot break the line
-    request_id: str
-    status: int | None = None
-    total_ms: float | None = None
-    model: str | None = None
-    prompt_tokens: int | None = None
-    generated_tokens: int | None = None
-    queue_ms: float | None = None
-    ttft_ms: float | None = None
-    finish_reason: str | None = None
-    ignored: str | None = None  # fields that change nothing here
-    error: str | None = None  # why it was refused, in short
-
-    def known(self) -> dict[str, object]:
-        """Rounded, and without what does not apply."""
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return {k: round(v, 1) if isinstance(v, float) else v for k, v in values if v is not None}
-
-    def __str__(self) -> str:
-        rest = (f"{key}={_quoted(value)}" for key, value in self.known().items() if key not in ("method", "path"))
-        return " ".join((self.method, self.path, *rest))
-
-
-def _quoted(value: object) -> object:
-    """What clients write stays one value on one line: quoted where it has white space, control characters escaped."""
-    return json.dumps(value) if isinstance(value, str) and not _PLAIN.fullmatch(value) else value
-
-
-def log_request(entry: RequestLog) -> None:
-    quiet = entry.path.startswith(QUIET_PATHS) and (entry.status or 0) < 400
-    level = logging.DEBUG if quiet else logging.INFO
-    logging.getLogger(ACCESS).log(level, "%s", entry, extra={_REQUEST: entry})
 
 
 class Seldom:
@@ -84,7 +41,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
-        entry = getattr(record, _REQUEST, None)
+        entry = getattr(record, IN_RECORD, None)
         line |= entry.known() if isinstance(entry, RequestLog) else {"message": record.getMessage()}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -6,6 +6,7 @@ listening -> warming up -> ready -> (first signal) draining: new requests get 50
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -21,10 +22,10 @@ from millrace.errors import ConfigError
 from millrace.runtime.service import quick_switches
 from millrace.serve.app import create_app
 from millrace.serve.backend import Models, ServedModel
-from millrace.serve.connections import ConnectionLimits, Connections, number_of_connections
+from millrace.serve.connections import Connection
 from millrace.serve.health import Phase
 from millrace.serve.logs import Logging
-from millrace.serve.serving import Serving
+from millrace.serve.serving import ConnectionLimits, Connections, Serving, number_of_connections
 from millrace.serve.settings import ServerSettings
 
 SWEEP_TICKS = 5  # of uvicorn, which are 0.1 s each
@@ -220,7 +221,7 @@ def _uvicorn(models: Models) -> _Web:
         uvicorn.Config(
             create_app(models),
             loop="none",
-            http=cast(type[asyncio.Protocol], connections.protocol),  # called like a class, once a connection
+            http=cast(type[asyncio.Protocol], functools.partial(Connection, connections)),  # uvicorn only calls it
             ws="none",
             lifespan="off",
             log_config=None,

@@ -1,19 +1,64 @@
-"""The raw side of one call: its context, its body within limits, and the client that may go away."""
+"""The raw side of one call: its head, its body within limits, its line in the log, and the client that may go away."""
 
 import asyncio
+import json
+import logging
+import re
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 import httptools
 from starlette.types import Receive, Scope
 
 from millrace.serve.errors import ClientGoneError, HttpError
-from millrace.serve.logs import RequestLog
 
+ACCESS = "millrace.serve.access"  # the logger of requests
+IN_RECORD = "request"  # attribute of a LogRecord that carries a RequestLog
+QUIET_PATHS = ("/health", "/v1/health/", "/metrics", "/v1/metrics")  # asked every few seconds: logged at DEBUG
+_PLAIN = re.compile(r"[!-~]+")
 _UPGRADE = frozenset((b"upgrade", b"http2-settings"))  # headers, and what the header `connection` says of them
+
+
+@dataclass(slots=True)
+class RequestLog:
+    """Everything that is known of one request but its text; None: does not apply."""
+
+    method: str
+    path: str  # as it was sent, percent signs and all, so that it cannot break the line
+    request_id: str
+    status: int | None = None
+    total_ms: float | None = None
+    model: str | None = None
+    prompt_tokens: int | None = None
+    generated_tokens: int | None = None
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
+    finish_reason: str | None = None
+    ignored: str | None = None  # fields that change nothing here
+    error: str | None = None  # why it was refused, in short
+
+    def known(self) -> dict[str, object]:
+        """Rounded, and without what does not apply."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {k: round(v, 1) if isinstance(v, float) else v for k, v in values if v is not None}
+
+    def __str__(self) -> str:
+        rest = (f"{key}={_quoted(value)}" for key, value in self.known().items() if key not in ("method", "path"))
+        return " ".join((self.method, self.path, *rest))
+
+
+def _quoted(value: object) -> object:
+    """What clients write stays one value on one line: quoted where it has white space, control characters escaped."""
+    return json.dumps(value) if isinstance(value, str) and not _PLAIN.fullmatch(value) else value
+
+
+def log_request(entry: RequestLog) -> None:
+    quiet = entry.path.startswith(QUIET_PATHS) and (entry.status or 0) < 400
+    level = logging.DEBUG if quiet else logging.INFO
+    logging.getLogger(ACCESS).log(level, "%s", entry, extra={IN_RECORD: entry})
 
 
 class Parsing(Protocol):
@@ -60,6 +105,19 @@ def without_upgrade(request_line: bytes, headers: Iterable[tuple[bytes, bytes]])
         if name not in _UPGRADE:
             lines.append(name + b": " + value)
     return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def fault_of_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str, str, str] | None:
+    """What the parser lets through and HTTP does not (RFC 9112, 3.2 and 6.1): status, code, what, what was expected."""
+    named = b",".join(value for name, value in headers if name == b"transfer-encoding").split(b",")
+    codings = [coding.strip().lower() for coding in named if coding.strip()]
+    if codings not in ([], [b"chunked"]):
+        what = f"the transfer coding is {b', '.join(codings).decode('latin-1')}"
+        return 501, "unknown_transfer_coding", what, "chunked, or none"
+    n_hosts = sum(name == b"host" for name, _ in headers)
+    if n_hosts > 1 or (version == "1.1" and not n_hosts):
+        return 400, "invalid_host", f"the request has {n_hosts or 'no'} headers `host`", "one, with the server's name"
+    return None
 
 
 T = TypeVar("T")

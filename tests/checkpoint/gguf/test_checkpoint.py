@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.engine.engine import Engine
 from millrace.errors import CheckpointError
-from millrace.kernels.matmul.quantise import quantise_matrix
+from millrace.kernels.matmul.pack import quantise_matrix
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 from tests.support.engines import build, last_logits
 from tests.support.gguf_files import BLOCKY, write_gguf

@@ -7,17 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from millrace.checkpoint.config import ModelConfig, RopeConfig
+from millrace.checkpoint.config_keys import FAMILIES
 from millrace.checkpoint.config_reader import HEAD_SIZES, head_fits
 from millrace.checkpoint.gguf.reader import GgufFile, Value
 from millrace.errors import CheckpointError, nearest
 
-# general.architecture -> our family's class. Mistral's files say llama.
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-}
+# what general.architecture may be: families by their own names. Mistral's files say llama.
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma")
 _USED = frozenset(
     {
         "context_length",
@@ -132,7 +128,7 @@ def read_model(file: GgufFile, bos: int | None, eos: tuple[int, ...]) -> ModelCo
     capped = window is not None and window < context
     note = f"context capped at the model's sliding window of {window} tokens (the file promises {context})"
     return ModelConfig(
-        architecture=ARCHITECTURES[arch], family=arch, hidden_size=hidden_size,
+        architecture=FAMILIES[arch].architecture, family=arch, hidden_size=hidden_size,
         intermediate_size=keys.integer(f"{arch}.feed_forward_length"),
         n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
         head_dim=_head_dim(keys, arch, hidden_size, n_heads), vocab_size=_vocab_size(file, keys, arch),

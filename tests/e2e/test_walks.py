@@ -1,0 +1,74 @@
+"""The two walks of docs/architecture.md, walked: the files that really run on a request's way, and on a weight's."""
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import millrace
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.build import BuildOptions, plan_engine
+from millrace.compile.find import BUNDLED
+from millrace.compile.precision import precision_map
+from millrace.compile.source import Source
+from tests.e2e.live import live
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = str(Path(millrace.__file__).parent) + "/"
+MOST = {"request": 22, "weight": 12}
+
+
+def told(walk: str) -> list[str]:
+    """The files that the document lists under this heading."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, section = text.partition(f"## The way of a {walk}")
+    assert section, f"docs/architecture.md has no way of a {walk}"
+    return re.findall(r"^\d+\. `([\w/.]+\.py)`", section.partition("\n## ")[0], flags=re.MULTILINE)
+
+
+@contextmanager
+def walked() -> Iterator[set[str]]:
+    """The package's files of which a function is called meanwhile, in any thread."""
+    files: set[str] = set()
+    on = True
+
+    def seen(frame: FrameType, event: str, argument: Any) -> None:
+        if on and event == "call" and (name := frame.f_code.co_filename).startswith(PACKAGE):
+            files.add(name.removeprefix(PACKAGE))
+
+    threading.setprofile(seen)  # of threads that begin now
+    sys.setprofile(seen)
+    try:
+        yield files
+    finally:
+        on = False
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def test_the_way_of_a_request(tiny_engine: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 4, "stream": True, "seed": 1}
+    with walked() as files, live(tiny_engine) as server:
+        files.clear()
+        assert server.post("/v1/chat/completions", body).status_code == 200
+        server.wait_until_idle()
+        way = set(files)
+    listed = told("request")
+    ticking = {"serve/server.py"}  # uvicorn's clock
+    assert way - ticking == set(listed) and len(listed) == len(set(listed)) <= MOST["request"]
+
+
+def test_the_way_of_a_weight() -> None:
+    """A matrix in its checkpoint to its panels in a file; the rest of its way is decided before it is read."""
+    source = Source.from_checkpoint(Checkpoint.open(BUNDLED / "tiny"))
+    plan = plan_engine(source, BuildOptions(precision=precision_map("w4a8")))
+    listed = told("weight")
+    assert all((ROOT / "src" / "millrace" / file).is_file() for file in listed)
+    (packed,) = [p for p in plan.program.weights if "layers.0.mlp.down_proj" in p.name]
+    with walked() as files:
+        packed.pack()
+    assert files <= set(listed) and len(listed) == len(set(listed)) <= MOST["weight"]

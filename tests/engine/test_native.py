@@ -1,0 +1,240 @@
+"""Programs in the native core, as hostile engines, threads, forks and forgetful callers use them."""
+
+import copy
+import gc
+import json
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from millrace.engine.engine import Engine
+from millrace.engine.manifest import MANIFEST, Manifest, sealed
+from millrace.engine.native import ExecutionError, NativeNetwork
+from millrace.errors import ConfigError, EngineError, MillraceError, RequestError
+from tests.support.checkpoints import random_checkpoint
+from tests.support.engines import build, prompts_as_step
+from tests.support.networks import encoder, packed, texts
+
+Table = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return encoder(tmp_path_factory.mktemp("encoder") / "engine", "fp32")
+
+
+@pytest.fixture
+def loaded(engine: Engine) -> Iterator[NativeNetwork]:
+    network = engine.network(threads=2)
+    yield network
+    network.close()
+
+
+def resealed(folder: Path, out: Path, change: Callable[[Table], object]) -> Path:
+    """The same engine with another manifest, its checksum right where it is a manifest still."""
+    for file in folder.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    table = json.loads((folder / MANIFEST).read_bytes())
+    change(table)
+    data = json.dumps(table).encode()
+    with suppress(msgspec.ValidationError):
+        data = msgspec.json.encode(sealed(msgspec.json.decode(data, type=Manifest)))
+    (out / MANIFEST).write_bytes(data)
+    return out
+
+
+def named(table: Table, side: str, name: str) -> Table:
+    found: Table = next(s for s in table["cpu"][side] if s["name"] == name)
+    return found
+
+
+HOSTILE: dict[str, tuple[Callable[[Table], object], str]] = {
+    "lengths of another name": (lambda m: named(m, "inputs", "lengths").update(name="lengthz"), "works on sequences"),
+    "lengths nowhere": (lambda m: named(m, "inputs", "lengths").update(offset=None), "works on sequences"),
+    "an output nowhere": (lambda m: named(m, "outputs", "embeddings").update(offset=None), "embeddings has no place"),
+    "an output too large": (lambda m: named(m, "outputs", "embeddings").update(shape=["S", 2**20]), "ends at byte"),
+    "an output of 33 dimensions": (lambda m: named(m, "outputs", "embeddings").update(shape=["S"] + 32 * [1]), "32"),
+    "a symbol of no input": (
+        lambda m: m["symbols"].append({"name": "x", "low": 1, "usual": 1, "high": 1}), "without T and S"
+    ),
+    "lengths of numbers": (lambda m: named(m, "inputs", "lengths").update(shape=[8]), "no input tells: S"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_whatever_a_resealed_encoder_says(engine: Engine, name: str, tmp_path: Path) -> None:
+    change, says = HOSTILE[name]
+    with pytest.raises(EngineError, match=says):
+        Engine.open(resealed(engine.folder, tmp_path, change)).network(threads=1)
+
+
+def test_outputs_of_a_language_model_are_checked_too(tmp_path: Path) -> None:
+    model = build(random_checkpoint(tmp_path / "model", "llama", seed=1), tmp_path / "good", "bf16")
+    for i, change in enumerate(({"shape": ["R", 2**20]}, {"offset": None})):
+        (bad := tmp_path / str(i)).mkdir()
+        broken = resealed(model.folder, bad, lambda m, c=change: named(m, "outputs", "logits").update(c))  # type: ignore[misc]
+        with pytest.raises(EngineError, match=r"logits (has no place|ends at byte)"):
+            Engine.open(broken).executor(n_pages=4, threads=1)
+    executor = model.executor(n_pages=4, threads=1)
+    executor.run(prompts_as_step([[1, 2, 3]]))
+    assert executor.output("logits").shape == (1, model.manifest.vocab_size)
+    executor.close()
+    with pytest.raises(EngineError, match="closed"):
+        executor.run(prompts_as_step([[1, 2, 3]]))
+
+
+# ------------------------------------------------------------------ who uses it
+
+
+def test_threads_take_turns(loaded: NativeNetwork) -> None:
+    """Each gets its own answer, however their runs come between each other."""
+    inputs = [packed(texts((5, 70, 1))), packed(texts((300, 17, 64), seed=2))]
+    expected = [loaded.run(i)["embeddings"] for i in inputs]
+    wrong: list[object] = []
+
+    def use(mine: int) -> None:
+        for _ in range(40):
+            got = loaded.run(inputs[mine])["embeddings"]
+            if got.shape != expected[mine].shape or (got != expected[mine]).any():
+                wrong.append(got)
+
+    threads = [threading.Thread(target=use, args=(i,)) for i in (0, 1, 0, 1)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+USES: dict[str, Callable[[NativeNetwork], object]] = {
+    "run": lambda n: n.run(packed(texts((3,)))), "compute": lambda n: n.compute([1, 1]),
+    "activations": lambda n: n.activations(), "weights_checksum": lambda n: n.weights_checksum(),
+    "set_tactics": lambda n: n.set_tactics([]), "chosen_tactics": lambda n: n.chosen_tactics(),
+    "profile": lambda n: n.profile(True),
+}  # fmt: skip
+
+
+def test_every_use_after_close_is_told(loaded: NativeNetwork) -> None:
+    loaded.close()
+    loaded.close()
+    for name, use in USES.items():
+        with pytest.raises(EngineError, match="this engine is closed"):
+            raise AssertionError(f"{name} gave {use(loaded)}")
+    assert loaded.isa
+
+
+def test_close_waits_for_the_run_on_its_way(loaded: NativeNetwork) -> None:
+    inputs, begun, told = packed(texts((300, 100))), threading.Event(), []
+
+    def use() -> None:
+        try:
+            while True:
+                loaded.run(inputs)
+                begun.set()
+        except EngineError as error:
+            told.append(error.what)
+
+    user = threading.Thread(target=use)
+    user.start()
+    assert begun.wait(60)
+    loaded.close()
+    user.join(60)
+    assert told == ["this engine is closed"]
+
+
+def test_what_is_looked_at_stays(loaded: NativeNetwork) -> None:
+    loaded.run(packed(texts()))
+    before = n_threads()
+    view = loaded.activations()[64:]
+    held = view.tobytes()
+    loaded.close()
+    assert view.tobytes() == held and n_threads() == before
+    del view
+    assert n_threads() == before - 1
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_cannot_be_copied(loaded: NativeNetwork, way: Callable[[object], object]) -> None:
+    with pytest.raises(ConfigError, match="cannot be pickled or copied"):
+        way(loaded)
+
+
+def n_threads() -> int:
+    """Those of the native core included."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def test_who_forgets_close_loses_nothing(engine: Engine) -> None:
+    gc.collect()
+    before = n_threads()
+    for _ in range(3):
+        engine.network(threads=3).run(packed(texts((2, 3))))
+    assert n_threads() == before
+
+
+def test_an_error_that_is_kept_keeps_no_memory(engine: Engine) -> None:
+    before, loaded = n_threads(), engine.network(threads=2)
+    wrong = {**packed(texts((2, 3))), "lengths": np.array([9, 9], np.int32)}
+    with pytest.raises(ExecutionError) as error:
+        loaded.run(wrong)
+    loaded.close()
+    assert n_threads() == before and "length" in str(error.value)
+
+
+def test_a_forked_child_is_told(engine: Engine) -> None:
+    """Also where a thread of the parent was in the middle of a run; nothing of the parent's ends with it."""
+    loaded = engine.network(threads=2)
+    inputs = packed(texts((5, 70, 1)))
+    good = loaded.run(inputs)["embeddings"]
+    read, write = os.pipe()
+    with loaded._turn:
+        child = os.fork()
+    if child == 0:
+        said = "nothing"
+        try:
+            loaded.run(inputs)
+        except MillraceError as error:
+            said = str(error)
+        finally:
+            loaded.close()
+            del loaded
+            os.write(write, said.encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as words:
+        assert "before the process was forked" in words.read()
+    assert os.waitpid(child, 0)[1] == 0
+    assert (loaded.run(inputs)["embeddings"] == good).all()
+    loaded.close()
+
+
+# ------------------------------------------------------------------ what it is given
+
+
+@pytest.mark.parametrize("sizes", [[0, 1], [1], [1, 2, 3], [-1, 1], [2**31, 1], [2.7, 1.2], ["a", 1], None, 7])
+def test_sizes_are_whole_numbers_within_bounds(loaded: NativeNetwork, sizes: Any) -> None:
+    with pytest.raises(RequestError, match=r"whole numbers: T from 1 to 512, S from 1 to 8"):
+        loaded.compute(sizes)
+
+
+@pytest.mark.parametrize(
+    "inputs, says",
+    [
+        ({**packed(texts()), "tokens": [1, 2]}, r"tokens is of type list[\s\S]*numpy.array\(..., numpy.int32\)"),
+        ({**packed(texts()), "tokens": None}, "of type NoneType"),
+        ({**packed(texts()), "tokens": np.int32(3)}, "of type int32"),
+        (None, "the inputs are of type NoneType"),
+        ([1, 2], "the inputs are of type list"),
+    ],
+)
+def test_inputs_are_arrays_by_name(loaded: NativeNetwork, inputs: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        loaded.run(inputs)

@@ -1,0 +1,15 @@
+"""A family's names are told once, in `checkpoint/config_keys.py`; what else speaks of families knows the same ones."""
+
+from millrace.checkpoint.config_keys import FAMILIES
+from millrace.checkpoint.gguf.metadata import ARCHITECTURES
+from millrace.model import families
+
+
+def test_what_a_checkpoint_may_say_is_what_a_model_is_built_of() -> None:
+    assert {f.architecture for f in FAMILIES.values() if not f.is_encoder} == families.FAMILIES.keys()
+    assert {f.architecture for f in FAMILIES.values() if f.is_encoder} == families.ENCODERS.keys()
+    assert all(name == family.name for name, family in FAMILIES.items())
+
+
+def test_files_of_one_name_families_by_the_same_names() -> None:
+    assert set(ARCHITECTURES) <= FAMILIES.keys()
