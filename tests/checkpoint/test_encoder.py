@@ -101,6 +101,8 @@ OTHERS: list[tuple[str, object, list[str]]] = [
     ("modules.json", [1], ["module"]),
     ("modules.json", [{"type": "Transformer", "path": "../x"}], ["../x"]),
     ("modules.json", [{"type": "Transformer", "path": ".."}], ["module"]),
+    ("modules.json", [{"type": "Transformer", "path": "x" * 300}], ["module"]),
+    ("modules.json", [{"type": "Transformer", "path": "a\0b"}], ["module"]),
     ("modules.json", [{"type": "a.Transformer", "path": "0_T"}, {"type": "a.Pooling", "path": "1_Pooling"}], ["0_T"]),
     ("modules.json", [{"type": "Transformer", "path": ""}, {"type": "Dense", "path": "1"}], ["Dense"]),
     ("modules.json", [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "9_P"}], ["9_P"]),

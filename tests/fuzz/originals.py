@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from tests.support.vocabularies import save_byte_fallback
+from millrace.checkpoint.encoder import read_encoder
+from millrace.model.bert import BertSentences
+from tests.support.vocabularies import save_byte_fallback, save_word_pieces
 
 TRAINED, WIDTH, INNER, HEADS, KV_HEADS, SIZE, LAYERS = 320, 64, 96, 4, 2, 16, 1
 VOCABULARY = TRAINED + 2  # two are added, for chats
@@ -27,6 +29,23 @@ GENERATION = {
 }  # fmt: skip
 
 
+BERT = {
+    "architectures": ["BertModel"], "model_type": "bert", "vocab_size": VOCABULARY, "hidden_size": WIDTH,
+    "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "hidden_act": "gelu",
+    "max_position_embeddings": 64, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "dtype": "float32",
+    "position_embedding_type": "absolute", "hidden_dropout_prob": 0.1, "pad_token_id": 0,
+}  # fmt: skip
+SENTENCES: dict[str, object] = {
+    "modules.json": [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate([("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")])
+    ],
+    "1_Pooling/config.json": {"word_embedding_dimension": WIDTH, "pooling_mode_mean_tokens": True},
+    "sentence_bert_config.json": {"max_seq_length": 32, "do_lower_case": False},
+    "config_sentence_transformers.json": {"prompts": {"query": "query: "}, "default_prompt_name": None},
+}
+
+
 def tensors(width: int, inner: int, size: int) -> dict[str, "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]:
     rng, q, kv = np.random.default_rng(1), HEADS * size, KV_HEADS * size
     shapes: dict[str, tuple[int, ...]] = {
@@ -41,6 +60,18 @@ def tensors(width: int, inner: int, size: int) -> dict[str, "np.ndarray[tuple[in
         }  # fmt: skip
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     return {name: rng.standard_normal(shape, np.float32) * np.float32(0.1) for name, shape in shapes.items()}
+
+
+def write_encoder(folder: Path) -> Path:
+    """A BERT of one layer with a WordPiece tokenizer, as sentence-transformers keeps it."""
+    save_word_pieces(folder)
+    for name, value in {"config.json": BERT, **SENTENCES}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(value))
+    rng, shapes = np.random.default_rng(1), {n: p.shape for n, p in BertSentences(read_encoder(BERT)).parameters()}
+    arrays = {n: rng.standard_normal([int(str(d)) for d in shape]).astype(np.float32) for n, shape in shapes.items()}
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def write_checkpoint(folder: Path, width: int = WIDTH, inner: int = INNER, size: int = SIZE) -> Path:

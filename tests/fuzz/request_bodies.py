@@ -9,10 +9,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.checkpoint.generation import GenerationDefaults
+from millrace.runtime.embed import checked_ids, truncated, truncation
+from millrace.runtime.embedding import EncoderLimits
 from millrace.runtime.params import resolve
 from millrace.serve.completions import _prompts
-from millrace.serve.fields import chat_params, check_messages, completion_params, decode
-from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from millrace.serve.fields import chat_params, check_messages, completion_params, decode, texts_or_ids
+from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from millrace.serve.serving import Serving
 from millrace.serve.settings import ServerSettings
 from millrace.serve.tokens import detokenize, tokenize
@@ -36,12 +38,16 @@ BODIES: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
     (CompletionRequest, {**_SAMPLING, "prompt": "Once", "logprobs": 2, "best_of": 2}),
     (CompletionRequest, {**_SAMPLING, "prompt": [[1, 2, 3], [4]], "echo": True}),
     (CompletionRequest, {"model": "fake", "prompt": ["a", "b"]}),
+    (EmbeddingRequest, {"input": ["a", "b"], "encoding_format": "base64", "user": "me", "dimensions": 8}),
+    (EmbeddingRequest, {"input": [[1, 2], [3]], "truncate_prompt_tokens": -1, "add_special_tokens": False}),
     (TokenizeRequest, {"model": "fake", "messages": _MESSAGES, "add_generation_prompt": True}),
     (TokenizeRequest, {"model": "fake", "prompt": "Once", "return_token_strs": True}),
     (TokenizeRequest, {"prompt": "Once " * 200, "add_special_tokens": False}),
     (DetokenizeRequest, {"model": "fake", "tokens": [1, 2, 3]}),
     (DetokenizeRequest, {"tokens": [0, 699, 5] * 100}),
 ]  # fmt: skip
+
+_ENCODER = EncoderLimits(inputs=(), max_step_tokens=64, max_texts=8, max_context=64, vocab_size=400, width=8)
 
 
 class Endpoints:
@@ -62,6 +68,10 @@ class Endpoints:
         if isinstance(asked, ChatRequest):
             check_messages(asked.messages)
             resolve(chat_params(asked), GenerationDefaults(), limits, n_prompt=4)
+        elif isinstance(asked, EmbeddingRequest):
+            given, most = texts_or_ids(asked.input, "input"), truncation(asked.truncate_prompt_tokens, 64)
+            for ids in given:
+                checked_ids(truncated([5] if isinstance(ids, str) else ids, most or 64, (1, 1)), _ENCODER, "x", "input")
         elif isinstance(asked, CompletionRequest):
             _prompts(asked.prompt, completion_params(asked), self._serving)
             resolve(completion_params(asked), GenerationDefaults(), limits, n_prompt=4)

@@ -26,7 +26,7 @@ from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint
 from tests.fuzz.driver import Case
 from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
-from tests.fuzz.originals import write_checkpoint
+from tests.fuzz.originals import SENTENCES, write_checkpoint, write_encoder
 from tests.support.networks import encoder, packed, texts
 from tests.support.vocabularies import save_byte_level, save_sentencepiece
 
@@ -103,6 +103,27 @@ def config(folder: Path) -> Case:
             opened = Checkpoint.open(checkpoint)
             _use(opened.tokenizer)
             _ = opened.chat_template, opened.eos_token_ids
+            if name == "config.json":
+                plan_engine(Source.from_checkpoint(opened), BuildOptions(max_batch=2, max_step_tokens=16))
+        finally:
+            (checkpoint / name).write_bytes(goods[name])
+
+    return case
+
+
+def sentences(folder: Path) -> Case:
+    """config.json of an encoder, the files of sentence-transformers, a WordPiece tokenizer."""
+    checkpoint = write_encoder(folder / "good")
+    names = ("config.json", *SENTENCES, "tokenizer.json", "tokenizer_config.json")
+    goods = {name: (checkpoint / name).read_bytes() for name in names}
+
+    def case(rng: Random) -> None:
+        name = rng.choice(names)
+        try:
+            (checkpoint / name).write_bytes(json_bytes(rng, mutate_json(rng, json.loads(goods[name]))))
+            opened = Checkpoint.open(checkpoint)
+            opened.identity()
+            _use(opened.tokenizer)
             if name == "config.json":
                 plan_engine(Source.from_checkpoint(opened), BuildOptions(max_batch=2, max_step_tokens=16))
         finally:
@@ -234,4 +255,6 @@ def requests(folder: Path) -> Case:
     return case
 
 
-TARGETS = {f.__name__: f"{__name__}:{f.__name__}" for f in (safetensors, gguf, config, tokenizer, program, requests)}
+TARGETS = {
+    f.__name__: f"{__name__}:{f.__name__}" for f in (safetensors, gguf, config, sentences, tokenizer, program, requests)
+}

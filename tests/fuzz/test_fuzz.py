@@ -16,7 +16,15 @@ from tests.fuzz.originals import CONFIG
 from tests.fuzz.request_bodies import BODIES, Endpoints
 from tests.fuzz.targets import TARGETS
 
-CASES = {"safetensors": 300, "gguf": 300, "config": 300, "tokenizer": 300, "program": 300, "requests": 1000}
+CASES = {
+    "safetensors": 300,
+    "gguf": 300,
+    "config": 300,
+    "sentences": 300,
+    "tokenizer": 300,
+    "program": 300,
+    "requests": 1000,
+}
 
 
 @pytest.mark.parametrize("name", TARGETS)

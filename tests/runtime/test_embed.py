@@ -1,16 +1,21 @@
 """Embeddings from checkpoint to vector: against transformers, of any batch, from several threads, and mistakes."""
 
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from millrace import LLM
+from millrace.compile.builder import build_engine
+from millrace.compile.settings import BuildSettings
+from millrace.engine.manifest import Manifest, sealed
 from millrace.engine.native import ExecutionError
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError, ConfigError, EngineError, MillraceError, RequestError
@@ -175,6 +180,36 @@ def test_closed_and_forgotten(folder: Path) -> None:
     llm.close()
     with pytest.raises(RequestError, match="closed"):
         llm.embed("a")
+
+
+SLOT = {"name": "embeddings", "dtype": "f32", "offset": 0}
+HOSTILE: list[dict[str, Any]] = [
+    {"vocab_size": 10**9}, {"vocab_size": 0}, {"max_context": 10**6}, {"max_context": 0},
+    {"symbols": [{"name": n, "low": 1, "usual": 1, "high": 2**31 - 1} for n in "TS"]},
+    {"symbols": [{"name": n, "low": 1, "usual": 1, "high": 9} for n in "ST"]},
+    {"symbols": [{"name": n, "low": 1, "usual": 1, "high": 1} for n in "TS"]},
+    {"outputs": []}, {"outputs": [{**SLOT, "shape": ["S"]}]}, {"outputs": [{**SLOT, "shape": ["S", "T"]}]},
+    {"outputs": [{**SLOT, "shape": ["S", 2**31 - 1]}]}, {"outputs": [{**SLOT, "shape": ["S", 96], "dtype": "i32"}]},
+    {"outputs": [{**SLOT, "shape": ["S", 96], "offset": None}]}, {"inputs": []}, {"caches": []},
+    {"outputs": [{**SLOT, "shape": ["T", 96]}]}, {"outputs": [{**SLOT, "shape": [96, "S"]}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", HOSTILE, ids=lambda v: str(v)[:60])
+def test_a_changed_manifest_is_refused_or_gives_vectors(values: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    build_engine("encoder", folder, tmp_path / "e", BuildSettings(tune=0)).close()
+    raw = json.loads((tmp_path / "e" / "manifest.json").read_text())
+    for name, value in values.items():
+        (raw["cpu"] if name in raw["cpu"] else raw)[name] = value
+    whole = msgspec.json.encode(sealed(msgspec.convert(raw, Manifest)))
+    (tmp_path / "e" / "manifest.json").write_bytes(whole)
+    rng = np.random.default_rng(1)
+    for texts in (["the mill"], [rng.integers(0, 403, 130).tolist()], [[500]]):
+        try:
+            with LLM(tmp_path / "e") as llm:
+                assert np.isfinite(vectors(llm.embed(texts))).all()
+        except MillraceError as error:
+            assert len(str(error)) < 700
 
 
 # ------------------------------------------------------------------ the loop alone

@@ -47,7 +47,7 @@ def _client(name: str) -> Part:
     return Part(f"client-{name}", f"{name} against `millrace serve`", command, files=("tools/clients",))
 
 
-FUZZERS = ("safetensors", "gguf", "config", "tokenizer", "program", "requests")
+FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "requests")
 CLIENTS = (
     "openai", "litellm", "langchain", "llama-index", "instructor", "pydantic-ai", "smolagents", "openai-agents", "llm",
     "dspy", "aiperf", "guidellm", "lm-eval",

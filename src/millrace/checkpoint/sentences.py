@@ -42,6 +42,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("model_args", "tokenizer_args", "config_args", "processing_kwargs"), (None, {})),
     **dict.fromkeys(("model_kwargs", "processor_kwargs", "config_kwargs"), (None, {})),
 }  # fmt: skip
+_LONGEST_NAME = 60  # of a module's folder
 _AGAIN = "download the checkpoint again, or choose another encoder"
 
 
@@ -94,7 +95,8 @@ def _modules(path: Path) -> list[tuple[str, str]]:
     found = []
     for entry in raw if isinstance(raw, list) else [raw]:
         kind, where = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
-        beside = isinstance(where, str) and (not where or (Path(where).name == where and where != ".."))
+        named = isinstance(where, str) and len(where) <= _LONGEST_NAME and where.isprintable()
+        beside = named and (not where or (Path(str(where)).name == where and where != ".."))
         if not isinstance(kind, str) or not beside:
             shown = '{"type": its class, "path": a folder beside this file, or ""}'
             raise CheckpointError(f"{path} has the module {entry!r:.200}", shown, _AGAIN)

@@ -204,8 +204,10 @@ def read_manifest(folder: Path) -> Manifest:
     symbols = [s.name for s in manifest.symbols]
     if manifest.is_language_model and (symbols != ["T", "S", "R"] or not manifest.vocab_size):
         raise damaged(folder, f"{MANIFEST} is of a language model without T, S and R, or without a vocabulary")
-    if manifest.is_encoder and symbols != ["T", "S"]:
-        raise damaged(folder, f"{MANIFEST} is of an encoder without T and S")
+    vectors = [slot.shape for slot in manifest.cpu.outputs if slot.name in ENCODER.outputs]
+    shaped = all(len(shape) == 2 and shape[0] == "S" and isinstance(shape[1], int) for shape in vectors)
+    if manifest.is_encoder and (symbols != ["T", "S"] or not shaped):
+        raise damaged(folder, f"{MANIFEST} is of an encoder without T and S, or whose vectors are not [S, width]")
     names = {s.name for s in manifest.symbols}
     for slot in (*manifest.cpu.inputs, *manifest.cpu.outputs):
         if not names.issuperset(d for d in slot.shape if isinstance(d, str)):
