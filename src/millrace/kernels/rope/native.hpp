@@ -78,9 +78,16 @@ inline void rotate_heads(float* x, const RopeArgs& a, int heads, int64_t row) {
   for (int h = 0; h < heads; ++h) rotate(x + h * a.head_dim, a.table + static_cast<int64_t>(position) * a.head_dim, a.head_dim);
 }
 
+// Rows of a task. Keys of neighbouring tokens share their cache lines, which workers should not write at the same time.
+inline int64_t rope_rows(int64_t rows, int n_workers) {
+  const int64_t fair = rows / (4 * n_workers);
+  return fair < 16 ? 4 : up(fair, 16);
+}
+
 inline void rope(const RopeArgs& a, StepContext& c) {
   const Cache* cache = a.layer < 0 ? nullptr : &c.caches[a.cache];
-  for (Chunk t(c, c.sizes[a.rows], 4); t.next();)
+  const int64_t n_rows = c.sizes[a.rows];
+  for (Chunk t(c, n_rows, rope_rows(n_rows, c.n_workers)); t.next();)
     for (int64_t row = t.begin; row < t.end; ++row) {
       if (a.table && a.q) rotate_heads(a.q + row * a.q_stride, a, a.heads, row);
       if (a.table && a.k) rotate_heads(a.k + row * a.k_stride, a, a.kv_heads, row);
