@@ -6,6 +6,7 @@ from pathlib import Path
 from millrace.engine.hold import Hold, hold
 from millrace.engine.kv import PAGE_TOKENS, CacheSpec, page_bytes
 from millrace.engine.manifest import (
+    MANIFEST,
     PROGRAM,
     WEIGHTS,
     Manifest,
@@ -21,6 +22,8 @@ from millrace.engine.tactics import damaged_tactics, read_tables, table_for
 from millrace.errors import CheckpointError, EngineError
 from millrace.graph.types import Symbol
 from millrace.machine.cpu import fingerprint
+
+CALL_BYTES = 4  # of a program, at least: the kernel's number
 
 
 def _slot(entry: SlotEntry) -> Slot:
@@ -112,8 +115,11 @@ class Engine:
     def _program(self) -> NativeProgram:
         m = self.manifest
         symbols = {Symbol(s.name): s.high for s in m.symbols}
+        calls = (self.folder / PROGRAM).read_bytes()
+        if m.cpu.n_calls > len(calls) // CALL_BYTES:
+            raise damaged(self.folder, f"{MANIFEST} tells of {m.cpu.n_calls} calls, in {len(calls)} bytes of {PROGRAM}")
         return NativeProgram(
-            calls=(self.folder / PROGRAM).read_bytes(), n_calls=m.cpu.n_calls, weights=self.folder / WEIGHTS,
+            calls=calls, n_calls=m.cpu.n_calls, weights=self.folder / WEIGHTS,
             weights_bytes=m.cpu.weights_bytes, activation_bytes=m.cpu.activation_bytes, symbols=symbols,
             inputs=tuple(map(_slot, m.cpu.inputs)), outputs=tuple(map(_slot, m.cpu.outputs)), caches=self.caches,
             max_context=m.max_context, vocab_size=m.vocab_size if m.is_language_model else 0,
