@@ -22,6 +22,7 @@ from millrace.runtime import service
 from millrace.runtime.embed import OpenedEncoder, embed, open_encoder
 from millrace.runtime.embedding import EncoderLimits, EncoderLoop
 from millrace.runtime.open import RunSettings
+from millrace.serve import embeddings as serve_embeddings
 from millrace.serve.embeddings import MAX_INPUTS, EncoderModel
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import post, until
@@ -242,13 +243,41 @@ def test_a_client_that_goes_away_takes_its_texts_along(tokenizer: Tokenizer) -> 
         assert post(server.url, "/v1/embeddings", BODY).status_code == 200
 
 
-def test_too_many_texts_that_wait_are_told_to_come_back(tokenizer: Tokenizer) -> None:
-    with slow(tokenizer, max_queued=10) as (network, loop, server), ThreadPoolExecutor(1) as pool:
+def test_a_request_of_many_texts_keeps_nobody_out(tokenizer: Tokenizer) -> None:
+    with slow(tokenizer, max_queued=10) as (network, loop, server), ThreadPoolExecutor(2) as pool:
+        many = pool.submit(post, server.url, "/v1/embeddings", BODY)
+        until(lambda: loop.stats().waiting == 12)
+        one = pool.submit(post, server.url, "/v1/embeddings", {"input": "a"})
+        until(lambda: loop.stats().requests == 2)
+        network.go.release(2)  # the step that was running, and the next
+        assert one.result().status_code == 200 and not many.done()
+        network.go.release(10)
+        assert many.result().status_code == 200
+
+
+def test_too_many_tokens_that_wait_keep_out_large_requests(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_embeddings, "MAX_WAITING_TOKENS", 10)
+    monkeypatch.setattr(serve_embeddings, "SMALL_TOKENS", 8)
+    with slow(tokenizer) as (network, loop, server), ThreadPoolExecutor(2) as pool:
+        first = pool.submit(post, server.url, "/v1/embeddings", BODY)
+        until(lambda: loop.stats().waiting == 12)
+        reply = post(server.url, "/v1/embeddings", BODY)
+        assert reply.status_code == 429 and "tokens are waiting" in reply.json()["error"]["message"]
+        small = pool.submit(post, server.url, "/v1/embeddings", {"input": "a"})
+        until(lambda: loop.stats().requests == 2)
+        network.go.release(20)
+        assert first.result().status_code == small.result().status_code == 200
+
+
+def test_too_many_requests_that_wait_are_told_to_come_back(tokenizer: Tokenizer) -> None:
+    with slow(tokenizer, max_queued=1) as (network, loop, server), ThreadPoolExecutor(1) as pool:
         first = pool.submit(post, server.url, "/v1/embeddings", BODY)
         until(lambda: loop.stats().waiting == 12)
         reply = post(server.url, "/v1/embeddings", {"input": "a"})
         assert reply.status_code == 429 and int(reply.headers["retry-after"]) >= 1
-        assert "12 texts are waiting" in reply.json()["error"]["message"]
+        assert "1 requests are waiting" in reply.json()["error"]["message"]
         network.go.release(3)
         assert first.result().status_code == 200
 

@@ -9,7 +9,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
@@ -20,10 +20,13 @@ import openai
 import pytest
 
 from millrace.engine.executor import StepInputs
-from millrace.runtime.params import FinishReason
+from millrace.runtime.params import FinishReason, TokenLogprobs
 from millrace.runtime.service import ServiceOptions
 from millrace.serve import routes
 from millrace.serve.fields import take_ignored
+from millrace.serve.logprobs import OffsetLogprobs
+from millrace.serve.replies import CompletionLogprobs
+from millrace.serve.serving import LARGE_STEP
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits
 from tests.serve.support import MODEL, VOCABULARY, Fake, http_requests, post, running, tokenizer, until
@@ -278,3 +281,21 @@ def test_what_was_rendered_is_let_go_of(path: str, stream: bool, monkeypatch: py
         finally:
             seen.set()
         assert reply.result().status_code == 200
+
+
+def test_the_names_of_a_large_echo_are_written_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 choices, each told of 21 tokens at every place of the prompt: in pieces, and not where others are served."""
+    told: list[tuple[int, bool]] = []
+    take = OffsetLogprobs.take
+    with running() as server:
+
+        def taken(self: OffsetLogprobs, tokens: Sequence[TokenLogprobs], with_top: bool) -> CompletionLogprobs:
+            told.append((sum(1 + len(t.top) for t in tokens), threading.current_thread() is server.thread))
+            return take(self, tokens, with_top)
+
+        monkeypatch.setattr(OffsetLogprobs, "take", taken)
+        body = {"prompt": [5] * 100, "echo": True, "logprobs": 20, "max_tokens": 0, "n": 8, "stream": True}
+        reply = post(server.url, "/v1/completions", body)
+    assert reply.status_code == 200 and sum(n for n, _ in told) == 8 * 99 * 21
+    assert not [n for n, on_loop in told if on_loop and n > LARGE_STEP]
+    assert sum(n for n, on_loop in told if not on_loop) > sum(n for n, on_loop in told if on_loop)

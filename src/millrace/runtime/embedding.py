@@ -63,8 +63,9 @@ class EmbeddingJob:
 
 @dataclass(frozen=True, slots=True)
 class EncoderStats:
-    """`waiting`: texts whose step has not begun; `idle`: none is there at all."""
+    """`requests`: with such texts; `waiting`: texts whose step has not begun; `idle`: none is there at all."""
 
+    requests: int
     waiting: int
     waiting_tokens: int
     steps_total: int
@@ -128,7 +129,8 @@ class EncoderLoop:
         """A snapshot, cheap enough for every request."""
         with self._changed:
             return EncoderStats(
-                waiting=self._waiting, waiting_tokens=self._waiting_tokens, steps_total=self._steps,
+                requests=len(self._jobs), waiting=self._waiting, waiting_tokens=self._waiting_tokens,
+                steps_total=self._steps,
                 texts_total=self._texts, tokens_total=self._tokens, busy_s=self._busy_s,
                 last_step_s=self._clock() - self._progress_s,
                 idle=not self._jobs and not self._step, healthy=not self._dead_because,

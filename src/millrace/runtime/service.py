@@ -21,7 +21,7 @@ from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.request import Request, StopTables
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
-MAX_AT_ONCE = 512  # deltas that a reader gets in one go: who was slow must not hold up the others when it reads again
+MAX_AT_ONCE = 512  # tokens that a reader gets in one go: who was slow must not hold up the others when it reads again
 STOP_S = 5.0  # for the step in progress, at the end
 SWITCH_INTERVAL_S = 0.0005  # the engine thread gets the interpreter back quickly after each native call
 
@@ -132,7 +132,9 @@ class RequestHandle:
                 await self._wakeup
             finally:
                 self._wakeup = None
-        deltas = [self._buffer.popleft() for _ in range(min(len(self._buffer), MAX_AT_ONCE))]
+        deltas, n_tokens = [self._buffer.popleft()], 0
+        while self._buffer and (n_tokens := n_tokens + max(1, deltas[-1].n_tokens)) < MAX_AT_ONCE:
+            deltas.append(self._buffer.popleft())
         self._undelivered_tokens -= sum(d.n_tokens for d in deltas)
         return deltas
 

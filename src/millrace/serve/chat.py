@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Literal, cast
 
 import msgspec
@@ -100,13 +101,17 @@ class _Answer:
         first.millrace = self._generation.asked
         head = events([first])  # goes out with the first token: whoever takes the first event for it is not misled
         async for deltas in self._generation:
-            choices = [self._choice(delta) for delta in deltas if _says_something(delta)]
-            yield head + events(self._chunk([choice], usage) for choice in choices)
+            is_much = self._generation.is_much(deltas)
+            yield head + await self._serving.written(is_much, partial(self._block, deltas, usage))
             head = b""
         if usage.at_end:
             last = ChatChunk(self._id, self._created, self._model, self._serving.fingerprint, [])
             last.usage = self._generation.usage
             yield events([last])
+
+    def _block(self, deltas: list[Delta], usage: StreamUsage) -> bytes:
+        choices = [self._choice(delta) for delta in deltas if _says_something(delta)]
+        return events(self._chunk([choice], usage) for choice in choices)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: StreamUsage) -> ChatChunk:
         chunk = ChatChunk(self._id, self._created, self._model, self._serving.fingerprint, choices)

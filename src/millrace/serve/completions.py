@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import msgspec
 from starlette.responses import Response
@@ -106,15 +107,21 @@ class _Answer:
                 echoed[choice].logprobs = piece
             head, asked = self._events([echoed], usage, asked), None
         async for deltas in self._generation:
-            choices = [choice for delta in deltas for choice in self._choices(delta)]
-            block = [[choice] for choice in choices if choice.text or choice.logprobs or choice.finish_reason]
+            block = await self._serving.written(
+                self._generation.is_much(deltas), partial(self._block, deltas, usage, asked)
+            )
             if block:
-                yield head + self._events(block, usage, asked)
+                yield head + block
                 head, asked = b"", None
         if usage.at_end:
             last = self._reply([])
             last.usage = self._usage
             yield events([last])
+
+    def _block(self, deltas: list[Delta], usage: StreamUsage, asked: Asked | None) -> bytes:
+        choices = [choice for delta in deltas for choice in self._choices(delta)]
+        said = [[choice] for choice in choices if choice.text or choice.logprobs or choice.finish_reason]
+        return self._events(said, usage, asked) if said else b""
 
     def _events(self, blocks: list[list[CompletionChoice]], usage: StreamUsage, asked: Asked | None) -> bytes:
         replies = [self._reply(choices) for choices in blocks]

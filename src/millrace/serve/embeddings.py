@@ -29,6 +29,8 @@ from millrace.serve.text import Texts
 from millrace.serve.wire import Call
 
 MAX_INPUTS = 2048  # OpenAI's
+MAX_WAITING_TOKENS = 4 * 2**20  # of all requests; who asks for no more than SMALL_TOKENS is let in beside them
+SMALL_TOKENS = 16 * 2**10
 FLOAT_BYTES = 24  # of a number in JSON, with its comma, at most
 FORMATS = ("float", "base64")
 
@@ -40,7 +42,7 @@ class EncoderModel(ServedModel):
     loop: EncoderLoop
     tokenizer: Tokenizer
     tokenizer_folder: Path | None = None  # where a process for long texts finds it; None: they go to a thread
-    max_queued: int = ServiceOptions().max_queued  # texts that may wait when a request comes; it may add MAX_INPUTS
+    max_queued: int = ServiceOptions().max_queued  # requests that may wait, of MAX_INPUTS texts each
 
     def backend(self, serving: Serving) -> "EncoderBackend":
         return EncoderBackend(self, serving)
@@ -73,9 +75,15 @@ class EncoderBackend(Backend):
         stats = self.pulse()
         if self._draining:
             raise BusyError("the server is shutting down", "a server that takes requests", "try again", 5.0)
-        if stats.waiting >= self.model.max_queued:
-            most = f"less than {self.model.max_queued}"
-            raise BusyError(f"{stats.waiting} texts are waiting", most, "come back later", _retry_after_s(stats))
+        n_tokens, most = sum(map(len, texts)), self.model.max_queued
+        if stats.requests >= most:
+            what, expected = f"{stats.requests} requests are waiting", f"less than {most}"
+        elif n_tokens > SMALL_TOKENS and stats.waiting_tokens + n_tokens > MAX_WAITING_TOKENS and stats.requests:
+            what, expected = f"{stats.waiting_tokens} tokens are waiting", f"at most {MAX_WAITING_TOKENS} with these"
+        else:
+            what = expected = ""
+        if what:
+            raise BusyError(what, expected, "come back later", _retry_after_s(stats))
         job = self.model.loop.submit(texts)
         self._n_running += 1
         self._all_done.clear()

@@ -108,10 +108,13 @@ class Generation:
             return n_bytes
 
         async for deltas in self:
-            n_top = self.params.logprobs
-            n_named = 0 if n_top is None else sum(delta.n_tokens for delta in deltas) * (1 + n_top)
-            self._held.add(await serving.written(n_named > LARGE_STEP, partial(take, deltas)))
+            self._held.add(await serving.written(self.is_much(deltas), partial(take, deltas)))
         return choices
+
+    def is_much(self, deltas: list[Delta]) -> bool:
+        """Naming their tokens takes more than about a millisecond."""
+        n_top = self.params.logprobs
+        return n_top is not None and sum(delta.n_tokens for delta in deltas) * (1 + n_top) > LARGE_STEP
 
     async def __aenter__(self) -> "Generation":
         return self
