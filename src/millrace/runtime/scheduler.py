@@ -292,7 +292,7 @@ class Scheduler:
     def _n_shareable(self, seq: Sequence) -> int:
         """Full pages of the prompt without its last token, which must be computed to draw the next one; for a prompt
         that is scored, as far as it was."""
-        n_tokens = seq.n_prompt if seq.index else min(seq.request.n_scored, seq.n_prompt)
+        n_tokens = seq.n_prompt if seq.index else seq.request.n_scored
         return (n_tokens - 1) // self.limits.page_tokens
 
     def _shared_prompt(self, seq: Sequence) -> Pages | None:

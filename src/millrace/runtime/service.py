@@ -40,6 +40,15 @@ def quick_switches() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
+async def happens(event: asyncio.Event, within_s: float) -> bool:
+    """Whether it is set in that time."""
+    try:
+        await asyncio.wait_for(event.wait(), within_s)
+    except TimeoutError:
+        return False
+    return True
+
+
 async def ends(stop: Callable[[], None]) -> bool:
     """Runs `stop`, which waits for an engine's step, beside the event loop; False: it did not end within STOP_S."""
     aio, stopped = asyncio.get_running_loop(), asyncio.Event()
@@ -53,12 +62,9 @@ async def ends(stop: Callable[[], None]) -> bool:
 
     # no thread of a pool: those are joined when the interpreter ends
     threading.Thread(target=run, name="millrace-stop", daemon=True).start()
-    try:
-        await asyncio.wait_for(stopped.wait(), STOP_S)
-    except TimeoutError:
+    if not (ended := await happens(stopped, STOP_S)):
         log.critical("the engine's step did not end within %g s; it is left behind", STOP_S)
-        return False
-    return True
+    return ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,11 +240,7 @@ class AsyncEngine:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and let the accepted ones finish; False when some had not within `timeout_s`."""
         self._draining = True
-        try:
-            await asyncio.wait_for(self._all_done.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return await happens(self._all_done, timeout_s)
 
     async def close(self) -> None:
         """Abort what is left and stop the engine thread. The executor stays open: its owner closes it.

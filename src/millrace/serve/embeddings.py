@@ -18,7 +18,7 @@ from millrace.engine.texts import Ids
 from millrace.errors import BusyError, MillraceError, RequestError
 from millrace.runtime.embed import checked_ids, special_around, truncated, truncation
 from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors
-from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
+from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends, happens
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.fields import texts_or_ids
 from millrace.serve.metrics import counter, gauge
@@ -123,11 +123,7 @@ class EncoderBackend(Backend):
 
     async def drain(self, timeout_s: float) -> bool:
         self._draining = True
-        try:
-            await asyncio.wait_for(self._all_done.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return await happens(self._all_done, timeout_s)
 
     async def abort(self) -> None:
         self._draining = True

@@ -194,14 +194,15 @@ def decode_metrics(model: str, bound_s: float, step_s: float | None) -> Iterator
 
 def gauge(model: str, name: str, help_text: str, value: float) -> Metric:
     """One model's own; `_Models` puts those of several into one family."""
-    family = GaugeMetricFamily(name, help_text, labels=LABELS)
-    family.add_metric((model,), float(value))
-    return family
+    return _with_value(GaugeMetricFamily(name, help_text, labels=LABELS), model, value)
 
 
 def counter(model: str, name: str, help_text: str, value: float) -> Metric:
     """As `gauge`, of what only grows."""
-    family = CounterMetricFamily(name, help_text, labels=LABELS)
+    return _with_value(CounterMetricFamily(name, help_text, labels=LABELS), model, value)
+
+
+def _with_value(family: GaugeMetricFamily | CounterMetricFamily, model: str, value: float) -> Metric:
     family.add_metric((model,), float(value))
     return family
 
