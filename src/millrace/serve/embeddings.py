@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError, MillraceError, RequestError
-from millrace.runtime.embed import checked_ids, special_around, truncated, truncation
+from millrace.runtime.embed import checked_ids, truncated, truncation
 from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors
 from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends, happens
 from millrace.serve.backend import Backend, ServedModel
@@ -61,7 +61,6 @@ class EncoderBackend(Backend):
         self.texts = Texts(
             model.tokenizer, None, serving.settings.max_preparing, model.max_context, model.tokenizer_folder
         )
-        self.around = special_around(model.tokenizer)
         self._stuck = self._draining = False
         self._n_running = 0  # requests
         self._all_done = asyncio.Event()
@@ -194,10 +193,12 @@ async def _token_ids(serving: EncoderBackend, asked: EmbeddingRequest) -> list[I
     texts = [text for text in given if isinstance(text, str)]
     found = await serving.texts.encode(texts, special) if texts else [ids for ids in given if isinstance(ids, list)]
 
+    around = serving.model.tokenizer.special_around if texts and special else (0, 0)
+
     def checked() -> list[Ids]:
         kept: list[Ids] = []
         for i, ids in enumerate(found):
-            cut = ids if most is None else truncated(ids, most, serving.around if texts and special else (0, 0))
+            cut = ids if most is None else truncated(ids, most, around)
             kept.append(checked_ids(cut, limits, f"input {i}" if len(found) > 1 else "the input", "input"))
         return kept
 
