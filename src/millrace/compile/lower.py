@@ -13,19 +13,21 @@ from millrace.kernels.declare import MAX_INPUTS, Space
 from millrace.kernels.encode import Param
 from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import up
-from millrace.kernels.precision import Precision
+from millrace.kernels.precision import BF16_BY_TILES, Precision
 from millrace.kernels.storage import DENSE, storage_of
 
 
 class Lowering(Placement):
     """One use: `Lowering(graph, bounds, ...).program()`.
 
-    table: "f32" or "bf16", of embedding tables
+    table: "f32" or "bf16", of embedding tables. tiles: products of bfloat16 are summed as the tiles of AMX do it
     """
 
-    def __init__(self, graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str) -> None:
+    def __init__(
+        self, graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str, tiles: bool = False
+    ) -> None:
         super().__init__(graph, bounds, kv_format)
-        self._table = table
+        self._table, self._tiles = table, tiles
 
     def program(self) -> Program:
         rules: dict[str, Callable[[Node], None]] = {
@@ -78,7 +80,7 @@ class Lowering(Placement):
         view = self._views[x]
         assert isinstance(precision, Precision)
         weights = precision.weights
-        gated = node.op == "gated_linear"
+        gated, tiles = node.op == "gated_linear", self._tiles and precision == Precision.BF16
         group = view.storage.group
         width, k = node.output.width, x.width
         code: list[int] = []
@@ -88,7 +90,7 @@ class Lowering(Placement):
         params: dict[str, Param] = {
             "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": k, "group": group,
             "format": view.storage.format, "weights": weights, "x_stride": view.stride_bytes, "y_stride": width,
-            "gated": int(gated), "code": code, "imm": numbers,
+            "gated": int(gated), "tiles": int(tiles), "code": code, "imm": numbers,
         }  # fmt: skip
         pair = node.inputs[1:3] if gated else node.inputs[1:2]
         name = f"{weights.name.lower()}{f'g{group}' if group else ''}"
@@ -102,7 +104,7 @@ class Lowering(Placement):
         if node.attrs.get("residual"):
             operands["residual"] = self._dense(node.inputs[-1], node)
         operands["y"] = self._new(node.output, node.origin[0] if node.origin else "linear")
-        self._add("matmul", operands, params, node, str(precision))
+        self._add("matmul", operands, params, node, BF16_BY_TILES if tiles else str(precision))
 
     def _rescore(self, node: Node) -> None:
         logits, x, w = node.inputs
