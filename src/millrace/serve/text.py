@@ -307,9 +307,6 @@ class TextBackend(Backend):
         if clock is not None:
             yield from decode_metrics(self.model.name, clock.bound_s(stats), clock.budget.step_s)
 
-    async def drain(self, timeout_s: float) -> bool:
-        return await self.model.engine.drain(timeout_s)
-
     async def abort(self) -> None:
         await self.model.engine.close()
         self.texts.close()
