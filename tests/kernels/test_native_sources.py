@@ -12,10 +12,8 @@ import pytest
 from millrace.engine.executor import SAMPLING
 from millrace.engine.native import TACTIC
 from millrace.errors import MachineError
-from millrace.graph.ops import MAX_HEAD as GRAPH_MAX_HEAD
 from millrace.kernels import codegen
 from millrace.kernels.catalogue import kernels
-from millrace.kernels.declare import MAX_HEAD
 from millrace.kernels.expression import OPERATIONS
 from millrace.kernels.layout import byte_row_bytes, matrix_bytes, padded_k, row_bytes
 from millrace.kernels.library import INTERFACE, CacheArgs, CreateArgs, StepArgs, library
@@ -121,11 +119,6 @@ def test_a_kernel_includes_what_it_uses(kernel: str, tmp_path: Path) -> None:
     command = ["g++", "-std=c++20", "-fsyntax-only", "-DMILLRACE_ISA=scalar", *includes, str(tmp_path / "alone.cpp")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_heads_are_bounded_alike() -> None:
-    """graph/ comes before kernels/ and cannot ask there."""
-    assert GRAPH_MAX_HEAD == MAX_HEAD
 
 
 def test_operations_are_numbered_alike() -> None:

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from millrace.engine.native import NativeNetwork, NativeProgram
 from millrace.graph.types import Symbol
 from millrace.kernels.catalogue import numbered
-from millrace.kernels.declare import Space
-from millrace.kernels.encode import Param, Ref, encode, operand_bytes
+from millrace.kernels.declare import Param, Space
+from millrace.kernels.encode import Ref, encode, operand_bytes
 from millrace.kernels.layout import up
 
 GUARD = 0xA5  # bytes between operands: nothing may be written there

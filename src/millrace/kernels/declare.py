@@ -9,6 +9,7 @@ most(symbol), which is the bound of a dimension that only a run knows, and the f
 native/layout.hpp. Parameters that begin with `rows` number the program's symbols.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -44,6 +45,9 @@ class Operand:
     access: str  # "in", "out", "inout", "weight", or with a "?" behind it where it may be absent
     size: str  # bytes, as an expression
     ctype: str = "float"
+
+
+Param = int | float | Sequence[int] | Sequence[float]  # what a call gives for a parameter
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace.kernels.catalogue import numbered
-from millrace.kernels.declare import Space
+from millrace.kernels.declare import Param, Space
 from millrace.kernels.layout import byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, up
 
 _FUNCTIONS = {f.__name__: f for f in (byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, up)}
-
-Param = int | float | Sequence[int] | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
