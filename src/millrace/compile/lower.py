@@ -4,7 +4,7 @@ from millrace.compile.placement import Placement
 from millrace.compile.program import Program
 from millrace.errors import GraphError
 from millrace.graph.types import Value
-from millrace.kernels.operator import runnable
+from millrace.kernels.operators import runnable
 from millrace.kernels.places import View
 from millrace.kernels.storage import DENSE
 

@@ -14,7 +14,7 @@ from millrace.graph.types import Graph, Node, Symbol, Value
 from millrace.kernels.declare import MAX_CACHES, MAX_SYMBOLS, Param, Space
 from millrace.kernels.elementwise.op import expression_params
 from millrace.kernels.layout import row_bytes, up
-from millrace.kernels.operator import Writer
+from millrace.kernels.operators import Writer
 from millrace.kernels.places import Operands, Packed, Place, View, pack_array
 from millrace.kernels.storage import DENSE, Storage
 
@@ -92,7 +92,7 @@ class Placement(Writer):
         self._lives.append(_Life(name, nbytes, len(self._calls), len(self._calls)))
         return len(self._lives) - 1
 
-    # --- what an operator's lowering asks for (kernels/operator.py)
+    # --- what an operator's lowering asks for (kernels/operators.py)
 
     def view(self, value: Value) -> View:
         return self._views[value]

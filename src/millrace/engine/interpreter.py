@@ -16,7 +16,7 @@ from millrace.kernels.arrays import Array, IntArray
 from millrace.kernels.attention.ref import to_int8, to_int16
 from millrace.kernels.convert.ref import to_bf16, to_q8
 from millrace.kernels.declare import RowFormat
-from millrace.kernels.operator import Held, Rows, Values, runnable
+from millrace.kernels.operators import Held, Rows, Values, runnable
 from millrace.kernels.storage import storage_of
 
 PageTables = Sequence[IntArray]  # of each sequence, its pages in order
@@ -57,7 +57,7 @@ class Interpreter(Values):
         """All keys and values."""
         self._pages.clear()
 
-    # --- what an operator's reference asks for (kernels/operator.py)
+    # --- what an operator's reference asks for (kernels/operators.py)
 
     def held(self, value: Value) -> Held:
         return self._values[value]

@@ -6,7 +6,7 @@ from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepO
 from millrace.engine.interpreter import Interpreter
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
 from millrace.graph.types import Graph
-from millrace.kernels.operator import Rows
+from millrace.kernels.operators import Rows
 from millrace.kernels.sample.ref import draw, penalised, probabilities, uniform
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from millrace.kernels.declare import Kernel
 
 if TYPE_CHECKING:
-    from millrace.kernels.operator import Runnable
+    from millrace.kernels.operators import Runnable
 
 
 def found(file: str) -> list[tuple[str, ModuleType]]:

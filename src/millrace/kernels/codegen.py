@@ -1,13 +1,12 @@
 """Writes the C++ side of the kernels' declarations: argument structs, a decoder that checks every offset, their list.
 
-Run by CMake: `python -S codegen.py FOLDER native/millrace.h`. Standard library only.
+Run by CMake: `python -S -m millrace.kernels.codegen FOLDER native/millrace.h`. Standard library only.
 """
 
 import hashlib
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the tree that is built; -S keeps an installed package out
 from millrace.kernels.catalogue import declarations_digest, kernels
 from millrace.kernels.declare import MAX_CACHES, MAX_HEAD, MAX_KNOBS, MAX_SYMBOLS, Kernel, Operand
 

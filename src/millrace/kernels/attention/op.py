@@ -7,7 +7,7 @@ from millrace.graph.rules import check_positions, illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, find
 from millrace.kernels.attention.ref import attention
 from millrace.kernels.declare import MAX_HEAD
-from millrace.kernels.operator import Held, Params, Runnable, Values, Writer, number, size, whole
+from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, number, size, whole
 from millrace.kernels.places import Operands, View
 from millrace.kernels.rope.op import rotated
 

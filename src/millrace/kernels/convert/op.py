@@ -2,7 +2,7 @@
 
 from millrace.graph.rules import same_shape
 from millrace.graph.types import Node
-from millrace.kernels.operator import Held, Params, Runnable, Values, Writer
+from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
 from millrace.kernels.places import View
 from millrace.kernels.storage import storage_of
 

@@ -7,7 +7,7 @@ from millrace.graph.trees import as_tree, evaluate
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.declare import MAX_INPUTS
 from millrace.kernels.expression import compile_tree
-from millrace.kernels.operator import Held, Params, Runnable, Values, Writer
+from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
 from millrace.kernels.places import Place, View
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from millrace.graph.rules import illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
 from millrace.kernels.convert.ref import to_bf16
-from millrace.kernels.operator import Held, Runnable, Values, Writer, number, size
+from millrace.kernels.operators import Held, Runnable, Values, Writer, number, size
 from millrace.kernels.places import pack_array
 
 _DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}

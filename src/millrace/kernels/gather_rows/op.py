@@ -2,7 +2,7 @@
 
 from millrace.graph.rules import illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
-from millrace.kernels.operator import Held, Runnable, Values, Writer
+from millrace.kernels.operators import Held, Runnable, Values, Writer
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:

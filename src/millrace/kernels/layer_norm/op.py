@@ -4,7 +4,7 @@ from millrace.graph.rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.convert.op import packing_params
 from millrace.kernels.layer_norm.ref import layer_norm
-from millrace.kernels.operator import Held, Runnable, Values, Writer, number
+from millrace.kernels.operators import Held, Runnable, Values, Writer, number
 from millrace.kernels.places import Operands
 from millrace.kernels.storage import storage_of
 

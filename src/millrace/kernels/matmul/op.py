@@ -22,7 +22,7 @@ from millrace.kernels.matmul.pack import (
     quantise_matrix,
     stored_codes,
 )
-from millrace.kernels.operator import Held, Params, Rows, Runnable, Values, Writer, size
+from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size
 from millrace.kernels.places import Packed, Place, View, constant_of
 from millrace.kernels.precision import Precision
 

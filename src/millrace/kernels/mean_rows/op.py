@@ -3,7 +3,7 @@
 from millrace.graph.rules import illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
 from millrace.kernels.mean_rows.ref import mean_rows
-from millrace.kernels.operator import Held, Runnable, Values, Writer
+from millrace.kernels.operators import Held, Runnable, Values, Writer
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:

@@ -3,7 +3,7 @@
 from millrace.graph.rules import same_shape
 from millrace.graph.types import Node
 from millrace.kernels.normalise.ref import normalise
-from millrace.kernels.operator import Held, Runnable, Values, Writer, number
+from millrace.kernels.operators import Held, Runnable, Values, Writer, number
 
 
 def _reference(node: Node, values: Values) -> Held:

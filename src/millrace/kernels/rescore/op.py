@@ -8,7 +8,7 @@ from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
 from millrace.kernels.layout import byte_row_bytes
 from millrace.kernels.matmul.op import precision_of, product
 from millrace.kernels.matmul.pack import quantise_matrix, stored_codes
-from millrace.kernels.operator import Held, Params, Runnable, Values, Writer, size, whole
+from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, size, whole
 from millrace.kernels.places import Operands, Packed, constant_of
 from millrace.kernels.rescore.pack import pack_byte_rows
 from millrace.kernels.rescore.ref import largest

@@ -3,7 +3,7 @@
 from millrace.graph.rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.convert.op import packing_params
-from millrace.kernels.operator import Held, Runnable, Values, Writer, number, size
+from millrace.kernels.operators import Held, Runnable, Values, Writer, number, size
 from millrace.kernels.rms_norm.ref import rms_norm
 from millrace.kernels.storage import storage_of
 

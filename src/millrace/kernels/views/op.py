@@ -6,7 +6,7 @@ import numpy as np
 
 from millrace.graph.rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
-from millrace.kernels.operator import Held, Runnable, Values, Writer, size
+from millrace.kernels.operators import Held, Runnable, Values, Writer, size
 
 
 def _reshape_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
