@@ -53,14 +53,9 @@ const Isa& choose_isa(const char* name) {
   throw std::runtime_error("instruction set \"" + std::string(name) + "\" cannot run here: " + isa_lacking(name));
 }
 
-// Norms work on a whole row in scratch before it is packed; rescore keeps candidates there.
 int64_t scratch_floats(const std::vector<Step>& program) {
   int64_t most = 0;
-  for (const Step& s : program) {
-    if (s.id == KernelId::rms_norm) most = std::max(most, static_cast<int64_t>(s.rms_norm.runs) * s.rms_norm.n);
-    if (s.id == KernelId::layer_norm) most = std::max(most, int64_t{s.layer_norm.n});
-    if (s.id == KernelId::rescore) most = std::max(most, int64_t{s.rescore.n} * 2 + s.rescore.n / 64 + 64);
-  }
+  for (const Step& s : program) most = std::max(most, scratch_floats(s));
   return most;
 }
 
@@ -134,7 +129,7 @@ Executor::Executor(const mr_create_args& a)
   set_tactics(nullptr, 0);
   next_task_.resize(program_.size() + 1);
   seconds_.resize(program_.size() + 1);
-  const int64_t kernel_bytes = std::max(isa_.scratch_floats, scratch_floats(program_)) * 4 + 64;
+  const int64_t kernel_bytes = std::max(isa_.scratch_bytes, scratch_floats(program_) * 4) + 64;
   for (int w = 0; w < pool_.workers(); ++w) scratch_.push_back(std::make_unique<Arena>(kernel_bytes, "scratch"));
 }
 

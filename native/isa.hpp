@@ -38,7 +38,7 @@ struct Isa {
   const char* name;
   KernelTable kernels;
   SamplePasses sample;
-  int64_t scratch_floats;  // a worker's scratch for the kernels, beside what a step's rows ask for
+  int64_t scratch_bytes;  // a worker's scratch for the kernels, whatever the step
 };
 
 #if defined(__x86_64__)

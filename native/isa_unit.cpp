@@ -5,18 +5,7 @@
 #include MILLRACE_LANES
 #include "lanes/math.hpp"
 #include "lanes/rows.hpp"
-#include "convert/native.hpp"
-#include "rms_norm/native.hpp"
-#include "layer_norm/native.hpp"
-#include "normalise/native.hpp"
-#include "mean_rows/native.hpp"
-#include "embed/native.hpp"
-#include "gather_rows/native.hpp"
-#include "elementwise/native.hpp"
-#include "matmul/native.hpp"
-#include "rescore/native.hpp"
-#include "rope/native.hpp"
-#include "attention/native.hpp"
+#include "kernels_of_isa.hpp"
 #include "sample/native.hpp"
 
 #define MILLRACE_STRING_(x) #x
@@ -29,12 +18,10 @@ namespace millrace {
 extern const Isa MILLRACE_JOIN(isa_, MILLRACE_ISA);
 const Isa MILLRACE_JOIN(isa_, MILLRACE_ISA) = {
     MILLRACE_STRING(MILLRACE_ISA),
-    {MILLRACE_ISA::embed, MILLRACE_ISA::rms_norm, MILLRACE_ISA::layer_norm, MILLRACE_ISA::normalise,
-     MILLRACE_ISA::convert, MILLRACE_ISA::matmul, MILLRACE_ISA::rope, MILLRACE_ISA::attention, MILLRACE_ISA::elementwise,
-     MILLRACE_ISA::gather_rows, MILLRACE_ISA::mean_rows, MILLRACE_ISA::rescore},
+    MILLRACE_ISA::kKernelTable,
     {MILLRACE_ISA::row_look, MILLRACE_ISA::row_weigh, MILLRACE_ISA::row_exp2, MILLRACE_ISA::row_find,
      MILLRACE_ISA::row_collect, MILLRACE_ISA::row_count, MILLRACE_ISA::row_mass, MILLRACE_ISA::row_rank},
-    static_cast<int64_t>(sizeof(MILLRACE_ISA::AttentionTile) / sizeof(float)),
+    MILLRACE_ISA::scratch_bytes(),
 };
 
 }  // namespace millrace

@@ -16,6 +16,7 @@ from millrace.engine.interpreter import Interpreter
 from millrace.engine.kv import KvFormat
 from millrace.engine.native import ExecutionError, NativeNetwork
 from millrace.errors import ConfigError, EngineError, GraphError, RequestError
+from millrace.kernels.catalogue import operators
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import memory
 from millrace.model.bert import BertSentences
@@ -41,7 +42,7 @@ from tests.support.networks import (
 def reference(model: Module, inputs: Arrays, precision: str = "fp32") -> Arrays:
     """Before any pass but the choice of precision."""
     source = Source.from_module(model, parameters(model), max_context=0)
-    graph = run_passes(trace_model(source.module, source.weights), unfused(precision_map(precision, 32)))
+    graph = run_passes(trace_model(source.module, source.weights, operators()), unfused(precision_map(precision, 32)))
     kv = KvFormat.F32 if precision == "fp32" else KvFormat.BF16
     found: Arrays = dict(Interpreter(graph, kv=kv, bf16_table=precision != "fp32").run(inputs))
     return found

@@ -27,6 +27,7 @@ from millrace.errors import CheckpointError, ConfigError, GraphError
 from millrace.graph.rewrite import listing
 from millrace.graph.types import Constant, DType, Graph, Node, Port, Symbol, Value
 from millrace.graph.verify import verify
+from millrace.kernels.catalogue import operators
 from millrace.kernels.declare import RowFormat
 from millrace.kernels.precision import Precision
 from millrace.kernels.storage import storage_of
@@ -71,7 +72,7 @@ class Small(Module):
 
 def traced(body: "Callable[[Small, Tensor], Tensor]") -> Graph:
     model = Small(body)
-    return run_passes(trace_model(model, ones(model)), [("fold_constants", fold_constants)])
+    return run_passes(trace_model(model, ones(model), operators()), [("fold_constants", fold_constants)])
 
 
 def count(graph: Graph) -> Counter[str]:
@@ -95,7 +96,7 @@ def test_only_gathered_rows_are_normalised() -> None:
             return self.lm_head(ops.gather_rows(self.norm(self.embed(tokens)), rows))
 
     model = Normed(lambda m, x: x)
-    graph = gather_early(trace_model(model, ones(model)))
+    graph = gather_early(trace_model(model, ones(model), operators()))
     assert [n.op for n in graph.nodes if n.op != "elementwise"] == ["embedding", "gather_rows", "rms_norm", "linear"]
 
 
@@ -121,7 +122,9 @@ def test_gate_and_up_are_merged() -> None:
             self.gate, self.up = Linear(N, N), Linear(N, N)
 
     model = Gated()
-    graph = precise(fuse_elementwise(run_passes(trace_model(model, ones(model)), [("fold", fold_constants)])))
+    graph = precise(
+        fuse_elementwise(run_passes(trace_model(model, ones(model), operators()), [("fold", fold_constants)]))
+    )
     merged = merge_gated(graph)
     assert count(merged)["gated_linear"] == 1 and count(merged)["linear"] == count(graph)["linear"] - 2
     assert next(n for n in merged.nodes if n.op == "gated_linear").origin == ("gate", "up")
@@ -188,7 +191,7 @@ class Scored(Module):
 
 def precisions_of(model: Module, asked: str | dict[str, str], head: str | None = None) -> dict[str, object]:
     """The kind and precision of each product behind all passes, by its layer."""
-    graph = run_passes(trace_model(model, ones(model)), pipeline(precision_map(asked, 16, head)))
+    graph = run_passes(trace_model(model, ones(model), operators()), pipeline(precision_map(asked, 16, head)))
     found = [n for n in graph.nodes if "precision" in n.attrs]
     return {f"{n.origin[0]} {n.op}": str(n.attrs["precision"]) for n in found}
 
@@ -274,7 +277,7 @@ WRONG: list[tuple[Callable[[Wrong, Tensor, Ids], object], str]] = [
 def test_a_wrong_model_says_where(body: Callable[[Wrong, Tensor, Ids], object], names: str) -> None:
     model = Wrong(body)
     with pytest.raises(GraphError, match=names):
-        trace_model(model, ones(model))
+        trace_model(model, ones(model), operators())
 
 
 def deep(levels: int) -> object:
@@ -300,7 +303,7 @@ def test_trees_are_verified(op: str, tree: object, says: str) -> None:
     x, w = Value((T, N)), Value((N, N), constant=Constant(lambda: np.zeros((N, N)), ("w",)))
     inputs = (x, x) if op == "elementwise" else (x, w, w)
     precision = {} if op == "elementwise" else {"precision": Precision.FP32}
-    node = Node(op, inputs, (Value((T, N)),), {"tree": tree, **precision})
+    node = Node(operators()[op], inputs, (Value((T, N)),), {"tree": tree, **precision})
     with pytest.raises(GraphError, match=says) as error:
         verify(Graph((Port("x", x),), (Port("y", node.output),), (node,)), after="a pass")
     assert len(str(error.value)) < 600
@@ -309,7 +312,7 @@ def test_trees_are_verified(op: str, tree: object, says: str) -> None:
 def test_legal_trees_pass() -> None:
     x = Value((T, N))
     for tree in (0, 1.5, deep(31), ("mul", ("sigmoid", 0), ("max", 1, -2.0))):
-        node = Node("elementwise", (x, x), (Value((T, N)),), {"tree": tree})
+        node = Node(operators()["elementwise"], (x, x), (Value((T, N)),), {"tree": tree})
         verify(Graph((Port("x", x),), (Port("y", node.output),), (node,)), after="a pass")
 
 
@@ -322,7 +325,7 @@ def test_weights_must_fit_the_model() -> None:
         ({**sizes, "extra.weight": (1,)}, "extra.weight"),
     ):
         with pytest.raises(CheckpointError, match=names):
-            trace_model(model, Weights(changed, lambda name: np.ones(sizes[name], np.float32)))
+            trace_model(model, Weights(changed, lambda name: np.ones(sizes[name], np.float32)), operators())
 
 
 def test_any_rows_are_an_output() -> None:
@@ -338,14 +341,14 @@ def test_any_rows_are_an_output() -> None:
             return x
 
     model = Headless()
-    graph = run_passes(trace_model(model, ones(model)), pipeline(precision_map("fp32")))
+    graph = run_passes(trace_model(model, ones(model), operators()), pipeline(precision_map("fp32")))
     program = Lowering(graph, dict.fromkeys(graph.symbols, Bounds(1, 2, 8)), KvFormat.F32, "f32").program()
     assert [slot.shape for slot in program.outputs] == [(T, N)]
 
 
 def illegal_graphs() -> Iterator[tuple[str, Graph]]:
     x = Value((T, N))
-    node = Node("elementwise", (x, x), (Value((T, N)),), {"tree": ("add", 0, 1)})
+    node = Node(operators()["elementwise"], (x, x), (Value((T, N)),), {"tree": ("add", 0, 1)})
     good = Graph((Port("x", x),), (Port("y", node.output),), (node,))
     assert verify(good, after="a pass") is good
     yield "2 outputs of the name 'y'", replace(good, outputs=good.outputs * 2)
@@ -356,12 +359,12 @@ def illegal_graphs() -> Iterator[tuple[str, Graph]]:
     yield "reads a value that nothing", replace(good, inputs=(Port("x", Value((T, N))),))
     yield "assigned twice", replace(good, nodes=(node, node))
     free = Value((Symbol("U"), N), constant=None)
-    stray = Node("elementwise", (free,), (Value((Symbol("U"), N)),), {"tree": 0})
+    stray = Node(operators()["elementwise"], (free,), (Value((Symbol("U"), N)),), {"tree": 0})
     fixed = Constant(lambda: np.zeros((3, N)), ("w",))
     yield "reads a value", replace(good, nodes=(stray,))
-    unbound = Node("gather_rows", (x, Value((Symbol("U"),), DType.I32, fixed)), (Value((Symbol("U"), N)),))
+    unbound = Node(operators()["gather_rows"], (x, Value((Symbol("U"),), DType.I32, fixed)), (Value((Symbol("U"), N)),))
     yield "a dimension U that no input has", replace(good, nodes=(unbound,))
-    split = Node("split", (x,), (Value((T, 8)), Value((T, 8))), {"widths": (8, N - 8)})
+    split = Node(operators()["split"], (x,), (Value((T, 8)), Value((T, 8))), {"widths": (8, N - 8)})
     yield "the operator gives \\[T, 8\\], \\[T, 24\\]", replace(good, nodes=(split,))
 
 
@@ -374,4 +377,4 @@ def test_an_illegal_graph_says_why(says: str, graph: Graph) -> None:
 def test_a_model_without_a_signature_says_so() -> None:
     model = Linear(N, N)
     with pytest.raises(GraphError, match="Linear has no signature"):
-        trace_model(model, ones(model))
+        trace_model(model, ones(model), operators())

@@ -19,6 +19,7 @@ from millrace.errors import GraphError
 from millrace.graph.rewrite import listing
 from millrace.graph.table import graph_table, read_graph
 from millrace.graph.types import Graph, Symbol
+from millrace.kernels.catalogue import operators
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 from tests.support.networks import IMAGES, Digits, parameters
 
@@ -37,7 +38,7 @@ def test_a_language_model(family: str, precision: str, kv: KvFormat, tmp_path: P
     write_engine(source, plan, tmp_path / "engine", name="test")
     engine = Engine.open(tmp_path / "engine")
     table = json.loads((engine.folder / GRAPH).read_text())
-    graph = read_graph(table)
+    graph = read_graph(table, operators())
     assert json.loads(json.dumps(graph_table(graph))) == table and listing(graph) == listing(plan.traced)
     assert lowered(graph, engine, precision, kv) == (engine.folder / PROGRAM).read_bytes()
 
@@ -47,7 +48,7 @@ def test_any_network(tmp_path: Path) -> None:
     plan = plan_engine(source, BuildOptions(precision=precision_map("w8a8"), profile=IMAGES))
     write_engine(source, plan, tmp_path / "engine", name="test")
     engine = Engine.open(tmp_path / "engine")
-    graph = read_graph(json.loads((engine.folder / GRAPH).read_text()))
+    graph = read_graph(json.loads((engine.folder / GRAPH).read_text()), operators())
     assert [p.name for p in (*graph.inputs, *graph.outputs)] == ["pixels", "weights", "scores", "hidden"]
     assert lowered(graph, engine, "w8a8", KvFormat.BF16) == (engine.folder / PROGRAM).read_bytes()
     constant = next(graph.constants()).constant

@@ -14,8 +14,8 @@ from benchmarks.peers.gguf_file import gguf_name
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, Plan, plan_engine
 from millrace.compile.precision import StoredMatrix, nearest_precisions, precision_map, rounding_notes
-from millrace.compile.program import Packed
 from millrace.compile.source import Source
+from millrace.kernels.places import Packed
 from millrace.kernels.precision import Precision
 from tests.support.checkpoints import random_checkpoint
 from tests.support.gguf_files import BLOCKY, write_gguf

@@ -31,7 +31,7 @@ from millrace.engine.tactics import (
 )
 from millrace.engine.texts import text_inputs
 from millrace.errors import EngineError, MachineError
-from millrace.kernels.declare import KERNELS
+from millrace.kernels.catalogue import kernels
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import Memory, usable_cores
 from tests.support.checkpoints import random_encoder
@@ -226,7 +226,7 @@ class Wanted:
     """Stands in for the clock: one setting of each knob takes half the time, in some layers of a pass."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, int]) -> None:
-        self.names = [k.name for k in next(k for k in KERNELS if k.name == "matmul").knobs]
+        self.names = [k.name for k in next(k for k in kernels() if k.name == "matmul").knobs]
         self.wanted, self.passes = wanted, list[dict[int, dict[str, int]]]()
         monkeypatch.setattr(NativeExecutor, "set_tactics", self.set_tactics)
         monkeypatch.setattr(NativeExecutor, "profile", self.profile)

@@ -26,7 +26,7 @@ pytestmark = [
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tests/native/greedy.cpp with all of the native core, as a static program for aarch64."""
     folder = tmp_path_factory.mktemp("aarch64")
-    (folder / "kernels_generated.hpp").write_text(codegen.header(ROOT / "native" / "millrace.h"))
+    codegen.write(folder, ROOT / "native" / "millrace.h")
     sources = [*sorted((ROOT / "native").glob("*.cpp")), ROOT / "tests" / "native" / "greedy.cpp"]
     out = folder / "greedy"
     assert COMPILER

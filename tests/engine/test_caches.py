@@ -13,6 +13,7 @@ from millrace.engine.engine import Engine
 from millrace.engine.executor import ExecutorLimits
 from millrace.engine.kv import CacheSpec, KvFormat
 from millrace.engine.reference import ReferenceExecutor
+from millrace.kernels.catalogue import operators
 from millrace.kernels.library import usable_isas
 from millrace.model import ops
 from millrace.model.layers import Embedding, Linear, RMSNorm
@@ -83,7 +84,7 @@ def test_several_kinds_of_attention(source: Source, precision: str, kv: KvFormat
     rng = np.random.default_rng(6)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 70, 33)]
     limits = ExecutorLimits(256, 4, 4, 256, 64, 16, VOCAB)
-    graph = run_passes(trace_model(source.module, source.weights), pipeline(plan.precision))
+    graph = run_passes(trace_model(source.module, source.weights, operators()), pipeline(plan.precision))
     exact = ReferenceExecutor(graph, limits, kv=kv, bf16_table=precision != "fp32").logits(prompts_as_step(prompts))
     tolerance = (2e-6 if (precision, kv) == ("fp32", KvFormat.F32) else 0.02) * np.abs(exact).max()
     for isa in usable_isas():

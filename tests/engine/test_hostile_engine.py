@@ -19,7 +19,7 @@ from millrace.engine.manifest import MANIFEST, PROGRAM, WEIGHTS
 from millrace.engine.native import ExecutionError, LoadedProgram, NativeExecutor, NativeProgram
 from millrace.errors import ConfigError, EngineError, MachineError
 from millrace.graph.types import Symbol
-from millrace.kernels.declare import KERNELS
+from millrace.kernels.catalogue import kernels
 from millrace.kernels.identity import kernels_digest
 from millrace.kernels.library import usable_isas
 from millrace.kernels.rescore.pack import pack_byte_rows
@@ -302,7 +302,7 @@ def test_the_digest_knows_declarations_and_packing(monkeypatch: pytest.MonkeyPat
     fresh = kernels_digest.__wrapped__
     assert fresh() == kernels_digest()
     with monkeypatch.context() as changed:
-        changed.setattr("millrace.kernels.declare.KERNELS", KERNELS[::-1])
+        changed.setattr("millrace.kernels.catalogue.kernels", lambda: kernels()[::-1])
         assert fresh() != kernels_digest()
     with monkeypatch.context() as changed:
         changed.setattr("millrace.kernels.identity.pack_byte_rows", lambda q: pack_byte_rows(q)[1:])

@@ -15,6 +15,7 @@ from millrace.compile.source import Source
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
 from millrace.engine.kv import KvFormat
 from millrace.engine.reference import ReferenceExecutor
+from millrace.kernels.catalogue import operators
 from millrace.kernels.sample.ref import uniform
 from millrace.model.module import trace_model
 from tests.support.checkpoints import FAMILIES, random_checkpoint
@@ -32,7 +33,7 @@ def reference(folder: Path, precision: str, fused: bool, kv: KvFormat | None = N
     options = BuildOptions(precision=precision_map(precision, group=32))
     assert options.precision
     passes = pipeline(options.precision) if fused else unfused(options.precision)
-    graph = run_passes(trace_model(source.module, source.weights), passes)
+    graph = run_passes(trace_model(source.module, source.weights, operators()), passes)
     own = KvFormat.F32 if precision == "fp32" else KvFormat.BF16
     return ReferenceExecutor(graph, LIMITS, kv=own if kv is None else kv, bf16_table=precision != "fp32")
 

@@ -20,13 +20,14 @@ from millrace.engine.native import NativeExecutor
 from millrace.engine.tables import read_program_table
 from millrace.engine.tactics import Choice, Region, TacticTable, knob_values, read_tactics, write_tactics
 from millrace.errors import EngineError, MachineError
-from millrace.kernels.declare import KERNELS, MAX_KNOBS
+from millrace.kernels.catalogue import kernels
+from millrace.kernels.declare import MAX_KNOBS
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, usable_cores
 from tests.support.engines import build
 
 ROWS = (1, 3, 7, 13, 16, 31)
-MATMUL = next(k for k in KERNELS if k.name == "matmul")
+MATMUL = next(k for k in kernels() if k.name == "matmul")
 
 
 @pytest.fixture(scope="module", params=["bf16", "w8a8", "w4a8", "w4a16"])

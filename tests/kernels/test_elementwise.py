@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.graph.trees import BINARY, UNARY, Tree, evaluate, substitute
-from millrace.kernels.encode import Param
+from millrace.kernels.declare import Param
 from millrace.kernels.expression import OPERATIONS, TooComplexError, compile_tree
 from tests.support.one_step import Machine, run_kernel
 from tests.support.tolerance import assert_no_worse

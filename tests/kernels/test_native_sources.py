@@ -12,9 +12,8 @@ import pytest
 from millrace.engine.executor import SAMPLING
 from millrace.engine.native import TACTIC
 from millrace.errors import MachineError
-from millrace.graph.ops import MAX_HEAD as GRAPH_MAX_HEAD
 from millrace.kernels import codegen
-from millrace.kernels.declare import MAX_HEAD
+from millrace.kernels.catalogue import kernels
 from millrace.kernels.expression import OPERATIONS
 from millrace.kernels.layout import byte_row_bytes, matrix_bytes, padded_k, row_bytes
 from millrace.kernels.library import INTERFACE, CacheArgs, CreateArgs, StepArgs, library
@@ -48,7 +47,7 @@ def test_layout_agrees(tmp_path: Path) -> None:
 @needs_compiler
 def test_structures_agree(tmp_path: Path) -> None:
     """static_assert of the C++ structures against the ctypes ones, field by field."""
-    (tmp_path / "kernels_generated.hpp").write_text(codegen.header(INTERFACE_FILE))
+    codegen.write(tmp_path, INTERFACE_FILE)
     lines = ["#include <cstddef>", '#include "sampling.hpp"', '#include "millrace.h"', "using namespace millrace;"]
     structures: dict[str, tuple[int, dict[str, tuple[int, int]]]] = {
         "mr_create_args": ctypes_layout(CreateArgs), "mr_cache": ctypes_layout(CacheArgs),
@@ -95,7 +94,7 @@ def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("isa, flags", [("scalar", []), ("avx2", ["-mavx2", "-mfma", "-mf16c"])])
 def test_isa_units_leak_nothing(isa: str, flags: list[str], tmp_path: Path) -> None:
     """A weak symbol outside of the unit's namespace could replace everybody's copy by one for this instruction set."""
-    (tmp_path / "kernels_generated.hpp").write_text(codegen.header(INTERFACE_FILE))
+    codegen.write(tmp_path, INTERFACE_FILE)
     unit = tmp_path / "unit.o"
     command = [
         "g++", "-std=c++20", "-O1", "-c", *flags, f"-DMILLRACE_ISA={isa}", f'-DMILLRACE_LANES="lanes/{isa}.hpp"',
@@ -109,9 +108,17 @@ def test_isa_units_leak_nothing(isa: str, flags: list[str], tmp_path: Path) -> N
     assert not weak, weak
 
 
-def test_heads_are_bounded_alike() -> None:
-    """graph/ comes before kernels/ and cannot ask there."""
-    assert GRAPH_MAX_HEAD == MAX_HEAD
+@needs_compiler
+@pytest.mark.parametrize("kernel", [k.name for k in kernels()])
+def test_a_kernel_includes_what_it_uses(kernel: str, tmp_path: Path) -> None:
+    """So that no file has to know in which order they belong."""
+    codegen.write(tmp_path, INTERFACE_FILE)
+    needs = ["isa.hpp", "lanes/scalar.hpp", "lanes/math.hpp", "lanes/rows.hpp", f"{kernel}/native.hpp"]
+    (tmp_path / "alone.cpp").write_text("".join(f'#include "{file}"\n' for file in needs))
+    includes = [f"-I{ROOT / 'native'}", f"-I{KERNELS}", f"-I{tmp_path}"]
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-DMILLRACE_ISA=scalar", *includes, str(tmp_path / "alone.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_operations_are_numbered_alike() -> None:

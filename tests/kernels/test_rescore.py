@@ -5,8 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.kernels.convert.ref import pack_rows, to_q8
-from millrace.kernels.declare import RowFormat, WeightFormat
-from millrace.kernels.encode import Param
+from millrace.kernels.declare import Param, RowFormat, WeightFormat
 from millrace.kernels.layout import row_bytes
 from millrace.kernels.matmul.pack import pack_matrix, quantise_matrix
 from millrace.kernels.rescore.pack import pack_byte_rows

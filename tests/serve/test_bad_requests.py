@@ -12,7 +12,7 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from millrace.serve.protocol import IGNORED, WIRE, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from millrace.serve.protocol import IGNORED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, wire
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import MODEL, START, Fake, Running, connect, post, running, serving_with
 
@@ -286,7 +286,7 @@ def test_no_mixture_of_odd_values_is_a_500(server: Running, seed: int) -> None:
     with httpx.Client(headers={"content-type": "application/json"}, timeout=20) as client:
         for _ in range(150):
             path, kind = rng.choice(list(KINDS.items()))
-            names = sorted(set(WIRE[kind].__struct_fields__) - {"stream"})
+            names = sorted(set(wire(kind).__struct_fields__) - {"stream"})
             body = {"prompt": "a", "max_tokens": 2} if path == TEXT else chat() if path == CHAT else {}
             body |= {name: rng.choice(ODD) for name in rng.sample(names, rng.randint(1, 2))}
             content = bytearray(json.dumps(body).encode())

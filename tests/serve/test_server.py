@@ -21,6 +21,7 @@ import pytest
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import ConfigError
 from millrace.serve.logs import JsonFormatter, Logging, TextFormatter
+from millrace.serve.routes import Protocol
 from millrace.serve.server import Server, bind
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import TextModel
@@ -233,12 +234,14 @@ def test_a_server_goes_on_where_nobody_listens_to_its_start(
 ) -> None:
     """`millrace serve | head -1`"""
 
-    def unheard(models: list[TextModel], settings: ServerSettings, announce: Callable[[str], None]) -> Server:
+    def unheard(
+        models: list[TextModel], settings: ServerSettings, announce: Callable[[str], None], protocols: list[Protocol]
+    ) -> Server:
         def announced(url: str) -> None:
             announce(url)
             raise BrokenPipeError
 
-        return Server(models, settings, announced)
+        return Server(models, settings, announced, protocols)
 
     monkeypatch.setattr("tests.support.server.Server", unheard)
     with running() as server:

@@ -34,6 +34,7 @@ _OWN: Mapping[str, Mapping[str, object]] = {
     "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "qwen3": {"head_dim": 72, "rms_norm_eps": 1e-5},  # 5 * 72 is not hidden_size
     "gemma": {"head_dim": 72, "bos_token_id": 1, "eos_token_id": 2},  # as the tiny tokenizer has them
+    "olmo2": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None},  # docs/extending/family.md
 }
 
 

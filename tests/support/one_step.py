@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from millrace.engine.native import NativeNetwork, NativeProgram
 from millrace.graph.types import Symbol
-from millrace.kernels.declare import Space
-from millrace.kernels.encode import BY_NAME, Param, Ref, encode, operand_bytes
+from millrace.kernels.catalogue import numbered
+from millrace.kernels.declare import Param, Space
+from millrace.kernels.encode import Ref, encode, operand_bytes
 from millrace.kernels.layout import up
 
 GUARD = 0xA5  # bytes between operands: nothing may be written there
@@ -42,11 +43,11 @@ def run_kernel(
     sizes: of the program's symbols, each at its bound
     Asserts that nothing outside the outputs was written. Weights go where weights go, the rest into the arena.
     """
-    known = dict.fromkeys((n for _, n, _ in BY_NAME[kernel][1].fields), 0)
+    known = dict.fromkeys((n for _, n, _ in numbered()[kernel][1].fields), 0)
     declared = operand_bytes(kernel, {**known, **params}, sizes)
     arenas: dict[Space, list[Bytes]] = {Space.WEIGHTS: [], Space.ACTIVATIONS: []}
     refs: dict[str, Ref] = {}
-    for o in BY_NAME[kernel][1].operands:
+    for o in numbered()[kernel][1].operands:
         array = operands.get(o.name)
         if array is None:
             continue
@@ -80,7 +81,7 @@ def _collect(
 ) -> dict[str, Bytes]:
     untouched = np.ones(before.size, bool)
     outputs: dict[str, Bytes] = {}
-    for o in BY_NAME[kernel][1].operands:
+    for o in numbered()[kernel][1].operands:
         array = operands.get(o.name)
         if array is None or o.access.rstrip("?") not in ("out", "inout"):
             continue

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,9 @@ import uvloop
 from millrace.errors import MillraceError
 from millrace.runtime.loop import LoopStats
 from millrace.runtime.service import AsyncEngine
+from millrace.serve.app import PROTOCOLS
 from millrace.serve.backend import ServedModel
+from millrace.serve.routes import Protocol
 from millrace.serve.server import Server
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import TextModel
@@ -27,7 +29,13 @@ class Threaded:
 
 @contextmanager
 def in_thread(
-    model: ServedModel, settings: ServerSettings | None, *, start_s: float, stop_s: float, wait: bool = True
+    model: ServedModel,
+    settings: ServerSettings | None,
+    *,
+    start_s: float,
+    stop_s: float,
+    wait: bool = True,
+    protocols: Sequence[Protocol] = PROTOCOLS,
 ) -> Iterator[Threaded]:
     """Serve on a free port. Afterwards the server must end by itself, with every page given back.
 
@@ -40,7 +48,7 @@ def in_thread(
         ready.set()
 
     chosen = settings or ServerSettings(port=0)
-    server = Server([model], chosen, announce)
+    server = Server([model], chosen, announce, protocols)
 
     def run() -> None:
         try:

@@ -15,7 +15,7 @@ import millrace
 from millrace.compile.lower import Lowering
 from millrace.compile.passes import pipeline, run_passes, unfused
 from millrace.compile.precision import PrecisionMap, plain_format, rounding_notes
-from millrace.compile.program import Bounds, Packed, Program
+from millrace.compile.program import Bounds, Program
 from millrace.compile.report import program_table
 from millrace.compile.settings import Progress
 from millrace.compile.source import LONGEST, Source
@@ -43,7 +43,9 @@ from millrace.errors import CheckpointError, ConfigError, EngineError, MachineEr
 from millrace.graph.rewrite import LOGITS
 from millrace.graph.table import graph_table
 from millrace.graph.types import Graph, Symbol
+from millrace.kernels.catalogue import operators
 from millrace.kernels.library import library
+from millrace.kernels.places import Packed
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.machine.cpu import usable_cores
 from millrace.model.module import trace_model
@@ -88,7 +90,7 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     """
     _check(options)
     precision = options.precision or source.own_precision
-    traced = trace_model(source.module, source.weights, keep=options.keep)
+    traced = trace_model(source.module, source.weights, operators(), keep=options.keep)
     precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
     passes = pipeline(precision) if options.fuse else unfused(precision)
     graph = run_passes(traced, passes)

@@ -10,11 +10,18 @@ from millrace.graph.rewrite import Instead, Live, head_of, make_node, prune, rew
 from millrace.graph.trees import Tree, as_tree, evaluate, substitute
 from millrace.graph.types import Array, Constant, Graph, Node, Value
 from millrace.graph.verify import verify
+from millrace.kernels.attention.op import ROPE_ATTENTION
+from millrace.kernels.convert.op import CONVERT
 from millrace.kernels.declare import MAX_INPUTS
+from millrace.kernels.elementwise.op import ELEMENTWISE
 from millrace.kernels.expression import TooComplexError, compile_tree
+from millrace.kernels.gather_rows.op import GATHER_ROWS
+from millrace.kernels.matmul.op import GATED_LINEAR, LINEAR, precision_of
 from millrace.kernels.matmul.pack import stored_codes
 from millrace.kernels.precision import Precision
+from millrace.kernels.rescore.op import RESCORE
 from millrace.kernels.storage import DENSE, Storage, storage_of
+from millrace.kernels.views.op import SPLIT
 
 Pass = Callable[[Graph], Graph]
 
@@ -99,8 +106,8 @@ def gather_early(graph: Graph) -> Graph:
         if not norm or norm.op not in ("rms_norm", "layer_norm") or not live.read_once(norm.output):
             return None
         x, *weights = norm.inputs
-        rows = make_node("gather_rows", (x, node.inputs[1]), {}, norm.origin)
-        return Instead.of(rows, make_node(norm.op, (rows.output, *weights), norm.attrs, norm.origin))
+        rows = make_node(GATHER_ROWS, (x, node.inputs[1]), {}, norm.origin)
+        return Instead.of(rows, make_node(norm.operator, (rows.output, *weights), norm.attrs, norm.origin))
 
     return rewrite(graph, rule)
 
@@ -114,7 +121,7 @@ def fuse_elementwise(graph: Graph) -> Graph:
         grown = node
         while fused := _grown(grown, live):
             grown = fused
-        return None if grown is node else Instead.of(make_node("elementwise", grown.inputs, grown.attrs, grown.origin))
+        return None if grown is node else Instead.of(make_node(ELEMENTWISE, grown.inputs, grown.attrs, grown.origin))
 
     return rewrite(graph, rule)
 
@@ -142,7 +149,7 @@ def _inlined(outer: Node, inner: Node) -> Node | None:
         compile_tree(tree, len(inputs))
     except TooComplexError:
         return None
-    return Node("elementwise", tuple(inputs), outer.outputs, {"tree": tree}, _joined(outer, inner))
+    return Node(ELEMENTWISE, tuple(inputs), outer.outputs, {"tree": tree}, _joined(outer, inner))
 
 
 def _joined(*nodes: Node) -> tuple[str, ...]:
@@ -165,7 +172,7 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
             **node.attrs,
             "precision": precisions.of(node.origin[0], is_head=bool(head and node.output is head.output)),
         }
-        return Instead.of(make_node("linear", node.inputs, attrs, node.origin))
+        return Instead.of(make_node(LINEAR, node.inputs, attrs, node.origin))
 
     return rewrite(graph, rule)
 
@@ -185,7 +192,7 @@ def merge_gated(graph: Graph) -> Graph:
             return None
         attrs = {"tree": _tree(node), "precision": gate.attrs["precision"]}
         inputs = (gate.inputs[0], gate.inputs[1], up.inputs[1])
-        return Instead.of(make_node("gated_linear", inputs, attrs, _joined(gate, up)))
+        return Instead.of(make_node(GATED_LINEAR, inputs, attrs, _joined(gate, up)))
 
     return rewrite(graph, rule)
 
@@ -212,7 +219,7 @@ def merge_linears(graph: Graph) -> Graph:
             return Instead((), (parts[node.output],))
         merged = _merged(family, node.inputs[0])
         widths = tuple(n.output.width for n in family)
-        split = make_node("split", (merged.output,), {"widths": widths}, _joined(*family))
+        split = make_node(SPLIT, (merged.output,), {"widths": widths}, _joined(*family))
         parts.update(zip((n.output for n in family), split.outputs, strict=True))
         return Instead((merged, split), split.outputs[:1])
 
@@ -226,7 +233,7 @@ def _merged(family: list[Node], x: Value) -> Node:
     if biased:
         inputs.append(_concatenated([b or _zeros(n) for b, n in zip(biases, family, strict=True)]))
     attrs = {"bias": biased, "precision": family[0].attrs["precision"]}
-    return make_node("linear", tuple(inputs), attrs, _joined(*family))
+    return make_node(LINEAR, tuple(inputs), attrs, _joined(*family))
 
 
 def _zeros(node: Node) -> Value:
@@ -263,7 +270,7 @@ def fuse_epilogue(graph: Graph) -> Graph:
         if not live.read_once(linear.output):
             return None
         attrs = {**linear.attrs, "tree": _tree(node)}
-        return Instead.of(make_node("linear", linear.inputs, attrs, _joined(linear)))
+        return Instead.of(make_node(LINEAR, linear.inputs, attrs, _joined(linear)))
 
     return rewrite(graph, rule)
 
@@ -280,7 +287,7 @@ def fuse_residual(graph: Graph) -> Graph:
                 continue
             if live.read_once(product) and not other.constant and other.shape == product.shape:
                 attrs = {**linear.attrs, "residual": True}
-                return Instead.of(make_node("linear", (*linear.inputs, other), attrs, _joined(linear)))
+                return Instead.of(make_node(LINEAR, (*linear.inputs, other), attrs, _joined(linear)))
         return None
 
     return rewrite(graph, rule)
@@ -298,7 +305,7 @@ def fuse_rope_attention(graph: Graph) -> Graph:
         if q.inputs[1] is not node.inputs[3] or not (live.read_once(q.output) and live.read_once(k.output)):
             return None
         inputs = (q.inputs[0], k.inputs[0], *node.inputs[2:], q.inputs[2])
-        return Instead.of(make_node("rope_attention", inputs, node.attrs, _joined(node)))
+        return Instead.of(make_node(ROPE_ATTENTION, inputs, node.attrs, _joined(node)))
 
     return rewrite(graph, rule)
 
@@ -311,17 +318,15 @@ def convert_inputs(graph: Graph, group: int) -> Graph:
         if node.op not in ("linear", "gated_linear"):
             return None
         x = node.inputs[0]
-        precision = node.attrs["precision"]
-        assert isinstance(precision, Precision)
-        storage = precision.storage(group)
+        storage = precision_of(node).storage(group)
         if storage == DENSE:
             return None
         fresh = []
         if (x, storage) not in converted:
-            converted[x, storage] = make_node("convert", (x,), {"storage": storage}, node.origin)
+            converted[x, storage] = make_node(CONVERT, (x,), {"storage": storage}, node.origin)
             fresh = [converted[x, storage]]
         inputs = (converted[x, storage].output, *node.inputs[1:])
-        return Instead.of(*fresh, make_node(node.op, inputs, node.attrs, node.origin))
+        return Instead.of(*fresh, make_node(node.operator, inputs, node.attrs, node.origin))
 
     return rewrite(graph, rule)
 
@@ -336,7 +341,7 @@ def fuse_norm_convert(graph: Graph) -> Graph:
         if len(norm.output.shape) != 2:
             return None
         attrs = {**norm.attrs, "storage": storage_of(node)}
-        return Instead.of(make_node(norm.op, norm.inputs, attrs, _joined(norm)))
+        return Instead.of(make_node(norm.operator, norm.inputs, attrs, _joined(norm)))
 
     return rewrite(graph, rule)
 
@@ -351,8 +356,8 @@ def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
         if not precisions.rescores(node.origin[0]):
             return None
         x, w = node.inputs
-        rough = make_node("linear", (x, w), node.attrs, node.origin)
+        rough = make_node(LINEAR, (x, w), node.attrs, node.origin)
         attrs = {"precision": Precision.W8A8, "count": RESCORED}
-        return Instead.of(rough, make_node("rescore", (rough.output, x, w), attrs, node.origin))
+        return Instead.of(rough, make_node(RESCORE, (rough.output, x, w), attrs, node.origin))
 
     return rewrite(graph, rule)

@@ -1,118 +1,22 @@
 """Where a program's values lie while it is written: buffers with their lives, packed constants, caches, calls."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.compile.memory import Buffer, plan_memory
-from millrace.compile.program import Bounds, Call, Packed, Place, Program
+from millrace.compile.program import Bounds, Call, Program
 from millrace.engine.kv import PAGE_TOKENS, CacheSpec, KvFormat
 from millrace.engine.slots import Slot
 from millrace.errors import GraphError
-from millrace.graph.types import Array, Constant, Graph, Node, Symbol, Value
-from millrace.kernels.declare import MAX_CACHES, MAX_SYMBOLS, Space, WeightFormat
-from millrace.kernels.encode import Param
-from millrace.kernels.layout import byte_row_bytes, matrix_bytes, row_bytes, up
-from millrace.kernels.matmul.pack import (
-    interleave_codes,
-    interleave_halves,
-    pack_codes,
-    pack_matrix,
-    quantise_matrix,
-    stored_codes,
-)
-from millrace.kernels.rescore.pack import pack_byte_rows
+from millrace.graph.types import Graph, Node, Symbol, Value
+from millrace.kernels.declare import MAX_CACHES, MAX_SYMBOLS, Param, Space
+from millrace.kernels.elementwise.op import expression_params
+from millrace.kernels.layout import row_bytes, up
+from millrace.kernels.operators import Writer
+from millrace.kernels.places import Operands, Packed, Place, View, pack_array
 from millrace.kernels.storage import DENSE, Storage
-
-_BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4}
-
-
-def _sizes(value: Value) -> tuple[int, ...]:
-    return tuple(d for d in value.shape if isinstance(d, int))
-
-
-def _constant(value: Value) -> Constant:
-    assert value.constant, f"{value} is computed in the step, not a constant"
-    return value.constant
-
-
-def _bytes(array: Array) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def pack_vector(value: Value, kind: str) -> Packed:
-    """Norm weights, biases, rotary tables: float32, as they are."""
-    constant, shape = _constant(value), _sizes(value)
-    nbytes = int(np.prod(shape)) * 4
-    return Packed(
-        _name(constant), constant.origin, shape, "f32", nbytes, lambda: _bytes(constant.load().astype(np.float32))
-    )
-
-
-def pack_table(value: Value, kind: str) -> Packed:
-    """The embedding table, row by row, in float32 or bfloat16."""
-    constant, shape = _constant(value), _sizes(value)
-    dtype = np.dtype(np.float32) if kind == "f32" else np.dtype(ml_dtypes.bfloat16)
-    nbytes = int(np.prod(shape)) * dtype.itemsize
-    return Packed(_name(constant), constant.origin, shape, kind, nbytes, lambda: _bytes(constant.load().astype(dtype)))
-
-
-def pack_weight(values: Sequence[Value], format: WeightFormat, group: int, name: str) -> Packed:
-    """A matrix in panels; two of them are interleaved as gate and up."""
-    constants, (n, k) = [_constant(v) for v in values], _sizes(values[0])
-    gated = len(constants) == 2
-    rows = 2 * up(n, 16) if gated else n
-
-    def pack() -> NDArray[np.uint8]:
-        codes = stored_codes(constants, _BITS[format], group) if format in _BITS else None
-        if codes:
-            return pack_codes(interleave_codes(*codes) if gated else codes[0], format)
-        arrays = [c.load() for c in constants]
-        whole = interleave_halves(*(a.astype(np.float32) for a in arrays)) if gated else arrays[0]
-        return pack_matrix(whole, format, group)  # type: ignore[arg-type]
-
-    origin = tuple(o for c in constants for o in c.origin)
-    return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group), pack)
-
-
-def pack_bytes(value: Value, group: int) -> Packed:
-    """A matrix of 8-bit codes, output by output."""
-    constant, (n, k) = _constant(value), _sizes(value)
-
-    def pack() -> NDArray[np.uint8]:
-        stored = stored_codes([constant], 8, group)
-        return pack_byte_rows(stored[0] if stored else quantise_matrix(constant.load().astype(np.float32), 8, group))
-
-    nbytes = n * byte_row_bytes(k, group)
-    return Packed(_name(constant), constant.origin, (n, k), f"w8g{group} by output", nbytes, pack)
-
-
-def _name(constant: Constant) -> str:
-    return "+".join(constant.origin)
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """Where a value lies: `offset` bytes into a buffer, rows `stride` apart (elements if float32, bytes if packed)."""
-
-    buffer: int
-    offset: int
-    stride: int
-    rows: int  # the number of the symbol that says how many there are
-    storage: Storage = DENSE
-
-    def place(self) -> Place:
-        return Place(Space.ACTIVATIONS, self.buffer, self.offset)
-
-    @property
-    def stride_bytes(self) -> int:
-        return self.stride * 4 if self.storage == DENSE else self.stride
-
-
-Operands = Mapping[str, View | Place | None]
 
 
 @dataclass(slots=True)
@@ -131,16 +35,22 @@ class _Cache:
     buffer: int | None
 
 
-class Placement:
-    """Calls are added in their order; a buffer lives from the call that fills it to the last that reads it."""
+class Placement(Writer):
+    """Calls are added in their order; a buffer lives from the call that fills it to the last that reads it.
 
-    def __init__(self, graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat) -> None:
-        self._graph, self._bounds, self._kv_format = graph, bounds, kv_format
+    table: "f32" or "bf16", of embedding tables. tiles: products of bfloat16 are summed as the tiles of AMX do it
+    """
+
+    def __init__(
+        self, graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str, tiles: bool = False
+    ) -> None:
+        self.graph, self.table_format, self.tiles = graph, table, tiles
+        self._bounds, self._kv_format = bounds, kv_format
         self._symbols = graph.symbols
         self._views: dict[Value, View] = {}
         self._lives: list[_Life] = []
         self._calls: list[Call] = []
-        self._packed: dict[tuple[object, str], int] = {}
+        self._packed: dict[tuple[tuple[Value, ...], str], int] = {}
         self._weights: list[Packed] = []
         self._readers, self._producers, self._results = graph.consumers(), graph.producers(), graph.results
         self._caches: dict[tuple[object, ...], _Cache] = {}
@@ -155,10 +65,10 @@ class Placement:
         for packed in self._weights:
             offsets.append(at)
             at += up(packed.nbytes, 64)
-        views = {p.name: self._views.get(p.value) for p in self._graph.inputs}
+        views = {p.name: self._views.get(p.value) for p in self.graph.inputs}
         inputs = [
             Slot(p.name, p.value.shape, p.value.dtype, plan.offsets[view.buffer] if (view := views[p.name]) else None)
-            for p in self._graph.inputs
+            for p in self.graph.inputs
         ]
         caches = [
             c.spec if c.buffer is None else replace(c.spec, place=plan.offsets[c.buffer]) for c in self._caches.values()
@@ -184,8 +94,12 @@ class Placement:
         self._lives.append(_Life(name, nbytes, len(self._calls), len(self._calls)))
         return len(self._lives) - 1
 
-    def _new(self, value: Value, name: str, storage: Storage = DENSE) -> View:
-        """A fresh dense buffer for a value."""
+    # --- what an operator's lowering asks for (kernels/operators.py)
+
+    def view(self, value: Value) -> View:
+        return self._views[value]
+
+    def new(self, value: Value, name: str, storage: Storage = DENSE) -> View:
         rows = self._rows(value)
         nbytes = row_bytes(storage.format, value.width, storage.group)
         buffer = self._buffer(name, nbytes * self._bounds[self._symbols[rows]].high)
@@ -193,25 +107,41 @@ class Placement:
         self._views[value] = view
         return view
 
-    def _constant(self, value: Value, kind: str, make: Callable[[Value, str], Packed]) -> Place:
-        key = (value, kind)
+    def share(self, value: Value, view: View) -> None:
+        self._views[value] = view
+
+    def dense(self, value: Value, node: Node) -> View:
+        view = self._views[value]
+        return view if view.stride == value.width else self._copy(value, node)
+
+    def writable(self, value: Value, node: Node) -> View:
+        at = value
+        while len(self._readers[at]) == 1 and at not in self._results:
+            producer = self._producers.get(at)
+            if producer is None:
+                break  # an input, or a constant
+            if producer.op not in ("reshape", "split"):
+                return self._views[value]
+            at = producer.inputs[0]
+        return self._copy(value, node)
+
+    def _copy(self, value: Value, node: Node) -> View:
+        view = self._views[value]
+        fresh = self.new(Value(value.shape), "copy")
+        self.add("elementwise", {"a": view, "y": fresh}, expression_params(0, [view], value.width), node, "copy")
+        return fresh
+
+    def constant(self, values: tuple[Value, ...], packing: str, make: Callable[[], Packed]) -> Place:
+        key = (values, packing)
         if key not in self._packed:
-            self._weights.append(make(value, kind))
+            self._weights.append(make())
             self._packed[key] = len(self._weights) - 1
         return Place(Space.WEIGHTS, self._packed[key])
 
-    def _vector(self, value: Value) -> Place:
-        return self._constant(value, "vector", pack_vector)
+    def vector(self, value: Value) -> Place:
+        return self.constant((value,), "vector", lambda: pack_array(value, np.dtype(np.float32), "f32"))
 
-    def _add(self, kernel: str, operands: Operands, params: Mapping[str, Param], node: Node, note: str = "") -> None:
-        for view in operands.values():
-            if isinstance(view, View):
-                self._lives[view.buffer].last = len(self._calls)
-        places = {n: v.place() if isinstance(v, View) else v for n, v in operands.items()}
-        self._calls.append(Call(kernel, places, params, node.origin, note))
-
-    def _cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> tuple[int, int, str]:
-        """(number of the cache, layer in it, its format for people) of one layer more."""
+    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> tuple[int, int, str]:
         key = (heads, key_size, value_size, kept)
         if key not in self._caches:
             if len(self._caches) == MAX_CACHES:
@@ -224,6 +154,17 @@ class Placement:
         layer = cache.spec.layers if kept else 0  # those of one run serve one layer after the other
         cache.spec = replace(cache.spec, layers=layer + 1)
         return list(self._caches).index(key), layer, cache.spec.format.name.lower()
+
+    def add(self, kernel: str, operands: Operands, params: Mapping[str, Param], node: Node, note: str = "") -> None:
+        for view in operands.values():
+            if isinstance(view, View):
+                self._lives[view.buffer].last = len(self._calls)
+        if isinstance(number := params.get("cache"), int) and params["layer"] != -1:
+            pages = list(self._caches.values())[number].buffer
+            if pages is not None:
+                self._lives[pages].last = len(self._calls)
+        places = {n: v.place() if isinstance(v, View) else v for n, v in operands.items()}
+        self._calls.append(Call(kernel, places, params, node.origin, note))
 
     def _passing_pages(self, spec: CacheSpec) -> int:
         tokens, sequences = (self._bounds[s].high for s in self._symbols[:2])

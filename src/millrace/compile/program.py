@@ -1,38 +1,15 @@
 """A program as data: a flat list of kernel calls over planned buffers, and the weights they read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
 
 from millrace.compile.memory import MemoryPlan
 from millrace.engine.kv import CacheSpec
 from millrace.engine.slots import Slot
 from millrace.graph.types import Symbol
-from millrace.kernels.declare import Space
-from millrace.kernels.encode import Param, Ref, encode
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """One constant in the bytes that a kernel reads. `pack` makes them; they are written once and then mapped."""
-
-    name: str
-    origin: tuple[str, ...]
-    shape: tuple[int, ...]
-    format: str  # "f32", "bf16", "w8g128", ...
-    nbytes: int
-    pack: Callable[[], NDArray[np.uint8]]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """An operand before offsets are known: the number of a buffer or of a packed constant, and bytes into it."""
-
-    space: Space
-    number: int
-    offset: int = 0
+from millrace.kernels.declare import Param, Space
+from millrace.kernels.encode import Ref, encode
+from millrace.kernels.places import Packed, Place
 
 
 @dataclass(frozen=True, slots=True)

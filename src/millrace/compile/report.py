@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from millrace.compile.program import Place, Program
+from millrace.compile.program import Program
 from millrace.kernels.declare import Space
+from millrace.kernels.places import Place
 
 
 def program_table(program: Program) -> dict[str, Any]:

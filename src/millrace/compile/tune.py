@@ -36,7 +36,8 @@ from millrace.engine.tactics import (
     write_tactics,
 )
 from millrace.engine.texts import text_inputs
-from millrace.kernels.declare import KERNELS, WeightFormat
+from millrace.kernels.catalogue import kernels
+from millrace.kernels.declare import WeightFormat
 from millrace.kernels.layout import PANEL, panel_bytes, up
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, memory, usable_cores
@@ -46,7 +47,6 @@ CLEARLY, FEW_CLEARLY = 0.97, 0.94
 SAMPLES, SOME, PLENTY = 3, 8, 24  # of each setting: at least, no longer few, and where more would tell nothing new
 DECODE_ROWS, PREFILL_ROWS = (1, 4, 16), (64, 128)
 ENCODER_ROWS, TEXT_TOKENS = (16, 128, 512), 64
-_TUNABLE = frozenset(k.name for k in KERNELS if k.knobs)
 Knobs = dict[str, int]
 Tuned = NativeExecutor | NativeNetwork
 
@@ -171,12 +171,16 @@ def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> Ta
     return TacticTable(fingerprint(isa), threads, done, note)
 
 
+def _tunable() -> frozenset[str]:
+    return frozenset(k.name for k in kernels() if k.knobs)
+
+
 def _steps(engine: Engine) -> list[Call]:
     """The program's steps; what is read of them is there, and may be."""
     steps = read_program_table(engine.folder).calls
     whole = len(steps) == engine.manifest.cpu.n_calls
     for step in steps:
-        if step.kernel in _TUNABLE:
+        if step.kernel in _tunable():
             sizes = [step.params.get(name, 0) for name in ("n", "k")]
             whole = whole and all(isinstance(size, int) and 0 < size < 1 << 24 for size in sizes)
             whole = whole and step.params.get("weights") in [int(f) for f in WeightFormat]
@@ -190,7 +194,7 @@ def regions(steps: Sequence[Call]) -> dict[str, Work]:
     """By name: kernel, numerics class and shape, whatever the layer."""
     found: dict[str, Work] = {}
     for i, step in enumerate(steps):
-        if step.kernel not in _TUNABLE:
+        if step.kernel not in _tunable():
             continue
         p = step.params
         flags = [f"groups of {p['group']}"] if p["group"] else []

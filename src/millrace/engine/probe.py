@@ -12,8 +12,8 @@ import numpy as np
 from millrace.engine.native import NativeNetwork, NativeProgram
 from millrace.errors import MachineError
 from millrace.graph.types import Symbol
-from millrace.kernels.declare import RowFormat, Space, WeightFormat
-from millrace.kernels.encode import Param, Ref, encode
+from millrace.kernels.declare import Param, RowFormat, Space, WeightFormat
+from millrace.kernels.encode import Ref, encode
 from millrace.kernels.layout import matrix_bytes, row_bytes
 from millrace.kernels.library import library
 from millrace.kernels.precision import BF16_BY_TILES

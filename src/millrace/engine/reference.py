@@ -3,9 +3,10 @@
 import numpy as np
 
 from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
-from millrace.engine.interpreter import Interpreter, Rows
+from millrace.engine.interpreter import Interpreter
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
 from millrace.graph.types import Graph
+from millrace.kernels.operators import Rows
 from millrace.kernels.sample.ref import draw, penalised, probabilities, uniform
 
 

@@ -18,7 +18,8 @@ import msgspec
 from millrace.engine.hold import WRITING_S, lock
 from millrace.engine.manifest import UNREADABLE, damaged, sealed
 from millrace.errors import EngineError
-from millrace.kernels.declare import KERNELS, MAX_KNOBS
+from millrace.kernels.catalogue import kernels
+from millrace.kernels.declare import MAX_KNOBS
 
 TACTICS = "tactics.json"
 _LIMIT = 16 << 20
@@ -88,7 +89,7 @@ class TacticTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def knob_values(kernel: str, knobs: Mapping[str, int]) -> tuple[int, ...]:
     """In the kernel's order. raises ValueError for a kernel, a knob or a value that there is not"""
-    declared = {knob.name: (i, knob.high) for k in KERNELS if k.name == kernel for i, knob in enumerate(k.knobs)}
+    declared = {knob.name: (i, knob.high) for k in kernels() if k.name == kernel for i, knob in enumerate(k.knobs)}
     values = [0] * MAX_KNOBS
     for name, value in knobs.items():
         if name not in declared:

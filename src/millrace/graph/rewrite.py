@@ -1,17 +1,16 @@
 """Helpers of the passes: making nodes, replacing values, listing a graph as text."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from millrace.graph.ops import OPS
-from millrace.graph.types import Graph, Node, Port, Value, find
+from millrace.graph.types import Attrs, Graph, Inputs, Node, Operator, Port, Value, find
 
 LOGITS = "logits"  # an output of this name is a ranking: only the order of its largest elements matters
 
 
-def make_node(op: str, inputs: tuple[Value, ...], attrs: Mapping[str, object], origin: tuple[str, ...]) -> Node:
+def make_node(operator: Operator, inputs: Inputs, attrs: Attrs, origin: tuple[str, ...]) -> Node:
     """A node whose outputs have the shapes that the operator gives."""
-    return Node(op, inputs, tuple(Value(s) for s in OPS[op].shapes(inputs, attrs)), dict(attrs), origin)
+    return Node(operator, inputs, tuple(Value(s) for s in operator.shapes(inputs, attrs)), dict(attrs), origin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.errors import GraphError
-from millrace.graph.types import Array, Constant, Dim, DType, Graph, Node, Port, Shape, Symbol, Value
+from millrace.graph.rules import named
+from millrace.graph.types import Array, Constant, Dim, DType, Graph, Node, Operators, Port, Shape, Symbol, Value
 from millrace.graph.verify import verify
 
 Table = dict[str, Any]
@@ -54,7 +55,7 @@ def _shape(shape: object) -> list[int | str]:
     return [d.name if isinstance(d, Symbol) else d for d in shape]
 
 
-def read_graph(table: Mapping[str, Any]) -> Graph:
+def read_graph(table: Mapping[str, Any], operators: Operators) -> Graph:
     """The graph again, its constants without their content; verified. `table` is as graph_table() made it."""
     inputs = tuple(Port(p["name"], Value(_dims(p["shape"]), DType(p["dtype"]))) for p in table["inputs"])
     values: dict[int | str, Value] = {i: port.value for i, port in enumerate(inputs)}
@@ -65,7 +66,7 @@ def read_graph(table: Mapping[str, Any]) -> Graph:
         outputs = tuple(Value(_dims(shape)) for shape in found["shapes"])
         attrs = {k: _dims(v) if k == "shape" else _tuples(v) for k, v in found["attrs"].items()}
         sources = tuple(values[i] for i in found["inputs"])
-        nodes.append(Node(found["op"], sources, outputs, attrs, tuple(found["origin"])))
+        nodes.append(Node(named(operators, found["op"]), sources, outputs, attrs, tuple(found["origin"])))
         values.update(zip(found["outputs"], outputs, strict=True))
     results = tuple(Port(p["name"], values[p["value"]]) for p in table["outputs"])
     return verify(Graph(inputs, results, tuple(nodes)), after="reading")

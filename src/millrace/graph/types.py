@@ -70,15 +70,43 @@ class Value:
         return f"{kind}{self.dtype}{list(self.shape)}"
 
 
+Inputs = tuple[Value, ...]
+Attrs = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """What a node may be: how many inputs it has, which attributes, and the shapes that come out.
+
+    inputs: (at least, at most)
+    shapes: those of the outputs; raises GraphError for inputs that it does not take
+    fused: only the compiler's passes write it, no model does
+    """
+
+    name: str
+    inputs: tuple[int, int]
+    shapes: Callable[[Inputs, Attrs], tuple[Shape, ...]]
+    attrs: frozenset[str] = frozenset()
+    fused: bool = False
+
+
+Operators = Mapping[str, Operator]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """`outputs = op(*inputs, **attrs)`; `origin` names the modules of the model that it came from."""
+    """`outputs = operator(*inputs, **attrs)`; `origin` names the modules of the model that it came from."""
 
-    op: str
-    inputs: tuple[Value, ...]
+    operator: Operator
+    inputs: Inputs
     outputs: tuple[Value, ...]
-    attrs: Mapping[str, object] = field(default_factory=dict)
+    attrs: Attrs = field(default_factory=dict)
     origin: tuple[str, ...] = ()
+
+    @property
+    def op(self) -> str:
+        """Its operator's name."""
+        return self.operator.name
 
     @property
     def output(self) -> Value:

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 
 from millrace.errors import GraphError
-from millrace.graph.ops import OPS
 from millrace.graph.types import Graph, Node, Port, Symbol, Value
 
 _NAME = re.compile(r"\w+(\.\w+)*")
@@ -48,9 +47,7 @@ def _check_names(ports: tuple[Port, ...], kind: str, after: str) -> None:
 
 
 def _check_node(node: Node, after: str) -> None:
-    op = OPS.get(node.op)
-    if op is None:
-        raise _error(after, node, "no such operator")
+    op = node.operator
     if not op.inputs[0] <= len(node.inputs) <= op.inputs[1]:
         raise _error(after, node, f"{len(node.inputs)} inputs, expected {op.inputs[0]} to {op.inputs[1]}")
     unknown = set(node.attrs) - op.attrs
@@ -65,5 +62,5 @@ def _check_node(node: Node, after: str) -> None:
 def _error(after: str, node: Node, what: str) -> GraphError:
     place = "/".join(node.origin) or "?"
     return GraphError(
-        f"after {after}: {node.op} of {place}: {what}", "a legal graph (graph/ops.py)", "report this, or mend the pass"
+        f"after {after}: {node.op} of {place}: {what}", f"a node as {node.op} takes it", "report this, or mend the pass"
     )

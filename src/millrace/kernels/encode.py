@@ -4,13 +4,11 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from millrace.kernels.declare import KERNELS, Kernel, Space
+from millrace.kernels.catalogue import numbered
+from millrace.kernels.declare import Param, Space
 from millrace.kernels.layout import byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, up
 
-BY_NAME: dict[str, tuple[int, Kernel]] = {k.name: (i, k) for i, k in enumerate(KERNELS)}
 _FUNCTIONS = {f.__name__: f for f in (byte_row_bytes, matrix_bytes, panel_bytes, row_bytes, up)}
-
-Param = int | float | Sequence[int] | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +24,14 @@ class Ref:
 
 def operand_bytes(name: str, params: Mapping[str, Param], most: Sequence[int]) -> dict[str, int]:
     """Bytes that each operand of a step may touch, by the declaration; `most` are the bounds of the symbols."""
-    _, kernel = BY_NAME[name]
+    _, kernel = numbered()[name]
     scope = {**_FUNCTIONS, **params, "most": most.__getitem__}
     return {o.name: int(eval(o.size, {"__builtins__": {}}, scope)) for o in kernel.operands}
 
 
 def encode(name: str, operands: Mapping[str, Ref | None], params: Mapping[str, Param]) -> bytes:
     """One step as bytes: kernel, operand references, parameters. Asserts what the C++ decoder will check."""
-    number, kernel = BY_NAME[name]
+    number, kernel = numbered()[name]
     assert set(operands) <= {o.name for o in kernel.operands}, f"{name} has no operand among {sorted(operands)}"
     assert set(params) <= {n for _, n, _ in kernel.fields}, f"{name} has no parameter among {sorted(params)}"
     scope = {**_FUNCTIONS, **dict.fromkeys((f for _, f, _ in kernel.fields), 0), **params}

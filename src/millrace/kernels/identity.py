@@ -6,7 +6,8 @@ from functools import cache
 import numpy as np
 
 from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.kernels.declare import RowFormat, WeightFormat, declarations_digest
+from millrace.kernels.catalogue import declarations_digest
+from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.layout import n_groups, row_bytes
 from millrace.kernels.matmul.pack import interleave_codes, interleave_halves, pack_codes, pack_matrix
 from millrace.kernels.rescore.pack import pack_byte_rows

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from millrace.errors import MachineError
-from millrace.kernels.declare import declarations_digest
+from millrace.kernels.catalogue import declarations_digest
 
 INTERFACE = (
     "55d494eaf83fa9e9"  # digest of native/millrace.h, from which the structures below are copied (a test compares both)

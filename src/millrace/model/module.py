@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.errors import CheckpointError, ConfigError, GraphError, nearest
-from millrace.graph.types import Array, Constant, DType, Graph, Port, Shape, Symbol, Value
+from millrace.graph.types import Array, Constant, DType, Graph, Operators, Port, Shape, Symbol, Value
 from millrace.graph.verify import verify
 from millrace.model.tensor import Tensor, Trace
 
@@ -164,15 +164,21 @@ class Weights:
 
 
 def trace_model(
-    model: Module, weights: Weights, *, renamed: Mapping[str, str] | None = None, keep: Sequence[str] = ()
+    model: Module,
+    weights: Weights,
+    operators: Operators,
+    *,
+    renamed: Mapping[str, str] | None = None,
+    keep: Sequence[str] = (),
 ) -> Graph:
     """The graph of the model with its signature's inputs, each parameter bound to its tensor of the checkpoint.
 
+    operators: what the model's operators are, by name
     renamed: parameter name -> tensor name, where the two differ (a prefix that older checkpoints lack).
     keep: modules whose results are outputs too, by their names
     raises CheckpointError for a missing tensor, a wrong shape, or a tensor that the model does not use.
     """
-    trace = Trace({id(module): path for path, module in model.modules()})
+    trace = Trace({id(module): path for path, module in model.modules()}, operators)
     used: set[str] = set()
     for name, parameter in model.parameters():
         if isinstance(parameter, Table):

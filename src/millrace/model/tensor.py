@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from millrace.errors import GraphError
 from millrace.graph.rewrite import make_node
+from millrace.graph.rules import named
 from millrace.graph.trees import Tree
-from millrace.graph.types import Dim, Node, Shape, Value
+from millrace.graph.types import Dim, Node, Operators, Shape, Value
 
 Number = int | float
 
@@ -18,13 +19,15 @@ class Trace:
     """The graph under construction, and the module that is speaking."""
 
     names: Mapping[int, str]  # of the model's modules, by their id
+    operators: Operators
     nodes: list[Node] = field(default_factory=list)
     scope: list[str] = field(default_factory=list)
     n_caches: int = 0
     results: dict[str, Value] = field(default_factory=dict)  # what each module gave, by where it hangs
 
     def add(self, op: str, inputs: tuple[Tensor, ...], attrs: Mapping[str, object] | None = None) -> Tensor:
-        node = make_node(op, tuple(t.value for t in inputs), attrs or {}, (self.scope[-1],))
+        operator = named(self.operators, op)
+        node = make_node(operator, tuple(t.value for t in inputs), attrs or {}, (self.scope[-1],))
         self.nodes.append(node)
         return Tensor(self, node.output)
 

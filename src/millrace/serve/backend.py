@@ -1,8 +1,9 @@
 """A served model is a `Backend`, found by its name; what it can do is which kind of Backend it is.
 
 A kind of engine is one file: a `ServedModel`, which says what to serve, and its Backend, which serves it. `text.py` has
-those of language models. Another kind (embeddings, say) is another such file beside it; its endpoints join the table of
-their protocol (`openai.py`) and name its Backend there. Nothing else of the server knows what kinds there are.
+those of language models, `embeddings.py` those of encoders. Another kind is another such file, anywhere; its endpoints
+name its Backend, in the table of their protocol (`openai.py`, or one that is given to the server). Nothing else of the
+server knows what kinds there are.
 """
 
 from abc import ABC, abstractmethod

@@ -22,13 +22,13 @@ from millrace.serve.protocol import (
     IGNORED,
     NOT_YET,
     OTHER_NAMES,
-    WIRE,
     ChatRequest,
     CompletionRequest,
     Message,
     SamplingFields,
     StreamOptions,
     TextPart,
+    wire,
 )
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -49,7 +49,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     """raises RequestError naming the field, HttpError where the body is not a JSON object"""
     try:
         with _collector_paused():
-            asked = msgspec.json.decode(body, type=WIRE[kind])
+            asked = msgspec.json.decode(body, type=wire(kind))
     except msgspec.ValidationError as error:
         raise _wrong_value(str(error), kind) from None
     except RecursionError:
@@ -58,7 +58,7 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise _no_json(_no_utf8(body)) from None
     except ValueError as error:  # msgspec.DecodeError, integers with thousands of digits
         raise _no_json(str(error)) from None
-    for name, neutral in NOT_YET[kind].items():  # in this order: of two that clients send together, the cause
+    for name, neutral in NOT_YET.get(kind, {}).items():  # in this order: of two that clients send together, the cause
         value = getattr(asked, name)
         if value is not UNSET and value is not None and value not in neutral:
             raise not_yet(name, _mend(neutral))
@@ -155,7 +155,7 @@ def _wrong_value(message: str, kind: type[msgspec.Struct]) -> RequestError | Htt
         path, field = unknown["path"], unknown["field"]
         if path:
             return _unknown(field, f"{path}.{field}", _fields_at(path), _fields_at(path))
-        return _unknown(field, field, WIRE[kind].__struct_fields__, kind.__struct_fields__)
+        return _unknown(field, field, wire(kind).__struct_fields__, kind.__struct_fields__)
     if missing := _MISSING.fullmatch(message):
         field = f"{missing['path']}.{missing['field']}" if missing["path"] else missing["field"]
         return RequestError(f'"{field}" is missing', f'a request with "{field}"', "send it", param=_top(field))

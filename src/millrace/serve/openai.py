@@ -1,5 +1,7 @@
 """OpenAI's protocol with vLLM's and NIM's additions: its table of endpoints."""
 
+from collections.abc import Mapping
+
 import msgspec
 
 from millrace.serve import management
@@ -29,12 +31,28 @@ from millrace.serve.routes import Endpoint, Posted, Protocol, get
 from millrace.serve.text import TextBackend
 from millrace.serve.tokens import detokenize, tokenize
 
+_EXAMPLES: Mapping[type[msgspec.Struct], Mapping[str, object]] = {
+    ChatRequest: {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64},
+    CompletionRequest: {"prompt": "Once upon a time", "max_tokens": 64},
+    EmbeddingRequest: {"input": ["The river runs past a mill.", "The wheel turns."]},
+    TokenizeRequest: {"prompt": "Once upon a time", "return_token_strs": True},
+    DetokenizeRequest: {"tokens": [1, 2, 3]},
+}
+
 
 def _text(
     path: str, handler: Posted, summary: str, request: type[msgspec.Struct], reply: type, event: type | None = None
 ) -> Endpoint:
     """Of a language model."""
-    return Endpoint(Operation("POST", path, summary, True, request, reply, event), handler, TextBackend)
+    operation = Operation("POST", path, summary, True, request, reply, event, example=_EXAMPLES[request])
+    return Endpoint(operation, handler, TextBackend)
+
+
+def _embeddings() -> Endpoint:
+    request, reply = EmbeddingRequest, EmbeddingReply
+    what = "A vector for each text"
+    operation = Operation("POST", "/v1/embeddings", what, True, request, reply, example=_EXAMPLES[request])
+    return Endpoint(operation, embeddings, EncoderBackend)
 
 
 # Protected: whatever costs time or says which model this is. Health, metrics and versions stay open, as in vLLM, for
@@ -42,11 +60,7 @@ def _text(
 _MAIN: tuple[Endpoint, ...] = (
     _text("/v1/chat/completions", chat_completions, "Answer a conversation", ChatRequest, ChatReply, ChatChunk),
     _text("/v1/completions", completions, "Continue a text", CompletionRequest, CompletionReply, CompletionReply),
-    Endpoint(
-        Operation("POST", "/v1/embeddings", "A vector for each text", True, EmbeddingRequest, EmbeddingReply),
-        embeddings,
-        EncoderBackend,
-    ),
+    _embeddings(),
     _text("/tokenize", tokenize, "Text or messages to token ids", TokenizeRequest, TokenizeReply),
     _text("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, DetokenizeReply),
     get("/tokenizer_info", management.tokenizer_info, "Special tokens and template", TokenizerInfoReply, True),

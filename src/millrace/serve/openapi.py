@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -41,6 +41,7 @@ class Operation:
     reply: type[msgspec.Struct] | None
     event: type[msgspec.Struct] | None = None
     same_as: str | None = None  # the path of which this is another name
+    example: Mapping[str, object] = field(default_factory=dict)  # a request's fields, beside the model's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,6 @@ class About:
     models: Mapping[str, str]  # path -> the model that answers there
     defaults: Mapping[str, object]  # of its models, for fields of requests
     needs_key: bool
-
-
-_EXAMPLES: Mapping[str, Mapping[str, object]] = {
-    "ChatRequest": {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64},
-    "CompletionRequest": {"prompt": "Once upon a time", "max_tokens": 64},
-    "EmbeddingRequest": {"input": ["The river runs past a mill.", "The wheel turns."]},
-    "TokenizeRequest": {"prompt": "Once upon a time", "return_token_strs": True},
-    "DetokenizeRequest": {"tokens": [1, 2, 3]},
-}
 
 
 def document(operations: Sequence[Operation], about: About) -> dict[str, Any]:
@@ -90,28 +82,24 @@ def document(operations: Sequence[Operation], about: About) -> dict[str, Any]:
 def _add_other_fields(kind: type[msgspec.Struct], schema: dict[str, Any]) -> None:
     """Fields that are no members of the struct: harmless ones, and those with a single accepted value."""
     properties = schema["properties"]
-    for name in sorted(other_names(kind) - NOT_YET[kind].keys()):
+    for name in sorted(other_names(kind) - NOT_YET.get(kind, {}).keys()):
         properties[name] = {"description": "accepted; changes nothing"}
-    for name, neutral in NOT_YET[kind].items():
+    for name, neutral in NOT_YET.get(kind, {}).items():
         properties[name] = {"enum": [None, *neutral], "description": "other values are not supported yet"}
     schema["additionalProperties"] = False
 
 
 def _say_defaults(schema: dict[str, Any], defaults: Mapping[str, object]) -> None:
     """null is how a field is left out, and no value of its own: what happens then is said instead."""
-    for name, field in schema.get("properties", {}).items():
-        if "default" in field and field["default"] is None:
-            del field["default"]
-        if (default := field.pop("x-default", None)) is not None:
-            field["default"] = defaults.get(name, default)
+    for name, said in schema.get("properties", {}).items():
+        if "default" in said and said["default"] is None:
+            del said["default"]
+        if (default := said.pop("x-default", None)) is not None:
+            said["default"] = defaults.get(name, default)
 
 
 def _example(operation: Operation, about: About) -> dict[str, object] | None:
-    return (
-        None
-        if operation.request is None
-        else {"model": about.models[operation.path], **_EXAMPLES[operation.request.__name__]}
-    )
+    return None if operation.request is None else {"model": about.models[operation.path], **operation.example}
 
 
 def _curl(operation: Operation, about: About) -> str:

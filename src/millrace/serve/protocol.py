@@ -5,6 +5,7 @@ Ranges are checked once, by SamplingParams; here are only names and types.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, defstruct
@@ -289,17 +290,16 @@ TAKES_HARMLESS: frozenset[type[Struct]] = frozenset({ChatRequest, CompletionRequ
 
 def other_names(kind: type[Struct]) -> frozenset[str]:
     """The fields of a request that are no members of its struct."""
-    return frozenset(NOT_YET[kind]) | (HARMLESS | IGNORED if kind in TAKES_HARMLESS else frozenset())
+    return frozenset(NOT_YET.get(kind, ())) | (HARMLESS | IGNORED if kind in TAKES_HARMLESS else frozenset())
 
 
-# What a body is decoded to, in one pass: the struct with its other fields, which hold any value, or UNSET
-WIRE: Mapping[type[Struct], type[Struct]] = {
-    kind: defstruct(
+@cache
+def wire(kind: type[Struct]) -> type[Struct]:
+    """What a body is decoded to, in one pass: the struct with its other fields, which hold any value, or UNSET."""
+    return defstruct(
         f"{kind.__name__}Body",
         [(name, Any, UNSET) for name in sorted(other_names(kind))],
         bases=(kind,),
         kw_only=True,
         forbid_unknown_fields=True,
     )
-    for kind in NOT_YET
-}

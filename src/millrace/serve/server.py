@@ -20,11 +20,12 @@ import uvicorn
 
 from millrace.errors import ConfigError
 from millrace.runtime.service import quick_switches
-from millrace.serve.app import create_app
+from millrace.serve.app import PROTOCOLS, create_app
 from millrace.serve.backend import Models, ServedModel
 from millrace.serve.connections import Connection
 from millrace.serve.health import Phase
 from millrace.serve.logs import Logging
+from millrace.serve.routes import Protocol
 from millrace.serve.serving import ConnectionLimits, Connections, Serving, number_of_connections
 from millrace.serve.settings import ServerSettings
 
@@ -35,9 +36,15 @@ log = logging.getLogger(__name__)
 Announce = Callable[[str], None]
 
 
-def serve(models: Sequence[ServedModel], settings: ServerSettings, announce: Announce | None = None) -> None:
+def serve(
+    models: Sequence[ServedModel],
+    settings: ServerSettings,
+    announce: Announce | None = None,
+    protocols: Sequence[Protocol] = PROTOCOLS,
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. Starts and closes the models' engines.
 
+    protocols: the endpoints; the first writes the errors of requests that are nobody's
     announce: called with the base URL once the server is ready for requests; nobody need listen (BrokenPipeError)
     raises ConfigError where it cannot listen
     """
@@ -48,7 +55,7 @@ def serve(models: Sequence[ServedModel], settings: ServerSettings, announce: Ann
         if announce is not None:
             announce(url)
 
-    server = Server(models, settings, announced)
+    server = Server(models, settings, announced, protocols)
     with Logging(settings.log_format), quick_switches(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_with_signals(server))
         if server.stuck:  # whoever gave its memory back now would pull it away from under the step
@@ -61,9 +68,13 @@ class Server:
     """One server; `serve` is the way to run it, and tests run it in a thread of theirs."""
 
     def __init__(
-        self, models: Sequence[ServedModel], settings: ServerSettings, announce: Announce | None = None
+        self,
+        models: Sequence[ServedModel],
+        settings: ServerSettings,
+        announce: Announce | None = None,
+        protocols: Sequence[Protocol] = PROTOCOLS,
     ) -> None:
-        self._served, self._settings, self._announce = models, settings, announce
+        self._served, self._settings, self._announce, self._protocols = models, settings, announce, protocols
         self.stuck = False  # an engine's step did not end: its memory must not be given back
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -73,7 +84,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         sock = bind(self._settings.host, self._settings.port)
         models = Models(Serving(self._settings), self._served)
-        web = _uvicorn(models)
+        web = _uvicorn(models, self._protocols)
         try:
             async with contextlib.AsyncExitStack() as started:
                 for backend in models.backends:
@@ -206,7 +217,7 @@ class _Web(uvicorn.Server):
         yield
 
 
-def _uvicorn(models: Models) -> _Web:
+def _uvicorn(models: Models, protocols: Sequence[Protocol]) -> _Web:
     settings = models.serving.settings
     connections = Connections(
         ConnectionLimits(
@@ -219,7 +230,7 @@ def _uvicorn(models: Models) -> _Web:
     )
     return _Web(
         uvicorn.Config(
-            create_app(models),
+            create_app(models, protocols),
             loop="none",
             http=cast(type[asyncio.Protocol], functools.partial(Connection, connections)),  # uvicorn only calls it
             ws="none",

@@ -3,6 +3,7 @@
 //   sums: lane i takes elements i, i+16, ..., then the fixed tree. Where the mean is large its rounding is most of the
 //   error, so it is taken twice: `rest` is the mean of what is left when the first is gone, and the variance that of it
 #pragma once
+#include "convert/native.hpp"
 namespace millrace::MILLRACE_ISA {
 
 inline void layer_norm_row(const float* x, const float* w, const float* b, int64_t n, float eps, float* y) {

@@ -9,6 +9,7 @@
 //   a16   per group: integer weights as bfloat16, pairs as in bf16; then y = fma(dot, w_scale, y), groups in order
 // gated: a panel holds 16 gates and their 16 ups; y = expression(gate, up) has half as many columns.
 #pragma once
+#include "elementwise/native.hpp"
 namespace millrace::MILLRACE_ISA {
 
 constexpr int64_t kBlock = 128;  // K elements between two additions into the total

@@ -4,6 +4,7 @@
 // Ties at the edge go to lower ids. A logit that is computed again has the bits that the w8a8 class of matmul gives it;
 // the others keep theirs.
 #pragma once
+#include "matmul/native.hpp"
 namespace millrace::MILLRACE_ISA {
 
 constexpr int64_t kRescoreBlock = 64;  // logits of which only the largest is looked at first

@@ -2,6 +2,7 @@
 //   x (rows, runs * n) float, stride x_stride | w (n) | y in the asked row format, y_stride bytes apart
 //   the sum of squares: lane i takes elements i, i+16, ... by fma, then the fixed tree
 #pragma once
+#include "convert/native.hpp"
 namespace millrace::MILLRACE_ISA {
 
 inline void rms_norm_run(const float* x, const float* w, int64_t n, float eps, float* y) {

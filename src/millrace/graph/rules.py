@@ -1,0 +1,38 @@
+"""What the operators' shape rules share, and how an operator is found by its name."""
+
+from millrace.errors import GraphError, nearest
+from millrace.graph.trees import faults
+from millrace.graph.types import Attrs, DType, Inputs, Operator, Operators, Shape, Value
+
+
+def illegal(op: str, what: str, expected: str) -> GraphError:
+    return GraphError(f"{op}: {what}", expected, "change the model's forward(), or the pass that wrote this")
+
+
+def named(operators: Operators, name: str) -> Operator:
+    """As models may write it. raises GraphError where there is none of that name"""
+    operator = operators.get(name)
+    if operator is None or operator.fused:
+        what = "is written by the compiler's passes only" if operator else "is no operator"
+        known = [n for n, o in operators.items() if not o.fused]
+        raise GraphError(
+            f'"{name:.80}" {what}', nearest(name, known), "correct it, or write the operator (docs/extending)"
+        )
+    return operator
+
+
+def same_shape(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    """The first input's."""
+    return (inputs[0].shape,)
+
+
+def check_tree(op: str, attrs: Attrs, n_inputs: int) -> None:
+    """The attribute `tree` is an expression of so many inputs."""
+    for what, expected in faults(attrs.get("tree"), n_inputs):
+        raise illegal(op, what, expected)
+
+
+def check_positions(op: str, positions: Value, x: Value) -> None:
+    """One number for each row of x."""
+    if positions.dtype != DType.I32 or positions.shape != x.shape[:1]:
+        raise illegal(op, f"x {x} and its positions {positions}", "i32, one for each of its rows")

@@ -1,0 +1,41 @@
+"""The declaration of attention: see kernels/declare.py."""
+
+from millrace.kernels.declare import LEGAL_ROWS, MAX_HEAD, ROWS, Kernel, Operand
+
+KERNEL = Kernel(
+    "attention",
+    "y = softmax(q k^T * scale) v over a sequence's keys at positions up to its own, or all, from a cache's pages",
+    (
+        Operand("q", "in", f"{ROWS} * q_stride * 4"),
+        Operand("y", "out", f"{ROWS} * heads * value_dim * 4"),
+    ),
+    (
+        "i32 rows",
+        "i32 heads",
+        "i32 kv_heads",
+        "i32 head_dim",
+        "i32 value_dim",
+        "i32 q_stride",
+        "i32 cache",
+        "i32 layer",
+        "i32 causal",
+        "f32 scale",
+    ),
+    (
+        LEGAL_ROWS,
+        "value_dim > 0",
+        f"value_dim <= {MAX_HEAD}",
+        "cache >= 0",
+        "causal >= 0",
+        "causal <= 1",
+        "heads > 0",
+        "kv_heads > 0",
+        "heads % kv_heads == 0",
+        "head_dim > 0",
+        "head_dim % 8 == 0",
+        "layer >= 0",
+        "q_stride >= heads * head_dim",
+        f"head_dim <= {MAX_HEAD}",
+    ),
+    scratch_type="AttentionTile",
+)

@@ -1,0 +1,127 @@
+"""The operators attention (causal, over a cache), rope_attention (with the rotation in it), full_attention."""
+
+import numpy as np
+
+from millrace.errors import GraphError
+from millrace.graph.rules import check_positions, illegal
+from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, find
+from millrace.kernels.attention.ref import attention
+from millrace.kernels.declare import MAX_HEAD
+from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, number, size, whole
+from millrace.kernels.places import Operands, View
+from millrace.kernels.rope.op import rotated
+
+
+def _heads(op: str, inputs: Inputs) -> tuple[Shape, ...]:
+    q, k, v, lengths = inputs
+    ranks = {len(x.shape) for x in (q, k, v)}
+    if ranks != {3} or k.shape[:2] != v.shape[:2] or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+        raise illegal(op, f"q {q}, k {k}, v {v}", "q [T, H, D], k [T, K, D] and v [T, K, values' size]")
+    if lengths.dtype != DType.I32 or len(lengths.shape) != 1:
+        raise illegal(op, f"lengths {lengths}", "i32 [S], the tokens of each sequence")
+    heads, kv_heads = size(q, 1), size(k, 1)
+    if heads % kv_heads:
+        raise illegal(op, f"{heads} query heads over {kv_heads} KV heads", "a multiple")
+    for head in (size(q, 2), size(v, 2)):
+        if head % 8 or head > MAX_HEAD:
+            raise illegal(op, f"a head size of {head}", f"a multiple of 8, at most {MAX_HEAD}")
+    return ((*q.shape[:2], v.shape[2]),)
+
+
+def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    q, k, v, positions, lengths = inputs[:5]
+    check_positions("attention", positions, q)
+    return _heads("attention", (q, k, v, lengths))
+
+
+def _full_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    return _heads("full_attention", inputs)
+
+
+def _reference(node: Node, values: Values) -> Held:
+    v, positions, lengths = node.inputs[2:5]
+    heads = [
+        rotated(values, x, positions, node.inputs[5]) if node.operator is ROPE_ATTENTION else values.rows(x)
+        for x in node.inputs[:2]
+    ]
+    q, k, v_rows = values.as_kept(heads[0], heads[1], values.rows(v))
+    layer, scale, rounded = whole(node, "layer"), number(node, "scale"), values.bf16_weights
+    y = np.zeros((*q.shape[:2], v_rows.shape[2]))
+    at, places = 0, values.numbers(positions)
+    for sequence, length in enumerate(values.numbers(lengths)):
+        part = slice(at, at := at + int(length))
+        first = int(places[part][0])
+        keys, kept = values.remember(layer, sequence, first, k[part], v_rows[part])
+        y[part] = attention(q[part], keys, kept, first, scale, bf16_weights=rounded)
+    return values.stored(y, node)
+
+
+def _full_reference(node: Node, values: Values) -> Held:
+    lengths, scale = values.numbers(node.inputs[3]), number(node, "scale")
+    q, k, v = values.as_kept(*(values.rows(x) for x in node.inputs[:3]))
+    y, at = np.zeros((*q.shape[:2], v.shape[2])), 0
+    for length in lengths:
+        part = slice(at, at := at + int(length))
+        y[part] = attention(q[part], k[part], v[part], None, scale, bf16_weights=values.bf16_weights)
+    return values.stored(y, node)
+
+
+def _lower(node: Node, writer: Writer) -> None:
+    q, k = node.inputs[:2]
+    if node.operator is ATTENTION:
+        _attend(node, writer, (writer.view(q), writer.view(k)), {}, causal=True)
+        return
+    views = (writer.writable(q, node), writer.writable(k, node))
+    positions, table = node.inputs[3], node.inputs[5]
+    rotation: Operands = {"q": views[0], "positions": writer.view(positions), "table": writer.vector(table)}
+    _attend(node, writer, views, rotation, causal=True, context=size(table, 0))
+
+
+def _full_lower(node: Node, writer: Writer) -> None:
+    """Keys and values go into pages that live for one run, so that one kernel serves both kinds of attention."""
+    q, k, _, lengths = node.inputs
+    graph = writer.graph
+    if find(graph.inputs, "lengths") is not lengths or graph.symbols[:2] != (q.shape[0], lengths.shape[0]):
+        raise GraphError(
+            f"attention over sequences of the lengths {lengths}",
+            'the input "lengths", and inputs that name tokens first, then sequences', "name the inputs so",
+        )  # fmt: skip
+    _attend(node, writer, (writer.view(q), writer.view(k)), {}, causal=False)
+
+
+def _attend(
+    node: Node, writer: Writer, views: tuple[View, View], rotation: Operands, *, causal: bool, context: int = 1
+) -> None:
+    """Two calls: keys are rotated and written with their values, then all are attended to."""
+    (q, k), v = views, writer.view(node.inputs[2])
+    heads, head_dim = size(node.inputs[0], 1), size(node.inputs[0], 2)
+    kv_heads, value_dim = size(node.inputs[2], 1), size(node.inputs[2], 2)
+    number_of_cache, layer, note = writer.cache(kv_heads, head_dim, value_dim, kept=causal)
+    shape: Params = {
+        "rows": q.rows, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "q_stride": q.stride,
+        "cache": number_of_cache, "layer": layer,
+    }  # fmt: skip
+    rotates = bool(rotation)
+    write: Params = {
+        **shape, "heads": heads if rotates else 0, "q_stride": q.stride if rotates else 0, "k_stride": k.stride,
+        "v_stride": v.stride, "context": context,
+    }  # fmt: skip
+    writer.add("rope", {"k": k, "v": v, **rotation}, write, node, "and KV write" if rotates else "KV write")
+    y = writer.new(node.output, node.origin[0])
+    attend: Params = {**shape, "heads": heads, "causal": int(causal), "scale": number(node, "scale")}
+    writer.add("attention", {"q": q, "y": y}, attend, node, note)
+
+
+ATTENTION = Runnable(
+    name="attention", inputs=(5, 5), attrs=frozenset({"layer", "scale"}), shapes=_shapes, reference=_reference,
+    lower=_lower,
+)  # fmt: skip
+ROPE_ATTENTION = Runnable(
+    name="rope_attention", inputs=(6, 6), attrs=frozenset({"layer", "scale"}), fused=True, shapes=_shapes,
+    reference=_reference, lower=_lower,
+)  # fmt: skip
+FULL_ATTENTION = Runnable(
+    name="full_attention", inputs=(4, 4), attrs=frozenset({"scale"}), shapes=_full_shapes,
+    reference=_full_reference, lower=_full_lower,
+)  # fmt: skip
+OPERATORS = (ATTENTION, ROPE_ATTENTION, FULL_ATTENTION)

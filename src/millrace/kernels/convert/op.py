@@ -1,0 +1,32 @@
+"""The operator convert: the same rows as bfloat16 or int8 groups."""
+
+from millrace.graph.rules import same_shape
+from millrace.graph.types import Node
+from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
+from millrace.kernels.places import View
+from millrace.kernels.storage import storage_of
+
+
+def _reference(node: Node, values: Values) -> Held:
+    return values.stored(values.rows(node.inputs[0]), node)
+
+
+def packing_params(x: View, y: View, n: int) -> Params:
+    """Of kernels that write rows in the format of `y`: n elements of each row of `x`."""
+    return {
+        "rows": x.rows, "n": n, "x_stride": x.stride, "y_stride": y.stride_bytes, "format": y.storage.format,
+        "group": y.storage.group,
+    }  # fmt: skip
+
+
+def _lower(node: Node, writer: Writer) -> None:
+    x, storage = writer.view(node.inputs[0]), storage_of(node)
+    y = writer.new(node.output, f"{storage}", storage)
+    writer.add("convert", {"x": x, "y": y}, packing_params(x, y, node.output.width), node, str(storage))
+
+
+CONVERT = Runnable(
+    name="convert", inputs=(1, 1), attrs=frozenset({"storage"}), fused=True, shapes=same_shape, reference=_reference,
+    lower=_lower,
+)  # fmt: skip
+OPERATORS = (CONVERT,)

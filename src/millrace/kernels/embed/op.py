@@ -1,0 +1,44 @@
+"""The operator embedding."""
+
+import ml_dtypes
+import numpy as np
+
+from millrace.graph.rules import illegal
+from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
+from millrace.kernels.convert.ref import to_bf16
+from millrace.kernels.operators import Held, Runnable, Values, Writer, number, size
+from millrace.kernels.places import pack_array
+
+_DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    ids, table = inputs
+    if ids.dtype != DType.I32 or len(ids.shape) != 1 or len(table.shape) != 2:
+        raise illegal("embedding", f"inputs {ids}, {table}", "i32 ids [n] and a table [vocabulary, width]")
+    return ((*ids.shape, table.shape[1]),)
+
+
+def _reference(node: Node, values: Values) -> Held:
+    ids, table = node.inputs
+    rows = values.rows(table)[values.numbers(ids)]
+    stored = to_bf16(rows).astype(np.float64) if values.bf16_table else rows
+    return values.stored(stored * number(node, "scale"), node)
+
+
+def _lower(node: Node, writer: Writer) -> None:
+    ids, table = node.inputs
+    view, kind = writer.view(ids), writer.table_format
+    params = {
+        "rows": view.rows, "n": size(table, 1), "vocab": size(table, 0), "bf16": int(kind == "bf16"),
+        "scale": number(node, "scale"),
+    }  # fmt: skip
+    place = writer.constant((table,), f"table of {kind}", lambda: pack_array(table, _DTYPES[kind], kind))
+    y = writer.new(node.output, "embedding")
+    writer.add("embed", {"ids": view, "table": place, "y": y}, params, node, kind)
+
+
+EMBEDDING = Runnable(
+    name="embedding", inputs=(2, 2), attrs=frozenset({"scale"}), shapes=_shapes, reference=_reference, lower=_lower
+)
+OPERATORS = (EMBEDDING,)

@@ -1,0 +1,15 @@
+"""The declaration of gather_rows: see kernels/declare.py."""
+
+from millrace.kernels.declare import LEGAL_ROWS, ROWS, Kernel, Operand
+
+KERNEL = Kernel(
+    "gather_rows",
+    "y[r] = x[index[r]]; NaN for an index beyond x",
+    (
+        Operand("x", "in", "most(rows_from) * x_stride * 4"),
+        Operand("index", "in", f"{ROWS} * 4", "int32_t"),
+        Operand("y", "out", f"{ROWS} * n * 4"),
+    ),
+    ("i32 rows", "i32 rows_from", "i32 n", "i32 x_stride"),
+    (LEGAL_ROWS, "rows_from >= 0", "n > 0", "x_stride >= n"),
+)

@@ -1,0 +1,27 @@
+"""The operator gather_rows."""
+
+from millrace.graph.rules import illegal
+from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
+from millrace.kernels.operators import Held, Runnable, Values, Writer
+
+
+def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    x, rows = inputs
+    if len(x.shape) != 2 or rows.dtype != DType.I32 or len(rows.shape) != 1:
+        raise illegal("gather_rows", f"x {x} and rows {rows}", "x [T, width] and i32 rows [R]")
+    return ((rows.shape[0], x.shape[1]),)
+
+
+def _reference(node: Node, values: Values) -> Held:
+    return values.rows(node.inputs[0])[values.numbers(node.inputs[1])]
+
+
+def _lower(node: Node, writer: Writer) -> None:
+    x, index = (writer.view(v) for v in node.inputs)
+    params = {"rows": index.rows, "rows_from": x.rows, "n": node.output.width, "x_stride": x.stride}
+    y = writer.new(node.output, "gathered rows")
+    writer.add("gather_rows", {"x": x, "index": index, "y": y}, params, node)
+
+
+GATHER_ROWS = Runnable(name="gather_rows", inputs=(2, 2), shapes=_shapes, reference=_reference, lower=_lower)
+OPERATORS = (GATHER_ROWS,)

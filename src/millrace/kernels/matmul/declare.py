@@ -1,0 +1,59 @@
+"""The declaration of matmul: see kernels/declare.py."""
+
+from millrace.kernels.declare import EXPRESSION, LEGAL_ROWS, ROWS, Kernel, Knob, Operand, RowFormat, WeightFormat
+
+KERNEL = Kernel(
+    "matmul",
+    "y = epilogue(x @ w.T + bias) + residual; x and w in the formats of one numerics class",
+    (
+        Operand("x", "in", f"{ROWS} * x_stride", "uint8_t"),
+        Operand("w", "weight", "matrix_bytes(weights, n, k, group)", "uint8_t"),
+        Operand("bias", "weight?", "n * 4"),
+        Operand("residual", "in?", f"{ROWS} * y_stride * 4"),
+        Operand("y", "out", f"{ROWS} * y_stride * 4"),
+    ),
+    (
+        "i32 rows",
+        "i32 n",
+        "i32 k",
+        "i32 group",
+        "i32 format",
+        "i32 weights",
+        "i32 x_stride",
+        "i32 y_stride",
+        "i32 gated",
+        "i32 tiles",  # bfloat16 products are summed as tdpbf16ps does it, not as vdpbf16ps
+        *EXPRESSION,
+    ),
+    (
+        LEGAL_ROWS,
+        "n > 0",
+        "k > 0",
+        "group >= 0",
+        "format >= 0",
+        f"format <= {max(RowFormat)}",
+        "weights >= 0",
+        f"weights <= {max(WeightFormat)}",
+        "gated >= 0",
+        "gated <= 1",
+        "tiles >= 0",
+        "tiles <= 1",
+        "tiles == 0 or weights == 1",
+        "gated == 0 or n % 32 == 0",
+        "group % 4 == 0",
+        "weights < 2 or group > 0",
+        "weights < 2 or format >= 1",
+        "weights != 0 or format == 0",
+        "weights != 1 or format == 1",
+        "weights > 1 or group == 0",
+        "x_stride % 4 == 0",
+        "x_stride >= row_bytes(format, k, group)",
+        "gated == 1 or y_stride >= n",
+        "gated == 0 or up(y_stride, 16) * 2 == n",
+    ),
+    (
+        Knob("tile_rows", 64),  # rows of one tile at most
+        Knob("task_panels", 1 << 20),  # panels of 32 outputs that a worker takes at a time
+        Knob("ahead", 1 << 20),  # how many bytes ahead of their use weights are fetched
+    ),
+)

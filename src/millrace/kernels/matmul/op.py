@@ -1,0 +1,146 @@
+"""The operators linear and gated_linear: a product with weights, and what its epilogue does."""
+
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.graph.rules import check_tree, illegal
+from millrace.graph.trees import as_tree, evaluate
+from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
+from millrace.kernels.convert.ref import Quantised
+from millrace.kernels.declare import WeightFormat
+from millrace.kernels.expression import compile_tree
+from millrace.kernels.layout import matrix_bytes, up
+from millrace.kernels.matmul import ref as products
+from millrace.kernels.matmul.pack import (
+    interleave_codes,
+    interleave_halves,
+    pack_codes,
+    pack_matrix,
+    quantise_matrix,
+    stored_codes,
+)
+from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size
+from millrace.kernels.places import Packed, Place, View, constant_of
+from millrace.kernels.precision import BF16_BY_TILES, Precision
+
+_BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4}
+
+
+def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    x, w = inputs[:2]
+    if len(x.shape) != 2 or len(w.shape) != 2 or x.shape[1] != w.shape[1]:
+        raise illegal("linear", f"x {list(x.shape)} and w {list(w.shape)}", "x [rows, K] and w [N, K]")
+    out: Shape = (x.shape[0], w.shape[0])
+    if attrs.get("bias"):
+        bias = inputs[2]
+        if bias.shape != (w.shape[0],):
+            raise illegal("linear", f"bias {list(bias.shape)} for w {list(w.shape)}", "bias [N]")
+    if attrs.get("residual") and inputs[-1].shape != out:
+        raise illegal("linear", f"residual {list(inputs[-1].shape)}", f"the shape of the result, {list(out)}")
+    check_tree("linear", {"tree": attrs.get("tree", 0)}, 1)
+    return (out,)
+
+
+def _gated_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    x, gate, up = inputs
+    check_tree("gated_linear", attrs, 2)
+    if gate.shape != up.shape or len(gate.shape) != 2 or x.shape[1:] != gate.shape[1:]:
+        raise illegal("gated_linear", f"x {x}, gate {gate}, up {up}", "x [rows, K], gate and up [N, K]")
+    return ((x.shape[0], gate.shape[0]),)
+
+
+def precision_of(node: Node) -> Precision:
+    precision = node.attrs["precision"]
+    assert isinstance(precision, Precision)
+    return precision
+
+
+def product(values: Values, x: Value, w: Value, precision: Precision) -> Rows:
+    """x @ w.T as this numerics class means it."""
+    if precision.quantised:
+        codes, held = _codes(values, w, precision.bits, values.group(x)), values.held(x)
+        if isinstance(held, Quantised):
+            return products.matmul_q8(held, codes)
+        return products.matmul_a16(values.rows(x), codes)
+    rows, weights = values.rows(x), values.rows(w).astype(np.float32).astype(np.float64)
+    y = products.matmul_bf16(rows, weights) if precision == Precision.BF16 else products.matmul(rows, weights)
+    return y.astype(np.float64)
+
+
+def _codes(values: Values, w: Value, bits: int, group: int) -> QuantisedMatrix:
+    stored = stored_codes([w.constant], bits, group) if w.constant else None
+    return stored[0] if stored else quantise_matrix(values.rows(w).astype(np.float32), bits, group)
+
+
+def _reference(node: Node, values: Values) -> Held:
+    y = product(values, node.inputs[0], node.inputs[1], precision_of(node))
+    if node.attrs.get("bias"):
+        y = y + values.rows(node.inputs[2])
+    y = evaluate(as_tree(node.attrs.get("tree", 0)), [y]).astype(np.float64)
+    if node.attrs.get("residual"):
+        y = y + values.rows(node.inputs[-1])
+    return values.stored(y, node)
+
+
+def _gated_reference(node: Node, values: Values) -> Held:
+    x, gate, up = node.inputs
+    halves = [product(values, x, w, precision_of(node)) for w in (gate, up)]
+    return values.stored(evaluate(as_tree(node.attrs["tree"]), halves).astype(np.float64), node)
+
+
+def _pack(values: tuple[Value, ...], format: WeightFormat, group: int, name: str) -> Packed:
+    """A matrix in panels; two of them are interleaved as gate and up."""
+    constants, n, k = [constant_of(v) for v in values], size(values[0], 0), size(values[0], 1)
+    gated = len(constants) == 2
+    rows = 2 * up(n, 16) if gated else n
+
+    def pack() -> NDArray[np.uint8]:
+        codes = stored_codes(constants, _BITS[format], group) if format in _BITS else None
+        if codes:
+            return pack_codes(interleave_codes(*codes) if gated else codes[0], format)
+        arrays = [c.load() for c in constants]
+        whole = interleave_halves(*(a.astype(np.float32) for a in arrays)) if gated else arrays[0]
+        return pack_matrix(whole, format, group)  # type: ignore[arg-type]
+
+    origin = tuple(o for c in constants for o in c.origin)
+    return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group), pack)
+
+
+def _lower(node: Node, writer: Writer) -> None:
+    x, precision = node.inputs[0], precision_of(node)
+    view, weights = writer.view(x), precision.weights
+    gated, width, group = node.operator is GATED_LINEAR, node.output.width, view.storage.group
+    tiles = writer.tiles and precision == Precision.BF16
+    code: list[int] = []
+    numbers: list[float] = []
+    if "tree" in node.attrs:
+        code, numbers = compile_tree(as_tree(node.attrs["tree"]), 2 if gated else 1)
+    params: Params = {
+        "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": x.width, "group": group,
+        "format": view.storage.format, "weights": weights, "x_stride": view.stride_bytes, "y_stride": width,
+        "gated": int(gated), "tiles": int(tiles), "code": code, "imm": numbers,
+    }  # fmt: skip
+    matrices = node.inputs[1:3] if gated else node.inputs[1:2]
+    name = f"{weights.name.lower()}{f'g{group}' if group else ''}"
+    place = writer.constant(matrices, f"panels of {name}", partial(_pack, matrices, weights, group, name))
+    operands: dict[str, View | Place | None] = {"x": view, "w": place}
+    if node.attrs.get("bias"):
+        operands["bias"] = writer.vector(node.inputs[2])
+    if node.attrs.get("residual"):
+        operands["residual"] = writer.dense(node.inputs[-1], node)
+    operands["y"] = writer.new(node.output, node.origin[0] if node.origin else "linear")
+    writer.add("matmul", operands, params, node, BF16_BY_TILES if tiles else str(precision))
+
+
+LINEAR = Runnable(
+    name="linear", inputs=(2, 4), attrs=frozenset({"bias", "residual", "precision", "tree"}), shapes=_shapes,
+    reference=_reference, lower=_lower,
+)  # fmt: skip
+GATED_LINEAR = Runnable(
+    name="gated_linear", inputs=(3, 3), attrs=frozenset({"tree", "precision"}), fused=True, shapes=_gated_shapes,
+    reference=_gated_reference, lower=_lower,
+)  # fmt: skip
+OPERATORS = (LINEAR, GATED_LINEAR)

@@ -1,0 +1,22 @@
+"""The operator normalise."""
+
+from millrace.graph.rules import same_shape
+from millrace.graph.types import Node
+from millrace.kernels.normalise.ref import normalise
+from millrace.kernels.operators import Held, Runnable, Values, Writer, number
+
+
+def _reference(node: Node, values: Values) -> Held:
+    return values.stored(normalise(values.rows(node.inputs[0]), number(node, "eps")), node)
+
+
+def _lower(node: Node, writer: Writer) -> None:
+    x = writer.view(node.inputs[0])
+    params = {"rows": x.rows, "n": node.output.width, "x_stride": x.stride, "eps": number(node, "eps")}
+    writer.add("normalise", {"x": x, "y": writer.new(node.output, node.origin[0])}, params, node)
+
+
+NORMALISE = Runnable(
+    name="normalise", inputs=(1, 1), attrs=frozenset({"eps"}), shapes=same_shape, reference=_reference, lower=_lower
+)
+OPERATORS = (NORMALISE,)

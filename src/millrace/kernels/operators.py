@@ -1,0 +1,137 @@
+"""An operator with all that it takes to run: its shape rule, its reference, its lowering. One op.py for each kernel.
+
+What the two rules may ask of whoever applies them is said here, since the rooms that answer come later: `Values` is the
+interpreter (engine/interpreter.py), `Writer` the program while it is written (compile/placement.py).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.graph.types import Graph, Node, Operator, Value
+from millrace.kernels.arrays import Array, IntArray
+from millrace.kernels.convert.ref import Quantised
+from millrace.kernels.declare import Param
+from millrace.kernels.places import Operands, Packed, Place, View
+from millrace.kernels.storage import DENSE, Storage
+
+Rows = NDArray[np.float64]
+Held = Rows | Quantised | IntArray  # a value, as a kernel would have stored it
+Params = dict[str, Param]
+
+
+class Values(Protocol):
+    """The values of one run of a graph.
+
+    bf16_table: embedding tables are rounded, as in engines other than FP32
+    """
+
+    bf16_table: bool
+
+    def held(self, value: Value) -> Held:
+        """As the node that computed it stored it."""
+
+    def rows(self, value: Value) -> Rows:
+        """Of a constant, or of what is not packed."""
+
+    def numbers(self, value: Value) -> IntArray:
+        """Of an i32 value."""
+
+    def group(self, value: Value) -> int:
+        """Of a packed value: elements that share a scale; 0 where all do."""
+
+    def stored(self, x: Array, node: Node) -> Held:
+        """Rounded as the node's kernel writes it."""
+
+    @property
+    def bf16_weights(self) -> bool:
+        """Whether attention rounds its weights, as over bfloat16 pages."""
+
+    def as_kept(self, q: Rows, k: Rows, v: Rows) -> tuple[Rows, Rows, Rows]:
+        """Rounded as queries meet keys and values in a cache."""
+
+    def remember(self, layer: int, sequence: int, first: int, k: Rows, v: Rows) -> tuple[Rows, Rows]:
+        """Keeps a sequence's new keys and values, from its position `first` on; gives all that it has by now."""
+
+
+class Writer(Protocol):
+    """A program while it is written: where values lie, and the calls so far.
+
+    table_format: "f32" or "bf16", of embedding tables
+    tiles: products of bfloat16 are summed as the tiles of AMX do it, and not in pairs
+    """
+
+    graph: Graph
+    table_format: str
+    tiles: bool
+
+    def view(self, value: Value) -> View:
+        """Where it lies."""
+
+    def new(self, value: Value, name: str, storage: Storage = DENSE) -> View:
+        """A fresh buffer for a value; `name` is for people."""
+
+    def share(self, value: Value, view: View) -> None:
+        """The value lies there: nothing is computed for it, or it was in place."""
+
+    def dense(self, value: Value, node: Node) -> View:
+        """The value's rows side by side; columns of a wider value are copied."""
+
+    def writable(self, value: Value, node: Node) -> View:
+        """The value's own place where nobody else reads what it is of, else a copy."""
+
+    def constant(self, values: tuple[Value, ...], packing: str, make: Callable[[], Packed]) -> Place:
+        """These constants, packed once for all that ask for the same packing: its name tells kernels' layouts apart."""
+
+    def vector(self, value: Value) -> Place:
+        """A constant as float32, as it is: norm weights, biases, rotary tables."""
+
+    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> tuple[int, int, str]:
+        """(number of the cache, layer in it, its format for people) of one layer more.
+
+        kept: from step to step; else its pages live for one run. Calls name both as parameters `cache` and `layer`.
+        """
+
+    def add(self, kernel: str, operands: Operands, params: Mapping[str, Param], node: Node, note: str = "") -> None:
+        """One call more; `note` is for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runnable(Operator):
+    """reference: what the outputs are; computes in float64 and rounds where a kernel would store.
+
+    lower: which calls compute them
+    """
+
+    reference: Callable[[Node, Values], Held | tuple[Held, ...]]
+    lower: Callable[[Node, Writer], None]
+
+
+def runnable(node: Node) -> Runnable:
+    """Its operator."""
+    assert isinstance(node.operator, Runnable), f"{node.op} has no reference and no lowering"
+    return node.operator
+
+
+def number(node: Node, name: str) -> float:
+    """An attribute that is one."""
+    found = node.attrs[name]
+    assert isinstance(found, float), f"{name} of {node.op} is {found!r}"
+    return found
+
+
+def whole(node: Node, name: str) -> int:
+    """An attribute that is a whole number."""
+    found = node.attrs[name]
+    assert isinstance(found, int), f"{name} of {node.op} is {found!r}"
+    return found
+
+
+def size(value: Value, axis: int) -> int:
+    """Of a dimension that is a number."""
+    found = value.shape[axis]
+    assert isinstance(found, int), f"dimension {axis} of {value} is known only in a run"
+    return found

@@ -1,0 +1,72 @@
+"""Where a program's values lie, and what its constants become: as operators' lowerings speak of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.graph.types import Array, Constant, Value
+from millrace.kernels.declare import Space
+from millrace.kernels.storage import DENSE, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One constant in the bytes that a kernel reads. `pack` makes them; they are written once and then mapped."""
+
+    name: str
+    origin: tuple[str, ...]
+    shape: tuple[int, ...]
+    format: str  # "f32", "bf16", "w8g128", ...
+    nbytes: int
+    pack: Callable[[], NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An operand before offsets are known: the number of a buffer or of a packed constant, and bytes into it."""
+
+    space: Space
+    number: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where a value lies: `offset` bytes into a buffer, rows `stride` apart (elements if float32, bytes if packed)."""
+
+    buffer: int
+    offset: int
+    stride: int
+    rows: int  # the number of the symbol that says how many there are
+    storage: Storage = DENSE
+
+    def place(self) -> Place:
+        return Place(Space.ACTIVATIONS, self.buffer, self.offset)
+
+    @property
+    def stride_bytes(self) -> int:
+        return self.stride * 4 if self.storage == DENSE else self.stride
+
+
+Operands = Mapping[str, View | Place | None]
+
+
+def constant_of(value: Value) -> Constant:
+    assert value.constant, f"{value} is computed in the step, not a constant"
+    return value.constant
+
+
+def pack_array(value: Value, dtype: np.dtype[np.generic], format: str) -> Packed:
+    """As it is, row by row: norm weights, biases, rotary tables, embedding tables."""
+    constant, shape = constant_of(value), tuple(d for d in value.shape if isinstance(d, int))
+
+    def pack() -> NDArray[np.uint8]:
+        return as_bytes(constant.load().astype(dtype))
+
+    return Packed("+".join(constant.origin), constant.origin, shape, format, int(np.prod(shape)) * dtype.itemsize, pack)
+
+
+def as_bytes(array: Array) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

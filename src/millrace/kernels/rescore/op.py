@@ -1,0 +1,60 @@
+"""The operator rescore: the `count` largest of the logits are computed again as x @ w.T in another precision."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.graph.rules import illegal
+from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
+from millrace.kernels.layout import byte_row_bytes
+from millrace.kernels.matmul.op import precision_of, product
+from millrace.kernels.matmul.pack import quantise_matrix, stored_codes
+from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, size, whole
+from millrace.kernels.places import Operands, Packed, constant_of
+from millrace.kernels.rescore.pack import pack_byte_rows
+from millrace.kernels.rescore.ref import largest
+
+
+def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    logits, x, w = inputs
+    if logits.shape != (x.shape[0], w.shape[0]) or x.shape[1:] != w.shape[1:]:
+        raise illegal("rescore", f"logits {logits}, x {x}, w {w}", "logits [R, N], x [R, K] and w [N, K]")
+    return (logits.shape,)
+
+
+def _reference(node: Node, values: Values) -> Held:
+    logits, x, w = node.inputs
+    again, y = product(values, x, w, precision_of(node)), values.rows(logits)
+    return values.stored(np.where(largest(y, whole(node, "count")), again, y), node)
+
+
+def _pack(w: Value, group: int, name: str) -> Packed:
+    """A matrix of 8-bit codes, output by output."""
+    constant, n, k = constant_of(w), size(w, 0), size(w, 1)
+
+    def pack() -> NDArray[np.uint8]:
+        stored = stored_codes([constant], 8, group)
+        return pack_byte_rows(stored[0] if stored else quantise_matrix(constant.load().astype(np.float32), 8, group))
+
+    return Packed("+".join(constant.origin), constant.origin, (n, k), name, n * byte_row_bytes(k, group), pack)
+
+
+def _lower(node: Node, writer: Writer) -> None:
+    logits, x, w = node.inputs
+    view, y, count, width = writer.view(x), writer.view(logits), whole(node, "count"), node.output.width
+    group = view.storage.group
+    name = f"w8g{group} by output"
+    place = writer.constant((w,), name, lambda: _pack(w, group, name))
+    params: Params = {
+        "rows": view.rows, "n": width, "k": x.width, "group": group, "x_stride": view.stride,
+        "count": min(count, width),
+    }  # fmt: skip
+    operands: Operands = {"x": view, "w": place, "y": y}
+    writer.add("rescore", operands, params, node, f"the best {count} in {precision_of(node)}")
+    writer.share(node.output, y)
+
+
+RESCORE = Runnable(
+    name="rescore", inputs=(3, 3), attrs=frozenset({"precision", "count"}), fused=True, shapes=_shapes,
+    reference=_reference, lower=_lower,
+)  # fmt: skip
+OPERATORS = (RESCORE,)

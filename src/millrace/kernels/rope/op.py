@@ -1,0 +1,45 @@
+"""The operator rope: heads rotated by their positions."""
+
+import numpy as np
+
+from millrace.graph.rules import check_positions, illegal
+from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
+from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size
+from millrace.kernels.places import Operands
+from millrace.kernels.rope.ref import rope
+
+
+def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
+    x, positions, table = inputs
+    if len(x.shape) != 3 or table.shape[1:] != x.shape[2:]:
+        raise illegal(
+            "rope", f"x {list(x.shape)} and table {list(table.shape)}", "x [T, heads, D] and table [context, D]"
+        )
+    check_positions("rope", positions, x)
+    return (x.shape,)
+
+
+def rotated(values: Values, x: Value, positions: Value, table: Value) -> Rows:
+    """x (T, H, D), rounded as the kernel leaves it."""
+    y = rope(values.rows(x), values.numbers(positions), values.rows(table))
+    return y.astype(np.float32).astype(np.float64)
+
+
+def _reference(node: Node, values: Values) -> Held:
+    return rotated(values, *node.inputs)
+
+
+def _lower(node: Node, writer: Writer) -> None:
+    x, positions, table = node.inputs
+    view = writer.writable(x, node)
+    params: Params = {
+        "rows": view.rows, "heads": size(x, 1), "kv_heads": 0, "head_dim": size(x, 2), "value_dim": size(x, 2),
+        "q_stride": view.stride, "k_stride": 0, "v_stride": 0, "context": size(table, 0), "cache": 0, "layer": -1,
+    }  # fmt: skip
+    operands: Operands = {"q": view, "positions": writer.view(positions), "table": writer.vector(table)}
+    writer.add("rope", operands, params, node)
+    writer.share(node.output, view)
+
+
+ROPE = Runnable(name="rope", inputs=(3, 3), shapes=_shapes, reference=_reference, lower=_lower)
+OPERATORS = (ROPE,)

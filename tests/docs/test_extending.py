@@ -1,0 +1,225 @@
+"""The pages of docs/extending, run as they say: the files are taken out of the page, and nothing is added to them."""
+
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from millrace import LLM, SamplingParams
+from millrace.compile.passes import run_passes, unfused
+from millrace.compile.precision import precision_map
+from millrace.compile.program import Bounds
+from millrace.engine.engine import Engine
+from millrace.engine.interpreter import Interpreter
+from millrace.engine.kv import KvFormat
+from millrace.errors import GraphError
+from millrace.graph.types import Graph, Operators
+from millrace.kernels import codegen
+from millrace.kernels.catalogue import kernels, operators
+from millrace.model.layers import Linear
+from millrace.model.module import Module, Signature, Weights, trace_model
+from millrace.model.tensor import Tensor
+from tests.support.checkpoints import random_checkpoint
+from tests.support.engines import last_logits
+from tests.support.networks import Arrays, network
+from tests.support.server import in_thread
+from tests.support.tolerance import assert_no_worse
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "extending"
+BLOCK = re.compile(r"^`([\w/.]+)`\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SOFTMAX = "src/millrace/kernels/softmax/"
+
+
+def write(page: str, folder: Path) -> list[str]:
+    """The page's files, each under the path that stands above it."""
+    text = (PAGES / f"{page}.md").read_text()
+    found = BLOCK.findall(text)
+    assert len(found) == text.count("```") // 2 > 0, f"{page}.md has a block without the path of its file"
+    for path, content in found:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(content)
+    return [path for path, _ in found]
+
+
+@contextmanager
+def loaded(path: Path) -> Iterator[ModuleType]:
+    """As a module of its own, for dataclasses and msgspec to find."""
+    name = f"page_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[name]
+
+
+def reference(graph: Graph, inputs: Arrays) -> Arrays:
+    plain = run_passes(graph, unfused(precision_map("fp32")))
+    return dict(Interpreter(plain, kv=KvFormat.F32, bf16_table=False).run(inputs))
+
+
+def test_an_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert write("activation", tmp_path) == ["relu_squared.py"]
+    monkeypatch.chdir(tmp_path)
+    made = runpy.run_path("relu_squared.py", run_name="__main__")
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["matmul up", "matmul down"] and float(said[2].split()[-1]) < 1e-5
+    weights, x = made["weights"], made["x"]
+    traced = trace_model(
+        made["MLP"](), Weights({n: w.shape for n, w in weights.items()}, weights.__getitem__), operators()
+    )
+    exact = reference(traced, {"x": x})["y"]
+    assert_no_worse(made["y"], made["plain"], exact)
+    assert np.abs(exact).max() > 0.1
+
+
+def test_a_family(tmp_path: Path) -> None:
+    """Against transformers, and then as any other engine."""
+    torch = pytest.importorskip("torch", reason="transformers needs it")
+    transformers = pytest.importorskip("transformers", reason="the independent truth")
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", "olmo2")
+    assert write("family", tmp_path) == ["olmo2.py"]
+    with loaded(tmp_path / "olmo2.py") as page:
+        page.build(checkpoint, tmp_path / "engine", "fp32")
+    engine = Engine.open(tmp_path / "engine")
+    prompts = [[1, 17, 300, 5], list(range(2, 70)), [9]]
+    executor = engine.executor(n_pages=16)
+    ours = last_logits(engine, executor, prompts)
+    executor.close()
+    theirs, exact = (
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager")
+        for dtype in (torch.float32, torch.float64)
+    )
+    with torch.no_grad():
+        for row, prompt in enumerate(prompts):
+            last = [model(torch.tensor([prompt])).logits[0, -1].numpy() for model in (theirs, exact)]
+            assert_no_worse(ours[row], *last)
+    llm = LLM(str(tmp_path / "engine"))
+    answer = llm.generate("the", SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))[0].outputs[0]
+    llm.close()
+    assert len(answer.token_ids) == 4
+
+
+class Scores(Module):
+    signature = Signature({"x": ("images", 7)}, ("scores",))
+
+    def __init__(self) -> None:
+        self.linear = Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_a_backend(tmp_path: Path) -> None:
+    assert write("backend", tmp_path) == ["classifier.py"]
+    engine = network(Scores(), tmp_path / "engine", profile={"images": Bounds(1, 4, 8)})
+    rows = np.random.default_rng(0).standard_normal((3, 7)).astype(np.float32)
+    opened = engine.network()
+    expected = opened.run({"x": rows})["scores"].argmax(axis=1).tolist()
+    with loaded(tmp_path / "classifier.py") as page:
+        model = page.ClassifierModel(name="digits", created=1, max_context=1, network=opened)
+        protocols = (*page.PROTOCOLS, page.CLASSIFY)
+        with in_thread(model, None, start_s=30, stop_s=30, protocols=protocols) as server:
+
+            def post(body: Any) -> tuple[int, Any]:
+                reply = httpx.post(f"{server.url}/v1/classify", json=body, timeout=30)
+                return reply.status_code, reply.json()
+
+            assert post({"model": "digits", "rows": rows.tolist()}) == (200, {"model": "digits", "classes": expected})
+            for body, status, says in (
+                ({"model": "digit", "rows": [[1]]}, 404, '"digits"'),
+                ({"rows": [[1, 2], [3]]}, 400, "rows differ in length"),
+                ({"rows": [[1, 2]]}, 400, "the input x is float32[1, 2]"),
+                ({"row": [[1, 2]]}, 400, 'did you mean "rows"?'),
+            ):
+                code, error = post(body)
+                assert (
+                    code == status == error["status"] and set(error) == {"error", "status"} and says in error["error"]
+                )
+            document = httpx.get(f"{server.url}/openapi.json").json()["paths"]["/v1/classify"]["post"]
+            assert document["requestBody"]["content"]["application/json"]["example"] == {
+                "model": "digits", "rows": [[0.1, 0.2]],
+            }  # fmt: skip
+            assert [card["id"] for card in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["digits"]
+
+
+class Softmax(Module):
+    signature = Signature({"x": ("B", 9)}, ("y",))
+
+    def __init__(self, heads: int = 1) -> None:
+        self._heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        cut = x if self._heads == 1 else x.reshape(x.shape[0], self._heads, 9 // self._heads)
+        return cut.trace.add("softmax", (cut,))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_a_kernel_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its declaration, its C++ as the compiler sees it, its shape rule and its reference; the whole is nightly."""
+    paths = write("kernel", tmp_path)
+    assert paths == [SOFTMAX + "declare.py", SOFTMAX + "native.hpp", SOFTMAX + "op.py", "use.py"]
+    folder = tmp_path / SOFTMAX
+    with loaded(folder / "declare.py") as declare, loaded(folder / "op.py") as op:
+        declared, known = (*kernels(), declare.KERNEL), {**operators(), "softmax": op.SOFTMAX}
+    monkeypatch.setattr(codegen, "kernels", lambda: declared)
+    codegen.write(tmp_path, ROOT / "native" / "millrace.h")
+    included = [tmp_path, folder.parent, ROOT / "native", ROOT / "src" / "millrace" / "kernels"]
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-DMILLRACE_ISA=scalar",
+               '-DMILLRACE_LANES="lanes/scalar.hpp"', *(f"-I{path}" for path in included)]  # fmt: skip
+    done = subprocess.run([*command, str(ROOT / "native" / "isa_unit.cpp")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    check_operator(known)
+    compile((tmp_path / "use.py").read_text(), "use.py", "exec")
+
+
+def check_operator(known: Operators) -> None:
+    none = Weights({}, lambda name: np.zeros(0))
+    x = np.random.default_rng(1).standard_normal((5, 9)).astype(np.float32)
+    e = np.exp(x.astype(np.float64))
+    y = reference(trace_model(Softmax(), none, known), {"x": x})["y"]
+    np.testing.assert_allclose(y, e / e.sum(axis=1, keepdims=True), rtol=1e-6)
+    with pytest.raises(GraphError, match=r"softmax: x \[B, 3, 3\]"):
+        trace_model(Softmax(3), none, known)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_kernel(tmp_path: Path) -> None:
+    """A copy of the tree with the new folder, built and used."""
+    tree = tmp_path / "tree"
+    for folder in ("native", "src"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copy(ROOT / "CMakeLists.txt", tree)
+    write("kernel", tree)
+    (tree / SOFTMAX / "__init__.py").touch()
+    tools = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for command in (["cmake", "-G", "Ninja", "-S", ".", "-B", "build"], ["cmake", "--build", "build"]):
+        run(command, tree, tools)
+    shutil.copy(tree / "build" / "libmillrace.so", tree / "src" / "millrace" / "kernels")
+    # -S, so that an installed package's hook does not put itself in front of the tree
+    site = [path for path in sys.path if path.endswith("site-packages")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree / "src"), *site])}
+    assert "scalar" in run([sys.executable, "-S", "use.py"], tree, environment)
+
+
+def run(command: list[str], folder: Path, environment: Mapping[str, str]) -> str:
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
