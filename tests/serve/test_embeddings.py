@@ -18,7 +18,6 @@ from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError
-from millrace.runtime import service
 from millrace.runtime.embed import OpenedEncoder, embed, open_encoder
 from millrace.runtime.embedding import EncoderLimits, EncoderLoop
 from millrace.runtime.open import RunSettings
@@ -341,7 +340,7 @@ def is_stopping(loop: EncoderLoop) -> bool:
 
 
 def test_a_step_that_does_not_end_is_left_behind(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "STOP_S", 0.2)
+    monkeypatch.setattr("millrace.serve.server.STOP_S", 0.2)
     with slow(tokenizer) as (_, loop, server), ThreadPoolExecutor(1) as pool:
         cut = pool.submit(post, server.url, "/v1/embeddings", BODY)
         until(lambda: not loop.stats().idle)

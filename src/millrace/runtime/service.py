@@ -22,7 +22,7 @@ from millrace.runtime.request import Request, StopTables
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
 MAX_AT_ONCE = 512  # tokens that a reader gets in one go: who was slow must not hold up the others when it reads again
-STOP_S = 5.0  # for the step in progress, at the end
+STOP_S = 5.0  # for the step in progress, at the end, where nobody says otherwise
 SWITCH_INTERVAL_S = 0.0005  # the engine thread gets the interpreter back quickly after each native call
 
 
@@ -49,8 +49,8 @@ async def happens(event: asyncio.Event, within_s: float) -> bool:
     return True
 
 
-async def ends(stop: Callable[[], None]) -> bool:
-    """Runs `stop`, which waits for an engine's step, beside the event loop; False: it did not end within STOP_S."""
+async def ends(stop: Callable[[], None], within_s: float) -> bool:
+    """Runs `stop`, which waits for an engine's step, beside the event loop; False: it did not end in that time."""
     aio, stopped = asyncio.get_running_loop(), asyncio.Event()
 
     def run() -> None:
@@ -62,8 +62,8 @@ async def ends(stop: Callable[[], None]) -> bool:
 
     # no thread of a pool: those are joined when the interpreter ends
     threading.Thread(target=run, name="millrace-stop", daemon=True).start()
-    if not (ended := await happens(stopped, STOP_S)):
-        log.critical("the engine's step did not end within %g s; it is left behind", STOP_S)
+    if not (ended := await happens(stopped, within_s)):
+        log.critical("the engine's step did not end within %g s; it is left behind", within_s)
     return ended
 
 
@@ -230,15 +230,15 @@ class AsyncEngine:
         """Counters, queue lengths, pages and health of the engine loop."""
         return self.loop.stats()
 
-    async def close(self) -> None:
+    async def close(self, within_s: float = STOP_S) -> None:
         """Abort what is left and stop the engine thread. The executor stays open: its owner closes it.
 
-        A step that does not end within STOP_S is left alone: then `stuck` is true, and the executor is in use for ever.
+        A step that does not end in that time is left alone: then `stuck` is true, and the executor is in use for ever.
         """
         self._closing = True
         for handle in self._live:
             handle.cancel()
-        if not await ends(self.loop.stop):
+        if not await ends(self.loop.stop, within_s):
             self.stuck = True
             for handle in self._live:
                 handle._drop("the engine is stuck, and the server is stopping")

@@ -75,8 +75,11 @@ class Backend(ABC):
         """Its engine's own counters and gauges at this moment, with the model's label."""
 
     @abstractmethod
-    async def abort(self) -> None:
-        """End what is left, so that every answer comes to its end, and nobody waits here."""
+    async def abort(self, within_s: float) -> None:
+        """End what is left, so that every answer comes to its end, and nobody waits here.
+
+        within_s: for a step in progress; one that takes longer is left behind, and then `stuck` is true
+        """
 
     @abstractmethod
     def close(self) -> None:

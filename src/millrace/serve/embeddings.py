@@ -113,8 +113,8 @@ class EncoderBackend(Backend):
         silent_s = 0.0 if stats.idle else stats.last_step_s
         yield gauge(model, "millrace:engine_silent_seconds", "Since the last step; 0 when idle", silent_s)
 
-    async def abort(self) -> None:
-        if not await ends(self.model.loop.stop):
+    async def abort(self, within_s: float) -> None:
+        if not await ends(self.model.loop.stop, within_s):
             self._stuck = True
             self.model.loop.abandon()
         self.texts.close()

@@ -103,9 +103,13 @@ def problem_of(error: MillraceError, *, accepting: bool) -> Problem:
     return Problem(500, message, code="server_error")
 
 
+ABORTED = "it was aborted, for the server is shutting down"
+
+
 def generation_failed(why: str | None, *, status: int = 500) -> Problem:
     """An answer that the engine could not finish."""
-    return Problem(status, f"The answer could not be finished: {why or 'it was aborted'}", code="generation_failed")
+    message = f"The answer could not be finished: {why or ABORTED}"
+    return Problem(status, message, code="generation_failed", retry_after_s=5.0 if status == 503 else None)
 
 
 def not_yet(field: str, mend: str) -> RequestError:

@@ -17,7 +17,7 @@ from millrace.errors import RequestError
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, with_length
 from millrace.runtime.request import StopTables
 from millrace.runtime.service import RequestHandle
-from millrace.serve.errors import generation_failed
+from millrace.serve.errors import ABORTED, generation_failed
 from millrace.serve.protocol import StreamOptions
 from millrace.serve.replies import Asked, Usage
 from millrace.serve.serving import LARGE, LARGE_STEP
@@ -41,7 +41,7 @@ class GenerationFailedError(Exception):
     """The engine ended a choice with an error, or aborted it though its client is still there."""
 
     def __init__(self, delta: Delta) -> None:
-        super().__init__(delta.error)
+        super().__init__(delta.error or ABORTED)
         aborted = delta.finish_reason is FinishReason.ABORT
         self.problem = generation_failed(delta.error, status=503 if aborted else 500)
 

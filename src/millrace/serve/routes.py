@@ -16,6 +16,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -147,16 +148,17 @@ class Handler:
         if self.endpoint.asked is not None:
             await self.endpoint.asked(self.models, scope)(scope, receive, send)
         else:
-            request = await self._read(scope, receive)
-            with self.models.serving.admission.admitted():
+            with ExitStack() as admitted:
+                request = await self._read(scope, receive, admitted)
                 await unless_gone(receive, self._answer(request, scope, receive, send))
 
-    async def _read(self, scope: Scope, receive: Receive) -> msgspec.Struct:
-        """The request, checked; its body is let go of: an answer may take minutes."""
+    async def _read(self, scope: Scope, receive: Receive, admitted: ExitStack) -> msgspec.Struct:
+        """The request, checked; admitted as soon as it is there. Its body is let go of: an answer may take minutes."""
         kind, call = self.endpoint.operation.request, scope[CALL]
         assert kind is not None, self.endpoint.path
         with self.bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
             body = await read_body(scope, receive, self.bodies, incoming)
+            admitted.enter_context(self.models.serving.admission.admitted())
             call.body_bytes = len(body)
             request = await self.models.serving.decoded(partial(decode, body, kind), len(body))
         call.ignored = take_ignored(request, kind)

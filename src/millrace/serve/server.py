@@ -13,13 +13,14 @@ import math
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import uvicorn
 
 from millrace.errors import ConfigError
-from millrace.runtime.service import quick_switches
+from millrace.runtime.service import STOP_S, quick_switches
 from millrace.serve.app import PROTOCOLS, create_app
 from millrace.serve.backend import Models, ServedModel
 from millrace.serve.connections import Connection
@@ -30,6 +31,7 @@ from millrace.serve.serving import ConnectionLimits, Connections, Serving, numbe
 from millrace.serve.settings import ServerSettings
 
 SWEEP_TICKS = 5  # of uvicorn, which are 0.1 s each
+MIN_STOP_S = 1.0  # for a step in progress, however short the time to drain is
 MAX_FLUSH_S, MIN_FLUSH_S = 5.0, 0.25  # for answers that are complete to reach their clients, at the end
 log = logging.getLogger(__name__)
 
@@ -89,8 +91,9 @@ class Server:
             async with contextlib.AsyncExitStack() as started:
                 for backend in models.backends:
                     backend.start()
-                    started.push_async_callback(backend.abort)
-                await self._serve(models, web, sock)
+                    started.push_async_callback(backend.abort, STOP_S)
+                started.pop_all()  # from here on `_serve` does that
+            await self._serve(models, web, sock)
         finally:
             sock.close()
             models.close()
@@ -105,8 +108,9 @@ class Server:
             await self._drain(models)
         finally:
             warming.cancel()
-            await self._abort(models)
-            await web.end(listening, MIN_FLUSH_S if self._hurrying.is_set() else self._flush_s)
+            hurrying, until_s = self._hurrying.is_set(), time.monotonic() + self._flush_s
+            await self._abort(models, STOP_S if hurrying else max(MIN_STOP_S, self._flush_s))
+            await web.end(listening, MIN_FLUSH_S if hurrying else max(MIN_FLUSH_S, until_s - time.monotonic()))
             await asyncio.wait((warming, listening))
         for task in (warming, listening):
             if not task.cancelled():
@@ -125,9 +129,9 @@ class Server:
         if not task.cancelled() and task.exception() is not None:
             self._stopping.set()  # `run` raises it
 
-    async def _abort(self, models: Models) -> None:
+    async def _abort(self, models: Models, within_s: float) -> None:
         """So that every stream ends, and nobody waits for a text any more."""
-        await asyncio.gather(*(backend.abort() for backend in models.backends))
+        await asyncio.gather(*(backend.abort(within_s) for backend in models.backends))
         self.stuck = any(backend.stuck for backend in models.backends)
         models.serving.close()
 
@@ -152,7 +156,7 @@ class Server:
 
     @property
     def _flush_s(self) -> float:
-        """The last part of the time to drain."""
+        """The last part of the time to drain: steps in progress end, complete answers reach their clients."""
         return min(MAX_FLUSH_S, max(MIN_FLUSH_S, self._settings.drain_timeout_s / 10))
 
     async def _drain(self, models: Models) -> None:
@@ -254,6 +258,9 @@ async def _with_signals(server: Server) -> None:
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
+            signal.signal(
+                number, signal.SIG_IGN
+            )  # the process ends by itself: one more must not be taken for a failure
 
 
 def _url(sock: socket.socket) -> str:

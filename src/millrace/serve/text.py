@@ -307,8 +307,8 @@ class TextBackend(Backend):
         if clock is not None:
             yield from decode_metrics(self.model.name, clock.bound_s(stats), clock.budget.step_s)
 
-    async def abort(self) -> None:
-        await self.model.engine.close()
+    async def abort(self, within_s: float) -> None:
+        await self.model.engine.close(within_s)
         self.texts.close()
 
     def close(self) -> None:
