@@ -42,6 +42,7 @@ struct Isa {
 };
 
 #if defined(__x86_64__)
+extern const Isa isa_amx;
 extern const Isa isa_avx512;
 extern const Isa isa_avx2;
 #endif

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -73,6 +74,13 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
+bool has_amx() {  // GCC 12 does not tell
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;  // of leaf 7's EDX
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(2): a process asks before it uses tiles
+  unsigned a, b, c, d;
+  if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  return (d & kBf16) && (d & kTile) && (d & kInt8) && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
 
 #elif defined(__aarch64__)
 
@@ -87,6 +95,7 @@ FlushSubnormals::~FlushSubnormals() { asm volatile("msr fpcr, %0" ::"r"(before_)
 
 bool has_avx2() { return false; }
 bool has_avx512() { return false; }
+bool has_amx() { return false; }
 
 #else
 #error "add this processor's pause, subnormal mode and features here"

@@ -24,6 +24,7 @@ class FlushSubnormals {
 
 bool has_avx2();    // AVX2, FMA, F16C, and the operating system saves the registers
 bool has_avx512();  // AVX-512 F, BW, DQ, VL, VNNI, BF16, likewise
+bool has_amx();     // and the tiles of AMX, which the operating system lets this process use
 int usable_cpus();  // by affinity
 int current_cpu();
 void move_from_cpu(int cpu);  // the calling thread, now, to another usable CPU if there is one; its affinity stays

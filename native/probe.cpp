@@ -49,6 +49,7 @@ const ProbeLoops& probe_loops(const char* isa) {
   for (const Isa* const* usable = usable_isas(); *usable; ++usable) {
     if (std::strcmp((*usable)->name, isa) != 0) continue;
 #if defined(__x86_64__)
+    if (std::strcmp(isa, "amx") == 0) return probe_amx;
     if (std::strcmp(isa, "avx512") == 0) return probe_avx512;
     if (std::strcmp(isa, "avx2") == 0) return probe_avx2;
 #endif
@@ -72,9 +73,7 @@ void probe_read(const ProbeLoops& loops, int threads, int64_t bytes_per_thread, 
 
 void probe_rate(const ProbeLoops& loops, int threads, Precision precision, double round_s, int rounds, double* rates) {
   if (threads < 1 || rounds < 1) throw std::runtime_error("a rate probe takes threads and rounds");
-  const bool fp32 = precision == Precision::kFp32, bf16 = precision == Precision::kBf16;
-  const auto loop = fp32 ? loops.fp32 : bf16 ? loops.bf16 : loops.int8;
-  const int64_t operations = fp32 ? loops.fp32_operations : bf16 ? loops.bf16_operations : loops.int8_operations;
+  const auto [loop, operations] = loops.rates[static_cast<int32_t>(precision)];
   if (operations == 0) {
     for (int r = 0; r < rounds; ++r) rates[r] = 0;
     return;

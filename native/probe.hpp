@@ -4,26 +4,29 @@
 
 namespace millrace {
 
+enum class Precision : int32_t { kFp32 = 0, kBf16 = 1, kInt8 = 2, kTiles = 3 };  // kTiles: bfloat16 by AMX
+
+// Multiplying from registers. operations (a multiply and an add are two) of one round; 0: there is no such instruction.
+struct RateLoop {
+  float (*run)(int64_t rounds);
+  int64_t operations;
+};
+
 // The inner loops of one instruction set; like its kernels, compiled in a unit of its own (probe_unit.cpp).
 struct ProbeLoops {
   const char* name;
   uint64_t (*read)(const uint8_t* data, int64_t bytes);  // touches every byte once; bytes is a multiple of 1024
-  float (*fp32)(int64_t rounds);
-  float (*bf16)(int64_t rounds);
-  float (*int8)(int64_t rounds);
-  // operations (a multiply and an add are two) of one round; 0: this instruction set has no such instruction
-  int64_t fp32_operations, bf16_operations, int8_operations;
+  RateLoop rates[4];  // by Precision
 };
 
 #if defined(__x86_64__)
+extern const ProbeLoops probe_amx;
 extern const ProbeLoops probe_avx512;
 extern const ProbeLoops probe_avx2;
 #endif
 extern const ProbeLoops probe_scalar;
 
 const ProbeLoops& probe_loops(const char* isa);  // throws std::runtime_error for one that cannot run here
-
-enum class Precision : int32_t { kFp32 = 0, kBf16 = 1, kInt8 = 2 };
 
 // One figure per round: bytes a second that `threads` threads together read, each again and again from its own
 // `bytes_per_thread` on huge pages.

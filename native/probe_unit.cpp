@@ -6,6 +6,9 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__)
+#include "lanes/amx.hpp"
+#endif
 
 #define MILLRACE_STRING_(x) #x
 #define MILLRACE_STRING(x) MILLRACE_STRING_(x)
@@ -57,7 +60,30 @@ float int8(int64_t rounds) {
   return static_cast<float>(_mm512_cvtsi512_si32(all));
 }
 
-constexpr int64_t kFp32 = kChains * 16 * 2, kBf16 = kChains * 32 * 2, kInt8 = kChains * 64 * 2;
+#if defined(__AMX_BF16__)
+// Four sums of 16 x 16, each from 32 products.
+float tiles(int64_t rounds) {
+  const MILLRACE_ISA::Tiles configured(16, 16);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(6);
+  for (int64_t r = 0; r < rounds; ++r) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_dpbf16ps(3, 4, 6);
+  }
+  return 0;
+}
+constexpr RateLoop kTiles{tiles, 4 * 16 * 16 * 32 * 2};
+#else
+constexpr RateLoop kTiles{};
+#endif
+
+constexpr RateLoop kRates[] = {{fp32, kChains * 16 * 2}, {bf16, kChains * 32 * 2}, {int8, kChains * 64 * 2}, kTiles};
 
 #elif defined(__AVX2__)
 
@@ -79,8 +105,6 @@ float fp32(int64_t rounds) {
   return _mm256_cvtss_f32(all);
 }
 
-float bf16(int64_t) { return 0; }
-
 // Three instructions instead of one: products of pairs in 16 bits, their sums in 32, and those added up.
 float int8(int64_t rounds) {
   __m256i sum[kRegisters];
@@ -93,7 +117,7 @@ float int8(int64_t rounds) {
   return static_cast<float>(_mm256_cvtsi256_si32(all));
 }
 
-constexpr int64_t kFp32 = kRegisters * 8 * 2, kBf16 = 0, kInt8 = kRegisters * 32 * 2;
+constexpr RateLoop kRates[] = {{fp32, kRegisters * 8 * 2}, {}, {int8, kRegisters * 32 * 2}, {}};
 
 #else
 
@@ -116,10 +140,8 @@ float fp32(int64_t rounds) {
   for (const auto s : sum) all += s;
   return all;
 }
-float bf16(int64_t) { return 0; }
-float int8(int64_t) { return 0; }
 
-constexpr int64_t kFp32 = kChains * 2, kBf16 = 0, kInt8 = 0;
+constexpr RateLoop kRates[] = {{fp32, kChains * 2}, {}, {}, {}};
 
 #endif
 
@@ -137,7 +159,7 @@ uint64_t read(const uint8_t* data, int64_t bytes) {
 
 extern const ProbeLoops MILLRACE_JOIN(probe_, MILLRACE_ISA);
 const ProbeLoops MILLRACE_JOIN(probe_, MILLRACE_ISA) = {
-    MILLRACE_STRING(MILLRACE_ISA), read, fp32, bf16, int8, kFp32, kBf16, kInt8,
+    MILLRACE_STRING(MILLRACE_ISA), read, {kRates[0], kRates[1], kRates[2], kRates[3]},
 };
 
 }  // namespace millrace

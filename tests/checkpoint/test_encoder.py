@@ -108,6 +108,8 @@ OTHERS: list[tuple[str, object, list[str]]] = [
     ("modules.json", [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "9_P"}], ["9_P"]),
     ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, ["max", "mean or cls"]),
     ("1_Pooling/config.json", {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, ["cls and mean"]),
+    ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, ["the pooling is nothing"]),
+    ("1_Pooling/config.json", {"pooling_mode_mean_tokens": "yes"}, ["pooling_mode_mean_tokens is 'yes'"]),
     ("1_Pooling/config.json", {"pooling_mode": "lasttoken"}, ["lasttoken"]),
     ("1_Pooling/config.json", {"pooling_mode": [["x" * 999]]}, ["mean or cls"]),
     ("1_Pooling/config.json", {"word_embedding_dimension": 97}, ["97", "96"]),

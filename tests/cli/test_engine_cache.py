@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from millrace import LLM, SamplingParams
+from millrace.kernels.library import usable_isas
 from tests.cli.conftest import Millrace
 
 ASK = ("-p", "Once", "--max-tokens", "1", "--tune", "0")
@@ -78,7 +79,11 @@ def test_the_list_says_which_model_in_which_precision(millrace: Millrace) -> Non
 
 def test_engines_of_one_precision_are_told_apart(millrace: Millrace) -> None:
     """By what they differ in, and nothing else; `rm` says the same of what it removed."""
-    ways = (["--max-context", "512"], ["--max-batch", "4", "--kv-cache-dtype", "int8"], ["--head", "bf16"])
+    ways = (
+        ["--max-context", "512"],
+        ["--max-batch", "4", "--kv-cache-dtype", "int8"],
+        ["--head", "bf16", "--bf16-sums", "pairs"],
+    )
     names = []
     for way in ways:
         assert millrace("generate", "tiny", *ASK, "--precision", "w4a8", *way).code == 0
@@ -126,7 +131,14 @@ def test_one_engine_is_built_once_however_it_is_asked_for(millrace: Millrace) ->
         "note: this engine is there already, and is not timed again: millrace tune /"
         in millrace("generate", "tiny", *plain, "--tune", "9").err
     )
-    others = [["--kv-cache-dtype", "fp32"], ["--head", "w8a8"], ["--max-batch", "4"], ["--precision", "fp32"]]
+    other_sums = "pairs" if "amx" in usable_isas() else "tiles"
+    others = [
+        ["--bf16-sums", other_sums],
+        ["--kv-cache-dtype", "fp32"],
+        ["--head", "w8a8"],
+        ["--max-batch", "4"],
+        ["--precision", "fp32"],
+    ]
     for n, way in enumerate(others, 2):
         assert millrace("generate", "tiny", *plain, "--tune", "0", *way).code == 0
         assert len(json.loads(millrace("list", "--json").out)) == n, way

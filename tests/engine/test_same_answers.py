@@ -13,6 +13,7 @@ from millrace.engine.engine import Engine
 from millrace.engine.kv import KvFormat
 from millrace.engine.native import NativeExecutor
 from millrace.kernels.library import usable_isas
+from millrace.kernels.precision import BF16_BY_TILES
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
@@ -21,7 +22,7 @@ from tests.runtime.fakes import RandomBudget
 from tests.support.engines import build
 from tests.support.shared import shared
 
-PRECISIONS = ("fp32", "bf16", "w8a8", "w4a8", "w4a8 over int8")
+PRECISIONS = ("fp32", "bf16", BF16_BY_TILES, "w8a8", "w4a8", "w4a8 over int8")
 EVERY_PRECISION = (*PRECISIONS, "w8a16", "w4a16")
 Answers = list[list[int]]
 

@@ -73,8 +73,9 @@ class Endpoints:
             for ids in given:
                 checked_ids(truncated([5] if isinstance(ids, str) else ids, most or 64, (1, 1)), _ENCODER, "x", "input")
         elif isinstance(asked, CompletionRequest):
-            _prompts(asked.prompt, completion_params(asked), self._serving)
-            resolve(completion_params(asked), GenerationDefaults(), limits, n_prompt=4)
+            params = completion_params(asked)
+            _prompts(asked.prompt, params.n, params.max_tokens, self._serving)
+            resolve(params, GenerationDefaults(), limits, n_prompt=4)
         return None
 
     def _answer(self, handler: Coroutine[Any, Any, ASGIApp]) -> bytes:

@@ -20,6 +20,7 @@ from tests.support.tolerance import assert_no_worse
 CLASSES = {
     "f32": (RowFormat.F32, WeightFormat.F32),
     "bf16": (RowFormat.BF16, WeightFormat.BF16),
+    "bf16 by tiles": (RowFormat.BF16, WeightFormat.BF16),
     "w8a8": (RowFormat.Q8, WeightFormat.W8),
     "w4a8": (RowFormat.Q8, WeightFormat.W4),
     "w8a16": (RowFormat.BF16, WeightFormat.W8),
@@ -41,8 +42,8 @@ def multiply(kind: str, x: F32, w: F32, group: int, machine: Machine, **more: An
     }  # fmt: skip
     params = {
         "rows": 0, "n": N, "k": K, "group": group, "format": format, "weights": weights,
-        "x_stride": row_bytes(format, K, group), "y_stride": width, "gated": int("tree" in more), "code": code,
-        "imm": numbers,
+        "x_stride": row_bytes(format, K, group), "y_stride": width, "gated": int("tree" in more),
+        "tiles": int(kind.endswith("tiles")), "code": code, "imm": numbers,
     }  # fmt: skip
     return run_kernel("matmul", operands, params, [M], machine)["y"].view(np.float32).reshape(M, width)
 
@@ -53,7 +54,7 @@ def exact(kind: str, x: F32, w: F32, group: int) -> NDArray[np.floating[Any]]:
     match kind:
         case "f32":
             return ref.matmul(wide, w.astype(np.float64))
-        case "bf16":
+        case "bf16" | "bf16 by tiles":
             return ref.matmul_bf16(wide, w)
         case "w8a8" | "w4a8":
             return ref.matmul_q8(to_q8(x, group), quantise_matrix(w, int(kind[1]), group))
@@ -64,9 +65,9 @@ def exact(kind: str, x: F32, w: F32, group: int) -> NDArray[np.floating[Any]]:
 def plain(kind: str, x: F32, w: F32, group: int) -> F32:
     """The same product in float32 by NumPy, one output after the other."""
     y = np.zeros((x.shape[0], w.shape[0]), np.float32)
-    left = to_bf16(x) if kind in ("bf16", "w8a16", "w4a16") else x
+    left = to_bf16(x) if kind.startswith("bf16") or kind.endswith("a16") else x
     right = w
-    if kind == "bf16":
+    if kind.startswith("bf16"):
         right = to_bf16(w)
     elif kind != "f32":
         right = quantise_matrix(w, int(kind[1]), group).dequantise().astype(np.float32)
@@ -92,6 +93,22 @@ def operands(M: int, N: int, K: int, seed: int) -> tuple[F32, F32]:
 def test_product(kind: str, M: int, N: int, K: int, group: int, machine: Machine) -> None:
     x, w = operands(M, N, K, seed=0)
     assert_no_worse(multiply(kind, x, w, group, machine), plain(kind, x, w, group), exact(kind, x, w, group))
+
+
+@pytest.mark.parametrize("M, K", [(1, 2), (5, 31), (17, 64), (33, 70)])
+def test_tiles_sum_as_the_instruction_says(M: int, K: int, machine: Machine) -> None:
+    """Intel's manual, tdpbf16ps: of 32 inputs the even products and the odd ones from 0, then both to the total."""
+    x, w = (to_bf16(v) for v in operands(M, 40, K, seed=6))
+    y = np.zeros((M, 40), np.float32)
+    for block in range(0, K, 32):
+        sums = []
+        for first in (0, 1):
+            total = np.zeros((M, 40), np.float32)
+            for k in range(block + first, min(block + 32, K), 2):  # a product of two bfloat16 is exact in float32
+                total += x[:, k, None] * w[None, :, k]
+            sums.append(total)
+        y += sums[0] + sums[1]
+    assert (multiply("bf16 by tiles", x, w, 0, machine) == y).all()
 
 
 @pytest.mark.parametrize("kind", ["w8a8", "w4a8"])
@@ -129,12 +146,12 @@ def test_several_groups_are_exact(kind: str, M: int, N: int, K: int, group: int,
 @pytest.mark.parametrize("kind", CLASSES)
 def test_bits_depend_on_nothing_else(kind: str) -> None:
     """Each row alone, each instruction set and 1 to 3 threads: the same bits as all rows together."""
-    x, w = operands(31, 130, 300, seed=1)
+    x, w = operands(49, 130, 300, seed=1)
     expected = multiply(kind, x, w, 128, Machine(usable_isas()[0]))
     for isa in usable_isas():
         for threads in (1, 2, 3):
             assert (multiply(kind, x, w, 128, Machine(isa, threads)) == expected).all(), f"{isa}, {threads} threads"
-        for row in (0, 13, 30):
+        for row in (0, 13, 48):
             assert (multiply(kind, x[row : row + 1], w, 128, Machine(isa)) == expected[row]).all(), (
                 f"{isa}, row {row} alone"
             )
@@ -150,7 +167,7 @@ def test_bias_and_residual(kind: str, machine: Machine) -> None:
     assert (multiply(kind, x, w, 32, machine, bias=bias, residual=residual) == y + bias + residual).all()
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", "w4a8"])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "bf16 by tiles", "w4a8"])
 @pytest.mark.parametrize("width", [16, 43, 172])
 def test_gated_epilogue(kind: str, width: int, machine: Machine) -> None:
     """silu(gate) * up in the epilogue equals the same expression over the plain product."""

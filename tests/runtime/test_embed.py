@@ -19,7 +19,7 @@ from millrace.engine.manifest import Manifest, sealed
 from millrace.engine.native import ExecutionError
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError, ConfigError, EngineError, MillraceError, RequestError
-from millrace.runtime.embed import EmbeddingRequestOutput, special_around
+from millrace.runtime.embed import EmbeddingRequestOutput
 from millrace.runtime.embedding import EncoderLimits, EncoderLoop
 from tests.support.checkpoints import random_encoder
 from tests.support.vocabularies import corpus
@@ -117,7 +117,7 @@ def test_truncation_keeps_the_special_tokens(llm: LLM) -> None:
         (output,) = llm.embed(text, truncate_prompt_tokens=n)
         assert output.prompt_token_ids == ([2, *ids[1 : n - 1], 3] if n > 1 else [2])
         assert llm.embed(ids, truncate_prompt_tokens=n)[0].prompt_token_ids == ids[:n]
-    assert special_around(llm.tokenizer) == (1, 1)
+    assert llm.tokenizer.special_around == (1, 1)
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [

@@ -150,36 +150,17 @@ def test_free_places_take_more_than_the_queue_holds() -> None:
     in_asyncio(body, ServiceOptions(max_queued=1))
 
 
-def test_draining_finishes_what_was_accepted_and_refuses_the_rest() -> None:
-    async def body(engine: AsyncEngine) -> None:
-        handles = [engine.submit([[1, 2]], [long(i)]) for i in range(12)]
-        readers = [asyncio.create_task(whole(handle)) for handle in handles]
-        draining = asyncio.create_task(engine.drain(30.0))
-        await asyncio.sleep(0)
-        with pytest.raises(BusyError, match="shutting down"):
-            engine.submit([[1]], [long()])
-        assert await draining
-        assert [len((await reader)[0].token_ids) for reader in readers] == [60] * 12
-
-    in_asyncio(body)
-
-
-def test_draining_gives_up_in_time_and_close_aborts() -> None:
+def test_closing_aborts_what_is_left_and_refuses_the_rest() -> None:
     handles: list[RequestHandle] = []
 
     async def body(engine: AsyncEngine) -> None:
         handles.append(engine.submit([[1, 2]], [long(1, 120)]))
-        assert not await engine.drain(0.02)
+        await engine.close()
+        with pytest.raises(BusyError, match="shutting down"):
+            engine.submit([[1]], [long()])
 
     in_asyncio(body, before_run=lambda step: time.sleep(0.01))
     assert handles[0].finished and handles[0]._buffer[-1].finish_reason is FinishReason.ABORT
-
-
-def test_an_idle_engine_drains_at_once() -> None:
-    async def body(engine: AsyncEngine) -> None:
-        assert await engine.drain(0.0) or await engine.drain(0.01)
-
-    in_asyncio(body)
 
 
 def test_cancel_ends_the_iteration_and_is_harmless_twice() -> None:

@@ -58,9 +58,6 @@ class AdderBackend(Backend):
     def collect(self) -> Iterator[Metric]:
         yield counter(self.model.name, "vllm:prompt_tokens", "Prompt tokens computed", 7)
 
-    async def drain(self, timeout_s: float) -> bool:
-        return True
-
     async def abort(self) -> None: ...
 
     def close(self) -> None: ...

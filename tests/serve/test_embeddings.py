@@ -313,6 +313,25 @@ def test_a_server_that_ends_finishes_or_says_so(tokenizer: Tokenizer) -> None:
         assert cut.result().status_code == 503 and "being closed" in cut.result().json()["error"]["message"]
 
 
+def test_a_reply_that_is_being_written_is_sent(opened: OpenedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go, in_base64 = threading.Event(), threading.Event(), serve_embeddings._base64
+
+    def late(vector: NDArray[np.float32]) -> str:
+        begun.set()
+        assert go.wait(10)
+        return in_base64(vector)
+
+    monkeypatch.setattr(serve_embeddings, "_base64", late)
+    monkeypatch.setattr(serve_embeddings, "LARGE", 0)
+    with serving(opened.loop(), opened.tokenizer) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, server.url, "/v1/embeddings", {"input": TEXTS, "encoding_format": "base64"})
+        assert begun.wait(10)
+        server.server.stop()
+        until(lambda: httpx.get(server.url + "/v1/health/ready").status_code == 503)
+        go.set()
+        assert asked.result().status_code == 200 and len(asked.result().json()["data"]) == len(TEXTS)
+
+
 def is_stopping(loop: EncoderLoop) -> bool:
     try:
         loop.submit([np.ones(1, np.int32)]).future.cancel()

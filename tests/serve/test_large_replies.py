@@ -103,7 +103,7 @@ def test_what_is_held_is_the_json(path: str) -> None:
     tracemalloc.start()
     try:
         chat, text = WholeChat(), WholeCompletion()
-        offsets = OffsetLogprobs(names, [1], True)
+        offsets = OffsetLogprobs(names, [1], True, None)
         for i in range(40_000 // n):
             step = [TokenLogprobs(i % 90, -0.5, 1, top)]
             if path == CHAT:

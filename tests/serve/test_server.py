@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import ConfigError
 from millrace.serve.logs import JsonFormatter, Logging, TextFormatter
 from millrace.serve.routes import Protocol
@@ -96,6 +98,27 @@ def test_sigterm_drains_and_exits_with_0() -> None:
         logged = lines(child)
         done = next(line for line in logged if line.get("path") == "/v1/completions" and line["status"] == 200)
         assert done["generated_tokens"] == 60 and done["finish_reason"] == "length" and done["model"] == MODEL
+
+
+def test_a_request_that_is_still_being_prepared_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepted is what was sent whole before the signal, in whatever lane it is."""
+    begun, go, encode = threading.Event(), threading.Event(), Tokenizer.encode
+
+    def late(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > 512:
+            begun.set()
+            assert go.wait(10)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", late)
+    with running() as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, server.url, "/v1/completions", {"prompt": "mill " * 104, "max_tokens": 3})
+        assert begun.wait(10)
+        server.server.stop()
+        until(lambda: httpx.get(server.url + "/v1/health/ready").status_code == 503)
+        assert post(server.url, "/v1/completions", {"prompt": "a"}).status_code == 503
+        go.set()
+        assert asked.result().status_code == 200 and asked.result().json()["usage"]["completion_tokens"] == 3
 
 
 def test_a_second_signal_is_quicker() -> None:

@@ -21,9 +21,12 @@ def build(
     folder: Path, out: Path, precision: str, *, fuse: bool = True, group: int = 128, max_step_tokens: int = 256,
     kv: KvFormat | None = None,
 ) -> Engine:  # fmt: skip
+    """precision: a numerics class; "bf16 by tiles" for the sums of AMX"""
     checkpoint = Checkpoint.open(folder)
+    name, _, sums = precision.partition(" by ")
     options = BuildOptions(
-        precision=precision_map(precision, group),
+        precision=precision_map(name, group),
+        tiles=sums == "tiles",
         max_batch=8,
         max_step_tokens=max_step_tokens,
         fuse=fuse,

@@ -112,10 +112,15 @@ def _pooling_kind(path: Path, hidden_size: int) -> str:
     for key in ("embedding_dimension", "word_embedding_dimension"):
         if raw.get(key, hidden_size) != hidden_size:
             raise CheckpointError(
-                f"{path}: {key} is {raw[key]!r}", f"{hidden_size}, the hidden_size of config.json",
+                f"{path}: {key} is {raw[key]!r:.60}", f"{hidden_size}, the hidden_size of config.json",
                 "check that both files belong to the same model",
             )  # fmt: skip
-    asked = raw.get("pooling_mode", [name for key, name in _POOLING_KEYS.items() if raw.get(key)] or "mean")
+    for key in _POOLING_KEYS:
+        if not isinstance(raw.get(key, False), bool):
+            raise CheckpointError(f"{path}: {key} is {raw[key]!r:.60}", "true or false", "correct it")
+    older = [name for key, name in _POOLING_KEYS.items() if raw.get(key)]
+    unsaid = "pooling_mode_mean_tokens" not in raw  # then it is on, where nothing else is
+    asked = raw.get("pooling_mode", older or ("mean" if unsaid else []))
     kinds = asked if isinstance(asked, list) else [asked]
     if len(kinds) != 1 or kinds[0] not in POOLINGS:
         shown = " and ".join(f"{kind!s:.60}" for kind in kinds) or "nothing"
@@ -126,7 +131,9 @@ def _pooling_kind(path: Path, hidden_size: int) -> str:
 def _check_normalize(path: Path | None) -> None:
     for key, value in read_json_object(path).items() if path else ():
         if value not in ("sentence_embedding", None):
-            raise CheckpointError(f"{path}: {key} is {value!r}", '"sentence_embedding"', "choose an encoder without it")
+            raise CheckpointError(
+                f"{path}: {key} is {value!r:.60}", '"sentence_embedding"', "choose an encoder without it"
+            )
 
 
 def _longest_text(folder: Path, max_positions: int) -> int:
@@ -137,12 +144,12 @@ def _longest_text(folder: Path, max_positions: int) -> int:
     for key, values in _NEUTRAL.items():
         if key in raw and raw[key] not in values:
             allowed = " or ".join(map(str, values))
-            raise CheckpointError(f"{path}: {key} is {raw[key]!r}", allowed, "choose an encoder without it")
+            raise CheckpointError(f"{path}: {key} is {raw[key]!r:.60}", allowed, "choose an encoder without it")
     length = raw.get("max_seq_length")
     if length is not None:
         if isinstance(length, bool) or not isinstance(length, int) or not 0 < length <= max_positions:
             allowed = f"1 to {max_positions}, the positions of config.json"
-            raise CheckpointError(f"{path}: max_seq_length is {length!r}", allowed, "correct max_seq_length")
+            raise CheckpointError(f"{path}: max_seq_length is {length!r:.60}", allowed, "correct max_seq_length")
         return length
     limit = read_json_object(folder / TOKENIZER_CONFIG).get("model_max_length")
     if isinstance(limit, int) and not isinstance(limit, bool) and 0 < limit < max_positions:

@@ -13,6 +13,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from millrace.checkpoint.files import read_small
@@ -81,6 +82,14 @@ class Tokenizer(ABC):
     def special_token_strings(self) -> Mapping[str, str]:
         """`{"bos_token": "<s>", ...}`, only those that the checkpoint names."""
         return self.specials.named
+
+    @cached_property
+    def special_around(self) -> tuple[int, int]:
+        """How many special tokens encoding puts before a text, and how many behind it."""
+        bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        n_special = len(whole) - len(bare)
+        before = next((n for n in range(n_special + 1) if whole[n : n + len(bare)] == bare), n_special)
+        return before, n_special - before
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """raises RequestError where `text` holds half a surrogate pair, which no UTF-8 text can"""

@@ -60,12 +60,13 @@ def _settings(entry: CacheEntry) -> dict[str, Any]:
         m, steps = read_manifest(entry.folder), read_program_table(entry.folder).calls
     except (EngineError, OSError):  # of another version, damaged, or removed just now
         return {}
-    head = [step.note for step in steps if step.kernel == "matmul" and step.params.get("rows")]
+    head = [step.note.partition(" by ")[0] for step in steps if step.kernel == "matmul" and step.params.get("rows")]
     head += ["rescored"] if any(step.kernel == "rescore" for step in steps) else []
     layers = {pattern: value for pattern, value in m.precision.items() if pattern not in ("default", HEAD)}
     return {
         "model": entry.model, "precision": plain(m.precision.get("default", "?")), "context": m.max_context,
         "batch": m.max_sequences, "kv": plain(m.kv_format), "head": plain(" ".join(head)), "groups": m.group,
+        "sums": m.cpu.bf16_sums,
         "layers": plain(" ".join(f"{pattern} {value}" for pattern, value in layers.items())), "content": m.identity[:6],
     }  # fmt: skip
 

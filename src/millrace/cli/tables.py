@@ -90,7 +90,8 @@ class Tables:
             patterns = [(f"{n} layers", value) for value, n in Counter(value for _, value in patterns).items()]
         parts = [m.precision.get("default", "?"), *(f"{pattern} {value}" for pattern, value in patterns)]
         grouped = any(p.startswith(("w4", "w8")) for p in m.precision.values())
-        return ", ".join(parts) + (f", groups of {m.group}" if grouped else "")
+        parts += [f"groups of {m.group}"] if grouped else []
+        return ", ".join([*parts, *(["summed by tiles"] if m.cpu.bf16_sums == "tiles" else [])])
 
     def summary(self) -> dict[str, Any]:
         """JSON-able."""
@@ -102,6 +103,7 @@ class Tables:
             "parameters": m.n_parameters,
             "precision": m.precision,
             "group": m.group,
+            "bf16_sums": m.cpu.bf16_sums,
             "max_context": m.max_context,
             "max_sequences": m.max_sequences,
             "max_step_tokens": m.max_step_tokens,

@@ -46,6 +46,7 @@ from millrace.graph.types import Graph, Symbol
 from millrace.kernels.catalogue import operators
 from millrace.kernels.library import library
 from millrace.kernels.places import Packed
+from millrace.kernels.precision import BF16_BY_TILES
 from millrace.machine.cpu import usable_cores
 from millrace.model.module import trace_model
 
@@ -68,6 +69,7 @@ class BuildOptions:
     kv_format: KvFormat | None = None  # None: float32 for an engine of that precision, else bfloat16
     fuse: bool = True
     profile: Mapping[str, Bounds] = field(default_factory=dict)
+    tiles: bool = False  # products of bfloat16 are summed as the tiles of AMX do it, and not in pairs
     keep: tuple[str, ...] = ()  # modules whose results are handed out too, by their names
 
 
@@ -95,7 +97,7 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     bounds = _bounds(graph, options, source.max_context)
     table = plain_format(precision.default)
     kv_format = KvFormat[table.upper()] if options.kv_format is None else options.kv_format
-    program = Lowering(graph, bounds, kv_format, table).program()
+    program = Lowering(graph, bounds, kv_format, table, options.tiles).program()
     notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, table))
     return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), tuple(map(plain, notes)))
 
@@ -261,6 +263,7 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
         n_calls=len(program.calls), weights_bytes=program.weights_bytes, activation_bytes=program.memory.total_bytes,
         activation_lower_bound=program.memory.lower_bound, inputs=list(map(_slot_entry, program.inputs)),
         outputs=list(map(_slot_entry, program.outputs)), caches=caches,
+        bf16_sums="tiles" if any(call.note == BF16_BY_TILES for call in program.calls) else "pairs",
     )  # fmt: skip
     return Manifest(
         format=FORMAT, millrace=millrace.__version__, model_name=plain(name), architecture=source.architecture,

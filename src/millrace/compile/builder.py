@@ -22,6 +22,7 @@ from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
 from millrace.engine.manifest import FORMAT
 from millrace.errors import ConfigError
 from millrace.kernels.identity import kernels_digest
+from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD
 from millrace.settings import flag_of
@@ -57,6 +58,7 @@ class Builder:
             precision=precision,
             max_batch=build.max_batch or (ENCODER_BATCH if encoder else DEFAULT_BATCH),
             kv_format=KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None,
+            tiles=build.bf16_sums == "tiles" if build.bf16_sums else "amx" in usable_isas(),
         )
         timings = None if cache is None else TimingCache(cache / "timings.json")
         tuning = Tuning(build.tune, cache=timings) if build.tune else None
@@ -82,7 +84,9 @@ class Builder:
         layers = [("", chosen.default), *(pattern for pattern in chosen.patterns if pattern[0] != HEAD)]
         group = chosen.group if head.quantised or any(p.quantised for _, p in layers) else None
         kv = KvFormat[plain_format(chosen.default).upper()] if options.kv_format is None else options.kv_format
-        content = f"{layers} {group} {head} {chosen.rescores(HEAD)} {kv!r} {source.max_context} {options.max_batch}"
+        tiles = options.tiles and Precision.BF16 in (head, *(p for _, p in layers))
+        sizes = f"{source.max_context} {options.max_batch}"
+        content = f"{layers} {group} {head} {chosen.rescores(HEAD)} {tiles} {kv!r} {sizes}"
         return f"{FORMAT} {kernels_digest()} {self.identity} {content}"
 
     def write(self, folder: Path) -> None:

@@ -38,11 +38,13 @@ class _Cache:
 class Placement(Writer):
     """Calls are added in their order; a buffer lives from the call that fills it to the last that reads it.
 
-    table: "f32" or "bf16", of embedding tables
+    table: "f32" or "bf16", of embedding tables. tiles: products of bfloat16 are summed as the tiles of AMX do it
     """
 
-    def __init__(self, graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str) -> None:
-        self.graph, self.table_format = graph, table
+    def __init__(
+        self, graph: Graph, bounds: Mapping[Symbol, Bounds], kv_format: KvFormat, table: str, tiles: bool = False
+    ) -> None:
+        self.graph, self.table_format, self.tiles = graph, table, tiles
         self._bounds, self._kv_format = bounds, kv_format
         self._symbols = graph.symbols
         self._views: dict[Value, View] = {}

@@ -22,6 +22,12 @@ class BuildSettings(Settings):
         "precision of the head; default: with w4a8 a 4-bit pass and the best 256 tokens again in 8 bits",
         choices=("fp32", "bf16", "w8a8", "w8a16", "w4a8", "w4a16"),
     )
+    bf16_sums: str | None = setting(
+        None,
+        "how products of bfloat16 are summed, in pairs or by the tiles of AMX: both run anywhere with equal answers "
+        "of their own; default: tiles on a CPU that has them",
+        choices=("pairs", "tiles"),
+    )
     kv_cache_dtype: str | None = setting(
         None,
         "how keys and values are kept: fp32, bf16 or int8 (half the memory of bf16); default: bf16, with fp32 fp32",

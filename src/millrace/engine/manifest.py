@@ -93,6 +93,7 @@ class CpuSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inputs: list[SlotEntry]
     outputs: list[SlotEntry]
     caches: list[CacheEntry]
+    bf16_sums: Literal["pairs", "tiles"] = "pairs"  # of products of bfloat16, where it has some
     kernels: str = msgspec.field(default_factory=kernels_digest)  # for which both are written
 
 

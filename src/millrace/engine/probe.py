@@ -16,16 +16,19 @@ from millrace.kernels.declare import Param, RowFormat, Space, WeightFormat
 from millrace.kernels.encode import Ref, encode
 from millrace.kernels.layout import matrix_bytes, row_bytes
 from millrace.kernels.library import library
+from millrace.kernels.precision import BF16_BY_TILES
 from millrace.machine.cpu import caches, memory
 from millrace.machine.roofline import Roofline, measure_roofline
 
 ROUNDS, ROUND_S = 8, 0.02
 ROWS, N, K, GROUP = 128, 1024, 1024, 128  # large enough that arithmetic bounds it, small enough to be quick
-PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "w8a8": "int8", "w4a8": "int8"}  # our kernels -> instructions below
-_INSTRUCTIONS = ("fp32", "bf16", "int8")
+# Our kernels -> instructions below
+PRECISIONS = {"fp32": "fp32", "bf16": "bf16", BF16_BY_TILES: "tiles", "w8a8": "int8", "w4a8": "int8"}
+_INSTRUCTIONS = ("fp32", "bf16", "int8", "tiles")
 _FORMATS = {
     "fp32": (RowFormat.F32, WeightFormat.F32, 0),
     "bf16": (RowFormat.BF16, WeightFormat.BF16, 0),
+    BF16_BY_TILES: (RowFormat.BF16, WeightFormat.BF16, 0),
     "w8a8": (RowFormat.Q8, WeightFormat.W8, GROUP),
     "w4a8": (RowFormat.Q8, WeightFormat.W4, GROUP),
 }
@@ -37,7 +40,7 @@ def roofline_here(isa: str, threads: int) -> Roofline:
     """Measures this machine with the code of one instruction set; takes a few seconds."""
     return measure_roofline(
         caches(), threads, memory().available_bytes, partial(read_rates, isa), partial(matmul_rates, isa),
-        partial(peak_rates, isa), PRECISIONS,
+        partial(peak_rates, isa), {p: below for p, below in PRECISIONS.items() if below != "tiles" or isa == "amx"},
     )  # fmt: skip
 
 
@@ -55,7 +58,7 @@ def read_rates(isa: str, threads: int, bytes_per_thread: int) -> list[float]:
 
 
 def peak_rates(isa: str, precision: str, threads: int) -> list[float]:
-    """Operations a second of the instruction itself ("fp32", "bf16", "int8"), from registers; 0 where there is none."""
+    """Operations a second of one of `_INSTRUCTIONS`, from registers; 0 where there is none."""
     rates = np.zeros(ROUNDS)
     error = ctypes.create_string_buffer(_ERROR_BYTES)
     failed = library().mr_probe_rate(
@@ -86,7 +89,7 @@ def product_seconds(
     x_stride, w_bytes = row_bytes(format, k, group), matrix_bytes(weights, n, k, group)
     params: dict[str, Param] = {
         "rows": 0, "n": n, "k": k, "group": group, "format": int(format), "weights": int(weights),
-        "x_stride": x_stride, "y_stride": n,
+        "x_stride": x_stride, "y_stride": n, "tiles": int(precision == BF16_BY_TILES),
     }  # fmt: skip
     operands = {
         "x": Ref(Space.ACTIVATIONS, 0),

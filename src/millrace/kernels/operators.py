@@ -61,10 +61,12 @@ class Writer(Protocol):
     """A program while it is written: where values lie, and the calls so far.
 
     table_format: "f32" or "bf16", of embedding tables
+    tiles: products of bfloat16 are summed as the tiles of AMX do it
     """
 
     graph: Graph
     table_format: str
+    tiles: bool
 
     def view(self, value: Value) -> View:
         """Where it lies."""

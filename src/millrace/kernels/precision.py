@@ -35,6 +35,8 @@ class Precision(StrEnum):
         return Storage(RowFormat.F32 if self == Precision.FP32 else packed, group if self.quantised else 0)
 
 
+BF16_BY_TILES = "bf16 by tiles"  # the same weights and activations, in the sums of AMX
+
 _WEIGHTS = {
     Precision.FP32: WeightFormat.F32,
     Precision.BF16: WeightFormat.BF16,

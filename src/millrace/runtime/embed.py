@@ -90,12 +90,12 @@ def embed(
     raises RequestError, before anything runs, where one of the prompts is wrong; EngineError where a step failed,
     BusyError where the loop was closed
     """
-    most, around = truncation(truncate_prompt_tokens, loop.limits.max_context), special_around(tokenizer)
+    most = truncation(truncate_prompt_tokens, loop.limits.max_context)
     texts = []
     for i, prompt in enumerate(prompts):
         text, ids = prompt_tokens(tokenizer, prompt)
         if most is not None:
-            ids = truncated(ids, most, (0, 0) if text is None else around)
+            ids = truncated(ids, most, (0, 0) if text is None else tokenizer.special_around)
         texts.append(checked_ids(ids, loop.limits, f"text {i}"))
     job = loop.submit(texts)
     try:
@@ -135,14 +135,6 @@ def checked_ids(ids: Sequence[int], limits: EncoderLimits, which: str, param: st
             "tokenise the text with this model's own tokenizer", param,
         )  # fmt: skip
     return wide.astype(np.int32)
-
-
-def special_around(tokenizer: Tokenizer) -> tuple[int, int]:
-    """How many special tokens stand before a text, and how many behind it."""
-    bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
-    n_special = len(whole) - len(bare)
-    before = next((n for n in range(n_special + 1) if whole[n : n + len(bare)] == bare), n_special)
-    return before, n_special - before
 
 
 def truncated(ids: Sequence[int], most: int, around: tuple[int, int]) -> Sequence[int]:

@@ -30,7 +30,7 @@ class RunSettings(Settings):
         None, "compute threads; default: the cores that this process may use", low=1, high=1024
     )
     isa: str | None = setting(
-        None, "force an instruction set: avx512, avx2 or scalar", choices=("avx512", "avx2", "scalar")
+        None, "force an instruction set: amx, avx512, avx2 or scalar", choices=("amx", "avx512", "avx2", "scalar")
     )
 
 

@@ -1,4 +1,4 @@
-"""The asyncio face of the engine loop: submit a request, iterate over its deltas, cancel it, drain, close.
+"""The asyncio face of the engine loop: submit a request, iterate over its deltas, cancel it, close.
 
 Everything here runs in one asyncio thread; the engine loop runs in its own. Deltas cross over with at most one
 `call_soon_threadsafe` a step, however many requests the step served.
@@ -179,9 +179,7 @@ class AsyncEngine:
         self.options = options or ServiceOptions()
         self._aio: asyncio.AbstractEventLoop | None = None
         self._live: set[RequestHandle] = set()
-        self._all_done = asyncio.Event()
-        self._all_done.set()
-        self._draining = False
+        self._closing = False
         self.stuck = False  # it could not be closed
         self._lock = threading.Lock()
         self._outbox: list[tuple[RequestHandle, list[Delta]]] = []  # guarded by _lock
@@ -190,10 +188,6 @@ class AsyncEngine:
     @property
     def limits(self) -> ExecutorLimits:
         return self.loop.limits
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
 
     def start(self) -> None:
         """Start the engine thread; call it inside the running event loop that will do all the submitting."""
@@ -209,7 +203,7 @@ class AsyncEngine:
     ) -> RequestHandle:
         """Queue a request for each prompt, with its own params, or none of them.
 
-        raises RequestError on bad input, BusyError when the queue is full or draining.
+        raises RequestError on bad input, BusyError when the queue is full or the engine closing.
         stops: the tables of their `stop`, where they were made beforehand, off the event loop
         """
         assert self._aio is not None, "submit before start"
@@ -230,24 +224,18 @@ class AsyncEngine:
             handle.cancel()
             raise
         self._live.add(handle)
-        self._all_done.clear()
         return handle
 
     def stats(self) -> LoopStats:
         """Counters, queue lengths, pages and health of the engine loop."""
         return self.loop.stats()
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and let the accepted ones finish; False when some had not within `timeout_s`."""
-        self._draining = True
-        return await happens(self._all_done, timeout_s)
-
     async def close(self) -> None:
         """Abort what is left and stop the engine thread. The executor stays open: its owner closes it.
 
         A step that does not end within STOP_S is left alone: then `stuck` is true, and the executor is in use for ever.
         """
-        self._draining = True
+        self._closing = True
         for handle in self._live:
             handle.cancel()
         if not await ends(self.loop.stop):
@@ -268,7 +256,7 @@ class AsyncEngine:
 
     def _check_room(self, n: int) -> None:
         stats = self.loop.stats()
-        if self._draining:
+        if self._closing:
             raise BusyError("the server is shutting down", "a server that takes requests", "try again", 5.0)
         if not stats.healthy:
             raise BusyError("the engine has stopped", "a running engine", "restart the server; its log says why", 30.0)
@@ -305,8 +293,6 @@ class AsyncEngine:
             handle._receive(deltas, self.options.max_undelivered_tokens)
             if handle.finished:
                 self._live.discard(handle)
-        if not self._live:
-            self._all_done.set()
 
 
 def _retry_after_s(stats: LoopStats) -> float:

@@ -6,7 +6,6 @@ name its Backend, in the table of their protocol (`openai.py`, or one that is gi
 server knows what kinds there are.
 """
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +45,7 @@ class ServedModel(ABC):
 
 
 class Backend(ABC):
-    """One model behind one engine: started, asked by its endpoints' handlers, drained, aborted and closed, in order."""
+    """One model behind one engine: started, asked by its endpoints' handlers, aborted and closed, in order."""
 
     what: str  # kind of model this is, in an error: "a language model"
 
@@ -74,10 +73,6 @@ class Backend(ABC):
     @abstractmethod
     def collect(self) -> Iterator[Metric]:
         """Its engine's own counters and gauges at this moment, with the model's label."""
-
-    @abstractmethod
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, and let the accepted ones finish; False: some had not."""
 
     @abstractmethod
     async def abort(self) -> None:
@@ -138,10 +133,6 @@ class Models:
             "one of " + ", ".join(f'"{known}"' for known in self._by_name),
             "correct the model's name; /v1/models lists them",
         ).about("model")
-
-    async def drain(self, timeout_s: float) -> bool:
-        """As Backend.drain, of all."""
-        return all(await asyncio.gather(*(backend.drain(timeout_s) for backend in self.backends)))
 
     def close(self) -> None:
         """After the last answer was written."""

@@ -9,14 +9,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, SamplingParams, check_context
+from millrace.runtime.params import Delta, check_context
 from millrace.serve.chat import finish_of
 from millrace.serve.fields import completion_params, texts_or_ids
 from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start
-from millrace.serve.logprobs import COMPLETION_BYTES, OffsetLogprobs, WholeCompletion
+from millrace.serve.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
 from millrace.serve.protocol import CompletionRequest
 from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply, Usage
-from millrace.serve.text import TextBackend, Texts
+from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
 
 
@@ -24,9 +24,14 @@ async def completions(serving: TextBackend, call: Call, asked: CompletionRequest
     """The response, or the stream that will be one. raises MillraceError"""
     model = call.model
     params = completion_params(asked)
-    given = _prompts(asked.prompt, params, serving)
-    prompts = await _tokens(serving, given, params, asked.add_special_tokens is not False)
-    echoes = [await _echo(serving.texts, prompt, params) for prompt in given] if asked.echo else None
+    max_tokens = asked.max_tokens or None  # 0: an echo alone, which needs room for the token that is drawn
+    given = _prompts(asked.prompt, params.n, max_tokens, serving)
+    special = asked.add_special_tokens is not False
+    prompts = await _tokens(serving, given, max_tokens, special)
+    echoes = None
+    if asked.echo:
+        pairs = zip(given, prompts, strict=True)
+        echoes = [await serving.texts.echo(said, ids, special, params.skip_special_tokens) for said, ids in pairs]
     asked.prompt, given = "", []  # they may be many times the body, and the answer may take minutes
     whole_bytes = None if asked.stream else COMPLETION_BYTES
     generation = await start(serving, prompts, params, call, continues=True, whole_bytes=whole_bytes)
@@ -39,12 +44,12 @@ async def completions(serving: TextBackend, call: Call, asked: CompletionRequest
 class _Answer:
     """One completion request under way.
 
-    echoes: the text of each prompt, where it is asked for. prompt_only: nothing else is: the token that was drawn, for
+    echoes: each prompt, where that is asked for. prompt_only: nothing else is: the token that was drawn, for
     the engine draws one at least, is not told
     """
 
     def __init__(
-        self, serving: TextBackend, generation: Generation, answer_id: str, model: str, echoes: list[str] | None,
+        self, serving: TextBackend, generation: Generation, answer_id: str, model: str, echoes: list[Echo] | None,
         prompt_only: bool,
     ) -> None:  # fmt: skip
         self._serving, self._generation = serving, generation
@@ -56,8 +61,8 @@ class _Answer:
         if params.logprobs is not None:
             tokenizer, skip = serving.model.tokenizer, params.skip_special_tokens
             self._offsets = [
-                OffsetLogprobs(tokenizer, () if echoes else request.prompt.tolist(), skip)
-                for request in generation.handle.requests
+                OffsetLogprobs(tokenizer, request.prompt.tolist(), skip, echoes[i] if echoes else None)
+                for i, request in enumerate(generation.handle.requests)
                 for _ in range(params.n)
             ]
 
@@ -158,17 +163,17 @@ class _Answer:
         return [offsets.take(tokens, self._with_top) for tokens in told if offsets is not None and tokens]
 
     def _echo(self, choice: int) -> str:
-        return "" if self._echoes is None else self._echoes[choice // self._generation.params.n]
+        return "" if self._echoes is None else self._echoes[choice // self._generation.params.n].text
 
 
 def _prompts(
-    given: str | list[str | int | list[int]], params: SamplingParams, serving: TextBackend
+    given: str | list[str | int | list[int]], n: int, max_tokens: int | None, serving: TextBackend
 ) -> list[str | list[int]]:
     """The four ways to write prompts, as a list of texts and token-id lists. What is too long is not looked at."""
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-    _check_number((1 if is_one else len(given)) * params.n, serving)
+    _check_number((1 if is_one else len(given)) * n, serving)
     if is_one and not isinstance(given, str):
-        check_context(len(given), params.max_tokens, serving.model.max_context, "prompt")
+        check_context(len(given), max_tokens, serving.model.max_context, "prompt")
     return [*texts_or_ids(given, "prompt")]
 
 
@@ -183,7 +188,7 @@ def _check_number(n_sequences: int, serving: TextBackend) -> None:
 
 
 async def _tokens(
-    serving: TextBackend, given: list[str | list[int]], params: SamplingParams, special: bool
+    serving: TextBackend, given: list[str | list[int]], max_tokens: int | None, special: bool
 ) -> list[list[int]]:
     """All prompts are of one kind: texts or token ids."""
     texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -191,9 +196,5 @@ async def _tokens(
     if texts:
         prompts = await serving.texts.encode(texts, special, "prompt")
     for ids in prompts:
-        check_context(len(ids), params.max_tokens, serving.model.max_context, "prompt")
+        check_context(len(ids), max_tokens, serving.model.max_context, "prompt")
     return prompts
-
-
-async def _echo(texts: Texts, prompt: str | list[int], params: SamplingParams) -> str:
-    return prompt if isinstance(prompt, str) else await texts.decode(prompt, params.skip_special_tokens)

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError, MillraceError, RequestError
-from millrace.runtime.embed import checked_ids, special_around, truncated, truncation
+from millrace.runtime.embed import checked_ids, truncated, truncation
 from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors
-from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends, happens
+from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.fields import texts_or_ids
 from millrace.serve.metrics import counter, gauge
@@ -61,11 +61,8 @@ class EncoderBackend(Backend):
         self.texts = Texts(
             model.tokenizer, None, serving.settings.max_preparing, model.max_context, model.tokenizer_folder
         )
-        self.around = special_around(model.tokenizer)
-        self._stuck = self._draining = False
+        self._stuck = False
         self._n_running = 0  # requests
-        self._all_done = asyncio.Event()
-        self._all_done.set()
 
     async def vectors(self, texts: Sequence[Ids]) -> Vectors:
         """Of texts that were checked, in their order; whoever is cancelled takes them out of the queue.
@@ -73,8 +70,6 @@ class EncoderBackend(Backend):
         raises BusyError where too many are waiting or the server ends, EngineError where a step failed
         """
         stats = self.pulse()
-        if self._draining:
-            raise BusyError("the server is shutting down", "a server that takes requests", "try again", 5.0)
         n_tokens, most = sum(map(len, texts)), self.model.max_queued
         if stats.requests >= most:
             what, expected = f"{stats.requests} requests are waiting", f"less than {most}"
@@ -86,13 +81,10 @@ class EncoderBackend(Backend):
             raise BusyError(what, expected, "come back later", _retry_after_s(stats))
         job = self.model.loop.submit(texts)
         self._n_running += 1
-        self._all_done.clear()
         try:
             return await asyncio.wrap_future(job.future)
         finally:
             self._n_running -= 1
-            if self._n_running == 0:
-                self._all_done.set()
 
     def start(self) -> None:
         self.model.loop.start()
@@ -121,12 +113,7 @@ class EncoderBackend(Backend):
         silent_s = 0.0 if stats.idle else stats.last_step_s
         yield gauge(model, "millrace:engine_silent_seconds", "Since the last step; 0 when idle", silent_s)
 
-    async def drain(self, timeout_s: float) -> bool:
-        self._draining = True
-        return await happens(self._all_done, timeout_s)
-
     async def abort(self) -> None:
-        self._draining = True
         if not await ends(self.model.loop.stop):
             self._stuck = True
             self.model.loop.abandon()
@@ -194,10 +181,12 @@ async def _token_ids(serving: EncoderBackend, asked: EmbeddingRequest) -> list[I
     texts = [text for text in given if isinstance(text, str)]
     found = await serving.texts.encode(texts, special) if texts else [ids for ids in given if isinstance(ids, list)]
 
+    around = serving.model.tokenizer.special_around if texts and special else (0, 0)
+
     def checked() -> list[Ids]:
         kept: list[Ids] = []
         for i, ids in enumerate(found):
-            cut = ids if most is None else truncated(ids, most, serving.around if texts and special else (0, 0))
+            cut = ids if most is None else truncated(ids, most, around)
             kept.append(checked_ids(cut, limits, f"input {i}" if len(found) > 1 else "the input", "input"))
         return kept
 

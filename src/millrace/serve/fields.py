@@ -240,9 +240,16 @@ def completion_params(asked: CompletionRequest) -> SamplingParams:
         raise RequestError(
             f"best_of is {asked.best_of} and n is {n}", "best_of equal to n", "leave best_of out", param="best_of"
         )
-    max_tokens = 1 if asked.echo and asked.max_tokens == 0 else asked.max_tokens  # `completions` leaves it out
-    params = _params(asked, max_tokens, asked.logprobs)
-    return replace(params, prompt_logprobs=asked.logprobs) if asked.echo else params
+    if asked.max_tokens == 0 and asked.min_tokens:
+        raise RequestError(
+            f"min_tokens is {asked.min_tokens} and max_tokens is 0", "min_tokens up to max_tokens",
+            "leave min_tokens out", param="min_tokens",
+        )  # fmt: skip
+    if not asked.echo:
+        return _params(asked, asked.max_tokens, asked.logprobs)
+    # the engine draws one token at least: of an echo alone, `completions` leaves it out
+    params = _params(asked, 1 if asked.max_tokens == 0 else asked.max_tokens, asked.logprobs)
+    return replace(params, prompt_logprobs=asked.logprobs)
 
 
 def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) -> SamplingParams:

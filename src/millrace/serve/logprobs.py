@@ -5,6 +5,7 @@ sixth of what they take as objects.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -36,13 +37,59 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> Chat
     )
 
 
-class OffsetLogprobs:
-    """Completions' shape for one choice, piece by piece. Offsets count from the beginning of the choice's text."""
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as it is given back before its answer."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
+    text: str
+    offsets: Sequence[int]  # where each of its tokens begins
+
+    @classmethod
+    def of_text(cls, tokenizer: Tokenizer, text: str, ids: Sequence[int], around: tuple[int, int]) -> "Echo":
+        """As it was sent. around: how many special tokens were put before and behind it, which it does not show
+
+        Special tokens lie where the text spells them; between two of them characters are counted as decoding gives
+        them, which a normaliser makes one more or less than there are.
+        """
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+        shown, spelled = range(around[0], len(ids) - around[1]), set(tokenizer.special_ids)
+        offsets: list[int] = []
+        n_settled = at = spelled_to = 0
+        for i, token_id in enumerate(ids):
+            if i in shown and token_id in spelled:
+                spelling = tokenizer.token_text(token_id)
+                if (found := text.find(spelling, spelled_to)) >= 0:
+                    offsets[n_settled:] = [min(offset, found) for offset in offsets[n_settled:]]
+                    at, spelled_to, n_settled = found, found + len(spelling), len(offsets) + 1
+                else:
+                    spelled.remove(token_id)  # the unknown token: a text is not searched for it again and again
+            offsets.append(at)
+            if i in shown:
+                at += len(detokenizer.push((token_id,)))
+        return cls(text, [min(offset, len(text)) for offset in offsets])
+
+    @classmethod
+    def of_ids(cls, tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> "Echo":
+        detokenizer, offsets, at = Detokenizer(tokenizer, skip_special_tokens), [], 0
+        for token_id in ids:
+            offsets.append(at)
+            at += len(detokenizer.push((token_id,)))
+        return cls(tokenizer.decode(ids, skip_special_tokens), offsets)
+
+
+class OffsetLogprobs:
+    """Completions' shape for one choice, piece by piece. Offsets count from the beginning of the choice's text.
+
+    echo: what the text begins with; then the prompt's tokens are told of before those of its answer
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool, echo: Echo | None
+    ) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt)
-        self._offset = 0
+        self._echoed = iter(() if echo is None else echo.offsets)
+        self._offset = 0 if echo is None else len(echo.text)
 
     def first(self, token_id: int, with_top: bool) -> CompletionLogprobs:
         """An echoed prompt's first token, before which there is nothing."""
@@ -63,6 +110,8 @@ class OffsetLogprobs:
 
     def _advance(self, token_id: int) -> int:
         """Where its text begins."""
+        if (echoed := next(self._echoed, None)) is not None:
+            return echoed
         begin = self._offset
         self._offset += len(self._detokenizer.push((token_id,)))
         return begin

@@ -148,7 +148,8 @@ class Handler:
             await self.endpoint.asked(self.models, scope)(scope, receive, send)
         else:
             request = await self._read(scope, receive)
-            await unless_gone(receive, self._answer(request, scope, receive, send))
+            with self.models.serving.admission.admitted():
+                await unless_gone(receive, self._answer(request, scope, receive, send))
 
     async def _read(self, scope: Scope, receive: Receive) -> msgspec.Struct:
         """The request, checked; its body is let go of: an answer may take minutes."""

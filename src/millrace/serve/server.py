@@ -159,7 +159,7 @@ class Server:
         models.heartbeat.phase = Phase.DRAINING
         timeout_s = max(0.0, self._settings.drain_timeout_s - self._flush_s)
         log.info("draining: running requests have %g s to finish", timeout_s)
-        draining = asyncio.create_task(models.drain(timeout_s))
+        draining = asyncio.create_task(models.serving.admission.drain(timeout_s))
         hurrying = asyncio.create_task(self._hurrying.wait())
         await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
         if not draining.done() or not draining.result():

@@ -8,12 +8,13 @@ import resource
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from millrace.errors import BusyError
+from millrace.runtime.service import happens
 from millrace.serve.errors import HttpError
 from millrace.serve.logs import Seldom
 from millrace.serve.metrics import Metrics
@@ -285,6 +286,38 @@ class Load:
     n: int = 0
 
 
+class Admission:
+    """Requests to models: they are taken until the server drains, and those that were taken are waited for.
+
+    From the moment that the whole request is there until its answer is handed to the connection: nothing of what is
+    done for it, in whatever lane or engine, is given up before the time to drain is over.
+    """
+
+    def __init__(self) -> None:
+        self._n, self._draining = 0, False
+        self._none_left = asyncio.Event()
+        self._none_left.set()
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """raises BusyError"""
+        if self._draining:
+            raise _shutting_down()
+        self._n += 1
+        self._none_left.clear()
+        try:
+            yield
+        finally:
+            self._n -= 1
+            if not self._n:
+                self._none_left.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new ones, and wait for those that are there; False: some were not answered in time."""
+        self._draining = True
+        return await happens(self._none_left, timeout_s)
+
+
 class Unsent:
     """Bytes of the log probabilities of all answers that are held until they are complete; bounded together."""
 
@@ -327,6 +360,7 @@ class Serving:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.load = Load()
+        self.admission = Admission()
         self.metrics = Metrics()
         self.unsent = Unsent(settings.max_unread_bytes)
         self._bodies = Lane("bodies", settings.max_preparing)

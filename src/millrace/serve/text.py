@@ -30,6 +30,7 @@ from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.errors import HttpError
 from millrace.serve.fields import check_messages
 from millrace.serve.lengths import longest_token
+from millrace.serve.logprobs import Echo
 from millrace.serve.metrics import decode_metrics, engine_metrics
 from millrace.serve.protocol import Message
 from millrace.serve.serving import Lane, Serving
@@ -92,6 +93,21 @@ class Texts:
         if len(ids) <= SHORT_CHARACTERS:
             return self.tokenizer.decode(ids, skip_special_tokens)
         return await self._decoding.run(lambda: self.tokenizer.decode(ids, skip_special_tokens))
+
+    async def echo(self, said: str | Sequence[int], ids: Sequence[int], special: bool, skip: bool) -> Echo:
+        """A prompt as it was said, a text or its tokens, to be given back.
+
+        special: special tokens were put around a text. skip: those of token ids are not shown
+        raises BusyError
+        """
+        tokenizer = self.tokenizer
+
+        def work() -> Echo:
+            if not isinstance(said, str):
+                return Echo.of_ids(tokenizer, ids, skip)
+            return Echo.of_text(tokenizer, said, ids, tokenizer.special_around if special else (0, 0))
+
+        return work() if len(ids) <= SHORT_CHARACTERS else await self._decoding.run(work)
 
     async def encode_chat(
         self,
@@ -290,9 +306,6 @@ class TextBackend(Backend):
         yield from engine_metrics(self.model.name, stats, self.model.engine.limits)
         if clock is not None:
             yield from decode_metrics(self.model.name, clock.bound_s(stats), clock.budget.step_s)
-
-    async def drain(self, timeout_s: float) -> bool:
-        return await self.model.engine.drain(timeout_s)
 
     async def abort(self) -> None:
         await self.model.engine.close()

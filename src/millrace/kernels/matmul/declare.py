@@ -22,6 +22,7 @@ KERNEL = Kernel(
         "i32 x_stride",
         "i32 y_stride",
         "i32 gated",
+        "i32 tiles",  # bfloat16 products are summed as tdpbf16ps does it, not as vdpbf16ps
         *EXPRESSION,
     ),
     (
@@ -35,6 +36,9 @@ KERNEL = Kernel(
         f"weights <= {max(WeightFormat)}",
         "gated >= 0",
         "gated <= 1",
+        "tiles >= 0",
+        "tiles <= 1",
+        "tiles == 0 or weights == 1",
         "gated == 0 or n % 32 == 0",
         "group % 4 == 0",
         "weights < 2 or group > 0",

@@ -4,6 +4,7 @@
 // Numerics classes; each output is one chain, so its bits depend on neither the tile, the threads nor the other rows:
 //   f32   blocks of 128: fma over k ascending from 0; blocks added in order
 //   bf16  blocks of 128: pairs (odd product, then even product) from 0; blocks added in order
+//         by tiles: see tiles.hpp
 //   q8    per group: the integer dot product, exact; then y = fma(float(dot) * x_scale, w_scale, y), groups in order
 //   a16   per group: integer weights as bfloat16, pairs as in bf16; then y = fma(dot, w_scale, y), groups in order
 // gated: a panel holds 16 gates and their 16 ups; y = expression(gate, up) has half as many columns.
@@ -231,12 +232,19 @@ void tile_a16(const TileInput& in, float* total) {
   }
 }
 
-enum class Class { f32, bf16, w8a8, w4a8, w8a16, w4a16 };
+}  // namespace millrace::MILLRACE_ISA
+#include "tiles.hpp"
+namespace millrace::MILLRACE_ISA {
+
+enum class Class { f32, bf16, bf16_tiles, w8a8, w4a8, w8a16, w4a16 };
 
 template <Class C, int MR>
 void tile(const TileInput& in, float* total) {
   if constexpr (C == Class::f32) tile_f32<MR>(in, total);
   if constexpr (C == Class::bf16) tile_bf16<MR>(in, total);
+#if !defined(__AMX_BF16__)
+  if constexpr (C == Class::bf16_tiles) tile_bf16_tiles<MR>(in, total);
+#endif
   if constexpr (C == Class::w8a8) tile_q8<MR, false>(in, total);
   if constexpr (C == Class::w4a8) tile_q8<MR, true>(in, total);
   if constexpr (C == Class::w8a16) tile_a16<MR, false>(in, total);
@@ -290,6 +298,7 @@ void tile_of(int rows, const MatmulArgs& a, const TileInput& in, int64_t panel_s
 // Rows of a tile at most, so that its sums stay in registers.
 template <Class C>
 constexpr int kRowsOf = C == Class::w4a8                        ? kNibbleRows
+                        : C == Class::bf16_tiles                ? kTilesRows
                         : C == Class::w8a8                      ? kByteRows
                         : C == Class::w8a16 || C == Class::w4a16 ? kPairRows
                                                                  : kTileRows;
@@ -305,6 +314,47 @@ inline int64_t task_panels(const StepContext& c, int64_t panels, int64_t panel_s
   return (panels - 1) / (rounds * c.n_workers) + 1;
 }
 
+#if defined(__AMX_BF16__)
+
+// Rows from `row` on, two tiles of them at most, against the panels of a task.
+inline void rows_by_tiles(const MatmulArgs& a, TileInput in, int64_t panel_stride, int64_t row, int rows, int64_t panel,
+                          int64_t end) {
+  constexpr int kHeight = static_cast<int>(kTileHeight);
+  const int upper = rows < kHeight ? rows : kHeight, lower = rows - upper;
+  const int64_t whole = padded_k(in.k, 0) / 2 / kTileLines * kTileLines, rest = padded_k(in.k, 0) / 2 - whole;
+  alignas(64) float total[kTilesRows * 2 * 16];
+  in.x += row * in.x_stride;
+  in.w += panel * panel_stride;
+  Rest x_rest;
+  if (rest) x_rest.take(in.x + whole * 4, in.x_stride, rows, rest * 4);
+  const Tiles tiles(upper, lower);
+  for (; panel < end; ++panel, in.w += panel_stride) {
+    lower ? tile_totals<true>(in, x_rest, row == 0, total) : tile_totals<false>(in, x_rest, row == 0, total);
+    finish(a, total, row, upper, panel);
+    if (lower) finish(a, total + kHeight * 32, row + upper, lower, panel);
+  }
+}
+
+#endif
+
+// What a task does: panels [panel, end) for all rows.
+template <Class C>
+void multiply_panels(const MatmulArgs& a, const TileInput& in, int64_t panel_stride, int64_t rows, int64_t most,
+                     int64_t panel, int64_t end) {
+#if defined(__AMX_BF16__)
+  if constexpr (C == Class::bf16_tiles) {
+    for (int64_t row = 0; row < rows; row += most)
+      rows_by_tiles(a, in, panel_stride, row, static_cast<int>(rows - row < most ? rows - row : most), panel, end);
+    return;
+  }
+#endif
+  const int64_t tiles = (rows + most - 1) / most, tile_height = (rows + tiles - 1) / tiles;
+  for (int64_t row = 0; row < rows; row += tile_height) {
+    const int64_t height = rows - row < tile_height ? rows - row : tile_height;
+    tile_of<C, kRowsOf<C>>(static_cast<int>(height), a, in, panel_stride, row, panel, end - panel);
+  }
+}
+
 template <Class C>
 void multiply(const MatmulArgs& a, StepContext& c) {
   const int64_t rows = c.sizes[a.rows], panels = up(a.n, kPanel) / kPanel;
@@ -312,17 +362,13 @@ void multiply(const MatmulArgs& a, StepContext& c) {
   const int64_t panel_stride = panel_bytes(a.weights, a.k, a.group);
   const TileInput in{a.x, a.w, a.x_stride, a.k, a.group, c.tactic->ahead() ? c.tactic->ahead() : kAhead};
   const int64_t asked = c.tactic->tile_rows(), most = asked && asked < kRowsOf<C> ? asked : kRowsOf<C>;
-  const int64_t tiles = (rows + most - 1) / most, tile_height = (rows + tiles - 1) / tiles;
   for (Chunk p(c, panels, task_panels(c, panels, panel_stride)); p.next();)
-    for (int64_t row = 0; row < rows; row += tile_height) {
-      const int64_t height = rows - row < tile_height ? rows - row : tile_height;
-      tile_of<C, kRowsOf<C>>(static_cast<int>(height), a, in, panel_stride, row, p.begin, p.end - p.begin);
-    }
+    multiply_panels<C>(a, in, panel_stride, rows, most, p.begin, p.end);
 }
 
 inline void matmul(const MatmulArgs& a, StepContext& c) {
   if (a.weights == 0) return multiply<Class::f32>(a, c);
-  if (a.weights == 1) return multiply<Class::bf16>(a, c);
+  if (a.weights == 1) return a.tiles ? multiply<Class::bf16_tiles>(a, c) : multiply<Class::bf16>(a, c);
   if (a.weights == 2) return a.format == 2 ? multiply<Class::w8a8>(a, c) : multiply<Class::w8a16>(a, c);
   return a.format == 2 ? multiply<Class::w4a8>(a, c) : multiply<Class::w4a16>(a, c);
 }

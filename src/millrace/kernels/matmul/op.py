@@ -24,7 +24,7 @@ from millrace.kernels.matmul.pack import (
 )
 from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size
 from millrace.kernels.places import Packed, Place, View, constant_of
-from millrace.kernels.precision import Precision
+from millrace.kernels.precision import BF16_BY_TILES, Precision
 
 _BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4}
 
@@ -112,7 +112,8 @@ def _pack(values: tuple[Value, ...], format: WeightFormat, group: int, name: str
 def _lower(node: Node, writer: Writer) -> None:
     x, precision = node.inputs[0], precision_of(node)
     view, weights = writer.view(x), precision.weights
-    gated, width, group = node.operator is GATED_LINEAR, node.output.width, view.storage.group
+    gated, tiles = node.operator is GATED_LINEAR, writer.tiles and precision == Precision.BF16
+    width, group = node.output.width, view.storage.group
     code: list[int] = []
     numbers: list[float] = []
     if "tree" in node.attrs:
@@ -120,7 +121,7 @@ def _lower(node: Node, writer: Writer) -> None:
     params: Params = {
         "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": x.width, "group": group,
         "format": view.storage.format, "weights": weights, "x_stride": view.stride_bytes, "y_stride": width,
-        "gated": int(gated), "code": code, "imm": numbers,
+        "gated": int(gated), "tiles": int(tiles), "code": code, "imm": numbers,
     }  # fmt: skip
     matrices = node.inputs[1:3] if gated else node.inputs[1:2]
     name = f"{weights.name.lower()}{f'g{group}' if group else ''}"
@@ -131,7 +132,7 @@ def _lower(node: Node, writer: Writer) -> None:
     if node.attrs.get("residual"):
         operands["residual"] = writer.dense(node.inputs[-1], node)
     operands["y"] = writer.new(node.output, node.origin[0] if node.origin else "linear")
-    writer.add("matmul", operands, params, node, str(precision))
+    writer.add("matmul", operands, params, node, BF16_BY_TILES if tiles else str(precision))
 
 
 LINEAR = Runnable(

@@ -1,0 +1,95 @@
+// Products of bfloat16 in the sums of AMX's tdpbf16ps. Of 32 inputs at a time, the even products and the odd ones are
+// summed from 0, each a chain of fma; the sum of both is added to the total. Without tiles, the same in lanes.
+#pragma once
+namespace millrace::MILLRACE_ISA {
+
+constexpr int64_t kTileLines = 16;  // pairs of inputs in one product of tiles
+
+#if defined(__AMX_BF16__)
+
+constexpr int64_t kTileHeight = 16, kTileBytes = 64;
+constexpr int kTilesRows = 32;  // two tiles of x against the two halves of a panel
+
+// What is left of 32 inputs at the end of a row or a panel, with zeros behind it: those add nothing to a sum.
+struct Rest {
+  alignas(64) uint8_t bytes[kTilesRows * kTileBytes] = {};
+
+  void take(const uint8_t* from, int64_t stride, int64_t rows, int64_t row_bytes) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t b = 0; b < row_bytes; ++b) bytes[r * kTileBytes + b] = from[r * stride + b];
+  }
+};
+
+// 32 inputs of up to 32 rows against a panel.
+[[gnu::always_inline]] inline void multiply_tiles(const uint8_t* x, int64_t x_stride, bool lower, const uint8_t* w) {
+  _tile_loadd(6, w, 128);
+  _tile_loadd(7, w + 64, 128);
+  _tile_loadd(4, x, x_stride);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if (!lower) return;
+  _tile_loadd(5, x + kTileHeight * x_stride, x_stride);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
+// Totals of one panel, as other tiles leave them: total[row][half of the panel][16].
+template <bool kLower>
+void tile_totals(const TileInput& in, const Rest& x_rest, bool first, float* total) {
+  const int64_t n_lines = padded_k(in.k, 0) / 2, whole = n_lines / kTileLines * kTileLines;
+  _tile_zero(0);
+  _tile_zero(1);
+  if (kLower) _tile_zero(2);
+  if (kLower) _tile_zero(3);
+  for (int64_t line = 0; line < whole; line += kTileLines) {
+    const uint8_t* w = in.w + line * 128;
+    if (first)  // weights come from memory once, for the first rows
+      for (int64_t ahead = 0; ahead < kTileLines * 128; ahead += kLine) __builtin_prefetch(w + in.ahead + ahead);
+    multiply_tiles(in.x + line * 4, in.x_stride, kLower, w);
+  }
+  if (whole < n_lines) {
+    Rest w_rest;
+    w_rest.take(in.w + whole * 128, kTileBytes, (n_lines - whole) * 2, kTileBytes);
+    Tiles::fence();
+    multiply_tiles(x_rest.bytes, kTileBytes, kLower, w_rest.bytes);
+  }
+  _tile_stored(0, total, 128);
+  _tile_stored(1, total + 16, 128);
+  if (kLower) _tile_stored(2, total + kTileHeight * 32, 128);
+  if (kLower) _tile_stored(3, total + kTileHeight * 32 + 16, 128);
+  Tiles::fence();
+}
+
+#else
+
+// Rows of a tile at most: sums of even, of odd products and of both.
+constexpr int kTilesRows = 4;
+
+template <int MR>
+void tile_bf16_tiles(const TileInput& in, float* total) {
+  const int64_t n_lines = padded_k(in.k, 0) / 2;
+  const I upper = splat_i(static_cast<int32_t>(0xffff0000u));
+  F acc[MR][2];
+  fill(acc, zero());
+  for (int64_t from = 0; from < n_lines; from += kTileLines) {
+    const int64_t to = from + kTileLines < n_lines ? from + kTileLines : n_lines;
+    F even[MR][2], odd[MR][2];
+    fill(even, zero());
+    fill(odd, zero());
+    for (int64_t k = from; k < to; ++k) {
+      const auto w = lines<2>([&](int v) { return in.load_ahead(in.w + k * 128 + v * 64); });
+      each_row(even, lines<2>([&](int v) { return shift_left(w.line[v], 16); }), in.x + k * 4, in.x_stride,
+               [](F a, I line, I x) { return fma(as_float(line), as_float(shift_left(x, 16)), a); });
+      each_row(odd, lines<2>([&](int v) { return w.line[v] & upper; }), in.x + k * 4, in.x_stride,
+               [&](F a, I line, I x) { return fma(as_float(line), as_float(x & upper), a); });
+    }
+    for (int r = 0; r < MR; ++r)
+      for (int v = 0; v < 2; ++v) acc[r][v] = acc[r][v] + (even[r][v] + odd[r][v]);
+  }
+  for (int r = 0; r < MR; ++r)
+    for (int v = 0; v < 2; ++v) store(total + (r * 2 + v) * 16, acc[r][v]);
+}
+
+#endif
+
+}  // namespace millrace::MILLRACE_ISA
