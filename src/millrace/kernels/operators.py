@@ -61,7 +61,7 @@ class Writer(Protocol):
     """A program while it is written: where values lie, and the calls so far.
 
     table_format: "f32" or "bf16", of embedding tables
-    tiles: products of bfloat16 are summed as the tiles of AMX do it
+    tiles: products of bfloat16 are summed as the tiles of AMX do it, and not in pairs
     """
 
     graph: Graph

@@ -112,8 +112,8 @@ def _pack(values: tuple[Value, ...], format: WeightFormat, group: int, name: str
 def _lower(node: Node, writer: Writer) -> None:
     x, precision = node.inputs[0], precision_of(node)
     view, weights = writer.view(x), precision.weights
-    gated, tiles = node.operator is GATED_LINEAR, writer.tiles and precision == Precision.BF16
-    width, group = node.output.width, view.storage.group
+    gated, width, group = node.operator is GATED_LINEAR, node.output.width, view.storage.group
+    tiles = writer.tiles and precision == Precision.BF16
     code: list[int] = []
     numbers: list[float] = []
     if "tree" in node.attrs:
