@@ -5,7 +5,8 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-NATIVE := $(shell find native src/millrace/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name 'declare.py' -o -name 'codegen.py') CMakeLists.txt
+# The folder itself is newer when one of its kernels was removed.
+NATIVE := src/millrace/kernels $(shell find native src/millrace/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name 'declare.py' -o -name 'codegen.py') CMakeLists.txt
 TOOLS := "cmake>=3.25" "ninja>=1.11" "scikit-build-core>=0.10"
 
 .PHONY: all demo test timing nightly nightly-status check lint wheel wheel-check tiny bench clean

@@ -99,6 +99,18 @@ def test_no_room_has_an_import_circle() -> None:
     assert not in_circles(edges), "what both need goes into a module of its own, or one of them is handed it"
 
 
+def test_imports_by_name_stay_in_their_room() -> None:
+    """No edge is seen where a module is imported by its name: three places do it, the last two within their room."""
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path, tree in modules()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr == "import_module")
+        or (isinstance(node, ast.Name) and node.id in ("import_module", "__import__"))
+    }
+    assert found == {"__init__.py", "cli/main.py", "kernels/catalogue.py"}
+
+
 def test_every_room_has_its_place() -> None:
     rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert rooms - {"__init__", "__main__"} == set(ORDER), "a room belongs into ORDER, and nothing else does"

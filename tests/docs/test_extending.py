@@ -156,6 +156,7 @@ def test_a_backend(tmp_path: Path) -> None:
             assert document["requestBody"]["content"]["application/json"]["example"] == {
                 "model": "digits", "rows": [[0.1, 0.2]],
             }  # fmt: skip
+            assert "/ClassifyError" in str(document["responses"]["400"]) and "ErrorReply" not in str(document)
             assert [card["id"] for card in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["digits"]
 
 

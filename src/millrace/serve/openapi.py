@@ -42,6 +42,7 @@ class Operation:
     event: type[msgspec.Struct] | None = None
     same_as: str | None = None  # the path of which this is another name
     example: Mapping[str, object] = field(default_factory=dict)  # a request's fields, beside the model's name
+    error: type[msgspec.Struct] = ErrorReply  # as its protocol writes one
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,11 @@ class About:
 
 def document(operations: Sequence[Operation], about: About) -> dict[str, Any]:
     """OpenAPI 3.1. Every operation has an example that runs, in `x-codeSamples`; {origin} is the server's address."""
-    types: dict[type[msgspec.Struct], None] = {ErrorReply: None}
+    types: dict[type[msgspec.Struct], None] = {}
     for operation in operations:
-        types |= dict.fromkeys(kind for kind in (operation.reply, operation.event, operation.request) if kind)
+        types |= dict.fromkeys(
+            kind for kind in (operation.error, operation.reply, operation.event, operation.request) if kind
+        )
     references, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     by_type = dict(zip(types, references, strict=True))
     for operation in operations:
@@ -132,7 +135,7 @@ def _operation(operation: Operation, by_type: dict[type[msgspec.Struct], Any], a
         content = {"application/json": {"schema": by_type[operation.request], "example": _example(operation, about)}}
         described["requestBody"] = {"required": True, "content": content}
         for status, why in _STATUSES.items():
-            error = {"application/json": {"schema": by_type[ErrorReply]}}
+            error = {"application/json": {"schema": by_type[operation.error]}}
             described["responses"][status] = {"description": why, "content": error}
     return described
 
