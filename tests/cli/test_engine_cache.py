@@ -86,7 +86,7 @@ def test_engines_of_one_precision_are_told_apart(millrace: Millrace) -> None:
     )
     names = []
     for way in ways:
-        assert millrace("generate", "tiny", *ASK, "--precision", "w4a8", *way).code == 0
+        assert millrace("generate", "tiny", *ASK, "--precision", "w4a8", "--bf16-sums", "pairs", *way).code == 0
         names.append(json.loads(millrace("list", "--json").out)[0]["name"])
     millrace("generate", "tiny", *ASK, "--precision", "bf16")
     listed = {e["name"]: e for e in json.loads(millrace("list", "--json").out)}

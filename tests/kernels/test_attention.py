@@ -16,12 +16,24 @@ from millrace.kernels.convert.ref import to_bf16
 from millrace.kernels.declare import Space
 from millrace.kernels.encode import Ref, encode
 from millrace.kernels.library import usable_isas
+from millrace.kernels.precision import BF16_BY_TILES
 from tests.support.engines import prompts_as_step
 from tests.support.one_step import Machine, as_bytes, i32
 from tests.support.tolerance import assert_no_worse
 
 F32 = NDArray[np.float32]
 LONG = 530  # three spans of 256, the last a short one
+Format = KvFormat | str
+FORMATS = (*KvFormat, BF16_BY_TILES)
+
+
+def kept(format: Format) -> KvFormat:
+    return format if isinstance(format, KvFormat) else KvFormat.BF16
+
+
+def head(format: Format) -> int:
+    """A size of which tiles take the whole, and everything else a part of a vector."""
+    return 32 if format == BF16_BY_TILES else 24
 
 
 @dataclass
@@ -31,7 +43,7 @@ class Pages:
     heads: int
     kv_heads: int
     size: int
-    format: KvFormat
+    format: Format
     machine: Machine
     max_tokens: int = LONG
     value_size: int | None = None  # None: as large as a key
@@ -50,11 +62,18 @@ class Pages:
             "layer": 0,
         }
         rope = {**shape, "heads": 0, "q_stride": 0, "k_stride": widths[1], "v_stride": widths[2], "context": 4096}
-        attend = {**shape, "heads": self.heads, "q_stride": widths[0], "causal": 1, "scale": self.size**-0.5}
+        attend = {
+            **shape,
+            "heads": self.heads,
+            "q_stride": widths[0],
+            "causal": 1,
+            "scale": self.size**-0.5,
+            "tiles": int(self.format == BF16_BY_TILES),
+        }
         calls = encode("rope", {"k": refs[1], "v": refs[2]}, rope) + encode(
             "attention", {"q": refs[0], "y": refs[3]}, attend
         )
-        cache = CacheSpec(layers=1, heads=self.kv_heads, key_size=self.size, value_size=value, format=self.format)
+        cache = CacheSpec(layers=1, heads=self.kv_heads, key_size=self.size, value_size=value, format=kept(self.format))
         program = NativeProgram(
             calls=calls, n_calls=2, weights=np.zeros(64, np.uint8), weights_bytes=64,
             activation_bytes=int(self._at[-1]), symbols={Symbol("T"): tokens, Symbol("S"): 4, Symbol("R"): 4},
@@ -87,10 +106,10 @@ def random_qkv(T: int, heads: int, kv_heads: int, size: int, seed: int) -> tuple
     return q * np.float32(2), k, v
 
 
-@pytest.mark.parametrize("format", list(KvFormat))
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("heads, kv_heads, size", [(4, 4, 16), (5, 1, 64), (14, 2, 40), (3, 1, 8), (2, 2, 128)])
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 255, 257, LONG])
-def test_attention(format: KvFormat, heads: int, kv_heads: int, size: int, T: int, machine: Machine) -> None:
+def test_attention(format: Format, heads: int, kv_heads: int, size: int, T: int, machine: Machine) -> None:
     q, k, v = random_qkv(T, heads, kv_heads, size, seed=1)
     pages = Pages(heads, kv_heads, size, format, machine)
     got = pages(q, k, v, one_sequence(0, T, [9, 3, 7, 1, 20, 5, 11, 12, 2]))
@@ -98,10 +117,10 @@ def test_attention(format: KvFormat, heads: int, kv_heads: int, size: int, T: in
     assert_as_good_as_the_format(format, got, q, k, v)
 
 
-def assert_as_good_as_the_format(format: KvFormat, got: F32, q: F32, k: F32, v: F32) -> None:
+def assert_as_good_as_the_format(format: Format, got: F32, q: F32, k: F32, v: F32) -> None:
     """Against float64 on what the pages hold."""
     size = q.shape[2]
-    if format == KvFormat.BF16:
+    if kept(format) == KvFormat.BF16:
         q, k, v = to_bf16(q), to_bf16(k), to_bf16(v)
     elif format == KvFormat.INT8:
         q, k, v = to_int16(q), to_int8(k), to_int8(v)
@@ -114,9 +133,9 @@ def assert_as_good_as_the_format(format: KvFormat, got: F32, q: F32, k: F32, v: 
         assert np.abs(got - exact).max() <= 2**-8 * np.abs(v).max()
 
 
-@pytest.mark.parametrize("format", list(KvFormat))
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("heads, kv_heads, size", [(2, 1, 136), (3, 3, 192), (4, 1, 256), (2, 1, 328), (1, 1, 512)])
-def test_large_heads(format: KvFormat, heads: int, kv_heads: int, size: int, machine: Machine) -> None:
+def test_large_heads(format: Format, heads: int, kv_heads: int, size: int, machine: Machine) -> None:
     """A prompt, then token by token over the end of a page and of a span; the same as the whole in one piece."""
     T, prompt = 260, 250
     q, k, v = random_qkv(T, heads, kv_heads, size, seed=2)
@@ -129,18 +148,18 @@ def test_large_heads(format: KvFormat, heads: int, kv_heads: int, size: int, mac
     assert (np.concatenate(got) == whole).all()
 
 
-@pytest.mark.parametrize("format", list(KvFormat))
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("seed", range(3))
-def test_chunks_pages_threads_and_isas_give_equal_bits(format: KvFormat, seed: int) -> None:
+def test_chunks_pages_threads_and_isas_give_equal_bits(format: Format, seed: int) -> None:
     """However a prompt is cut, wherever its pages lie (full of another's garbage), whoever computes: the same bits."""
     rng = np.random.default_rng(seed)
-    q, k, v = random_qkv(LONG, 6, 2, 24, seed)
+    q, k, v = random_qkv(LONG, 6, 2, head(format), seed)
     expected = None
     for isa in usable_isas():
         for threads in (1, 2):
-            pages = Pages(6, 2, 24, format, Machine(isa, threads))
+            pages = Pages(6, 2, head(format), format, Machine(isa, threads))
             table = [int(p) for p in rng.permutation(64)[:9]]
-            junk = random_qkv(LONG, 6, 2, 24, seed=99)
+            junk = random_qkv(LONG, 6, 2, head(format), seed=99)
             junk[2][:] = np.nan
             pages(*junk, one_sequence(0, LONG, table))
             cuts = sorted({0, LONG, *(int(c) for c in rng.integers(1, LONG, int(rng.integers(0, 6))))})
@@ -151,15 +170,15 @@ def test_chunks_pages_threads_and_isas_give_equal_bits(format: KvFormat, seed: i
             assert (got == expected).all(), f"{isa}, {threads} threads, cuts {cuts}"
 
 
-@pytest.mark.parametrize("format", list(KvFormat))
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("heads, kv_heads", [(3, 3), (8, 1), (13, 1)])
-def test_spans_shared_out_give_equal_bits(format: KvFormat, heads: int, kv_heads: int) -> None:
+def test_spans_shared_out_give_equal_bits(format: Format, heads: int, kv_heads: int) -> None:
     """Few rows of long contexts: who computes which span of 256, and who comes last, changes nothing."""
     n, table = 1700, list(range(27))
-    q, k, v = random_qkv(n, heads, kv_heads, 24, seed=5)
+    q, k, v = random_qkv(n, heads, kv_heads, head(format), seed=5)
     expected = None
     for threads in (1, 2, 3, 5):
-        pages = Pages(heads, kv_heads, 24, format, Machine(usable_isas()[0], threads), max_tokens=n)
+        pages = Pages(heads, kv_heads, head(format), format, Machine(usable_isas()[0], threads), max_tokens=n)
         pages(q, k, v, one_sequence(0, n, table))
         last = [(a, b) for a, b in ((1023, 1), (1024, 1), (1279, 2), (n - 1, 1)) for _ in range(3)]
         got = [pages(q[a : a + b], k[a : a + b], v[a : a + b], one_sequence(a, b, table)) for a, b in last]
@@ -170,29 +189,29 @@ def test_spans_shared_out_give_equal_bits(format: KvFormat, heads: int, kv_heads
 
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("format", list(KvFormat))
-def test_what_is_not_finite_stays_so(format: KvFormat, where: str, bad: float, machine: Machine) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_not_finite_stays_so(format: Format, where: str, bad: float, machine: Machine) -> None:
     """A sequence whose keys or values overflowed fails; it does not answer from zeros."""
     if where == "k" and np.isinf(bad) and format != KvFormat.INT8:
         pytest.skip("a score of minus infinity is a weight of 0")
-    q, k, v = random_qkv(70, 2, 1, 24, seed=3)
+    q, k, v = random_qkv(70, 2, 1, head(format), seed=3)
     {"k": k, "v": v}[where][5, 0, 3] = bad
-    pages = Pages(2, 1, 24, format, machine)
+    pages = Pages(2, 1, head(format), format, machine)
     got = pages(q, k, v, one_sequence(0, 70, [1, 2]))
     pages.executor.close()
     assert not np.isfinite(got[5:]).all(axis=(1, 2)).any()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("format", list(KvFormat))
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("at", [1, 64, 65, 257])
-def test_what_was_said_before_is_not_touched(format: KvFormat, at: int, bad: float, machine: Machine) -> None:
+def test_what_was_said_before_is_not_touched(format: Format, at: int, bad: float, machine: Machine) -> None:
     """Tokens before one that is not finite have the bits that they have without it, in the same chunk and tile.
 
     Their pages may be shared with another sequence, or read again after preemption.
     """
-    q, k, v = random_qkv(at + 9, 4, 2, 24, seed=4)
-    pages, table = Pages(4, 2, 24, format, machine), [3, 1, 4, 2, 6]
+    q, k, v = random_qkv(at + 9, 4, 2, head(format), seed=4)
+    pages, table = Pages(4, 2, head(format), format, machine), [3, 1, 4, 2, 6]
     clean = pages(q, k, v, one_sequence(0, at + 9, table))
     for x in (q, k, v):
         x[at] = bad
@@ -203,10 +222,10 @@ def test_what_was_said_before_is_not_touched(format: KvFormat, at: int, bad: flo
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("format", list(KvFormat))
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("length", [1, 2, 63, 65, 200])
 def test_pages_of_a_failed_sequence_are_as_good_as_new(
-    format: KvFormat, length: int, bad: float, machine: Machine
+    format: Format, length: int, bad: float, machine: Machine
 ) -> None:
     table = [5, 2, 9, 7]
     q, k, v = random_qkv(length, 3, 1, 40, seed=6)

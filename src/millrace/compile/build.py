@@ -46,7 +46,6 @@ from millrace.graph.types import Graph, Symbol
 from millrace.kernels.catalogue import operators
 from millrace.kernels.library import library
 from millrace.kernels.places import Packed
-from millrace.kernels.precision import BF16_BY_TILES
 from millrace.machine.cpu import usable_cores
 from millrace.model.module import trace_model
 
@@ -263,7 +262,7 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
         n_calls=len(program.calls), weights_bytes=program.weights_bytes, activation_bytes=program.memory.total_bytes,
         activation_lower_bound=program.memory.lower_bound, inputs=list(map(_slot_entry, program.inputs)),
         outputs=list(map(_slot_entry, program.outputs)), caches=caches,
-        bf16_sums="tiles" if any(call.note == BF16_BY_TILES for call in program.calls) else "pairs",
+        bf16_sums="tiles" if any(call.params.get("tiles") for call in program.calls) else "pairs",
     )  # fmt: skip
     return Manifest(
         format=FORMAT, millrace=millrace.__version__, model_name=plain(name), architecture=source.architecture,

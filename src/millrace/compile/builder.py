@@ -84,7 +84,7 @@ class Builder:
         layers = [("", chosen.default), *(pattern for pattern in chosen.patterns if pattern[0] != HEAD)]
         group = chosen.group if head.quantised or any(p.quantised for _, p in layers) else None
         kv = KvFormat[plain_format(chosen.default).upper()] if options.kv_format is None else options.kv_format
-        tiles = options.tiles and Precision.BF16 in (head, *(p for _, p in layers))
+        tiles = options.tiles and (kv == KvFormat.BF16 or Precision.BF16 in (head, *(p for _, p in layers)))
         sizes = f"{source.max_context} {options.max_batch}"
         content = f"{layers} {group} {head} {chosen.rescores(HEAD)} {tiles} {kv!r} {sizes}"
         return f"{FORMAT} {kernels_digest()} {self.identity} {content}"

@@ -90,7 +90,7 @@ class Writer(Protocol):
         """A constant as float32, as it is: norm weights, biases, rotary tables."""
 
     def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> tuple[int, int, str]:
-        """(number of the cache, layer in it, its format for people) of one layer more.
+        """(number of the cache, layer in it, its format: "f32", "bf16" or "int8") of one layer more.
 
         kept: from step to step; else its pages live for one run. Calls name both as parameters `cache` and `layer`.
         """

@@ -19,6 +19,7 @@ KERNEL = Kernel(
         "i32 cache",
         "i32 layer",
         "i32 causal",
+        "i32 tiles",  # over keys and values in bfloat16: products are summed as tdpbf16ps does it
         "f32 scale",
     ),
     (
@@ -28,6 +29,8 @@ KERNEL = Kernel(
         "cache >= 0",
         "causal >= 0",
         "causal <= 1",
+        "tiles >= 0",
+        "tiles <= 1",
         "heads > 0",
         "kv_heads > 0",
         "heads % kv_heads == 0",

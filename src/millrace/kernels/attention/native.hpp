@@ -6,10 +6,11 @@
 // come first, then their maximum m, p = exp(score - m), l = sum p (lane i takes keys i, i+16, ...; the fixed tree), and
 // o = sum p v over ascending keys (bfloat16: pairs). Spans are merged in order:
 //   m' = max(M, m), O = O exp(M - m') + o exp(m - m'), L likewise; at last y = O / L.
-// bfloat16 KV: q and p are rounded to bfloat16, and l sums the rounded p. int8 KV: int8.hpp.
+// bfloat16 KV: q and p are rounded to bfloat16, and l sums the rounded p; by tiles: tiles.hpp. int8 KV: int8.hpp.
 #pragma once
 #include "int8.hpp"
 #include "parts.hpp"
+#include "tiles.hpp"
 
 namespace millrace::MILLRACE_ISA {
 
@@ -144,39 +145,42 @@ inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
   for (int64_t d = 0; d < width; d += 16) store(t.out[r] + d, load(t.out[r] + d) * keep + load(t.span_out[r] + d) * add);
 }
 
-// How each format takes its steps.
+// How each format takes its steps: `score` and `weigh` for several rows at once. One lives for a tile of rows.
 template <bool BF16>
 struct FloatSteps {
-  static constexpr int kTile = kAttentionTile;
   static constexpr bool kZeroTimesNan = true;
+  explicit FloatSteps(const AttentionTile&) {}
   static void load(AttentionTile& t) { load_queries(t); }
-  template <int R>
-  static void score(AttentionTile& t, int row, uint8_t* block, int at) {
-    score_page<BF16, R>(t, row, block, at);
+  static void score(AttentionTile& t, uint8_t* block, int at) {
+    each_tile<kAttentionTile>(t.rows, 0, [&]<int R>(int row) { score_page<BF16, R>(t, row, block, at); });
   }
   static void soften(AttentionTile& t, int r, int, int count, int span, float& m, float& l) {
     MILLRACE_ISA::soften<BF16>(t.scores[r], count, span, m, l);
   }
-  template <int R>
-  static void weigh(AttentionTile& t, int row, int from, int count) {
-    weigh_values<BF16, R>(t, row, from, count);
+  static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
+    each_tile<kAttentionTile>(first + rows, first, [&]<int R>(int row) { weigh_values<BF16, R>(t, row, from, count); });
+  }
+};
+struct TiledSteps : TileSteps {
+  using TileSteps::TileSteps;
+  static void load(AttentionTile& t) { load_queries(t); }
+  static void soften(AttentionTile& t, int r, int, int count, int span, float& m, float& l) {
+    MILLRACE_ISA::soften<true>(t.scores[r], count, span, m, l);
   }
 };
 struct Int8Steps {
-  static constexpr int kTile = kAttentionTile / 2;
   static constexpr bool kZeroTimesNan = false;  // codes are integers, and scales are taken of the row's own keys alone
+  explicit Int8Steps(const AttentionTile&) {}
   static void load(AttentionTile& t) { load_int8_queries(t); }
-  template <int R>
-  static void score(AttentionTile& t, int row, uint8_t* block, int at) {
-    score_int8_page<R>(t, row, block, at);
+  static void score(AttentionTile& t, uint8_t* block, int at) {
+    each_tile<kAttentionTile / 2>(t.rows, 0, [&]<int R>(int row) { score_int8_page<R>(t, row, block, at); });
   }
   static void soften(AttentionTile& t, int r, int from, int count, int span, float& m, float& l) {
     MILLRACE_ISA::soften<false>(t.scores[r], count, span, m, l);
     to_int8_weights(t, r, from, count, span);
   }
-  template <int R>
-  static void weigh(AttentionTile& t, int row, int from, int count) {
-    weigh_int8_values<R>(t, row, from, count);
+  static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
+    each_tile<kAttentionTile / 2>(first + rows, first, [&]<int R>(int row) { weigh_int8_values<R>(t, row, from, count); });
   }
 };
 
@@ -187,15 +191,12 @@ template <class Steps>
 void attend_span(AttentionTile& t, int from, float* m, float* l) {
   const int reach = t.last + 1 - from < kSpan ? t.last + 1 - from : kSpan;
   const int span = static_cast<int>(up(reach, kPageTokens));
-  for (int at = 0; at < span; at += kPageTokens) {
-    uint8_t* block = block_of(t, from + at);
-    each_tile<Steps::kTile>(t.rows, 0, [&]<int R>(int row) { Steps::template score<R>(t, row, block, at); });
-  }
+  for (int at = 0; at < span; at += kPageTokens) Steps::score(t, block_of(t, from + at), at);
   for (int r = 0; r < t.rows; ++r) {
     const int own = t.positions[r] + 1 - from;
     Steps::soften(t, r, from, own < reach ? (own > 0 ? own : 0) : reach, span, m[r], l[r]);
   }
-  each_tile<Steps::kTile>(t.rows, 0, [&]<int R>(int row) { Steps::template weigh<R>(t, row, from, reach); });
+  Steps::weigh(t, 0, t.rows, from, reach);
   if (!Steps::kZeroTimesNan) return;
   const auto each_short = [&](auto work) {  // rows that end before the last one does
     for (int r = 0; r < t.rows; ++r) {
@@ -207,7 +208,7 @@ void attend_span(AttentionTile& t, int from, float* m, float* l) {
   each_short([&](int r, int) {
     for (int64_t d = 0; d < t.cache->layout.value_width(); d += 16) check = fma(load(t.span_out[r] + d), zero(), check);
   });
-  if (sum(check) != 0.0f) each_short([&](int r, int own) { Steps::template weigh<1>(t, r, from, own); });
+  if (sum(check) != 0.0f) each_short([&](int r, int own) { Steps::weigh(t, r, 1, from, own); });
 }
 
 inline void finish(const AttentionTile& t) {
@@ -222,6 +223,7 @@ inline void finish(const AttentionTile& t) {
 // computes the last one merges them in their order: the same operations, so the same bits.
 template <class Steps>
 void attend_tile(AttentionTile& t, const Part& part) {
+  const Steps steps(t);
   Steps::load(t);
   float m[kAttentionRows], l[kAttentionRows];
   const int64_t width = t.cache->layout.value_width();
@@ -254,7 +256,7 @@ void attend_tile(AttentionTile& t, const Part& part) {
   finish(t);
 }
 
-// A task: up to 12 rows (tokens of one sequence x query heads) of one KV head, or where there are too few of these for
+// A task: up to kAttentionRows rows (tokens of one sequence x query heads) of one KV head, or where there are too few of these for
 // the workers and the context is long, a part of their spans.
 inline void attention(const AttentionArgs& a, StepContext& c) {
   const int group = a.heads / a.kv_heads;
@@ -285,6 +287,8 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
       if (part.begin == part.end) continue;
       if (format == KvFormat::f32)
         attend_tile<FloatSteps<false>>(t, part);
+      else if (format == KvFormat::bf16 && a.tiles)
+        attend_tile<TiledSteps>(t, part);
       else if (format == KvFormat::bf16)
         attend_tile<FloatSteps<true>>(t, part);
       else

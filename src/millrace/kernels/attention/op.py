@@ -9,6 +9,7 @@ from millrace.kernels.attention.ref import attention
 from millrace.kernels.declare import MAX_HEAD
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, number, size, whole
 from millrace.kernels.places import Operands, View
+from millrace.kernels.precision import BF16_BY_TILES
 from millrace.kernels.rope.op import rotated
 
 
@@ -96,7 +97,7 @@ def _attend(
     (q, k), v = views, writer.view(node.inputs[2])
     heads, head_dim = size(node.inputs[0], 1), size(node.inputs[0], 2)
     kv_heads, value_dim = size(node.inputs[2], 1), size(node.inputs[2], 2)
-    number_of_cache, layer, note = writer.cache(kv_heads, head_dim, value_dim, kept=causal)
+    number_of_cache, layer, kv = writer.cache(kv_heads, head_dim, value_dim, kept=causal)
     shape: Params = {
         "rows": q.rows, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "q_stride": q.stride,
         "cache": number_of_cache, "layer": layer,
@@ -108,7 +109,11 @@ def _attend(
     }  # fmt: skip
     writer.add("rope", {"k": k, "v": v, **rotation}, write, node, "and KV write" if rotates else "KV write")
     y = writer.new(node.output, node.origin[0])
-    attend: Params = {**shape, "heads": heads, "causal": int(causal), "scale": number(node, "scale")}
+    tiles = writer.tiles and kv == "bf16"
+    attend: Params = {
+        **shape, "heads": heads, "causal": int(causal), "tiles": int(tiles), "scale": number(node, "scale"),
+    }  # fmt: skip
+    note = BF16_BY_TILES if tiles else kv
     writer.add("attention", {"q": q, "y": y}, attend, node, note)
 
 

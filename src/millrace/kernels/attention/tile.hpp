@@ -1,9 +1,13 @@
-// What a task of attention works on: up to 12 query rows of one KV head, and their scores against a span of keys.
+// What a task of attention works on: up to 16 query rows of one KV head, and their scores against a span of keys.
 #pragma once
 namespace millrace::MILLRACE_ISA {
 
 constexpr int kSpan = 256;            // keys between two merges: four pages
-constexpr int kAttentionRows = 12;    // query rows that share one pass over keys and values,
+#if defined(__AMX_BF16__)
+constexpr int kAttentionRows = 16;    // query rows that share one pass over keys and values,
+#else
+constexpr int kAttentionRows = 12;
+#endif
 constexpr int kAttentionTile = 6;     // at most so many of them with their sums in registers
 
 // The same rows as integers, each in two bytes: queries 256 high + low, and the weights of a span.

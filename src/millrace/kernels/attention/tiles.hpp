@@ -1,0 +1,161 @@
+// Attention over keys and values in bfloat16 with the sums of AMX's tdpbf16ps (matmul/tiles.hpp): a score is summed over
+// 32 elements of the head at a time, o over 32 keys of its span at a time. Pages lie as tiles are read: lines of pairs.
+#pragma once
+#include "matmul/native.hpp"
+#include "tile.hpp"
+
+namespace millrace::MILLRACE_ISA {
+
+constexpr int kTileKeys = 32;  // and elements of a head, in one product of tiles
+
+// acc += the sum of even and the sum of odd products of lines of pairs; x: four bytes of a row for each line.
+template <int NV, class Line>
+[[gnu::always_inline]] inline void add_pairs(F (&acc)[NV], int n_lines, const float* x, Line line) {
+  const I upper = splat_i(static_cast<int32_t>(0xffff0000u));
+  F even[NV], odd[NV];
+  for (int v = 0; v < NV; ++v) even[v] = odd[v] = zero();
+  for (int k = 0; k < n_lines; ++k) {
+    const I pair = splat_bytes(x + k);
+    for (int v = 0; v < NV; ++v) {
+      const I w = line(k, v);
+      even[v] = fma(as_float(shift_left(w, 16)), as_float(shift_left(pair, 16)), even[v]);
+      odd[v] = fma(as_float(w & upper), as_float(pair & upper), odd[v]);
+    }
+  }
+  for (int v = 0; v < NV; ++v) acc[v] = acc[v] + (even[v] + odd[v]);
+}
+
+// Scores of row r against 64 keys of one page.
+inline void score_row_by_tiles(AttentionTile& t, int r, const uint8_t* keys, int at) {
+  const int n_lines = t.a->head_dim / 2;
+  F acc[4];
+  for (F& a : acc) a = zero();
+  for (int d = 0; d < n_lines; d += kTileLines)
+    add_pairs(acc, n_lines - d < kTileLines ? n_lines - d : kTileLines, t.q[r] + d,
+              [&](int k, int v) { return load_i(keys + (d + k) * 256 + v * 64); });
+  for (int v = 0; v < 4; ++v) store(t.scores[r] + at + v * 16, acc[v] * splat(t.a->scale));
+}
+
+// o of row r, 16 columns from d on, over `count` keys of the span that starts at `from`.
+inline void weigh_row_by_tiles(AttentionTile& t, int r, int from, int count, int64_t d) {
+  const int64_t line_bytes = t.cache->layout.value_width() * 4;
+  F acc[1] = {zero()};
+  for (int at = 0; at < count; at += kTileKeys) {
+    const int keys = count - at < kTileKeys ? count - at : kTileKeys;
+    const uint8_t* values = block_of(t, from + at) + t.cache->layout.key_bytes() + at % kPageTokens / 2 * line_bytes + d * 4;
+    add_pairs(acc, (keys + 1) / 2, t.scores[r] + at / 2, [&](int k, int) {
+      return load_i(values + k * line_bytes) & splat_i(2 * k + 1 < keys ? -1 : 0xffff);
+    });
+  }
+  store(t.span_out[r] + d, acc[0]);
+}
+
+#if defined(__AMX_BF16__)
+
+// Scores of all rows against 64 keys of one page; the head is a multiple of 32.
+inline void score_by_tiles(AttentionTile& t, const uint8_t* keys, int at) {
+  const int64_t ahead = t.cache->layout.key_bytes();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int d = 0; d < t.a->head_dim; d += kTileKeys, keys += 256 * kTileLines) {
+    for (int64_t line = 0; line < 256 * kTileLines; line += kLine) __builtin_prefetch(keys + ahead + line);
+    _tile_loadd(4, t.q[0] + d / 2, sizeof t.q[0]);
+    _tile_loadd(6, keys, 256);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, keys + 64, 256);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(6, keys + 128, 256);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_loadd(7, keys + 192, 256);
+    _tile_dpbf16ps(3, 4, 7);
+  }
+  float* scores = t.scores[0] + at;
+  _tile_stored(0, scores, sizeof t.scores[0]);
+  _tile_stored(1, scores + 16, sizeof t.scores[0]);
+  _tile_stored(2, scores + 32, sizeof t.scores[0]);
+  _tile_stored(3, scores + 48, sizeof t.scores[0]);
+  Tiles::fence();
+  for (int r = 0; r < t.rows; ++r, scores += kSpan)
+    for (int i = 0; i < kPageTokens; i += 16) store(scores + i, load(scores + i) * splat(t.a->scale));
+}
+
+// Lines of values that end among others: zeros lie behind them, and in the place of an odd neighbour.
+struct LastValues {
+  alignas(64) uint8_t bytes[kTileLines * 64];
+
+  LastValues(const uint8_t* values, int64_t line_bytes, int keys) {
+    for (int k = 0; k < kTileLines; ++k)
+      store_i(bytes + k * 64, 2 * k < keys ? load_i(values + k * line_bytes) & splat_i(2 * k + 1 < keys ? -1 : 0xffff)
+                                           : splat_i(0));
+  }
+};
+
+// o of all rows, 32 columns from d on or, where the head ends there, 16.
+template <bool kTwo>
+void weigh_by_tiles(AttentionTile& t, int from, int count, int64_t d) {
+  const int64_t line_bytes = t.cache->layout.value_width() * 4;
+  _tile_zero(0);
+  if (kTwo) _tile_zero(1);
+  for (int at = 0; at < count; at += kTileKeys) {
+    const int keys = count - at;
+    const uint8_t* block = block_of(t, from + at) + t.cache->layout.key_bytes();
+    const uint8_t* values = block + at % kPageTokens / 2 * line_bytes + d * 4;
+    const uint8_t* ahead = keys_after(t, from + at, block) + (values - block);
+    for (int k = 0; k < kTileLines; ++k) __builtin_prefetch(ahead + k * line_bytes);
+    if (kTwo)
+      for (int k = 0; k < kTileLines; ++k) __builtin_prefetch(ahead + 64 + k * line_bytes);
+    _tile_loadd(4, t.scores[0] + at / 2, sizeof t.scores[0]);
+    if (keys >= kTileKeys) {
+      _tile_loadd(6, values, line_bytes);
+      if (kTwo) _tile_loadd(7, values + 64, line_bytes);
+    } else {
+      const LastValues last(values, line_bytes, keys), next(values + (kTwo ? 64 : 0), line_bytes, keys);
+      Tiles::fence();
+      _tile_loadd(6, last.bytes, 64);
+      if (kTwo) _tile_loadd(7, next.bytes, 64);
+    }
+    _tile_dpbf16ps(0, 4, 6);
+    if (kTwo) _tile_dpbf16ps(1, 4, 7);
+  }
+  _tile_stored(0, t.span_out[0] + d, sizeof t.span_out[0]);
+  if (kTwo) _tile_stored(1, t.span_out[0] + d + 16, sizeof t.span_out[0]);
+  Tiles::fence();
+}
+
+#endif
+
+// How the sums of tiles take their steps; see native.hpp.
+struct TileSteps {
+#if defined(__AMX_BF16__)
+  Tiles tiles;
+  explicit TileSteps(const AttentionTile& t) : tiles(t.rows, t.rows) {}
+#else
+  explicit TileSteps(const AttentionTile&) {}
+#endif
+  static constexpr bool kZeroTimesNan = true;
+
+  static void score(AttentionTile& t, uint8_t* block, int at) {
+#if defined(__AMX_BF16__)
+    if (t.a->head_dim % kTileKeys == 0) return score_by_tiles(t, block, at);
+#endif
+    for (int r = 0; r < t.rows; ++r) score_row_by_tiles(t, r, block, at);
+  }
+
+  static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
+    const int64_t width = t.cache->layout.value_width();
+#if defined(__AMX_BF16__)
+    if (rows == t.rows) {
+      int64_t d = 0;
+      for (; d + 32 <= width; d += 32) weigh_by_tiles<true>(t, from, count, d);
+      if (d < width) weigh_by_tiles<false>(t, from, count, d);
+      return;
+    }
+#endif
+    for (int r = first; r < first + rows; ++r)
+      for (int64_t d = 0; d < width; d += 16) weigh_row_by_tiles(t, r, from, count, d);
+  }
+};
+
+}  // namespace millrace::MILLRACE_ISA
