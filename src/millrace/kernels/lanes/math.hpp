@@ -61,7 +61,7 @@ inline F erf(F x) {
   q = fma(q, t, splat(-0.1076049f));
   q = fma(q, t, splat(0.35033213f));
   q = fma(q, t, splat(0.21465374f));
-  const F far = splat(1.0f) - q * t * exp(zero() - square);
+  const F far = splat(1.0f) - q * t * exp2_to_zero(square * splat(-1.44269504f));
   return if_less(size, splat(0.9f), x * p, if_less(x, zero(), zero() - far, far));
 }
 

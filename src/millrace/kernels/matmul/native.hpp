@@ -9,7 +9,7 @@
 //   a16   per group: integer weights as bfloat16, pairs as in bf16; then y = fma(dot, w_scale, y), groups in order
 // gated: a panel holds 16 gates and their 16 ups; y = expression(gate, up) has half as many columns.
 #pragma once
-#include "elementwise/native.hpp"
+#include "finish.hpp"
 namespace millrace::MILLRACE_ISA {
 
 constexpr int64_t kBlock = 128;  // K elements between two additions into the total
@@ -251,32 +251,6 @@ void tile(const TileInput& in, float* total) {
   if constexpr (C == Class::w4a16) tile_a16<MR, true>(in, total);
 }
 
-// Totals of a tile to y: bias, expression, residual; columns beyond the matrix are dropped.
-inline void finish(const MatmulArgs& a, const float* total, int64_t row, int rows, int64_t panel) {
-  const int64_t columns = a.gated ? a.y_stride : a.n;
-  for (int v = 0; v < 2; v += a.gated ? 2 : 1) {
-    const int64_t column = a.gated ? (panel * 2 + v) / 2 * 16 : (panel * 2 + v) * 16;
-    const int width = columns - column < 16 ? static_cast<int>(columns - column) : 16;
-    if (width <= 0) return;
-    F registers[8][kStrip];
-    const int64_t at = (panel * 2 + v) * 16;
-    for (int side = 0; side <= a.gated; ++side) {
-      const int valid = a.n - (at + 16 * side) < 16 ? static_cast<int>(a.n - (at + 16 * side)) : 16;
-      const F bias = a.bias ? load(a.bias + at + 16 * side, valid) : zero();
-      for (int r = 0; r < rows; ++r) {
-        const F value = load(total + (r * 2 + v + side) * 16);
-        registers[side][r] = a.bias ? value + bias : value;
-      }
-    }
-    const int result = a.code[0] ? evaluate(a.code, a.imm, registers, rows) : 0;
-    for (int r = 0; r < rows; ++r) {
-      const int64_t to = (row + r) * a.y_stride + column;
-      const F value = registers[result][r];
-      store(a.y + to, a.residual ? value + load(a.residual + to, width) : value, width);
-    }
-  }
-}
-
 template <Class C, int MR>
 void tile_rows(const MatmulArgs& a, TileInput in, int64_t panel_stride, int64_t row, int64_t panel, int64_t panels) {
   alignas(64) float total[MR * 2 * 16];
@@ -313,29 +287,6 @@ inline int64_t task_panels(const StepContext& c, int64_t panels, int64_t panel_s
   const int64_t rounds = (panels - 1) / (most * c.n_workers) + 1;
   return (panels - 1) / (rounds * c.n_workers) + 1;
 }
-
-#if defined(__AMX_BF16__)
-
-// Rows from `row` on, two tiles of them at most, against the panels of a task.
-inline void rows_by_tiles(const MatmulArgs& a, TileInput in, int64_t panel_stride, int64_t row, int rows, int64_t panel,
-                          int64_t end) {
-  constexpr int kHeight = static_cast<int>(kTileHeight);
-  const int upper = rows < kHeight ? rows : kHeight, lower = rows - upper;
-  const int64_t whole = padded_k(in.k, 0) / 2 / kTileLines * kTileLines, rest = padded_k(in.k, 0) / 2 - whole;
-  alignas(64) float total[kTilesRows * 2 * 16];
-  in.x += row * in.x_stride;
-  in.w += panel * panel_stride;
-  Rest x_rest;
-  if (rest) x_rest.take(in.x + whole * 4, in.x_stride, rows, rest * 4);
-  const Tiles tiles(upper, lower);
-  for (; panel < end; ++panel, in.w += panel_stride) {
-    lower ? tile_totals<true>(in, x_rest, row == 0, total) : tile_totals<false>(in, x_rest, row == 0, total);
-    finish(a, total, row, upper, panel);
-    if (lower) finish(a, total + kHeight * 32, row + upper, lower, panel);
-  }
-}
-
-#endif
 
 // What a task does: panels [panel, end) for all rows.
 template <Class C>

@@ -1,6 +1,8 @@
 // Products of bfloat16 in the sums of AMX's tdpbf16ps. Of 32 inputs at a time, the even products and the odd ones are
 // summed from 0, each a chain of fma; the sum of both is added to the total. Without tiles, the same in lanes.
 #pragma once
+#include "finish.hpp"
+
 namespace millrace::MILLRACE_ISA {
 
 constexpr int64_t kTileLines = 16;  // pairs of inputs in one product of tiles
@@ -33,10 +35,36 @@ struct Rest {
   _tile_dpbf16ps(3, 5, 7);
 }
 
+// What remains to be done of the panel before, a quarter at a time: it runs beside the products of the next one, which
+// another part of the core computes.
+struct Unfinished {
+  const MatmulArgs& a;
+  int64_t row;
+  int upper, lower;
+  int64_t panel = 0;
+  const float* total = nullptr;
+  int next = 0, count = 0;
+
+  void begin(int64_t of, const float* totals) {
+    panel = of;
+    total = totals;
+    next = 0;
+    count = (lower ? 2 : 1) * (a.gated ? 1 : 2);
+  }
+  void step() {
+    if (next == count) return;
+    const int below = next % (lower ? 2 : 1), v = next / (lower ? 2 : 1);
+    finish_half(a, total + below * kTileHeight * 32, row + below * upper, below ? lower : upper, panel, v);
+    ++next;
+  }
+};
+
 // Totals of one panel, as other tiles leave them: total[row][half of the panel][16].
 template <bool kLower>
-void tile_totals(const TileInput& in, const Rest& x_rest, bool first, float* total) {
+void tile_totals(const TileInput& in, const Rest& x_rest, bool first, float* total, Unfinished& before) {
   const int64_t n_lines = padded_k(in.k, 0) / 2, whole = n_lines / kTileLines * kTileLines;
+  const int64_t pause = n_lines / 4;  // lines between two quarters
+  int64_t due = pause;
   _tile_zero(0);
   _tile_zero(1);
   if (kLower) _tile_zero(2);
@@ -46,6 +74,10 @@ void tile_totals(const TileInput& in, const Rest& x_rest, bool first, float* tot
     if (first)  // weights come from memory once, for the first rows
       for (int64_t ahead = 0; ahead < kTileLines * 128; ahead += kLine) __builtin_prefetch(w + in.ahead + ahead);
     multiply_tiles(in.x + line * 4, in.x_stride, kLower, w);
+    if (line + kTileLines >= due) {
+      before.step();
+      due += pause;
+    }
   }
   if (whole < n_lines) {
     Rest w_rest;
@@ -53,11 +85,33 @@ void tile_totals(const TileInput& in, const Rest& x_rest, bool first, float* tot
     Tiles::fence();
     multiply_tiles(x_rest.bytes, kTileBytes, kLower, w_rest.bytes);
   }
+  while (before.next < before.count) before.step();
   _tile_stored(0, total, 128);
   _tile_stored(1, total + 16, 128);
   if (kLower) _tile_stored(2, total + kTileHeight * 32, 128);
   if (kLower) _tile_stored(3, total + kTileHeight * 32 + 16, 128);
   Tiles::fence();
+}
+
+// Rows from `row` on, two tiles of them at most, against panels [panel, end).
+inline void rows_by_tiles(const MatmulArgs& a, TileInput in, int64_t panel_stride, int64_t row, int rows, int64_t panel,
+                          int64_t end) {
+  constexpr int kHeight = static_cast<int>(kTileHeight);
+  const int upper = rows < kHeight ? rows : kHeight, lower = rows - upper;
+  const int64_t whole = padded_k(in.k, 0) / 2 / kTileLines * kTileLines, rest = padded_k(in.k, 0) / 2 - whole;
+  alignas(64) float total[2][kTilesRows * 2 * 16];
+  in.x += row * in.x_stride;
+  in.w += panel * panel_stride;
+  Rest x_rest;
+  if (rest) x_rest.take(in.x + whole * 4, in.x_stride, rows, rest * 4);
+  const Tiles tiles(upper, lower);
+  Unfinished before{a, row, upper, lower};
+  for (; panel < end; ++panel, in.w += panel_stride) {
+    float* here = total[panel % 2];
+    lower ? tile_totals<true>(in, x_rest, row == 0, here, before) : tile_totals<false>(in, x_rest, row == 0, here, before);
+    before.begin(panel, here);
+  }
+  while (before.next < before.count) before.step();
 }
 
 #else
