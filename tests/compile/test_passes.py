@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 
 from millrace.compile.lower import Lowering
 from millrace.compile.passes import (
+    Pass,
     fold_constants,
     fuse_elementwise,
     fuse_norm_convert,
+    fuse_product_convert,
     fuse_residual,
     gather_early,
     merge_gated,
@@ -145,9 +147,23 @@ def test_residuals_go_into_the_product() -> None:
     assert count(fused)["elementwise"] == 0 and sum(bool(n.attrs.get("residual")) for n in fused.nodes) == 2
 
 
+def before(name: str, passes: list[tuple[str, Pass]]) -> list[tuple[str, Pass]]:
+    return passes[: [n for n, _ in passes].index(name)]
+
+
+@pytest.mark.parametrize(("precision", "n"), [("bf16", 1), ("w8a16", 1), ("w8a8", 0), ("fp32", 0)])
+def test_a_product_packs_for_its_only_reader(precision: str, n: int) -> None:
+    """To bfloat16, of which a row is its elements side by side."""
+    passes = pipeline(precision_map(precision, group=16))
+    graph = run_passes(traced(lambda m, x: m.two(m.one(x))), before("fuse_product_convert", passes))
+    fused = fuse_product_convert(graph)
+    packed = [node for node in fused.nodes if node.op == "linear" and storage_of(node).format == RowFormat.BF16]
+    assert count(fused)["convert"] == count(graph)["convert"] - n and len(packed) == n
+
+
 def test_a_norm_packs_for_its_only_reader() -> None:
     passes = pipeline(precision_map("w4a8", group=16))
-    graph = run_passes(traced(lambda m, x: x), passes[:-3])
+    graph = run_passes(traced(lambda m, x: x), before("fuse_norm_convert", passes))
     fused = fuse_norm_convert(graph)
     assert count(fused)["convert"] == count(graph)["convert"] - 1
     assert storage_of(next(n for n in fused.nodes if n.op == "rms_norm")).format == RowFormat.Q8

@@ -68,6 +68,7 @@ class Pages:
             "q_stride": widths[0],
             "causal": 1,
             "scale": self.size**-0.5,
+            "y_stride": widths[3],
             "tiles": int(self.format == BF16_BY_TILES),
         }
         calls = encode("rope", {"k": refs[1], "v": refs[2]}, rope) + encode(

@@ -34,18 +34,19 @@ def multiply(kind: str, x: F32, w: F32, group: int, machine: Machine, **more: An
     format, weights = CLASSES[kind]
     (M, K), N, group = x.shape, w.shape[0], group if weights >= WeightFormat.W8 else 0
     rows = x if format == RowFormat.F32 else pack_rows(x, format, group)
-    width = int(more["width"]) if "width" in more else N
+    width, packed = int(more.get("width", N)), int("packed" in more)
+    y_stride = int(more.get("packed", width))
     code, numbers = compile_tree(more["tree"], 2) if "tree" in more else ([], [])
     operands = {
         "x": rows, "w": pack_matrix(w, weights, group), "bias": more.get("bias"), "residual": more.get("residual"),
-        "y": np.zeros((M, width), np.float32),
+        "y": np.zeros((M, y_stride // (1 + packed)), np.float32),
     }  # fmt: skip
     params = {
         "rows": 0, "n": N, "k": K, "group": group, "format": format, "weights": weights,
-        "x_stride": row_bytes(format, K, group), "y_stride": width, "gated": int("tree" in more),
+        "x_stride": row_bytes(format, K, group), "y_stride": y_stride, "packed": packed, "gated": int("tree" in more),
         "tiles": int(kind.endswith("tiles")), "code": code, "imm": numbers,
     }  # fmt: skip
-    return run_kernel("matmul", operands, params, [M], machine)["y"].view(np.float32).reshape(M, width)
+    return run_kernel("matmul", operands, params, [M], machine)["y"].view(np.float32).reshape(M, -1)
 
 
 def exact(kind: str, x: F32, w: F32, group: int) -> NDArray[np.floating[Any]]:
@@ -165,6 +166,17 @@ def test_bias_and_residual(kind: str, machine: Machine) -> None:
     y = multiply(kind, x, w, 32, machine)
     assert (multiply(kind, x, w, 32, machine, bias=bias) == y + bias).all()
     assert (multiply(kind, x, w, 32, machine, bias=bias, residual=residual) == y + bias + residual).all()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16 by tiles", "w8a16"])
+def test_packed_rows_are_those_of_convert(kind: str, machine: Machine) -> None:
+    x, w = operands(19, 48, 64, seed=8)
+    tree: Tree = ("mul", ("mul", 0, ("sigmoid", 0)), 1)
+    for more in ({}, {"tree": tree, "width": 48}):
+        weights = interleave_halves(w, w[::-1].copy()) if more else w
+        plain_y = multiply(kind, x, weights, 32, machine, **more)
+        packed = multiply(kind, x, weights, 32, machine, packed=64, **more).view(np.uint16)[:, :48]
+        assert (packed == (to_bf16(plain_y).view(np.uint32) >> 16)).all()
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "bf16 by tiles", "w4a8"])

@@ -12,7 +12,7 @@ from millrace.graph.types import Array, Constant, Graph, Node, Value
 from millrace.graph.verify import verify
 from millrace.kernels.attention.op import ROPE_ATTENTION
 from millrace.kernels.convert.op import CONVERT
-from millrace.kernels.declare import MAX_INPUTS
+from millrace.kernels.declare import MAX_INPUTS, RowFormat
 from millrace.kernels.elementwise.op import ELEMENTWISE
 from millrace.kernels.expression import TooComplexError, compile_tree
 from millrace.kernels.gather_rows.op import GATHER_ROWS
@@ -51,6 +51,7 @@ def cpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
         ("fuse_rope_attention", fuse_rope_attention),
         ("convert_inputs", lambda g: convert_inputs(g, precisions.group)),
         ("fuse_norm_convert", fuse_norm_convert),
+        ("fuse_product_convert", fuse_product_convert),
         ("rescore_head", lambda g: rescore_head(g, precisions)),
         ("prune", prune),
     ]
@@ -342,6 +343,38 @@ def fuse_norm_convert(graph: Graph) -> Graph:
             return None
         attrs = {**norm.attrs, "storage": storage_of(node)}
         return Instead.of(make_node(norm.operator, norm.inputs, attrs, _joined(norm)))
+
+    return rewrite(graph, rule)
+
+
+_WRITE_PACKED = ("linear", "gated_linear", "attention", "rope_attention", "full_attention")
+
+
+def fuse_product_convert(graph: Graph) -> Graph:
+    """convert(product or attention) to bfloat16 becomes one that writes such rows, where nobody else reads it.
+
+    Of whole vectors only: then a packed row is its elements side by side, whatever their groups.
+    """
+
+    def rule(node: Node, live: Live) -> Instead | None:
+        if node.op != "convert":
+            return None
+        value, storage = node.inputs[0], storage_of(node)
+        view = live.producer(value)
+        if view and view.op == "reshape" and live.read_once(value):  # heads side by side
+            value = view.inputs[0]
+        else:
+            view = None
+        found = live.producer(value)
+        if not found or found.op not in _WRITE_PACKED or not live.read_once(value) or found.attrs.get("residual"):
+            return None
+        if storage.format != RowFormat.BF16 or storage.group % 8 or value.width % 16:
+            return None
+        packed = make_node(found.operator, found.inputs, {**found.attrs, "storage": storage}, _joined(found))
+        if view is None:
+            return Instead.of(packed)
+        attrs = {**view.attrs, "storage": storage}
+        return Instead.of(packed, make_node(view.operator, (packed.output,), attrs, view.origin))
 
     return rewrite(graph, rule)
 

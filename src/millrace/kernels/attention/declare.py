@@ -7,7 +7,7 @@ KERNEL = Kernel(
     "y = softmax(q k^T * scale) v over a sequence's keys at positions up to its own, or all, from a cache's pages",
     (
         Operand("q", "in", f"{ROWS} * q_stride * 4"),
-        Operand("y", "out", f"{ROWS} * heads * value_dim * 4"),
+        Operand("y", "out", f"{ROWS} * y_stride * (4 - 2 * packed)"),
     ),
     (
         "i32 rows",
@@ -16,6 +16,8 @@ KERNEL = Kernel(
         "i32 head_dim",
         "i32 value_dim",
         "i32 q_stride",
+        "i32 y_stride",  # elements
+        "i32 packed",  # y is rows of bfloat16, as a product reads them
         "i32 cache",
         "i32 layer",
         "i32 causal",
@@ -29,6 +31,9 @@ KERNEL = Kernel(
         "cache >= 0",
         "causal >= 0",
         "causal <= 1",
+        "y_stride >= heads * value_dim",
+        "packed >= 0",
+        "packed <= 1",
         "tiles >= 0",
         "tiles <= 1",
         "heads > 0",

@@ -1,6 +1,6 @@
 // attention   y = softmax(q k^T * scale) v over the keys at positions 0 .. own position, read from the pages of a cache;
 //   not causal: over all keys of the sequence, which is there whole
-//   q (T, heads * D) float at q_stride | y (T, heads * Dv) float | grouped queries: heads / kv_heads share one KV head
+//   q (T, heads * D) float at q_stride | y (T, heads * Dv) float or packed to bfloat16 | grouped queries: heads / kv_heads share one KV head
 //
 // A row's bits are a function of its position only. Keys are taken in spans of 256 from position 0; in a span the scores
 // come first, then their maximum m, p = exp(score - m), l = sum p (lane i takes keys i, i+16, ...; the fixed tree), and
@@ -23,10 +23,8 @@ inline void load_queries(AttentionTile& t) {
     } else {
       auto* out = reinterpret_cast<uint16_t*>(t.q[r]);
       for (int d = 0; d < D; d += 16) {
-        uint16_t bits[16];
         const int n = D - d < 16 ? D - d : 16;
-        store_u16(bits, to_bf16(load(q + d, n)));
-        __builtin_memcpy(out + d, bits, 2 * n);
+        store_bf16(out + d, load(q + d, n), n);
       }
     }
   }
@@ -60,18 +58,20 @@ void score_page(AttentionTile& t, int row, const uint8_t* keys, int at) {
 
 // Scores of one row, in place, to p = exp(score - m), with their maximum m and their sum l. Keys from `count` on are
 // given weight 0. bfloat16: p is rounded, summed as rounded, and lies as pairs over the floats it came from.
-template <bool BF16>
-void soften(float* scores, int count, int span, float& m, float& l) {
+// SCALED: they are multiplied by `scale` already.
+template <bool BF16, bool SCALED = true>
+void soften(float* scores, int count, int span, float scale, float& m, float& l) {
   const int whole = count / 16 * 16, rest = count - whole;
   const F never = splat(-__builtin_inff());
   F most = never;
-  for (int i = 0; i < whole; i += 16) most = max(load(scores + i), most);
-  if (rest) most = max(first(load(scores + whole), rest, never), most);
+  const auto scaled = [&](int i) { return SCALED ? load(scores + i) : load(scores + i) * splat(scale); };
+  for (int i = 0; i < whole; i += 16) most = max(scaled(i), most);
+  if (rest) most = max(first(scaled(whole), rest, never), most);
   m = largest(most);
   F total = zero();
   auto* pairs = reinterpret_cast<uint16_t*>(scores);
   const auto weigh = [&](int i, int n) {
-    F p = exp2_to_zero((load(scores + i) - splat(m)) * splat(1.44269504f));
+    F p = exp2_to_zero((scaled(i) - splat(m)) * splat(1.44269504f));
     if (n < 16) p = first(p, n, zero());
     if constexpr (BF16) {
       const I bits = to_bf16(p);
@@ -155,7 +155,7 @@ struct FloatSteps {
     each_tile<kAttentionTile>(t.rows, 0, [&]<int R>(int row) { score_page<BF16, R>(t, row, block, at); });
   }
   static void soften(AttentionTile& t, int r, int, int count, int span, float& m, float& l) {
-    MILLRACE_ISA::soften<BF16>(t.scores[r], count, span, m, l);
+    MILLRACE_ISA::soften<BF16>(t.scores[r], count, span, 1.0f, m, l);
   }
   static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
     each_tile<kAttentionTile>(first + rows, first, [&]<int R>(int row) { weigh_values<BF16, R>(t, row, from, count); });
@@ -165,7 +165,7 @@ struct TiledSteps : TileSteps {
   using TileSteps::TileSteps;
   static void load(AttentionTile& t) { load_queries(t); }
   static void soften(AttentionTile& t, int r, int, int count, int span, float& m, float& l) {
-    MILLRACE_ISA::soften<true>(t.scores[r], count, span, m, l);
+    MILLRACE_ISA::soften<true, false>(t.scores[r], count, span, t.a->scale, m, l);
   }
 };
 struct Int8Steps {
@@ -176,7 +176,7 @@ struct Int8Steps {
     each_tile<kAttentionTile / 2>(t.rows, 0, [&]<int R>(int row) { score_int8_page<R>(t, row, block, at); });
   }
   static void soften(AttentionTile& t, int r, int from, int count, int span, float& m, float& l) {
-    MILLRACE_ISA::soften<false>(t.scores[r], count, span, m, l);
+    MILLRACE_ISA::soften<false>(t.scores[r], count, span, 1.0f, m, l);
     to_int8_weights(t, r, from, count, span);
   }
   static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
@@ -214,8 +214,15 @@ void attend_span(AttentionTile& t, int from, float* m, float* l) {
 inline void finish(const AttentionTile& t) {
   for (int r = 0; r < t.rows; ++r) {
     const int D = t.a->value_dim;
-    float* y = t.a->y + (t.tokens[r] * t.a->heads + t.heads[r]) * D;
-    for (int d = 0; d < D; d += 16) store(y + d, load(t.out[r] + d) / splat(t.total[r]), D - d < 16 ? D - d : 16);
+    const int64_t to = t.tokens[r] * t.a->y_stride + t.heads[r] * D;
+    for (int d = 0; d < D; d += 16) {
+      const F value = load(t.out[r] + d) / splat(t.total[r]);
+      const int n = D - d < 16 ? D - d : 16;
+      if (t.a->packed)
+        store_bf16(reinterpret_cast<uint16_t*>(t.a->y) + to + d, value, n);
+      else
+        store(t.a->y + to + d, value, n);
+    }
   }
 }
 

@@ -6,11 +6,12 @@ from millrace.errors import GraphError
 from millrace.graph.rules import check_positions, illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, find
 from millrace.kernels.attention.ref import attention
-from millrace.kernels.declare import MAX_HEAD
+from millrace.kernels.declare import MAX_HEAD, RowFormat
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, number, size, whole
 from millrace.kernels.places import Operands, View
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.kernels.rope.op import rotated
+from millrace.kernels.storage import storage_of
 
 
 def _heads(op: str, inputs: Inputs) -> tuple[Shape, ...]:
@@ -108,25 +109,27 @@ def _attend(
         "v_stride": v.stride, "context": context,
     }  # fmt: skip
     writer.add("rope", {"k": k, "v": v, **rotation}, write, node, "and KV write" if rotates else "KV write")
-    y = writer.new(node.output, node.origin[0])
+    storage = storage_of(node)
+    y, packed = writer.new(node.output, node.origin[0], storage), storage.format == RowFormat.BF16
     tiles = writer.tiles and kv == "bf16"
     attend: Params = {
-        **shape, "heads": heads, "causal": int(causal), "tiles": int(tiles), "scale": number(node, "scale"),
+        **shape, "heads": heads, "packed": int(packed), "y_stride": y.stride_bytes // 2 if packed else y.stride,
+        "causal": int(causal), "tiles": int(tiles), "scale": number(node, "scale"),
     }  # fmt: skip
     note = BF16_BY_TILES if tiles else kv
     writer.add("attention", {"q": q, "y": y}, attend, node, note)
 
 
 ATTENTION = Runnable(
-    name="attention", inputs=(5, 5), attrs=frozenset({"layer", "scale"}), shapes=_shapes, reference=_reference,
-    lower=_lower,
+    name="attention", inputs=(5, 5), attrs=frozenset({"layer", "scale", "storage"}), shapes=_shapes,
+    reference=_reference, lower=_lower,
 )  # fmt: skip
 ROPE_ATTENTION = Runnable(
-    name="rope_attention", inputs=(6, 6), attrs=frozenset({"layer", "scale"}), fused=True, shapes=_shapes,
+    name="rope_attention", inputs=(6, 6), attrs=frozenset({"layer", "scale", "storage"}), fused=True, shapes=_shapes,
     reference=_reference, lower=_lower,
 )  # fmt: skip
 FULL_ATTENTION = Runnable(
-    name="full_attention", inputs=(4, 4), attrs=frozenset({"scale"}), shapes=_full_shapes,
+    name="full_attention", inputs=(4, 4), attrs=frozenset({"scale", "storage"}), shapes=_full_shapes,
     reference=_full_reference, lower=_full_lower,
 )  # fmt: skip
 OPERATORS = (ATTENTION, ROPE_ATTENTION, FULL_ATTENTION)

@@ -33,7 +33,7 @@ inline void score_row_by_tiles(AttentionTile& t, int r, const uint8_t* keys, int
   for (int d = 0; d < n_lines; d += kTileLines)
     add_pairs(acc, n_lines - d < kTileLines ? n_lines - d : kTileLines, t.q[r] + d,
               [&](int k, int v) { return load_i(keys + (d + k) * 256 + v * 64); });
-  for (int v = 0; v < 4; ++v) store(t.scores[r] + at + v * 16, acc[v] * splat(t.a->scale));
+  for (int v = 0; v < 4; ++v) store(t.scores[r] + at + v * 16, acc[v]);  // `soften` scales them
 }
 
 // o of row r, 16 columns from d on, over `count` keys of the span that starts at `from`.
@@ -52,15 +52,19 @@ inline void weigh_row_by_tiles(AttentionTile& t, int r, int from, int count, int
 
 #if defined(__AMX_BF16__)
 
+// Later rows of a sequence find its keys and values in the caches.
+inline bool reads_first(const AttentionTile& t) { return t.tokens[0] == t.c->sequences.starts[t.sequence]; }
+
 // Scores of all rows against 64 keys of one page; the head is a multiple of 32.
 inline void score_by_tiles(AttentionTile& t, const uint8_t* keys, int at) {
-  const int64_t ahead = t.cache->layout.key_bytes();
+  const int64_t ahead = reads_first(t) ? t.cache->layout.key_bytes() : 0;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (int d = 0; d < t.a->head_dim; d += kTileKeys, keys += 256 * kTileLines) {
-    for (int64_t line = 0; line < 256 * kTileLines; line += kLine) __builtin_prefetch(keys + ahead + line);
+    if (ahead)
+      for (int64_t line = 0; line < 256 * kTileLines; line += kLine) __builtin_prefetch(keys + ahead + line);
     _tile_loadd(4, t.q[0] + d / 2, sizeof t.q[0]);
     _tile_loadd(6, keys, 256);
     _tile_dpbf16ps(0, 4, 6);
@@ -77,8 +81,6 @@ inline void score_by_tiles(AttentionTile& t, const uint8_t* keys, int at) {
   _tile_stored(2, scores + 32, sizeof t.scores[0]);
   _tile_stored(3, scores + 48, sizeof t.scores[0]);
   Tiles::fence();
-  for (int r = 0; r < t.rows; ++r, scores += kSpan)
-    for (int i = 0; i < kPageTokens; i += 16) store(scores + i, load(scores + i) * splat(t.a->scale));
 }
 
 // Lines of values that end among others: zeros lie behind them, and in the place of an odd neighbour.
@@ -102,10 +104,12 @@ void weigh_by_tiles(AttentionTile& t, int from, int count, int64_t d) {
     const int keys = count - at;
     const uint8_t* block = block_of(t, from + at) + t.cache->layout.key_bytes();
     const uint8_t* values = block + at % kPageTokens / 2 * line_bytes + d * 4;
-    const uint8_t* ahead = keys_after(t, from + at, block) + (values - block);
-    for (int k = 0; k < kTileLines; ++k) __builtin_prefetch(ahead + k * line_bytes);
-    if (kTwo)
-      for (int k = 0; k < kTileLines; ++k) __builtin_prefetch(ahead + 64 + k * line_bytes);
+    if (reads_first(t)) {
+      const uint8_t* ahead = keys_after(t, from + at, block) + (values - block);
+      for (int k = 0; k < kTileLines; ++k) __builtin_prefetch(ahead + k * line_bytes);
+      if (kTwo)
+        for (int k = 0; k < kTileLines; ++k) __builtin_prefetch(ahead + 64 + k * line_bytes);
+    }
     _tile_loadd(4, t.scores[0] + at / 2, sizeof t.scores[0]);
     if (keys >= kTileKeys) {
       _tile_loadd(6, values, line_bytes);

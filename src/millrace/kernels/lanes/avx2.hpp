@@ -119,6 +119,11 @@ inline void store_u16(uint16_t* p, I x) {
   store_i(t, x);
   for (int i = 0; i < 16; ++i) p[i] = static_cast<uint16_t>(t[i]);
 }
+inline void store_u16_apart(uint16_t* p, I a, int n) {  // to every other: what lies between belongs to somebody else
+  uint16_t bits[16];
+  store_u16(bits, a);
+  for (int i = 0; i < n; ++i) p[2 * i] = bits[i];
+}
 inline void store_i8(int8_t* p, I x) {
   alignas(32) int32_t t[16];
   store_i(t, x);

@@ -72,4 +72,12 @@ inline I to_bf16(F x) {
   return shift_right(bits + even + splat_i(0x7fff), 16);
 }
 
+// The first n of sixteen, rounded.
+inline void store_bf16(uint16_t* y, F x, int n) {
+  if (n == 16) return store_u16(y, to_bf16(x));
+  uint16_t bits[16];
+  store_u16(bits, to_bf16(x));
+  __builtin_memcpy(y, bits, 2 * n);
+}
+
 }  // namespace millrace::MILLRACE_ISA

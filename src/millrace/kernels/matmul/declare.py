@@ -10,7 +10,7 @@ KERNEL = Kernel(
         Operand("w", "weight", "matrix_bytes(weights, n, k, group)", "uint8_t"),
         Operand("bias", "weight?", "n * 4"),
         Operand("residual", "in?", f"{ROWS} * y_stride * 4"),
-        Operand("y", "out", f"{ROWS} * y_stride * 4"),
+        Operand("y", "out", f"{ROWS} * y_stride * (4 - 2 * packed)"),
     ),
     (
         "i32 rows",
@@ -22,6 +22,7 @@ KERNEL = Kernel(
         "i32 x_stride",
         "i32 y_stride",
         "i32 gated",
+        "i32 packed",  # y is rows of bfloat16, as another product reads them; y_stride counts its elements
         "i32 tiles",  # bfloat16 products are summed as tdpbf16ps does it, not as vdpbf16ps
         *EXPRESSION,
     ),
@@ -36,6 +37,9 @@ KERNEL = Kernel(
         f"weights <= {max(WeightFormat)}",
         "gated >= 0",
         "gated <= 1",
+        "packed >= 0",
+        "packed <= 1",
+        "packed == 0 or n % 16 == 0",
         "tiles >= 0",
         "tiles <= 1",
         "tiles == 0 or weights == 1",
@@ -49,7 +53,8 @@ KERNEL = Kernel(
         "x_stride % 4 == 0",
         "x_stride >= row_bytes(format, k, group)",
         "gated == 1 or y_stride >= n",
-        "gated == 0 or up(y_stride, 16) * 2 == n",
+        "gated == 0 or packed == 1 or up(y_stride, 16) * 2 == n",
+        "gated == 0 or packed == 0 or y_stride * 2 >= n",
     ),
     (
         Knob("tile_rows", 64),  # rows of one tile at most

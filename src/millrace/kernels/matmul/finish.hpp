@@ -1,4 +1,5 @@
-// Totals of a product to y: bias, expression, residual; columns beyond the matrix are dropped.
+// Totals of a product to y: bias, expression, residual; columns beyond the matrix are dropped. Packed, y is rounded as
+// convert does it.
 #pragma once
 #include "elementwise/native.hpp"
 
@@ -6,7 +7,7 @@ namespace millrace::MILLRACE_ISA {
 
 // Sixteen columns of a panel, its half v; gated, both halves, which become sixteen columns.
 inline void finish_half(const MatmulArgs& a, const float* total, int64_t row, int rows, int64_t panel, int v) {
-  const int64_t columns = a.gated ? a.y_stride : a.n, column = a.gated ? panel * 16 : (panel * 2 + v) * 16;
+  const int64_t columns = !a.gated ? a.n : a.packed ? a.n / 2 : a.y_stride, column = a.gated ? panel * 16 : (panel * 2 + v) * 16;
   const int width = columns - column < 16 ? static_cast<int>(columns - column) : 16;
   if (width <= 0) return;
   const auto bias_of = [&](int side) {
@@ -19,7 +20,11 @@ inline void finish_half(const MatmulArgs& a, const float* total, int64_t row, in
   };
   const auto write = [&](int r, F value) {
     const int64_t to = (row + r) * a.y_stride + column;
-    store(a.y + to, a.residual ? value + load(a.residual + to, width) : value, width);
+    if (a.residual) value = value + load(a.residual + to, width);
+    if (a.packed)
+      store_u16(reinterpret_cast<uint16_t*>(a.y) + to, to_bf16(value));
+    else
+      store(a.y + to, value, width);
   };
   if (!a.code[0]) {
     const F bias = bias_of(0);

@@ -10,7 +10,7 @@ from millrace.graph.rules import check_tree, illegal
 from millrace.graph.trees import as_tree, evaluate
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
 from millrace.kernels.convert.ref import Quantised
-from millrace.kernels.declare import WeightFormat
+from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import matrix_bytes, up
 from millrace.kernels.matmul import ref as products
@@ -25,6 +25,7 @@ from millrace.kernels.matmul.pack import (
 from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size
 from millrace.kernels.places import Packed, Place, View, constant_of
 from millrace.kernels.precision import BF16_BY_TILES, Precision
+from millrace.kernels.storage import storage_of
 
 _BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4}
 
@@ -113,15 +114,16 @@ def _lower(node: Node, writer: Writer) -> None:
     x, precision = node.inputs[0], precision_of(node)
     view, weights = writer.view(x), precision.weights
     gated, width, group = node.operator is GATED_LINEAR, node.output.width, view.storage.group
-    tiles = writer.tiles and precision == Precision.BF16
+    tiles, storage = writer.tiles and precision == Precision.BF16, storage_of(node)
     code: list[int] = []
     numbers: list[float] = []
     if "tree" in node.attrs:
         code, numbers = compile_tree(as_tree(node.attrs["tree"]), 2 if gated else 1)
     params: Params = {
         "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": x.width, "group": group,
-        "format": view.storage.format, "weights": weights, "x_stride": view.stride_bytes, "y_stride": width,
-        "gated": int(gated), "tiles": int(tiles), "code": code, "imm": numbers,
+        "format": view.storage.format, "weights": weights, "x_stride": view.stride_bytes,
+        "gated": int(gated), "packed": int(storage.format == RowFormat.BF16), "tiles": int(tiles), "code": code,
+        "imm": numbers,
     }  # fmt: skip
     matrices = node.inputs[1:3] if gated else node.inputs[1:2]
     name = f"{weights.name.lower()}{f'g{group}' if group else ''}"
@@ -131,16 +133,18 @@ def _lower(node: Node, writer: Writer) -> None:
         operands["bias"] = writer.vector(node.inputs[2])
     if node.attrs.get("residual"):
         operands["residual"] = writer.dense(node.inputs[-1], node)
-    operands["y"] = writer.new(node.output, node.origin[0] if node.origin else "linear")
+    y = writer.new(node.output, node.origin[0] if node.origin else "linear", storage)
+    params["y_stride"] = y.stride_bytes // 2 if params["packed"] else width
+    operands["y"] = y
     writer.add("matmul", operands, params, node, BF16_BY_TILES if tiles else str(precision))
 
 
 LINEAR = Runnable(
-    name="linear", inputs=(2, 4), attrs=frozenset({"bias", "residual", "precision", "tree"}), shapes=_shapes,
+    name="linear", inputs=(2, 4), attrs=frozenset({"bias", "residual", "precision", "tree", "storage"}), shapes=_shapes,
     reference=_reference, lower=_lower,
 )  # fmt: skip
 GATED_LINEAR = Runnable(
-    name="gated_linear", inputs=(3, 3), attrs=frozenset({"tree", "precision"}), fused=True, shapes=_gated_shapes,
-    reference=_gated_reference, lower=_lower,
+    name="gated_linear", inputs=(3, 3), attrs=frozenset({"tree", "precision", "storage"}), fused=True,
+    shapes=_gated_shapes, reference=_gated_reference, lower=_lower,
 )  # fmt: skip
 OPERATORS = (LINEAR, GATED_LINEAR)

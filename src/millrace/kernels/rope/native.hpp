@@ -25,18 +25,17 @@ inline void write_f32(const float* k, const float* v, const KvLayout& kv, uint8_
 }
 
 inline void write_bf16(const float* k, const float* v, const KvLayout& kv, uint8_t* block, int slot) {
-  auto* keys = reinterpret_cast<uint16_t*>(block);
+  auto* keys = reinterpret_cast<uint32_t*>(block);
   auto* values = reinterpret_cast<uint16_t*>(block + kv.key_bytes()) + slot / 2 * kv.value_width() * 2 + slot % 2;
-  uint16_t bits[16];
   for (int d = 0; d < kv.key_dim; d += 16) {
     const int n = kv.key_dim - d < 16 ? kv.key_dim - d : 16;
-    store_u16(bits, to_bf16(load(k + d, n)));
-    for (int i = 0; i < n; ++i) keys[(d + i) / 2 * kPageTokens * 2 + slot * 2 + (d + i) % 2] = bits[i];
+    uint32_t pairs[8];
+    store_bf16(reinterpret_cast<uint16_t*>(pairs), load(k + d, n), 16);
+    for (int i = 0; i < n / 2; ++i) keys[(d / 2 + i) * kPageTokens + slot] = pairs[i];
   }
   for (int d = 0; d < kv.value_dim; d += 16) {
     const int n = kv.value_dim - d < 16 ? kv.value_dim - d : 16;
-    store_u16(bits, to_bf16(load(v + d, n)));
-    for (int i = 0; i < n; ++i) values[(d + i) * 2] = bits[i];
+    store_u16_apart(values + d * 2, to_bf16(load(v + d, n)), n);
   }
 }
 
