@@ -34,8 +34,8 @@ def multiply(kind: str, x: F32, w: F32, group: int, machine: Machine, **more: An
     format, weights = CLASSES[kind]
     (M, K), N, group = x.shape, w.shape[0], group if weights >= WeightFormat.W8 else 0
     rows = x if format == RowFormat.F32 else pack_rows(x, format, group)
-    width, packed = int(more.get("width", N)), int("packed" in more)
-    y_stride = int(more.get("packed", width))
+    width, packed = int(more["width"]) if "width" in more else N, int("packed" in more)
+    y_stride = int(more["packed"]) if packed else width
     code, numbers = compile_tree(more["tree"], 2) if "tree" in more else ([], [])
     operands = {
         "x": rows, "w": pack_matrix(w, weights, group), "bias": more.get("bias"), "residual": more.get("residual"),
