@@ -148,9 +148,9 @@ def test_names_are_text_and_bounded(tmp_path: Path, roofline: Roofline) -> None:
     engine = build_engine(name, BUNDLED / "tiny", tmp_path / "e", BuildSettings(max_context=64, tune=0))
     tables, bad = Tables(engine), "<script>alert(1)</script>" * 400
     program = tables.program
-    calls = [msgspec.structs.replace(c, kernel=bad, note=bad, origin=[bad]) for c in program.calls] * 80
+    calls = [msgspec.structs.replace(c, kernel=bad, note=bad, origin=[bad]) for c in program.calls] * 120
     calls[:2] = [msgspec.structs.replace(c, kernel="matmul", operands={}, params={}) for c in calls[:2]]
-    weights = [msgspec.structs.replace(w, name=bad, format=bad) for w in program.weights] * 100
+    weights = [msgspec.structs.replace(w, name=bad, format=bad) for w in program.weights] * 120
     buffers = [msgspec.structs.replace(b, name=bad) for b in program.buffers]
     nodes = [msgspec.structs.replace(n, op=bad, origin=[bad]) for n in tables.graph.nodes]
     tables.__dict__["program"] = msgspec.structs.replace(program, calls=calls, weights=weights, buffers=buffers)

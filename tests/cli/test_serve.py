@@ -117,6 +117,7 @@ def process(arguments: list[str], cache: Path, out: int, err: int) -> "subproces
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_a_server_goes_on_when_nobody_reads_what_it_says(built_tiny: Path, tmp_path: Path, flags: list[str]) -> None:
     """`millrace serve tiny 2>&1 | head -1`: the pipe is closed before the announcement is complete."""

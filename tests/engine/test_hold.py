@@ -71,6 +71,7 @@ def test_a_lock_that_is_never_given_back_is_one_line_then_an_error(
     assert hold(tmp_path) is not None, "the lock ends with its process"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("impatient")
 def test_waiting_for_a_builder_and_for_the_timing_cache_ends_too(tmp_path: Path) -> None:
     engines = EngineCache(tmp_path)
@@ -100,6 +101,7 @@ def keep_sweeping(parent: Path, stop: Event) -> None:
         sweep(parent, "e")
 
 
+@pytest.mark.nightly
 def test_a_folder_that_is_just_begun_is_not_swept_away(tmp_path: Path) -> None:
     """With two processes that do nothing but sweep: a folder without its lock yet looks like a killed builder's."""
     stop = SPAWN.Event()

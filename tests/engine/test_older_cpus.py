@@ -83,7 +83,8 @@ def told_by(cpu: str, engine: Engine) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("cpu", [pytest.param("Haswell", marks=pytest.mark.nightly), "Nehalem"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("cpu", ["Haswell", "Nehalem"])
 def test_what_a_cpu_lacks_is_refused_and_the_rest_is_the_same(cpu: str, engine: Engine) -> None:
     usable, lacking = CPUS[cpu]
     told = told_by(cpu, engine)

@@ -17,13 +17,13 @@ from tests.fuzz.request_bodies import BODIES, Endpoints
 from tests.fuzz.targets import TARGETS
 
 CASES = {
-    "safetensors": 300,
-    "gguf": 300,
-    "config": 300,
-    "sentences": 300,
-    "tokenizer": 300,
-    "program": 300,
-    "requests": 1000,
+    "safetensors": 200,
+    "gguf": 200,
+    "config": 200,
+    "sentences": 200,
+    "tokenizer": 200,
+    "program": 200,
+    "requests": 600,
 }
 
 
@@ -40,6 +40,7 @@ NOTICED = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NOTICED)
 def test_what_breaks_the_property_is_noticed(name: str) -> None:
     """With its seed and its place, and the cases behind it are run."""

@@ -125,6 +125,7 @@ serve([Fake().model()], ServerSettings(port=0), announce=lambda url: print(url, 
 """
 
 
+@pytest.mark.nightly
 def test_500_idle_connections_at_64_open_files() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LIMITED], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -183,6 +184,7 @@ def test_a_reply_that_nobody_reads_is_given_up(much: None, caplog: pytest.LogCap
                 assert raw.recv(4096)
 
 
+@pytest.mark.nightly
 def test_a_reader_that_is_slow_but_reads_gets_all(much: None) -> None:
     with serving_with(write_timeout_s=0.3) as server, connect(server, 65536) as raw:
         ask_for_much(raw)

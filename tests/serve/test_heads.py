@@ -53,6 +53,7 @@ def test_what_is_not_http_is_told_so(server: Running) -> None:
         assert said.startswith(b"HTTP/1.1 400 ") and b'"invalid_http"' in said
 
 
+@pytest.mark.nightly
 def test_headers_byte_by_byte_do_not_help(server: Running) -> None:
     with serving_with(header_timeout_s=0.5) as other, connect(other) as raw:
         start_s = time.monotonic()
@@ -92,6 +93,7 @@ def test_requests_behind_each_other_in_one_packet(server: Running) -> None:
         assert said.count(b"HTTP/1.1") == 1 and said.startswith(b"HTTP/1.1 431")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["many", "one without an end", "an extension without an end"])
 def test_what_comes_behind_a_body_is_bounded_too(kind: str) -> None:
     """Trailers are headers: nobody reads them, and they were kept."""

@@ -119,6 +119,7 @@ def test_what_is_held_is_the_json(path: str) -> None:
     assert peak < 1.5 * len(whole) + 2**18
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_all_of_them_together_are_bounded(wide: Running, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fits alone; beside each other they do not, and who is one too many is told, and takes nothing along."""

@@ -71,6 +71,7 @@ def test_the_last_answer_says_that_the_connection_ends(server: Running) -> None:
                 assert not everything(raw)
 
 
+@pytest.mark.nightly
 def test_what_waits_behind_a_long_answer_is_bounded_too(slow: Running) -> None:
     """In packets of their own; a large body is not kept at all."""
     large = START + b"content-length: 10000000\r\n\r\n"
@@ -89,6 +90,7 @@ def test_what_waits_behind_a_long_answer_is_bounded_too(slow: Running) -> None:
             assert b'"completion_tokens":30' in said and said.count(CLOSES) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("later", [False, True])
 def test_who_leaves_is_noticed_whatever_came_behind(

@@ -97,6 +97,7 @@ def chats_s(server: Running, path: str, body: dict[str, Any], n: int) -> tuple[f
         return idle_s, [chat_s(server, content) for content in (medium, short) for _ in range(3)]
 
 
+@pytest.mark.nightly
 @each_load
 def test_a_chat_does_not_wait_for_long_texts(served: Running, path: str, body: dict[str, Any], n: int) -> None:
     """It took 13.6 s beside five such texts, and 2.9 s beside the messages."""
@@ -266,6 +267,7 @@ def test_abandoned_work_leaves_the_queue_or_is_stopped(monkeypatch: pytest.Monke
     in_loop(main)
 
 
+@pytest.mark.nightly
 def test_a_client_that_goes_away_frees_the_process_of_its_text(served: Running) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(served.url + "/tokenize", json={"prompt": "river " * 1_200_000}, timeout=0.3)
