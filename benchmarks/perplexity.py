@@ -39,6 +39,7 @@ from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.executor import StepInputs
 from millrace.engine.kv import KvFormat
+from millrace.kernels.precision import BF16_BY_TILES
 from millrace.machine.cpu import usable_cores
 
 if TYPE_CHECKING:
@@ -58,10 +59,12 @@ class Variant:
     group: int = 128
     kv: KvFormat | None = None
     head: str | None = None
+    tiles: bool = False
 
 
 PRECISIONS = (
     Variant("fp32", "fp32"), Variant("fp32, int8 kv", "fp32", kv=KvFormat.INT8), Variant("bf16", "bf16"),
+    Variant(BF16_BY_TILES, "bf16", tiles=True), Variant("w8a8 g128, attention by tiles", "w8a8", tiles=True),
     Variant("w8a8 g128", "w8a8"), Variant("w8a8 g128, int8 kv", "w8a8", kv=KvFormat.INT8),
     Variant("w4a8 g32", "w4a8", 32), Variant("w4a8 g64", "w4a8", 64), Variant("w4a8 g128", "w4a8"),
     Variant("w4a8 g128, int8 kv", "w4a8", kv=KvFormat.INT8),
@@ -127,7 +130,7 @@ def built(folder: Path, variant: Variant, sequences: int) -> Iterator[Engine]:
     """An engine for steps of so many sequences, gone when the block ends. folder: or GGUF file"""
     source = Source.from_checkpoint(Checkpoint.open(folder))
     asked = variant.precision and precision_map(variant.precision, variant.group, variant.head)
-    options = BuildOptions(precision=asked or None, max_batch=sequences, kv_format=variant.kv)
+    options = BuildOptions(precision=asked or None, max_batch=sequences, kv_format=variant.kv, tiles=variant.tiles)
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "engine"
         write_engine(source, plan_engine(source, options), out, name=folder.stem)
