@@ -13,6 +13,7 @@ from millrace.engine.engine import Engine
 from millrace.engine.executor import ExecutorLimits
 from millrace.engine.kv import CacheSpec, KvFormat
 from millrace.engine.reference import ReferenceExecutor
+from millrace.errors import GraphError
 from millrace.kernels.catalogue import operators
 from millrace.kernels.library import usable_isas
 from millrace.model import ops
@@ -56,6 +57,27 @@ class Mixed(Module):
         for layer in (self.one, self.two, self.three, self.four):
             x = layer(x, positions, lengths)
         return self.head(ops.gather_rows(self.norm(x), rows))
+
+
+class Elsewhere(Mixed):
+    """Attention is given something else in the place of the step's own numbers."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def forward(self, tokens: Tensor, positions: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+        given = {"positions": (tokens, lengths), "lengths": (positions, rows)}[self._what]
+        x = self.one(self.embed(tokens), *given)
+        return self.head(ops.gather_rows(self.norm(x), rows))
+
+
+@pytest.mark.parametrize("what", ["positions", "lengths"])
+def test_attention_means_the_inputs_of_these_names(what: str) -> None:
+    """Its kernel takes both from the step: a graph that means another value would be computed as if it did not."""
+    weights = {n: np.zeros([d for d in p.shape if isinstance(d, int)], np.float32) for n, p in Mixed().parameters()}
+    with pytest.raises(GraphError, match=f'the input "{what}"|the input "lengths"'):
+        plan_engine(Source.from_module(Elsewhere(what), weights, max_context=64), BuildOptions(max_batch=4))
 
 
 @pytest.fixture

@@ -43,6 +43,21 @@ def test_convert_stores_the_reference_bytes(n: int, group: int, format: RowForma
     assert (got.reshape(7, stride)[:, :size][expected != 0] == expected[expected != 0]).all()
 
 
+def test_every_kind_of_nan_stays_one_in_bfloat16(machine: Machine) -> None:
+    """Also those of erased memory, all ones, which rounding as an integer would wrap to a zero."""
+    low = np.array([1, 0x7FFF, 0x8000, 0x400000, 0x7F8000, 0x7FE000, 0x7FFFFF], np.uint32)
+    bits = np.concatenate(
+        [0x7F800000 | low, 0xFF800000 | low, np.array([0x7F800000, 0x7F7FFFFF, 0xFF800000], np.uint32)]
+    )
+    x, n = bits.view(np.float32)[None, :], len(bits)
+    stride = row_bytes(RowFormat.BF16, n, 0)
+    params = {"rows": 0, "n": n, "x_stride": n, "y_stride": stride, "format": RowFormat.BF16, "group": 0}
+    got = run_kernel("convert", {"x": x, "y": np.zeros((1, stride), np.uint8)}, params, [1], machine)["y"]
+    rounded = (got[: 2 * n].view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    assert np.isnan(rounded[:-3]).all() and (np.signbit(rounded) == np.signbit(x[0])).all()
+    assert rounded[-3:].tolist() == [np.inf, np.inf, -np.inf]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [0, 15, 40, 99])
 def test_what_is_not_finite_is_not_lost(bad: float, at: int, machine: Machine) -> None:

@@ -326,6 +326,15 @@ def test_a_defect_leaves_nobody_waiting(network: Network, loop: EncoderLoop, mon
         loop.submit(ids(1))
 
 
+def test_after_its_end_a_loop_takes_nothing_until_it_starts_again(network: Network, loop: EncoderLoop) -> None:
+    loop.start()
+    loop.stop()
+    with pytest.raises(BusyError, match="being closed"):
+        loop.submit(ids(1))
+    loop.start()
+    assert loop.submit(ids(1)).future.result(9) == [[7]]
+
+
 def test_stopping_cancels_what_is_left(network: Network, loop: EncoderLoop) -> None:
     held(network)
     loop.start()

@@ -149,7 +149,7 @@ class LoadedProgram:
         )
 
     def activations(self) -> NDArray[np.uint8]:
-        """The planned arena itself, for tests and the inspector. Who holds it keeps the memory, beyond close() too."""
+        """The planned arena itself. Who holds it keeps the memory, beyond close() too."""
         with self._native() as native:
             address = self._lib.mr_activations(native)
             buffer: Any = (ctypes.c_uint8 * self._program.activation_bytes).from_address(address or 0)

@@ -1,4 +1,4 @@
-"""How a value's rows lie in memory: what the compiler chose, beside the graph, which does not know of it."""
+"""How a value's rows lie in memory: an attribute of the node that writes it, which passes set and models never do."""
 
 from dataclasses import dataclass
 

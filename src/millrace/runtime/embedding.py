@@ -138,6 +138,7 @@ class EncoderLoop:
 
     def start(self) -> None:
         assert self._thread is None, "the loop is already running"
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="millrace-engine", daemon=True)
         self._thread.start()
 
@@ -149,7 +150,6 @@ class EncoderLoop:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._stopping = False
 
     def abandon(self) -> None:
         """Leaves a step behind that does not end: nobody waits for it any more."""

@@ -4,7 +4,7 @@ import numpy as np
 
 from millrace.errors import GraphError
 from millrace.graph.rules import check_positions, illegal
-from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, find
+from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, Value, find
 from millrace.kernels.attention.ref import attention
 from millrace.kernels.declare import MAX_HEAD, RowFormat
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, number, size, whole
@@ -70,6 +70,7 @@ def _full_reference(node: Node, values: Values) -> Held:
 
 def _lower(node: Node, writer: Writer) -> None:
     q, k = node.inputs[:2]
+    _check_step(writer, q, positions=node.inputs[3], lengths=node.inputs[4])
     if node.operator is ATTENTION:
         _attend(node, writer, (writer.view(q), writer.view(k)), {}, causal=True)
         return
@@ -82,13 +83,25 @@ def _lower(node: Node, writer: Writer) -> None:
 def _full_lower(node: Node, writer: Writer) -> None:
     """Keys and values go into pages that live for one run, so that one kernel serves both kinds of attention."""
     q, k, _, lengths = node.inputs
-    graph = writer.graph
-    if find(graph.inputs, "lengths") is not lengths or graph.symbols[:2] != (q.shape[0], lengths.shape[0]):
-        raise GraphError(
-            f"attention over sequences of the lengths {lengths}",
-            'the input "lengths", and inputs that name tokens first, then sequences', "name the inputs so",
-        )  # fmt: skip
+    _check_step(writer, q, lengths=lengths)
     _attend(node, writer, (writer.view(q), writer.view(k)), {}, causal=False)
+
+
+def _check_step(writer: Writer, q: Value, **named: Value) -> None:
+    """The kernel takes positions and lengths from the step, by the names of its inputs: the graph must mean the same.
+
+    raises GraphError
+    """
+    graph, tokens = writer.graph, (q.shape[0], named["lengths"].shape[0])
+    wrong = [name for name, value in named.items() if find(graph.inputs, name) is not value]
+    if wrong or graph.symbols[:2] != tokens:
+        what = " and ".join(f"the {name} {named[name]}" for name in wrong or named)
+        raise GraphError(
+            f"attention over sequences of {what}",
+            " and ".join(f'the input "{name}"' for name in named)
+            + ", and inputs that name tokens first, then sequences",
+            "name the inputs so, and pass them on as they are",
+        )
 
 
 def _attend(

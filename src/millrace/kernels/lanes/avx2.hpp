@@ -109,6 +109,13 @@ inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b
 inline F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 inline I as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 
+inline I if_nan(F x, I then, I other) {
+  const auto choose = [](__m256 v, __m256i t, __m256i o) {
+    return _mm256_blendv_epi8(o, t, _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)));
+  };
+  return {choose(x.a, then.a, other.a), choose(x.b, then.b, other.b)};
+}
+
 inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
 inline F load_half(const uint16_t* p) {
   const auto* q = reinterpret_cast<const __m128i*>(p);

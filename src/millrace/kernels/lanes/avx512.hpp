@@ -71,6 +71,10 @@ inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline F as_float(I a) { return {_mm512_castsi512_ps(a.v)}; }
 inline I as_int(F a) { return {_mm512_castps_si512(a.v)}; }
 
+inline I if_nan(F x, I then, I other) {
+  return {_mm512_mask_mov_epi32(other.v, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), then.v)};
+}
+
 inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
 inline F load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};

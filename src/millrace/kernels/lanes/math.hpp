@@ -65,11 +65,11 @@ inline F erf(F x) {
   return if_less(size, splat(0.9f), x * p, if_less(x, zero(), zero() - far, far));
 }
 
-// float to bfloat16 bits, nearest even; NaN stays NaN.
+// float to bfloat16 bits, nearest even; NaN stays NaN, also one whose bits are all ones and would wrap to 0.
 inline I to_bf16(F x) {
-  const I bits = as_int(x);
-  const I even = shift_right(bits, 16) & splat_i(1);
-  return shift_right(bits + even + splat_i(0x7fff), 16);
+  const I bits = as_int(x), upper = shift_right(bits, 16);
+  const I rounded = shift_right(bits + (upper & splat_i(1)) + splat_i(0x7fff), 16);
+  return if_nan(x, (upper & splat_i(0x8000)) + splat_i(0x7fc0), rounded);
 }
 
 // The first n of sixteen, rounded.

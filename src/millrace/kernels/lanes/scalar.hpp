@@ -119,6 +119,10 @@ inline I as_int(F a) {
   return r;
 }
 
+inline I if_nan(F x, I then, I other) {
+  return each_i([&](int i) { return __builtin_isnan(x.v[i]) ? then.v[i] : other.v[i]; });
+}
+
 // IEEE binary16 to binary32, exactly; its subnormals are numbers here.
 inline float half_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;

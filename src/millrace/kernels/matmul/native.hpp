@@ -1,5 +1,5 @@
 // matmul   y = epilogue(x @ w.T + bias) + residual
-//   x (rows, k) in a row format, x_stride bytes apart | w packed panels of 32 outputs (pack.py) | y (rows, y_stride) float
+//   x (rows, k) in a row format, x_stride bytes apart | w packed panels of 32 outputs (pack.py) | y (rows, y_stride) float or, packed, bfloat16
 //
 // Numerics classes; each output is one chain, so its bits depend on neither the tile, the threads nor the other rows:
 //   f32   blocks of 128: fma over k ascending from 0; blocks added in order
