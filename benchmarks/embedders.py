@@ -17,7 +17,7 @@ from benchmarks.peers.timing import fastest, seconds
 Vectors = NDArray[np.float32]  # (texts, width)
 Texts = Sequence[Sequence[int]]
 Rectangle = tuple[NDArray[np.int64], NDArray[np.int64]]  # token ids and mask, (batch, longest)
-BATCHES = (4, 8, 16, 32, 64)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Embedder(Protocol):
@@ -81,12 +81,12 @@ class Millrace:
 
 
 class Model(Protocol):
-    """Settings that may be tried, and what one of them gives for a padded batch."""
+    """Settings that may be tried, and what one of them gives for each of some padded batches."""
 
     @property
     def settings(self) -> Sequence[str]: ...
 
-    def vectors(self, setting: str, ids: NDArray[np.int64], mask: NDArray[np.int64]) -> Vectors: ...
+    def vectors(self, setting: str, batches: Sequence[Rectangle]) -> list[Vectors]: ...
 
     def describe(self) -> Mapping[str, object]: ...
 
@@ -110,7 +110,7 @@ class Batched:
         return found
 
     def _run(self, setting: str, batch: int) -> Vectors:
-        return np.concatenate([self._model.vectors(setting, *rectangle) for rectangle in self._batches[batch]])
+        return np.concatenate(self._model.vectors(setting, self._batches[batch]))
 
     def describe(self) -> Mapping[str, object]:
         setting, batch = self._chosen
@@ -156,17 +156,21 @@ def _example() -> Any:
     return torch.full((3, 17), 7), mask
 
 
+Function = Callable[[Sequence[Rectangle]], list[Vectors]]
+
+
+def one_by_one(run: Callable[[NDArray[np.int64], NDArray[np.int64]], Vectors]) -> Function:
+    return lambda batches: [run(*batch) for batch in batches]
+
+
 class Opened:
     """A `Model` of a few compiled functions, by what each setting is called."""
 
-    def __init__(
-        self, functions: Mapping[str, Callable[[NDArray[np.int64], NDArray[np.int64]], Vectors]],
-        told: Mapping[str, object],
-    ) -> None:  # fmt: skip
+    def __init__(self, functions: Mapping[str, Function], told: Mapping[str, object]) -> None:
         self.settings, self._functions, self._told = tuple(functions), functions, told
 
-    def vectors(self, setting: str, ids: NDArray[np.int64], mask: NDArray[np.int64]) -> Vectors:
-        return self._functions[setting](ids, mask)
+    def vectors(self, setting: str, batches: Sequence[Rectangle]) -> list[Vectors]:
+        return self._functions[setting](batches)
 
     def describe(self) -> Mapping[str, object]:
         return self._told
@@ -192,34 +196,56 @@ def open_onnxruntime(checkpoint: Path, folder: Path, precision: str, threads: in
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
 
-    def session(path: Path) -> Callable[[NDArray[np.int64], NDArray[np.int64]], Vectors]:
+    def session(path: Path) -> Function:
         made = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        return lambda ids, mask: made.run(None, {"ids": ids, "mask": mask})[0]
+        return one_by_one(lambda ids, mask: made.run(None, {"ids": ids, "mask": mask})[0])
 
     functions = {"as exported": session(plain), "fused by its optimiser for BERT": session(fused)}
     return Opened(functions, {"version": onnxruntime.__version__})
 
 
 def open_openvino(checkpoint: Path, folder: Path, precision: str, threads: int) -> Opened:
-    """Converted from PyTorch by itself, whose attention it knows; the hints for latency and for throughput."""
+    """Converted from PyTorch by itself, whose attention it knows.
+
+    Settings: all cores for one batch, under both hints; a stream for each core, so that as many batches run side by side.
+    """
     import openvino
 
     converted = openvino.convert_model(sentence_model(checkpoint, "sdpa"), example_input=_example())
-    core, common = openvino.Core(), {"INFERENCE_NUM_THREADS": str(threads), "NUM_STREAMS": "1"}
-    hint = {"fp32": "f32", "bf16": "bf16"}[precision]
+    core, hint = openvino.Core(), {"fp32": "f32", "bf16": "bf16"}[precision]
 
-    def compiled(goal: str) -> Callable[[NDArray[np.int64], NDArray[np.int64]], Vectors]:
-        properties = {**common, "INFERENCE_PRECISION_HINT": hint, "PERFORMANCE_HINT": goal}
-        request = core.compile_model(converted, "CPU", properties).create_infer_request()
+    def compiled(goal: str, streams: int) -> Any:
+        properties = {
+            "INFERENCE_NUM_THREADS": str(threads), "NUM_STREAMS": str(streams), "INFERENCE_PRECISION_HINT": hint,
+            "PERFORMANCE_HINT": goal,
+        }  # fmt: skip
+        return core.compile_model(converted, "CPU", properties)
+
+    def alone(goal: str) -> Function:
+        request = compiled(goal, 1).create_infer_request()
 
         def run(ids: NDArray[np.int64], mask: NDArray[np.int64]) -> Vectors:
             request.infer([ids, mask], share_inputs=True)
             found: Vectors = request.get_output_tensor(0).data.copy()
             return found
 
+        return one_by_one(run)
+
+    def side_by_side() -> Function:
+        jobs = openvino.AsyncInferQueue(compiled("THROUGHPUT", threads), threads)
+
+        def run(batches: Sequence[Rectangle]) -> list[Vectors]:
+            found: list[Vectors] = [np.empty(0, np.float32)] * len(batches)
+            jobs.set_callback(lambda job, i: found.__setitem__(i, job.get_output_tensor(0).data.copy()))
+            for i, batch in enumerate(batches):
+                jobs.start_async([*batch], i, share_inputs=True)
+            jobs.wait_all()
+            return found
+
         return run
 
-    return Opened({goal: compiled(goal) for goal in ("LATENCY", "THROUGHPUT")}, {"version": openvino.__version__})
+    functions = {"LATENCY": alone("LATENCY"), "THROUGHPUT": alone("THROUGHPUT"), "a stream a core": side_by_side()}
+    return Opened(functions, {"version": openvino.__version__})
 
 
 def open_transformers(checkpoint: Path, folder: Path, precision: str, threads: int) -> Opened:
@@ -235,4 +261,4 @@ def open_transformers(checkpoint: Path, folder: Path, precision: str, threads: i
             found: Vectors = model(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
         return found
 
-    return Opened({"sdpa": run}, {"version": transformers.__version__})
+    return Opened({"sdpa": one_by_one(run)}, {"version": transformers.__version__})

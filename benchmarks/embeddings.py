@@ -120,7 +120,8 @@ def truth(checkpoint: Path, texts: Texts) -> Vectors:
     from benchmarks.embedders import open_transformers
 
     model = open_transformers(checkpoint, checkpoint, "fp32", usable_cores())
-    found = [model.vectors("sdpa", np.array([ids]), np.ones((1, len(ids)), np.int64))[0] for ids in texts]
+    alone = [(np.array([ids]), np.ones((1, len(ids)), np.int64)) for ids in texts]
+    found = [rows[0] for rows in model.vectors("sdpa", alone)]
     return np.stack(found)
 
 

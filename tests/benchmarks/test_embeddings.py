@@ -1,5 +1,6 @@
 """The race of encoders: batches put together and taken apart again, distances, goals, the page."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from benchmarks import embedders
 from benchmarks import page as pages
-from benchmarks.embedders import Batched, Millrace
+from benchmarks.embedders import Batched, Millrace, Rectangle
 from benchmarks.embeddings import LONGEST, SHORTEST, goals, random_texts, table, truth
 from tests.support.checkpoints import random_encoder
 
@@ -22,10 +23,11 @@ class Model:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
 
-    def vectors(self, setting: str, ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
-        self.asked.append((setting, len(ids)))
-        assert ids.shape == mask.shape and (ids[mask == 0] == 0).all() and mask.sum(axis=1).max() == ids.shape[1]
-        return np.stack([ids[:, 0], mask.sum(axis=1)], axis=1).astype(np.float32)
+    def vectors(self, setting: str, batches: Sequence[Rectangle]) -> list[NDArray[np.float32]]:
+        self.asked += [(setting, len(ids)) for ids, _ in batches]
+        for ids, mask in batches:
+            assert ids.shape == mask.shape and (ids[mask == 0] == 0).all() and mask.sum(axis=1).max() == ids.shape[1]
+        return [np.stack([ids[:, 0], mask.sum(axis=1)], axis=1).astype(np.float32) for ids, mask in batches]
 
     def describe(self) -> dict[str, object]:
         return {"version": "1"}
