@@ -207,7 +207,7 @@ def open_onnxruntime(checkpoint: Path, folder: Path, precision: str, threads: in
 def open_openvino(checkpoint: Path, folder: Path, precision: str, threads: int) -> Opened:
     """Converted from PyTorch by itself, whose attention it knows.
 
-    Settings: all cores for one batch, under both hints; a stream for each core, so that as many batches run side by side.
+    Settings: all cores for one batch, under both hints; a stream for each core, and as many batches side by side.
     """
     import openvino
 
