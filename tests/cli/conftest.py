@@ -1,7 +1,8 @@
 """`millrace` runs a command line in this process, with a cache of the test's own; `engine` is a built `tiny`."""
 
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ from millrace.machine.roofline import Roofline
 from tests.support.command_line import Result
 
 Millrace = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """As before: `millrace serve` leaves them ignored, for it ends its process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

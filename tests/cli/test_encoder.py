@@ -50,7 +50,7 @@ def test_what_it_cannot_do(millrace: Millrace, model: Path, tmp_path: Path) -> N
 def test_serve(millrace: Millrace, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replies: list[httpx.Response] = []
 
-    def asked(models: object, settings: object, ready: object) -> None:
+    def asked(models: object, settings: object, ready: object, last: bool) -> None:
         def then(url: str) -> None:
             def ask() -> None:
                 replies.append(httpx.post(url + "/v1/embeddings", json={"input": "the mill", "model": "mine"}))
@@ -58,7 +58,7 @@ def test_serve(millrace: Millrace, model: Path, monkeypatch: pytest.MonkeyPatch)
 
             threading.Thread(target=ask).start()
 
-        serve(models, settings, then)  # type: ignore[arg-type]
+        serve(models, settings, then, last=last)  # type: ignore[arg-type]
 
     monkeypatch.setattr("millrace.cli.serve.serve", asked)
     told = millrace("serve", model, "--tune", "0", "--port", "0", "--served-model-name", "mine")

@@ -56,7 +56,9 @@ class ServeFlags(Settings):
     max_connections: int | None = setting(
         None, "connections at a time; default: as many as there are files for (ulimit -n), at most 4096", low=1
     )
-    max_queued: int = setting(ServiceOptions().max_queued, "sequences that may wait; more are answered 429", low=1)
+    max_queued: int = setting(
+        ServiceOptions().max_queued, "sequences that may wait, of an encoder requests; more are answered 429", low=1
+    )
     drain_timeout_s: float = setting(
         ServerSettings.drain_timeout_s,
         "seconds from SIGTERM to the end; nine tenths are for running requests",
@@ -126,7 +128,7 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
             else:
                 note(f"Ready after {seconds:.1f} s: {click.style(url + '/v1', bold=True)}   (docs: {url}/docs)")
 
-        serve([served], settings, ready)
+        serve([served], settings, ready, last=True)
 
 
 def _decode_clock(model: Opened, budget: TokenBudget, env: Env) -> DecodeClock | None:

@@ -168,13 +168,11 @@ def trace_model(
     weights: Weights,
     operators: Operators,
     *,
-    renamed: Mapping[str, str] | None = None,
     keep: Sequence[str] = (),
 ) -> Graph:
     """The graph of the model with its signature's inputs, each parameter bound to its tensor of the checkpoint.
 
     operators: what the model's operators are, by name
-    renamed: parameter name -> tensor name, where the two differ (a prefix that older checkpoints lack).
     keep: modules whose results are outputs too, by their names
     raises CheckpointError for a missing tensor, a wrong shape, or a tensor that the model does not use.
     """
@@ -184,11 +182,10 @@ def trace_model(
         if isinstance(parameter, Table):
             parameter.bind(trace, name, parameter.compute)
             continue
-        tensor = (renamed or {}).get(name, name)
-        used.add(tensor)
-        _check_tensor(tensor, parameter.shape, weights)
-        stored = partial(weights.stored, tensor) if weights.stored else None
-        parameter.bind(trace, name, partial(weights.load, tensor), stored)
+        used.add(name)
+        _check_tensor(name, parameter.shape, weights)
+        stored = partial(weights.stored, name) if weights.stored else None
+        parameter.bind(trace, name, partial(weights.load, name), stored)
     unused = sorted(set(weights.shapes) - used)
     if unused:
         raise CheckpointError(

@@ -30,6 +30,7 @@ from millrace.serve.routes import Protocol
 from millrace.serve.serving import ConnectionLimits, Connections, Serving, number_of_connections
 from millrace.serve.settings import ServerSettings
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SWEEP_TICKS = 5  # of uvicorn, which are 0.1 s each
 MIN_STOP_S = 1.0  # for a step in progress, however short the time to drain is
 MAX_FLUSH_S, MIN_FLUSH_S = 5.0, 0.25  # for answers that are complete to reach their clients, at the end
@@ -43,14 +44,18 @@ def serve(
     settings: ServerSettings,
     announce: Announce | None = None,
     protocols: Sequence[Protocol] = PROTOCOLS,
+    last: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. Starts and closes the models' engines.
 
     protocols: the endpoints; the first writes the errors of requests that are nobody's
     announce: called with the base URL once the server is ready for requests; nobody need listen (BrokenPipeError)
+    last: the process ends afterwards: both signals stay ignored, for one more while it unloads is no failure
     raises ConfigError where it cannot listen
     """
     import uvloop
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def announced(url: str) -> None:
         gc.freeze()  # what exists now stays: later collections need not look at it
@@ -63,6 +68,8 @@ def serve(
         if server.stuck:  # whoever gave its memory back now would pull it away from under the step
             log.critical("the process ends without waiting for the engine")
             os._exit(1)
+    for number in () if last else _SIGNALS:
+        signal.signal(number, before[number])
     gc.unfreeze()
 
 
@@ -250,17 +257,15 @@ def _uvicorn(models: Models, protocols: Sequence[Protocol]) -> _Web:
 
 
 async def _with_signals(server: Server) -> None:
-    loop, signals = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
         loop.add_signal_handler(number, server.stop_here)
     try:
         await server.run()
     finally:
-        for number in signals:
+        for number in _SIGNALS:
             loop.remove_signal_handler(number)
-            signal.signal(
-                number, signal.SIG_IGN
-            )  # the process ends by itself: one more must not be taken for a failure
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _url(sock: socket.socket) -> str:
