@@ -263,8 +263,8 @@ void attend_tile(AttentionTile& t, const Part& part) {
   finish(t);
 }
 
-// A task: up to kAttentionRows rows (tokens of one sequence x query heads) of one KV head, or where there are too few of these for
-// the workers and the context is long, a part of their spans.
+// A task: up to kAttentionRows rows (tokens of one sequence x query heads) of one KV head, or where there are too few of
+// these for the workers and the context is long, a part of their spans.
 inline void attention(const AttentionArgs& a, StepContext& c) {
   const int group = a.heads / a.kv_heads;
   auto& t = *reinterpret_cast<AttentionTile*>(c.scratch);
