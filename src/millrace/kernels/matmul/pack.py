@@ -16,28 +16,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.errors import CheckpointError
 from millrace.graph.types import Constant
 from millrace.kernels.arrays import Array
 from millrace.kernels.declare import WeightFormat
 from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, panel_bytes, up
+from millrace.kernels.places import finite
 
 
 def stored_codes(constants: Sequence[Constant], bits: int, group: int) -> list[QuantisedMatrix] | None:
     """Weights (N, K) in the checkpoint's own codes, those that it does not hold so rounded; None: it holds none so."""
     held = [c.stored(bits, group) if c.stored else None for c in constants]
-    if not all(np.isfinite(h.scales).all() for h in held if h):
-        raise _not_finite()
+    for matrix in filter(None, held):
+        finite(matrix.scales, matrix.scales.dtype)
     if not any(held):
         return None
     return [
         stored or quantise_matrix(c.load().astype(np.float32), bits, group)
         for stored, c in zip(held, constants, strict=True)
     ]
-
-
-def _not_finite() -> CheckpointError:
-    return CheckpointError("weights that are not finite", "numbers", "download the checkpoint again, or choose another")
 
 
 def quantise_matrix(w: Array, bits: int, group: int) -> QuantisedMatrix:
@@ -53,9 +49,7 @@ def quantise_matrix(w: Array, bits: int, group: int) -> QuantisedMatrix:
     padded[:, :K] = w
     grouped = padded.reshape(N, -1, group)
     top, bottom = grouped.max(axis=2), grouped.min(axis=2)
-    if not (np.isfinite(top).all() and np.isfinite(bottom).all()):
-        raise _not_finite()
-    scales = (np.where(-bottom >= top, bottom, top) / np.float32(low)).astype(np.float16)
+    scales = finite(np.where(-bottom >= top, bottom, top) / np.float32(low), np.dtype(np.float16))
     divisor = scales.astype(np.float32)
     inverse = np.divide(1, divisor, out=np.zeros_like(divisor), where=divisor != 0)
     codes = np.clip(np.rint(grouped * inverse[:, :, None]), low, high).astype(np.int8)
@@ -67,7 +61,10 @@ _SLAB = 1024  # outputs packed at a time: bounds the memory that packing needs b
 
 
 def pack_matrix(w: Array, format: WeightFormat, group: int) -> NDArray[np.uint8]:
-    """w (N, K) -> the packed bytes, one dimension. `group` is 0 for F32 and BF16."""
+    """w (N, K) -> the packed bytes, one dimension. `group` is 0 for F32 and BF16.
+
+    raises CheckpointError for what is not finite
+    """
     N, K = w.shape
     return _joined((_pack_slab(s, format, group) for s in _slabs(w)), matrix_bytes(format, N, K, group))
 
@@ -109,10 +106,11 @@ def _pack_slab(w: Array, format: WeightFormat, group: int) -> NDArray[np.uint8]:
     N, K = w.shape
     panels = N // PANEL
     if format == WeightFormat.F32:
+        w = finite(w, np.dtype(np.float32))
         return np.ascontiguousarray(w.reshape(panels, PANEL, K).transpose(0, 2, 1)).reshape(-1).view(np.uint8)
     if format == WeightFormat.BF16:
         wide = np.zeros((N, padded_k(K, 0)), ml_dtypes.bfloat16)
-        wide[:, :K] = w.astype(ml_dtypes.bfloat16)
+        wide[:, :K] = finite(w, np.dtype(ml_dtypes.bfloat16))
         pairs = wide.view(np.uint16).reshape(panels, PANEL, -1, 2).transpose(0, 2, 1, 3)
         return np.ascontiguousarray(pairs).reshape(-1).view(np.uint8)
     return _pack_groups(quantise_matrix(w, 8 if format == WeightFormat.W8 else 4, group))
