@@ -53,8 +53,7 @@ class Millrace:
         from millrace.compile.settings import BuildSettings
         from millrace.compile.tune import Tuning, tune_folder
         from millrace.engine.engine import Engine
-        from millrace.runtime.embed import open_encoder
-        from millrace.runtime.open import RunSettings
+        from millrace.runtime.open import RunSettings, open_encoder
 
         settings = BuildSettings(precision=precision, tune=0)
         build_engine("encoder", checkpoint, folder, settings).close()

@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from millrace.errors import CheckpointError
-from millrace.kernels.places import finite
+from millrace.kernels.matmul.pack import finite
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build
 

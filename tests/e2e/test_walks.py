@@ -11,10 +11,11 @@ from typing import Any
 
 import millrace
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.compile.build import BuildOptions, plan_engine
+from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.find import BUNDLED
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
+from millrace.engine.engine import Engine
 from tests.e2e.live import live
 
 ROOT = Path(__file__).parents[2]
@@ -66,13 +67,20 @@ def test_the_way_of_a_request(tiny_engine: Path) -> None:
     assert way - ticking == set(listed) and len(listed) == len(set(listed)) <= MOST["request"]
 
 
-def test_the_way_of_a_weight() -> None:
-    """A matrix in its checkpoint to its panels in a file; the rest of its way is decided before it is read."""
-    source = Source.from_checkpoint(Checkpoint.open(BUNDLED / "tiny"))
-    plan = plan_engine(source, BuildOptions(precision=precision_map("w4a8")))
+def test_the_way_of_a_weight(tmp_path: Path) -> None:
+    """A product of several matrices: its reading and packing file by file; around it, the files that hand it on."""
     listed = told("weight")
-    assert all((ROOT / "src" / "millrace" / file).is_file() for file in listed)
-    (packed,) = [p for p in plan.program.weights if "layers.0.mlp.down_proj" in p.name]
-    with walked() as files:
+    with walked() as deciding:
+        source = Source.from_checkpoint(Checkpoint.open(BUNDLED / "tiny"))
+        plan = plan_engine(source, BuildOptions(precision=precision_map("w4a8")))
+    (packed,) = [p for p in plan.program.weights if "layers.0.self_attn.q_proj" in p.name]
+    with walked() as packing:
         packed.pack()
-    assert files <= set(listed) and len(listed) == len(set(listed)) <= MOST["weight"]
+    with walked() as handing:
+        write_engine(source, plan, tmp_path / "engine", name="tiny")
+        engine = Engine.open(tmp_path / "engine")
+        engine.executor(n_pages=16, threads=1).close()
+    before = {"model/module.py", "compile/placement.py"}
+    after = {"compile/build.py", "engine/engine.py", "engine/native.py"}
+    assert before <= deciding and after <= handing
+    assert packing == set(listed) - before - after and len(listed) == len(set(listed)) <= MOST["weight"]

@@ -9,8 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.checkpoint.generation import GenerationDefaults
-from millrace.runtime.embed import checked_ids, truncated, truncation
-from millrace.runtime.embedding import EncoderLimits
+from millrace.runtime.embedding import EncoderLimits, checked_ids, truncated, truncation
 from millrace.runtime.params import resolve
 from millrace.serve.completions import _prompts
 from millrace.serve.fields import chat_params, check_messages, completion_params, decode, texts_or_ids

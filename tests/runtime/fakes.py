@@ -202,7 +202,8 @@ def make_loop(
     clock: Callable[[], float] | None = None,
     budget: TokenBudget | None = None,
 ) -> EngineLoop:
-    return EngineLoop(FakeExecutor(of, before_run), FakeTokenizer(), clock=clock or FakeClock(0.001), budget=budget)
+    defaults, clock = GenerationDefaults(eos_token_ids=(EOS,)), clock or FakeClock(0.001)
+    return EngineLoop(FakeExecutor(of, before_run), FakeTokenizer(), defaults, clock, budget)
 
 
 def expected_choice(prompt: Sequence[int], params: SamplingParams, choice: int, of: ExecutorLimits) -> CompletionOutput:

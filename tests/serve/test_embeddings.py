@@ -18,9 +18,9 @@ from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError
-from millrace.runtime.embed import OpenedEncoder, embed, open_encoder
+from millrace.runtime.embed import embed
 from millrace.runtime.embedding import EncoderLimits, EncoderLoop
-from millrace.runtime.open import RunSettings
+from millrace.runtime.open import OpenedEncoder, RunSettings, open_encoder
 from millrace.serve import embeddings as serve_embeddings
 from millrace.serve.embeddings import MAX_INPUTS, EncoderModel
 from millrace.serve.settings import ServerSettings

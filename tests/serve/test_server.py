@@ -54,7 +54,7 @@ from millrace.serve.settings import ServerSettings
 model = Fake(before_run=lambda step: time.sleep({step_s}), template={template!r}, template_timeout_s=30).model()
 settings = ServerSettings(port=0, log_format="json", drain_timeout_s={drain_s})
 serve([model], settings, announce=lambda url: print(url, flush=True), last=True)
-assert not model.engine.loop.running_in_thread and sys.getswitchinterval() == 0.005
+assert not model.engine.loop.thread.running and sys.getswitchinterval() == 0.005
 """
 
 

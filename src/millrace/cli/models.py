@@ -11,8 +11,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine
 from millrace.env import Env
 from millrace.errors import EngineError
-from millrace.runtime.embed import OpenedEncoder, open_encoder
-from millrace.runtime.open import Opened, RunSettings, open_engine
+from millrace.runtime.open import Opened, OpenedEncoder, RunSettings, open_any, open_engine
 
 
 def engine_of(model: str, build: BuildSettings, env: Env, *, quiet: bool = False) -> tuple[str, Engine]:
@@ -43,8 +42,7 @@ def opened_to_serve(
     """MODEL, a language model or an encoder, ready to run; closed at the end."""
     with _cache_mended(env):
         name, engine = engine_of(model, build, env, quiet=quiet)
-        is_encoder = engine.manifest.is_encoder
-        model_opened = open_encoder(name, engine, run) if is_encoder else open_engine(name, engine, run)
+        model_opened = open_any(name, engine, run)
     with closing(model_opened):
         yield model_opened
 

@@ -20,8 +20,7 @@ from millrace.engine.bound import DecodeWork
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.process import age_s
-from millrace.runtime.embed import OpenedEncoder
-from millrace.runtime.open import Opened, RunSettings
+from millrace.runtime.open import Opened, OpenedEncoder, RunSettings
 from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.serve.backend import ServedModel
@@ -149,13 +148,9 @@ def _known(model: Opened | OpenedEncoder, name: str | None) -> dict[str, Any]:
         "created": int(time.time()), "max_context": m.max_context,
         "metadata": {
             "source": m.source, "engine": m.identity, "architecture": m.architecture, "precision": m.precision,
-            "isa": _isa(model),
+            "isa": model.isa,
         },
     }  # fmt: skip
-
-
-def _isa(model: Opened | OpenedEncoder) -> str:
-    return model.network.isa if isinstance(model, OpenedEncoder) else model.executor.isa
 
 
 def _introduce(model: Opened | OpenedEncoder, served: ServedModel) -> None:
@@ -166,7 +161,7 @@ def _introduce(model: Opened | OpenedEncoder, served: ServedModel) -> None:
     heading(f"{served.name}", err=True)
     pairs(
         [
-            ("model", f"{m.architecture}, {Tables(model.engine).precision()}, on {_isa(model)}"),
+            ("model", f"{m.architecture}, {Tables(model.engine).precision()}, on {model.isa}"),
             ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences at a time"),
             ("memory", f"{size(sum(memory.values()))}: weights {size(memory['weights_bytes'])}, {full}"
                        f"activations {size(memory['activation_bytes'])}"),
@@ -179,6 +174,6 @@ def _memory(model: Opened | OpenedEncoder) -> dict[str, int]:
     cpu = model.engine.manifest.cpu
     return {
         "weights_bytes": cpu.weights_bytes,
-        "kv_bytes": model.plan.kv_bytes if isinstance(model, Opened) else 0,
+        "kv_bytes": model.kv_bytes,
         "activation_bytes": cpu.activation_bytes,
     }

@@ -2,17 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.errors import CheckpointError
 from millrace.graph.types import Array, Constant, Value
 from millrace.kernels.declare import Space
+from millrace.kernels.matmul.pack import finite
 from millrace.kernels.storage import DENSE, Storage
-
-T = TypeVar("T", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +67,6 @@ def pack_array(value: Value, dtype: np.dtype[np.generic], format: str) -> Packed
         return as_bytes(finite(constant.load(), dtype))
 
     return Packed("+".join(constant.origin), constant.origin, shape, format, int(np.prod(shape)) * dtype.itemsize, pack)
-
-
-def finite(array: Array, dtype: np.dtype[T]) -> NDArray[T]:
-    """The array in another type. raises CheckpointError where something is not finite, or too large for the type"""
-    with np.errstate(over="ignore"):
-        cast = array.astype(dtype)
-    if not np.isfinite(cast).all():
-        raise CheckpointError(
-            f"weights that are not finite, or too large for {dtype.name}", "numbers",
-            "download the checkpoint again, or choose another",
-        )  # fmt: skip
-    return cast
 
 
 def as_bytes(array: Array) -> NDArray[np.uint8]:

@@ -4,8 +4,6 @@ A text's vector has the same bits whatever is computed beside it, so requests ta
 for one vector does not wait until somebody else's thousand are done.
 """
 
-import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,12 +16,11 @@ from numpy.typing import NDArray
 from millrace.engine.engine import Engine
 from millrace.engine.native import NativeNetwork
 from millrace.engine.texts import Ids, text_inputs
-from millrace.errors import BusyError, EngineError, MillraceError
+from millrace.errors import EngineError, MillraceError, RequestError
+from millrace.runtime.loop import EngineThread, has_stopped
 
-MAX_FAILURES_IN_A_ROW = 3
 Vectors = NDArray[np.float32]  # (texts, width)
-
-log = logging.getLogger(__name__)
+ALL = -1  # truncate_prompt_tokens: to as many as the model takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +44,50 @@ class EncoderLimits:
             max_step_tokens=m.max_step_tokens, max_texts=m.max_sequences,
             max_context=min(m.max_context, m.max_step_tokens), vocab_size=m.vocab_size, width=width,
         )  # fmt: skip
+
+
+def checked_ids(ids: Sequence[int], limits: EncoderLimits, which: str, param: str | None = None) -> Ids:
+    """The token ids of one text. raises RequestError where there are none or too many, or one is out of range
+
+    which: of several, for the message
+    """
+    if len(ids) > limits.max_context:
+        raise RequestError(
+            f"{which} has {len(ids)} tokens", f"at most {limits.max_context}, the positions of this engine",
+            "shorten it, or give truncate_prompt_tokens; or build with a larger --max-context, where the model has it",
+            param,
+        )  # fmt: skip
+    if len(ids) == 0:
+        raise RequestError(f"{which} has no tokens", "at least 1", "send some text", param)
+    wide = np.asarray(ids) if all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in ids) else None
+    if wide is None or wide.dtype.kind not in "iu":
+        raise RequestError(f"{which} is not a list of token ids", "integers", "send token ids or text", param)
+    outside = np.flatnonzero((wide < 0) | (wide >= limits.vocab_size))
+    if outside.size:
+        at = int(outside[0])
+        raise RequestError(
+            f"token {at} of {which} is {int(wide[at])}", f"a token id from 0 to {limits.vocab_size - 1}",
+            "tokenise the text with this model's own tokenizer", param,
+        )  # fmt: skip
+    return wide.astype(np.int32)
+
+
+def truncated(ids: Sequence[int], most: int, around: tuple[int, int]) -> Sequence[int]:
+    """The first tokens of a text, between the special ones around it, where it has more than `most` in all."""
+    behind = around[1] if sum(around) <= most else 0
+    return ids if len(ids) <= most else [*ids[: most - behind], *ids[len(ids) - behind :]]
+
+
+def truncation(asked: int | None, max_context: int) -> int | None:
+    """How many tokens of a text are read at most; None: all, and too many are an error. raises RequestError"""
+    if asked is None:
+        return None
+    if isinstance(asked, bool) or not isinstance(asked, int) or not (asked == ALL or 1 <= asked <= max_context):
+        raise RequestError(
+            f"truncate_prompt_tokens is {asked!r:.60}", f"1 to {max_context}, or -1 for {max_context}", "correct it",
+            param="truncate_prompt_tokens",
+        )  # fmt: skip
+    return max_context if asked == ALL else asked
 
 
 class EmbeddingJob:
@@ -83,27 +124,13 @@ class EncoderLoop:
     def __init__(
         self, network: NativeNetwork, limits: EncoderLimits, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.limits = limits
-        self._network, self._clock = network, clock
-        self._thread: threading.Thread | None = None
-        self._failures = 0  # in a row; of the thread alone
-        self._changed = threading.Condition()  # guards all below
-        self._steps = self._texts = self._tokens = 0
+        self.limits, self.thread = limits, EngineThread(clock)
+        self._network = network
+        self._steps = self._texts = self._tokens = 0  # guarded, as all below, by thread.changed
         self._busy_s = 0.0
         self._jobs: deque[EmbeddingJob] = deque()
         self._waiting = self._waiting_tokens = 0
         self._step: list[tuple[EmbeddingJob, int]] = []  # which runs
-        self._stopping = False
-        self._dead_because = ""
-        self._progress_s = clock()
-
-    @property
-    def running_in_thread(self) -> bool:
-        return self._thread is not None
-
-    @property
-    def in_own_thread(self) -> bool:
-        return self._thread is threading.current_thread()
 
     def submit(self, texts: Sequence[Ids]) -> EmbeddingJob:
         """Queue the texts, as checked_ids() gives them; the job's future has their vectors, in the same order.
@@ -114,42 +141,33 @@ class EncoderLoop:
         if not texts:
             job.future.set_result(job.vectors)
             return job
-        with self._changed:
-            if self._stopping or self._dead_because:
-                raise _stopped(self._dead_because)
+        with self.thread.changed:
+            self.thread.check_open()
             if not self._jobs and not self._step:
-                self._progress_s = self._clock()  # waiting for work was no lack of progress
+                self.thread.progressed()
             self._jobs.append(job)
             self._waiting += len(texts)
             self._waiting_tokens += sum(map(len, texts))
-            self._changed.notify()
+            self.thread.changed.notify()
         return job
 
     def stats(self) -> EncoderStats:
         """A snapshot, cheap enough for every request."""
-        with self._changed:
+        with self.thread.changed:
             return EncoderStats(
                 requests=len(self._jobs), waiting=self._waiting, waiting_tokens=self._waiting_tokens,
                 steps_total=self._steps,
                 texts_total=self._texts, tokens_total=self._tokens, busy_s=self._busy_s,
-                last_step_s=self._clock() - self._progress_s,
-                idle=not self._jobs and not self._step, healthy=not self._dead_because,
+                last_step_s=self.thread.silent_s,
+                idle=not self._jobs and not self._step, healthy=not self.thread.dead_because,
             )  # fmt: skip
 
     def start(self) -> None:
-        assert self._thread is None, "the loop is already running"
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="millrace-engine", daemon=True)
-        self._thread.start()
+        self.thread.start(self._run)
 
     def stop(self) -> None:
         """End the thread after the step in progress; what is unfinished ends with BusyError."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self.thread.stop()
 
     def abandon(self) -> None:
         """Leaves a step behind that does not end: nobody waits for it any more."""
@@ -158,18 +176,18 @@ class EncoderLoop:
     # ------------------------------------------------------------------ for the engine thread
 
     def _run(self) -> None:
-        why = "a defect in the encoder's loop"  # unless it ends in an orderly way
+        thread, why = self.thread, "a defect in the encoder's loop"  # unless it ends in an orderly way
         try:
-            while not self._dead_because:
-                with self._changed:
-                    while not self._jobs and not self._stopping:
-                        self._changed.wait()
-                    if self._stopping:
+            while not thread.dead_because:
+                with thread.changed:
+                    while not self._jobs and not thread.stopping:
+                        thread.changed.wait()
+                    if thread.stopping:
                         break
                     self._step = self._gather()
                 if self._step:
                     self._run_step(self._step)
-            why = self._dead_because
+            why = thread.dead_because
         finally:  # whatever happened, nobody waits for ever
             self._end(why)
 
@@ -196,20 +214,21 @@ class EncoderLoop:
         return step
 
     def _run_step(self, step: Sequence[tuple[EmbeddingJob, int]]) -> None:
-        texts, started_s = [job.texts[number] for job, number in step], self._clock()
+        texts, started_s = [job.texts[number] for job, number in step], self.thread.clock()
         try:
             vectors = self._network.run(text_inputs(texts, self.limits.inputs))["embeddings"]
         except (RuntimeError, MillraceError) as error:  # what the native core raises
             self._step_failed(step, error)
         else:
-            self._failures = 0
+            self.thread.step_done()
             self._distribute(step, vectors)
-        with self._changed:
+        with self.thread.changed:
             self._steps += 1
             self._texts += len(texts)
             self._tokens += sum(map(len, texts))
-            self._step, self._progress_s = [], self._clock()
-            self._busy_s += self._progress_s - started_s
+            self._step = []
+            self.thread.progressed()
+            self._busy_s += self.thread.clock() - started_s
 
     def _distribute(self, step: Sequence[tuple[EmbeddingJob, int]], vectors: NDArray[np.generic]) -> None:
         finite = np.isfinite(vectors).all(axis=1)
@@ -222,22 +241,19 @@ class EncoderLoop:
                 _settle(job, None)
 
     def _step_failed(self, step: Sequence[tuple[EmbeddingJob, int]], error: Exception) -> None:
-        self._failures += 1
-        log.error("a step of %d texts failed, %d in a row", len(step), self._failures, exc_info=error)
+        self.thread.step_failed(f"a step of {len(step)} texts", error)
         for job, _ in step:
             _settle(job, _failed(f"the step that computed this request failed: {error}"))
-        if self._failures >= MAX_FAILURES_IN_A_ROW:
-            self._dead_because = f"{self._failures} steps in a row failed, the last with: {error}"
 
     def _end(self, why: str) -> None:
         """Nobody who waits is forgotten. why: what went wrong, "" where it is only being closed"""
-        with self._changed:
-            self._dead_because = why
+        with self.thread.changed:
+            self.thread.dead_because = why
             jobs = [*(job for job, _ in self._step), *self._jobs]
             self._step, self._jobs = [], deque()
             self._waiting = self._waiting_tokens = 0
         for job in jobs:
-            _settle(job, _stopped(why))
+            _settle(job, has_stopped(why))
 
 
 def _settle(job: EmbeddingJob, trouble: MillraceError | None) -> None:
@@ -252,8 +268,3 @@ def _settle(job: EmbeddingJob, trouble: MillraceError | None) -> None:
 
 def _failed(why: str) -> EngineError:
     return EngineError(why, "a vector for each text", "try again; the log says more")
-
-
-def _stopped(why: str) -> BusyError:
-    what = f"the engine has stopped: {why or 'it is being closed'}"
-    return BusyError(what, "a running engine", "restart it; its log says more" if why else "ask again when it runs")

@@ -146,7 +146,7 @@ def generate(
             collectors.append(Collector(new_output(request, text), loop.tokenizer, text=wanted.detokenize))
         n_finished = n_tokens = 0
         while n_finished < len(requests):
-            if not loop.running_in_thread and arrived.empty():
+            if not loop.thread.running and arrived.empty():
                 loop.step()
                 continue
             i, deltas = arrived.get()
@@ -158,7 +158,7 @@ def generate(
         unfinished = [r for r in requests if r.timings.finished_s is None]
         for request in unfinished:
             loop.cancel(request)
-        if unfinished and not loop.running_in_thread:
+        if unfinished and not loop.thread.running:
             loop.step()
     return [collector.output for collector in collectors]
 
@@ -171,7 +171,7 @@ async def astream(
     The loop runs in its thread; any number of these read from it, in any event loops.
     raises RequestError, and BusyError where the loop has stopped
     """
-    assert loop.running_in_thread, "a stream needs somebody who steps"
+    assert loop.thread.running, "a stream needs somebody who steps"
     wanted = params or SamplingParams()
     text, ids = prompt_tokens(loop.tokenizer, prompt)
     wanted = with_length(wanted, len(ids), context_tokens(loop.limits)) if continues else wanted

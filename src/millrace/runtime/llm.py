@@ -20,11 +20,11 @@ from millrace.engine.engine import Engine
 from millrace.env import read_env
 from millrace.errors import CheckpointError, ConfigError, MillraceError, RequestError, alike, nearest, plain
 from millrace.runtime import vllm_names
-from millrace.runtime.embed import EmbeddingRequestOutput, OpenedEncoder, embed, open_encoder
+from millrace.runtime.embed import EmbeddingRequestOutput, embed
 from millrace.runtime.embedding import EncoderLoop
 from millrace.runtime.generate import Progress, Prompt, RequestOutput, astream, generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.open import Opened, RunSettings, open_engine
+from millrace.runtime.open import Opened, OpenedEncoder, RunSettings, open_any
 from millrace.runtime.params import SamplingParams
 
 Message = Mapping[str, object]
@@ -85,18 +85,15 @@ def _open(
             f'task="{"embed" if encoder else "generate"}", which it can: {_CAN[encoder]}',
             "leave task, runner and convert out, or choose another model",
         )  # fmt: skip
-    if encoder:
-        opened = open_encoder(name, engine, run)
-        return opened, opened.loop()
-    of_text = open_engine(name, engine, run)
-    return of_text, of_text.loop(of_text.for_throughput())
+    opened = open_any(name, engine, run)
+    return opened, opened.loop(opened.for_throughput()) if isinstance(opened, Opened) else opened.loop()
 
 
 def _release(loop: EngineLoop | EncoderLoop, opened: Opened | OpenedEncoder, made_in: int) -> None:
     """Ends the engine's thread, then gives the memory back."""
     if os.getpid() != made_in:  # a forked child: threads and memory are its parent's
         return
-    if loop.in_own_thread:  # which cannot wait for itself: the collector may run anywhere
+    if loop.thread.is_current:  # which cannot wait for itself: the collector may run anywhere
         threading.Thread(target=_release, args=(loop, opened, made_in)).start()
         return
     loop.stop()
@@ -221,7 +218,7 @@ class LLM:
                 "call these, or make an LLM of an encoder of sentences",
             )  # fmt: skip
         with self._threading:
-            if not self._loop.running_in_thread:
+            if not self._loop.thread.running:
                 self._loop.start()
         with _in_python_words(self._given_as), _progress_bar(use_tqdm) as progress:
             each = _prompts(prompts)
@@ -237,7 +234,7 @@ class LLM:
         self._check_usable()
         loop = self._generating
         with self._threading:  # from the first stream on, the engine has a thread of its own
-            if not loop.running_in_thread:
+            if not loop.thread.running:
                 loop.start()
         with _in_python_words(self._given_as):
             async for output in astream(loop, prompt, sampling_params, continues=True):

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
@@ -67,23 +67,92 @@ NOT_FINITE = "the model's output for this request was not finite"
 log = logging.getLogger(__name__)
 
 
+class EngineThread:
+    """The life of a loop, of whatever engine: its thread, when it last got on, and why it stopped.
+
+    `changed` guards `stopping` and `dead_because`, and what the loop hands over between threads.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.changed = threading.Condition()
+        self.stopping = False
+        self.dead_because = ""  # what went wrong, so that the loop has ended for ever
+        self._thread: threading.Thread | None = None
+        self._failed_in_row = 0
+        self._progress_s = clock()
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in it."""
+        return self._thread is threading.current_thread()
+
+    @property
+    def silent_s(self) -> float:
+        """Since the loop last got on."""
+        return self.clock() - self._progress_s
+
+    def start(self, run: Callable[[], None]) -> None:
+        assert self._thread is None, "the loop is already running"
+        self.stopping = False
+        self._thread = threading.Thread(target=run, name="millrace-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> bool:
+        """Waits for the step in progress, and whatever the loop does at its end. False: it had no thread."""
+        with self.changed:
+            self.stopping = True
+            self.changed.notify()
+        if self._thread is None:
+            return False
+        self._thread.join()
+        self._thread = None
+        return True
+
+    def check_open(self) -> None:
+        """Under `changed`, before the loop is given work. raises BusyError"""
+        if self.stopping or self.dead_because:
+            raise has_stopped(self.dead_because)
+
+    def progressed(self) -> None:
+        """Also when work comes to an idle loop: to wait for it was no lack of progress."""
+        self._progress_s = self.clock()
+
+    def step_done(self) -> None:
+        self._failed_in_row = 0
+
+    def step_failed(self, what: str, error: Exception) -> None:
+        """Only what was in the step fails with it; but a loop whose steps fail again and again has ended."""
+        self._failed_in_row += 1
+        log.error("%s failed, %d in a row", what, self._failed_in_row, exc_info=error)
+        if self._failed_in_row >= MAX_FAILURES_IN_A_ROW:
+            self.dead_because = f"{self._failed_in_row} steps in a row failed, the last with: {error}"
+
+
+def has_stopped(why: str) -> BusyError:
+    """why: "" where the loop is only being closed"""
+    what = f"the engine has stopped: {why or 'it is being closed'}"
+    return BusyError(what, "a running engine", "restart it; its log says more" if why else "ask again when it runs")
+
+
 class EngineLoop:
     """Runs an executor for many requests. `start` gives it a thread; without one, its owner calls `step`.
 
-    `defaults` is the model's generation_config; `budget` limits how long a step may last while answers are running.
+    defaults: what the model says of sampling, and its end-of-text tokens
+    budget: how long a step may last while answers are running
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        tokenizer: Tokenizer,
-        defaults: GenerationDefaults | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        budget: TokenBudget | None = None,
-    ) -> None:
-        self.tokenizer, self.clock = tokenizer, clock
+        self, executor: Executor, tokenizer: Tokenizer, defaults: GenerationDefaults | None = None,
+        clock: Callable[[], float] = time.perf_counter, budget: TokenBudget | None = None,
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.thread = tokenizer, EngineThread(clock)
         self.limits: ExecutorLimits = executor.limits
-        self.defaults = _with_eos(defaults or GenerationDefaults(), tokenizer)
+        self.defaults = defaults or GenerationDefaults()
         self._executor = executor
         self._pool = PagePool(self.limits.n_pages)
         self._scheduler = Scheduler(self.limits, self._pool, clock, budget)
@@ -91,37 +160,18 @@ class EngineLoop:
         self._live: dict[Request, None] = {}
         self._pending: dict[Request, list[Delta]] = {}  # what this step adds
         self._counters = Counters()
-        self._n_failed_in_row = 0
-        self._dead_because: str | None = None
-        self._progress_s = clock()
-        self._thread: threading.Thread | None = None
         self._after_step: Callable[[], None] = _nothing
         self._stepping = threading.Lock()  # several threads may wait for answers of a loop that has none of its own
-        self._commands_changed = threading.Condition()  # guards the four below
-        self._submitted: list[Request] = []
+        self._submitted: list[Request] = []  # guarded, as the two below, by thread.changed
         self._cancelled: list[Request] = []
         self._n_submitted = 0  # sequences on their way to the scheduler
-        self._stopping = False
 
     # ------------------------------------------------------------------ for any thread
 
-    @property
-    def running_in_thread(self) -> bool:
-        return self._thread is not None
-
-    @property
-    def in_own_thread(self) -> bool:
-        return self._thread is threading.current_thread()
-
     def submit(
-        self,
-        prompt_token_ids: Ordered[int] | IntArray,
-        params: SamplingParams,
-        deliver: Deliver,
-        request_id: str | None = None,
-        stops: StopTables | None = None,
-        first: int = 0,
-    ) -> Request:
+        self, prompt_token_ids: Ordered[int] | IntArray, params: SamplingParams, deliver: Deliver,
+        request_id: str | None = None, stops: StopTables | None = None, first: int = 0,
+    ) -> Request:  # fmt: skip
         """Queue a request; its deltas go to `deliver`, in the engine thread, at most once a step.
 
         Every choice ends with exactly one delta that has a finish_reason.
@@ -136,29 +186,27 @@ class EngineLoop:
             shown = Detokenizer(self.tokenizer, params.skip_special_tokens, prompt_ids)
             return AnswerText(shown, tables, params.include_stop_str_in_output)
 
-        timings = Timings(queued_s=self.clock())
+        timings = Timings(queued_s=self.thread.clock())
         request = Request(request_id or uuid.uuid4().hex, prompt, resolved, deliver, timings, new_text, first)
-        with self._commands_changed:
-            if self._dead_because is not None or self._stopping:
-                why = self._dead_because or "it is being closed"
-                raise BusyError(f"the engine has stopped: {why}", "a running engine", "restart it; its log says more")
+        with self.thread.changed:
+            self.thread.check_open()
             if self._is_idle():
-                self._progress_s = self.clock()  # waiting for work was no lack of progress
+                self.thread.progressed()
             self._submitted.append(request)
             self._n_submitted += len(request.choices)
-            self._commands_changed.notify()
+            self.thread.changed.notify()
         return request
 
     def cancel(self, request: Request) -> None:
         """Finish the request with ABORT before the next step. Harmless when it is finished."""
-        with self._commands_changed:
+        with self.thread.changed:
             self._cancelled.append(request)
-            self._commands_changed.notify()
+            self.thread.changed.notify()
 
     def stats(self) -> LoopStats:
         """A snapshot, cheap enough for every request."""
         counters, scheduler = self._counters, self._scheduler
-        with self._commands_changed:
+        with self.thread.changed:
             n_waiting, idle = self._n_submitted + len(scheduler.waiting), self._is_idle()
         return LoopStats(
             running=len(scheduler.running),
@@ -171,34 +219,26 @@ class EngineLoop:
             steps_total=counters.steps,
             step_tokens_total=counters.step_tokens,
             finished_total=dict(counters.finished),
-            last_step_s=self.clock() - self._progress_s,
+            last_step_s=self.thread.silent_s,
             idle=idle,
-            healthy=self._dead_because is None,
+            healthy=not self.thread.dead_because,
             request_time_s=counters.request_time_s,
         )
 
     def start(self, after_step: Callable[[], None] | None = None) -> None:
         """Run in a thread of its own; `after_step` is called there after each step's deliveries."""
-        assert self._thread is None, "the loop is already running"
         self._after_step = after_step or _nothing
-        self._thread = threading.Thread(target=self._run, name="millrace-engine", daemon=True)
-        self._thread.start()
+        self.thread.start(self._run)
 
     def stop(self) -> None:
         """End the thread after the step in progress; what is unfinished ends with ABORT.
 
         Submits are refused meanwhile. Then the loop is at rest: it may be started, or stepped, again.
         """
-        with self._commands_changed:
-            self._stopping = True
-            self._commands_changed.notify()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        else:
+        if not self.thread.stop():
             with self._stepping:
                 self._end_everything(FinishReason.ABORT, "the server is stopping")
-        self._after_step, self._stopping = _nothing, False
+        self._after_step, self.thread.stopping = _nothing, False
 
     # ------------------------------------------------------------------ for the engine thread
 
@@ -210,27 +250,27 @@ class EngineLoop:
             if ran:
                 self._run_step()
             self._deliver()
-            self._progress_s = self.clock()
+            self.thread.progressed()
         return ran
 
     def _run(self) -> None:
-        why = "a defect in the engine loop"  # unless it ends in an orderly way
+        thread, why = self.thread, "a defect in the engine loop"  # unless it ends in an orderly way
         try:
-            while not self._stopping and self._dead_because is None:
+            while not thread.stopping and not thread.dead_because:
                 if not self.step():
-                    with self._commands_changed:
-                        while not (self._submitted or self._cancelled or self._stopping):
-                            self._commands_changed.wait()
+                    with thread.changed:
+                        while not (self._submitted or self._cancelled or thread.stopping):
+                            thread.changed.wait()
             why = ""
         finally:  # whatever happened, nobody waits for ever
             if why:
-                self._dead_because = why
+                thread.dead_because = why
                 self._abandon_everything(f"the engine has stopped: {why}")
-            elif self._dead_because is None:
+            elif not thread.dead_because:
                 self._end_everything(FinishReason.ABORT, "the server is stopping")
 
     def _drain_commands(self) -> None:
-        with self._commands_changed:  # so that no sequence is counted twice or not at all meanwhile
+        with self.thread.changed:  # so that no sequence is counted twice or not at all meanwhile
             cancelled, self._cancelled = self._cancelled, []
             for request in self._submitted:
                 self._live[request] = None
@@ -242,15 +282,15 @@ class EngineLoop:
     def _run_step(self) -> None:
         step = self._scheduler.schedule()
         inputs = self._batch.build(step)
-        started_s = self.clock()
+        started_s = self.thread.clock()
         try:
             self._executor.launch(inputs)
             outputs = self._executor.wait()
         except (RuntimeError, MillraceError) as error:  # what executors raise; a failed assert is our own and ends us
             self._step_failed(step, error)
             return
-        self._n_failed_in_row = 0
-        now_s = self.clock()
+        self.thread.step_done()
+        now_s = self.thread.clock()
         self._scheduler.commit(step, now_s - started_s)
         self._counters.steps += 1
         self._counters.step_tokens += step.n_tokens
@@ -291,13 +331,11 @@ class EngineLoop:
 
     def _step_failed(self, step: Step, error: Exception) -> None:
         """Fail the requests that took part. The others' pages are untouched, so they go on."""
-        self._n_failed_in_row += 1
-        log.error("step of %d tokens failed, %d in a row", step.n_tokens, self._n_failed_in_row, exc_info=error)
+        self.thread.step_failed(f"a step of {step.n_tokens} tokens", error)
         for request in dict.fromkeys(chunk.sequence.request for chunk in step.chunks):
             self._end(request, FinishReason.ERROR, f"the step that computed this request failed: {error}")
-        if self._n_failed_in_row >= MAX_FAILURES_IN_A_ROW:
-            self._dead_because = f"{MAX_FAILURES_IN_A_ROW} steps in a row failed, the last with: {error}"
-            self._end_everything(FinishReason.ERROR, f"the engine has stopped: {self._dead_because}")
+        if why := self.thread.dead_because:
+            self._end_everything(FinishReason.ERROR, f"the engine has stopped: {why}")
 
     # ------------------------------------------------------------------ finishing and delivering
 
@@ -311,7 +349,7 @@ class EngineLoop:
         if not request.is_open:
             del self._live[request]
             timings = request.timings
-            timings.finished_s = self.clock()
+            timings.finished_s = self.thread.clock()
             if timings.first_scheduled_s is not None:
                 self._counters.request_took(timings.finished_s - timings.first_scheduled_s)
 
@@ -330,7 +368,7 @@ class EngineLoop:
 
     def _abandon_everything(self, error: str) -> None:
         """Tell everyone, and rely on nothing else: scheduler and pages may be in any state."""
-        with self._commands_changed:
+        with self.thread.changed:
             submitted, self._submitted, self._n_submitted = self._submitted, [], 0
         for request in dict.fromkeys([*self._pending, *self._live, *submitted]):
             deltas = self._pending.get(request, [])
@@ -351,14 +389,6 @@ class EngineLoop:
 
     def _is_idle(self) -> bool:
         return self._n_submitted == 0 and not self._scheduler.has_work
-
-
-def _with_eos(defaults: GenerationDefaults, tokenizer: Tokenizer) -> GenerationDefaults:
-    """The model's end-of-text tokens, or the tokenizer's where generation_config names none."""
-    eos = tokenizer.eos_token_id
-    if defaults.eos_token_ids or eos is None:
-        return defaults
-    return replace(defaults, eos_token_ids=(eos,))
 
 
 def _nothing() -> None:

@@ -1,4 +1,7 @@
-"""From an engine to a running model: memory planned, weights loaded, tokenizer and template at hand."""
+"""From an engine to a running model: memory planned, weights loaded, tokenizer and template at hand.
+
+Of language models and encoders: what both have goes by the same name.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -8,10 +11,11 @@ from millrace.checkpoint.generation import GENERATION_CONFIG, GenerationDefaults
 from millrace.checkpoint.tokenizer import VocabularyTokenizer, read_json_object
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
-from millrace.engine.native import NativeExecutor
+from millrace.engine.native import NativeExecutor, NativeNetwork
 from millrace.machine.cpu import memory, usable_cores
+from millrace.runtime.embedding import EncoderLimits, EncoderLoop
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.plan import RunPlan, plan_run
+from millrace.runtime.plan import RunPlan, plan_encoder, plan_run
 from millrace.runtime.scheduler import TokenBudget
 from millrace.settings import Settings, setting
 
@@ -36,7 +40,7 @@ class RunSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A model that runs: close the executor when done."""
+    """A language model that runs: close it when done, after the loop has stopped."""
 
     name: str
     engine: Engine
@@ -49,6 +53,14 @@ class Opened:
     def loop(self, budget: TokenBudget | None = None) -> EngineLoop:
         """budget: how long a step may last while answers are running; None: as it is for a server's clients"""
         return EngineLoop(self.executor, self.tokenizer, self.defaults, budget=budget)
+
+    @property
+    def isa(self) -> str:
+        return self.executor.isa
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.plan.kv_bytes
 
     def for_throughput(self) -> TokenBudget:
         """Prompts are never cut short for the sake of running answers: nobody watches them grow."""
@@ -79,3 +91,40 @@ def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | No
     defaults = replace(generation, eos_token_ids=tuple(engine.manifest.eos_token_ids))
     executor = engine.executor(n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa)
     return Opened(name, engine, plan, executor, tokenizer, template, defaults)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEncoder:
+    """An encoder that runs: close it when done, after the loop has stopped."""
+
+    name: str
+    engine: Engine
+    network: NativeNetwork
+    tokenizer: VocabularyTokenizer
+    limits: EncoderLimits
+    chat_template: None = None
+    kv_bytes: int = 0
+
+    def loop(self) -> EncoderLoop:
+        return EncoderLoop(self.network, self.limits)
+
+    @property
+    def isa(self) -> str:
+        return self.network.isa
+
+    def close(self) -> None:
+        self.network.close()
+        self.engine.close()
+
+
+def open_encoder(name: str, engine: Engine, run: RunSettings) -> OpenedEncoder:
+    """As open_engine. raises MachineError; ConfigError for --kv-memory"""
+    plan_encoder(engine, memory(), run.kv_memory)
+    tokenizer, limits = open_tokenizer(engine.folder), EncoderLimits.of(engine)
+    network = engine.network(threads=run.threads or usable_cores(), isa=run.isa)
+    return OpenedEncoder(name, engine, network, tokenizer, limits)
+
+
+def open_any(name: str, engine: Engine, run: RunSettings) -> Opened | OpenedEncoder:
+    """Whichever of the two it is."""
+    return (open_encoder if engine.manifest.is_encoder else open_engine)(name, engine, run)

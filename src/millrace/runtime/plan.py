@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
-from millrace.errors import MachineError
+from millrace.errors import ConfigError, MachineError
 from millrace.machine.cpu import Memory
 
 # Interpreter, tokenizer, scratch and what the rest of the system may take while we run.
@@ -39,6 +39,19 @@ def plan_run(engine: Engine, memory: Memory, kv_memory: int | None = None) -> Ru
     if n_pages < least or n_pages * page > free:
         raise _too_little(engine, memory, kv_memory, free)
     return RunPlan(n_pages, m.cpu.weights_bytes, m.cpu.activation_bytes, n_pages * page)
+
+
+def plan_encoder(engine: Engine, memory: Memory, kv_memory: int | None = None) -> None:
+    """raises MachineError where it does not fit, ConfigError for --kv-memory, which an encoder has no use for"""
+    if kv_memory is not None:
+        raise ConfigError("--kv-memory is given for an encoder", "nothing: it keeps no keys and values", "leave it out")
+    cpu, free = engine.manifest.cpu, memory.available_bytes
+    if cpu.weights_bytes + cpu.activation_bytes + RESERVE > free:
+        raise MachineError(
+            f"this engine needs {_mib(cpu.weights_bytes + cpu.activation_bytes + RESERVE)}: weights "
+            f"{_mib(cpu.weights_bytes)}, activations {_mib(cpu.activation_bytes)}; {_mib(free)} are available",
+            "all of it before anything is loaded", "build with --precision bf16, or free memory",
+        )  # fmt: skip
 
 
 def _too_little(engine: Engine, memory: Memory, kv_memory: int | None, free: int) -> MachineError:

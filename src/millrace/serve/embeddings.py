@@ -16,8 +16,7 @@ from starlette.types import ASGIApp
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.engine.texts import Ids
 from millrace.errors import BusyError, MillraceError, RequestError
-from millrace.runtime.embed import checked_ids, truncated, truncation
-from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors
+from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors, checked_ids, truncated, truncation
 from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.fields import texts_or_ids

@@ -16,11 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.errors import CheckpointError
 from millrace.graph.types import Constant
 from millrace.kernels.arrays import Array
 from millrace.kernels.declare import WeightFormat
 from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, panel_bytes, up
-from millrace.kernels.places import finite
+
+_T = TypeVar("_T", bound=np.generic)
+
+
+def finite(array: Array, dtype: np.dtype[_T]) -> NDArray[_T]:
+    """The array in another type. raises CheckpointError where something is not finite, or too large for the type"""
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    if not np.isfinite(cast).all():
+        raise CheckpointError(
+            f"weights that are not finite, or too large for {dtype.name}", "numbers",
+            "download the checkpoint again, or choose another",
+        )  # fmt: skip
+    return cast
 
 
 def stored_codes(constants: Sequence[Constant], bits: int, group: int) -> list[QuantisedMatrix] | None:
@@ -56,7 +70,6 @@ def quantise_matrix(w: Array, bits: int, group: int) -> QuantisedMatrix:
     return QuantisedMatrix(codes.reshape(N, -1)[:, :K], scales, group, bits)
 
 
-_T = TypeVar("_T", bound=np.generic)
 _SLAB = 1024  # outputs packed at a time: bounds the memory that packing needs beside the result
 
 
