@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from millrace.serve.backend import Models
+from millrace.serve.backend import Backend, Models
 from millrace.serve.openai import OPENAI
 from millrace.serve.openapi import About, document
 from millrace.serve.routes import Edge, Endpoint, Handler, Keys, Protocol
@@ -44,8 +44,8 @@ def _bodies(settings: ServerSettings) -> Bodies:
 
 def _documentation(models: Models, endpoints: Sequence[Endpoint]) -> list[Route]:
     """Of what this server's models can do: /openapi.json, and /docs to read it."""
-    takers = {e.path: models.first if e.backend is None else models.of_kind(e.backend) for e in endpoints}
-    names = {path: taker.model.name for path, taker in takers.items() if taker is not None}
+    takers = {e.path: models.of_kind(e.backend or Backend) for e in endpoints}
+    names = {path: able[0].model.name for path, able in takers.items() if able}
     defaults = {name: value for backend in models.backends for name, value in backend.defaults.items()}
     about = About(names, defaults, bool(models.serving.settings.api_keys))
     schema = msgspec.json.encode(document([e.operation for e in endpoints if e.path in names], about))

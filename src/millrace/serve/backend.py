@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from prometheus_client.core import Metric
 
@@ -94,15 +94,6 @@ class Backend(ABC):
 B = TypeVar("B", bound=Backend)
 
 
-class Capable(Protocol):
-    """An endpoint, as far as it matters which models it takes."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def backend(self) -> type[Backend] | None: ...
-
-
 class Models:
     """The models of one server, by their names, with what they share."""
 
@@ -143,30 +134,6 @@ class Models:
         for backend in self.backends:
             backend.close()
 
-    def of_kind(self, kind: type[B]) -> B | None:
-        """The first that is one of these."""
-        return next((backend for backend in self.backends if isinstance(backend, kind)), None)
-
-    def able(self, name: str | None, asked: Capable, endpoints: Sequence[Capable]) -> Backend:
-        """The model of that name, which must be able to answer at `asked`; None: the first that is.
-
-        endpoints: all that there are. raises HttpError: 404 as `get`, 400 saying what the model can
-        """
-        kind = asked.backend
-        assert kind is not None, asked.path
-        backend = self.get(name)
-        if name is None:
-            backend = self.of_kind(kind) or backend
-        if isinstance(backend, kind):
-            return backend
-        can = [e.path for e in endpoints if e.backend is not None and isinstance(backend, e.backend)]
-        others = [known for known, other in self._by_name.items() if isinstance(other, kind)]
-        another = f"another model: {', '.join(others)}" if others else "a server of another model"
-        mend = f"choose {another}"
-        raise HttpError(
-            400,
-            "model_cannot",
-            f'the model "{name or backend.model.name}" is {backend.what}, and cannot answer {asked.path}',
-            f"a request to {' or '.join(can)}" if can else "a model that can",
-            f"ask it there, or {mend}" if can else mend,
-        ).about("model")
+    def of_kind(self, kind: type[B]) -> list[B]:
+        """Those that can do what this kind can."""
+        return [backend for backend in self.backends if isinstance(backend, kind)]

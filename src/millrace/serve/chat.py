@@ -29,11 +29,11 @@ from millrace.serve.wire import Call
 Finish = Literal["stop", "length"]
 
 
-async def chat_completions(serving: TextBackend, call: Call, asked: ChatRequest) -> ASGIApp:
+async def chat_completions(backend: TextBackend, call: Call, asked: ChatRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     model = call.model
     params = chat_params(asked)
-    prompt = await serving.texts.encode_chat(
+    prompt = await backend.texts.encode_chat(
         asked.messages,
         body_bytes=call.body_bytes,
         add_generation_prompt=asked.add_generation_prompt is not False,
@@ -41,9 +41,9 @@ async def chat_completions(serving: TextBackend, call: Call, asked: ChatRequest)
         add_special_tokens=bool(asked.add_special_tokens),
     )
     asked.messages = []  # they may be many times the body, and the answer may take minutes
-    check_context(len(prompt), params.max_tokens, serving.model.max_context, "messages")
-    generation = await start(serving, [prompt], params, call, whole_bytes=None if asked.stream else CHAT_BYTES)
-    answer = _Answer(serving, generation, f"chatcmpl-{call.id}", model)
+    check_context(len(prompt), params.max_tokens, backend.model.max_context, "messages")
+    generation = await start(backend, [prompt], params, call, whole_bytes=None if asked.stream else CHAT_BYTES)
+    answer = _Answer(backend, generation, f"chatcmpl-{call.id}", model)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
     return await answer.whole()
@@ -52,8 +52,8 @@ async def chat_completions(serving: TextBackend, call: Call, asked: ChatRequest)
 class _Answer:
     """One chat completion under way."""
 
-    def __init__(self, serving: TextBackend, generation: Generation, answer_id: str, model: str) -> None:
-        self._serving, self._generation = serving, generation
+    def __init__(self, backend: TextBackend, generation: Generation, answer_id: str, model: str) -> None:
+        self._backend, self._generation = backend, generation
         self._id, self._model, self._created = answer_id, model, int(time.time())
 
     async def whole(self) -> Response:
@@ -65,8 +65,8 @@ class _Answer:
             return 0 if piece is None else logprobs[delta.index].add(piece)
 
         async with self._generation:
-            choices = await self._generation.whole(named, self._serving)
-            content = await self._serving.written(
+            choices = await self._generation.whole(named, self._backend)
+            content = await self._backend.written(
                 self._generation.is_large, lambda: msgspec.json.encode(self._reply(choices, logprobs))
             )
         return Response(content, media_type="application/json")
@@ -87,7 +87,7 @@ class _Answer:
                 for i, choice in enumerate(choices)
             ],
             usage=self._generation.usage,
-            system_fingerprint=self._serving.fingerprint,
+            system_fingerprint=self._backend.fingerprint,
             millrace=self._generation.asked,
         )
 
@@ -102,10 +102,10 @@ class _Answer:
         head = events([first])  # goes out with the first token: whoever takes the first event for it is not misled
         async for deltas in self._generation:
             is_much = self._generation.is_much(deltas)
-            yield head + await self._serving.written(is_much, partial(self._block, deltas, usage))
+            yield head + await self._backend.written(is_much, partial(self._block, deltas, usage))
             head = b""
         if usage.at_end:
-            last = ChatChunk(self._id, self._created, self._model, self._serving.fingerprint, [])
+            last = ChatChunk(self._id, self._created, self._model, self._backend.fingerprint, [])
             last.usage = self._generation.usage
             yield events([last])
 
@@ -114,7 +114,7 @@ class _Answer:
         return events(self._chunk([choice], usage) for choice in choices)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: StreamUsage) -> ChatChunk:
-        chunk = ChatChunk(self._id, self._created, self._model, self._serving.fingerprint, choices)
+        chunk = ChatChunk(self._id, self._created, self._model, self._backend.fingerprint, choices)
         chunk.usage = usage.of(choices[0].index)
         return chunk
 
@@ -128,7 +128,7 @@ class _Answer:
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if self._generation.params.logprobs is None:
             return None
-        return chat_logprobs(self._serving.model.tokenizer, tokens)
+        return chat_logprobs(self._backend.model.tokenizer, tokens)
 
 
 def finish_of(delta: Delta | None) -> Finish:

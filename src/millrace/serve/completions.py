@@ -20,22 +20,22 @@ from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
 
 
-async def completions(serving: TextBackend, call: Call, asked: CompletionRequest) -> ASGIApp:
+async def completions(backend: TextBackend, call: Call, asked: CompletionRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     model = call.model
     params = completion_params(asked)
     max_tokens = asked.max_tokens or None  # 0: an echo alone, which needs room for the token that is drawn
-    given = _prompts(asked.prompt, params.n, max_tokens, serving)
+    given = _prompts(asked.prompt, params.n, max_tokens, backend)
     special = asked.add_special_tokens is not False
-    prompts = await _tokens(serving, given, max_tokens, special)
+    prompts = await _tokens(backend, given, max_tokens, special)
     echoes = None
     if asked.echo:
         pairs = zip(given, prompts, strict=True)
-        echoes = [await serving.texts.echo(said, ids, special, params.skip_special_tokens) for said, ids in pairs]
+        echoes = [await backend.texts.echo(said, ids, special, params.skip_special_tokens) for said, ids in pairs]
     asked.prompt, given = "", []  # they may be many times the body, and the answer may take minutes
     whole_bytes = None if asked.stream else COMPLETION_BYTES
-    generation = await start(serving, prompts, params, call, continues=True, whole_bytes=whole_bytes)
-    answer = _Answer(serving, generation, f"cmpl-{call.id}", model, echoes, prompt_only=asked.max_tokens == 0)
+    generation = await start(backend, prompts, params, call, continues=True, whole_bytes=whole_bytes)
+    answer = _Answer(backend, generation, f"cmpl-{call.id}", model, echoes, prompt_only=asked.max_tokens == 0)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
     return await answer.whole()
@@ -49,17 +49,17 @@ class _Answer:
     """
 
     def __init__(
-        self, serving: TextBackend, generation: Generation, answer_id: str, model: str, echoes: list[Echo] | None,
+        self, backend: TextBackend, generation: Generation, answer_id: str, model: str, echoes: list[Echo] | None,
         prompt_only: bool,
     ) -> None:  # fmt: skip
-        self._serving, self._generation = serving, generation
+        self._backend, self._generation = backend, generation
         self._id, self._model, self._created = answer_id, model, int(time.time())
         self._echoes, self._prompt_only = echoes, prompt_only
         self._with_top = bool(generation.params.logprobs)
         self._offsets: list[OffsetLogprobs] = []
         params = generation.params
         if params.logprobs is not None:
-            tokenizer, skip = serving.model.tokenizer, params.skip_special_tokens
+            tokenizer, skip = backend.model.tokenizer, params.skip_special_tokens
             self._offsets = [
                 OffsetLogprobs(tokenizer, request.prompt.tolist(), skip, echoes[i] if echoes else None)
                 for i, request in enumerate(generation.handle.requests)
@@ -76,8 +76,8 @@ class _Answer:
             return sum(logprobs[delta.index].add(piece) for piece in self._logprobs(delta))
 
         async with self._generation:
-            choices = await self._generation.whole(named, self._serving)
-            content = await self._serving.written(
+            choices = await self._generation.whole(named, self._backend)
+            content = await self._backend.written(
                 self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(choices, logprobs))
             )
         return Response(content, media_type="application/json")
@@ -112,7 +112,7 @@ class _Answer:
                 echoed[choice].logprobs = piece
             head, asked = self._events([echoed], usage, asked), None
         async for deltas in self._generation:
-            block = await self._serving.written(
+            block = await self._backend.written(
                 self._generation.is_much(deltas), partial(self._block, deltas, usage, asked)
             )
             if block:
@@ -137,7 +137,7 @@ class _Answer:
         return events(replies)
 
     def _reply(self, choices: list[CompletionChoice]) -> CompletionReply:
-        return CompletionReply(self._id, self._created, self._model, choices, self._serving.fingerprint)
+        return CompletionReply(self._id, self._created, self._model, choices, self._backend.fingerprint)
 
     def _choices(self, delta: Delta) -> list[CompletionChoice]:
         """What a delta says: mostly one, but a prompt's log probabilities and those of its answer are two."""
@@ -167,18 +167,18 @@ class _Answer:
 
 
 def _prompts(
-    given: str | list[str | int | list[int]], n: int, max_tokens: int | None, serving: TextBackend
+    given: str | list[str | int | list[int]], n: int, max_tokens: int | None, backend: TextBackend
 ) -> list[str | list[int]]:
     """The four ways to write prompts, as a list of texts and token-id lists. What is too long is not looked at."""
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-    _check_number((1 if is_one else len(given)) * n, serving)
+    _check_number((1 if is_one else len(given)) * n, backend)
     if is_one and not isinstance(given, str):
-        check_context(len(given), max_tokens, serving.model.max_context, "prompt")
+        check_context(len(given), max_tokens, backend.model.max_context, "prompt")
     return [*texts_or_ids(given, "prompt")]
 
 
-def _check_number(n_sequences: int, serving: TextBackend) -> None:
-    if n_sequences > (most := serving.capacity):
+def _check_number(n_sequences: int, backend: TextBackend) -> None:
+    if n_sequences > (most := backend.capacity):
         raise RequestError(
             f"the prompts times n are {n_sequences} answers",
             f"at most {most}, which is what the queue holds",
@@ -188,13 +188,13 @@ def _check_number(n_sequences: int, serving: TextBackend) -> None:
 
 
 async def _tokens(
-    serving: TextBackend, given: list[str | list[int]], max_tokens: int | None, special: bool
+    backend: TextBackend, given: list[str | list[int]], max_tokens: int | None, special: bool
 ) -> list[list[int]]:
     """All prompts are of one kind: texts or token ids."""
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     prompts = [prompt for prompt in given if not isinstance(prompt, str)]
     if texts:
-        prompts = await serving.texts.encode(texts, special, "prompt")
+        prompts = await backend.texts.encode(texts, special, "prompt")
     for ids in prompts:
-        check_context(len(ids), max_tokens, serving.model.max_context, "prompt")
+        check_context(len(ids), max_tokens, backend.model.max_context, "prompt")
     return prompts

@@ -126,17 +126,17 @@ class EncoderBackend(Backend):
         return self._stuck
 
 
-async def embeddings(serving: EncoderBackend, call: Call, asked: EmbeddingRequest) -> ASGIApp:
+async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingRequest) -> ASGIApp:
     """A vector for each text of the request, in their order. raises MillraceError"""
-    _check(asked, serving)
-    texts = await _token_ids(serving, asked)
+    _check(asked, backend)
+    texts = await _token_ids(backend, asked)
     asked.input = ""  # it may be many times the body, and the answer may take a while
     n_tokens = sum(map(len, texts))
     call.log.prompt_tokens = n_tokens
-    held = serving.unsent.share()
+    held = backend.unsent.share()
     try:
-        held.add(len(texts) * serving.limits.width * FLOAT_BYTES)
-        vectors = await serving.vectors(texts)
+        held.add(len(texts) * backend.limits.width * FLOAT_BYTES)
+        vectors = await backend.vectors(texts)
         reply = EmbeddingReply(f"embd-{call.id}", int(time.time()), call.model, [], EmbeddingUsage(n_tokens, n_tokens))
 
         def written() -> bytes:
@@ -144,11 +144,11 @@ async def embeddings(serving: EncoderBackend, call: Call, asked: EmbeddingReques
             reply.data = [Embedding(i, _base64(v) if in_base64 else v.tolist()) for i, v in enumerate(vectors)]
             return msgspec.json.encode(reply)
 
-        content = await serving.off_loop(vectors.size > LARGE, written)
+        content = await backend.off_loop(vectors.size > LARGE, written)
     finally:
         held.release()
-    serving.metrics.e2e.observe(time.perf_counter() - call.arrived_s)
-    serving.metrics.prompt_tokens.observe(n_tokens)
+    backend.metrics.e2e.observe(time.perf_counter() - call.arrived_s)
+    backend.metrics.prompt_tokens.observe(n_tokens)
     return Response(content, media_type="application/json")
 
 
@@ -156,31 +156,31 @@ def _base64(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
     return binascii.b2a_base64(vector.astype("<f4").tobytes(), newline=False).decode()
 
 
-def _check(asked: EmbeddingRequest, serving: EncoderBackend) -> None:
+def _check(asked: EmbeddingRequest, backend: EncoderBackend) -> None:
     """What does not depend on the texts. raises RequestError"""
     if asked.encoding_format not in (None, *FORMATS):
         raise RequestError(
             f"encoding_format is {asked.encoding_format!r:.60}", '"float" or "base64"', "choose one of them",
             "encoding_format",
         )  # fmt: skip
-    if asked.dimensions not in (None, serving.limits.width):
+    if asked.dimensions not in (None, backend.limits.width):
         raise RequestError(
-            f"dimensions is {asked.dimensions}", f"{serving.limits.width}, all that this model's vectors have",
+            f"dimensions is {asked.dimensions}", f"{backend.limits.width}, all that this model's vectors have",
             "leave dimensions out: shorter vectors, of Matryoshka models, are not supported yet", "dimensions",
         )  # fmt: skip
 
 
-async def _token_ids(serving: EncoderBackend, asked: EmbeddingRequest) -> list[Ids]:
+async def _token_ids(backend: EncoderBackend, asked: EmbeddingRequest) -> list[Ids]:
     """Of each text, checked. raises RequestError, BusyError"""
-    limits, special = serving.limits, asked.add_special_tokens is not False
+    limits, special = backend.limits, asked.add_special_tokens is not False
     most = truncation(asked.truncate_prompt_tokens, limits.max_context)
     given = texts_or_ids(asked.input, "input")
     if len(given) > MAX_INPUTS:
         raise RequestError(f"input has {len(given)} texts", f"at most {MAX_INPUTS}", "send several requests", "input")
     texts = [text for text in given if isinstance(text, str)]
-    found = await serving.texts.encode(texts, special) if texts else [ids for ids in given if isinstance(ids, list)]
+    found = await backend.texts.encode(texts, special) if texts else [ids for ids in given if isinstance(ids, list)]
 
-    around = serving.model.tokenizer.special_around if texts and special else (0, 0)
+    around = backend.model.tokenizer.special_around if texts and special else (0, 0)
 
     def checked() -> list[Ids]:
         kept: list[Ids] = []
@@ -190,7 +190,7 @@ async def _token_ids(serving: EncoderBackend, asked: EmbeddingRequest) -> list[I
         return kept
 
     n_ids = sum(map(len, found))
-    return await serving.off_loop(n_ids > LARGE, checked)
+    return await backend.off_loop(n_ids > LARGE, checked)
 
 
 def _retry_after_s(stats: EncoderStats) -> float:

@@ -53,11 +53,11 @@ class Generation:
     raises GenerationFailedError from the iteration.
     """
 
-    def __init__(self, handle: RequestHandle, params: SamplingParams, call: Call, serving: TextBackend) -> None:
+    def __init__(self, handle: RequestHandle, params: SamplingParams, call: Call, backend: TextBackend) -> None:
         self.handle = handle
         self.params = params
-        self._call, self._metrics = call, serving.metrics
-        self._held = serving.unsent.share()
+        self._call, self._metrics = call, backend.metrics
+        self._held = backend.unsent.share()
         self._n_generated = [0] * self.n_choices
         self._last_s: dict[int, float] = {}  # when each choice last got a token
         self._first_token_seen = False
@@ -91,7 +91,7 @@ class Generation:
         seeds = [request.resolved.seed for request in self.handle.requests]
         return Asked(seeds[0], seeds) if len(seeds) > 1 else Asked(seeds[0])
 
-    async def whole(self, named: Callable[[Delta], int], serving: TextBackend) -> list[Whole]:
+    async def whole(self, named: Callable[[Delta], int], backend: TextBackend) -> list[Whole]:
         """All choices, complete; gathered in a thread where that would hold up the event loop.
 
         named: takes a delta's log probabilities, and says how many bytes more it holds, which count until this is left
@@ -108,7 +108,7 @@ class Generation:
             return n_bytes
 
         async for deltas in self:
-            self._held.add(await serving.written(self.is_much(deltas), partial(take, deltas)))
+            self._held.add(await backend.written(self.is_much(deltas), partial(take, deltas)))
         return choices
 
     def is_much(self, deltas: list[Delta]) -> bool:
@@ -177,7 +177,7 @@ class Generation:
 
 
 async def start(
-    serving: TextBackend,
+    backend: TextBackend,
     prompts: Sequence[list[int]],
     params: SamplingParams,
     call: Call,
@@ -191,16 +191,16 @@ async def start(
     whole_bytes: of each log probability in an answer that is held until it is complete; None: it is a stream
     raises RequestError, BusyError
     """
-    engine, context = serving.model.engine, serving.model.max_context
+    engine, context = backend.model.engine, backend.model.max_context
     each = [with_length(params, len(prompt), context) if continues else params for prompt in prompts]
     if whole_bytes is not None and params.logprobs is not None:
         n_tokens = params.n * sum(
             (own.max_tokens or max(0, context - len(prompt))) + (len(prompt) if own.prompt_logprobs is not None else 0)
             for own, prompt in zip(each, prompts, strict=True)
         )
-        check_whole(n_tokens, params.logprobs, whole_bytes, serving.settings.max_unread_bytes)
-    stops = await serving.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
-    return Generation(engine.submit(prompts, each, call.id, stops), params, call, serving)
+        check_whole(n_tokens, params.logprobs, whole_bytes, backend.settings.max_unread_bytes)
+    stops = await backend.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
+    return Generation(engine.submit(prompts, each, call.id, stops), params, call, backend)
 
 
 def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int) -> None:

@@ -82,13 +82,14 @@ def load(models: Models, scope: Scope) -> Response:
 
 def tokenizer_info(models: Models, scope: Scope) -> Response:
     """vLLM's: what a client needs to write a prompt by itself."""
-    backend = models.of_kind(TextBackend)
-    if backend is None:
+    able = models.of_kind(TextBackend)
+    if not able:
         raise HttpError(
             404, "no_tokenizer", f"{models.first.model.name} is {models.first.what}", "a language model",
             "ask a server that has one",
         )  # fmt: skip
-    model, tokenizer, template = backend.model, backend.model.tokenizer, backend.model.chat_template
+    model = able[0].model
+    tokenizer, template = model.tokenizer, model.chat_template
     return _json(
         TokenizerInfoReply(
             type(tokenizer).__name__,

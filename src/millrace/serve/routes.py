@@ -3,7 +3,7 @@
 An endpoint that a client posts to names the kind of Backend that it takes; its handler gets the one that the request
 names: `async def handler(backend, call, request)`. Keys say who may ask; they are compared in constant time, and with
 every key, so that the time tells nothing. A second protocol is a second table, given to the server beside those of
-`app.py`. A request's struct has the field `model`, by which the server finds the Backend.
+`openai.py`. A request's struct has the field `model`, by which the server finds the Backend.
 
 `Edge` is the layer around all of them: it gives every request an id, lets its protocol write every error, and has the
 line written in the log.
@@ -166,10 +166,32 @@ class Handler:
 
     async def _answer(self, request: Any, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope[CALL]
-        backend = self.models.able(request.model, self.endpoint, self.all_endpoints)
+        backend = self._backend(request.model)
         call.model = call.log.model = request.model or backend.model.name
         assert self.endpoint.posted is not None, self.endpoint.path
         await (await self.endpoint.posted(backend, call, request))(scope, receive, send)
+
+    def _backend(self, name: str | None) -> Backend:
+        """The model of that name, which must be able to answer here; None: the first that is.
+
+        raises HttpError: 404 for a name that there is not, 400 saying what the model can
+        """
+        kind = self.endpoint.backend
+        assert kind is not None, self.endpoint.path
+        able = self.models.of_kind(kind)
+        backend = able[0] if name is None and able else self.models.get(name)
+        if backend in able:
+            return backend
+        can = [e.path for e in self.all_endpoints if e.backend is not None and isinstance(backend, e.backend)]
+        another = f"another model: {', '.join(b.model.name for b in able)}" if able else "a server of another model"
+        mend = f"choose {another}"
+        raise HttpError(
+            400,
+            "model_cannot",
+            f'the model "{name or backend.model.name}" is {backend.what}, and cannot answer {self.endpoint.path}',
+            f"a request to {' or '.join(can)}" if can else "a model that can",
+            f"ask it there, or {mend}" if can else mend,
+        ).about("model")
 
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # nothing that could break a header or a log line

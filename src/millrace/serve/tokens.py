@@ -12,7 +12,7 @@ from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
 
 
-async def tokenize(serving: TextBackend, call: Call, asked: TokenizeRequest) -> ASGIApp:
+async def tokenize(backend: TextBackend, call: Call, asked: TokenizeRequest) -> ASGIApp:
     """The token ids that a completion's prompt or a chat's messages would have. raises MillraceError
 
     A text may be longer than the context: whoever cuts it into pieces wants to know by how much.
@@ -22,9 +22,9 @@ async def tokenize(serving: TextBackend, call: Call, asked: TokenizeRequest) -> 
             "a request needs either prompt or messages", "one of them", "send one of them", param="prompt"
         )
     if asked.prompt is not None:
-        ids = (await serving.texts.encode([asked.prompt], asked.add_special_tokens is not False))[0]
+        ids = (await backend.texts.encode([asked.prompt], asked.add_special_tokens is not False))[0]
     else:
-        ids = await serving.texts.encode_chat(
+        ids = await backend.texts.encode_chat(
             asked.messages or [],
             body_bytes=call.body_bytes,
             add_generation_prompt=asked.add_generation_prompt is not False,
@@ -35,17 +35,17 @@ async def tokenize(serving: TextBackend, call: Call, asked: TokenizeRequest) -> 
     call.log.prompt_tokens = len(ids)
 
     def reply() -> bytes:
-        whole = TokenizeReply(len(ids), serving.model.max_context, ids)
+        whole = TokenizeReply(len(ids), backend.model.max_context, ids)
         if asked.return_token_strs:
-            whole.token_strs = [serving.model.tokenizer.token_text(i) for i in ids]
+            whole.token_strs = [backend.model.tokenizer.token_text(i) for i in ids]
         return msgspec.json.encode(whole)
 
-    return Response(await serving.off_loop(len(ids) > LARGE, reply), media_type="application/json")
+    return Response(await backend.off_loop(len(ids) > LARGE, reply), media_type="application/json")
 
 
-async def detokenize(serving: TextBackend, call: Call, asked: DetokenizeRequest) -> ASGIApp:
+async def detokenize(backend: TextBackend, call: Call, asked: DetokenizeRequest) -> ASGIApp:
     """The text of these ids, special tokens included. raises MillraceError"""
-    most, n_vocabulary = serving.model.max_context, serving.model.engine.limits.vocab_size
+    most, n_vocabulary = backend.model.max_context, backend.model.engine.limits.vocab_size
     if len(asked.tokens) > most:
         raise RequestError(
             f"tokens has {len(asked.tokens)} ids", f"at most {most}, this model's context", "send fewer", param="tokens"
@@ -55,5 +55,5 @@ async def detokenize(serving: TextBackend, call: Call, asked: DetokenizeRequest)
             raise RequestError(
                 f"tokens[{at}] is {token}", f"a token id from 0 to {n_vocabulary - 1}", "correct tokens", param="tokens"
             )
-    text = await serving.texts.decode(asked.tokens, skip_special_tokens=False)
+    text = await backend.texts.decode(asked.tokens, skip_special_tokens=False)
     return Response(msgspec.json.encode(DetokenizeReply(text)), media_type="application/json")

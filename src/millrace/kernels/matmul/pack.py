@@ -25,7 +25,7 @@ from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, pan
 _T = TypeVar("_T", bound=np.generic)
 
 
-def finite(array: Array, dtype: np.dtype[_T]) -> NDArray[_T]:
+def finite(array: NDArray[np.generic], dtype: np.dtype[_T]) -> NDArray[_T]:
     """The array in another type. raises CheckpointError where something is not finite, or too large for the type"""
     with np.errstate(over="ignore"):
         cast = array.astype(dtype)
