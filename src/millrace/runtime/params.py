@@ -242,13 +242,13 @@ def check_context(n_prompt: int, max_tokens: int | None, context: int, param: st
 
 def context_exceeded(context: int, n_prompt: str, max_tokens: int | None, param: str) -> ContextError:
     """In the words that clients look for when they shorten a conversation by themselves. n_prompt: "at least 9" """
-    of_answer = f"max_tokens of {max_tokens}" if max_tokens else "an answer of at least 1"
+    of_answer = f"max_tokens of {max_tokens} was asked for" if max_tokens else "an answer takes at least 1"
     shorter = "shorten the prompt, or build with a larger --max-context where the model allows that"
     if param == "max_tokens":
         shorter = f"ask for max_tokens of at most {context - int(n_prompt)}, or {shorter}"
     return ContextError(
         f"This model's maximum context length is {context} tokens, but the prompt has {n_prompt} tokens "
-        f"and {of_answer} was asked for",
+        f"and {of_answer}",
         f"at most {context} tokens together",
         shorter,
         param,

@@ -50,11 +50,14 @@ def stored_codes(constants: Sequence[Constant], bits: int, group: int) -> list[Q
     ]
 
 
+_COARSE = 0.1  # a scale is that far from what it should be: of such groups there may be a few, next to nothing
+
+
 def quantise_matrix(w: Array, bits: int, group: int) -> QuantisedMatrix:
     """w (N, K) -> codes of `bits` (4 or 8) with one scale per `group` inputs.
 
     The scale maps the group's element of largest magnitude to -2^(bits-1), so that the whole range of codes is used.
-    raises CheckpointError for what is not finite
+    raises CheckpointError for what is not finite, or so small that scales as float16 have them would change it
     error: |w - dequantise| <= scale/2, one scale where the opposite extreme is clipped, plus the scale's own rounding
     """
     N, K = w.shape
@@ -63,11 +66,22 @@ def quantise_matrix(w: Array, bits: int, group: int) -> QuantisedMatrix:
     padded[:, :K] = w
     grouped = padded.reshape(N, -1, group)
     top, bottom = grouped.max(axis=2), grouped.min(axis=2)
-    scales = finite(np.where(-bottom >= top, bottom, top) / np.float32(low), np.dtype(np.float16))
+    exact = np.where(-bottom >= top, bottom, top) / np.float32(low)
+    scales = finite(exact, np.dtype(np.float16))
     divisor = scales.astype(np.float32)
+    coarse = np.abs(divisor - exact) > _COARSE * np.abs(exact)
+    if coarse.any() and _energy(grouped[coarse]) > _COARSE**2 * _energy(grouped):
+        raise CheckpointError(
+            "weights too small for the scales of their groups, in float16",
+            f"groups that reach {-low * 1e-6:.0e} or more", "build with --precision bf16, or bf16 for this matrix",
+        )  # fmt: skip
     inverse = np.divide(1, divisor, out=np.zeros_like(divisor), where=divisor != 0)
     codes = np.clip(np.rint(grouped * inverse[:, :, None]), low, high).astype(np.int8)
     return QuantisedMatrix(codes.reshape(N, -1)[:, :K], scales, group, bits)
+
+
+def _energy(w: Array) -> float:
+    return float(np.square(w, dtype=np.float64).sum())
 
 
 _SLAB = 1024  # outputs packed at a time: bounds the memory that packing needs beside the result
