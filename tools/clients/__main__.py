@@ -3,9 +3,9 @@
     python -m tools.clients openai
     python -m tools.clients openai --url http://127.0.0.1:8000     a server that runs already
 
-Installs the client's packages into build/clients/NAME, serves SmolLM2-135M-Instruct, and runs scripts/NAME_client.py
-there, which prints one line of JSON for each thing that it tried. Exit code 0: all worked but the gaps that the
-catalogue expects.
+Installs the client's packages into build/clients/NAME, serves SmolLM2-135M-Instruct (or `tiny`, where the catalogue
+says so), and runs scripts/NAME_client.py there, which prints one line of JSON for each thing that it tried. Exit code
+0: all worked but the gaps that the catalogue expects.
 """
 
 import argparse
@@ -24,17 +24,18 @@ from tools.nightly.packages import BUILD, environment, smollm2
 
 HERE = Path(__file__).parent
 FOLDER = BUILD / "clients"
-MODEL = "smollm2"
+MODEL = "served"
 TIMEOUT_S = 1800
 
 
 @contextmanager
-def served(url: str | None) -> Iterator[str]:
+def served(url: str | None, tiny: bool) -> Iterator[str]:
     if url is not None:
         yield url
         return
-    flags = ("--served-model-name", MODEL, "--max-context", "4096", "--log-level", "warning")
-    with ServerProcess(smollm2(), flags, start_s=300) as server:
+    of_model = ("--precision", "fp32") if tiny else ("--max-context", "4096")
+    flags = ("--served-model-name", MODEL, "--log-level", "warning", *of_model)
+    with ServerProcess("tiny" if tiny else smollm2(), flags, start_s=300) as server:
         yield server.url
 
 
@@ -78,11 +79,11 @@ def main() -> int:
         prog="python -m tools.clients", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("client", choices=list(CLIENTS))
-    parser.add_argument("--url", help="a server that runs already, with its model named smollm2")
+    parser.add_argument("--url", help=f"a server that runs already, with its model named {MODEL}")
     args = parser.parse_args()
     client = CLIENTS[args.client]
     python = environment(FOLDER / args.client, client.packages)
-    with served(args.url) as url:
+    with served(args.url, client.tiny) as url:
         lines, errors = tried(python, HERE / "scripts" / f"{args.client.replace('-', '_')}_client.py", url)
     for line in lines:
         expected = f" (expected: {client.gaps[line['check']].why})" if line["check"] in client.gaps else ""

@@ -27,10 +27,14 @@ RESPONSES = Gap("/v1/responses is not there yet; /v1/chat/completions is", "/v1/
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """`gaps`: the checks that are expected to fail."""
+    """`gaps`: the checks that are expected to fail.
+
+    tiny: its server has the bundled model in float32, with whose numbers the client compares; else SmolLM2
+    """
 
     packages: tuple[str, ...]
     gaps: Mapping[str, Gap] = field(default_factory=dict)
+    tiny: bool = False
 
 
 CLIENTS: Mapping[str, Client] = {
@@ -47,5 +51,7 @@ CLIENTS: Mapping[str, Client] = {
     # with the small build of torch: the plain name would fetch gigabytes of CUDA
     "aiperf": Client(("torch==2.13.0", "aiperf==0.13.0")),
     "guidellm": Client(("torch==2.13.0", "guidellm==0.8.1")),
-    "lm-eval": Client(("torch==2.13.0", "transformers==5.23.0", "lm-eval[api]==0.4.13")),
+    "lm-eval": Client(
+        ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "lm-eval[api]==0.4.13"), tiny=True
+    ),
 }
