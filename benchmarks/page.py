@@ -161,9 +161,9 @@ def _judged_now(result: Result) -> list[Result]:
 
 
 def _others() -> Iterator[str]:
-    yield "## Embeddings, long contexts, starts, the server, sampling, single products"
+    yield "## Embeddings, long contexts, starts, the server, sampling, single products, versions"
     header = ("what", "figure", "run")
-    rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products()]
+    rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_versions()]
     yield table(header, rows)
 
 
@@ -175,6 +175,18 @@ def _embeddings() -> Iterator[list[str]]:
             rate = f"{speed['median']:,.0f} ({speed['low']:,.0f}-{speed['high']:,.0f})"
             who = f"{r['shape']}, {name}: embeddings of {low} to {high} tokens, tok/s"
             yield [who, f"{rate}, at most {e['distance']:.0e} from transformers", label(r)]
+
+
+def _versions() -> Iterator[list[str]]:
+    for _, r in of_kind("versions"):
+        for run in r["runs"]:
+            for one in run["work"]:
+                who = f"{run['shape']} {run['precision']}, {one['work']}: speed of this commit, of {r['old']}'s"
+                tokens = "same tokens" if one["same_tokens"] else "OTHER TOKENS"
+                figure = (
+                    f"{one['speed_of_old']:.3f}; of itself in a second process {one['speed_of_itself']:.3f}; {tokens}"
+                )
+                yield [who, figure, label(r)]
 
 
 def _contexts() -> Iterator[list[str]]:
