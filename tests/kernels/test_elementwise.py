@@ -49,6 +49,21 @@ def test_binary(op: str, rows: str, machine: Machine) -> None:
     assert (run((op, 0, 1), [x, y], 70, machine) == evaluate((op, 0, 1), [x, y])).all(), "one rounding: equal bits"
 
 
+@pytest.mark.parametrize("op", [*UNARY, *BINARY])
+def test_what_is_not_finite_stays_so(op: str, machine: Machine) -> None:
+    """Every pair of numbers, infinities and NaN: as NumPy has it, whatever side they are on (relu is a maximum)."""
+    x, y = (a.reshape(1, -1) for a in np.meshgrid(*[np.array([0, 2, -3, np.inf, -np.inf, np.nan], np.float32)] * 2))
+    tree, inputs = ((op, 0), [x]) if op in UNARY else ((op, 0, 1), [x, y])
+    with np.errstate(all="ignore"):
+        exact = evaluate(tree, [a.astype(np.float64) for a in inputs])
+    got = run(tree, inputs, x.size, machine)
+    assert (np.isnan(got) == np.isnan(exact)).all()
+    assert np.allclose(got, exact, rtol=1e-6, atol=1e-6, equal_nan=True)
+    if op in ("max", "min"):
+        number = run((op, 0, 0.0), [x], x.size, machine)
+        assert (np.isnan(number) == np.isnan(x)).all()
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_expressions(seed: int, machine: Machine) -> None:
     """The register allocation, on trees with shared parts, numbers and up to four inputs."""

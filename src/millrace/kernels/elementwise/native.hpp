@@ -14,8 +14,8 @@ inline F apply(Op op, F x, F y) {
     case Op::sub: return x - y;
     case Op::mul: return x * y;
     case Op::div: return x / y;
-    case Op::max: return max(x, y);
-    case Op::min: return min(x, y);
+    case Op::max: return unless_nan(max(x, y), x);  // a NaN on either side stays one
+    case Op::min: return unless_nan(min(x, y), x);
     case Op::neg: return zero() - x;
     case Op::exp: return exp(x);
     case Op::sigmoid: return sigmoid(x);

@@ -43,6 +43,10 @@ inline F operator/(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.
 inline F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 inline F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F unless_nan(F x, F y) {
+  return {_mm256_blendv_ps(x.a, y.a, _mm256_cmp_ps(y.a, y.a, _CMP_UNORD_Q)),
+          _mm256_blendv_ps(x.b, y.b, _mm256_cmp_ps(y.b, y.b, _CMP_UNORD_Q))};
+}
 inline F sqrt(F x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
 inline F abs(F x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);

@@ -31,6 +31,7 @@ inline F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F unless_nan(F a, F b) { return {_mm512_mask_mov_ps(a.v, _mm512_cmp_ps_mask(b.v, b.v, _CMP_UNORD_Q), b.v)}; }
 inline F sqrt(F a) { return {_mm512_sqrt_ps(a.v)}; }
 inline F abs(F a) { return {_mm512_abs_ps(a.v)}; }
 inline F fraction(F a) {  // vreduceps would round the difference down as well

@@ -51,6 +51,8 @@ inline F operator/(F a, F b) { return each([&](int i) { return a.v[i] / b.v[i]; 
 inline F fma(F a, F b, F c) { return each([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); }); }
 inline F max(F a, F b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 inline F min(F a, F b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+// a, or b where b is NaN.
+inline F unless_nan(F a, F b) { return each([&](int i) { return b.v[i] != b.v[i] ? b.v[i] : a.v[i]; }); }
 inline F sqrt(F a) { return each([&](int i) { return __builtin_sqrtf(a.v[i]); }); }
 inline F abs(F a) { return each([&](int i) { return __builtin_fabsf(a.v[i]); }); }
 // a - floor(a), which rounds to 1 just below 0.
