@@ -127,7 +127,7 @@ class Scores(Module):
 
 
 def test_a_backend(tmp_path: Path) -> None:
-    assert write("backend", tmp_path) == ["classifier.py"]
+    assert write("backend", tmp_path) == ["digits.py", "classifier.py"]
     engine = network(Scores(), tmp_path / "engine", profile={"images": Bounds(1, 4, 8)})
     rows = np.random.default_rng(0).standard_normal((3, 7)).astype(np.float32)
     opened = engine.network()
@@ -145,6 +145,7 @@ def test_a_backend(tmp_path: Path) -> None:
             for body, status, says in (
                 ({"model": "digit", "rows": [[1]]}, 404, '"digits"'),
                 ({"rows": [[1, 2], [3]]}, 400, "rows differ in length"),
+                ({"rows": [[0, 0, 0, 0, 0, 0, -1e300]]}, 400, "beyond float32"),
                 ({"rows": [[1, 2]]}, 400, "the input x is float32[1, 2]"),
                 ({"row": [[1, 2]]}, 400, 'did you mean "rows"?'),
             ):
@@ -158,6 +159,21 @@ def test_a_backend(tmp_path: Path) -> None:
             }  # fmt: skip
             assert "/ClassifyError" in str(document["responses"]["400"]) and "ErrorReply" not in str(document)
             assert [card["id"] for card in httpx.get(f"{server.url}/v1/models").json()["data"]] == ["digits"]
+
+
+def test_a_backends_files_as_they_are_printed(tmp_path: Path) -> None:
+    write("backend", tmp_path)
+    run([sys.executable, "digits.py", "engine"], tmp_path, os.environ)
+    command = [sys.executable, "-u", "classifier.py", "engine", "0"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as served:
+        assert served.stdout
+        url = served.stdout.readline().strip()
+        reply = httpx.post(f"{url}/v1/classify", json={"rows": [[0.5] * 64, [-1.0] * 64]}, timeout=30)
+        served.terminate()
+        assert served.wait(30) == 0
+    classes = reply.json()["classes"]
+    assert reply.status_code == 200 and len(classes) == 2 and all(0 <= c < 10 for c in classes)
+    assert classes[0] != classes[1]  # a sum of weights is largest here, smallest there
 
 
 class Softmax(Module):

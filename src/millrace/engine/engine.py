@@ -40,8 +40,9 @@ class Engine:
     held: Hold = field(compare=False, repr=False)
 
     @classmethod
-    def open(cls, folder: Path) -> "Engine":
+    def open(cls, folder: str | Path) -> "Engine":
         """raises EngineError for anything missing, unreadable, damaged or of another version"""
+        folder = Path(folder)
         try:
             held = hold(folder)
             if held is None:
