@@ -166,6 +166,15 @@ def test_each_kind_of_model_says_what_it_can(llm: LLM, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "instead"), [("score", "embed() for both"), ("encode", "embed()"), ("classify", "embed()")]
+)
+def test_methods_of_other_libraries_are_answered_by_what_an_encoder_can(folder: Path, name: str, instead: str) -> None:
+    with LLM(str(folder)) as llm, pytest.raises(ConfigError) as error:
+        getattr(llm, name)("a", "b")
+    assert error.value.expected == "embed()" and instead in error.value.mend and "generate" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     "settings", [{"precision": "w4a8"}, {"head": "bf16"}, {"kv_cache_dtype": "int8"}, {"kv_memory": "1G"},
                  {"max_context": 131}, {"precision": {"default": "fp32", "layer.0.*": "w8a16"}}],
 )  # fmt: skip

@@ -133,6 +133,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "a", "dimensions": 48}, "dimensions", "96"),
     ({"input": "a", "truncate_prompt_tokens": 101}, "truncate_prompt_tokens", "1 to 100"),
     ({"input": "a", "normalize": False}, "normalize", "not supported"),
+    ({"input": "a", "normalize": True}, "normalize", "the length that the model's own files say"),
     ({"input": "a", "dimension": 3}, "dimension", "dimensions"),
     ({"input": "a", "model": "other"}, "model", "does not exist"),
 ]

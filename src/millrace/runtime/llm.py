@@ -207,8 +207,9 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each text, in order, of an encoder: `llm.embed(["a", "b"])[0].outputs.embedding`.
 
-        A vector's bits depend on its text alone. truncate_prompt_tokens: so many of the first tokens are read of a text
-        that has more, -1 for as many as the model takes; else such a text is an error
+        A vector's bits depend on its text alone. truncate_prompt_tokens: of a text that has more tokens than these, so
+        many are read in all: the first ones, and the special ones around them; -1 for as many as the model takes. Else
+        such a text is an error
         """
         self._check_usable()
         vllm_names.check_call("embed", others, _EMBED, frozenset())
@@ -308,7 +309,8 @@ class LLM:
         return True
 
     def __getattr__(self, name: str) -> Any:
-        raise vllm_names.no_attribute(self, name)
+        encoder = isinstance(self.__dict__.get("_loop"), EncoderLoop)
+        raise vllm_names.no_attribute(self, name, _CAN[encoder], encoder=encoder)
 
     def __repr__(self) -> str:
         opened: Opened | None = self.__dict__.get("_opened")

@@ -65,7 +65,7 @@ _CALL: Mapping[str, tuple[tuple[object, ...], str]] = {
 }  # fmt: skip
 # Methods and properties, and what to use here.
 _METHODS: Mapping[str, str] = {
-    "encode": "embed() for vectors, llm.tokenizer.encode() for token ids",
+    "encode": "llm.tokenizer.encode() for token ids, and an encoder's embed() for vectors",
     **dict.fromkeys(("score", "classify", "reward"), "generate() with logprobs=, or another library"),
     "beam_search": "generate() with SamplingParams(n=...) and a temperature: there is no beam search",
     "generate_async": "astream(), for an answer as it grows",
@@ -79,6 +79,15 @@ _METHODS: Mapping[str, str] = {
     "llm_engine": "generate(), chat() and astream(): the engine is no part of the interface",
     "set_tokenizer": "a checkpoint folder that holds the tokenizer's files",
     "from_engine_args": "LLM(model, ...) with the same names",
+}  # fmt: skip
+_ENCODERS_METHODS: Mapping[str, str] = {
+    **_METHODS,
+    "encode": "embed()",
+    "score": "embed() for both texts: the product of their vectors is their similarity, where they have the length 1",
+    **dict.fromkeys(("classify", "reward"), "embed(), and a classifier of your own on its vectors"),
+    "beam_search": "a model that generates text",
+    **dict.fromkeys(("generate_async", "create_completion", "create_chat_completion"), "a model that generates text"),
+    "llm_engine": "embed(): the engine is no part of the interface",
 }  # fmt: skip
 # Sampling parameters that vLLM has (the last three: others), and what to use here.
 SAMPLING: Mapping[str, str] = {
@@ -108,12 +117,11 @@ class NoSuchMethodError(ConfigError, AttributeError):
     """Of another library's method: as an AttributeError, so that `hasattr` is truthful."""
 
 
-def no_attribute(owner: object, name: str) -> AttributeError:
-    """For `__getattr__`."""
-    if name in _METHODS:
-        return NoSuchMethodError(
-            f'this LLM has no "{name}"', "generate(), chat() or astream()", f"use {_METHODS[name]}"
-        )
+def no_attribute(owner: object, name: str, can: str, *, encoder: bool) -> AttributeError:
+    """For `__getattr__`. can: the methods that this one has"""
+    methods = _ENCODERS_METHODS if encoder else _METHODS
+    if name in methods:
+        return NoSuchMethodError(f'this LLM has no "{name}"', can, f"use {methods[name]}")
     return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}", name=name, obj=owner)
 
 

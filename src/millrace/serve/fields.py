@@ -20,6 +20,7 @@ from millrace.serve.errors import HttpError, not_yet
 from millrace.serve.protocol import (
     ELSEWHERE,
     IGNORED,
+    INSTEAD,
     NOT_YET,
     OTHER_NAMES,
     ChatRequest,
@@ -61,7 +62,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     for name, neutral in NOT_YET.get(kind, {}).items():  # in this order: of two that clients send together, the cause
         value = getattr(asked, name)
         if value is not UNSET and value is not None and value not in neutral:
-            raise not_yet(name, _mend(neutral))
+            raise not_yet(name, _mend(name, neutral))
     assert isinstance(asked, kind)
     return asked
 
@@ -132,9 +133,9 @@ def _plain(message: Message) -> dict[str, object]:
     }
 
 
-def _mend(neutral: tuple[object, ...]) -> str:
+def _mend(name: str, neutral: tuple[object, ...]) -> str:
     values = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
-    return "leave it out" + (f", or send {values}" if values else "")
+    return "leave it out" + (f", or send {values}" if values else "") + INSTEAD.get(name, "")
 
 
 def _unknown(field: str, where: str, known: Collection[str], served: Collection[str]) -> RequestError:

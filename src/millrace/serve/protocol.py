@@ -285,6 +285,12 @@ NOT_YET: Mapping[type[Struct], Mapping[str, tuple[object, ...]]] = {
     TokenizeRequest: {"continue_final_message": (False,), "chat_template": (), "tools": ([],)},
     DetokenizeRequest: {},
 }
+# What to use in place of some, said behind "leave it out".
+INSTEAD: Mapping[str, str] = {
+    "prompt_logprobs": "; /v1/completions tells them with echo and logprobs, and max_tokens 0 for the prompt alone",
+    "normalize": ": vectors have the length that the model's own files say, which is 1 for most",
+    "guided_choice": "; or compare the choices by echo and logprobs on /v1/completions",
+}
 TAKES_HARMLESS: frozenset[type[Struct]] = frozenset({ChatRequest, CompletionRequest, EmbeddingRequest})
 
 
