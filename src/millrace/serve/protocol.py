@@ -122,7 +122,10 @@ class EmbeddingRequest(Struct, kw_only=True):
     model: Annotated[str | None, _is("one of /v1/models; may be left out")] = None
     input: Annotated[
         str | list[str | int | list[int]],
-        _is("a text, token ids, or a list of texts or of token-id lists"),
+        _is(
+            "a text, token ids, or a list of texts or of token-id lists. Ids are the model's own: LangChain sends "
+            "those of another tokenizer unless check_embedding_ctx_length is False"
+        ),
     ]
     encoding_format: Annotated[
         str | None, _is('"float", or "base64" of the little-endian float32 of each vector', "float")
