@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config import ModelConfig
 from millrace.checkpoint.encoder import EncoderConfig
@@ -18,6 +20,7 @@ from millrace.model.module import Module, Weights
 EMBEDDING = "model.embed_tokens.weight"
 LONGEST = 1 << 24  # tokens: what a program's parameters hold
 DEFAULT_CONTEXT = 8192  # where the checkpoint allows more: rotary tables and the least KV memory follow from it
+_AS_ARRAY = "numpy.asarray(weight, numpy.float32), or tensor.detach().float().numpy() of PyTorch's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,11 @@ class Source:
     @classmethod
     def from_module(cls, module: Module, arrays: Mapping[str, Array], max_context: int) -> "Source":
         """A model of the user's own with its weights by parameter name: `layers.0.up.weight` -> (N, K)."""
-        weights = Weights({name: a.shape for name, a in arrays.items()}, lambda name: arrays[name])
+        for name, array in arrays.items():
+            if not isinstance(array, np.ndarray) or array.dtype.kind in "bcmMOSU":
+                found = f"of {array.dtype}" if isinstance(array, np.ndarray) else f"a {type(array).__qualname__}"
+                raise ConfigError(f'the weight "{name}" is {found}', "NumPy arrays of numbers", _AS_ARRAY)
+        weights = Weights({name: a.shape for name, a in arrays.items()}, lambda name: arrays[name], given=True)
         return cls(module=module, weights=weights, max_context=max_context, architecture=type(module).__name__)
 
     @property

@@ -150,6 +150,7 @@ class Weights:
     """What trace() needs of a checkpoint: the shape of each tensor, and a way to load one.
 
     stored: of (name, bits, group), a matrix that the checkpoint holds in such codes already; None for any other
+    given: they are arrays of the caller's own, and no checkpoint's: what is wrong with them is said accordingly
     """
 
     def __init__(
@@ -157,8 +158,11 @@ class Weights:
         shapes: Mapping[str, tuple[int, ...]],
         load: Callable[[str], Array],
         stored: Callable[[str, int, int], QuantisedMatrix | None] | None = None,
+        *,
+        given: bool = False,
     ) -> None:
         self.shapes = shapes
+        self.given = given
         self.load = load
         self.stored = stored
 
@@ -174,25 +178,17 @@ def trace_model(
 
     operators: what the model's operators are, by name
     keep: modules whose results are outputs too, by their names
-    raises CheckpointError for a missing tensor, a wrong shape, or a tensor that the model does not use.
+    raises CheckpointError for a missing tensor, a wrong shape, or one that the model does not use (ConfigError where
+    the weights are the caller's own), GraphError for what is no legal graph
     """
     trace = Trace({id(module): path for path, module in model.modules()}, operators)
-    used: set[str] = set()
     for name, parameter in model.parameters():
         if isinstance(parameter, Table):
             parameter.bind(trace, name, parameter.compute)
             continue
-        used.add(name)
-        _check_tensor(name, parameter.shape, weights)
         stored = partial(weights.stored, name) if weights.stored else None
         parameter.bind(trace, name, partial(weights.load, name), stored)
-    unused = sorted(set(weights.shapes) - used)
-    if unused:
-        raise CheckpointError(
-            f'tensor "{unused[0]}" of the checkpoint is not used by {type(model).__name__} ({len(unused)} such)',
-            "every tensor to have its place in the model",
-            "check that config.json belongs to these weights",
-        )
+    _check_tensors(model, weights)
     inputs = _signature(model).ports()
     results: object = model(*(Tensor(trace, port.value) for port in inputs))
     for _, parameter in model.parameters():
@@ -230,13 +226,32 @@ def _named(model: Module, results: object) -> tuple[Port, ...]:
     return tuple(Port(name, t.value) for name, t in zip(names, tensors, strict=True))
 
 
-def _check_tensor(name: str, shape: Shape, weights: Weights) -> None:
-    found = weights.shapes.get(name)
-    if found is None:
-        raise CheckpointError(
-            f'the checkpoint has no tensor "{name}"', nearest(name, weights.shapes), "check that all shards are there"
+def _check_tensors(model: Module, weights: Weights) -> None:
+    """Each parameter has its tensor, each tensor its parameter."""
+    needed = {name: p.shape for name, p in model.parameters() if not isinstance(p, Table)}
+    unused = sorted(weights.shapes.keys() - needed.keys())
+    whose, name = type(model).__name__, "correct the names"
+    missing = next((name for name in needed if name not in weights.shapes), None)
+    if missing is not None:
+        near = nearest(missing, unused) if unused else "a tensor for each parameter"
+        if weights.given:
+            raise ConfigError(f'the weights given have no "{missing}", which {whose} has', near, name)
+        raise CheckpointError(f'the checkpoint has no tensor "{missing}"', near, "check that all shards are there")
+    for found, shape in needed.items():
+        if weights.shapes[found] == shape:
+            continue
+        what = f'tensor "{found}" is {weights.shapes[found]}'
+        if weights.given:
+            raise ConfigError(
+                what, f"{shape}, by {whose}", "give an array of that shape (a Linear's is outputs x inputs)"
+            )
+        raise CheckpointError(what, f"{shape}, by config.json", "check that config.json belongs to these weights")
+    if unused and weights.given:
+        raise ConfigError(
+            f'{whose} has no parameter "{unused[0]}" ({len(unused)} such)', nearest(unused[0], needed), name
         )
-    if found != shape:
+    if unused:
         raise CheckpointError(
-            f'tensor "{name}" is {found}', f"{shape}, by config.json", "check that config.json belongs to these weights"
-        )
+            f'tensor "{unused[0]}" of the checkpoint is not used by {whose} ({len(unused)} such)',
+            "every tensor to have its place in the model", "check that config.json belongs to these weights",
+        )  # fmt: skip

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from millrace.errors import GraphError
 from millrace.graph.rewrite import make_node
@@ -26,8 +29,12 @@ class Trace:
     results: dict[str, Value] = field(default_factory=dict)  # what each module gave, by where it hangs
 
     def add(self, op: str, inputs: tuple[Tensor, ...], attrs: Mapping[str, object] | None = None) -> Tensor:
-        operator = named(self.operators, op)
-        node = make_node(operator, tuple(t.value for t in inputs), attrs or {}, (self.scope[-1],))
+        operator, where = named(self.operators, op), self.scope[-1]
+        try:
+            node = make_node(operator, tuple(t.value for t in inputs), attrs or {}, (where,))
+        except GraphError as error:
+            what = f"in {where}: {error.what}" if where else error.what
+            raise GraphError(what, error.expected, "change the forward() that says it") from error
         self.nodes.append(node)
         return Tensor(self, node.output)
 
@@ -90,8 +97,24 @@ class Tensor:
     def __neg__(self) -> Tensor:
         return elementwise("neg", self)
 
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **options: object) -> Tensor:
+        """NumPy's numbers may stand beside a tensor; its functions may not: nothing is computed here."""
+        if ufunc not in _OF_NUMPY or method != "__call__":
+            raise _foreign(f"numpy.{ufunc.__name__} is called on a tensor of the model")
+        return elementwise(_OF_NUMPY[ufunc], *operands)
+
     def __repr__(self) -> str:
         return f"Tensor({self._value})"
+
+
+_OF_NUMPY: Mapping[np.ufunc, str] = {np.add: "add", np.subtract: "sub", np.multiply: "mul", np.divide: "div"}
+
+
+def _foreign(what: str) -> GraphError:
+    return GraphError(
+        what, "tensors and numbers with + - * /, and the functions of millrace.model.ops",
+        "write it with these; an array that the model needs is a Parameter or a Table of its module",
+    )  # fmt: skip
 
 
 def elementwise(op: str, *operands: Tensor | Number) -> Tensor:
@@ -100,6 +123,8 @@ def elementwise(op: str, *operands: Tensor | Number) -> Tensor:
     tree: list[Tree | str] = [op]
     for x in operands:
         if not isinstance(x, Tensor):
+            if not isinstance(x, int | float | np.number):
+                raise _foreign(f"{type(x).__name__} stands beside a tensor of the model")
             tree.append(float(x))
             continue
         place = next((i for i, t in enumerate(tensors) if t.value is x.value), len(tensors))

@@ -32,7 +32,7 @@ def finite(array: NDArray[np.generic], dtype: np.dtype[_T]) -> NDArray[_T]:
     if not np.isfinite(cast).all():
         raise CheckpointError(
             f"weights that are not finite, or too large for {dtype.name}", "numbers",
-            "download the checkpoint again, or choose another",
+            "correct them, download the checkpoint again, or choose another",
         )  # fmt: skip
     return cast
 
