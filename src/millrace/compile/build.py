@@ -46,6 +46,7 @@ from millrace.graph.types import Graph, Symbol
 from millrace.kernels.catalogue import operators
 from millrace.kernels.library import library
 from millrace.kernels.places import Packed
+from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores
 from millrace.model.module import trace_model
 
@@ -72,6 +73,46 @@ class BuildOptions:
     keep: tuple[str, ...] = ()  # modules whose results are handed out too, by their names
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """What an engine will be made as: BuildOptions for one source, with every open question answered.
+
+    table: "f32" or "bf16", of embedding tables
+    """
+
+    precision: PrecisionMap
+    kv_format: KvFormat
+    table: str
+    tiles: bool
+    max_context: int
+    max_batch: int
+    max_step_tokens: int
+    fuse: bool
+    profile: Mapping[str, Bounds]
+    keep: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Equal for equal engines, however they were asked for; the table's format follows from the precision."""
+        chosen = self.precision.meaning
+        tiles = self.tiles and (self.kv_format == KvFormat.BF16 or chosen.uses(Precision.BF16))
+        sizes = (self.max_context, self.max_batch, self.max_step_tokens, sorted(self.profile.items()))
+        return f"{chosen} {self.kv_format!r} {tiles} {sizes} {self.fuse} {self.keep}"
+
+
+def settled(source: Source, options: BuildOptions) -> Settled:
+    """What `options` leave open is the checkpoint's own, or follows from the precision. raises ConfigError"""
+    _check(options)
+    precision = options.precision or source.own_precision
+    table = plain_format(precision.default)
+    return Settled(
+        precision=precision, table=table, tiles=options.tiles,
+        kv_format=KvFormat[table.upper()] if options.kv_format is None else options.kv_format,
+        max_context=source.max_context, max_batch=options.max_batch, max_step_tokens=options.max_step_tokens,
+        fuse=options.fuse, profile=options.profile, keep=options.keep,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """All that is known of an engine before a weight is read."""
@@ -87,29 +128,26 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
 
     raises ConfigError for options out of range, CheckpointError where the weights do not fit the model, GraphError
     """
-    _check(options)
-    precision = options.precision or source.own_precision
-    traced = trace_model(source.module, source.weights, operators(), keep=options.keep)
+    chosen = settled(source, options)
+    precision = chosen.precision
+    traced = trace_model(source.module, source.weights, operators(), keep=chosen.keep)
     precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
-    passes = pipeline(precision) if options.fuse else unfused(precision)
+    passes = pipeline(precision) if chosen.fuse else unfused(precision)
     graph = run_passes(traced, passes)
-    bounds = _bounds(graph, options, source.max_context)
-    table = plain_format(precision.default)
-    kv_format = KvFormat[table.upper()] if options.kv_format is None else options.kv_format
-    program = Lowering(graph, bounds, kv_format, table, options.tiles).program()
-    notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, table))
+    program = Lowering(graph, _bounds(graph, chosen), chosen.kv_format, chosen.table, chosen.tiles).program()
+    notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, chosen.table))
     return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), tuple(map(plain, notes)))
 
 
-def _bounds(graph: Graph, options: BuildOptions, max_context: int) -> dict[Symbol, Bounds]:
+def _bounds(graph: Graph, chosen: Settled) -> dict[Symbol, Bounds]:
     """Of each of the graph's symbols. raises ConfigError for one that nothing bounds, and for a bound of none"""
-    tokens, batch = max(options.max_step_tokens, options.max_batch), options.max_batch
+    tokens, batch = max(chosen.max_step_tokens, chosen.max_batch), chosen.max_batch
     if any(node.op == "full_attention" for node in graph.nodes):  # a sequence is in one step, or not at all
-        tokens = max(tokens, max_context)
+        tokens = max(tokens, chosen.max_context)
     known = {"T": Bounds(1, tokens, tokens), "S": Bounds(1, batch, batch), "R": Bounds(1, batch, batch + SCORED_ROWS)}
-    known |= options.profile
+    known |= chosen.profile
     names = [s.name for s in graph.symbols]
-    for name in [n for n in names if n not in known] + [n for n in options.profile if n not in names]:
+    for name in [n for n in names if n not in known] + [n for n in chosen.profile if n not in names]:
         raise ConfigError(
             f"the dimension {name!r:.60} " + ("has no bounds" if name in names else "is none of this network's"),
             "bounds for " + ", ".join(names), "give a profile of smallest, usual and largest size for each of them",
