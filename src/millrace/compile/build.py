@@ -45,6 +45,7 @@ from millrace.graph.table import graph_table
 from millrace.graph.types import Graph, Symbol
 from millrace.kernels.catalogue import operators
 from millrace.kernels.library import library
+from millrace.kernels.operators import runnable
 from millrace.kernels.places import Packed
 from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores
@@ -142,7 +143,7 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
 def _bounds(graph: Graph, chosen: Settled) -> dict[Symbol, Bounds]:
     """Of each of the graph's symbols. raises ConfigError for one that nothing bounds, and for a bound of none"""
     tokens, batch = max(chosen.max_step_tokens, chosen.max_batch), chosen.max_batch
-    if any(node.op == "full_attention" for node in graph.nodes):  # a sequence is in one step, or not at all
+    if any(runnable(node).whole_sequences for node in graph.nodes):  # a sequence is in one step, or not at all
         tokens = max(tokens, chosen.max_context)
     known = {"T": Bounds(1, tokens, tokens), "S": Bounds(1, batch, batch), "R": Bounds(1, batch, batch + SCORED_ROWS)}
     known |= chosen.profile

@@ -14,7 +14,7 @@ from millrace.graph.types import Graph, Node, Symbol, Value
 from millrace.kernels.declare import MAX_CACHES, MAX_SYMBOLS, Param, Space
 from millrace.kernels.elementwise.op import expression_params
 from millrace.kernels.layout import row_bytes, up
-from millrace.kernels.operators import Writer
+from millrace.kernels.operators import Writer, runnable
 from millrace.kernels.places import Operands, Packed, Place, View, pack_array
 from millrace.kernels.storage import DENSE, Storage
 
@@ -120,7 +120,7 @@ class Placement(Writer):
             producer = self._producers.get(at)
             if producer is None:
                 break  # an input, or a constant
-            if producer.op not in ("reshape", "split"):
+            if not runnable(producer).is_view:
                 return self._views[value]
             at = producer.inputs[0]
         return self._copy(value, node)

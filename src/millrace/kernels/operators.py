@@ -99,15 +99,30 @@ class Writer(Protocol):
         """One call more; `note` is for people."""
 
 
+def only_floats(node: Node, storage: Storage) -> bool:
+    """Of a kernel that packs nothing."""
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runnable(Operator):
     """reference: what the outputs are; computes in float64 and rounds where a kernel would store.
 
     lower: which calls compute them
+
+    What passes go by, so that they need no list of names:
+    packs: whether the node's kernel can write its rows in this storage, too (its attribute `storage`)
+    row_wise: an output's row is made of the first input's same row, all other inputs being constants
+    is_view: nothing is computed, the outputs are other shapes or columns of what its input wrote
+    whole_sequences: a sequence's rows are all in one run, since none are kept for the next
     """
 
     reference: Callable[[Node, Values], Held | tuple[Held, ...]]
     lower: Callable[[Node, Writer], None]
+    packs: Callable[[Node, Storage], bool] = only_floats
+    row_wise: bool = False
+    is_view: bool = False
+    whole_sequences: bool = False
 
 
 def runnable(node: Node) -> Runnable:

@@ -6,6 +6,7 @@ from millrace.errors import GraphError
 from millrace.graph.rules import check_positions, illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, Value, find
 from millrace.kernels.attention.ref import attention
+from millrace.kernels.convert.op import packs_elements
 from millrace.kernels.declare import MAX_HEAD, RowFormat
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, number, size, whole
 from millrace.kernels.places import Operands, View
@@ -135,14 +136,14 @@ def _attend(
 
 ATTENTION = Runnable(
     name="attention", inputs=(5, 5), attrs=frozenset({"layer", "scale", "storage"}), shapes=_shapes,
-    reference=_reference, lower=_lower,
+    reference=_reference, lower=_lower, packs=packs_elements,
 )  # fmt: skip
 ROPE_ATTENTION = Runnable(
     name="rope_attention", inputs=(6, 6), attrs=frozenset({"layer", "scale", "storage"}), fused=True, shapes=_shapes,
-    reference=_reference, lower=_lower,
+    reference=_reference, lower=_lower, packs=packs_elements,
 )  # fmt: skip
 FULL_ATTENTION = Runnable(
     name="full_attention", inputs=(4, 4), attrs=frozenset({"scale", "storage"}), shapes=_full_shapes,
-    reference=_full_reference, lower=_full_lower,
+    reference=_full_reference, lower=_full_lower, packs=packs_elements, whole_sequences=True,
 )  # fmt: skip
 OPERATORS = (ATTENTION, ROPE_ATTENTION, FULL_ATTENTION)

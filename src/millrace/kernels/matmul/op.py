@@ -9,6 +9,7 @@ from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.graph.rules import check_tree, illegal
 from millrace.graph.trees import as_tree, evaluate
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
+from millrace.kernels.convert.op import packs_elements
 from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.expression import compile_tree
@@ -25,7 +26,7 @@ from millrace.kernels.matmul.pack import (
 from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size
 from millrace.kernels.places import Packed, Place, View, constant_of
 from millrace.kernels.precision import BF16_BY_TILES, Precision
-from millrace.kernels.storage import storage_of
+from millrace.kernels.storage import Storage, storage_of
 
 _BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4}
 
@@ -110,6 +111,10 @@ def _pack(values: tuple[Value, ...], format: WeightFormat, group: int, name: str
     return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group), pack)
 
 
+def _packs(node: Node, storage: Storage) -> bool:
+    return packs_elements(node, storage) and not node.attrs.get("residual")  # which it would have to read as floats
+
+
 def _lower(node: Node, writer: Writer) -> None:
     x, precision = node.inputs[0], precision_of(node)
     view, weights = writer.view(x), precision.weights
@@ -141,10 +146,10 @@ def _lower(node: Node, writer: Writer) -> None:
 
 LINEAR = Runnable(
     name="linear", inputs=(2, 4), attrs=frozenset({"bias", "residual", "precision", "tree", "storage"}), shapes=_shapes,
-    reference=_reference, lower=_lower,
+    reference=_reference, lower=_lower, packs=_packs,
 )  # fmt: skip
 GATED_LINEAR = Runnable(
     name="gated_linear", inputs=(3, 3), attrs=frozenset({"tree", "precision", "storage"}), fused=True,
-    shapes=_gated_shapes, reference=_gated_reference, lower=_lower,
+    shapes=_gated_shapes, reference=_gated_reference, lower=_lower, packs=_packs,
 )  # fmt: skip
 OPERATORS = (LINEAR, GATED_LINEAR)

@@ -17,6 +17,7 @@ def _lower(node: Node, writer: Writer) -> None:
 
 
 NORMALISE = Runnable(
-    name="normalise", inputs=(1, 1), attrs=frozenset({"eps"}), shapes=same_shape, reference=_reference, lower=_lower
-)
+    name="normalise", inputs=(1, 1), attrs=frozenset({"eps"}), shapes=same_shape, reference=_reference, lower=_lower,
+    row_wise=True,
+)  # fmt: skip
 OPERATORS = (NORMALISE,)

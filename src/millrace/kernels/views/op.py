@@ -51,10 +51,10 @@ def _split_lower(node: Node, writer: Writer) -> None:
 
 RESHAPE = Runnable(
     name="reshape", inputs=(1, 1), attrs=frozenset({"shape", "storage"}), shapes=_reshape_shapes,
-    reference=_reshape_reference, lower=_reshape_lower,
+    reference=_reshape_reference, lower=_reshape_lower, is_view=True,
 )  # fmt: skip
 SPLIT = Runnable(
     name="split", inputs=(1, 1), attrs=frozenset({"widths"}), shapes=_split_shapes, reference=_split_reference,
-    lower=_split_lower,
+    lower=_split_lower, is_view=True,
 )  # fmt: skip
 OPERATORS = (RESHAPE, SPLIT)
