@@ -15,7 +15,7 @@ from millrace.kernels.declare import MAX_CACHES, MAX_SYMBOLS, Param, Space
 from millrace.kernels.elementwise.op import expression_params
 from millrace.kernels.layout import row_bytes, up
 from millrace.kernels.operators import Writer, runnable
-from millrace.kernels.places import Operands, Packed, Place, View, pack_array
+from millrace.kernels.places import CacheLayer, Operands, Packed, Place, View, pack_array
 from millrace.kernels.storage import DENSE, Storage
 
 
@@ -141,7 +141,7 @@ class Placement(Writer):
     def vector(self, value: Value) -> Place:
         return self.constant((value,), "vector", lambda: pack_array(value, np.dtype(np.float32), "f32"))
 
-    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> tuple[int, int, str]:
+    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> CacheLayer:
         key = (heads, key_size, value_size, kept)
         if key not in self._caches:
             if len(self._caches) == MAX_CACHES:
@@ -153,16 +153,18 @@ class Placement(Writer):
         cache = self._caches[key]
         layer = cache.spec.layers if kept else 0  # those of one run serve one layer after the other
         cache.spec = replace(cache.spec, layers=layer + 1)
-        return list(self._caches).index(key), layer, cache.spec.format.name.lower()
+        return CacheLayer(list(self._caches).index(key), layer, cache.spec.format.name.lower(), cache.buffer)
 
-    def add(self, kernel: str, operands: Operands, params: Mapping[str, Param], node: Node, note: str = "") -> None:
-        for view in operands.values():
-            if isinstance(view, View):
-                self._lives[view.buffer].last = len(self._calls)
-        if isinstance(number := params.get("cache"), int) and params["layer"] != -1:
-            pages = list(self._caches.values())[number].buffer
-            if pages is not None:
-                self._lives[pages].last = len(self._calls)
+    def add(
+        self, kernel: str, operands: Operands, params: Mapping[str, Param], node: Node, note: str = "",
+        cache: CacheLayer | None = None,
+    ) -> None:  # fmt: skip
+        used = [view.buffer for view in operands.values() if isinstance(view, View)]
+        if cache is not None:
+            params = {**params, "cache": cache.number, "layer": cache.layer}
+            used += [cache.buffer] if cache.buffer is not None else []
+        for buffer in used:
+            self._lives[buffer].last = len(self._calls)
         places = {n: v.place() if isinstance(v, View) else v for n, v in operands.items()}
         self._calls.append(Call(kernel, places, params, node.origin, note))
 

@@ -15,7 +15,7 @@ from millrace.graph.types import Graph, Node, Operator, Value
 from millrace.kernels.arrays import Array, IntArray
 from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.declare import Param
-from millrace.kernels.places import Operands, Packed, Place, View
+from millrace.kernels.places import CacheLayer, Operands, Packed, Place, View
 from millrace.kernels.storage import DENSE, Storage
 
 Rows = NDArray[np.float64]
@@ -89,14 +89,17 @@ class Writer(Protocol):
     def vector(self, value: Value) -> Place:
         """A constant as float32, as it is: norm weights, biases, rotary tables."""
 
-    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> tuple[int, int, str]:
-        """(number of the cache, layer in it, its format: "f32", "bf16" or "int8") of one layer more.
+    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> CacheLayer:
+        """Of one layer more. kept: from step to step; else its pages live for one run."""
 
-        kept: from step to step; else its pages live for one run. Calls name both as parameters `cache` and `layer`.
+    def add(
+        self, kernel: str, operands: Operands, params: Mapping[str, Param], node: Node, note: str = "",
+        cache: CacheLayer | None = None,
+    ) -> None:  # fmt: skip
+        """One call more; `note` is for people.
+
+        cache: whose keys and values it reads or writes; becomes the kernel's parameters `cache` and `layer`
         """
-
-    def add(self, kernel: str, operands: Operands, params: Mapping[str, Param], node: Node, note: str = "") -> None:
-        """One call more; `note` is for people."""
 
 
 def only_floats(node: Node, storage: Storage) -> bool:

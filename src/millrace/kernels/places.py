@@ -54,6 +54,19 @@ class View:
         return self.stride * 4 if self.storage == DENSE else self.stride
 
 
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """What one attention layer has of a cache, by the cache's number; format: "f32", "bf16" or "int8".
+
+    buffer: where its pages lie, if they live for one run only
+    """
+
+    number: int
+    layer: int
+    format: str
+    buffer: int | None
+
+
 Operands = Mapping[str, View | Place | None]
 
 

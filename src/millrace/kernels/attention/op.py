@@ -112,26 +112,25 @@ def _attend(
     (q, k), v = views, writer.view(node.inputs[2])
     heads, head_dim = size(node.inputs[0], 1), size(node.inputs[0], 2)
     kv_heads, value_dim = size(node.inputs[2], 1), size(node.inputs[2], 2)
-    number_of_cache, layer, kv = writer.cache(kv_heads, head_dim, value_dim, kept=causal)
+    cache = writer.cache(kv_heads, head_dim, value_dim, kept=causal)
     shape: Params = {
         "rows": q.rows, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "q_stride": q.stride,
-        "cache": number_of_cache, "layer": layer,
     }  # fmt: skip
     rotates = bool(rotation)
     write: Params = {
         **shape, "heads": heads if rotates else 0, "q_stride": q.stride if rotates else 0, "k_stride": k.stride,
         "v_stride": v.stride, "context": context,
     }  # fmt: skip
-    writer.add("rope", {"k": k, "v": v, **rotation}, write, node, "and KV write" if rotates else "KV write")
+    writer.add("rope", {"k": k, "v": v, **rotation}, write, node, "and KV write" if rotates else "KV write", cache)
     storage = storage_of(node)
     y, packed = writer.new(node.output, node.origin[0], storage), storage.format == RowFormat.BF16
-    tiles = writer.tiles and kv == "bf16"
+    tiles = writer.tiles and cache.format == "bf16"
     attend: Params = {
         **shape, "heads": heads, "packed": int(packed), "y_stride": y.stride_bytes // 2 if packed else y.stride,
         "causal": int(causal), "tiles": int(tiles), "scale": number(node, "scale"),
     }  # fmt: skip
-    note = BF16_BY_TILES if tiles else kv
-    writer.add("attention", {"q": q, "y": y}, attend, node, note)
+    note = BF16_BY_TILES if tiles else cache.format
+    writer.add("attention", {"q": q, "y": y}, attend, node, note, cache)
 
 
 ATTENTION = Runnable(
