@@ -41,7 +41,7 @@ from tests.support.networks import (
 
 def reference(model: Module, inputs: Arrays, precision: str = "fp32") -> Arrays:
     """Before any pass but the choice of precision."""
-    source = Source.from_module(model, parameters(model), max_context=0)
+    source = Source.from_module(model, parameters(model))
     graph = run_passes(trace_model(source.module, source.weights, operators()), unfused(precision_map(precision, 32)))
     kv = KvFormat.F32 if precision == "fp32" else KvFormat.BF16
     found: Arrays = dict(Interpreter(graph, kv=kv, bf16_table=precision != "fp32").run(inputs))
@@ -79,7 +79,7 @@ def first_bits(loaded: NativeNetwork, inputs: Arrays) -> bytes:
 
 
 def test_an_activation_is_computed_where_the_product_is(tmp_path: Path) -> None:
-    source = Source.from_module(Digits(), parameters(Digits()), max_context=0)
+    source = Source.from_module(Digits(), parameters(Digits()))
     options = BuildOptions(precision=precision_map("fp32"), profile=IMAGES)
     calls = plan_engine(source, options).program.calls
     assert [c.kernel for c in calls] == ["layer_norm", "matmul", "matmul", "elementwise"]

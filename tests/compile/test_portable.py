@@ -44,7 +44,7 @@ def test_a_language_model(family: str, precision: str, kv: KvFormat, tmp_path: P
 
 
 def test_any_network(tmp_path: Path) -> None:
-    source = Source.from_module(Digits(), parameters(Digits()), max_context=0)
+    source = Source.from_module(Digits(), parameters(Digits()))
     plan = plan_engine(source, BuildOptions(precision=precision_map("w8a8"), profile=IMAGES))
     write_engine(source, plan, tmp_path / "engine", name="test")
     engine = Engine.open(tmp_path / "engine")

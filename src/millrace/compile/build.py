@@ -42,7 +42,7 @@ from millrace.engine.slots import Slot, slot
 from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError, plain
 from millrace.graph.rewrite import LOGITS
 from millrace.graph.table import graph_table
-from millrace.graph.types import Graph, Symbol
+from millrace.graph.types import Graph, Symbol, find
 from millrace.kernels.catalogue import operators
 from millrace.kernels.library import library
 from millrace.kernels.operators import runnable
@@ -132,12 +132,22 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     chosen = settled(source, options)
     precision = chosen.precision
     traced = trace_model(source.module, source.weights, operators(), keep=chosen.keep)
+    _check_context(traced, chosen.max_context)
     precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
     passes = pipeline(precision) if chosen.fuse else unfused(precision)
     graph = run_passes(traced, passes)
     program = Lowering(graph, _bounds(graph, chosen), chosen.kv_format, chosen.table, chosen.tiles).program()
     notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, chosen.table))
     return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), tuple(map(plain, notes)))
+
+
+def _check_context(graph: Graph, max_context: int) -> None:
+    """raises ConfigError for a language model of which nobody said how long its sequences may be"""
+    if find(graph.outputs, LOGITS) and max_context < 1:
+        raise ConfigError(
+            f"a model that gives {LOGITS}, for sequences of {max_context} tokens", "at least 1",
+            "say how long they may be: Source.from_module(model, weights, max_context=512)",
+        )  # fmt: skip
 
 
 def _bounds(graph: Graph, chosen: Settled) -> dict[Symbol, Bounds]:

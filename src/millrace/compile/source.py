@@ -64,8 +64,11 @@ class Source:
         )  # fmt: skip
 
     @classmethod
-    def from_module(cls, module: Module, arrays: Mapping[str, Array], max_context: int) -> "Source":
-        """A model of the user's own with its weights by parameter name: `layers.0.up.weight` -> (N, K)."""
+    def from_module(cls, module: Module, arrays: Mapping[str, Array], max_context: int = 0) -> "Source":
+        """A model of the user's own with its weights by parameter name: `layers.0.up.weight` -> (N, K).
+
+        max_context: tokens of its longest sequence; 0 for a network that knows no sequences
+        """
         weights = Weights({name: a.shape for name, a in arrays.items()}, lambda name: arrays[name])
         return cls(module=module, weights=weights, max_context=max_context, architecture=type(module).__name__)
 
