@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.compile.lower import Lowering
+from millrace.compile.lower import lower
 from millrace.compile.passes import (
     Pass,
     fold_constants,
@@ -358,7 +358,7 @@ def test_any_rows_are_an_output() -> None:
 
     model = Headless()
     graph = run_passes(trace_model(model, ones(model), operators()), pipeline(precision_map("fp32")))
-    program = Lowering(graph, dict.fromkeys(graph.symbols, Bounds(1, 2, 8)), KvFormat.F32, "f32").program()
+    program = lower(graph, dict.fromkeys(graph.symbols, Bounds(1, 2, 8)), KvFormat.F32, "f32")
     assert [slot.shape for slot in program.outputs] == [(T, N)]
 
 

@@ -1,10 +1,15 @@
 """Where values lie while a program is written: who marks that something is still needed."""
 
+import pytest
+
 from millrace.compile.placement import Placement
 from millrace.compile.program import Bounds
 from millrace.engine.kv import CacheSpec, KvFormat
 from millrace.graph.types import DType, Graph, Node, Port, Symbol, Value
 from millrace.kernels.catalogue import operators
+from millrace.kernels.declare import RowFormat
+from millrace.kernels.places import View
+from millrace.kernels.storage import DENSE, Storage
 
 T, S = Symbol("T"), Symbol("S")
 
@@ -33,3 +38,16 @@ def test_layers_of_one_shape_share_a_cache() -> None:
     placement = Placement(graph, {T: Bounds(1, 8, 128), S: Bounds(1, 2, 4)}, KvFormat.F32, "f32")
     found = [placement.cache(heads, 16, 16, kept=True) for heads in (1, 2, 1, 1)]
     assert [(c.number, c.layer) for c in found] == [(0, 0), (1, 0), (0, 1), (0, 2)]
+
+
+def test_rows_are_counted_in_the_units_that_are_asked_for() -> None:
+    """A kernel that reads floats is not given rows that are something else."""
+    dense, bf16, q8 = (
+        View(0, 0, 640, 0, storage) for storage in (DENSE, Storage(RowFormat.BF16), Storage(RowFormat.Q8, 32))
+    )
+    assert (dense.row_floats, dense.row_elements, bf16.row_elements) == (160, 160, 320)
+    for packed in (bf16, q8):
+        with pytest.raises(AssertionError, match="are not floats"):
+            _ = packed.row_floats
+    with pytest.raises(KeyError):
+        _ = q8.row_elements

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 import millrace
-from millrace.compile.lower import Lowering
+from millrace.compile.lower import lower
 from millrace.compile.passes import pipeline, run_passes, unfused
 from millrace.compile.precision import PrecisionMap, plain_format, rounding_notes
 from millrace.compile.program import Bounds, Program
@@ -136,7 +136,7 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
     passes = pipeline(precision) if chosen.fuse else unfused(precision)
     graph = run_passes(traced, passes)
-    program = Lowering(graph, _bounds(graph, chosen), chosen.kv_format, chosen.table, chosen.tiles).program()
+    program = lower(graph, _bounds(graph, chosen), chosen.kv_format, chosen.table, tiles=chosen.tiles)
     notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, chosen.table))
     return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), tuple(map(plain, notes)))
 

@@ -10,7 +10,7 @@ from millrace.compile.program import Bounds, Call, Program
 from millrace.engine.kv import PAGE_TOKENS, CacheSpec, KvFormat
 from millrace.engine.slots import Slot
 from millrace.errors import GraphError
-from millrace.graph.types import Graph, Node, Symbol, Value
+from millrace.graph.types import Graph, Node, Port, Symbol, Value
 from millrace.kernels.declare import MAX_CACHES, MAX_SYMBOLS, Param, Space
 from millrace.kernels.elementwise.op import expression_params
 from millrace.kernels.layout import row_bytes, up
@@ -59,7 +59,9 @@ class Placement(Writer):
                 f"{len(self._symbols)} dimensions that only a run knows", f"at most {MAX_SYMBOLS}", "fix some of them"
             )
 
-    def _planned(self, outputs: list[tuple[str, Value, View]]) -> Program:
+    def program(self) -> Program:
+        """All that was added, with the graph's outputs in dense rows that live to the end. raises GraphError"""
+        results = [(port, self._result(port)) for port in self.graph.outputs]
         plan = plan_memory([Buffer(b.name, b.nbytes, b.first, b.last) for b in self._lives])
         offsets, at = [], 0
         for packed in self._weights:
@@ -75,10 +77,24 @@ class Placement(Writer):
         ]
         return Program(
             calls=tuple(self._calls), inputs=tuple(inputs),
-            outputs=tuple(Slot(name, v.shape, v.dtype, plan.offsets[view.buffer]) for name, v, view in outputs),
+            outputs=tuple(Slot(p.name, p.value.shape, p.value.dtype, plan.offsets[buffer]) for p, buffer in results),
             symbols={s: self._bounds[s] for s in self._symbols}, weights=tuple(self._weights),
             weights_offsets=tuple(offsets), weights_bytes=at, memory=plan, caches=tuple(caches),
         )  # fmt: skip
+
+    def _result(self, port: Port) -> int:
+        """The buffer of an output."""
+        value = port.value
+        if value not in self._views or self._views[value].storage != DENSE:
+            raise GraphError(
+                f"the output {port.name} is {value}, which is not computed", "rows of floats that a node computes",
+                "return what an operator gives",
+            )  # fmt: skip
+        view = self._views[value]
+        if view.row_floats != value.width or view.offset:
+            view = self._copy(value, self._producers[value])
+        self._lives[view.buffer].last = len(self._calls)
+        return view.buffer
 
     def _rows(self, value: Value) -> int:
         """The number of the symbol that counts its rows."""
@@ -103,7 +119,7 @@ class Placement(Writer):
         rows = self._rows(value)
         nbytes = row_bytes(storage.format, value.width, storage.group)
         buffer = self._buffer(name, nbytes * self._bounds[self._symbols[rows]].high)
-        view = View(buffer, 0, value.width if storage == DENSE else nbytes, rows, storage)
+        view = View(buffer, 0, nbytes, rows, storage)
         self._views[value] = view
         return view
 
@@ -112,7 +128,7 @@ class Placement(Writer):
 
     def dense(self, value: Value, node: Node) -> View:
         view = self._views[value]
-        return view if view.stride == value.width else self._copy(value, node)
+        return view if view.row_floats == value.width else self._copy(value, node)
 
     def writable(self, value: Value, node: Node) -> View:
         at = value

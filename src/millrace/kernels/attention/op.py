@@ -114,19 +114,19 @@ def _attend(
     kv_heads, value_dim = size(node.inputs[2], 1), size(node.inputs[2], 2)
     cache = writer.cache(kv_heads, head_dim, value_dim, kept=causal)
     shape: Params = {
-        "rows": q.rows, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "q_stride": q.stride,
+        "rows": q.rows, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "q_stride": q.row_floats,
     }  # fmt: skip
     rotates = bool(rotation)
     write: Params = {
-        **shape, "heads": heads if rotates else 0, "q_stride": q.stride if rotates else 0, "k_stride": k.stride,
-        "v_stride": v.stride, "context": context,
+        **shape, "heads": heads if rotates else 0, "q_stride": q.row_floats if rotates else 0, "k_stride": k.row_floats,
+        "v_stride": v.row_floats, "context": context,
     }  # fmt: skip
     writer.add("rope", {"k": k, "v": v, **rotation}, write, node, "and KV write" if rotates else "KV write", cache)
     storage = storage_of(node)
     y, packed = writer.new(node.output, node.origin[0], storage), storage.format == RowFormat.BF16
     tiles = writer.tiles and cache.format == "bf16"
     attend: Params = {
-        **shape, "heads": heads, "packed": int(packed), "y_stride": y.stride_bytes // 2 if packed else y.stride,
+        **shape, "heads": heads, "packed": int(packed), "y_stride": y.row_elements,
         "causal": int(causal), "tiles": int(tiles), "scale": number(node, "scale"),
     }  # fmt: skip
     note = BF16_BY_TILES if tiles else cache.format

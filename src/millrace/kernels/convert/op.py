@@ -15,7 +15,7 @@ def _reference(node: Node, values: Values) -> Held:
 def packing_params(x: View, y: View, n: int) -> Params:
     """Of kernels that write rows in the format of `y`: n elements of each row of `x`."""
     return {
-        "rows": x.rows, "n": n, "x_stride": x.stride, "y_stride": y.stride_bytes, "format": y.storage.format,
+        "rows": x.rows, "n": n, "x_stride": x.row_floats, "y_stride": y.row_bytes, "format": y.storage.format,
         "group": y.storage.group,
     }  # fmt: skip
 

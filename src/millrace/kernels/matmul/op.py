@@ -126,7 +126,7 @@ def _lower(node: Node, writer: Writer) -> None:
         code, numbers = compile_tree(as_tree(node.attrs["tree"]), 2 if gated else 1)
     params: Params = {
         "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": x.width, "group": group,
-        "format": view.storage.format, "weights": weights, "x_stride": view.stride_bytes,
+        "format": view.storage.format, "weights": weights, "x_stride": view.row_bytes,
         "gated": int(gated), "packed": int(storage.format == RowFormat.BF16), "tiles": int(tiles), "code": code,
         "imm": numbers,
     }  # fmt: skip
@@ -139,7 +139,7 @@ def _lower(node: Node, writer: Writer) -> None:
     if node.attrs.get("residual"):
         operands["residual"] = writer.dense(node.inputs[-1], node)
     y = writer.new(node.output, node.origin[0] if node.origin else "linear", storage)
-    params["y_stride"] = y.stride_bytes // 2 if params["packed"] else width
+    params["y_stride"] = y.row_elements
     operands["y"] = y
     writer.add("matmul", operands, params, node, BF16_BY_TILES if tiles else str(precision))
 

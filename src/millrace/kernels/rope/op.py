@@ -34,7 +34,7 @@ def _lower(node: Node, writer: Writer) -> None:
     view, without_cache = writer.writable(x, node), {"cache": 0, "layer": -1}
     params: Params = {
         "rows": view.rows, "heads": size(x, 1), "kv_heads": 0, "head_dim": size(x, 2), "value_dim": size(x, 2),
-        "q_stride": view.stride, "k_stride": 0, "v_stride": 0, "context": size(table, 0), **without_cache,
+        "q_stride": view.row_floats, "k_stride": 0, "v_stride": 0, "context": size(table, 0), **without_cache,
     }  # fmt: skip
     operands: Operands = {"q": view, "positions": writer.view(positions), "table": writer.vector(table)}
     writer.add("rope", operands, params, node)
