@@ -16,9 +16,11 @@ from millrace.engine.interpreter import Interpreter
 from millrace.engine.kv import KvFormat
 from millrace.engine.native import ExecutionError, NativeNetwork
 from millrace.errors import ConfigError, EngineError, GraphError, RequestError
+from millrace.graph.types import Constant, DType, Symbol, Value
 from millrace.kernels.catalogue import operators
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import memory
+from millrace.model import ops
 from millrace.model.bert import BertSentences
 from millrace.model.module import Module, Signature, trace_model
 from millrace.model.tensor import Tensor
@@ -119,6 +121,48 @@ def test_every_dimension_has_bounds(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=says):
             network(Digits(), tmp_path / "never", profile=profile)
     assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("profile", [{}, {"pages": Bounds(1, 1, 1)}, {**IMAGES, "pages": Bounds(1, 1, 1)}])
+def test_missing_bounds_say_what_to_write(profile: dict[str, Bounds], tmp_path: Path) -> None:
+    """The dimension, the inputs that have it, and a call that mends it: the call is tried."""
+    with pytest.raises(ConfigError) as error:
+        network(Digits(), tmp_path / "never", profile=profile)
+    said = str(error.value)
+    assert "pixels [images, 49], weights [images, 10]" in error.value.expected
+    assert (
+        ("'pages'" in said)
+        if "images" in profile
+        else ("'images' has no bounds; it is of the input pixels, weights" in said)
+    )
+    call = error.value.mend.partition(": ")[2]
+    source = Source.from_module(Digits(), parameters(Digits()))
+    assert plan_engine(source, eval(call)).program.symbols
+
+
+def test_bounds_that_follow_from_the_options_need_not_be_given(tmp_path: Path) -> None:
+    class WithPages(Module):
+        signature = Signature({"x": ("pages", 16), "lengths": ("S",)}, ("y",), {"lengths": DType.I32})
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return ops.mean_rows(x, lengths)
+
+    with pytest.raises(ConfigError, match="has no bounds; it is of the input x") as error:
+        plan_engine(Source.from_module(WithPages(), {}), BuildOptions())
+    assert '"S"' not in error.value.mend and '"pages": Bounds(' in error.value.mend
+
+
+def test_a_dimension_of_no_input_says_where_to_name_it() -> None:
+    class Made(Module):
+        signature = Signature({"x": ("rows", 16)}, ("y",))
+
+        def forward(self, x: Tensor) -> Tensor:
+            index = Tensor(x.trace, Value((Symbol("other"),), DType.I32, Constant(lambda: np.zeros(3), ("index",))))
+            return ops.gather_rows(x, index)
+
+    with pytest.raises(GraphError, match=r"gather_rows.*a dimension other that no input has") as error:
+        plan_engine(Source.from_module(Made(), {}), BuildOptions())
+    assert "x [rows, 16]" in error.value.expected and '("other", ' in error.value.mend
 
 
 def test_an_engine_says_what_it_is_for(tmp_path: Path) -> None:

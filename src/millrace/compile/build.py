@@ -159,10 +159,7 @@ def _bounds(graph: Graph, chosen: Settled) -> dict[Symbol, Bounds]:
     known |= chosen.profile
     names = [s.name for s in graph.symbols]
     for name in [n for n in names if n not in known] + [n for n in chosen.profile if n not in names]:
-        raise ConfigError(
-            f"the dimension {name!r:.60} " + ("has no bounds" if name in names else "is none of this network's"),
-            "bounds for " + ", ".join(names), "give a profile of smallest, usual and largest size for each of them",
-        )  # fmt: skip
+        raise _unbounded(graph, name, [n for n in names if n not in known or n in chosen.profile])
     for name in names:
         b = known[name]
         if not 1 <= b.low <= b.usual <= b.high <= LONGEST:
@@ -171,6 +168,22 @@ def _bounds(graph: Graph, chosen: Settled) -> dict[Symbol, Bounds]:
                 "correct the profile",
             )  # fmt: skip
     return {s: known[s.name] for s in graph.symbols}
+
+
+def _unbounded(graph: Graph, name: str, asked: list[str]) -> ConfigError:
+    """For a dimension without bounds, or bounds without a dimension; `asked`: those that a profile has to name."""
+    having = {s.name: [p.name for p in graph.inputs if s in p.value.shape] for s in graph.symbols}
+    what = (
+        f"has no bounds; it is of the input {', '.join(having[name])}"
+        if name in having
+        else "is none of this network's"
+    )
+    inputs = ", ".join(f"{p.name} {list(p.value.shape)}" for p in graph.inputs)
+    profile = ", ".join(f'"{n}": Bounds(1, 8, 64)' for n in asked or having)
+    return ConfigError(
+        f"the dimension {name!r:.60} {what}", f"bounds for {', '.join(asked or having)}; the inputs are {inputs}",
+        f"say how small, how large usually and how large at most: BuildOptions(profile={{{profile}}})",
+    )  # fmt: skip
 
 
 def _table_note(stored: str | None, table: str) -> tuple[str, ...]:
