@@ -65,7 +65,7 @@ def test_layers_are_as_transformers_has_them(family: str, precision: str, tmp_pa
     exact = states_of_transformers(checkpoint, "float64")
     rounded = states_of_transformers(checkpoint, "bfloat16") if precision == "bf16" else exact
     for name in ALL:
-        got, size = executor.output(name), np.abs(exact[name]).max()
+        got, size = executor.output(name).astype(np.float64), np.abs(exact[name]).max()
         assert got.shape == exact[name].shape == (sum(map(len, PROMPTS)), 320)
         tolerance = max(np.abs(rounded[name] - exact[name]).max(), 1e-5 * size)
         assert np.abs(got - exact[name]).max() <= tolerance, name
