@@ -34,7 +34,7 @@ const char* isa_lacking(const char* name) {
 
 struct mr_engine {
   explicit mr_engine(const mr_create_args& args) : executor(args) {
-    if (args.vocab_size > 0) model = std::make_unique<millrace::LanguageModel>(args, executor);
+    if (args.language) model = std::make_unique<millrace::LanguageModel>(args, executor);
   }
   millrace::Executor executor;
   std::unique_ptr<millrace::LanguageModel> model;  // null for any other network

@@ -90,8 +90,7 @@ const mr_create_args& checked(const mr_create_args& a) {
   within(a.program_bytes, 0, kMaxBytes, "program_bytes");
   within(a.weights_bytes, 0, kMaxBytes, "weights_bytes");
   within(a.activation_bytes, 0, kMaxBytes, "activation_bytes");
-  for (const int64_t offset : {a.lengths_offset, a.tokens_offset, a.positions_offset, a.rows_offset, a.logits_offset})
-    within(offset, -1, kMaxBytes, "a place in the activations");
+  within(a.lengths_offset, -1, kMaxBytes, "the place of the lengths");
   within(a.n_caches, 0, kCaches, "n_caches");
   within(a.n_caches, 0, a.n_symbols > 1 ? kCaches : 0, "n_caches of a program without sequences");
   within(a.kv_pages, 0, kMaxParam, "kv_pages");

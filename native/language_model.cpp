@@ -42,35 +42,37 @@ constexpr int kT = 0, kS = 1, kR = 2;  // the symbols of a language model's prog
 
 }  // namespace
 
-LanguageModel::LanguageModel(const mr_create_args& a, Executor& executor)
+LanguageModel::LanguageModel(const mr_create_args& args, Executor& executor)
     : executor_(executor),
       max_tokens_(static_cast<int32_t>(executor.bounds().symbol(kT))),
       max_sequences_(static_cast<int32_t>(executor.bounds().symbol(kS))),
       max_rows_(static_cast<int32_t>(executor.bounds().symbol(kR))),
-      max_context_(a.max_context),
-      vocab_size_(a.vocab_size),
+      max_context_(args.language->max_context),
+      vocab_size_(args.language->vocab_size),
       sequence_of_(static_cast<size_t>(max_tokens_)) {
   const Bounds& bounds = executor.bounds();
+  const mr_language_model& a = *args.language;
   const auto place = [&](int64_t offset, int64_t elements, const char* what) -> uint8_t* {
+    bounds.require(offset >= -1 && offset < int64_t{1} << 55, what);
     if (offset < 0) return nullptr;
     return bounds.resolve(2ull << 56 | static_cast<uint64_t>(offset), 4 * elements, true, false, what);
   };
   bounds.require(executor.keeps_all(), "a language model keeps its caches");
-  bounds.require(a.vocab_size <= kMaxParam, "vocab_size <= 2^24");
-  bounds.require(a.max_context >= 1 && a.max_context <= kMaxParam, "max_context");
+  bounds.require(vocab_size_ >= 1 && vocab_size_ <= kMaxParam, "vocab_size");
+  bounds.require(max_context_ >= 1 && max_context_ <= kMaxParam, "max_context");
   places_.tokens = reinterpret_cast<int32_t*>(place(a.tokens_offset, max_tokens_, "tokens"));
   places_.positions = reinterpret_cast<int32_t*>(place(a.positions_offset, max_tokens_, "positions"));
-  places_.lengths = reinterpret_cast<int32_t*>(place(a.lengths_offset, max_sequences_, "lengths"));
+  places_.lengths = reinterpret_cast<int32_t*>(place(args.lengths_offset, max_sequences_, "lengths"));
   places_.rows = reinterpret_cast<int32_t*>(place(a.rows_offset, max_rows_, "rows"));
   places_.logits = reinterpret_cast<float*>(place(a.logits_offset, int64_t{max_rows_} * vocab_size_, "the logits"));
   for (const Step& s : executor.program()) {
     if (s.id == KernelId::rope && s.rope.table && s.rope.context < max_context_)
       throw ProgramError("rope.table is shorter than the context");
-    if (s.id == KernelId::embed && s.embed.ids == places_.tokens && s.embed.vocab < a.vocab_size)
+    if (s.id == KernelId::embed && s.embed.ids == places_.tokens && s.embed.vocab < vocab_size_)
       throw ProgramError("embed.vocab is below the vocabulary");
   }
   for (int w = 0; w < executor.workers(); ++w)
-    sampling_.push_back(std::make_unique<Arena>(sampling_bytes(a.vocab_size), "sampling"));
+    sampling_.push_back(std::make_unique<Arena>(sampling_bytes(vocab_size_), "sampling"));
 }
 
 namespace {

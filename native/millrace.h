@@ -16,6 +16,14 @@ typedef struct {
   int64_t place; /* of its pages in the activations, for one run; -1: kept between runs, in an arena of its own */
 } mr_cache;
 
+/* A language model's own: its third symbol is R (rows of logits), and what a step says is written into its inputs. */
+typedef struct {
+  int32_t max_context, vocab_size;
+  int64_t tokens_offset, positions_offset; /* of int32 (T) in the activations; -1: not read */
+  int64_t rows_offset;                     /* of int32 (R) */
+  int64_t logits_offset;                   /* of float (R, V); -1: nothing is sampled */
+} mr_language_model;
+
 typedef struct {
   const uint8_t* program; /* steps as kernels/encode.py writes them */
   int64_t program_bytes;
@@ -32,11 +40,7 @@ typedef struct {
   const char* isa; /* null: the best that this CPU has */
   /* Of programs that work on sequences: their first two symbols are T (tokens) and S (sequences). */
   int64_t lengths_offset; /* of int32 (S) in the activations; -1: not read */
-  /* Of language models, whose third symbol is R (rows of logits). vocab_size 0: it is none. */
-  int32_t max_context, vocab_size;
-  int64_t tokens_offset, positions_offset; /* of int32 (T); -1: not read */
-  int64_t rows_offset;                     /* of int32 (R) */
-  int64_t logits_offset;                   /* of float (R, V); -1: nothing is sampled */
+  const mr_language_model* language; /* null: any other network */
 } mr_create_args;
 
 typedef struct {

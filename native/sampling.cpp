@@ -4,6 +4,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstring>
+#include <optional>
 
 namespace millrace {
 
@@ -100,27 +101,114 @@ struct Cut {
   float keeps(float logit, int64_t i) const { return static_cast<float>((logit > x) | ((logit == x) & (i <= id))); }
 };
 
-// What min_p, top_k and top_p leave of a row, and a draw from that.
-class Draw {
- public:
-  Draw(Row& row, const SamplingRow& wanted) : row_(row), s_(row.s), wanted_(wanted) {}
+// What is kept of a row: whatever `cut` keeps. Of each block `sums` holds what that weighs beside the listed tokens; null:
+// all that is kept is listed.
+struct Kept {
+  Cut cut;
+  const float* sums;
+};
 
-  // min_p, then top_k, then top_p; u in [0, 1) chooses. -1 where a logit is not finite. `looked`, `weighed`: the row was.
-  int32_t operator()(double u, bool looked, bool weighed) {
-    const bool greedy = wanted_.temperature < kGreedyBelow || wanted_.top_k == 1;
-    const bool few = wanted_.top_k > 0 && wanted_.top_k < row_.n;
-    if ((greedy || few || wanted_.min_p > 0) && !looked && !row_.look()) return -1;
-    if (greedy) return row_.first_largest();
+// What is known of a row already.
+enum class Seen { nothing, maxima, weights };
+
+// What min_p, then top_k, then top_p leave of a row whose maxima are known where one of the first two is asked for.
+class Filters {
+ public:
+  Filters(Row& row, const SamplingRow& wanted) : row_(row), s_(row.s), wanted_(wanted) {}
+
+  // Nothing where a logit is not finite.
+  std::optional<Kept> kept(Seen seen) {
     if (wanted_.min_p > 0) base_ = row_.logit_of(wanted_.min_p);
-    if (few) return from_listed(likeliest(), u);
-    return wanted_.top_p < 1.0f ? heaviest(u) : any(u, weighed);
+    if (wanted_.top_k > 0 && wanted_.top_k < row_.n) return likeliest();
+    return wanted_.top_p < 1.0f ? heaviest() : from_base(seen);
   }
 
  private:
+  // top_k, and top_p of what that leaves.
+  Kept likeliest() {
+    const float floor = std::max(base_, row_.floor_of(wanted_.top_k));
+    row_.list(floor);
+    const Cut cut = find_cut(floor, next_above(row_.m), wanted_.top_k, HUGE_VAL);
+    if (!(wanted_.top_p < 1.0f)) return {cut, nullptr};
+    double mass = 0;
+    for (int64_t i = 0; i < row_.listed; ++i) mass += s_.p[i] *= cut.keeps(s_.x[i], s_.ids[i]);
+    return {find_cut(cut.x, next_above(row_.m), INT64_MAX, mass * static_cast<double>(wanted_.top_p)), nullptr};
+  }
+
+  // Neither: all that min_p leaves.
+  std::optional<Kept> from_base(Seen seen) {
+    if (base_ > -HUGE_VALF) {
+      const Band band{base_, HUGE_VALF, HUGE_VALF};
+      row_.weigh(&band);
+    } else if (seen != Seen::weights && !row_.weigh(nullptr)) {
+      return {};
+    }
+    row_.listed = 0;
+    return Kept{{base_, row_.n}, s_.all_sums};
+  }
+
+  // top_p of the whole row. A pass weighs it, which says how much is to be kept; the cut then lies where a sample had it
+  // and was listed in that pass, or among the few likeliest, or in what is listed from a floor that is surely low enough.
+  std::optional<Kept> heaviest() {
+    const std::optional<Band> guessed = guess();
+    const Band whole{base_, HUGE_VALF, HUGE_VALF};
+    if (!row_.weigh(guessed ? &*guessed : base_ > -HUGE_VALF ? &whole : nullptr)) return {};
+    const double all = total(s_.all_sums, row_.n), mass = all * static_cast<double>(wanted_.top_p);
+    const double rest = mass - (guessed ? total(s_.sums, row_.n) : 0);  // what lies above the guess is kept
+    if (guessed && rest > 0 && row_.listed_mass >= rest)
+      return Kept{find_cut(guessed->floor, guessed->ceiling, INT64_MAX, rest), s_.sums};
+    if (const std::optional<Kept> few = among_likeliest(mass)) return few;
+    return above_the_rest(mass, all - mass, guessed && rest <= 0 ? guessed->ceiling : -HUGE_VALF);
+  }
+
+  // The thresholds between which top_p's cut probably lies: where the tail of a sample of the row, every 16th vector,
+  // weighs 2.5 standard errors more or less than it should. Nothing where so few outweigh the others that the sample may
+  // miss them.
+  std::optional<Band> guess() const {
+    int64_t n = 0;
+    for (int64_t i = 0; i + 16 <= row_.n; i += 256, n += 16) std::memcpy(s_.x + n, row_.x + i, 64);
+    if (n < 1024) return {};
+    const SamplePasses& passes = row_.passes;
+    const float m = passes.look(s_.x, n, s_.most);
+    if (!std::isfinite(m)) return {};
+    passes.exp2(s_.x, n, m, row_.scale, s_.p, s_.cut_sums);
+    double whole;
+    passes.mass(s_.x, s_.p, n, base_, whole);
+    if (whole < 16) return {};
+    const double top_p = wanted_.top_p, tail = (1 - top_p) * whole;
+    const double margin = std::min(0.5 * tail, 2.5 * std::sqrt(top_p * (1 - top_p) / static_cast<double>(n)) * whole);
+    const auto least = static_cast<float>(m + natural_log(0.5 * tail / static_cast<double>(n)) * row_.temperature);
+    Search floor{.passes = passes, .x = s_.x, .p = s_.p, .n = n, .count = INT64_MAX, .mass = whole - tail + margin,
+                 .enough = std::max(base_, least), .too_few = next_above(m)};
+    floor.mass_enough = whole;
+    floor.narrow(n / 128);
+    // the row is as dense above the floor as around it
+    const double density = (floor.mass_enough - floor.mass_above) / (floor.too_few - floor.enough);
+    return Band{base_, floor.enough, std::max(floor.too_few, static_cast<float>(floor.enough + 2 * margin / density))};
+  }
+
+  // Where the 256 likeliest, or as many more as come with them, weigh `mass`.
+  std::optional<Kept> among_likeliest(double mass) {
+    const float floor = std::max(base_, row_.floor_of(std::min(int64_t{256}, row_.n)));
+    row_.list(floor);
+    if (row_.listed_mass < mass) return {};
+    return Kept{find_cut(floor, next_above(row_.m), INT64_MAX, mass), nullptr};
+  }
+
+  // From a floor below which lies no more than the `rest` that top_p leaves out, even if every token lay just below it;
+  // the cut is at least `lowest`, too.
+  Kept above_the_rest(double mass, double rest, float lowest) {
+    const float certain = std::max(base_, row_.logit_of(0.999 * rest / static_cast<double>(row_.n)));
+    const Band band{base_, std::max(lowest, certain), HUGE_VALF};
+    row_.weigh(&band);
+    return {find_cut(band.floor, next_above(row_.m), INT64_MAX, mass), s_.sums};
+  }
+
   // Of the listed, which are all in [floor, ceiling), the likeliest `count`, or as many as weigh `mass` (the one that
   // reaches it is kept); ties go to lower ids. A threshold is narrowed until little lies around it; that is sorted.
   Cut find_cut(float floor, float ceiling, int64_t count, double mass) {
-    Search search{row_.passes, s_.x, mass < HUGE_VAL ? s_.p : nullptr, row_.listed, count, mass, floor, ceiling};
+    Search search{.passes = row_.passes, .x = s_.x, .p = mass < HUGE_VAL ? s_.p : nullptr, .n = row_.listed,
+                  .count = count, .mass = mass, .enough = floor, .too_few = ceiling};
     const bool differ = search.narrow(64);
     const int64_t n = row_.passes.collect(s_.x, 0, row_.listed, search.enough, search.too_few, s_.order);
     if (differ) std::sort(s_.order, s_.order + n, Better{s_.x});
@@ -132,123 +220,69 @@ class Draw {
     return cut;
   }
 
-  Cut likeliest() {
-    const float floor = std::max(base_, row_.floor_of(wanted_.top_k));
-    row_.list(floor);
-    const Cut cut = find_cut(floor, next_above(row_.m), wanted_.top_k, HUGE_VAL);
-    if (!(wanted_.top_p < 1.0f)) return cut;
-    double mass = 0;
-    for (int64_t i = 0; i < row_.listed; ++i) mass += s_.p[i] *= cut.keeps(s_.x[i], s_.ids[i]);
-    return find_cut(cut.x, next_above(row_.m), INT64_MAX, mass * static_cast<double>(wanted_.top_p));
-  }
-
-  // Where the row is flat, what is surely kept is only summed, and what lies between two thresholds guessed from a sample
-  // is listed. Else the few that outweigh the others are listed afterwards.
-  int32_t heaviest(double u) {
-    Band band{base_, HUGE_VALF, HUGE_VALF};
-    const bool flat = guess(band);
-    if (!row_.weigh(flat || base_ > -HUGE_VALF ? &band : nullptr)) return -1;
-    const double all = total(s_.all_sums, row_.n), mass = all * static_cast<double>(wanted_.top_p);
-    const double rest = mass - (flat ? total(s_.sums, row_.n) : 0);
-    if (flat && rest > 0 && row_.listed_mass >= rest)
-      return from_blocks(s_.sums, find_cut(band.floor, band.ceiling, INT64_MAX, rest), u);
-    const float floor = std::max(base_, row_.floor_of(std::min(int64_t{256}, row_.n)));
-    row_.list(floor);
-    if (row_.listed_mass >= mass) return from_listed(find_cut(floor, next_above(row_.m), INT64_MAX, mass), u);
-    // Below this floor lies no more than top_p leaves out, even if every token lay just below it.
-    const float certain = std::max(base_, row_.logit_of(0.999 * (all - mass) / static_cast<double>(row_.n)));
-    band = {base_, flat && rest <= 0 ? std::max(band.ceiling, certain) : certain, HUGE_VALF};
-    row_.weigh(&band);
-    return from_blocks(s_.sums, find_cut(band.floor, next_above(row_.m), INT64_MAX, mass), u);
-  }
-
-  // The thresholds between which top_p's cut probably lies: where the tail of a sample of the row, every 16th vector,
-  // weighs 2.5 standard errors more or less than it should. False where so few outweigh the others that the sample may
-  // miss them.
-  bool guess(Band& band) const {
-    int64_t n = 0;
-    for (int64_t i = 0; i + 16 <= row_.n; i += 256, n += 16) std::memcpy(s_.x + n, row_.x + i, 64);
-    if (n < 1024) return false;
-    const SamplePasses& passes = row_.passes;
-    const float m = passes.look(s_.x, n, s_.most);
-    if (!std::isfinite(m)) return false;
-    passes.exp2(s_.x, n, m, row_.scale, s_.p, s_.cut_sums);
-    double whole;
-    passes.mass(s_.x, s_.p, n, base_, whole);
-    if (whole < 16) return false;
-    const double top_p = wanted_.top_p, tail = (1 - top_p) * whole;
-    const double margin = std::min(0.5 * tail, 2.5 * std::sqrt(top_p * (1 - top_p) / static_cast<double>(n)) * whole);
-    const auto least = static_cast<float>(m + natural_log(0.5 * tail / static_cast<double>(n)) * row_.temperature);
-    Search floor{passes, s_.x, s_.p, n, INT64_MAX, whole - tail + margin, std::max(base_, least), next_above(m)};
-    floor.mass_enough = whole;
-    floor.narrow(n / 128);
-    // the row is as dense above the floor as around it
-    const double density = (floor.mass_enough - floor.mass_above) / (floor.too_few - floor.enough);
-    band = {base_, floor.enough, std::max(floor.too_few, static_cast<float>(floor.enough + 2 * margin / density))};
-    return true;
-  }
-
-  int32_t any(double u, bool weighed) {
-    const Band band{base_, HUGE_VALF, HUGE_VALF};
-    if (base_ > -HUGE_VALF) {
-      row_.weigh(&band);
-    } else if (!weighed && !row_.weigh(nullptr)) {
-      return -1;
-    }
-    row_.listed = 0;
-    return from_blocks(s_.all_sums, {base_, row_.n}, u);
-  }
-
-  // The token in whose share of [0, 1) u falls, ids ascending.
-  int32_t from_listed(const Cut& cut, double u) const {
-    double kept = 0, reached = 0;
-    for (int64_t i = 0; i < row_.listed; ++i) kept += s_.p[i] * cut.keeps(s_.x[i], s_.ids[i]);
-    int32_t last = -1;
-    for (int64_t i = 0; i < row_.listed && (last < 0 || reached <= u * kept); ++i) {
-      const float p = s_.p[i] * cut.keeps(s_.x[i], s_.ids[i]);
-      if (p == 0) continue;
-      reached += p;
-      last = s_.ids[i];
-    }
-    return last;
-  }
-
-  // The same over the whole row. Blocks are passed over by their sums, with what is listed of them and kept.
-  int32_t from_blocks(const float* sums, const Cut& cut, double u) {
-    const SamplePasses& passes = row_.passes;
-    const int64_t ties = passes.collect(s_.x, 0, row_.listed, cut.x, next_above(cut.x), s_.order);
-    for (int64_t i = 0; i < ties; ++i) s_.p[s_.order[i]] *= cut.keeps(cut.x, s_.ids[s_.order[i]]);
-    double kept;
-    passes.mass(s_.x, s_.p, row_.listed, cut.x, kept);
-    const double target = u * (total(sums, row_.n) + kept);
-    double reached = 0;
-    int64_t b = 0;
-    for (int64_t begin = 0, end = 0; (b + 1) * kSampleBlock < row_.n; ++b, begin = end) {
-      while (end < row_.listed && s_.ids[end] < (b + 1) * kSampleBlock) ++end;
-      passes.mass(s_.x + begin, s_.p + begin, end - begin, cut.x, kept);
-      if (reached + sums[b] + kept > target) break;
-      reached += sums[b] + kept;
-    }
-    int64_t last = -1;  // sums are rounded: where a block runs out, the last token that is kept is it
-    for (; last < 0 && b >= 0; --b) {
-      const int64_t from = b * kSampleBlock, count = std::min(kSampleBlock, row_.n - from);
-      const float* x = row_.x + from;
-      passes.exp2(x, count, row_.m, row_.scale, s_.p, s_.cut_sums);
-      for (int64_t i = 0; i < count; ++i) {
-        const float p = s_.p[i] * cut.keeps(x[i], from + i);
-        if (p > 0) last = from + i;
-        reached += p;
-        if (reached > target) return static_cast<int32_t>(last);
-      }
-    }
-    return static_cast<int32_t>(last);
-  }
-
   Row& row_;
   SamplingScratch& s_;
   const SamplingRow& wanted_;
   float base_ = -HUGE_VALF;  // what lies below is dropped
 };
+
+// The token in whose share of [0, 1) u falls, ids ascending: of those that are listed.
+int32_t token_of_list(const Row& row, const Cut& cut, double u) {
+  const SamplingScratch& s = row.s;
+  double kept = 0, reached = 0;
+  for (int64_t i = 0; i < row.listed; ++i) kept += s.p[i] * cut.keeps(s.x[i], s.ids[i]);
+  int32_t last = -1;
+  for (int64_t i = 0; i < row.listed && (last < 0 || reached <= u * kept); ++i) {
+    const float p = s.p[i] * cut.keeps(s.x[i], s.ids[i]);
+    if (p == 0) continue;
+    reached += p;
+    last = s.ids[i];
+  }
+  return last;
+}
+
+// The same of the whole row. Blocks are passed over by their sums, with what is listed of them and kept.
+int32_t token_of_row(const Row& row, const float* sums, const Cut& cut, double u) {
+  const SamplePasses& passes = row.passes;
+  const SamplingScratch& s = row.s;
+  const int64_t ties = passes.collect(s.x, 0, row.listed, cut.x, next_above(cut.x), s.order);
+  for (int64_t i = 0; i < ties; ++i) s.p[s.order[i]] *= cut.keeps(cut.x, s.ids[s.order[i]]);
+  double kept;
+  passes.mass(s.x, s.p, row.listed, cut.x, kept);
+  const double target = u * (total(sums, row.n) + kept);
+  double reached = 0;
+  int64_t b = 0;
+  for (int64_t begin = 0, end = 0; (b + 1) * kSampleBlock < row.n; ++b, begin = end) {
+    while (end < row.listed && s.ids[end] < (b + 1) * kSampleBlock) ++end;
+    passes.mass(s.x + begin, s.p + begin, end - begin, cut.x, kept);
+    if (reached + sums[b] + kept > target) break;
+    reached += sums[b] + kept;
+  }
+  int64_t last = -1;  // sums are rounded: where a block runs out, the last token that is kept is it
+  for (; last < 0 && b >= 0; --b) {
+    const int64_t from = b * kSampleBlock, count = std::min(kSampleBlock, row.n - from);
+    const float* x = row.x + from;
+    passes.exp2(x, count, row.m, row.scale, s.p, s.cut_sums);
+    for (int64_t i = 0; i < count; ++i) {
+      const float p = s.p[i] * cut.keeps(x[i], from + i);
+      if (p > 0) last = from + i;
+      reached += p;
+      if (reached > target) return static_cast<int32_t>(last);
+    }
+  }
+  return static_cast<int32_t>(last);
+}
+
+// u in [0, 1) chooses. -1 where a logit is not finite.
+int32_t draw(Row& row, const SamplingRow& wanted, Seen seen, double u) {
+  const bool greedy = wanted.temperature < kGreedyBelow || wanted.top_k == 1;
+  const bool by_maxima = greedy || (wanted.top_k > 0 && wanted.top_k < row.n) || wanted.min_p > 0;
+  if (by_maxima && seen == Seen::nothing && !row.look()) return -1;
+  if (greedy) return row.first_largest();
+  const std::optional<Kept> kept = Filters(row, wanted).kept(seen);
+  if (!kept) return -1;
+  return kept->sums ? token_of_row(row, kept->sums, kept->cut, u) : token_of_list(row, kept->cut, u);
+}
 
 }  // namespace
 
@@ -267,10 +301,11 @@ Sampled sample(const SamplePasses& passes, float* logits, int64_t n, const Sampl
   Sampled out{wanted.target, 0.0f, 0};
   if (wanted.target < 0) {
     Adjusted adjusted(logits, wanted, in, scratch);
-    const bool looked = log_probabilities && !adjusted.changed();
+    Seen seen = Seen::nothing;
+    if (log_probabilities && !adjusted.changed()) seen = wanted.temperature == 1.0f ? Seen::weights : Seen::maxima;
     row.m = raw.m;
     const double u = uniform(wanted.seed, static_cast<uint32_t>(wanted.choice), static_cast<uint32_t>(wanted.position));
-    out.token = Draw(row, wanted)(u, looked, looked && wanted.temperature == 1.0f);
+    out.token = draw(row, wanted, seen, u);
     adjusted.restore();
   }
   if (log_probabilities && out.token >= 0) {

@@ -1,9 +1,11 @@
 """Results of modules that an engine hands out, against transformers' hidden states; keeping them changes no answer."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
@@ -25,22 +27,49 @@ def engine(checkpoint: Path, out: Path, precision: str, keep: tuple[str, ...]) -
     return Engine.open(out)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma"])
-def test_layers_are_as_transformers_has_them(family: str, tmp_path: Path) -> None:
+LAYERS = 3
+ALL = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(LAYERS)), "model.norm")
+
+
+def states_of_transformers(checkpoint: Path, dtype: str) -> dict[str, NDArray[np.float64]]:
+    """(tokens, width) of all prompts, by module: what a hook on each sees."""
     import torch
     import transformers
 
-    checkpoint = random_checkpoint(tmp_path / "checkpoint", family, seed=9)
-    kept = engine(checkpoint, tmp_path / "kept", "fp32", KEPT)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+    layers: list[Any] = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda m, i, out: layers.append(out[0] if isinstance(out, tuple) else out))
+    found: dict[str, list[NDArray[np.float64]]] = {name: [] for name in ALL}
+    for prompt in PROMPTS:
+        layers.clear()
+        with torch.no_grad():
+            states = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+        # the last of transformers' is behind the final norm
+        for name, state in zip(ALL, (states[0], *layers, states[-1]), strict=True):
+            found[name].append(state.reshape(len(prompt), -1).double().numpy())
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_layers_are_as_transformers_has_them(family: str, precision: str, tmp_path: Path) -> None:
+    """Every layer's, against float64: in FP32 by its rounding, in BF16 no further than transformers in bfloat16 is."""
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
+    checkpoint = random_checkpoint(
+        tmp_path / "checkpoint", family, seed=9, dtype=dtype, num_hidden_layers=LAYERS, max_shard_size="8MB"
+    )
+    kept = engine(checkpoint, tmp_path / "kept", precision, ALL)
     executor = kept.executor(n_pages=8)
     last_logits(kept, executor, PROMPTS)
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
-    with torch.no_grad():
-        states = [model(torch.tensor([p]), output_hidden_states=True).hidden_states for p in PROMPTS]
-    for i, name in enumerate(KEPT[:2]):  # the last of transformers' is behind the final norm
-        exact = np.concatenate([s[i][0].numpy() for s in states])
-        got = executor.output(name)
-        assert got.shape == exact.shape and np.abs(got - exact).max() <= 1e-5 * np.abs(exact).max()
+    exact = states_of_transformers(checkpoint, "float64")
+    rounded = states_of_transformers(checkpoint, "bfloat16") if precision == "bf16" else exact
+    for name in ALL:
+        got, size = executor.output(name).astype(np.float64), np.abs(exact[name]).max()
+        assert got.shape == exact[name].shape == (sum(map(len, PROMPTS)), 320)
+        tolerance = max(np.abs(rounded[name] - exact[name]).max(), 1e-5 * size)
+        assert np.abs(got - exact[name]).max() <= tolerance, name
+        assert tolerance <= 0.05 * size, "what it is held to says something"
     executor.close()
 
 

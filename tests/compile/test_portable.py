@@ -7,7 +7,7 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.lower import Lowering
+from millrace.compile.lower import lower
 from millrace.compile.passes import pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.program import Bounds
@@ -27,7 +27,7 @@ from tests.support.networks import IMAGES, Digits, parameters
 def lowered(graph: Graph, engine: Engine, precision: str, kv: KvFormat) -> bytes:
     bounds = {Symbol(s.name): Bounds(s.low, s.usual, s.high) for s in engine.manifest.symbols}
     passed = run_passes(graph, pipeline(precision_map(precision)))
-    return Lowering(passed, bounds, kv, "f32" if precision == "fp32" else "bf16").program().encoded()
+    return lower(passed, bounds, kv, "f32" if precision == "fp32" else "bf16").encoded()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,7 +44,7 @@ def test_a_language_model(family: str, precision: str, kv: KvFormat, tmp_path: P
 
 
 def test_any_network(tmp_path: Path) -> None:
-    source = Source.from_module(Digits(), parameters(Digits()), max_context=0)
+    source = Source.from_module(Digits(), parameters(Digits()))
     plan = plan_engine(source, BuildOptions(precision=precision_map("w8a8"), profile=IMAGES))
     write_engine(source, plan, tmp_path / "engine", name="test")
     engine = Engine.open(tmp_path / "engine")

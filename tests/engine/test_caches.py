@@ -1,5 +1,6 @@
 """A language model whose attention is of several kinds: each has a cache of its own, all share the pages' numbers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from millrace.engine.engine import Engine
 from millrace.engine.executor import ExecutorLimits
 from millrace.engine.kv import CacheSpec, KvFormat
 from millrace.engine.reference import ReferenceExecutor
-from millrace.errors import GraphError
+from millrace.errors import ConfigError, GraphError
 from millrace.kernels.catalogue import operators
 from millrace.kernels.library import usable_isas
 from millrace.model import ops
@@ -86,6 +87,11 @@ def source() -> Source:
     shapes = {name: tuple(d for d in p.shape if isinstance(d, int)) for name, p in Mixed().parameters()}
     weights = {n: (rng.standard_normal(s) * 1.5 / np.sqrt(s[-1])).astype(np.float32) for n, s in shapes.items()}
     return Source.from_module(Mixed(), weights, max_context=256)
+
+
+def test_a_language_model_has_a_context(source: Source) -> None:
+    with pytest.raises(ConfigError, match="sequences of 0 tokens"):
+        plan_engine(replace(source, max_context=0), BuildOptions())
 
 
 @pytest.mark.parametrize(

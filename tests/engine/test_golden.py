@@ -23,7 +23,8 @@ RECORDED = Path(__file__).parent / "golden.json"
 CASES = (
     *((family, precision) for family in FAMILIES for precision in ("fp32", "w4a8")),
     *(("qwen3", precision) for precision in ("bf16", BF16_BY_TILES, "w8a8", "w8a16", "w4a16")),
-    *(("qwen3", precision) for precision in ("bf16 over int8", "w8a8 over f32")),
+    *(("qwen3", precision) for precision in ("bf16 over int8", "w8a8 over f32", "w8a8 by tiles")),
+    ("gemma", BF16_BY_TILES),
 )
 LENGTHS = (1, 3, 17, 63, 64, 65, 40)
 

@@ -42,6 +42,12 @@ def program(engine: Engine, calls: bytes | None = None) -> NativeProgram:
     return good if calls is None else replace(good, calls=calls)
 
 
+def loaded(program: NativeProgram, engine: Engine, **others: Any) -> NativeExecutor:
+    """With pages, context and vocabulary as the engine says, or `others`."""
+    m = engine.manifest
+    return NativeExecutor(program, **{"n_pages": 4, "max_context": m.max_context, "vocab_size": m.vocab_size, **others})
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_any_flipped_program_runs_or_is_refused(engine: Engine, seed: int) -> None:
     rng = random.Random(seed)
@@ -54,7 +60,7 @@ def test_any_flipped_program_runs_or_is_refused(engine: Engine, seed: int) -> No
             value = rng.choice([0, 1, 2**31 - 1, 2**32 - 1, rng.randrange(2**32), rng.randrange(2**12)])
             bad[at : at + 4] = struct.pack("<I", value)
         try:
-            executor = NativeExecutor(program(engine, bytes(bad)), n_pages=4, threads=1)
+            executor = loaded(program(engine, bytes(bad)), engine, threads=1)
         except EngineError:
             refused += 1
             continue
@@ -67,7 +73,7 @@ def test_any_flipped_program_runs_or_is_refused(engine: Engine, seed: int) -> No
 def test_a_truncated_program_is_refused(engine: Engine, cut: int) -> None:
     good = (engine.folder / PROGRAM).read_bytes()
     with pytest.raises(EngineError, match="middle of a step"):
-        NativeExecutor(program(engine, good[:-cut]), n_pages=4)
+        loaded(program(engine, good[:-cut]), engine)
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, PROGRAM, "program.json", "graph.json", "tokenizer.json"])
@@ -176,7 +182,6 @@ LIMITS: list[tuple[str, Any]] = [
         (0, 8, 8), (-1, 8, 8), (2**31 - 1, 8, 8), (64, 0, 8), (64, 2**31 - 1, 8), (64, 8, 0), (64, 8, 2**31 - 1))),
     ("symbols", {}), ("symbols", {Symbol("T"): 64, Symbol("S"): 8}),
     ("symbols", {Symbol(str(i)): 8 for i in range(9)}),
-    *(("max_context", n) for n in (0, 2**31 - 1)), ("vocab_size", 2**31 - 1),
     *(("activation_bytes", n) for n in (-1, 2**62)), *(("weights_bytes", n) for n in (-1, 2**62)),
 ]  # fmt: skip
 
@@ -189,7 +194,7 @@ def test_places_are_bounded(engine: Engine, name: str, place: int) -> None:
         tuple(replace(s, offset=place) if s.name == name else s for s in slots) for slots in (good.inputs, good.outputs)
     )
     with pytest.raises(EngineError, match="cannot run"):
-        NativeExecutor(replace(good, inputs=inputs, outputs=outputs), n_pages=4)
+        loaded(replace(good, inputs=inputs, outputs=outputs), engine)
 
 
 @pytest.mark.parametrize("name, value", LIMITS)
@@ -197,7 +202,17 @@ def test_limits_are_bounded(engine: Engine, name: str, value: object) -> None:
     """Whatever a manifest says, sizes are checked before anything is multiplied with them."""
     bad = replace(program(engine), **{name: value})  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="cannot run"):
+        loaded(bad, engine)
+    with pytest.raises(EngineError, match="cannot run"):
         LoadedProgram(bad, n_pages=4)
+
+
+@pytest.mark.parametrize(
+    "name, value", [*(("max_context", n) for n in (0, -1, 2**31 - 1)), *(("vocab_size", n) for n in (0, -1, 2**31 - 1))]
+)
+def test_what_a_language_model_says_is_bounded(engine: Engine, name: str, value: int) -> None:
+    with pytest.raises(EngineError, match=f"cannot run.*{name}"):
+        loaded(program(engine), engine, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -215,13 +230,13 @@ def test_limits_are_bounded(engine: Engine, name: str, value: object) -> None:
 def test_the_shape_of_pages_is_bounded(engine: Engine, changes: dict[str, Any]) -> None:
     good = program(engine)
     with pytest.raises(EngineError, match="cannot run"):
-        NativeExecutor(replace(good, caches=(replace(good.caches[0], **changes),)), n_pages=4)
+        loaded(replace(good, caches=(replace(good.caches[0], **changes),)), engine)
     with pytest.raises(EngineError, match="cannot run"):
-        NativeExecutor(replace(good, caches=good.caches * 9), n_pages=4)
+        loaded(replace(good, caches=good.caches * 9), engine)
     with pytest.raises(EngineError, match="cannot run"):
-        NativeExecutor(replace(good, caches=()), n_pages=4)
+        loaded(replace(good, caches=()), engine)
     with pytest.raises(EngineError, match="kv_pages"):
-        NativeExecutor(good, n_pages=2**62)
+        loaded(good, engine, n_pages=2**62)
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1025, 2**31])

@@ -38,11 +38,13 @@ class Sampler:
         program = NativeProgram(
             calls=calls, n_calls=1, weights=np.ascontiguousarray(table).reshape(-1).view(np.uint8),
             weights_bytes=table.nbytes, activation_bytes=ROWS * (vocab + 1) * 4,
-            symbols=dict.fromkeys(map(Symbol, "TSR"), ROWS), max_context=1 << 20, vocab_size=vocab,
+            symbols=dict.fromkeys(map(Symbol, "TSR"), ROWS),
             inputs=(Slot("tokens", (Symbol("T"),), DType.I32, 0),),
             outputs=(Slot("logits", (Symbol("R"), vocab), DType.F32, 4 * ROWS),),
         )  # fmt: skip
-        self.executor = NativeExecutor(program, n_pages=0, threads=threads, isa=isa)
+        self.executor = NativeExecutor(
+            program, n_pages=0, max_context=1 << 20, vocab_size=vocab, threads=threads, isa=isa
+        )
 
     def __call__(self, tokens: list[int], *, history: list[int] | None = None, **fields: Any) -> StepOutputs:
         rows = np.zeros(len(tokens), SAMPLING)

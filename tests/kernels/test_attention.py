@@ -78,9 +78,11 @@ class Pages:
         program = NativeProgram(
             calls=calls, n_calls=2, weights=np.zeros(64, np.uint8), weights_bytes=64,
             activation_bytes=int(self._at[-1]), symbols={Symbol("T"): tokens, Symbol("S"): 4, Symbol("R"): 4},
-            caches=(cache,), max_context=4096, vocab_size=16,
+            caches=(cache,),
         )  # fmt: skip
-        self.executor = NativeExecutor(program, n_pages=64, threads=self.machine.threads, isa=self.machine.isa)
+        self.executor = NativeExecutor(
+            program, n_pages=64, max_context=4096, vocab_size=16, threads=self.machine.threads, isa=self.machine.isa
+        )
 
     def __call__(self, q: F32, k: F32, v: F32, step: StepInputs) -> F32:
         memory = self.executor.activations()

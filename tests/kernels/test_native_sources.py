@@ -16,7 +16,7 @@ from millrace.kernels import codegen
 from millrace.kernels.catalogue import kernels
 from millrace.kernels.expression import OPERATIONS
 from millrace.kernels.layout import byte_row_bytes, matrix_bytes, padded_k, row_bytes
-from millrace.kernels.library import INTERFACE, CacheArgs, CreateArgs, StepArgs, library
+from millrace.kernels.library import INTERFACE, CacheArgs, CreateArgs, LanguageArgs, StepArgs, library
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src" / "millrace" / "kernels"
@@ -51,6 +51,7 @@ def test_structures_agree(tmp_path: Path) -> None:
     lines = ["#include <cstddef>", '#include "sampling.hpp"', '#include "millrace.h"', "using namespace millrace;"]
     structures: dict[str, tuple[int, dict[str, tuple[int, int]]]] = {
         "mr_create_args": ctypes_layout(CreateArgs), "mr_cache": ctypes_layout(CacheArgs),
+        "mr_language_model": ctypes_layout(LanguageArgs),
         "mr_step": ctypes_layout(StepArgs),
         "SamplingRow": numpy_layout(SAMPLING), "mr_tactic": numpy_layout(TACTIC),
     }  # fmt: skip

@@ -84,6 +84,12 @@ def test_weights_of_ones_own(weights: Any, what: str, expected: str) -> None:
         (lambda m, x: m.b(np.tanh(m.a(x))), "numpy.tanh is called on a tensor", "Parameter or a Table"),
         (lambda m, x: m.b(m.a(x) + np.ones(24)), "ndarray stands beside a tensor", "Parameter or a Table"),
         (lambda m, x: m.b(np.ones(24) * m.a(x)), "ndarray stands beside a tensor", "Parameter or a Table"),
+        (lambda m, x: m.b(x) if x.shape[0] > 3 else x, "the dimension batch is compared with 3", "holds for any size"),
+        (
+            lambda m, x: m.b(x) if x.shape[0] <= x.shape[1] else x,
+            "the dimension batch is compared",
+            "holds for any size",
+        ),
         (lambda m, x: m.b(m.a(x) + "1"), "str stands beside a tensor", "Parameter or a Table"),
         (lambda m, x: m.b(np.add.reduce(m.a(x))), "numpy.add is called on a tensor", "Parameter or a Table"),
     ],
@@ -100,6 +106,20 @@ def test_weights_are_arrays_of_numbers(bad: Any) -> None:
     with pytest.raises(ConfigError, match=r'the weight "blocks.0.b.weight" is (a|of) ') as error:
         planned(weights=weights)
     assert "numpy.asarray" in error.value.mend
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "mend"),
+    [
+        ({"profile": {"batch": (1, 4, 8)}}, "the bounds of batch are a tuple", '"batch": Bounds(smallest'),
+        ({"keep": "blocks.0.a"}, "keep is a text", 'keep=("blocks.0.a",)'),
+    ],
+)
+def test_options_of_a_build(options: Any, what: str, mend: str) -> None:
+    given: Any = {"profile": {"batch": Bounds(1, 4, 8)}, **options}
+    with pytest.raises(ConfigError) as error:
+        plan_engine(Source.from_module(Net(right), arrays()), BuildOptions(**given))
+    assert what in error.value.what and mend in error.value.mend
 
 
 def test_weights_of_pytorch() -> None:

@@ -53,7 +53,7 @@ def test_an_operator_computes_what_its_name_says(name: str, tmp_path: Path) -> N
     operator, truth = OPERATORS[name]
     x = np.random.default_rng(0).normal(0, 3, (40, N)).astype(np.float32)
     x[7, :2] = 0.0, -0.0
-    source = Source.from_module(Model(operator), {}, max_context=0)
+    source = Source.from_module(Model(operator), {})
     options = BuildOptions(precision=precision_map("fp32"), profile={"rows": Bounds(1, 40, 40)})
     write_engine(source, plan_engine(source, options), tmp_path / "engine", name=name)
     network = Engine.open(tmp_path / "engine").network(threads=1)

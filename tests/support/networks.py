@@ -47,7 +47,7 @@ def parameters(model: Module, seed: int = 3) -> Arrays:
 
 
 def network(model: Module, out: Path, precision: str = "fp32", profile: Any = None, **options: Any) -> Engine:
-    source = Source.from_module(model, parameters(model), max_context=0)
+    source = Source.from_module(model, parameters(model))
     asked = BuildOptions(precision=precision_map(precision, 32), profile=profile or {}, **options)
     write_engine(source, plan_engine(source, asked), out, name="test")
     return Engine.open(out)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 import millrace
-from millrace.compile.lower import Lowering
+from millrace.compile.lower import lower
 from millrace.compile.passes import pipeline, run_passes, unfused
 from millrace.compile.precision import PrecisionMap, plain_format, rounding_notes
 from millrace.compile.program import Bounds, Program
@@ -42,10 +42,12 @@ from millrace.engine.slots import Slot, slot
 from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError, plain
 from millrace.graph.rewrite import LOGITS
 from millrace.graph.table import graph_table
-from millrace.graph.types import Graph, Symbol
+from millrace.graph.types import Graph, Symbol, find
 from millrace.kernels.catalogue import operators
 from millrace.kernels.library import library
+from millrace.kernels.operators import runnable
 from millrace.kernels.places import Packed
+from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores
 from millrace.model.module import trace_model
 
@@ -72,6 +74,46 @@ class BuildOptions:
     keep: tuple[str, ...] = ()  # modules whose results are handed out too, by their names
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """What an engine will be made as: BuildOptions for one source, with every open question answered.
+
+    table: "f32" or "bf16", of embedding tables
+    """
+
+    precision: PrecisionMap
+    kv_format: KvFormat
+    table: str
+    tiles: bool
+    max_context: int
+    max_batch: int
+    max_step_tokens: int
+    fuse: bool
+    profile: Mapping[str, Bounds]
+    keep: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Equal for equal engines, however they were asked for; the table's format follows from the precision."""
+        chosen = self.precision.meaning
+        tiles = self.tiles and (self.kv_format == KvFormat.BF16 or chosen.uses(Precision.BF16))
+        sizes = (self.max_context, self.max_batch, self.max_step_tokens, sorted(self.profile.items()))
+        return f"{chosen} {self.kv_format!r} {tiles} {sizes} {self.fuse} {self.keep}"
+
+
+def settled(source: Source, options: BuildOptions) -> Settled:
+    """What `options` leave open is the checkpoint's own, or follows from the precision. raises ConfigError"""
+    _check(options)
+    precision = options.precision or source.own_precision
+    table = plain_format(precision.default)
+    return Settled(
+        precision=precision, table=table, tiles=options.tiles,
+        kv_format=KvFormat[table.upper()] if options.kv_format is None else options.kv_format,
+        max_context=source.max_context, max_batch=options.max_batch, max_step_tokens=options.max_step_tokens,
+        fuse=options.fuse, profile=options.profile, keep=options.keep,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """All that is known of an engine before a weight is read."""
@@ -87,33 +129,37 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
 
     raises ConfigError for options out of range, CheckpointError where the weights do not fit the model, GraphError
     """
-    _check(options)
-    precision = options.precision or source.own_precision
-    traced = trace_model(source.module, source.weights, operators(), keep=options.keep)
+    chosen = settled(source, options)
+    precision = chosen.precision
+    traced = trace_model(source.module, source.weights, operators(), keep=chosen.keep)
+    _check_context(traced, chosen.max_context)
     precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
-    passes = pipeline(precision) if options.fuse else unfused(precision)
+    passes = pipeline(precision) if chosen.fuse else unfused(precision)
     graph = run_passes(traced, passes)
-    bounds = _bounds(graph, options, source.max_context)
-    table = plain_format(precision.default)
-    kv_format = KvFormat[table.upper()] if options.kv_format is None else options.kv_format
-    program = Lowering(graph, bounds, kv_format, table, options.tiles).program()
-    notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, table))
+    program = lower(graph, _bounds(graph, chosen), chosen.kv_format, chosen.table, tiles=chosen.tiles)
+    notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, chosen.table))
     return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), tuple(map(plain, notes)))
 
 
-def _bounds(graph: Graph, options: BuildOptions, max_context: int) -> dict[Symbol, Bounds]:
-    """Of each of the graph's symbols. raises ConfigError for one that nothing bounds, and for a bound of none"""
-    tokens, batch = max(options.max_step_tokens, options.max_batch), options.max_batch
-    if any(node.op == "full_attention" for node in graph.nodes):  # a sequence is in one step, or not at all
-        tokens = max(tokens, max_context)
-    known = {"T": Bounds(1, tokens, tokens), "S": Bounds(1, batch, batch), "R": Bounds(1, batch, batch + SCORED_ROWS)}
-    known |= options.profile
-    names = [s.name for s in graph.symbols]
-    for name in [n for n in names if n not in known] + [n for n in options.profile if n not in names]:
+def _check_context(graph: Graph, max_context: int) -> None:
+    """raises ConfigError for a language model of which nobody said how long its sequences may be"""
+    if find(graph.outputs, LOGITS) and max_context < 1:
         raise ConfigError(
-            f"the dimension {name!r:.60} " + ("has no bounds" if name in names else "is none of this network's"),
-            "bounds for " + ", ".join(names), "give a profile of smallest, usual and largest size for each of them",
+            f"a model that gives {LOGITS}, for sequences of {max_context} tokens", "at least 1",
+            "say how long they may be: Source.from_module(model, weights, max_context=512)",
         )  # fmt: skip
+
+
+def _bounds(graph: Graph, chosen: Settled) -> dict[Symbol, Bounds]:
+    """Of each of the graph's symbols. raises ConfigError for one that nothing bounds, and for a bound of none"""
+    tokens, batch = max(chosen.max_step_tokens, chosen.max_batch), chosen.max_batch
+    if any(runnable(node).whole_sequences for node in graph.nodes):  # a sequence is in one step, or not at all
+        tokens = max(tokens, chosen.max_context)
+    known = {"T": Bounds(1, tokens, tokens), "S": Bounds(1, batch, batch), "R": Bounds(1, batch, batch + SCORED_ROWS)}
+    known |= chosen.profile
+    names = [s.name for s in graph.symbols]
+    for name in [n for n in names if n not in known] + [n for n in chosen.profile if n not in names]:
+        raise _unbounded(graph, name, [n for n in names if n not in known or n in chosen.profile])
     for name in names:
         b = known[name]
         if not 1 <= b.low <= b.usual <= b.high <= LONGEST:
@@ -122,6 +168,22 @@ def _bounds(graph: Graph, options: BuildOptions, max_context: int) -> dict[Symbo
                 "correct the profile",
             )  # fmt: skip
     return {s: known[s.name] for s in graph.symbols}
+
+
+def _unbounded(graph: Graph, name: str, asked: list[str]) -> ConfigError:
+    """For a dimension without bounds, or bounds without a dimension; `asked`: those that a profile has to name."""
+    having = {s.name: [p.name for p in graph.inputs if s in p.value.shape] for s in graph.symbols}
+    what = (
+        f"has no bounds; it is of the input {', '.join(having[name])}"
+        if name in having
+        else "is none of this network's"
+    )
+    inputs = ", ".join(f"{p.name} {list(p.value.shape)}" for p in graph.inputs)
+    profile = ", ".join(f'"{n}": Bounds(1, 8, 64)' for n in asked or having)
+    return ConfigError(
+        f"the dimension {name!r:.60} {what}", f"bounds for {', '.join(asked or having)}; the inputs are {inputs}",
+        f"say how small, how large usually and how large at most: BuildOptions(profile={{{profile}}})",
+    )  # fmt: skip
 
 
 def _table_note(stored: str | None, table: str) -> tuple[str, ...]:
@@ -133,6 +195,14 @@ def _table_note(stored: str | None, table: str) -> tuple[str, ...]:
 
 
 def _check(options: BuildOptions) -> None:
+    for name, bounds in options.profile.items():
+        if not isinstance(bounds, Bounds):
+            raise ConfigError(
+                f"the bounds of {name} are a {type(bounds).__qualname__}", "Bounds of three numbers",
+                f'write profile={{"{name}": Bounds(smallest, usual, largest)}}',
+            )  # fmt: skip
+    if isinstance(options.keep, str):
+        raise ConfigError("keep is a text", "names of modules", f'write keep=("{options.keep}",)')
     ranges = (("--max-batch", options.max_batch, 1, 1024), ("max_step_tokens", options.max_step_tokens, 16, 65536))
     for name, value, low, high in ranges:
         if not low <= value <= high:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.encoder import EncoderConfig
-from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, write_engine
+from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, settled, write_engine
 from millrace.compile.digests import checkpoint_identity
-from millrace.compile.precision import PrecisionMap, plain_format, precision_map
+from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.compile.settings import BuildSettings, Progress
 from millrace.compile.source import Source
 from millrace.compile.timings import TimingCache
 from millrace.compile.tune import Tuning
 from millrace.engine.engine import Engine
-from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
+from millrace.engine.kv import KV_CACHE_DTYPES
 from millrace.engine.manifest import FORMAT
 from millrace.errors import ConfigError
 from millrace.kernels.identity import kernels_digest
@@ -74,20 +74,11 @@ class Builder:
 
     @property
     def key(self) -> str:
-        """Equal for equal engines, however they were asked for: what is left out is what the model has of its own.
+        """Equal for equal engines, however they were asked for.
 
         How long the kernels are timed is no part of it: that changes no answer, and `millrace tune` does it again.
         """
-        source, options = self.source, self.options
-        chosen = options.precision or source.own_precision
-        head = chosen.of(HEAD, is_head=True)
-        layers = [("", chosen.default), *(pattern for pattern in chosen.patterns if pattern[0] != HEAD)]
-        group = chosen.group if head.quantised or any(p.quantised for _, p in layers) else None
-        kv = KvFormat[plain_format(chosen.default).upper()] if options.kv_format is None else options.kv_format
-        tiles = options.tiles and (kv == KvFormat.BF16 or Precision.BF16 in (head, *(p for _, p in layers)))
-        sizes = f"{source.max_context} {options.max_batch}"
-        content = f"{layers} {group} {head} {chosen.rescores(HEAD)} {tiles} {kv!r} {sizes}"
-        return f"{FORMAT} {kernels_digest()} {self.identity} {content}"
+        return f"{FORMAT} {kernels_digest()} {self.identity} {settled(self.source, self.options).key}"
 
     def write(self, folder: Path) -> None:
         """The engine into a new folder, whole or not at all. raises CheckpointError, ConfigError, MachineError"""

@@ -12,12 +12,13 @@ from millrace.graph.types import Array, Constant, Graph, Node, Value
 from millrace.graph.verify import verify
 from millrace.kernels.attention.op import ROPE_ATTENTION
 from millrace.kernels.convert.op import CONVERT
-from millrace.kernels.declare import MAX_INPUTS, RowFormat
+from millrace.kernels.declare import MAX_INPUTS
 from millrace.kernels.elementwise.op import ELEMENTWISE
 from millrace.kernels.expression import TooComplexError, compile_tree
 from millrace.kernels.gather_rows.op import GATHER_ROWS
 from millrace.kernels.matmul.op import GATED_LINEAR, LINEAR, precision_of
 from millrace.kernels.matmul.pack import stored_codes
+from millrace.kernels.operators import runnable
 from millrace.kernels.precision import Precision
 from millrace.kernels.rescore.op import RESCORE
 from millrace.kernels.storage import DENSE, Storage, storage_of
@@ -50,8 +51,7 @@ def cpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
         ("fuse_residual", fuse_residual),
         ("fuse_rope_attention", fuse_rope_attention),
         ("convert_inputs", lambda g: convert_inputs(g, precisions.group)),
-        ("fuse_norm_convert", fuse_norm_convert),
-        ("fuse_product_convert", fuse_product_convert),
+        ("fuse_convert", fuse_convert),
         ("rescore_head", lambda g: rescore_head(g, precisions)),
         ("prune", prune),
     ]
@@ -104,7 +104,7 @@ def gather_early(graph: Graph) -> Graph:
 
     def rule(node: Node, live: Live) -> Instead | None:
         norm = live.producer(node.inputs[0]) if node.op == "gather_rows" else None
-        if not norm or norm.op not in ("rms_norm", "layer_norm") or not live.read_once(norm.output):
+        if not norm or not runnable(norm).row_wise or not live.read_once(norm.output):
             return None
         x, *weights = norm.inputs
         rows = make_node(GATHER_ROWS, (x, node.inputs[1]), {}, norm.origin)
@@ -332,43 +332,17 @@ def convert_inputs(graph: Graph, group: int) -> Graph:
     return rewrite(graph, rule)
 
 
-def fuse_norm_convert(graph: Graph) -> Graph:
-    """convert(rms_norm(x)) becomes a norm that writes packed rows, where nobody else reads the norm."""
+def fuse_convert(graph: Graph) -> Graph:
+    """convert(x) becomes an x whose own kernel writes such rows, where it can and nobody else reads it."""
 
     def rule(node: Node, live: Live) -> Instead | None:
-        norm = live.producer(node.inputs[0]) if node.op == "convert" else None
-        if not norm or norm.op not in ("rms_norm", "layer_norm") or not live.read_once(norm.output):
+        found, storage = live.producer(node.inputs[0]) if node.op == "convert" else None, storage_of(node)
+        if not found or not live.read_once(node.inputs[0]):
             return None
-        if len(norm.output.shape) != 2:
-            return None
-        attrs = {**norm.attrs, "storage": storage_of(node)}
-        return Instead.of(make_node(norm.operator, norm.inputs, attrs, _joined(norm)))
-
-    return rewrite(graph, rule)
-
-
-_WRITE_PACKED = ("linear", "gated_linear", "attention", "rope_attention", "full_attention")
-
-
-def fuse_product_convert(graph: Graph) -> Graph:
-    """convert(product or attention) to bfloat16 becomes one that writes such rows, where nobody else reads it.
-
-    Of whole vectors only: then a packed row is its elements side by side, whatever their groups.
-    """
-
-    def rule(node: Node, live: Live) -> Instead | None:
-        if node.op != "convert":
-            return None
-        value, storage = node.inputs[0], storage_of(node)
-        view = live.producer(value)
-        if view and view.op == "reshape" and live.read_once(value):  # heads side by side
-            value = view.inputs[0]
-        else:
-            view = None
-        found = live.producer(value)
-        if not found or found.op not in _WRITE_PACKED or not live.read_once(value) or found.attrs.get("residual"):
-            return None
-        if storage.format != RowFormat.BF16 or storage.group % 8 or value.width % 16:
+        view = found if runnable(found).is_view and len(found.outputs) == 1 else None  # heads side by side
+        if view:
+            found = live.producer(view.inputs[0])
+        if not found or not live.read_once(found.outputs[0]) or not runnable(found).packs(found, storage):
             return None
         packed = make_node(found.operator, found.inputs, {**found.attrs, "storage": storage}, _joined(found))
         if view is None:

@@ -10,12 +10,12 @@ from millrace.compile.program import Bounds, Call, Program
 from millrace.engine.kv import PAGE_TOKENS, CacheSpec, KvFormat
 from millrace.engine.slots import Slot
 from millrace.errors import GraphError
-from millrace.graph.types import Graph, Node, Symbol, Value
+from millrace.graph.types import Graph, Node, Port, Symbol, Value
 from millrace.kernels.declare import MAX_CACHES, MAX_SYMBOLS, Param, Space
 from millrace.kernels.elementwise.op import expression_params
 from millrace.kernels.layout import row_bytes, up
-from millrace.kernels.operators import Writer
-from millrace.kernels.places import Operands, Packed, Place, View, pack_array
+from millrace.kernels.operators import Writer, runnable
+from millrace.kernels.places import CacheLayer, Operands, Packed, Place, View, pack_array
 from millrace.kernels.storage import DENSE, Storage
 
 
@@ -59,7 +59,9 @@ class Placement(Writer):
                 f"{len(self._symbols)} dimensions that only a run knows", f"at most {MAX_SYMBOLS}", "fix some of them"
             )
 
-    def _planned(self, outputs: list[tuple[str, Value, View]]) -> Program:
+    def program(self) -> Program:
+        """All that was added, with the graph's outputs in dense rows that live to the end. raises GraphError"""
+        results = [(port, self._result(port)) for port in self.graph.outputs]
         plan = plan_memory([Buffer(b.name, b.nbytes, b.first, b.last) for b in self._lives])
         offsets, at = [], 0
         for packed in self._weights:
@@ -75,10 +77,24 @@ class Placement(Writer):
         ]
         return Program(
             calls=tuple(self._calls), inputs=tuple(inputs),
-            outputs=tuple(Slot(name, v.shape, v.dtype, plan.offsets[view.buffer]) for name, v, view in outputs),
+            outputs=tuple(Slot(p.name, p.value.shape, p.value.dtype, plan.offsets[buffer]) for p, buffer in results),
             symbols={s: self._bounds[s] for s in self._symbols}, weights=tuple(self._weights),
             weights_offsets=tuple(offsets), weights_bytes=at, memory=plan, caches=tuple(caches),
         )  # fmt: skip
+
+    def _result(self, port: Port) -> int:
+        """The buffer of an output."""
+        value = port.value
+        if value not in self._views or self._views[value].storage != DENSE:
+            raise GraphError(
+                f"the output {port.name} is {value}, which is not computed", "rows of floats that a node computes",
+                "return what an operator gives",
+            )  # fmt: skip
+        view = self._views[value]
+        if view.row_floats != value.width or view.offset:
+            view = self._copy(value, self._producers[value])
+        self._lives[view.buffer].last = len(self._calls)
+        return view.buffer
 
     def _rows(self, value: Value) -> int:
         """The number of the symbol that counts its rows."""
@@ -103,7 +119,7 @@ class Placement(Writer):
         rows = self._rows(value)
         nbytes = row_bytes(storage.format, value.width, storage.group)
         buffer = self._buffer(name, nbytes * self._bounds[self._symbols[rows]].high)
-        view = View(buffer, 0, value.width if storage == DENSE else nbytes, rows, storage)
+        view = View(buffer, 0, nbytes, rows, storage)
         self._views[value] = view
         return view
 
@@ -112,7 +128,7 @@ class Placement(Writer):
 
     def dense(self, value: Value, node: Node) -> View:
         view = self._views[value]
-        return view if view.stride == value.width else self._copy(value, node)
+        return view if view.row_floats == value.width else self._copy(value, node)
 
     def writable(self, value: Value, node: Node) -> View:
         at = value
@@ -120,7 +136,7 @@ class Placement(Writer):
             producer = self._producers.get(at)
             if producer is None:
                 break  # an input, or a constant
-            if producer.op not in ("reshape", "split"):
+            if not runnable(producer).is_view:
                 return self._views[value]
             at = producer.inputs[0]
         return self._copy(value, node)
@@ -141,7 +157,7 @@ class Placement(Writer):
     def vector(self, value: Value) -> Place:
         return self.constant((value,), "vector", lambda: pack_array(value, np.dtype(np.float32), "f32"))
 
-    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> tuple[int, int, str]:
+    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> CacheLayer:
         key = (heads, key_size, value_size, kept)
         if key not in self._caches:
             if len(self._caches) == MAX_CACHES:
@@ -153,16 +169,18 @@ class Placement(Writer):
         cache = self._caches[key]
         layer = cache.spec.layers if kept else 0  # those of one run serve one layer after the other
         cache.spec = replace(cache.spec, layers=layer + 1)
-        return list(self._caches).index(key), layer, cache.spec.format.name.lower()
+        return CacheLayer(list(self._caches).index(key), layer, cache.spec.format.name.lower(), cache.buffer)
 
-    def add(self, kernel: str, operands: Operands, params: Mapping[str, Param], node: Node, note: str = "") -> None:
-        for view in operands.values():
-            if isinstance(view, View):
-                self._lives[view.buffer].last = len(self._calls)
-        if isinstance(number := params.get("cache"), int) and params["layer"] != -1:
-            pages = list(self._caches.values())[number].buffer
-            if pages is not None:
-                self._lives[pages].last = len(self._calls)
+    def add(
+        self, kernel: str, operands: Operands, params: Mapping[str, Param], node: Node, note: str = "",
+        cache: CacheLayer | None = None,
+    ) -> None:  # fmt: skip
+        used = [view.buffer for view in operands.values() if isinstance(view, View)]
+        if cache is not None:
+            params = {**params, "cache": cache.number, "layer": cache.layer}
+            used += [cache.buffer] if cache.buffer is not None else []
+        for buffer in used:
+            self._lives[buffer].last = len(self._calls)
         places = {n: v.place() if isinstance(v, View) else v for n, v in operands.items()}
         self._calls.append(Call(kernel, places, params, node.origin, note))
 

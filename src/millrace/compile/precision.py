@@ -39,6 +39,13 @@ class PrecisionMap:
         """Whether the likeliest tokens of the head, by its name, are computed again in W8A8."""
         return self.default == Precision.W4A8 and not self.head and not self._names(head)
 
+    @property
+    def meaning(self) -> "Meaning":
+        """Of a model whose head has the usual name: equal where equal engines follow, however they were asked for."""
+        layers = (("", self.default), *(p for p in self.patterns if p[0] != HEAD))
+        meant = Meaning(layers, self.of(HEAD, is_head=True), self.rescores(HEAD), self.group)
+        return meant if any(p.quantised for p in Precision if meant.uses(p)) else replace(meant, group=0)
+
     def check_head(self, head: str) -> None:
         """raises ConfigError where two things are asked for the head of this name"""
         if self.head and self._names(head):
@@ -57,6 +64,22 @@ class PrecisionMap:
                     nearest(pattern, names),
                     "correct the pattern, or leave it out",
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a map of precisions says, in one form.
+
+    layers: by pattern, "" for all that no pattern names; group 0: nothing is quantised
+    """
+
+    layers: tuple[tuple[str, Precision], ...]
+    head: Precision
+    rescored: bool
+    group: int
+
+    def uses(self, precision: Precision) -> bool:
+        return precision in (self.head, *(p for _, p in self.layers))
 
 
 def plain_format(precision: Precision) -> str:

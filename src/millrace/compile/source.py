@@ -67,8 +67,11 @@ class Source:
         )  # fmt: skip
 
     @classmethod
-    def from_module(cls, module: Module, arrays: Mapping[str, Array], max_context: int) -> "Source":
-        """A model of the user's own with its weights by parameter name: `layers.0.up.weight` -> (N, K)."""
+    def from_module(cls, module: Module, arrays: Mapping[str, Array], max_context: int = 0) -> "Source":
+        """A model of the user's own with its weights by parameter name: `layers.0.up.weight` -> (N, K).
+
+        max_context: tokens of its longest sequence; 0 for a network that knows no sequences. raises ConfigError
+        """
         for name, array in arrays.items():
             if not isinstance(array, np.ndarray) or array.dtype.kind in "bcmMOSU":
                 found = f"of {array.dtype}" if isinstance(array, np.ndarray) else f"a {type(array).__qualname__}"

@@ -78,7 +78,10 @@ class Engine:
         raises MachineError for an instruction set that this CPU lacks
         """
         self.check_language_model()
-        executor = NativeExecutor(self._program(), n_pages=n_pages, threads=threads, isa=isa)
+        executor = NativeExecutor(
+            self._program(), n_pages=n_pages, max_context=self.manifest.max_context,
+            vocab_size=self.manifest.vocab_size, threads=threads, isa=isa,
+        )  # fmt: skip
         self._check_weights(executor)
         self._tune(executor, tuned)
         return executor
@@ -123,7 +126,6 @@ class Engine:
             calls=calls, n_calls=m.cpu.n_calls, weights=self.folder / WEIGHTS,
             weights_bytes=m.cpu.weights_bytes, activation_bytes=m.cpu.activation_bytes, symbols=symbols,
             inputs=tuple(map(_slot, m.cpu.inputs)), outputs=tuple(map(_slot, m.cpu.outputs)), caches=self.caches,
-            max_context=m.max_context, vocab_size=m.vocab_size if m.is_language_model else 0,
         )  # fmt: skip
 
     def _check_weights(self, loaded: LoadedProgram) -> None:

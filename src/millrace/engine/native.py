@@ -21,7 +21,7 @@ from millrace.engine.slots import Slot, slot
 from millrace.errors import ConfigError, EngineError, MachineError, RequestError, nearest
 from millrace.graph.types import DType, Symbol
 from millrace.kernels.declare import MAX_KNOBS
-from millrace.kernels.library import CacheArgs, CreateArgs, StepArgs, library, usable_isas
+from millrace.kernels.library import CacheArgs, CreateArgs, LanguageArgs, StepArgs, library, usable_isas
 from millrace.machine.cpu import usable_cores
 
 MAX_THREADS = 1024
@@ -32,10 +32,7 @@ DTYPES = {DType.F32: np.dtype(np.float32), DType.I32: np.dtype(np.int32)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeProgram:
-    """What the native core needs to run a program; `weights` are bytes, or a file that holds them.
-
-    vocab_size, max_context: of a language model; 0 for any other network
-    """
+    """What the native core needs to run a program; `weights` are bytes, or a file that holds them."""
 
     calls: bytes
     n_calls: int
@@ -46,8 +43,6 @@ class NativeProgram:
     inputs: tuple[Slot, ...] = ()
     outputs: tuple[Slot, ...] = ()
     caches: tuple[CacheSpec, ...] = ()
-    max_context: int = 0
-    vocab_size: int = 0
 
 
 class ExecutionError(RuntimeError):
@@ -84,8 +79,9 @@ class LoadedProgram:
     """
 
     def __init__(
-        self, program: NativeProgram, *, n_pages: int = 0, threads: int | None = None, isa: str | None = None
-    ) -> None:
+        self, program: NativeProgram, *, n_pages: int = 0, threads: int | None = None, isa: str | None = None,
+        language: LanguageArgs | None = None,
+    ) -> None:  # fmt: skip
         self.threads = usable_cores() if threads is None else threads
         if not 1 <= self.threads <= MAX_THREADS:
             raise ConfigError(f"{threads} compute threads", f"1 to {MAX_THREADS}", "leave threads out for all cores")
@@ -98,10 +94,8 @@ class LoadedProgram:
             program=program.calls, program_bytes=len(program.calls), weights_bytes=program.weights_bytes,
             activation_bytes=program.activation_bytes, symbols=symbols.ctypes.data, n_symbols=len(symbols),
             caches=caches, n_caches=len(caches), kv_pages=n_pages, threads=self.threads,
-            isa=isa.encode() if isa else None, max_context=program.max_context, vocab_size=program.vocab_size,
-            lengths_offset=_offset(program.inputs, "lengths"), tokens_offset=_offset(program.inputs, "tokens"),
-            positions_offset=_offset(program.inputs, "positions"), rows_offset=_offset(program.inputs, "rows"),
-            logits_offset=_offset(program.outputs, "logits"),
+            isa=isa.encode() if isa else None, lengths_offset=_offset(program.inputs, "lengths"),
+            language=None if language is None else ctypes.pointer(language),
         )  # fmt: skip
         if isinstance(program.weights, Path):
             args.weights_path = str(program.weights).encode()
@@ -321,22 +315,28 @@ class NativeExecutor(LoadedProgram, Executor):
     """`program` is a language model's: its symbols are T, S and R, in this order. Its depth is 1."""
 
     def __init__(
-        self, program: NativeProgram, *, n_pages: int, threads: int | None = None, isa: str | None = None
-    ) -> None:
-        super().__init__(program, n_pages=n_pages, threads=threads, isa=isa)
+        self, program: NativeProgram, *, n_pages: int, max_context: int, vocab_size: int, threads: int | None = None,
+        isa: str | None = None,
+    ) -> None:  # fmt: skip
+        language = LanguageArgs(
+            max_context=max_context, vocab_size=vocab_size,
+            tokens_offset=_offset(program.inputs, "tokens"), positions_offset=_offset(program.inputs, "positions"),
+            rows_offset=_offset(program.inputs, "rows"), logits_offset=_offset(program.outputs, "logits"),
+        )  # fmt: skip
+        super().__init__(program, n_pages=n_pages, threads=threads, isa=isa, language=language)
         tokens, sequences, rows = program.symbols.values()
         self._sizes: tuple[int, ...] = ()  # T, S and R of the last step
         self._outputs: StepOutputs | None = None  # of the step that was launched
         self.limits = ExecutorLimits(
             max_step_tokens=tokens, max_sequences=sequences, max_rows=rows,
-            max_context=program.max_context, page_tokens=PAGE_TOKENS, n_pages=n_pages, vocab_size=program.vocab_size,
+            max_context=max_context, page_tokens=PAGE_TOKENS, n_pages=n_pages, vocab_size=vocab_size,
         )  # fmt: skip
 
     def launch(self, step: StepInputs) -> None:
         """Returns when the step is through: on a CPU nobody else could do it. The interpreter's lock is released."""
         _check_arrays(step)
         rows = len(step.sampling)
-        most = self._program.vocab_size  # more than that the native core refuses
+        most = self.limits.vocab_size  # more than that the native core refuses
         top = min(max(int(step.sampling["n_top"].max()), 0), most) if rows else 0
         out = StepOutputs(
             tokens=np.zeros(rows, np.int32),

@@ -26,6 +26,14 @@ def same_shape(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
     return (inputs[0].shape,)
 
 
+def rows_of_matrix(op: str, inputs: Inputs, index: str) -> tuple[Shape, ...]:
+    """One row of the matrix's width for each element of an i32 row; `index` names that in errors."""
+    x, each = inputs
+    if len(x.shape) != 2 or each.dtype != DType.I32 or len(each.shape) != 1:
+        raise illegal(op, f"x {x} and {index} {each}", f"x [T, width] and i32 {index}, one for each row that comes out")
+    return ((each.shape[0], x.shape[1]),)
+
+
 def check_tree(op: str, attrs: Attrs, n_inputs: int) -> None:
     """The attribute `tree` is an expression of so many inputs."""
     for what, expected in faults(attrs.get("tree"), n_inputs):

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.errors import GraphError
 
 Array = NDArray[np.generic]
 
@@ -30,6 +31,14 @@ class Symbol:
 
     def __repr__(self) -> str:
         return self.name
+
+    def _unknown(self, other: object) -> bool:
+        raise GraphError(
+            f"the dimension {self.name} is compared with {other!r}", "sizes that are known while the model is traced",
+            "write forward() so that it holds for any size: what it does is fixed when it is traced",
+        )  # fmt: skip
+
+    __lt__ = __le__ = __gt__ = __ge__ = _unknown
 
 
 Dim = int | Symbol

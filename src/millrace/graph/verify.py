@@ -23,7 +23,7 @@ def verify(graph: Graph, after: str) -> Graph:
             raise _error(after, node, "its output is assigned twice")
         _check_node(node, after)
         for free in (d for v in node.outputs for d in v.shape if isinstance(d, Symbol) and d not in symbols):
-            raise _error(after, node, f"its output has a dimension {free} that no input has")
+            raise _free(after, node, free, graph)
         known.update(node.outputs)
     for port in graph.outputs:
         if port.value not in known and not port.value.constant:
@@ -59,8 +59,23 @@ def _check_node(node: Node, after: str) -> None:
         raise _error(after, node, f"it is said to give {', '.join(map(str, node.outputs))}, the operator gives {given}")
 
 
-def _error(after: str, node: Node, what: str) -> GraphError:
-    place = "/".join(node.origin) or "?"
+def _free(after: str, node: Node, free: Symbol, graph: Graph) -> GraphError:
+    """A dimension that would be counted by nobody."""
+    inputs = ", ".join(f"{p.name} {list(p.value.shape)}" for p in graph.inputs)
     return GraphError(
-        f"after {after}: {node.op} of {place}: {what}", f"a node as {node.op} takes it", "report this, or mend the pass"
+        f"after {after}: {node.op} of {_place(node)}: its output has a dimension {free} that no input has",
+        f"dimensions of the inputs, which are {inputs}",
+        f'use one of theirs, or name {free} in the shape of an input, as in Signature({{"x": ("{free}", 64)}}, ...)',
+    )  # fmt: skip
+
+
+def _place(node: Node) -> str:
+    return "/".join(node.origin) or "?"
+
+
+def _error(after: str, node: Node, what: str) -> GraphError:
+    return GraphError(
+        f"after {after}: {node.op} of {_place(node)}: {what}",
+        f"a node as {node.op} takes it",
+        "report this, or mend the pass",
     )

@@ -4,6 +4,8 @@ K (inputs of a matrix product) is cut into groups; each group is zero-padded to 
 always come in pairs of 4. `group` 0 means one group of all K, padded to 2 for bfloat16 pairs.
 """
 
+from millrace.kernels.declare import RowFormat, WeightFormat
+
 PANEL = 32  # outputs side by side in one weight panel: two 16-lane vectors
 LINE = 64  # bytes of a cache line
 
@@ -25,26 +27,26 @@ def padded_k(k: int, group: int) -> int:
 
 
 def row_bytes(format: int, k: int, group: int) -> int:
-    """Bytes of one activation row: F32 (0), BF16 (1), Q8 (2: codes, then a float and an int32 per group).
+    """Bytes of one activation row of this RowFormat; Q8 has codes, then a float and an int32 per group.
 
     Packed rows are an odd number of cache lines apart, so that the rows of a tile never share one L1 set.
     """
-    if format == 0:
+    if format == RowFormat.F32:
         return k * 4
     kp = padded_k(k, group)
-    raw = kp * 2 if format == 1 else up(kp, 4) + 8 * n_groups(k, group)
+    raw = kp * 2 if format == RowFormat.BF16 else up(kp, 4) + 8 * n_groups(k, group)
     return (raw + LINE - 1) // LINE // 2 * 2 * LINE + LINE
 
 
 def panel_bytes(weights: int, k: int, group: int) -> int:
-    """Bytes of one panel of 32 outputs: F32 (0), BF16 (1), W8 (2), W4 (3; both with 32 float16 scales a group)."""
+    """Bytes of one panel of 32 outputs in this WeightFormat; W8 and W4 have 32 float16 scales a group."""
     kp = padded_k(k, group)
-    if weights == 0:
+    if weights == WeightFormat.F32:
         return k * PANEL * 4
-    if weights == 1:
+    if weights == WeightFormat.BF16:
         return kp * PANEL * 2
     scales = n_groups(k, group) * LINE
-    return kp * PANEL + scales if weights == 2 else kp * PANEL // 2 + scales
+    return kp * PANEL + scales if weights == WeightFormat.W8 else kp * PANEL // 2 + scales
 
 
 def matrix_bytes(weights: int, n: int, k: int, group: int) -> int:

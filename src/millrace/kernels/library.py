@@ -9,7 +9,7 @@ from millrace.errors import MachineError
 from millrace.kernels.catalogue import declarations_digest
 
 INTERFACE = (
-    "55d494eaf83fa9e9"  # digest of native/millrace.h, from which the structures below are copied (a test compares both)
+    "64e0bfb37e10e8b5"  # digest of native/millrace.h, from which the structures below are copied (a test compares both)
 )
 NAME = "libmillrace.so"
 
@@ -23,6 +23,16 @@ class CacheArgs(c.Structure):
     )  # fmt: skip
 
 
+class LanguageArgs(c.Structure):
+    """mr_language_model"""
+
+    _fields_ = (
+        ("max_context", c.c_int32), ("vocab_size", c.c_int32),
+        ("tokens_offset", c.c_int64), ("positions_offset", c.c_int64), ("rows_offset", c.c_int64),
+        ("logits_offset", c.c_int64),
+    )  # fmt: skip
+
+
 class CreateArgs(c.Structure):
     """mr_create_args"""
 
@@ -32,9 +42,7 @@ class CreateArgs(c.Structure):
         ("activation_bytes", c.c_int64), ("symbols", c.c_void_p), ("n_symbols", c.c_int32),
         ("caches", c.POINTER(CacheArgs)), ("n_caches", c.c_int32), ("kv_pages", c.c_int64),
         ("threads", c.c_int32), ("isa", c.c_char_p),
-        ("lengths_offset", c.c_int64), ("max_context", c.c_int32), ("vocab_size", c.c_int32),
-        ("tokens_offset", c.c_int64), ("positions_offset", c.c_int64), ("rows_offset", c.c_int64),
-        ("logits_offset", c.c_int64),
+        ("lengths_offset", c.c_int64), ("language", c.POINTER(LanguageArgs)),
     )  # fmt: skip
 
 

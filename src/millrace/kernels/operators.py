@@ -15,7 +15,7 @@ from millrace.graph.types import Graph, Node, Operator, Value
 from millrace.kernels.arrays import Array, IntArray
 from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.declare import Param
-from millrace.kernels.places import Operands, Packed, Place, View
+from millrace.kernels.places import CacheLayer, Operands, Packed, Place, View
 from millrace.kernels.storage import DENSE, Storage
 
 Rows = NDArray[np.float64]
@@ -89,14 +89,22 @@ class Writer(Protocol):
     def vector(self, value: Value) -> Place:
         """A constant as float32, as it is: norm weights, biases, rotary tables."""
 
-    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> tuple[int, int, str]:
-        """(number of the cache, layer in it, its format: "f32", "bf16" or "int8") of one layer more.
+    def cache(self, heads: int, key_size: int, value_size: int, *, kept: bool) -> CacheLayer:
+        """Of one layer more. kept: from step to step; else its pages live for one run."""
 
-        kept: from step to step; else its pages live for one run. Calls name both as parameters `cache` and `layer`.
+    def add(
+        self, kernel: str, operands: Operands, params: Mapping[str, Param], node: Node, note: str = "",
+        cache: CacheLayer | None = None,
+    ) -> None:  # fmt: skip
+        """One call more; `note` is for people.
+
+        cache: whose keys and values it reads or writes; becomes the kernel's parameters `cache` and `layer`
         """
 
-    def add(self, kernel: str, operands: Operands, params: Mapping[str, Param], node: Node, note: str = "") -> None:
-        """One call more; `note` is for people."""
+
+def only_floats(node: Node, storage: Storage) -> bool:
+    """Of a kernel that packs nothing."""
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +112,20 @@ class Runnable(Operator):
     """reference: what the outputs are; computes in float64 and rounds where a kernel would store.
 
     lower: which calls compute them
+
+    What passes go by, so that they need no list of names:
+    packs: whether the node's kernel can write its rows in this storage, too (its attribute `storage`)
+    row_wise: an output's row is made of the first input's same row, all other inputs being constants
+    is_view: nothing is computed, the outputs are other shapes or columns of what its input wrote
+    whole_sequences: a sequence's rows are all in one run, since none are kept for the next
     """
 
     reference: Callable[[Node, Values], Held | tuple[Held, ...]]
     lower: Callable[[Node, Writer], None]
+    packs: Callable[[Node, Storage], bool] = only_floats
+    row_wise: bool = False
+    is_view: bool = False
+    whole_sequences: bool = False
 
 
 def runnable(node: Node) -> Runnable:

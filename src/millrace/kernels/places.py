@@ -7,9 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.graph.types import Array, Constant, Value
-from millrace.kernels.declare import Space
+from millrace.kernels.declare import RowFormat, Space
 from millrace.kernels.matmul.pack import finite
 from millrace.kernels.storage import DENSE, Storage
+
+ELEMENT_BYTES = {RowFormat.F32: 4, RowFormat.BF16: 2}  # a row of Q8 ends in scales and sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a value lies: `offset` bytes into a buffer, rows `stride` apart (elements if float32, bytes if packed)."""
+    """Where a value lies: `offset` bytes into a buffer, its rows `row_bytes` apart."""
 
     buffer: int
     offset: int
-    stride: int
+    row_bytes: int
     rows: int  # the number of the symbol that says how many there are
     storage: Storage = DENSE
 
@@ -47,8 +49,28 @@ class View:
         return Place(Space.ACTIVATIONS, self.buffer, self.offset)
 
     @property
-    def stride_bytes(self) -> int:
-        return self.stride * 4 if self.storage == DENSE else self.stride
+    def row_elements(self) -> int:
+        """From one row to the next, in elements of the row's format."""
+        return self.row_bytes // ELEMENT_BYTES[self.storage.format]
+
+    @property
+    def row_floats(self) -> int:
+        """The same of rows that a kernel reads or writes as floats."""
+        assert self.storage == DENSE, f"rows of {self.storage} are not floats"
+        return self.row_elements
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """What one attention layer has of a cache, by the cache's number; format: "f32", "bf16" or "int8".
+
+    buffer: where its pages lie, if they live for one run only
+    """
+
+    number: int
+    layer: int
+    format: str
+    buffer: int | None
 
 
 Operands = Mapping[str, View | Place | None]

@@ -6,6 +6,7 @@ from millrace.errors import GraphError
 from millrace.graph.rules import check_positions, illegal
 from millrace.graph.types import Attrs, DType, Inputs, Node, Shape, Value, find
 from millrace.kernels.attention.ref import attention
+from millrace.kernels.convert.op import packs_elements
 from millrace.kernels.declare import MAX_HEAD, RowFormat
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, number, size, whole
 from millrace.kernels.places import Operands, View
@@ -111,38 +112,37 @@ def _attend(
     (q, k), v = views, writer.view(node.inputs[2])
     heads, head_dim = size(node.inputs[0], 1), size(node.inputs[0], 2)
     kv_heads, value_dim = size(node.inputs[2], 1), size(node.inputs[2], 2)
-    number_of_cache, layer, kv = writer.cache(kv_heads, head_dim, value_dim, kept=causal)
+    cache = writer.cache(kv_heads, head_dim, value_dim, kept=causal)
     shape: Params = {
-        "rows": q.rows, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "q_stride": q.stride,
-        "cache": number_of_cache, "layer": layer,
+        "rows": q.rows, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "q_stride": q.row_floats,
     }  # fmt: skip
     rotates = bool(rotation)
     write: Params = {
-        **shape, "heads": heads if rotates else 0, "q_stride": q.stride if rotates else 0, "k_stride": k.stride,
-        "v_stride": v.stride, "context": context,
+        **shape, "heads": heads if rotates else 0, "q_stride": q.row_floats if rotates else 0, "k_stride": k.row_floats,
+        "v_stride": v.row_floats, "context": context,
     }  # fmt: skip
-    writer.add("rope", {"k": k, "v": v, **rotation}, write, node, "and KV write" if rotates else "KV write")
+    writer.add("rope", {"k": k, "v": v, **rotation}, write, node, "and KV write" if rotates else "KV write", cache)
     storage = storage_of(node)
     y, packed = writer.new(node.output, node.origin[0], storage), storage.format == RowFormat.BF16
-    tiles = writer.tiles and kv == "bf16"
+    tiles = writer.tiles and cache.format == "bf16"
     attend: Params = {
-        **shape, "heads": heads, "packed": int(packed), "y_stride": y.stride_bytes // 2 if packed else y.stride,
+        **shape, "heads": heads, "packed": int(packed), "y_stride": y.row_elements,
         "causal": int(causal), "tiles": int(tiles), "scale": number(node, "scale"),
     }  # fmt: skip
-    note = BF16_BY_TILES if tiles else kv
-    writer.add("attention", {"q": q, "y": y}, attend, node, note)
+    note = BF16_BY_TILES if tiles else cache.format
+    writer.add("attention", {"q": q, "y": y}, attend, node, note, cache)
 
 
 ATTENTION = Runnable(
     name="attention", inputs=(5, 5), attrs=frozenset({"layer", "scale", "storage"}), shapes=_shapes,
-    reference=_reference, lower=_lower,
+    reference=_reference, lower=_lower, packs=packs_elements,
 )  # fmt: skip
 ROPE_ATTENTION = Runnable(
     name="rope_attention", inputs=(6, 6), attrs=frozenset({"layer", "scale", "storage"}), fused=True, shapes=_shapes,
-    reference=_reference, lower=_lower,
+    reference=_reference, lower=_lower, packs=packs_elements,
 )  # fmt: skip
 FULL_ATTENTION = Runnable(
     name="full_attention", inputs=(4, 4), attrs=frozenset({"scale", "storage"}), shapes=_full_shapes,
-    reference=_full_reference, lower=_full_lower,
+    reference=_full_reference, lower=_full_lower, packs=packs_elements, whole_sequences=True,
 )  # fmt: skip
 OPERATORS = (ATTENTION, ROPE_ATTENTION, FULL_ATTENTION)

@@ -8,46 +8,32 @@ namespace millrace::MILLRACE_ISA {
 
 constexpr int kTileKeys = 32;  // and elements of a head, in one product of tiles
 
-// acc += the sum of even and the sum of odd products of lines of pairs; x: four bytes of a row for each line.
-template <int NV, class Line>
-[[gnu::always_inline]] inline void add_pairs(F (&acc)[NV], int n_lines, const float* x, Line line) {
-  const I upper = splat_i(static_cast<int32_t>(0xffff0000u));
-  F even[NV], odd[NV];
-  for (int v = 0; v < NV; ++v) even[v] = odd[v] = zero();
-  for (int k = 0; k < n_lines; ++k) {
-    const I pair = splat_bytes(x + k);
-    for (int v = 0; v < NV; ++v) {
-      const I w = line(k, v);
-      even[v] = fma(as_float(shift_left(w, 16)), as_float(shift_left(pair, 16)), even[v]);
-      odd[v] = fma(as_float(w & upper), as_float(pair & upper), odd[v]);
-    }
-  }
-  for (int v = 0; v < NV; ++v) acc[v] = acc[v] + (even[v] + odd[v]);
-}
+// A row of queries or of weights: each of its floats is a pair of bfloat16 by now.
+inline const uint8_t* pairs(const float* row) { return reinterpret_cast<const uint8_t*>(row); }
 
 // Scores of row r against 64 keys of one page.
 inline void score_row_by_tiles(AttentionTile& t, int r, const uint8_t* keys, int at) {
   const int n_lines = t.a->head_dim / 2;
-  F acc[4];
-  for (F& a : acc) a = zero();
+  F acc[1][4];
+  fill(acc, zero());
   for (int d = 0; d < n_lines; d += kTileLines)
-    add_pairs(acc, n_lines - d < kTileLines ? n_lines - d : kTileLines, t.q[r] + d,
-              [&](int k, int v) { return load_i(keys + (d + k) * 256 + v * 64); });
-  for (int v = 0; v < 4; ++v) store(t.scores[r] + at + v * 16, acc[v]);  // `soften` scales them
+    add_pairs(acc, n_lines - d < kTileLines ? n_lines - d : kTileLines, pairs(t.q[r] + d), 0,
+              [&](int64_t k, int v) { return load_i(keys + (d + k) * 256 + v * 64); });
+  for (int v = 0; v < 4; ++v) store(t.scores[r] + at + v * 16, acc[0][v]);  // `soften` scales them
 }
 
 // o of row r, 16 columns from d on, over `count` keys of the span that starts at `from`.
 inline void weigh_row_by_tiles(AttentionTile& t, int r, int from, int count, int64_t d) {
   const int64_t line_bytes = t.cache->layout.value_width() * 4;
-  F acc[1] = {zero()};
+  F acc[1][1] = {{zero()}};
   for (int at = 0; at < count; at += kTileKeys) {
     const int keys = count - at < kTileKeys ? count - at : kTileKeys;
     const uint8_t* values = block_of(t, from + at) + t.cache->layout.key_bytes() + at % kPageTokens / 2 * line_bytes + d * 4;
-    add_pairs(acc, (keys + 1) / 2, t.scores[r] + at / 2, [&](int k, int) {
+    add_pairs(acc, (keys + 1) / 2, pairs(t.scores[r] + at / 2), 0, [&](int64_t k, int) {
       return load_i(values + k * line_bytes) & splat_i(2 * k + 1 < keys ? -1 : 0xffff);
     });
   }
-  store(t.span_out[r] + d, acc[0]);
+  store(t.span_out[r] + d, acc[0][0]);
 }
 
 #if defined(__AMX_BF16__)

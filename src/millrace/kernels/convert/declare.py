@@ -14,7 +14,7 @@ KERNEL = Kernel(
         LEGAL_ROWS,
         "n > 0",
         "x_stride >= n",
-        "format >= 1",
+        f"format >= {RowFormat.BF16}",
         f"format <= {max(RowFormat)}",
         "group >= 0",
         "y_stride % 4 == 0",

@@ -1,10 +1,11 @@
-"""The operator convert: the same rows as bfloat16 or int8 groups."""
+"""The operator convert: the same rows as bfloat16 or int8 groups; and which kernels can do that by the way."""
 
 from millrace.graph.rules import same_shape
 from millrace.graph.types import Node
+from millrace.kernels.declare import RowFormat
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer
 from millrace.kernels.places import View
-from millrace.kernels.storage import storage_of
+from millrace.kernels.storage import Storage, storage_of
 
 
 def _reference(node: Node, values: Values) -> Held:
@@ -14,9 +15,19 @@ def _reference(node: Node, values: Values) -> Held:
 def packing_params(x: View, y: View, n: int) -> Params:
     """Of kernels that write rows in the format of `y`: n elements of each row of `x`."""
     return {
-        "rows": x.rows, "n": n, "x_stride": x.stride, "y_stride": y.stride_bytes, "format": y.storage.format,
+        "rows": x.rows, "n": n, "x_stride": x.row_floats, "y_stride": y.row_bytes, "format": y.storage.format,
         "group": y.storage.group,
     }  # fmt: skip
+
+
+def packs_rows(node: Node, storage: Storage) -> bool:
+    """Of kernels that write with `packing_params`: any storage, a row of a matrix at a time."""
+    return len(node.output.shape) == 2
+
+
+def packs_elements(node: Node, storage: Storage) -> bool:
+    """Of kernels that write bfloat16 element by element: rows of whole vectors, where groups leave no gaps."""
+    return storage.format == RowFormat.BF16 and storage.group % 8 == 0 and node.output.width % 16 == 0
 
 
 def _lower(node: Node, writer: Writer) -> None:
@@ -27,6 +38,6 @@ def _lower(node: Node, writer: Writer) -> None:
 
 CONVERT = Runnable(
     name="convert", inputs=(1, 1), attrs=frozenset({"storage"}), fused=True, shapes=same_shape, reference=_reference,
-    lower=_lower,
+    lower=_lower, row_wise=True,
 )  # fmt: skip
 OPERATORS = (CONVERT,)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.kernels.arrays import Array
+from millrace.kernels.declare import RowFormat
 from millrace.kernels.layout import n_groups, padded_k, row_bytes, up
 
 
@@ -46,11 +47,11 @@ def to_q8(x: Array, group: int) -> Quantised:
 
 
 def pack_rows(x: Array, format: int, group: int) -> NDArray[np.uint8]:
-    """x (M, K) -> (M, row_bytes): exactly the bytes that the kernel stores (format 1 bfloat16, 2 int8)."""
+    """x (M, K) -> (M, row_bytes): exactly the bytes that the kernel stores in this RowFormat, BF16 or Q8."""
     M, K = x.shape
     rows = np.zeros((M, row_bytes(format, K, group)), np.uint8)
     size, stride = group or K, up(group, 8) if group else K
-    quantised = to_q8(x, group) if format == 2 else None
+    quantised = to_q8(x, group) if format == RowFormat.Q8 else None
     for g in range(n_groups(K, group)):
         part = slice(g * size, min((g + 1) * size, K))
         if quantised is None:

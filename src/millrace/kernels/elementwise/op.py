@@ -36,7 +36,7 @@ def expression_params(tree: object, inputs: list[View | Place], width: int) -> P
     views = [v for v in inputs if isinstance(v, View)]
     params: Params = {"rows": views[0].rows, "n": width, "code": code, "imm": numbers}
     for name, source in zip("abcd"[:MAX_INPUTS], inputs, strict=False):
-        params[f"{name}_stride"] = source.stride if isinstance(source, View) else 0
+        params[f"{name}_stride"] = source.row_floats if isinstance(source, View) else 0
     return params
 
 

@@ -1,15 +1,12 @@
 """The operator gather_rows."""
 
-from millrace.graph.rules import illegal
-from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
+from millrace.graph.rules import rows_of_matrix
+from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.operators import Held, Runnable, Values, Writer
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
-    x, rows = inputs
-    if len(x.shape) != 2 or rows.dtype != DType.I32 or len(rows.shape) != 1:
-        raise illegal("gather_rows", f"x {x} and rows {rows}", "x [T, width] and i32 rows [R]")
-    return ((rows.shape[0], x.shape[1]),)
+    return rows_of_matrix("gather_rows", inputs, "rows")
 
 
 def _reference(node: Node, values: Values) -> Held:
@@ -18,7 +15,7 @@ def _reference(node: Node, values: Values) -> Held:
 
 def _lower(node: Node, writer: Writer) -> None:
     x, index = (writer.view(v) for v in node.inputs)
-    params = {"rows": index.rows, "rows_from": x.rows, "n": node.output.width, "x_stride": x.stride}
+    params = {"rows": index.rows, "rows_from": x.rows, "n": node.output.width, "x_stride": x.row_floats}
     y = writer.new(node.output, "gathered rows")
     writer.add("gather_rows", {"x": x, "index": index, "y": y}, params, node)
 

@@ -16,7 +16,7 @@ KERNEL = Kernel(
         LEGAL_ROWS,
         "n > 0",
         "x_stride >= n",
-        "format >= 0",
+        f"format >= {min(RowFormat)}",
         f"format <= {max(RowFormat)}",
         "group >= 0",
         "y_stride % 4 == 0",

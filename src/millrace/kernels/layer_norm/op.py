@@ -2,7 +2,7 @@
 
 from millrace.graph.rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
-from millrace.kernels.convert.op import packing_params
+from millrace.kernels.convert.op import packing_params, packs_rows
 from millrace.kernels.layer_norm.ref import layer_norm
 from millrace.kernels.operators import Held, Runnable, Values, Writer, number
 from millrace.kernels.places import Operands
@@ -35,6 +35,6 @@ def _lower(node: Node, writer: Writer) -> None:
 
 LAYER_NORM = Runnable(
     name="layer_norm", inputs=(3, 3), attrs=frozenset({"eps", "storage"}), shapes=_shapes, reference=_reference,
-    lower=_lower,
+    lower=_lower, packs=packs_rows, row_wise=True,
 )  # fmt: skip
 OPERATORS = (LAYER_NORM,)

@@ -36,7 +36,7 @@ template <int MR, int L, class V>
 [[gnu::always_inline]] inline void fill(V (&acc)[MR][L], V value) {
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < L; ++v) acc[r][v] = value;
 }
 
@@ -60,7 +60,7 @@ struct Lines {
 template <int L, class Make>
 [[gnu::always_inline]] inline Lines<L> lines(Make make) {
   Lines<L> made;
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int v = 0; v < L; ++v) made.line[v] = make(v);
   return made;
 }

@@ -9,6 +9,7 @@ from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.graph.rules import check_tree, illegal
 from millrace.graph.trees import as_tree, evaluate
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
+from millrace.kernels.convert.op import packs_elements
 from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.expression import compile_tree
@@ -25,7 +26,7 @@ from millrace.kernels.matmul.pack import (
 from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size
 from millrace.kernels.places import Packed, Place, View, constant_of
 from millrace.kernels.precision import BF16_BY_TILES, Precision
-from millrace.kernels.storage import storage_of
+from millrace.kernels.storage import Storage, storage_of
 
 _BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4}
 
@@ -110,6 +111,10 @@ def _pack(values: tuple[Value, ...], format: WeightFormat, group: int, name: str
     return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group), pack)
 
 
+def _packs(node: Node, storage: Storage) -> bool:
+    return packs_elements(node, storage) and not node.attrs.get("residual")  # which it would have to read as floats
+
+
 def _lower(node: Node, writer: Writer) -> None:
     x, precision = node.inputs[0], precision_of(node)
     view, weights = writer.view(x), precision.weights
@@ -121,7 +126,7 @@ def _lower(node: Node, writer: Writer) -> None:
         code, numbers = compile_tree(as_tree(node.attrs["tree"]), 2 if gated else 1)
     params: Params = {
         "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": x.width, "group": group,
-        "format": view.storage.format, "weights": weights, "x_stride": view.stride_bytes,
+        "format": view.storage.format, "weights": weights, "x_stride": view.row_bytes,
         "gated": int(gated), "packed": int(storage.format == RowFormat.BF16), "tiles": int(tiles), "code": code,
         "imm": numbers,
     }  # fmt: skip
@@ -134,17 +139,17 @@ def _lower(node: Node, writer: Writer) -> None:
     if node.attrs.get("residual"):
         operands["residual"] = writer.dense(node.inputs[-1], node)
     y = writer.new(node.output, node.origin[0] if node.origin else "linear", storage)
-    params["y_stride"] = y.stride_bytes // 2 if params["packed"] else width
+    params["y_stride"] = y.row_elements
     operands["y"] = y
     writer.add("matmul", operands, params, node, BF16_BY_TILES if tiles else str(precision))
 
 
 LINEAR = Runnable(
     name="linear", inputs=(2, 4), attrs=frozenset({"bias", "residual", "precision", "tree", "storage"}), shapes=_shapes,
-    reference=_reference, lower=_lower,
+    reference=_reference, lower=_lower, packs=_packs,
 )  # fmt: skip
 GATED_LINEAR = Runnable(
     name="gated_linear", inputs=(3, 3), attrs=frozenset({"tree", "precision", "storage"}), fused=True,
-    shapes=_gated_shapes, reference=_gated_reference, lower=_lower,
+    shapes=_gated_shapes, reference=_gated_reference, lower=_lower, packs=_packs,
 )  # fmt: skip
 OPERATORS = (LINEAR, GATED_LINEAR)

@@ -7,6 +7,32 @@ namespace millrace::MILLRACE_ISA {
 
 constexpr int64_t kTileLines = 16;  // pairs of inputs in one product of tiles
 
+// One product of tiles in lanes. acc += the sum of the even products and the sum of the odd ones, over `count` lines of
+// pairs: line(k, v) is a weight's, and the four bytes of each row at x + 4 k are its pair.
+template <int MR, int L, class Line>
+[[gnu::always_inline]] inline void add_pairs(F (&acc)[MR][L], int64_t count, const uint8_t* x, int64_t x_stride, Line line) {
+  const I upper = splat_i(static_cast<int32_t>(0xffff0000u));
+  F even[MR][L], odd[MR][L];
+  fill(even, zero());
+  fill(odd, zero());
+  for (int64_t k = 0; k < count; ++k) {
+    const auto w = lines<L>([&](int v) { return line(k, v); });
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r) {
+      const I pair = splat_bytes(x + r * x_stride + k * 4);
+#pragma GCC unroll 4
+      for (int v = 0; v < L; ++v) {
+        even[r][v] = fma(as_float(shift_left(w.line[v], 16)), as_float(shift_left(pair, 16)), even[r][v]);
+        odd[r][v] = fma(as_float(w.line[v] & upper), as_float(pair & upper), odd[r][v]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < L; ++v) acc[r][v] = acc[r][v] + (even[r][v] + odd[r][v]);
+}
+
 #if defined(__AMX_BF16__)
 
 constexpr int64_t kTileHeight = 16, kTileBytes = 64;
@@ -122,24 +148,11 @@ constexpr int kTilesRows = 4;
 template <int MR>
 void tile_bf16_tiles(const TileInput& in, float* total) {
   const int64_t n_lines = padded_k(in.k, 0) / 2;
-  const I upper = splat_i(static_cast<int32_t>(0xffff0000u));
   F acc[MR][2];
   fill(acc, zero());
-  for (int64_t from = 0; from < n_lines; from += kTileLines) {
-    const int64_t to = from + kTileLines < n_lines ? from + kTileLines : n_lines;
-    F even[MR][2], odd[MR][2];
-    fill(even, zero());
-    fill(odd, zero());
-    for (int64_t k = from; k < to; ++k) {
-      const auto w = lines<2>([&](int v) { return in.load_ahead(in.w + k * 128 + v * 64); });
-      each_row(even, lines<2>([&](int v) { return shift_left(w.line[v], 16); }), in.x + k * 4, in.x_stride,
-               [](F a, I line, I x) { return fma(as_float(line), as_float(shift_left(x, 16)), a); });
-      each_row(odd, lines<2>([&](int v) { return w.line[v] & upper; }), in.x + k * 4, in.x_stride,
-               [&](F a, I line, I x) { return fma(as_float(line), as_float(x & upper), a); });
-    }
-    for (int r = 0; r < MR; ++r)
-      for (int v = 0; v < 2; ++v) acc[r][v] = acc[r][v] + (even[r][v] + odd[r][v]);
-  }
+  for (int64_t from = 0; from < n_lines; from += kTileLines)
+    add_pairs(acc, n_lines - from < kTileLines ? n_lines - from : kTileLines, in.x + from * 4, in.x_stride,
+              [&](int64_t k, int v) { return in.load_ahead(in.w + (from + k) * 128 + v * 64); });
   for (int r = 0; r < MR; ++r)
     for (int v = 0; v < 2; ++v) store(total + (r * 2 + v) * 16, acc[r][v]);
 }

@@ -1,16 +1,13 @@
 """The operator mean_rows."""
 
-from millrace.graph.rules import illegal
-from millrace.graph.types import Attrs, DType, Inputs, Node, Shape
+from millrace.graph.rules import rows_of_matrix
+from millrace.graph.types import Attrs, Inputs, Node, Shape
 from millrace.kernels.mean_rows.ref import mean_rows
 from millrace.kernels.operators import Held, Runnable, Values, Writer
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
-    x, lengths = inputs
-    if len(x.shape) != 2 or lengths.dtype != DType.I32 or len(lengths.shape) != 1:
-        raise illegal("mean_rows", f"x {x} and lengths {lengths}", "x [T, width] and i32 lengths [S]")
-    return ((lengths.shape[0], x.shape[1]),)
+    return rows_of_matrix("mean_rows", inputs, "lengths")
 
 
 def _reference(node: Node, values: Values) -> Held:
@@ -20,7 +17,7 @@ def _reference(node: Node, values: Values) -> Held:
 
 def _lower(node: Node, writer: Writer) -> None:
     x, lengths = (writer.view(v) for v in node.inputs)
-    params = {"rows": lengths.rows, "rows_from": x.rows, "n": node.output.width, "x_stride": x.stride}
+    params = {"rows": lengths.rows, "rows_from": x.rows, "n": node.output.width, "x_stride": x.row_floats}
     y = writer.new(node.output, "means")
     writer.add("mean_rows", {"x": x, "lengths": lengths, "y": y}, params, node)
 

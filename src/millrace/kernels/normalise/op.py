@@ -12,11 +12,12 @@ def _reference(node: Node, values: Values) -> Held:
 
 def _lower(node: Node, writer: Writer) -> None:
     x = writer.view(node.inputs[0])
-    params = {"rows": x.rows, "n": node.output.width, "x_stride": x.stride, "eps": number(node, "eps")}
+    params = {"rows": x.rows, "n": node.output.width, "x_stride": x.row_floats, "eps": number(node, "eps")}
     writer.add("normalise", {"x": x, "y": writer.new(node.output, node.origin[0])}, params, node)
 
 
 NORMALISE = Runnable(
-    name="normalise", inputs=(1, 1), attrs=frozenset({"eps"}), shapes=same_shape, reference=_reference, lower=_lower
-)
+    name="normalise", inputs=(1, 1), attrs=frozenset({"eps"}), shapes=same_shape, reference=_reference, lower=_lower,
+    row_wise=True,
+)  # fmt: skip
 OPERATORS = (NORMALISE,)

@@ -1,6 +1,6 @@
 """The declaration of rescore: see kernels/declare.py."""
 
-from millrace.kernels.declare import LEGAL_ROWS, ROWS, Kernel, Operand
+from millrace.kernels.declare import LEGAL_ROWS, ROWS, Kernel, Operand, RowFormat
 
 KERNEL = Kernel(
     "rescore",
@@ -19,7 +19,7 @@ KERNEL = Kernel(
         "group % 4 == 0",
         "count > 0",
         "x_stride % 4 == 0",
-        "x_stride >= row_bytes(2, k, group)",
+        f"x_stride >= row_bytes({RowFormat.Q8}, k, group)",
     ),
     scratch="n * 2 + n / 64 + 64",  # candidates
 )

@@ -45,7 +45,7 @@ def _lower(node: Node, writer: Writer) -> None:
     name = f"w8g{group} by output"
     place = writer.constant((w,), name, lambda: _pack(w, group, name))
     params: Params = {
-        "rows": view.rows, "n": width, "k": x.width, "group": group, "x_stride": view.stride,
+        "rows": view.rows, "n": width, "k": x.width, "group": group, "x_stride": view.row_bytes,
         "count": min(count, width),
     }  # fmt: skip
     operands: Operands = {"x": view, "w": place, "y": y}

@@ -16,13 +16,13 @@ KERNEL = Kernel(
         "n > 0",
         "runs > 0",
         "x_stride >= runs * n",
-        "format >= 0",
+        f"format >= {min(RowFormat)}",
         f"format <= {max(RowFormat)}",
-        "format == 0 or runs == 1",
+        f"format == {RowFormat.F32} or runs == 1",
         "group >= 0",
         "y_stride % 4 == 0",
-        "format != 0 or y_stride >= runs * n * 4",
-        "format == 0 or y_stride >= row_bytes(format, n, group)",
+        f"format != {RowFormat.F32} or y_stride >= runs * n * 4",
+        f"format == {RowFormat.F32} or y_stride >= row_bytes(format, n, group)",
     ),
     scratch="runs * n",  # a whole row before it is packed
 )

@@ -2,7 +2,7 @@
 
 from millrace.graph.rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape
-from millrace.kernels.convert.op import packing_params
+from millrace.kernels.convert.op import packing_params, packs_rows
 from millrace.kernels.operators import Held, Runnable, Values, Writer, number, size
 from millrace.kernels.rms_norm.ref import rms_norm
 from millrace.kernels.storage import storage_of
@@ -32,6 +32,6 @@ def _lower(node: Node, writer: Writer) -> None:
 
 RMS_NORM = Runnable(
     name="rms_norm", inputs=(2, 2), attrs=frozenset({"eps", "storage"}), shapes=_shapes, reference=_reference,
-    lower=_lower,
+    lower=_lower, packs=packs_rows, row_wise=True,
 )  # fmt: skip
 OPERATORS = (RMS_NORM,)

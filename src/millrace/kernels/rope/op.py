@@ -31,10 +31,10 @@ def _reference(node: Node, values: Values) -> Held:
 
 def _lower(node: Node, writer: Writer) -> None:
     x, positions, table = node.inputs
-    view = writer.writable(x, node)
+    view, without_cache = writer.writable(x, node), {"cache": 0, "layer": -1}
     params: Params = {
         "rows": view.rows, "heads": size(x, 1), "kv_heads": 0, "head_dim": size(x, 2), "value_dim": size(x, 2),
-        "q_stride": view.stride, "k_stride": 0, "v_stride": 0, "context": size(table, 0), "cache": 0, "layer": -1,
+        "q_stride": view.row_floats, "k_stride": 0, "v_stride": 0, "context": size(table, 0), **without_cache,
     }  # fmt: skip
     operands: Operands = {"q": view, "positions": writer.view(positions), "table": writer.vector(table)}
     writer.add("rope", operands, params, node)

@@ -7,6 +7,7 @@ import numpy as np
 from millrace.graph.rules import illegal
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
 from millrace.kernels.operators import Held, Runnable, Values, Writer, size
+from millrace.kernels.places import ELEMENT_BYTES
 
 
 def _reshape_shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -46,15 +47,15 @@ def _split_lower(node: Node, writer: Writer) -> None:
     at = view.offset
     for part in node.outputs:
         writer.share(part, replace(view, offset=at))
-        at += 4 * part.width
+        at += ELEMENT_BYTES[view.storage.format] * part.width
 
 
 RESHAPE = Runnable(
     name="reshape", inputs=(1, 1), attrs=frozenset({"shape", "storage"}), shapes=_reshape_shapes,
-    reference=_reshape_reference, lower=_reshape_lower,
+    reference=_reshape_reference, lower=_reshape_lower, is_view=True,
 )  # fmt: skip
 SPLIT = Runnable(
     name="split", inputs=(1, 1), attrs=frozenset({"widths"}), shapes=_split_shapes, reference=_split_reference,
-    lower=_split_lower,
+    lower=_split_lower, is_view=True,
 )  # fmt: skip
 OPERATORS = (RESHAPE, SPLIT)
