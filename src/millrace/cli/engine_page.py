@@ -49,6 +49,7 @@ def engine_page(tables: Tables, roofline: Roofline | None) -> str:
     return render(
         Path(__file__).with_name("engine_page.html"), m=tables.engine.manifest, tables=tables, memory=tables.memory(),
         plan=_plan(tables), layers=_layers(tables, reads, roofline), size=size, count=count, kinds=KINDS,
+        turn="step" if tables.of_texts else "run",
         formats=list(tables.bytes_by_format().items())[:FEW], passes=tables.program.passes[:MANY],
         fusions=[tuple(map(_short, row)) for row in fusions_by_place(tables)[:MOST]],
         calls=[_call(i, call, reads, roofline) for i, call in enumerate(calls)], n_calls=len(tables.calls),

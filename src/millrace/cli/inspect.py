@@ -1,6 +1,6 @@
 """`millrace inspect`: what an engine is made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,13 @@ def _write_page(file: Path, tables: Tables, env: Env) -> int:
 
 def _summary(tables: Tables) -> None:
     m, memory, program = tables.engine.manifest, tables.memory(), tables.program
+    vocabulary = f", vocabulary {m.vocab_size:,}" if m.vocab_size else ""
     heading(f"{m.model_name}  ({tables.engine.folder})")
     pairs(
         [
-            ("model", f"{m.architecture}, {count(m.n_parameters)} parameters, vocabulary {m.vocab_size:,}"),
+            ("model", f"{m.architecture}, {count(m.n_parameters)} parameters" + vocabulary),
             ("precision", tables.precision()),
-            ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences, {m.max_step_tokens} a step"),
+            ("limits", tables.limits),
             ("tactics", tuned(tables)),
             ("built by", f"millrace {m.millrace}, engine format {m.format}"),
             *(("note", text) for text in m.notes),
@@ -100,19 +101,21 @@ def _summary(tables: Tables) -> None:
     click.echo()
     heading("Bytes")
     formats = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in tables.bytes_by_format().items())
-    kv = f"{size(memory['kv_bytes_per_sequence'])} a sequence, {size(memory['kv_bytes_batch'])} for {m.max_sequences}"
     bound = f"{size(m.cpu.activation_bytes)}, planned over {len(program.buffers)} buffers; the lower bound is "
     pairs(
         [
             ("weights", f"{size(m.cpu.weights_bytes)} ({formats})"),
-            (
-                "KV cache",
-                "none" if m.is_encoder else f"{kv} ({memory['kv_bytes_per_token']:,} bytes a token, {m.kv_format})",
-            ),
+            *([("KV cache", _kv_cache(tables, memory))] if tables.of_texts else []),
             ("activations", bound + size(m.cpu.activation_lower_bound)),
             ("peak", size(memory["peak_bytes"])),
         ]
     )
+
+
+def _kv_cache(tables: Tables, memory: Mapping[str, int]) -> str:
+    m = tables.engine.manifest
+    kv = f"{size(memory['kv_bytes_per_sequence'])} a sequence, {size(memory['kv_bytes_batch'])} for {m.max_sequences}"
+    return "none" if m.is_encoder else f"{kv} ({memory['kv_bytes_per_token']:,} bytes a token, {m.kv_format})"
 
 
 def _layers(tables: Tables) -> list[tuple[str, str, str]]:

@@ -10,6 +10,7 @@ from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.tables import Call, GraphTable, ProgramTable, read_graph_table, read_program_table
 from millrace.engine.tactics import TacticTable, read_tables, table_for
+from millrace.errors import plain
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, usable_cores
 
@@ -46,6 +47,18 @@ class Tables:
         """Steps that do the work of several, each with what is fused in it."""
         return [(call, what) for call in self.calls if (what := fused(call))]
 
+    @property
+    def of_texts(self) -> bool:
+        """Whether it takes the tokens of texts, and so has sequences and contexts; else it is some other network."""
+        return self.engine.manifest.is_language_model or self.engine.manifest.is_encoder
+
+    @property
+    def limits(self) -> str:
+        m = self.engine.manifest
+        if self.of_texts:
+            return f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences, {m.max_step_tokens} a step"
+        return "; ".join(f"{plain(s.name)} from {s.low:,} to {s.high:,}, usually {s.usual:,}" for s in m.symbols)
+
     def kernels(self) -> Counter[str]:
         return Counter(call.kernel for call in self.calls)
 
@@ -57,16 +70,19 @@ class Tables:
         return dict(sizes.most_common())
 
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose; KV for one sequence of full context, and for the whole batch of them."""
+        """Bytes by purpose; of texts also KV for one sequence of full context, and for the whole batch of them."""
         m = self.engine.manifest
         kv = self.engine.pages_per_sequence * self.engine.page_bytes
+        kept = {
+            "kv_bytes_per_token": self.engine.page_bytes // PAGE_TOKENS,
+            "kv_bytes_per_sequence": kv,
+            "kv_bytes_batch": kv * m.max_sequences,
+        }
         return {
             "weights_bytes": m.cpu.weights_bytes,
             "activation_bytes": m.cpu.activation_bytes,
             "activation_lower_bound": m.cpu.activation_lower_bound,
-            "kv_bytes_per_token": self.engine.page_bytes // PAGE_TOKENS,
-            "kv_bytes_per_sequence": kv,
-            "kv_bytes_batch": kv * m.max_sequences,
+            **(kept if self.of_texts else {}),
             "peak_bytes": m.cpu.weights_bytes + m.cpu.activation_bytes + kv * m.max_sequences,
         }
 
@@ -96,6 +112,7 @@ class Tables:
     def summary(self) -> dict[str, Any]:
         """JSON-able."""
         m = self.engine.manifest
+        limits = ("max_context", "max_sequences", "max_step_tokens") if self.of_texts else ()
         return {
             "engine": str(self.engine.folder),
             "model": m.model_name,
@@ -104,9 +121,8 @@ class Tables:
             "precision": m.precision,
             "group": m.group,
             "bf16_sums": m.cpu.bf16_sums,
-            "max_context": m.max_context,
-            "max_sequences": m.max_sequences,
-            "max_step_tokens": m.max_step_tokens,
+            **{name: getattr(m, name) for name in limits},
+            "symbols": {s.name: {"low": s.low, "usual": s.usual, "high": s.high} for s in m.symbols},
             "operations": len(self.graph.nodes),
             "calls": len(self.calls),
             "fusions": len(self.fusions),
