@@ -12,6 +12,7 @@ from millrace.compile.builder import build_engine
 from millrace.compile.program import Bounds
 from millrace.compile.settings import BuildSettings
 from millrace.engine.engine import Engine
+from millrace.engine.tables import Node
 from millrace.engine.tactics import read_tables
 from millrace.model import ops
 from millrace.model.bert import BertSentences
@@ -146,3 +147,56 @@ def test_a_network_that_refuses_made_up_inputs_is_not_timed(millrace: Millrace, 
     network(Scores(SMALL), tmp_path / "e", profile={"T": Bounds(1, 4, 64), "S": Bounds(1, 7, 8)})
     millrace("tune", tmp_path / "e").assert_mistake("cannot be timed", "made-up inputs")
     assert not read_tables(tmp_path / "e")
+
+
+def rows_of(shown: str) -> list[list[str]]:
+    """Cells, which two spaces part; where one is empty, the next stands in its place."""
+    return [re.split(r" {2,}", line.strip()) for line in shown.splitlines()]
+
+
+def test_a_graph_can_be_read_alone(millrace: Millrace, built: dict[str, Path]) -> None:
+    """Every value that is used was named before; outputs are marked; expressions are there."""
+    assert rows_of(millrace("inspect", built["own"], "--graph").out) == [
+        ["value", "op", "inputs", "shape", "what", "origin"],
+        ["0", "input x", "B x 24", "f32"],
+        ["1", "linear", "0 up.weight", "B x 96", "up"],
+        ["2", "elementwise", "1", "B x 96", "max(x, 0)", "(the model)"],
+        ["3", "elementwise", "2", "B x 96", "x^2", "(the model)"],
+        ["4", "linear", "3 down.weight", "B x 24", "down"],
+        ["output y", "4", "B x 24"],
+    ]
+    inputs = {
+        "encoder": ["tokens", "types", "positions", "lengths"],
+        "tiny": ["tokens", "positions", "lengths", "rows"],
+    }
+    for kind, names in inputs.items():
+        rows = rows_of(millrace("inspect", built[kind], "--graph").out)[1:]
+        assert [row[:2] for row in rows[: len(names)]] == [[str(i), f"input {name}"] for i, name in enumerate(names)]
+        assert rows[-1][0] == {"encoder": "output embeddings", "tiny": "output logits"}[kind]
+        known: set[str] = set()
+        for row in rows[:-1]:
+            assert known.issuperset(n for n in row[2].split() if n.isdigit()) or "input" in row[1]
+            known.add(row[0])
+        assert rows[-1][1] in known and len(known) == len(rows) - 1
+        graph = json.loads(millrace("inspect", built[kind], "--graph", "--json").out)
+        assert [p["name"] for p in graph["inputs"]] == names and graph["outputs"][0]["value"] == int(rows[-1][1])
+
+
+def test_the_epilogue_says_what_it_computes(millrace: Millrace, built: dict[str, Path], tmp_path: Path) -> None:
+    millrace("inspect", built["own"], "--html", tmp_path / "page.html")
+    for shown in (millrace("inspect", built["own"]).out, millrace("inspect", built["own"], "--calls").out):
+        assert "max(x, 0)^2 in the epilogue" in shown
+    assert "max(x, 0)^2 in the epilogue" in text_of(tmp_path / "page.html")
+    assert json.loads(millrace("inspect", built["own"], "--json").out)["fusions"] == 1
+    calls = json.loads(millrace("inspect", built["own"], "--calls", "--json").out)
+    assert [call["expression"] for call in calls] == ["max(x, 0)^2", ""]
+
+
+@pytest.mark.parametrize("tree", [[], "mul", ["mul", 0], ["mul", 0, 1], ["boil", 0], [[0]], 7, [["mul"] * 40]])
+def test_an_expression_that_is_none_is_no_crash(tree: object) -> None:
+    deep: object = 0
+    for _ in range(500):
+        deep = ["neg", deep]
+    for found in (tree, deep):
+        assert Node("elementwise", [0], [1], [["B", 3]], [""], {"tree": found}).expression == "?"
+    assert not Node("linear", [0], [1], [["B", 3]], [""], {"bias": True}).expression

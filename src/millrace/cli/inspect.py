@@ -1,6 +1,6 @@
 """`millrace inspect`: what an engine is made of."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from msgspec import to_builtins
 from millrace.cli.engine_page import engine_page, layers_of
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size, table
-from millrace.cli.tables import Tables, fusions_by_place, tuned
+from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of, tuned
 from millrace.compile.find import find_built
 from millrace.compile.rooflines import kept_roofline
 from millrace.engine.engine import Engine
@@ -26,6 +26,8 @@ Examples:
   millrace inspect ./llama.engine
   millrace inspect tiny --calls
   millrace inspect tiny --html tiny.html"""
+
+THE_MODEL = "(the model)"  # the origin of what its own forward() does
 
 
 @click.command(epilog=EPILOG)
@@ -138,8 +140,9 @@ def _calls(tables: Tables) -> None:
     for i, call in enumerate(tables.calls):
         p = call.params
         shape = f"{p['n']} x {p['k']}" if call.kernel == "matmul" else str(p.get("n", ""))
-        rows.append((str(i), call.kernel, call.note, shape, " + ".join(o for o in call.origin if o)))
-    table(("call", "kernel", "note", "shape", "origin"), rows)
+        origin = " + ".join(o for o in call.origin if o)
+        rows.append((str(i), kernel_of(call), note_of(call), shape, origin, tables.fused(call)))
+    table(("call", "kernel", "note", "shape", "origin", "fused"), rows)
 
 
 def _weights(tables: Tables) -> None:
@@ -156,17 +159,29 @@ def _memory(tables: Tables) -> None:
 
 
 def _graph(tables: Tables) -> None:
-    rows = [
+    """Inputs come first, as values are numbered; outputs last."""
+    graph = tables.graph
+    shapes: dict[int | str, list[int | str]] = {i: p.shape for i, p in enumerate(graph.inputs)}
+    for node in graph.nodes:
+        shapes |= zip(node.outputs, node.shapes, strict=False)
+    rows = [(str(i), f"input {p.name}", "", _shape(p.shape), p.dtype, "") for i, p in enumerate(graph.inputs)]
+    rows += [
         (
-            " ".join(map(str, n.outputs)),
-            n.op,
-            " ".join(map(str, n.inputs)),
-            ", ".join(" x ".join(map(str, s)) for s in n.shapes),
-            " + ".join(n.origin),
+            _words(n.outputs), n.op, _words(n.inputs), ", ".join(map(_shape, n.shapes)), n.expression,
+            " + ".join(o or THE_MODEL for o in n.origin),
         )
-        for n in tables.graph.nodes
-    ]
-    table(("value", "op", "inputs", "shape", "origin"), rows)
+        for n in graph.nodes
+    ]  # fmt: skip
+    rows += [("", f"output {p.name}", str(p.value), _shape(shapes.get(p.value, [])), "", "") for p in graph.outputs]
+    table(("value", "op", "inputs", "shape", "what", "origin"), rows)
+
+
+def _words(found: Sequence[object]) -> str:
+    return " ".join(map(str, found))
+
+
+def _shape(dims: Sequence[int | str]) -> str:
+    return " x ".join(map(str, dims))
 
 
 def _microseconds(us: float) -> str:

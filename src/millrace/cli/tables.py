@@ -45,7 +45,34 @@ class Tables:
     @property
     def fusions(self) -> list[tuple[Call, str]]:
         """Steps that do the work of several, each with what is fused in it."""
-        return [(call, what) for call in self.calls if (what := fused(call))]
+        return [(call, what) for call in self.calls if (what := self.fused(call))]
+
+    def fused(self, call: Call) -> str:
+        """What this call does beside its kernel's own work; "" where nothing."""
+        params, operands, formula = call.params, call.operands, call.expression
+        found = []
+        if params.get("gated"):
+            found.append(f"gate and up merged, {formula or 'activation and product'} in the epilogue")
+        elif call.kernel == "matmul" and len(call.origin) > 1:
+            found.append(f"{len(call.origin)} products merged")
+        if "bias" in operands:
+            found.append("bias")
+        if call.kernel == "matmul" and formula and not params.get("gated"):
+            found.append(f"{formula} in the epilogue")
+        if "residual" in operands:
+            found.append("residual added")
+        if call.kernel == "rms_norm" and params.get("format"):
+            found.append(f"norm writes {call.note} for the next product")
+        if _writes_kv(call):
+            kept = params.get("cache") in self._kept_caches
+            found += ["q and k rotated"] if "table" in operands else []
+            found.append("KV pages written" if kept else "keys and values written for this step")
+        return ", ".join(found)
+
+    @cached_property
+    def _kept_caches(self) -> list[int]:
+        """The numbers of those that outlive a step."""
+        return [i for i, cache in enumerate(self.engine.manifest.cpu.caches) if cache.place is None]
 
     @property
     def of_texts(self) -> bool:
@@ -164,7 +191,7 @@ def fusions_by_place(tables: Tables) -> list[tuple[str, str, str, str]]:
     counted: Counter[tuple[str, str, str]] = Counter()
     for call, what in tables.fusions:
         origin = " + ".join(_short(o, i) for i, o in enumerate(call.origin))
-        counted[call.kernel, what, origin] += 1
+        counted[kernel_of(call), what, origin] += 1
     return [(str(n), kernel, what, origin) for (kernel, what, origin), n in counted.items()]
 
 
@@ -174,20 +201,15 @@ def _short(origin: str, i: int) -> str:
     return ".".join(parts) if i == 0 else parts[-1]
 
 
-def fused(call: Call) -> str:
-    """What this call does beside its kernel's own work; "" where nothing."""
-    kernel, params, operands = call.kernel, call.params, call.operands
-    found = []
-    if params.get("gated"):
-        found.append("gate and up merged, activation and product in the epilogue")
-    elif kernel == "matmul" and len(call.origin) > 1:
-        found.append(f"{len(call.origin)} products merged")
-    if "bias" in operands:
-        found.append("bias")
-    if "residual" in operands:
-        found.append("residual added")
-    if kernel == "rms_norm" and params.get("format"):
-        found.append(f"norm writes {call.note} for the next product")
-    if kernel == "rope" and params.get("layer", -1) >= 0:
-        found.append(("q and k rotated, " if "table" in operands else "") + "KV pages written")
-    return ", ".join(found)
+def _writes_kv(call: Call) -> bool:
+    return call.kernel == "rope" and call.params.get("layer", -1) >= 0
+
+
+def kernel_of(call: Call) -> str:
+    """Its name for people: the kernel `rope` that has nothing to rotate is called by what it does."""
+    return "kv_write" if _writes_kv(call) and "table" not in call.operands else call.kernel
+
+
+def note_of(call: Call) -> str:
+    """The numerics class or row format; what is computed element by element; "" where the kernel's name says it."""
+    return call.expression if call.kernel == "elementwise" else "" if _writes_kv(call) else call.note
