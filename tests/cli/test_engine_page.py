@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.checkpoint.config import read_config
-from millrace.cli.engine_page import KINDS, alive, engine_page
+from millrace.cli.engine_page import KINDS, WIDTH, alive, engine_page
 from millrace.cli.tables import Tables
 from millrace.compile.build import BuildOptions, plan_engine
 from millrace.compile.builder import build_engine
@@ -178,6 +178,22 @@ def test_the_file(millrace: Millrace, built_tiny: Path, tmp_path: Path) -> None:
     millrace("inspect", built_tiny, "--html", tmp_path / "no" / "page").assert_mistake("cannot write", "No such file")
     millrace("inspect", built_tiny, "--html", file, "--calls").assert_mistake("--calls and --html are both given")
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "cache") == ["page.html"], "nothing is left behind"
+
+
+def test_on_a_narrow_screen_nothing_shrinks_below_reading_size(built_tiny: Path) -> None:
+    """Chart and tables scroll sideways, by keys too; a shadow that does not move says that there is more."""
+    page = engine_page(Tables(Engine.open(built_tiny)), None)
+
+    def pixels(rule: str, name: str) -> int:
+        return int(re.findall(rf"{rule} {{[^}}]*{name}: (\d+)px", page)[0])
+
+    least = pixels(r"\.wide > svg", "min-width")
+    assert pixels("svg text", "font") * least / WIDTH >= 10 and pixels(r"\.wide > table", "min-width") >= 700
+    assert least <= pixels("main", "max-width") - 2 * 20, "at full width nothing scrolls"
+    assert len(re.findall(r'<div class="wide" tabindex="0">\s*<(?:table|svg viewBox="0 0 1080)', page)) == 5
+    assert page.count("<table") == 4 and page.count('role="img"') == 1
+    (wide,) = re.findall(r"\.wide { ([^}]*)}", page)
+    assert "overflow-x: auto" in wide and wide.count("no-repeat local") == wide.count("no-repeat scroll") == 2
 
 
 def test_two_pages_of_one_engine_are_equal(built_tiny: Path) -> None:
