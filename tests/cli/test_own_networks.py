@@ -3,17 +3,22 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from millrace.compile.builder import build_engine
 from millrace.compile.program import Bounds
 from millrace.compile.settings import BuildSettings
+from millrace.compile.tune import Tuning, tune
 from millrace.engine.engine import Engine
+from millrace.engine.manifest import SlotEntry
 from millrace.engine.tables import Node
 from millrace.engine.tactics import read_tables
+from millrace.graph.types import DType
 from millrace.model import ops
 from millrace.model.bert import BertSentences
 from millrace.model.layers import Linear
@@ -147,6 +152,15 @@ def test_a_network_that_refuses_made_up_inputs_is_not_timed(millrace: Millrace, 
     network(Scores(SMALL), tmp_path / "e", profile={"T": Bounds(1, 4, 64), "S": Bounds(1, 7, 8)})
     millrace("tune", tmp_path / "e").assert_mistake("cannot be timed", "made-up inputs")
     assert not read_tables(tmp_path / "e")
+
+
+def test_inputs_that_no_memory_holds_are_not_made_up(tmp_path: Path) -> None:
+    """Whatever a manifest says of an input that nothing reads."""
+    engine = network(Squared(), tmp_path / "e", profile={"B": Bounds(1, 8, 64)})
+    unread = SlotEntry("u", [2**31 - 1] * 4, DType.F32, None)
+    cpu = structs.replace(engine.manifest.cpu, inputs=[*engine.manifest.cpu.inputs, unread])
+    table = tune(replace(engine, manifest=structs.replace(engine.manifest, cpu=cpu)), Tuning(0.1))
+    assert "not timed" in table.note and "inputs" in table.note and not table.compared()
 
 
 def rows_of(shown: str) -> list[list[str]]:

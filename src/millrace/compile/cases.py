@@ -1,5 +1,6 @@
 """Which steps the tuner times: of how many rows, with what in them, and which knobs are worth a try then."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +12,9 @@ from numpy.typing import NDArray
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
-from millrace.engine.manifest import Manifest
-from millrace.engine.native import DTYPES
+from millrace.engine.manifest import Manifest, SlotEntry
 from millrace.engine.texts import text_inputs
+from millrace.graph.types import DType
 
 DECODE_ROWS, PREFILL_ROWS = (1, 4, 16), (64, 128)
 ENCODER_ROWS, TEXT_TOKENS = (16, 128, 512), 64
@@ -60,16 +61,25 @@ def _knobs(rows: int) -> tuple[str, ...]:
 
 def _anything(m: Manifest) -> dict[str, NDArray[np.generic]]:
     """A run of the usual sizes: noise for numbers, zeros for whole ones, the rows shared out where sequences are."""
-    sizes, rng = {s.name: s.usual for s in m.symbols}, np.random.default_rng(0)
     found: dict[str, NDArray[np.generic]] = {}
+    rng = np.random.default_rng(0)
     for slot in m.cpu.inputs:
-        shape = [sizes[d] if isinstance(d, str) else d for d in slot.shape]
-        floats = DTYPES[slot.dtype].kind == "f"
-        found[slot.name] = (rng.standard_normal(shape) if floats else np.zeros(shape)).astype(DTYPES[slot.dtype])
+        shape, floats = _usual_shape(m, slot), slot.dtype == DType.F32
+        found[slot.name] = rng.standard_normal(shape, np.float32) if floats else np.zeros(shape, np.int32)
     if "lengths" in found:  # of sequences, which share the rows of the first symbol
         rows, sequences = m.symbols[0].usual, len(found["lengths"])
         found["lengths"] = np.diff(np.arange(sequences + 1) * rows // sequences).astype(np.int32)
     return found
+
+
+def input_bytes(m: Manifest) -> int:
+    """Of all that a run of the usual sizes is given."""
+    return sum(4 * math.prod(_usual_shape(m, slot)) for slot in m.cpu.inputs)
+
+
+def _usual_shape(m: Manifest, slot: SlotEntry) -> list[int]:
+    sizes = {s.name: s.usual for s in m.symbols}
+    return [sizes[d] if isinstance(d, str) else d for d in slot.shape]
 
 
 def _texts(m: Manifest, n: int) -> dict[str, NDArray[np.int32]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from millrace.compile.cases import Case, cases_of, pages_of
+from millrace.compile.cases import Case, cases_of, input_bytes, pages_of
 from millrace.compile.settings import Progress
 from millrace.compile.timings import TimingCache, machine_key
 from millrace.engine.engine import Engine
@@ -138,7 +138,7 @@ def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> Ta
             works[name].known = {c.rows: c for c in choices}
     note, missing = "", [c for c in cases if any(w.takes_part(c) and c.rows not in w.known for w in works.values())]
     if missing and not _fits(engine):
-        note = "not timed: the weights do not fit into the memory that is free"
+        note = "not timed: weights, activations and inputs do not fit into the memory that is free"
     elif missing:
         found = _timed(engine, works, missing, _Clock(tuning.seconds, len(missing), progress), threads)
         try:
@@ -207,7 +207,7 @@ def choose(tried: Sequence[Timed]) -> int:
 
 def _fits(engine: Engine) -> bool:
     cpu, kv = engine.manifest.cpu, pages_of(engine) * engine.page_bytes
-    return cpu.weights_bytes + cpu.activation_bytes + kv < memory().available_bytes
+    return cpu.weights_bytes + cpu.activation_bytes + kv + input_bytes(engine.manifest) < memory().available_bytes
 
 
 @dataclass(slots=True)
