@@ -56,7 +56,7 @@ def test_inspect_shows_layers_fusions_and_bytes(millrace: Millrace, built_tiny: 
     out = millrace("inspect", built_tiny).out
     assert re.search(r"model\.layers\.0 to 4 +10 +rms_norm matmul:w4a8 rope attention", out)
     assert re.search(r"5 +matmul +3 products merged +layers\.\*\.self_attn\.q_proj \+ k_proj \+ v_proj", out)
-    assert "gate and up merged" in out and "passes: fold_constants" in out
+    assert "gate and up merged, gate * sigmoid(gate) * up in the epilogue" in out and "passes: fold_constants" in out
     assert "tactics" in out and "the lower bound is" in out and "w4g128" in out
 
 
@@ -68,7 +68,8 @@ def test_inspect_parts_agree_with_the_engine(millrace: Millrace, built_tiny: Pat
     assert sum(w["bytes"] for w in weights) <= summary["memory"]["weights_bytes"]
     assert max(b["offset"] + b["bytes"] for b in memory) <= summary["memory"]["activation_bytes"]
     assert len(steps) == summary["calls"] and len(graph["nodes"]) == summary["operations"]
-    for part, n in (("--weights", len(weights)), ("--calls", len(steps)), ("--graph", len(graph["nodes"]))):
+    rows = sum(len(graph[part]) for part in ("inputs", "nodes", "outputs"))
+    for part, n in (("--weights", len(weights)), ("--calls", len(steps)), ("--graph", rows)):
         assert len(millrace("inspect", built_tiny, part).out.splitlines()) == n + 1
 
 

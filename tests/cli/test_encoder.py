@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -26,7 +27,9 @@ def test_build_and_inspect(millrace: Millrace, model: Path, tmp_path: Path) -> N
     told = " ".join(shown.out.split())
     assert "BertModel" in told and "vocabulary 403" in told
     assert "130 tokens a sequence, 64 sequences, 512 a step" in told
-    assert "KV pages written" in told and "rotated" not in told
+    assert "keys and values written for this step" in told and "bias, 0.5 * x * (1 + erf(0.7071 * x)) in the" in told
+    for text in (told, millrace("inspect", tmp_path / "e.engine", "--calls").out):
+        assert not re.search(r"\brope\b|rotated|pages|KV write", text)
     said = json.loads(millrace("inspect", tmp_path / "e.engine", "--json").out)
     assert said["memory"]["kv_bytes_per_token"] == 0 and said["precision"] == {"default": "bf16"}
     for part in ("--calls", "--weights", "--memory", "--tactics", "--graph"):

@@ -1,6 +1,7 @@
 """`millrace inspect --html`: one page that holds all of an engine, whatever it is called, and stays small."""
 
 import json
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.checkpoint.config import read_config
-from millrace.cli.engine_page import KINDS, alive, engine_page
+from millrace.cli.engine_page import KINDS, WIDTH, alive, engine_page
 from millrace.cli.tables import Tables
 from millrace.compile.build import BuildOptions, plan_engine
 from millrace.compile.builder import build_engine
@@ -139,8 +140,9 @@ def test_a_large_model_s_page_is_small_and_what_it_says_is_what_was_planned(buil
 def test_an_encoder_has_a_page_of_its_own_words(tmp_path: Path) -> None:
     engine = build_engine("bert", random_encoder(tmp_path / "m"), tmp_path / "e", BuildSettings(tune=0))
     text = " ".join(Page(engine_page(Tables(engine), None)).text)
-    assert "A run reads" in text and "encoder.layer.1" in text and "KV pages written" in text
-    assert not any(said in text for said in ("decoding", "KV cache", "q and k rotated"))
+    assert "A run reads" in text and "encoder.layer.1" in text and "keys and values written for this step" in text
+    assert "0.5 * x * (1 + erf(0.7071 * x)) in the epilogue" in text
+    assert not re.search(r"decoding|KV cache|rotated|\brope\b|KV pages|KV write", text)
 
 
 def test_names_are_text_and_bounded(tmp_path: Path, roofline: Roofline) -> None:
@@ -148,11 +150,13 @@ def test_names_are_text_and_bounded(tmp_path: Path, roofline: Roofline) -> None:
     engine = build_engine(name, BUNDLED / "tiny", tmp_path / "e", BuildSettings(max_context=64, tune=0))
     tables, bad = Tables(engine), "<script>alert(1)</script>" * 400
     program = tables.program
-    calls = [msgspec.structs.replace(c, kernel=bad, note=bad, origin=[bad]) for c in program.calls] * 120
+    calls = [
+        msgspec.structs.replace(c, kernel=bad, note=bad, expression=bad, origin=[bad]) for c in program.calls
+    ] * 120
     calls[:2] = [msgspec.structs.replace(c, kernel="matmul", operands={}, params={}) for c in calls[:2]]
     weights = [msgspec.structs.replace(w, name=bad, format=bad) for w in program.weights] * 120
     buffers = [msgspec.structs.replace(b, name=bad) for b in program.buffers]
-    nodes = [msgspec.structs.replace(n, op=bad, origin=[bad]) for n in tables.graph.nodes]
+    nodes = [msgspec.structs.replace(n, op=bad, origin=[bad], attrs={"tree": bad}) for n in tables.graph.nodes]
     tables.__dict__["program"] = msgspec.structs.replace(program, calls=calls, weights=weights, buffers=buffers)
     tables.__dict__["graph"] = GraphTable(nodes)
     text = engine_page(tables, roofline)
@@ -174,6 +178,22 @@ def test_the_file(millrace: Millrace, built_tiny: Path, tmp_path: Path) -> None:
     millrace("inspect", built_tiny, "--html", tmp_path / "no" / "page").assert_mistake("cannot write", "No such file")
     millrace("inspect", built_tiny, "--html", file, "--calls").assert_mistake("--calls and --html are both given")
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "cache") == ["page.html"], "nothing is left behind"
+
+
+def test_on_a_narrow_screen_nothing_shrinks_below_reading_size(built_tiny: Path) -> None:
+    """Chart and tables scroll sideways, by keys too; a shadow that does not move says that there is more."""
+    page = engine_page(Tables(Engine.open(built_tiny)), None)
+
+    def pixels(rule: str, name: str) -> int:
+        return int(re.findall(rf"{rule} {{[^}}]*{name}: (\d+)px", page)[0])
+
+    least = pixels(r"\.wide > svg", "min-width")
+    assert pixels("svg text", "font") * least / WIDTH >= 10 and pixels(r"\.wide > table", "min-width") >= 700
+    assert least <= pixels("main", "max-width") - 2 * 20, "at full width nothing scrolls"
+    assert len(re.findall(r'<div class="wide" tabindex="0">\s*<(?:table|svg viewBox="0 0 1080)', page)) == 5
+    assert page.count("<table") == 4 and page.count('role="img"') == 1
+    (wide,) = re.findall(r"\.wide { ([^}]*)}", page)
+    assert "overflow-x: auto" in wide and wide.count("no-repeat local") == wide.count("no-repeat scroll") == 2
 
 
 def test_two_pages_of_one_engine_are_equal(built_tiny: Path) -> None:

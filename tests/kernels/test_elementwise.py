@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace.graph.trees import BINARY, UNARY, Tree, evaluate, substitute
+from millrace.graph.trees import BINARY, UNARY, Tree, evaluate, formula, substitute
 from millrace.kernels.declare import Param
-from millrace.kernels.expression import OPERATIONS, TooComplexError, compile_tree
+from millrace.kernels.expression import OPERATIONS, TooComplexError, compile_tree, tree_of
 from tests.support.one_step import Machine, run_kernel
 from tests.support.tolerance import assert_no_worse
 
@@ -77,7 +77,43 @@ def test_random_expressions(seed: int, machine: Machine) -> None:
     tree: Tree = ("add", trees[-1], 0)
     got = run(tree, inputs, 33, machine)
     exact = evaluate(tree, [x.astype(np.float64) for x in inputs])
+    again = tree_of(*compile_tree(tree, len(inputs)), len(inputs))
+    assert (evaluate(again, [x.astype(np.float64) for x in inputs]) == exact).all(), "the code is the tree"
     assert_no_worse(got, evaluate(tree, inputs).astype(np.float32), exact)
+
+
+WRITTEN: list[tuple[Tree, str]] = [
+    (0, "a"),
+    (("mul", 0, 0), "a^2"),
+    (("mul", ("mul", 0, 0), ("mul", 0, 0)), "(a^2)^2"),
+    (("max", 0, 0.0), "max(a, 0)"),
+    (("sub", 0, ("sub", 1, 2)), "a - (b - c)"),
+    (("sub", ("sub", 0, 1), 2), "a - b - c"),
+    (("div", 0, ("mul", 1, 2)), "a / (b * c)"),
+    (("mul", ("add", 0, 1), ("add", 0, 1)), "(a + b)^2"),
+    (("neg", ("add", 0, 1)), "-(a + b)"),
+    (("sub", 0, ("neg", 1)), "a - (-b)"),
+    (("mul", 0, -2.5), "a * (-2.5)"),
+    (("neg", ("mul", 0, 0)), "-a^2"),
+    (("div", 1.0, ("add", 1.0, ("exp", ("neg", 0)))), "1 / (1 + exp(-a))"),
+]
+
+
+@pytest.mark.parametrize(("tree", "expected"), WRITTEN)
+def test_a_formula_means_what_its_tree_means(tree: Tree, expected: str) -> None:
+    """Python, whose rules of precedence are those of paper, reads the same in it."""
+    assert formula(tree, "abc") == expected
+    numbers = dict(zip("abc", (np.array([x]) for x in (1.5, 0.75, 3.0)), strict=True))
+    read = eval(expected.replace("^", "**").replace("max", "maximum"), {**vars(np), **numbers})
+    assert read == evaluate(tree, list(numbers.values()))
+
+
+def test_a_square_is_one_of_a_shared_part_and_long_formulas_are_cut() -> None:
+    part: Tree = ("add", 0, 1.0)
+    assert formula(("mul", part, part), "x") == "(x + 1)^2" and formula(("mul", ("mul", 0, 0), 0), "x") == "x^2 * x"
+    for _ in range(28):  # each twice the one before: in full, a gigabyte
+        part = ("sub", part, part)
+    assert "..." in formula(part, "x") and len(formula(part, "x")) < 500
 
 
 def test_an_input_is_not_a_number() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.cli.screen import count, size
-from millrace.cli.tables import Tables, fused, fusions_by_place
+from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of
 from millrace.engine.bound import DecodeWork
 from millrace.engine.tables import Buffer, Call
 from millrace.machine.roofline import Roofline
@@ -34,7 +34,7 @@ class Layer:
 
     @property
     def kernels(self) -> list[str]:
-        return [f"matmul:{call.note}" if call.kernel == "matmul" else call.kernel for call in self.calls]
+        return [f"matmul:{call.note}" if call.kernel == "matmul" else kernel_of(call) for call in self.calls]
 
     @property
     def weights_bytes(self) -> int:
@@ -49,9 +49,10 @@ def engine_page(tables: Tables, roofline: Roofline | None) -> str:
     return render(
         Path(__file__).with_name("engine_page.html"), m=tables.engine.manifest, tables=tables, memory=tables.memory(),
         plan=_plan(tables), layers=_layers(tables, reads, roofline), size=size, count=count, kinds=KINDS,
+        turn="step" if tables.of_texts else "run",
         formats=list(tables.bytes_by_format().items())[:FEW], passes=tables.program.passes[:MANY],
         fusions=[tuple(map(_short, row)) for row in fusions_by_place(tables)[:MOST]],
-        calls=[_call(i, call, reads, roofline) for i, call in enumerate(calls)], n_calls=len(tables.calls),
+        calls=[_call(i, call, tables, reads, roofline) for i, call in enumerate(calls)], n_calls=len(tables.calls),
         weights=[_weight(w.name, w.shape, w.format, w.bytes) for w in tables.program.weights[:MOST]],
         bound=None if roofline is None or not reads else _bound(tables, roofline), reads=reads,
     )  # fmt: skip
@@ -138,13 +139,13 @@ def _layers(tables: Tables, reads: int, roofline: Roofline | None) -> list[dict[
     ]  # fmt: skip
 
 
-def _call(number: int, call: Call, reads: int, roofline: Roofline | None) -> dict[str, Any]:
+def _call(number: int, call: Call, tables: Tables, reads: int, roofline: Roofline | None) -> dict[str, Any]:
     p, nbytes = call.params, call.matrix_bytes
     shape = f"{p.get('n')} x {p.get('k')}" if call.kernel == "matmul" else str(p.get("n", ""))
     return {
-        "number": number, "kernel": _short(call.kernel), "note": _short(call.note), "shape": shape,
+        "number": number, "kernel": _short(kernel_of(call)), "note": _short(note_of(call)), "shape": shape,
         "origin": _short(" + ".join(o for o in call.origin if o)), "bytes": _size(nbytes),
-        "time": _least(nbytes, reads, roofline), "fused": _short(fused(call)),
+        "time": _least(nbytes, reads, roofline), "fused": _short(tables.fused(call)),
     }  # fmt: skip
 
 

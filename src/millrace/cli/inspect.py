@@ -1,6 +1,6 @@
 """`millrace inspect`: what an engine is made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from msgspec import to_builtins
 from millrace.cli.engine_page import engine_page, layers_of
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size, table
-from millrace.cli.tables import Tables, fusions_by_place, tuned
+from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of, tuned
 from millrace.compile.find import find_built
 from millrace.compile.rooflines import kept_roofline
 from millrace.engine.engine import Engine
@@ -26,6 +26,8 @@ Examples:
   millrace inspect ./llama.engine
   millrace inspect tiny --calls
   millrace inspect tiny --html tiny.html"""
+
+THE_MODEL = "(the model)"  # the origin of what its own forward() does
 
 
 @click.command(epilog=EPILOG)
@@ -79,12 +81,13 @@ def _write_page(file: Path, tables: Tables, env: Env) -> int:
 
 def _summary(tables: Tables) -> None:
     m, memory, program = tables.engine.manifest, tables.memory(), tables.program
+    vocabulary = f", vocabulary {m.vocab_size:,}" if m.vocab_size else ""
     heading(f"{m.model_name}  ({tables.engine.folder})")
     pairs(
         [
-            ("model", f"{m.architecture}, {count(m.n_parameters)} parameters, vocabulary {m.vocab_size:,}"),
+            ("model", f"{m.architecture}, {count(m.n_parameters)} parameters" + vocabulary),
             ("precision", tables.precision()),
-            ("limits", f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences, {m.max_step_tokens} a step"),
+            ("limits", tables.limits),
             ("tactics", tuned(tables)),
             ("built by", f"millrace {m.millrace}, engine format {m.format}"),
             *(("note", text) for text in m.notes),
@@ -100,19 +103,21 @@ def _summary(tables: Tables) -> None:
     click.echo()
     heading("Bytes")
     formats = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in tables.bytes_by_format().items())
-    kv = f"{size(memory['kv_bytes_per_sequence'])} a sequence, {size(memory['kv_bytes_batch'])} for {m.max_sequences}"
     bound = f"{size(m.cpu.activation_bytes)}, planned over {len(program.buffers)} buffers; the lower bound is "
     pairs(
         [
             ("weights", f"{size(m.cpu.weights_bytes)} ({formats})"),
-            (
-                "KV cache",
-                "none" if m.is_encoder else f"{kv} ({memory['kv_bytes_per_token']:,} bytes a token, {m.kv_format})",
-            ),
+            *([("KV cache", _kv_cache(tables, memory))] if tables.of_texts else []),
             ("activations", bound + size(m.cpu.activation_lower_bound)),
             ("peak", size(memory["peak_bytes"])),
         ]
     )
+
+
+def _kv_cache(tables: Tables, memory: Mapping[str, int]) -> str:
+    m = tables.engine.manifest
+    kv = f"{size(memory['kv_bytes_per_sequence'])} a sequence, {size(memory['kv_bytes_batch'])} for {m.max_sequences}"
+    return "none" if m.is_encoder else f"{kv} ({memory['kv_bytes_per_token']:,} bytes a token, {m.kv_format})"
 
 
 def _layers(tables: Tables) -> list[tuple[str, str, str]]:
@@ -135,8 +140,9 @@ def _calls(tables: Tables) -> None:
     for i, call in enumerate(tables.calls):
         p = call.params
         shape = f"{p['n']} x {p['k']}" if call.kernel == "matmul" else str(p.get("n", ""))
-        rows.append((str(i), call.kernel, call.note, shape, " + ".join(o for o in call.origin if o)))
-    table(("call", "kernel", "note", "shape", "origin"), rows)
+        origin = " + ".join(o for o in call.origin if o)
+        rows.append((str(i), kernel_of(call), note_of(call), shape, origin, tables.fused(call)))
+    table(("call", "kernel", "note", "shape", "origin", "fused"), rows)
 
 
 def _weights(tables: Tables) -> None:
@@ -153,17 +159,29 @@ def _memory(tables: Tables) -> None:
 
 
 def _graph(tables: Tables) -> None:
-    rows = [
+    """Inputs come first, as values are numbered; outputs last."""
+    graph = tables.graph
+    shapes: dict[int | str, list[int | str]] = {i: p.shape for i, p in enumerate(graph.inputs)}
+    for node in graph.nodes:
+        shapes |= zip(node.outputs, node.shapes, strict=False)
+    rows = [(str(i), f"input {p.name}", "", _shape(p.shape), p.dtype, "") for i, p in enumerate(graph.inputs)]
+    rows += [
         (
-            " ".join(map(str, n.outputs)),
-            n.op,
-            " ".join(map(str, n.inputs)),
-            ", ".join(" x ".join(map(str, s)) for s in n.shapes),
-            " + ".join(n.origin),
+            _words(n.outputs), n.op, _words(n.inputs), ", ".join(map(_shape, n.shapes)), n.expression,
+            " + ".join(o or THE_MODEL for o in n.origin),
         )
-        for n in tables.graph.nodes
-    ]
-    table(("value", "op", "inputs", "shape", "origin"), rows)
+        for n in graph.nodes
+    ]  # fmt: skip
+    rows += [("", f"output {p.name}", str(p.value), _shape(shapes.get(p.value, [])), "", "") for p in graph.outputs]
+    table(("value", "op", "inputs", "shape", "what", "origin"), rows)
+
+
+def _words(found: Sequence[object]) -> str:
+    return " ".join(map(str, found))
+
+
+def _shape(dims: Sequence[int | str]) -> str:
+    return " x ".join(map(str, dims))
 
 
 def _microseconds(us: float) -> str:

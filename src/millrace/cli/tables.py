@@ -10,6 +10,7 @@ from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.tables import Call, GraphTable, ProgramTable, read_graph_table, read_program_table
 from millrace.engine.tactics import TacticTable, read_tables, table_for
+from millrace.errors import plain
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import fingerprint, usable_cores
 
@@ -44,7 +45,46 @@ class Tables:
     @property
     def fusions(self) -> list[tuple[Call, str]]:
         """Steps that do the work of several, each with what is fused in it."""
-        return [(call, what) for call in self.calls if (what := fused(call))]
+        return [(call, what) for call in self.calls if (what := self.fused(call))]
+
+    def fused(self, call: Call) -> str:
+        """What this call does beside its kernel's own work; "" where nothing."""
+        params, operands, formula = call.params, call.operands, call.expression
+        found = []
+        if params.get("gated"):
+            found.append(f"gate and up merged, {formula or 'activation and product'} in the epilogue")
+        elif call.kernel == "matmul" and len(call.origin) > 1:
+            found.append(f"{len(call.origin)} products merged")
+        if "bias" in operands:
+            found.append("bias")
+        if call.kernel == "matmul" and formula and not params.get("gated"):
+            found.append(f"{formula} in the epilogue")
+        if "residual" in operands:
+            found.append("residual added")
+        if call.kernel == "rms_norm" and params.get("format"):
+            found.append(f"norm writes {call.note} for the next product")
+        if _writes_kv(call):
+            kept = params.get("cache") in self._kept_caches
+            found += ["q and k rotated"] if "table" in operands else []
+            found.append("KV pages written" if kept else "keys and values written for this step")
+        return ", ".join(found)
+
+    @cached_property
+    def _kept_caches(self) -> list[int]:
+        """The numbers of those that outlive a step."""
+        return [i for i, cache in enumerate(self.engine.manifest.cpu.caches) if cache.place is None]
+
+    @property
+    def of_texts(self) -> bool:
+        """Whether it takes the tokens of texts, and so has sequences and contexts; else it is some other network."""
+        return self.engine.manifest.is_language_model or self.engine.manifest.is_encoder
+
+    @property
+    def limits(self) -> str:
+        m = self.engine.manifest
+        if self.of_texts:
+            return f"{m.max_context:,} tokens a sequence, {m.max_sequences} sequences, {m.max_step_tokens} a step"
+        return "; ".join(f"{plain(s.name)} from {s.low:,} to {s.high:,}, usually {s.usual:,}" for s in m.symbols)
 
     def kernels(self) -> Counter[str]:
         return Counter(call.kernel for call in self.calls)
@@ -57,16 +97,19 @@ class Tables:
         return dict(sizes.most_common())
 
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose; KV for one sequence of full context, and for the whole batch of them."""
+        """Bytes by purpose; of texts also KV for one sequence of full context, and for the whole batch of them."""
         m = self.engine.manifest
         kv = self.engine.pages_per_sequence * self.engine.page_bytes
+        kept = {
+            "kv_bytes_per_token": self.engine.page_bytes // PAGE_TOKENS,
+            "kv_bytes_per_sequence": kv,
+            "kv_bytes_batch": kv * m.max_sequences,
+        }
         return {
             "weights_bytes": m.cpu.weights_bytes,
             "activation_bytes": m.cpu.activation_bytes,
             "activation_lower_bound": m.cpu.activation_lower_bound,
-            "kv_bytes_per_token": self.engine.page_bytes // PAGE_TOKENS,
-            "kv_bytes_per_sequence": kv,
-            "kv_bytes_batch": kv * m.max_sequences,
+            **(kept if self.of_texts else {}),
             "peak_bytes": m.cpu.weights_bytes + m.cpu.activation_bytes + kv * m.max_sequences,
         }
 
@@ -96,6 +139,7 @@ class Tables:
     def summary(self) -> dict[str, Any]:
         """JSON-able."""
         m = self.engine.manifest
+        limits = ("max_context", "max_sequences", "max_step_tokens") if self.of_texts else ()
         return {
             "engine": str(self.engine.folder),
             "model": m.model_name,
@@ -104,9 +148,8 @@ class Tables:
             "precision": m.precision,
             "group": m.group,
             "bf16_sums": m.cpu.bf16_sums,
-            "max_context": m.max_context,
-            "max_sequences": m.max_sequences,
-            "max_step_tokens": m.max_step_tokens,
+            **{name: getattr(m, name) for name in limits},
+            "symbols": {s.name: {"low": s.low, "usual": s.usual, "high": s.high} for s in m.symbols},
             "operations": len(self.graph.nodes),
             "calls": len(self.calls),
             "fusions": len(self.fusions),
@@ -148,7 +191,7 @@ def fusions_by_place(tables: Tables) -> list[tuple[str, str, str, str]]:
     counted: Counter[tuple[str, str, str]] = Counter()
     for call, what in tables.fusions:
         origin = " + ".join(_short(o, i) for i, o in enumerate(call.origin))
-        counted[call.kernel, what, origin] += 1
+        counted[kernel_of(call), what, origin] += 1
     return [(str(n), kernel, what, origin) for (kernel, what, origin), n in counted.items()]
 
 
@@ -158,20 +201,15 @@ def _short(origin: str, i: int) -> str:
     return ".".join(parts) if i == 0 else parts[-1]
 
 
-def fused(call: Call) -> str:
-    """What this call does beside its kernel's own work; "" where nothing."""
-    kernel, params, operands = call.kernel, call.params, call.operands
-    found = []
-    if params.get("gated"):
-        found.append("gate and up merged, activation and product in the epilogue")
-    elif kernel == "matmul" and len(call.origin) > 1:
-        found.append(f"{len(call.origin)} products merged")
-    if "bias" in operands:
-        found.append("bias")
-    if "residual" in operands:
-        found.append("residual added")
-    if kernel == "rms_norm" and params.get("format"):
-        found.append(f"norm writes {call.note} for the next product")
-    if kernel == "rope" and params.get("layer", -1) >= 0:
-        found.append(("q and k rotated, " if "table" in operands else "") + "KV pages written")
-    return ", ".join(found)
+def _writes_kv(call: Call) -> bool:
+    return call.kernel == "rope" and call.params.get("layer", -1) >= 0
+
+
+def kernel_of(call: Call) -> str:
+    """Its name for people: the kernel `rope` that has nothing to rotate is called by what it does."""
+    return "kv_write" if _writes_kv(call) and "table" not in call.operands else call.kernel
+
+
+def note_of(call: Call) -> str:
+    """The numerics class or row format; what is computed element by element; "" where the kernel's name says it."""
+    return call.expression if call.kernel == "elementwise" else "" if _writes_kv(call) else call.note

@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from millrace.compile.program import Program
+from millrace.compile.program import Call, Program
+from millrace.graph.trees import formula
 from millrace.kernels.declare import Space
+from millrace.kernels.expression import tree_of
 from millrace.kernels.places import Place
 
 
@@ -18,6 +20,7 @@ def program_table(program: Program) -> dict[str, Any]:
                 "origin": list(call.origin),
                 "operands": {name: _place(p, program) for name, p in call.operands.items() if p},
                 "params": {k: v for k, v in call.params.items() if not isinstance(v, list)},
+                "expression": _expression(call),
             }
             for call in program.calls
         ],
@@ -39,6 +42,16 @@ def program_table(program: Program) -> dict[str, Any]:
         "activation_bytes": program.memory.total_bytes,
         "activation_lower_bound": program.memory.lower_bound,
     }
+
+
+def _expression(call: Call) -> str:
+    """What is computed of each element, in an epilogue or alone, as people write it; "" where nothing is."""
+    code, numbers = call.params.get("code"), call.params.get("imm")
+    if not isinstance(code, list) or not isinstance(numbers, list) or not code:
+        return ""
+    alone = [name for name in "abcd" if call.operands.get(name)]
+    names = ["gate", "up"] if call.params.get("gated") else alone if call.kernel == "elementwise" else ["x"]
+    return formula(tree_of([int(word) for word in code], numbers, len(names)), names)
 
 
 def _place(place: Place, program: Program) -> dict[str, Any]:

@@ -12,17 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
+from millrace.compile.cases import Case, cases_of, input_bytes, pages_of
 from millrace.compile.settings import Progress
 from millrace.compile.timings import TimingCache, machine_key
-from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
-from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.manifest import PROGRAM, PROGRAM_TABLE, Manifest, damaged
-from millrace.engine.native import NativeExecutor, NativeNetwork
+from millrace.engine.native import ExecutionError, NativeExecutor, NativeNetwork
 from millrace.engine.tables import Call, read_program_table
 from millrace.engine.tactics import (
     Choice,
@@ -35,7 +32,7 @@ from millrace.engine.tactics import (
     table_for,
     write_tactics,
 )
-from millrace.engine.texts import text_inputs
+from millrace.errors import EngineError, plain
 from millrace.kernels.catalogue import kernels
 from millrace.kernels.declare import WeightFormat
 from millrace.kernels.layout import PANEL, panel_bytes, up
@@ -45,20 +42,9 @@ from millrace.machine.cpu import fingerprint, memory, usable_cores
 # A setting must take at most so much of the rule's time: what differs less may be noise. Few samples have more of it.
 CLEARLY, FEW_CLEARLY = 0.97, 0.94
 SAMPLES, SOME, PLENTY = 3, 8, 24  # of each setting: at least, no longer few, and where more would tell nothing new
-DECODE_ROWS, PREFILL_ROWS = (1, 4, 16), (64, 128)
-ENCODER_ROWS, TEXT_TOKENS = (16, 128, 512), 64
+SAMPLED = ("", "sampled rows", "sampled rows")  # of T, S and R
 Knobs = dict[str, int]
 Tuned = NativeExecutor | NativeNetwork
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A step with so many rows, and which knobs are worth a try then."""
-
-    rows: int
-    step: Any  # what the loaded program's run() takes
-    knobs: tuple[str, ...]
-    samples: bool  # as many rows are sampled as there are tokens
 
 
 @dataclass(slots=True)
@@ -72,7 +58,7 @@ class Work:
     known: dict[int, Choice] = field(default_factory=dict)  # by rows
 
     def takes_part(self, case: Case) -> bool:
-        return case.samples or not self.params.get("rows")
+        return case.symbols is None or self.params.get("rows", 0) in case.symbols
 
     def choice(self, rows: int) -> Choice:
         """The kernel's rule where nothing is known."""
@@ -145,15 +131,14 @@ def kept(before: TacticTable, now: TacticTable) -> TacticTable:
 def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
     """Times what the cache does not know, and adds it there."""
     cache, isa, threads = tuning.cache, usable_isas()[0], usable_cores() if tuning.threads is None else tuning.threads
-    works = regions(_steps(engine))
-    cases = _cases(engine)
+    works, cases = regions(_steps(engine), _symbols(engine.manifest)), cases_of(engine)
     key = machine_key(isa, threads)
     for name, choices in (cache.read(key) if cache and not tuning.anew else {}).items():
         if name in works:
             works[name].known = {c.rows: c for c in choices}
     note, missing = "", [c for c in cases if any(w.takes_part(c) and c.rows not in w.known for w in works.values())]
     if missing and not _fits(engine):
-        note = "not timed: the weights do not fit into the memory that is free"
+        note = "not timed: weights, activations and inputs do not fit into the memory that is free"
     elif missing:
         found = _timed(engine, works, missing, _Clock(tuning.seconds, len(missing), progress), threads)
         try:
@@ -185,12 +170,18 @@ def _steps(engine: Engine) -> list[Call]:
             whole = whole and all(isinstance(size, int) and 0 < size < 1 << 24 for size in sizes)
             whole = whole and step.params.get("weights") in [int(f) for f in WeightFormat]
             whole = whole and isinstance(step.params.get("group"), int)
+            whole = whole and step.params.get("rows", 0) in range(len(engine.manifest.symbols))
     if not whole:
         raise damaged(engine.folder, f"{PROGRAM_TABLE} does not fit {PROGRAM}")
     return steps
 
 
-def regions(steps: Sequence[Call]) -> dict[str, Work]:
+def _symbols(m: Manifest) -> Sequence[str]:
+    """What a region is called whose rows are counted by each of the symbols."""
+    return SAMPLED if m.is_language_model or m.is_encoder else [f"{plain(s.name)} rows" for s in m.symbols]
+
+
+def regions(steps: Sequence[Call], symbols: Sequence[str] = SAMPLED) -> dict[str, Work]:
     """By name: kernel, numerics class and shape, whatever the layer."""
     found: dict[str, Work] = {}
     for i, step in enumerate(steps):
@@ -199,7 +190,8 @@ def regions(steps: Sequence[Call]) -> dict[str, Work]:
         p = step.params
         flags = [f"groups of {p['group']}"] if p["group"] else []
         flags += [flag for flag in ("bias", "residual") if flag in step.operands]
-        flags += [text for name, text in (("gated", "gated"), ("rows", "sampled rows")) if p.get(name)]
+        flags += ["gated"] if p.get("gated") else []
+        flags += [symbols[int(p["rows"])]] if p.get("rows") else []
         name = ", ".join([f"{step.kernel} {step.note} {p['n']} x {p['k']}", *flags])
         found.setdefault(name, Work(name, step.kernel, p)).steps.append(i)
     return found
@@ -213,42 +205,9 @@ def choose(tried: Sequence[Timed]) -> int:
     return best.value if samples >= SAMPLES and best.median_us < clearly * tried[0].median_us else tried[0].value
 
 
-def _cases(engine: Engine) -> list[Case]:
-    """In the order of what matters most, for time may be up."""
-    m = engine.manifest
-    if m.is_encoder:
-        sizes = sorted({min(n, m.max_step_tokens) for n in ENCODER_ROWS}, reverse=True)
-        return [Case(n, _texts(m, n), ("tile_rows", "task_panels"), samples=True) for n in sizes]
-    first = min(PAGE_TOKENS, m.max_context - 1)
-    n_pages, vocab = _pages(engine), m.vocab_size
-    decode = [
-        Case(n, dummy_step([1] * n, first, n_pages, vocab=vocab),
-             ("tile_rows", "ahead", "task_panels") if n >= 8 else ("ahead", "task_panels"), samples=True)
-        for n in DECODE_ROWS if n <= m.max_sequences
-    ]  # fmt: skip
-    prefill = [
-        Case(n, dummy_step([n], 0, n_pages, vocab=vocab), ("tile_rows", "task_panels"), samples=False)
-        for n in PREFILL_ROWS
-        if n <= min(m.max_step_tokens, m.max_context)
-    ]
-    return [*decode[:1], *prefill[::-1][:1], *decode[1:][::-1], *prefill[::-1][1:]]
-
-
-def _texts(m: Manifest, n: int) -> dict[str, NDArray[np.int32]]:
-    """A step of so many tokens, in texts of middling length."""
-    length = min(TEXT_TOKENS, m.max_context)
-    lengths = [length] * (n // length) + ([n % length] if n % length else [])
-    rng = np.random.default_rng(0)
-    return text_inputs([rng.integers(0, m.vocab_size, k) for k in lengths], {s.name for s in m.cpu.inputs})
-
-
-def _pages(engine: Engine) -> int:
-    return max(2 * min(max(DECODE_ROWS), engine.manifest.max_sequences), max(PREFILL_ROWS) // PAGE_TOKENS)
-
-
 def _fits(engine: Engine) -> bool:
-    m = engine.manifest
-    return m.cpu.weights_bytes + m.cpu.activation_bytes + _pages(engine) * engine.page_bytes < memory().available_bytes
+    cpu, kv = engine.manifest.cpu, pages_of(engine) * engine.page_bytes
+    return cpu.weights_bytes + cpu.activation_bytes + kv + input_bytes(engine.manifest) < memory().available_bytes
 
 
 @dataclass(slots=True)
@@ -289,16 +248,16 @@ def _timed(
 ) -> dict[str, list[Choice]]:
     """The choices that were not known before; they are added to `works`."""
     executor: Tuned
-    if engine.manifest.is_encoder:
-        executor = engine.network(threads=threads, tuned=False)
+    if engine.manifest.is_language_model:
+        executor = engine.executor(n_pages=pages_of(engine), threads=threads, tuned=False)
     else:
-        executor = engine.executor(n_pages=_pages(engine), threads=threads, tuned=False)
+        executor = engine.network(threads=threads, tuned=False)
     found: dict[str, list[Choice]] = {}
     clock.start()
     try:
         for case in cases:
             clock.begin(case)
-            executor.run(case.step)  # warms up: pages are touched, threads awake
+            step = _warmed_up(executor, case, engine)
             asked = [w for w in works.values() if w.takes_part(case) and case.rows not in w.known]
             compared: dict[str, list[Comparison]] = {w.name: [] for w in asked}
             knobs: dict[str, Knobs] = {w.name: {} for w in asked}
@@ -306,7 +265,7 @@ def _timed(
                 if clock.overdue:
                     break
                 enough_s = time.perf_counter() + clock.slice(len(case.knobs))
-                trial = Trial(executor, case, asked, knob, threads)
+                trial = Trial(executor, case.rows, step, asked, knob, threads)
                 for work, tried in trial.compare(knobs, enough_s, clock.deadline):
                     chosen = choose(tried)
                     compared[work.name].append(Comparison(knob, tried, chosen))
@@ -322,12 +281,25 @@ def _timed(
     return found
 
 
+def _warmed_up(executor: Tuned, case: Case, engine: Engine) -> Any:
+    """The case's step, run once: pages are touched, threads awake. raises EngineError where the network refuses it"""
+    step = case.step()
+    try:
+        executor.run(step)
+    except ExecutionError as error:
+        raise EngineError(
+            f"{engine.folder} cannot be timed: it refuses made-up inputs: {error}",
+            "a network that takes noise and zeros", "run it as it is: its kernels go by their rules",
+        ) from error  # fmt: skip
+    return step
+
+
 class Trial:
     """One knob of all regions of a case: passes in which their layers take turns with its settings."""
 
-    def __init__(self, executor: Tuned, case: Case, works: Sequence[Work], knob: str, threads: int) -> None:
-        self._executor, self._case, self._works, self._knob = executor, case, works, knob
-        self._settings = {w.name: w.settings(knob, case.rows, threads) for w in works}
+    def __init__(self, executor: Tuned, rows: int, step: Any, works: Sequence[Work], knob: str, threads: int) -> None:
+        self._executor, self._rows, self._step, self._works, self._knob = executor, rows, step, works, knob
+        self._settings = {w.name: w.settings(knob, rows, threads) for w in works}
         self._us: dict[str, dict[int, list[float]]] = {n: {s: [] for s in tried} for n, tried in self._settings.items()}
 
     def compare(self, knobs: Mapping[str, Knobs], enough_s: float, end_s: float) -> list[tuple[Work, list[Timed]]]:
@@ -349,11 +321,11 @@ class Trial:
             for i, call in enumerate(w.steps)
         }
         self._executor.set_tactics(sorted(
-            (call, self._case.rows, knob_values(w.kernel, {**knobs[w.name], self._knob: turn[call]}))
+            (call, self._rows, knob_values(w.kernel, {**knobs[w.name], self._knob: turn[call]}))
             for w in self._works for call in w.steps
         ))  # fmt: skip
         self._executor.profile(True)
-        self._executor.run(self._case.step)
+        self._executor.run(self._step)
         spent = self._executor.profile(False)
         for w in self._works:
             for call in w.steps:

@@ -138,11 +138,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def max_step_tokens(self) -> int:
-        return self.symbols[0].high
+        """T at most; 0 where there is none."""
+        return self._most("T")
 
     @property
     def max_sequences(self) -> int:
-        return self.symbols[1].high
+        """S at most; 0 where there is none."""
+        return self._most("S")
+
+    def _most(self, symbol: str) -> int:
+        return next((s.high for s in self.symbols if s.name == symbol), 0)
 
     @property
     def identity(self) -> str:

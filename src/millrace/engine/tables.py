@@ -2,11 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec import Struct, json
 
 from millrace.engine.manifest import GRAPH, PROGRAM_TABLE, UNREADABLE, damaged
+from millrace.graph.trees import as_tree, faults, formula, tuples
+from millrace.kernels.declare import MAX_INPUTS
 
 T = TypeVar("T")
 # What JSON writes for a control character, or may write for any; a backslash itself is two of them.
@@ -19,6 +21,7 @@ class Call(Struct, frozen=True):
     origin: list[str]
     operands: dict[str, dict[str, str | int]]  # {"weight": name, "bytes": n} or {"buffer": number, "offset": n}
     params: dict[str, int | float]
+    expression: str = ""  # of the epilogue, or of all that it does
 
     @property
     def matrix_bytes(self) -> int:
@@ -61,12 +64,36 @@ class Node(Struct, frozen=True):
     outputs: list[int]
     shapes: list[list[int | str]]
     origin: list[str]
+    attrs: dict[str, Any] = {}
+
+    @property
+    def expression(self) -> str:
+        """Of an element-wise operation: what it computes of its inputs a, b, c, d, or of x alone; else ""."""
+        if "tree" not in self.attrs:
+            return ""
+        tree, n = tuples(self.attrs["tree"]), len(self.inputs)
+        if n > MAX_INPUTS or any(faults(tree, n)):
+            return "?"
+        return formula(as_tree(tree), "abcd" if n > 1 else "x")
+
+
+class GraphInput(Struct, frozen=True):
+    name: str
+    shape: list[int | str]
+    dtype: str
+
+
+class GraphOutput(Struct, frozen=True):
+    name: str
+    value: int | str  # as a node's inputs
 
 
 class GraphTable(Struct, frozen=True):
-    """graph.json, likewise."""
+    """graph.json, as `graph/table.py` writes it; values are numbered, inputs first."""
 
     nodes: list[Node]
+    inputs: list[GraphInput] = []
+    outputs: list[GraphOutput] = []
 
 
 def read_program_table(folder: Path) -> ProgramTable:

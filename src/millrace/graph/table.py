@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace.errors import GraphError
 from millrace.graph.rules import named
+from millrace.graph.trees import tuples
 from millrace.graph.types import Array, Constant, Dim, DType, Graph, Node, Operators, Port, Shape, Symbol, Value
 from millrace.graph.verify import verify
 
@@ -64,7 +65,7 @@ def read_graph(table: Mapping[str, Any], operators: Operators) -> Graph:
     nodes = []
     for found in table["nodes"]:
         outputs = tuple(Value(_dims(shape)) for shape in found["shapes"])
-        attrs = {k: _dims(v) if k == "shape" else _tuples(v) for k, v in found["attrs"].items()}
+        attrs = {k: _dims(v) if k == "shape" else tuples(v) for k, v in found["attrs"].items()}
         sources = tuple(values[i] for i in found["inputs"])
         nodes.append(Node(named(operators, found["op"]), sources, outputs, attrs, tuple(found["origin"])))
         values.update(zip(found["outputs"], outputs, strict=True))
@@ -75,11 +76,6 @@ def read_graph(table: Mapping[str, Any], operators: Operators) -> Graph:
 def _dims(shape: list[int | str]) -> Shape:
     dims: list[Dim] = [Symbol(d) if isinstance(d, str) else d for d in shape]
     return tuple(dims)
-
-
-def _tuples(found: object) -> object:
-    """JSON has lists only."""
-    return tuple(map(_tuples, found)) if isinstance(found, list) else found
 
 
 def _unread() -> Array:

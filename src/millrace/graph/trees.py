@@ -17,6 +17,9 @@ Floats = NDArray[np.floating]
 UNARY = ("neg", "exp", "sigmoid", "tanh", "erf", "sqrt", "abs")
 BINARY = ("add", "sub", "mul", "div", "max", "min")
 _DEEPEST = 32  # levels: more than a kernel's operations
+_LONGEST = 200  # characters of a formula's parts: what is shared is written as often as it is used
+_INFIX = {"add": ("+", 1), "sub": ("-", 1), "mul": ("*", 2), "div": ("/", 2)}
+_POWER, _ATOM = 3, 4
 
 
 def _erf(x: Floats) -> Floats:
@@ -46,6 +49,44 @@ def substitute(tree: Tree, inputs: Sequence[Tree]) -> Tree:
     if isinstance(tree, float):
         return tree
     return (tree[0], *(substitute(as_tree(t), inputs) for t in tree[1:]))
+
+
+def formula(tree: Tree, names: Sequence[str]) -> str:
+    """The tree as people write it, inputs by name: "0.5 * x * (1 + erf(0.7071 * x))"; very long parts are "..."."""
+    return _written(tree, names, {})[0]
+
+
+def _written(tree: Tree, names: Sequence[str], known: dict[int, tuple[str, int]]) -> tuple[str, int]:
+    """(text, how tightly it binds); `known` are parts that were written before, by id."""
+    if isinstance(tree, int):
+        return names[tree], _ATOM
+    if isinstance(tree, float):
+        return f"{tree:.4g}", _ATOM if tree >= 0 else 0
+    if id(tree) not in known:
+        operands = [_written(as_tree(t), names, known) for t in tree[1:]]
+        text, binds = _operation("square" if tree[0] == "mul" and tree[1] is tree[2] else str(tree[0]), operands)
+        known[id(tree)] = (text, binds) if len(text) <= _LONGEST else ("...", _ATOM)
+    return known[id(tree)]
+
+
+def _operation(name: str, operands: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    def within(operand: tuple[str, int], binds: int) -> str:
+        return operand[0] if operand[1] >= binds else f"({operand[0]})"
+
+    if name == "neg":
+        return f"-{within(operands[0], _POWER)}", 0
+    if name == "square":
+        return f"{within(operands[0], _ATOM)}^2", _POWER
+    if name in _INFIX:
+        sign, binds = _INFIX[name]
+        right = binds if name in ("add", "mul") else binds + 1
+        return f"{within(operands[0], binds)} {sign} {within(operands[1], right)}", binds
+    return f"{name}({', '.join(text for text, _ in operands)})", _ATOM
+
+
+def tuples(found: object, levels: int = _DEEPEST) -> object:
+    """JSON has lists only; those below a tree's deepest level stay what they are, and so are no trees."""
+    return tuple(tuples(f, levels - 1) for f in found) if isinstance(found, list) and levels else found
 
 
 def as_tree(found: object) -> Tree:

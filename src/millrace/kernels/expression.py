@@ -5,8 +5,9 @@ ends it and its `left` is the register of the result (kernels/elementwise/native
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
-from millrace.graph.trees import Tree, as_tree
+from millrace.graph.trees import BINARY, Tree, as_tree
 from millrace.kernels.declare import MAX_IMMEDIATES, MAX_OPERATIONS, MAX_REGISTERS
 
 # In the order of enum Op in elementwise/native.hpp.
@@ -37,6 +38,20 @@ class TooComplexError(Exception):
 def compile_tree(tree: Tree, n_inputs: int) -> tuple[list[int], list[float]]:
     """(code, immediates) for the kernels. raises TooComplexError where it does not fit"""
     return _Allocator(tree, n_inputs).result
+
+
+def tree_of(code: Sequence[int], numbers: Sequence[float], n_inputs: int) -> Tree:
+    """The tree that `compile_tree` made this of; what registers share, it shares."""
+    registers: list[Tree] = [*range(n_inputs), *[0] * (MAX_REGISTERS - n_inputs)]
+    for word in code:
+        name, to, left, right = OPERATIONS[word & 255], word >> 8 & 255, word >> 16 & 255, word >> 24 & 255
+        if name == "end":
+            return registers[left]
+        if name == "immediate":
+            registers[to] = float(numbers[left])
+        else:
+            registers[to] = (name, registers[left], *([registers[right]] if name in BINARY else []))
+    raise AssertionError("an expression without an end")
 
 
 def _key(tree: Tree) -> Tree:

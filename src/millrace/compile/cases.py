@@ -1,0 +1,95 @@
+"""Which steps the tuner times: of how many rows, with what in them, and which knobs are worth a try then."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.engine.dummy import dummy_step
+from millrace.engine.engine import Engine
+from millrace.engine.kv import PAGE_TOKENS
+from millrace.engine.manifest import Manifest, SlotEntry
+from millrace.engine.texts import text_inputs
+from millrace.graph.types import DType
+
+DECODE_ROWS, PREFILL_ROWS = (1, 4, 16), (64, 128)
+ENCODER_ROWS, TEXT_TOKENS = (16, 128, 512), 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step with so many rows, and which knobs are worth a try then."""
+
+    rows: int
+    step: Callable[[], Any]  # makes what the loaded program's run() takes
+    knobs: tuple[str, ...]
+    symbols: frozenset[int] | None = None  # by number: those of as many rows; None: all of them
+
+
+def cases_of(engine: Engine) -> list[Case]:
+    """In the order of what matters most, for time may be up."""
+    m = engine.manifest
+    if m.is_encoder:
+        sizes = sorted({min(n, m.max_step_tokens) for n in ENCODER_ROWS}, reverse=True)
+        return [Case(n, partial(_texts, m, n), ("tile_rows", "task_panels")) for n in sizes]
+    if not m.is_language_model:
+        step = partial(_anything, m)
+        return [Case(s.usual, step, _knobs(s.usual), frozenset({i})) for i, s in enumerate(m.symbols)]
+    first = min(PAGE_TOKENS, m.max_context - 1)
+    n_pages, vocab = pages_of(engine), m.vocab_size
+    decode = [
+        Case(n, partial(dummy_step, [1] * n, first, n_pages, vocab=vocab), _knobs(n))
+        for n in DECODE_ROWS
+        if n <= m.max_sequences
+    ]
+    prefill = [
+        Case(n, partial(dummy_step, [n], 0, n_pages, vocab=vocab), ("tile_rows", "task_panels"), frozenset({0}))
+        for n in PREFILL_ROWS
+        if n <= min(m.max_step_tokens, m.max_context)
+    ]
+    return [*decode[:1], *prefill[::-1][:1], *decode[1:][::-1], *prefill[::-1][1:]]
+
+
+def _knobs(rows: int) -> tuple[str, ...]:
+    """What is worth a try where rows are few."""
+    return ("tile_rows", "ahead", "task_panels") if rows >= 8 else ("ahead", "task_panels")
+
+
+def _anything(m: Manifest) -> dict[str, NDArray[np.generic]]:
+    """A run of the usual sizes: noise for numbers, zeros for whole ones, the rows shared out where sequences are."""
+    found: dict[str, NDArray[np.generic]] = {}
+    rng = np.random.default_rng(0)
+    for slot in m.cpu.inputs:
+        shape, floats = _usual_shape(m, slot), slot.dtype == DType.F32
+        found[slot.name] = rng.standard_normal(shape, np.float32) if floats else np.zeros(shape, np.int32)
+    if "lengths" in found:  # of sequences, which share the rows of the first symbol
+        rows, sequences = m.symbols[0].usual, len(found["lengths"])
+        found["lengths"] = np.diff(np.arange(sequences + 1) * rows // sequences).astype(np.int32)
+    return found
+
+
+def input_bytes(m: Manifest) -> int:
+    """Of all that a run of the usual sizes is given."""
+    return sum(4 * math.prod(_usual_shape(m, slot)) for slot in m.cpu.inputs)
+
+
+def _usual_shape(m: Manifest, slot: SlotEntry) -> list[int]:
+    sizes = {s.name: s.usual for s in m.symbols}
+    return [sizes[d] if isinstance(d, str) else d for d in slot.shape]
+
+
+def _texts(m: Manifest, n: int) -> dict[str, NDArray[np.int32]]:
+    """A step of so many tokens, in texts of middling length."""
+    length = min(TEXT_TOKENS, m.max_context)
+    lengths = [length] * (n // length) + ([n % length] if n % length else [])
+    rng = np.random.default_rng(0)
+    return text_inputs([rng.integers(0, m.vocab_size, k) for k in lengths], {s.name for s in m.cpu.inputs})
+
+
+def pages_of(engine: Engine) -> int:
+    """KV pages that suffice for each of them."""
+    return max(2 * min(max(DECODE_ROWS), engine.manifest.max_sequences), max(PREFILL_ROWS) // PAGE_TOKENS)
