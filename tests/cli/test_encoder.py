@@ -28,6 +28,7 @@ def test_build_and_inspect(millrace: Millrace, model: Path, tmp_path: Path) -> N
     assert "BertModel" in told and "vocabulary 403" in told
     assert "130 tokens a sequence, 64 sequences, 512 a step" in told
     assert "keys and values written for this step" in told and "bias, 0.5 * x * (1 + erf(0.7071 * x)) in the" in told
+    assert "encoder.layer.0 to 1 " in shown.out, "equal layers are one row"
     for text in (told, millrace("inspect", tmp_path / "e.engine", "--calls").out):
         assert not re.search(r"\brope\b|rotated|pages|KV write", text)
     said = json.loads(millrace("inspect", tmp_path / "e.engine", "--json").out)

@@ -125,7 +125,8 @@ def _layers(tables: Tables) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, str, list[str]]] = []
     for layer in layers_of(tables.calls):
         module, kernels = layer.name, layer.kernels
-        if rows and rows[-1][2] == kernels and ".layers." in f".{module}":
+        stem, _, number = module.rpartition(".")
+        if rows and rows[-1][2] == kernels and number.isdigit() and rows[-1][1].rpartition(".")[0] == stem:
             rows[-1] = (rows[-1][0], module, kernels)
         else:
             rows.append((module, module, kernels))

@@ -60,7 +60,7 @@ def _settings(entry: CacheEntry) -> dict[str, Any]:
         m, steps = read_manifest(entry.folder), read_program_table(entry.folder).calls
     except (EngineError, OSError):  # of another version, damaged, or removed just now
         return {}
-    head = [step.note.partition(" by ")[0] for step in steps if step.kernel == "matmul" and step.params.get("rows")]
+    head = [m.precision.get(HEAD) or m.precision.get("default", "?")] if m.is_language_model else []
     head += ["rescored"] if any(step.kernel == "rescore" for step in steps) else []
     layers = {pattern: value for pattern, value in m.precision.items() if pattern not in ("default", HEAD)}
     return {

@@ -337,8 +337,7 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
     return Manifest(
         format=FORMAT, millrace=millrace.__version__, model_name=plain(name), architecture=source.architecture,
         source=source.identity(),
-        precision={"default": plan.precision.default.value, **{p: v.value for p, v in plan.precision.patterns}},
-        group=plan.precision.group, n_parameters=source.n_parameters,
+        precision=plan.precision.named, group=plan.precision.group, n_parameters=source.n_parameters,
         symbols=[SymbolEntry(s.name, b.low, b.usual, b.high) for s, b in program.symbols.items()],
         max_context=source.max_context, vocab_size=width or source.vocab_size, eos_token_ids=list(source.eos_token_ids),
         bos_token_id=source.bos_token_id, files=files, notes=list(plan.notes), cpu=cpu,

@@ -46,6 +46,12 @@ class PrecisionMap:
         meant = Meaning(layers, self.of(HEAD, is_head=True), self.rescores(HEAD), self.group)
         return meant if any(p.quantised for p in Precision if meant.uses(p)) else replace(meant, group=0)
 
+    @property
+    def named(self) -> dict[str, str]:
+        """As it was asked for: `default`, the head, patterns."""
+        head = {HEAD: self.head.value} if self.head else {}
+        return {"default": self.default.value, **head, **{p: v.value for p, v in self.patterns}}
+
     def check_head(self, head: str) -> None:
         """raises ConfigError where two things are asked for the head of this name"""
         if self.head and self._names(head):
