@@ -27,6 +27,7 @@ ORDER = [
     "engine",
     "compile",
     "runtime",
+    "evaluate",
     "serve",
     "bench",
     "cli",

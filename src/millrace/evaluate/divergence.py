@@ -1,0 +1,126 @@
+"""Engines beside a reference on the same text: perplexity, KL divergence, and how often the likeliest token agrees."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.engine.executor import SAMPLING, StepInputs
+from millrace.engine.kv import PAGE_TOKENS
+from millrace.engine.native import NativeExecutor
+from millrace.errors import RequestError
+from millrace.evaluate.windows import Windows
+
+LogProbs = NDArray[np.float32]  # (predicted tokens, vocabulary), natural
+Progress = Callable[[int, int], None]  # windows done, of so many
+
+_BLOCK = 1 << 22  # elements of log probabilities that are held in float64 at a time
+
+
+@dataclass(slots=True)
+class Score:
+    """Sums over predicted tokens; `add` takes more of them."""
+
+    n: int = 0
+    loss: float = 0.0  # nats
+    reference_loss: float = 0.0
+    divergence: float = 0.0
+    same: int = 0
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.loss / self.n))
+
+    @property
+    def ratio(self) -> float:
+        """Of the perplexities, this to the reference's."""
+        return float(np.exp((self.loss - self.reference_loss) / self.n))
+
+    @property
+    def mean_kl(self) -> float:
+        """KL(reference || this) in nats a token."""
+        return self.divergence / self.n
+
+    @property
+    def agreement(self) -> float:
+        """Share of positions where the likeliest token is the reference's."""
+        return self.same / self.n
+
+    def add(self, found: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> None:
+        at = np.arange(len(targets))
+        self.n += len(targets)
+        self.loss -= float(found[at, targets].sum(dtype=np.float64))
+        self.reference_loss -= float(reference[at, targets].sum(dtype=np.float64))
+        self.same += int((found.argmax(axis=1) == reference.argmax(axis=1)).sum())
+        rows = max(1, _BLOCK // found.shape[1])
+        for begin in range(0, len(targets), rows):
+            p, q = (x[begin : begin + rows].astype(np.float64) for x in (reference, found))
+            self.divergence += float((np.exp(p) * (p - q)).sum())
+
+
+def compared(
+    reference: NativeExecutor, others: Mapping[str, NativeExecutor], text: Windows, progress: Progress | None = None
+) -> dict[str, Score]:
+    """Each of the others beside the reference, window by window: memory holds the log probabilities of one window.
+
+    raises RequestError where an engine cannot read the text
+    """
+    scores = {name: Score() for name in others}
+    for done, ids in enumerate(text.ids):
+        exact = log_probabilities(reference, ids, text.first)
+        targets = ids[text.first + 1 :]
+        for name, executor in others.items():
+            scores[name].add(log_probabilities(executor, ids, text.first), exact, targets)
+        if progress is not None:
+            progress(done + 1, len(text.ids))
+    return scores
+
+
+def log_probabilities(executor: NativeExecutor, ids: NDArray[np.int32], first: int) -> LogProbs:
+    """Of what follows each token of a sequence from position `first` on, but for the last: (n - 1 - first, vocabulary).
+
+    raises RequestError where the executor's context, pages or vocabulary are too small
+    """
+    limits = executor.limits
+    n, room = len(ids), min(limits.max_context, limits.n_pages * limits.page_tokens)
+    if n > room or ids.max() >= limits.vocab_size:
+        raise RequestError(
+            f"a window of {n} tokens, the largest of them {ids.max()}",
+            f"at most {room} tokens, of a vocabulary of {limits.vocab_size}",
+            "cut shorter windows, with this model's tokenizer",
+        )  # fmt: skip
+    found = np.empty((n - 1 - first, limits.vocab_size), np.float32)
+    at = 0
+    while at < n - 1:
+        scored = at >= first
+        end = min(n - 1, at + (min(limits.max_rows, limits.max_step_tokens) if scored else limits.max_step_tokens))
+        end = end if scored else min(end, first)
+        executor.run(_chunk(ids, at, end, range(end - at) if scored else ()))
+        if scored:
+            found[at - first : end - first] = log_softmax(executor.output("logits"))
+        at = end
+    return found
+
+
+def log_softmax(logits: NDArray[np.generic]) -> LogProbs:
+    """(rows, vocabulary); sums in float64."""
+    x = logits.astype(np.float32)
+    x -= x.max(axis=1, keepdims=True)
+    total = np.exp(x).sum(axis=1, dtype=np.float64)
+    x -= np.log(total).astype(np.float32)[:, None]
+    return x
+
+
+def _chunk(ids: NDArray[np.int32], at: int, end: int, rows: Sequence[int]) -> StepInputs:
+    """Tokens at .. end of the one sequence that there is. rows: those whose logits are wanted"""
+    sampling = np.zeros(len(rows), SAMPLING)
+    sampling["token"], sampling["target"] = rows, -1
+    sampling["top_p"], sampling["repetition_penalty"], sampling["n_top"] = 1, 1, -1
+    pages = np.arange(-(-end // PAGE_TOKENS), dtype=np.int32)
+    empty = np.zeros(0, np.int32)
+    return StepInputs(
+        tokens=ids[at:end], positions=np.arange(at, end, dtype=np.int32), starts=np.array([0, end - at], np.int32),
+        pages=pages, page_starts=np.array([0, len(pages)], np.int32), sampling=sampling, history=empty, bias_ids=empty,
+        bias_values=np.zeros(0, np.float32),
+    )  # fmt: skip

@@ -1,0 +1,41 @@
+"""A text as language models are measured on it: in windows that are read each for itself."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.engine.executor import IntArray
+from millrace.errors import RequestError
+
+LENGTH = 512  # llama-perplexity's, and where its published figures are from
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """ids (W, n): W windows of n tokens. Of each, the tokens behind position `first` are predicted."""
+
+    ids: IntArray
+    first: int
+
+    @property
+    def n_scored(self) -> int:
+        """Of all windows."""
+        return len(self.ids) * (int(self.ids.shape[1]) - 1 - self.first)
+
+
+def windows(tokenizer: Tokenizer, text: str, length: int = LENGTH, most: int | None = None) -> Windows:
+    """As llama-perplexity cuts a text: whole windows only, each with BOS for its first token where the model has one,
+    and the first half of each read without being scored, so that every prediction has context.
+
+    most: windows at most. raises RequestError for a text that fills none
+    source: https://github.com/ggml-org/llama.cpp/tree/master/tools/perplexity
+    """
+    ids = np.asarray(tokenizer.encode(text), np.int32)
+    found = len(ids) // length
+    if not found:
+        raise RequestError(f"the text has {len(ids)} tokens", f"at least {length}, one window", "give a longer text")
+    kept = ids[: min(found, most or found) * length].reshape(-1, length).copy()
+    if tokenizer.bos_token_id is not None and tokenizer.special_around[0]:
+        kept[:, 0] = tokenizer.bos_token_id
+    return Windows(kept, length // 2)
