@@ -98,9 +98,9 @@ int mr_set_tactics(mr_engine* engine, const mr_tactic* tactics, int64_t n, char*
 
 void mr_destroy(mr_engine* engine) { delete engine; }
 
-void mr_chosen_tactics(const mr_engine* engine, int32_t* knobs, int32_t n_steps) {
+void mr_chosen_tactics(const mr_engine* engine, int32_t* knobs, int32_t n_calls) {
   const auto& chosen = engine->executor.chosen_tactics();
-  for (size_t i = 0; i < chosen.size() && i < static_cast<size_t>(n_steps); ++i)
+  for (size_t i = 0; i < chosen.size() && i < static_cast<size_t>(n_calls); ++i)
     std::memcpy(knobs + i * millrace::kKnobs, chosen[i].knob, sizeof chosen[i].knob);
 }
 
@@ -110,8 +110,8 @@ int64_t mr_weights_checksum(const mr_engine* engine) {
   const auto& weights = engine->executor.weights();
   return static_cast<int64_t>(millrace::checksum(weights.data(), weights.bytes()));
 }
-void mr_profile(mr_engine* engine, int32_t enabled, double* seconds, int32_t n_steps) {
-  engine->executor.profile(enabled != 0, seconds, n_steps);
+void mr_profile(mr_engine* engine, int32_t enabled, double* seconds, int32_t n_calls) {
+  engine->executor.profile(enabled != 0, seconds, n_calls);
 }
 uint64_t mr_checksum(const uint8_t* data, int64_t bytes) { return millrace::checksum(data, bytes); }
 

@@ -53,23 +53,23 @@ const Isa& choose_isa(const char* name) {
   throw std::runtime_error("instruction set \"" + std::string(name) + "\" cannot run here: " + isa_lacking(name));
 }
 
-int64_t scratch_floats(const std::vector<Step>& program) {
+int64_t scratch_floats(const std::vector<Call>& program) {
   int64_t most = 0;
-  for (const Step& s : program) most = std::max(most, scratch_floats(s));
+  for (const Call& s : program) most = std::max(most, scratch_floats(s));
   return most;
 }
 
-std::vector<Step> decode_program(const mr_create_args& args, const Bounds& bounds) {
-  std::vector<Step> program;
+std::vector<Call> decode_program(const mr_create_args& args, const Bounds& bounds) {
+  std::vector<Call> program;
   Reader in(args.program, static_cast<size_t>(args.program_bytes));
   while (!in.done()) {
-    Step step;
-    std::memset(&step, 0, sizeof step);
+    Call call;
+    std::memset(&call, 0, sizeof call);
     const uint32_t id = in.u32();
     if (id >= kKernels) throw ProgramError("unknown kernel " + std::to_string(id));
-    step.id = static_cast<KernelId>(id);
-    decode_step(in, bounds, step);
-    program.push_back(step);
+    call.id = static_cast<KernelId>(id);
+    decode_call(in, bounds, call);
+    program.push_back(call);
   }
   return program;
 }
@@ -197,15 +197,15 @@ void Executor::make_caches(const mr_create_args& a) {
 // The pages that a step touches are this executor's, of its caches' layers, heads and sizes.
 void Executor::check_caches() const {
   const auto check = [&](int32_t rows, int32_t cache, int32_t layer, int32_t heads, int32_t key_dim, int32_t value_dim) {
-    if (rows != 0) throw ProgramError("a step's keys and values are not of the program's tokens");
-    if (cache >= static_cast<int32_t>(caches_.size())) throw ProgramError("a step's cache is not the program's");
+    if (rows != 0) throw ProgramError("a call's keys and values are not of the program's tokens");
+    if (cache >= static_cast<int32_t>(caches_.size())) throw ProgramError("a call's cache is not the program's");
     if (passing_[static_cast<size_t>(cache)] && lengths_offset_ < 0)
-      throw ProgramError("a step works on sequences, and no input says how long they are");
+      throw ProgramError("a call works on sequences, and no input says how long they are");
     const KvLayout& kv = caches_[static_cast<size_t>(cache)].layout;
     if (heads != kv.heads || key_dim != kv.key_dim || value_dim != kv.value_dim || layer >= kv.layers)
-      throw ProgramError("a step's keys and values do not fit the KV pages");
+      throw ProgramError("a call's keys and values do not fit the KV pages");
   };
-  for (const Step& s : program_) {
+  for (const Call& s : program_) {
     if (s.id == KernelId::attention)
       check(s.attention.rows, s.attention.cache, s.attention.layer, s.attention.kv_heads, s.attention.head_dim,
             s.attention.value_dim);
@@ -218,24 +218,24 @@ void Executor::check_caches() const {
 }
 
 void Executor::set_tactics(const mr_tactic* tactics, int64_t n) {
-  const auto n_steps = static_cast<int32_t>(program_.size());
+  const auto n_calls = static_cast<int32_t>(program_.size());
   for (int64_t i = 0; i < n; ++i) {
     const mr_tactic& t = tactics[i];
-    if (t.step < 0 || t.step >= n_steps) throw ProgramError("a tactic for no step of the program");
-    const bool ordered = i == 0 || tactics[i - 1].step < t.step || (tactics[i - 1].step == t.step && tactics[i - 1].rows < t.rows);
+    if (t.call < 0 || t.call >= n_calls) throw ProgramError("a tactic for no call of the program");
+    const bool ordered = i == 0 || tactics[i - 1].call < t.call || (tactics[i - 1].call == t.call && tactics[i - 1].rows < t.rows);
     if (!ordered) throw ProgramError("tactics out of order");
-    const int32_t* highest = kHighestKnobs[static_cast<uint32_t>(program_[static_cast<size_t>(t.step)].id)];
+    const int32_t* highest = kHighestKnobs[static_cast<uint32_t>(program_[static_cast<size_t>(t.call)].id)];
     for (int k = 0; k < kKnobs; ++k)
       if (t.knobs[k] < 0 || t.knobs[k] > highest[k]) throw ProgramError("a knob beyond what its kernel takes");
   }
   tactics_.assign(tactics, tactics + n);
   tactics_of_.assign(program_.size() + 1, tactics_.size());
-  for (size_t i = tactics_.size(); i-- > 0;) tactics_of_[static_cast<size_t>(tactics_[i].step)] = i;
+  for (size_t i = tactics_.size(); i-- > 0;) tactics_of_[static_cast<size_t>(tactics_[i].call)] = i;
   for (size_t s = program_.size(); s-- > 0;) tactics_of_[s] = std::min(tactics_of_[s], tactics_of_[s + 1]);
   chosen_.assign(program_.size(), Tactic{});
 }
 
-// A step's tactic is that for the fewest rows that suffice, beyond all the last.
+// A call's tactic is that for the fewest rows that suffice, beyond all the last.
 void Executor::choose_tactics(const int32_t* sizes) {
   for (size_t i = 0; i < program_.size(); ++i) {
     const size_t begin = tactics_of_[i], end = tactics_of_[i + 1];
@@ -306,7 +306,7 @@ void Executor::work(const RunInputs& inputs, const Last& last, int worker) {
   for (size_t i = 0; i < program_.size(); ++i) {
     c.next_task = &next_task_[i];
     c.tactic = &chosen_[i];
-    call(isa_.kernels, program_[i], c);
+    run_call(isa_.kernels, program_[i], c);
     pool_.barrier(worker);
     lap(i);
   }
@@ -315,8 +315,8 @@ void Executor::work(const RunInputs& inputs, const Last& last, int worker) {
   lap(program_.size());
 }
 
-void Executor::profile(bool enabled, double* seconds, int n_steps) {
-  for (int i = 0; i < n_steps && i < static_cast<int>(seconds_.size()); ++i) seconds[i] = seconds_[i];
+void Executor::profile(bool enabled, double* seconds, int n_calls) {
+  for (int i = 0; i < n_calls && i < static_cast<int>(seconds_.size()); ++i) seconds[i] = seconds_[i];
   std::fill(seconds_.begin(), seconds_.end(), 0.0);
   profiling_ = enabled;
 }

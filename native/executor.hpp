@@ -49,9 +49,9 @@ class Executor {
   bool keeps() const { return !kept_.empty(); }  // anything between runs
   bool keeps_all() const { return kept_.size() == caches_.size(); }
   int64_t kept_pages() const { return kept_pages_; }
-  const std::vector<Step>& program() const { return program_; }
+  const std::vector<Call>& program() const { return program_; }
   const std::vector<Tactic>& chosen_tactics() const { return chosen_; }
-  void profile(bool enabled, double* seconds, int n_steps);
+  void profile(bool enabled, double* seconds, int n_calls);
 
  private:
   void load_weights(const mr_create_args& args);
@@ -69,10 +69,10 @@ class Executor {
   std::vector<std::unique_ptr<Arena>> kept_;  // one a cache that is kept
   std::vector<Cache> caches_;
   std::vector<bool> passing_;           // of each cache: whether it lives for one run
-  std::vector<Step> program_;
-  std::vector<mr_tactic> tactics_;      // in order of step, then rows
-  std::vector<size_t> tactics_of_;      // where each step's begin; one more
-  std::vector<Tactic> chosen_;          // of each step, for the rows of this run
+  std::vector<Call> program_;
+  std::vector<mr_tactic> tactics_;      // in order of call, then rows
+  std::vector<size_t> tactics_of_;      // where each call's begin; one more
+  std::vector<Tactic> chosen_;          // of each call, for the rows of this run
   std::vector<int32_t> next_task_;
   std::vector<int32_t> starts_, positions_, sequence_of_, own_pages_, own_page_starts_;  // of compute()
   std::vector<std::unique_ptr<Arena>> scratch_;  // one a worker

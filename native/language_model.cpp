@@ -65,7 +65,7 @@ LanguageModel::LanguageModel(const mr_create_args& args, Executor& executor)
   places_.lengths = reinterpret_cast<int32_t*>(place(args.lengths_offset, max_sequences_, "lengths"));
   places_.rows = reinterpret_cast<int32_t*>(place(a.rows_offset, max_rows_, "rows"));
   places_.logits = reinterpret_cast<float*>(place(a.logits_offset, int64_t{max_rows_} * vocab_size_, "the logits"));
-  for (const Step& s : executor.program()) {
+  for (const Call& s : executor.program()) {
     if (s.id == KernelId::rope && s.rope.table && s.rope.context < max_context_)
       throw ProgramError("rope.table is shorter than the context");
     if (s.id == KernelId::embed && s.embed.ids == places_.tokens && s.embed.vocab < vocab_size_)

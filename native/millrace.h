@@ -25,7 +25,7 @@ typedef struct {
 } mr_language_model;
 
 typedef struct {
-  const uint8_t* program; /* steps as kernels/encode.py writes them */
+  const uint8_t* program; /* calls as kernels/encode.py writes them */
   int64_t program_bytes;
   const uint8_t* weights; /* packed weights to be copied into the arena; null: take weights_path */
   int64_t weights_bytes;
@@ -60,10 +60,10 @@ typedef struct {
   float* out_top_logprobs;
 } mr_step;
 
-/* How a step of the program works when it has at most so many rows (knobs as kernels/declare.py gives them; 0: as the
- * kernel likes). Of several entries for a step that with the fewest rows that suffice counts, beyond all the last. */
+/* How a call of the program works when it has at most so many rows (knobs as kernels/declare.py gives them; 0: as the
+ * kernel likes). Of several entries for a call that with the fewest rows that suffice counts, beyond all the last. */
 typedef struct {
-  int32_t step, rows;
+  int32_t call, rows;
   int32_t knobs[4];
 } mr_tactic;
 
@@ -76,18 +76,18 @@ int mr_create(const mr_create_args* args, mr_engine** engine, char* error, int64
 int mr_run(mr_engine* engine, const mr_step* step, char* error, int64_t error_bytes);
 /* Any other program, its inputs written into the activations, `sizes` of its symbols. */
 int mr_compute(mr_engine* engine, const int32_t* sizes, char* error, int64_t error_bytes);
-/* Replaces all tactics; entries are in order of step, then rows. No result ever depends on them. */
+/* Replaces all tactics; entries are in order of call, then rows. No result ever depends on them. */
 int mr_set_tactics(mr_engine* engine, const mr_tactic* tactics, int64_t n, char* error, int64_t error_bytes);
 void mr_destroy(mr_engine* engine);
 
 /* For tests, the inspector and measurements. */
-/* The knobs that each step of the program worked with in the last run, 4 a step. */
-void mr_chosen_tactics(const mr_engine* engine, int32_t* knobs, int32_t n_steps);
+/* The knobs that each call of the program worked with in the last run, 4 a step. */
+void mr_chosen_tactics(const mr_engine* engine, int32_t* knobs, int32_t n_calls);
 uint8_t* mr_activations(mr_engine* engine);
 const char* mr_isa(const mr_engine* engine);
 int64_t mr_weights_checksum(const mr_engine* engine); /* of the bytes in the arena, see mr_checksum */
-/* Seconds that each step of the program took since the last call; then they start again from 0. */
-void mr_profile(mr_engine* engine, int32_t enabled, double* seconds, int32_t n_steps);
+/* Seconds that each call of the program took since the last call; then they start again from 0. */
+void mr_profile(mr_engine* engine, int32_t enabled, double* seconds, int32_t n_calls);
 uint64_t mr_checksum(const uint8_t* data, int64_t bytes);
 
 /* What the machine can do at most, one figure per round (probe.hpp). `isa` is one of mr_isas().

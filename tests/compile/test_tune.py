@@ -73,14 +73,14 @@ def test_a_setting_must_beat_the_rule_clearly() -> None:
 def test_regions_are_steps_of_one_shape(engine: Engine) -> None:
     steps = read_program_table(engine.folder).calls
     found = regions(steps)
-    assert sorted(i for work in found.values() for i in work.steps) == [
+    assert sorted(i for work in found.values() for i in work.calls) == [
         i for i, s in enumerate(steps) if s.kernel == "matmul"
     ]
     for work in found.values():
-        shapes = {(steps[i].params["n"], steps[i].params["k"], steps[i].note) for i in work.steps}
+        shapes = {(steps[i].params["n"], steps[i].params["k"], steps[i].note) for i in work.calls}
         assert len(shapes) == 1
     layers = engine.caches[0].layers
-    assert [len(w.steps) for name, w in found.items() if "sampled" not in name] == [layers] * 4
+    assert [len(w.calls) for name, w in found.items() if "sampled" not in name] == [layers] * 4
 
 
 def test_every_layer_of_a_pass_takes_its_turn(engine: Engine, tuned: tuple[TacticTable, Tuning]) -> None:
@@ -93,7 +93,7 @@ def test_every_layer_of_a_pass_takes_its_turn(engine: Engine, tuned: tuple[Tacti
         for choice in region.choices:
             for c in choice.compared:
                 samples = [t.samples for t in c.tried]
-                assert min(samples) >= SAMPLES and max(samples) - min(samples) <= len(region.steps)
+                assert min(samples) >= SAMPLES and max(samples) - min(samples) <= len(region.calls)
                 assert c.tried[0].value == 0 and c.chosen == choose(c.tried)
                 assert all(0 < t.p10_us <= t.median_us <= t.p90_us for t in c.tried)
                 assert choice.knobs.get(c.knob, 0) == c.chosen
@@ -249,7 +249,7 @@ def test_what_is_fastest_is_chosen_and_kept_for_the_next_knob(engine: Engine, mo
         for choice in region.choices:
             tried = {c.knob: [t.value for t in c.tried] for c in choice.compared}
             assert choice.knobs == {name: wanted[name] for name, values in tried.items() if wanted[name] in values}
-    layers = next(w.steps for w in regions(read_program_table(engine.folder).calls).values() if len(w.steps) > 1)
+    layers = next(w.calls for w in regions(read_program_table(engine.folder).calls).values() if len(w.calls) > 1)
     assert all(len({tuple(p[step].items()) for step in layers}) > 1 for p in clock.passes[:4]), (
         "layers differ in a pass"
     )

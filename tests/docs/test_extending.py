@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from millrace import LLM, SamplingParams
+from millrace.compile.lower import lower
 from millrace.compile.passes import run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.program import Bounds
@@ -25,7 +26,7 @@ from millrace.engine.engine import Engine
 from millrace.engine.interpreter import Interpreter
 from millrace.engine.kv import KvFormat
 from millrace.errors import GraphError
-from millrace.graph.types import Graph, Operators
+from millrace.graph.types import Graph, Operators, Symbol
 from millrace.kernels import codegen
 from millrace.kernels.catalogue import kernels, operators
 from millrace.model.layers import Linear
@@ -203,6 +204,7 @@ def test_a_kernel_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     done = subprocess.run([*command, str(ROOT / "native" / "isa_unit.cpp")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     check_operator(known)
+    check_lowering(known, {param.split()[-1].partition("[")[0] for param in declare.KERNEL.params})
     compile((tmp_path / "use.py").read_text(), "use.py", "exec")
 
 
@@ -214,6 +216,14 @@ def check_operator(known: Operators) -> None:
     np.testing.assert_allclose(y, e / e.sum(axis=1, keepdims=True), rtol=1e-6)
     with pytest.raises(GraphError, match=r"softmax: x \[B, 3, 3\]"):
         trace_model(Softmax(3), none, known)
+
+
+def check_lowering(known: Operators, params: set[str]) -> None:
+    """One call of the kernel, with the parameters that it declares."""
+    traced = trace_model(Softmax(), Weights({}, lambda name: np.zeros(0)), known)
+    graph = run_passes(traced, unfused(precision_map("fp32")))
+    (call,) = lower(graph, {Symbol("B"): Bounds(1, 4, 8)}, KvFormat.F32, "f32").calls
+    assert call.kernel == "softmax" and set(call.params) == params and set(call.operands) == {"x", "y"}
 
 
 @pytest.mark.nightly

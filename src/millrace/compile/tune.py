@@ -54,7 +54,7 @@ class Work:
     name: str
     kernel: str
     params: Mapping[str, int | float]
-    steps: list[int] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
     known: dict[int, Choice] = field(default_factory=dict)  # by rows
 
     def takes_part(self, case: Case) -> bool:
@@ -131,7 +131,7 @@ def kept(before: TacticTable, now: TacticTable) -> TacticTable:
 def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
     """Times what the cache does not know, and adds it there."""
     cache, isa, threads = tuning.cache, usable_isas()[0], usable_cores() if tuning.threads is None else tuning.threads
-    works, cases = regions(_steps(engine), _symbols(engine.manifest)), cases_of(engine)
+    works, cases = regions(_calls(engine), _symbols(engine.manifest)), cases_of(engine)
     key = machine_key(isa, threads)
     for name, choices in (cache.read(key) if cache and not tuning.anew else {}).items():
         if name in works:
@@ -151,7 +151,7 @@ def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> Ta
             note = f"time was up before {', '.join(map(str, late))} rows were timed: millrace tune with more --seconds"
     cases.sort(key=lambda c: c.rows)
     done = [  # what was not timed goes by the rule, not by what is best for other rows
-        Region(w.name, w.kernel, w.steps, [w.choice(c.rows) for c in cases if w.takes_part(c)]) for w in works.values()
+        Region(w.name, w.kernel, w.calls, [w.choice(c.rows) for c in cases if w.takes_part(c)]) for w in works.values()
     ]
     return TacticTable(fingerprint(isa), threads, done, note)
 
@@ -160,20 +160,20 @@ def _tunable() -> frozenset[str]:
     return frozenset(k.name for k in kernels() if k.knobs)
 
 
-def _steps(engine: Engine) -> list[Call]:
-    """The program's steps; what is read of them is there, and may be."""
-    steps = read_program_table(engine.folder).calls
-    whole = len(steps) == engine.manifest.cpu.n_calls
-    for step in steps:
-        if step.kernel in _tunable():
-            sizes = [step.params.get(name, 0) for name in ("n", "k")]
+def _calls(engine: Engine) -> list[Call]:
+    """The program's calls; what is read of them is there, and may be."""
+    calls = read_program_table(engine.folder).calls
+    whole = len(calls) == engine.manifest.cpu.n_calls
+    for call in calls:
+        if call.kernel in _tunable():
+            sizes = [call.params.get(name, 0) for name in ("n", "k")]
             whole = whole and all(isinstance(size, int) and 0 < size < 1 << 24 for size in sizes)
-            whole = whole and step.params.get("weights") in [int(f) for f in WeightFormat]
-            whole = whole and isinstance(step.params.get("group"), int)
-            whole = whole and step.params.get("rows", 0) in range(len(engine.manifest.symbols))
+            whole = whole and call.params.get("weights") in [int(f) for f in WeightFormat]
+            whole = whole and isinstance(call.params.get("group"), int)
+            whole = whole and call.params.get("rows", 0) in range(len(engine.manifest.symbols))
     if not whole:
         raise damaged(engine.folder, f"{PROGRAM_TABLE} does not fit {PROGRAM}")
-    return steps
+    return calls
 
 
 def _symbols(m: Manifest) -> Sequence[str]:
@@ -181,19 +181,19 @@ def _symbols(m: Manifest) -> Sequence[str]:
     return SAMPLED if m.is_language_model or m.is_encoder else [f"{plain(s.name)} rows" for s in m.symbols]
 
 
-def regions(steps: Sequence[Call], symbols: Sequence[str] = SAMPLED) -> dict[str, Work]:
+def regions(calls: Sequence[Call], symbols: Sequence[str] = SAMPLED) -> dict[str, Work]:
     """By name: kernel, numerics class and shape, whatever the layer."""
     found: dict[str, Work] = {}
-    for i, step in enumerate(steps):
-        if step.kernel not in _tunable():
+    for i, call in enumerate(calls):
+        if call.kernel not in _tunable():
             continue
-        p = step.params
+        p = call.params
         flags = [f"groups of {p['group']}"] if p["group"] else []
-        flags += [flag for flag in ("bias", "residual") if flag in step.operands]
+        flags += [flag for flag in ("bias", "residual") if flag in call.operands]
         flags += ["gated"] if p.get("gated") else []
         flags += [symbols[int(p["rows"])]] if p.get("rows") else []
-        name = ", ".join([f"{step.kernel} {step.note} {p['n']} x {p['k']}", *flags])
-        found.setdefault(name, Work(name, step.kernel, p)).steps.append(i)
+        name = ", ".join([f"{call.kernel} {call.note} {p['n']} x {p['k']}", *flags])
+        found.setdefault(name, Work(name, call.kernel, p)).calls.append(i)
     return found
 
 
@@ -318,17 +318,17 @@ class Trial:
         turn = {
             call: self._settings[w.name][(i + number) % len(self._settings[w.name])]
             for w in self._works
-            for i, call in enumerate(w.steps)
+            for i, call in enumerate(w.calls)
         }
         self._executor.set_tactics(sorted(
             (call, self._rows, knob_values(w.kernel, {**knobs[w.name], self._knob: turn[call]}))
-            for w in self._works for call in w.steps
+            for w in self._works for call in w.calls
         ))  # fmt: skip
         self._executor.profile(True)
         self._executor.run(self._step)
         spent = self._executor.profile(False)
         for w in self._works:
-            for call in w.steps:
+            for call in w.calls:
                 self._us[w.name][turn[call]].append(float(spent[call]) * 1e6)
 
 

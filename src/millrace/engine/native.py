@@ -25,7 +25,7 @@ from millrace.kernels.library import CacheArgs, CreateArgs, LanguageArgs, StepAr
 from millrace.machine.cpu import usable_cores
 
 MAX_THREADS = 1024
-TACTIC = np.dtype([("step", "<i4"), ("rows", "<i4"), ("knobs", "<i4", MAX_KNOBS)])  # mr_tactic
+TACTIC = np.dtype([("call", "<i4"), ("rows", "<i4"), ("knobs", "<i4", MAX_KNOBS)])  # mr_tactic
 ERROR_BYTES = 1024
 DTYPES = {DType.F32: np.dtype(np.float32), DType.I32: np.dtype(np.int32)}
 
@@ -155,7 +155,7 @@ class LoadedProgram:
             return int(self._lib.mr_weights_checksum(native))
 
     def set_tactics(self, entries: Sequence[tuple[int, int, tuple[int, ...]]]) -> None:
-        """(step, rows, knobs) in order of step, then rows; replaces all. raises EngineError for what no kernel takes"""
+        """(call, rows, knobs) in order of call, then rows; replaces all. raises EngineError for what no kernel takes"""
         table = np.array(list(entries), TACTIC)
         error = ctypes.create_string_buffer(ERROR_BYTES)
         with self._native() as native:
@@ -167,14 +167,14 @@ class LoadedProgram:
             )  # fmt: skip
 
     def chosen_tactics(self) -> NDArray[np.int32]:
-        """(steps, knobs) that the last run worked with."""
+        """(calls, knobs) that the last run worked with."""
         knobs = np.zeros((self._program.n_calls, MAX_KNOBS), np.int32)
         with self._native() as native:
             self._lib.mr_chosen_tactics(native, knobs.ctypes.data, len(knobs))
         return knobs
 
     def profile(self, enabled: bool) -> NDArray[np.float64]:
-        """Seconds each step of the program took since the last call (sampling last); then measures anew, or not."""
+        """Seconds each call of the program took since it was last asked (sampling last); then measures anew, or not."""
         seconds = np.zeros(self._program.n_calls + 1)
         with self._native() as native:
             self._lib.mr_profile(native, int(enabled), seconds.ctypes.data, len(seconds))

@@ -1,4 +1,4 @@
-"""Tactics: how each step of a program works on one machine, and what was timed to find that out (tactics.json).
+"""Tactics: how each call of a program works on one machine, and what was timed to find that out (tactics.json).
 
 A tactic turns the knobs that a kernel declares (kernels/declare.py). None ever changes a result, so a table may be
 missing, old or made elsewhere: it is used only on the machine and with the threads that it was made for; elsewhere
@@ -58,7 +58,7 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     kernel: str
-    steps: list[Count]
+    calls: list[Count]
     choices: list[Choice]  # in order of rows
 
 
@@ -77,11 +77,11 @@ class TacticTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [choice for region in self.regions for choice in region.choices if choice.compared]
 
     def entries(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """(step, rows, knobs) as the native core takes them, in its order."""
+        """(call, rows, knobs) as the native core takes them, in its order."""
         found = [
-            (step, choice.rows, knob_values(region.kernel, choice.knobs))
+            (call, choice.rows, knob_values(region.kernel, choice.knobs))
             for region in self.regions
-            for step in region.steps
+            for call in region.calls
             for choice in region.choices
         ]
         return sorted(found)

@@ -67,7 +67,7 @@ def decoder(kernel: Kernel) -> str:
 
 def scratch() -> list[str]:
     """How much each worker needs for itself in a step."""
-    lines = ["inline int64_t scratch_floats(const Step& s) {"]
+    lines = ["inline int64_t scratch_floats(const Call& s) {"]
     for kernel in kernels():
         if kernel.scratch:
             lines += [f"  if (s.id == KernelId::{kernel.name}) {{", f"  const auto& a = s.{kernel.name};"]
@@ -107,14 +107,14 @@ def header(interface: Path) -> str:
         f"constexpr uint32_t kKernels = {len(names)};",
         *knobs(),
         *(struct(k) for k in kernels()),
-        "struct Step {",
+        "struct Call {",
         "  KernelId id;",
         "  union {",
         *(f"    {camel(n)}Args {n};" for n in names),
         "  };",
         "};",
         *(decoder(k) for k in kernels()),
-        "inline void decode_step(Reader& in, const Bounds& bounds, Step& s) {",
+        "inline void decode_call(Reader& in, const Bounds& bounds, Call& s) {",
         "  switch (s.id) {",
         *(f"    case KernelId::{n}: decode(in, bounds, s.{n}); return;" for n in names),
         "  }",
@@ -126,7 +126,7 @@ def header(interface: Path) -> str:
         "struct KernelTable {",
         *(f"  void (*{n})(const {camel(n)}Args&, StepContext&);" for n in names),
         "};",
-        "inline void call(const KernelTable& table, const Step& s, StepContext& c) {",
+        "inline void run_call(const KernelTable& table, const Call& s, StepContext& c) {",
         "  switch (s.id) {",
         *(f"    case KernelId::{n}: table.{n}(s.{n}, c); return;" for n in names),
         "  }",
