@@ -2,10 +2,10 @@
 
     python -m benchmarks.versions ../old --shapes llama-143m qwen2.5-0.5b --pairs 40
 
-OLD is another checkout with an environment of its own (`make install` there). Each builds the same random weights and
-loads them; then both processes are alive, and samples alternate between them, one at a time: neighbours in time are
-compared, so that a machine whose memory changes its speed from minute to minute changes it for both. A second process
-of the new checkout takes its turns, too: what it differs from the first is what this machine cannot tell.
+OLD is another checkout with an environment of its own (`make .venv/.installed` there). Each builds the same random
+weights and loads them; then both processes are alive, and samples alternate between them, one at a time: neighbours in
+time are compared, so that a machine whose memory changes its speed from minute to minute changes it for both. A second
+process of the new checkout takes its turns, too: what it differs from the first is what this machine cannot tell.
 """
 
 import argparse

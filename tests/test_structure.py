@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "millrace"
 PUBLIC = ["LLM", "MillraceError", "RequestOutput", "SamplingParams"]  # changing this is a CHANGELOG line
 
-ORDER = [
+ORDER = [  # of those to come, each where it will stand: compress after evaluate, size after bench, tune before cli
     "errors",
     "env",
     "settings",

@@ -238,3 +238,24 @@ def test_sizes_are_whole_numbers_within_bounds(loaded: NativeNetwork, sizes: Any
 def test_inputs_are_arrays_by_name(loaded: NativeNetwork, inputs: Any, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         loaded.run(inputs)
+
+
+def test_every_launch_has_its_wait(tmp_path: Path) -> None:
+    """Depth 1: what was launched is what `wait` gives, once; a second launch does not take the first one's place."""
+    executor = build(random_checkpoint(tmp_path / "llama", "llama"), tmp_path / "engine", "fp32").executor(n_pages=4)
+    first, second = prompts_as_step([[5, 6, 7]]), prompts_as_step([[9, 8], [3]])
+    alone = [executor.run(step).tokens.tolist() for step in (first, second)]
+    with pytest.raises(ExecutionError, match="nothing was launched"):
+        executor.wait()
+    executor.launch(first)
+    with pytest.raises(ExecutionError, match="nobody has waited"):
+        executor.launch(second)
+    assert executor.wait().tokens.tolist() == alone[0]
+    with pytest.raises(ExecutionError, match="nothing was launched"):
+        executor.wait()
+    bad = prompts_as_step([[5, 10**6]])
+    with pytest.raises(ExecutionError):
+        executor.launch(bad)
+    executor.launch(second)  # a launch that failed is none
+    assert executor.wait().tokens.tolist() == alone[1]
+    executor.close()

@@ -24,6 +24,43 @@ def test_pool_agrees_with_plain_counting(seed: int) -> None:
         assert pool.n_used == 8 - pool.n_free
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_free_but_kept_agrees_with_plain_lists(seed: int) -> None:
+    """Random histories against a reference: what is known stays so until no empty page is left, and the page that was
+    given back first goes first."""
+    rng, pool = random.Random(seed), PagePool(10)
+    held: list[int] = []  # a page as often as it has owners
+    known: dict[int, int] = {}  # key -> page
+    kept: list[int] = []  # of these, those that nobody owns, in the order of their return
+    for key in range(400):
+        match rng.choice(["reserve", "share", "find", "index", "release", "release"]) if held else "reserve":
+            case "reserve":
+                n, empty = rng.randint(1, 3), 10 - len(set(held)) - len(kept)
+                pages = pool.reserve(n)
+                assert (pages is None) == (n > empty + len(kept))
+                gone = kept[: max(0, n - empty)] if pages else []
+                assert set(gone) <= set(pages or ()) and not set(kept[len(gone) :]) & set(pages or ())
+                known, kept = {k: p for k, p in known.items() if p not in gone}, kept[len(gone) :]
+                held += pages or ()
+            case "share":
+                held += pool.share([rng.choice(held)])
+            case "find" if known:
+                page = pool.find(rng.choice(list(known)))
+                assert page is not None
+                held += pool.share([page])
+                kept = [p for p in kept if p != page]
+            case "index":
+                page = rng.choice(held)
+                pool.index(page, key)
+                known |= {} if page in known.values() else {key: page}
+            case "release":
+                page = held.pop(rng.randrange(len(held)))
+                pool.release([page])
+                kept += [page] if page not in held and page in known.values() else []
+        assert [pool.find(k) for k in range(key + 1)] == [known.get(k) for k in range(key + 1)]
+        assert pool.n_used == len(set(held))
+
+
 def test_no_page_is_given_twice() -> None:
     pool = PagePool(5)
     first, second = pool.reserve(3), pool.reserve(2)

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks.peers.build import cmake_args
 from millrace.machine.cpu import cpu_flags
 
+ROOT = Path(__file__).parents[2]
 MINUTES = 60  # that a part may take before it is stopped, which makes it red
 
 
@@ -47,6 +49,12 @@ def _client(name: str) -> Part:
     return Part(f"client-{name}", f"{name} against `millrace serve`", command, files=("tools/clients",))
 
 
+def _marked(mark: str) -> tuple[str, ...]:
+    """The files that hold tests with this mark."""
+    files = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if f"pytest.mark.{mark}" in path.read_text())
+    return tuple(str(path.relative_to(ROOT)) for path in files)
+
+
 FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "requests")
 CLIENTS = (
     "openai", "litellm", "langchain", "llama-index", "instructor", "pydantic-ai", "smolagents", "openai-agents", "llm",
@@ -60,11 +68,11 @@ PARTS = (
     ),
     Part(
         "slow-tests", "tests that take minutes", ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known"),
-        files=("tests/nightly", "tests/engine/test_older_cpus.py", "tests/benchmarks/test_real_model.py"),
+        files=(*_marked("nightly"), "docs/extending"),
     ),
     Part(
         "timing", "tests that judge times; needs an idle machine", ("{python}", "-m", "pytest", "-m", "timing", "-s"),
-        files=("tests/e2e/test_many_clients.py", "tests/serve/test_texts.py"),
+        files=_marked("timing"),
     ),
     *map(_fuzz, FUZZERS),
     *map(_client, CLIENTS),

@@ -334,6 +334,8 @@ class NativeExecutor(LoadedProgram, Executor):
 
     def launch(self, step: StepInputs) -> None:
         """Returns when the step is through: on a CPU nobody else could do it. The interpreter's lock is released."""
+        if self._outputs is not None:
+            raise ExecutionError("a step was launched, and nobody has waited for it: this executor has a depth of 1")
         _check_arrays(step)
         rows = len(step.sampling)
         most = self.limits.vocab_size  # more than that the native core refuses
@@ -365,8 +367,10 @@ class NativeExecutor(LoadedProgram, Executor):
         self._outputs = out
 
     def wait(self) -> StepOutputs:
+        """raises ExecutionError where nothing was launched"""
         outputs, self._outputs = self._outputs, None
-        assert outputs is not None, "nothing was launched"
+        if outputs is None:
+            raise ExecutionError("nothing was launched, so there is nothing to wait for")
         return outputs
 
     def output(self, name: str) -> NDArray[np.generic]:
