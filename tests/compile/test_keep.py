@@ -12,7 +12,8 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, GraphError
+from millrace.graph.table import graph_table
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import last_logits
 
@@ -95,3 +96,39 @@ def test_a_module_that_is_not_there(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "checkpoint", "llama", seed=9)
     with pytest.raises(ConfigError, match=r'did you mean "model\.layers\.0\.mlp"'):
         engine(checkpoint, tmp_path / "never", "fp32", ("model.layers.0.mpl",))
+
+
+def test_any_value_is_kept_by_its_number(tmp_path: Path) -> None:
+    """Each value that the graph's table numbers, fused away or not: and what is near agrees."""
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", "llama", seed=9, num_hidden_layers=1)
+    source = Source.from_checkpoint(Checkpoint.open(checkpoint))
+    options = BuildOptions(precision=precision_map("fp32"), max_batch=4)
+    traced = plan_engine(source, options).traced
+    nodes = graph_table(traced)["nodes"]
+    numbers = [str(n) for node in nodes for n in node["outputs"]]
+    kept = engine(checkpoint, tmp_path / "kept", "fp32", tuple(numbers))
+    executor = kept.executor(n_pages=8)
+    logits = last_logits(kept, executor, PROMPTS)
+    plain = engine(checkpoint, tmp_path / "plain", "fp32", ())
+    again = plain.executor(n_pages=8)
+    assert (last_logits(plain, again, PROMPTS) == logits).all()
+    assert (executor.output(numbers[-1]).reshape(logits.shape) == logits).all(), "the last value is the logits"
+    up, gate = (
+        next(n for n, node in zip(numbers, nodes, strict=True) if f"mlp.{m}_proj" in str(node["origin"]))
+        for m in ("up", "gate")
+    )
+    down = next(n for n, node in zip(numbers, nodes, strict=True) if "mlp.down_proj" in str(node["origin"]))
+    u, g = (executor.output(n).astype(np.float64) for n in (up, gate))
+    w = source.weights.load("model.layers.0.mlp.down_proj.weight").astype(np.float64)
+    exact = (u * g / (1 + np.exp(-g))) @ w.T
+    assert np.abs(executor.output(down) - exact).max() <= 1e-5 * np.abs(exact).max()
+    for e in (executor, again):
+        e.close()
+    with pytest.raises(ConfigError, match="number of a value"):
+        engine(checkpoint, tmp_path / "never", "fp32", (str(len(numbers) + 4),))
+
+
+def test_two_outputs_of_one_name_are_refused(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", "llama", seed=9, num_hidden_layers=1)
+    with pytest.raises(GraphError, match="2 outputs of the name"):
+        engine(checkpoint, tmp_path / "never", "fp32", ("model.layers.0", "model.layers.0"))

@@ -71,7 +71,7 @@ class BuildOptions:
     fuse: bool = True
     profile: Mapping[str, Bounds] = field(default_factory=dict)
     tiles: bool = False  # products of bfloat16 are summed as the tiles of AMX do it, and not in pairs
-    keep: tuple[str, ...] = ()  # modules whose results are handed out too, by their names
+    keep: tuple[str, ...] = ()  # modules whose results are handed out too, by their names; values by their numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

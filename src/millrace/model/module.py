@@ -177,7 +177,7 @@ def trace_model(
     """The graph of the model with its signature's inputs, each parameter bound to its tensor of the checkpoint.
 
     operators: what the model's operators are, by name
-    keep: modules whose results are outputs too, by their names
+    keep: modules whose results are outputs too, by their names; any other value by its number in `inspect --graph`
     raises CheckpointError for a missing tensor, a wrong shape, or one that the model does not use (ConfigError where
     the weights are the caller's own), GraphError for what is no legal graph
     """
@@ -193,14 +193,20 @@ def trace_model(
     results: object = model(*(Tensor(trace, port.value) for port in inputs))
     for _, parameter in model.parameters():
         parameter._trace = None
-    outputs = (*_named(model, results), *(Port(name, _result_of(trace, name)) for name in keep))
+    outputs = (*_named(model, results), *(Port(name, _result_of(trace, name, len(inputs))) for name in keep))
     return verify(Graph(inputs, outputs, tuple(trace.nodes)), after="trace")
 
 
-def _result_of(trace: Trace, name: str) -> Value:
-    if name not in trace.results:
-        raise ConfigError(f'the model has no module "{name}" to keep', nearest(name, trace.results), "correct the name")
-    return trace.results[name]
+def _result_of(trace: Trace, name: str, n_inputs: int) -> Value:
+    if name in trace.results:
+        return trace.results[name]
+    computed = [value for node in trace.nodes for value in node.outputs]  # numbered behind the inputs (graph/table.py)
+    if name.isdecimal() and 0 <= (number := int(name[:9]) - n_inputs) < len(computed):
+        return computed[number]
+    raise ConfigError(
+        f'the model has no module "{name}" to keep', nearest(name, trace.results),
+        "correct the name, or give the number of a value in millrace inspect --graph",
+    )  # fmt: skip
 
 
 def _signature(model: Module) -> Signature:
