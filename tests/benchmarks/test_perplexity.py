@@ -1,5 +1,7 @@
 """Perplexity beside float32: exact where nothing is lost, close where little is, and the text is what it says it is."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -39,7 +41,8 @@ def test_tiny_loses_little() -> None:
     assert found["w8a8"].mean_kl < found["w4a8"].mean_kl
 
 
-def test_a_trained_model_reads_its_own_text() -> None:
+def test_a_trained_model_reads_its_own_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = shared("models/stories260K")
     documents = drawn_documents(folder)[:4]
     assert all(len(d) == LENGTH for d in documents)
