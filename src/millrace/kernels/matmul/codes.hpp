@@ -134,6 +134,11 @@ void tile_q8(const TileInput& in, float* total) {
     w.enter(width);
     const uint8_t* row_scales = in.x + scales + g * 4;
     const uint8_t* row_sums = row_scales + groups.count * 4;
+    float x_sum[MR];
+    if constexpr (with_minimums<S>)
+      for (int r = 0; r < MR; ++r)
+        x_sum[r] = static_cast<float>(*reinterpret_cast<const int32_t*>(row_sums + r * in.x_stride)) *
+                   *reinterpret_cast<const float*>(row_scales + r * in.x_stride);
 #pragma GCC unroll 2
     for (int from = 0; from < 2; from += kLines) {
       I acc[MR][kLines];  // starts at -zero_point * sum(x)
@@ -153,13 +158,10 @@ void tile_q8(const TileInput& in, float* total) {
         if constexpr (with_minimums<S>) w_minimum = w.minimum(from + v);
 #pragma GCC unroll 16
         for (int r = 0; r < MR; ++r) {
-          const float x_scale = *reinterpret_cast<const float*>(row_scales + r * in.x_stride);
+          const F x_scale = splat(*reinterpret_cast<const float*>(row_scales + r * in.x_stride));
           float* t = total + (r * 2 + from + v) * 16;
-          F y = fma(to_float(acc[r][v]) * splat(x_scale), w_scale, g ? load(t) : zero());
-          if constexpr (with_minimums<S>) {
-            const int32_t x_sum = *reinterpret_cast<const int32_t*>(row_sums + r * in.x_stride);
-            y = fma(splat(static_cast<float>(x_sum) * x_scale), w_minimum, y);
-          }
+          F y = fma(to_float(acc[r][v]) * x_scale, w_scale, g ? load(t) : zero());
+          if constexpr (with_minimums<S>) y = fma(splat(x_sum[r]), w_minimum, y);
           store(t, y);
         }
       }
