@@ -172,7 +172,7 @@ def _pack_groups(q: QuantisedMatrix) -> NDArray[np.uint8]:
                 parts += [_super_block(q.minimums, q.minimum_levels, g // levels, levels)]
         parts.append(_lines(q, g))
         if q.scale_levels is None:
-            parts += [_of_panels(array[:, g]) for array in q.floats]
+            parts += [_of_panels(array[:, g]) for array in (q.scales, q.minimums) if array is not None]
     return np.concatenate(parts, axis=1).reshape(-1)
 
 
