@@ -127,7 +127,8 @@ def stored_types(name: str) -> Kind:
 def test_stored_weights_together_equal_alone(tmp_path: Path, precision: str | None) -> None:
     folder = random_checkpoint(tmp_path / "checkpoint", "llama", seed=3, **BLOCKY)
     engine = build(write_gguf(tmp_path / "m.gguf", folder, stored_types), tmp_path / "engine", precision, group=32)
-    prompts, params = (of[:6] for of in sixteen(max_tokens=6))
+    prompts, params = sixteen(max_tokens=6)
+    prompts, params = prompts[:6], params[:6]
     best, answers = usable_isas()[0], []
     executor = engine.executor(n_pages=64, threads=1, isa=best)
     alone = [run(executor, engine.folder, [p], [s], 0)[0] for p, s in zip(prompts, params, strict=True)]

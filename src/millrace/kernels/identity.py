@@ -34,8 +34,8 @@ def kernels_digest() -> str:
             gate, up = QuantisedMatrix(codes, scales, group, bits), QuantisedMatrix(-1 - codes, -scales, group, bits)
             digest.update(pack_codes(interleave_codes(gate, up), format).tobytes())
             digest.update(pack_byte_rows(gate).tobytes() if bits == 8 else b"")
-        for group, minimums, levels in ((32, True, False), (32, True, True), (16, False, True)):
-            digest.update(pack_codes(_sample(bits, group, minimums, levels), format).tobytes())
+        for minimums, levels in ((True, False), (True, True), *([(False, True)] if bits == 8 else [])):
+            digest.update(pack_codes(_sample(bits, 32 if minimums else 16, minimums, levels), format).tobytes())
     return digest.hexdigest()
 
 
