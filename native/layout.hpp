@@ -9,6 +9,7 @@ namespace millrace {
 
 constexpr int64_t kPanel = 32;  // outputs side by side in one weight panel: two 16-lane vectors
 constexpr int64_t kLine = 64;   // bytes of a cache line
+constexpr int64_t kSuperBlock = 256;  // inputs that share the upper one of two levels of scales
 
 MILLRACE_INLINE int64_t up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 MILLRACE_INLINE int64_t n_groups(int64_t k, int64_t group) { return group == 0 ? 1 : (k + group - 1) / group; }
@@ -26,16 +27,23 @@ MILLRACE_INLINE int64_t row_bytes(int64_t format, int64_t k, int64_t group) {
   return (raw + kLine - 1) / kLine / 2 * 2 * kLine + kLine;
 }
 
-MILLRACE_INLINE int64_t panel_bytes(int64_t weights, int64_t k, int64_t group) {
+MILLRACE_INLINE int64_t super_block_bytes(int64_t group) { return kLine + kSuperBlock / group * kPanel; }
+
+MILLRACE_INLINE int64_t scaling_bytes(int64_t k, int64_t group, int64_t scaling) {
+  const int64_t kinds = 1 + scaling % 2;
+  if (scaling < 2) return n_groups(k, group) * kLine * kinds;
+  return up(k, kSuperBlock) / kSuperBlock * super_block_bytes(group) * kinds;
+}
+
+MILLRACE_INLINE int64_t panel_bytes(int64_t weights, int64_t k, int64_t group, int64_t scaling = 0) {
   const int64_t kp = padded_k(k, group);
   if (weights == 0) return k * kPanel * 4;
   if (weights == 1) return kp * kPanel * 2;
-  const int64_t scales = n_groups(k, group) * kLine;
-  return weights == 2 ? kp * kPanel + scales : kp * kPanel / 2 + scales;
+  return (weights == 2 ? kp * kPanel : kp * kPanel / 2) + scaling_bytes(k, group, scaling);
 }
 
-MILLRACE_INLINE int64_t matrix_bytes(int64_t weights, int64_t n, int64_t k, int64_t group) {
-  return up(n, kPanel) / kPanel * panel_bytes(weights, k, group);
+MILLRACE_INLINE int64_t matrix_bytes(int64_t weights, int64_t n, int64_t k, int64_t group, int64_t scaling = 0) {
+  return up(n, kPanel) / kPanel * panel_bytes(weights, k, group, scaling);
 }
 
 MILLRACE_INLINE int64_t byte_row_bytes(int64_t k, int64_t group) {

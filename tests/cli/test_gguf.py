@@ -55,9 +55,9 @@ def test_chat(millrace: Millrace, model: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_build_and_inspect(millrace: Millrace, folder: Path, tmp_path: Path) -> None:
     mixed = write_gguf(tmp_path / "m.gguf", folder, lambda n: Kind.Q6_K if n == "output.weight" else Kind.Q4_0)
     built = millrace("build", mixed, "-o", tmp_path / "m.engine")
-    assert built.code == 0 and "Q6_K and rounded again" in " ".join(built.out.split())
+    assert built.code == 0 and "Q6_K and kept exactly" in " ".join(built.out.split())
     shown = json.loads(millrace("inspect", tmp_path / "m.engine", "--json").out)
-    assert shown["notes"] and shown["group"] == 32 and shown["precision"] == {"default": "w4a8"}
+    assert shown["notes"] and shown["group"] == 32 and shown["precision"] == {"default": "w4a8", "lm_head": "w8a8"}
     assert millrace("generate", tmp_path / "m.engine", *ASK).code == 0
 
 

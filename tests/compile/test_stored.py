@@ -108,19 +108,126 @@ def test_codes_and_scales_are_the_files(tmp_path: Path, folder: Path, kind: Kind
     assert made.notes == (f"the embedding table, stored as {kind.name}, is rounded to bfloat16",)
 
 
-def test_a_mixture_keeps_what_it_can(tmp_path: Path, folder: Path) -> None:
-    """q and k in Q4_0 beside v in Q4_1, all in one product of w4a8: the first two unchanged, the third rounded."""
-    path = write_gguf(tmp_path / "m.gguf", folder, lambda n: Kind.Q4_1 if "attn_v" in n else Kind.Q4_0)
-    made = plan(path, "w4a8", 32)
-    assert len(rounded(made)) == 1 and "2 of 15 matrices are stored as Q4_1" in made.notes[0]
+def weights_in(packed: Packed) -> NDArray[np.float32]:
+    """(N, K) out of panels with minimums or in two levels, by the words of matmul/pack.py."""
+    (N, K), panels = packed.shape, packed.pack().reshape(-(-packed.shape[0] // PANEL), -1)
+    bits, group = int(packed.format[1]), int(packed.format.split()[0].split("g")[1])
+    levels, minimums = "two levels" in packed.format, "minimums" in packed.format
+    at, parts, upper = 0, [], []
+
+    def take(n: int, dtype: str) -> NDArray[Any]:
+        nonlocal at
+        raw = np.ascontiguousarray(panels[:, at : at + n * np.dtype(dtype).itemsize])
+        at += n * np.dtype(dtype).itemsize
+        return raw.view(dtype).astype(np.float64).reshape(len(panels), -1, PANEL)  # panel, group, output
+
+    for g in range(K // group):
+        of_block = 256 // group
+        if levels and g % of_block == 0:
+            upper = [take(PANEL, "<f2") * take(PANEL * of_block, "i1") for _ in range(1 + minimums)]
+        lines = take(PANEL * group * bits // 8, "u1").astype(np.uint8).reshape(len(panels), -1, PANEL, 4)
+        codes = lines if bits == 8 else np.stack([lines & 15, lines >> 4], axis=2).reshape(len(panels), -1, PANEL, 4)
+        rows = codes.transpose(0, 2, 1, 3).reshape(len(panels) * PANEL, group).astype(np.float64)
+        zero = 128 if bits == 8 else 0
+        kinds = [u[:, g % of_block] for u in upper] if levels else [take(PANEL, "<f2") for _ in range(1 + minimums)]
+        scale, minimum = kinds[0].reshape(-1, 1), kinds[1].reshape(-1, 1) if minimums else 0
+        parts.append(scale * (rows - zero) + minimum)
+    assert at == panels.shape[1]
+    return np.concatenate(parts, axis=1)[:N].astype(np.float32)
+
+
+def dequantised(path: Path, origin: tuple[str, ...]) -> NDArray[np.float32]:
+    """By the gguf package, of the layers of a packed matrix, in its order."""
+    tensors, parts = {t.name: t for t in gguf.GGUFReader(path).tensors}, []
+    for name in origin:
+        tensor = tensors[gguf_name(name)]
+        rows = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        parts.append(rows[original_rows(len(rows))] if "q_proj" in name or "k_proj" in name else rows)
+    if "gate_proj" in origin[0]:
+        return np.stack([p.reshape(-1, 16, p.shape[1]) for p in parts], 1).reshape(-1, parts[0].shape[1])
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "format"),
+    [
+        (Kind.Q4_1, None, "w4g32 with minimums"), (Kind.Q4_1, "w4a16", "w4g32 with minimums"),
+        (Kind.Q4_1, "w8a8", "w8g32 with minimums"), (Kind.Q5_1, None, "w8g32 with minimums"),
+        (Kind.Q4_K, None, "w4g32 in two levels with minimums"),
+        (Kind.Q4_K, "w8a16", "w8g32 in two levels with minimums"),
+        (Kind.Q5_K, None, "w8g32 in two levels with minimums"), (Kind.Q6_K, None, "w8g16 in two levels"),
+        (Kind.Q6_K, "w8a16", "w8g16 in two levels"),
+    ],
+)  # fmt: skip
+def test_minimums_and_levels_are_the_files(
+    tmp_path: Path, folder: Path, kind: Kind, precision: str | None, format: str
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", folder, kind)
+    made = plan(path, precision)
+    matrices = [w for w in made.program.weights if w.format.startswith("w")]
+    assert {len(w.origin) for w in matrices} == {1, 2, 3}
+    assert {w.format for w in matrices if "lm_head" not in w.name} == {format}
+    for packed in matrices:
+        assert packed.pack().nbytes == packed.nbytes
+        np.testing.assert_array_equal(weights_in(packed), dequantised(path, packed.origin), err_msg=packed.name)
+    assert rounded(made) == [], "nothing is"
+    assert any("kept exactly, their codes in eight bits" in n for n in made.notes) == (
+        kind not in (Kind.Q4_1, Kind.Q4_K)
+    )
+
+
+def test_a_mixture_keeps_all(tmp_path: Path, folder: Path) -> None:
+    """q and k in Q4_0 beside v in Q4_1, gate in Q4_K beside up in Q4_1: products of their own, nothing rounded."""
+    kinds = {"attn_v": Kind.Q4_1, "ffn_gate": Kind.Q4_K, "ffn_up": Kind.Q4_1}
+    path = write_gguf(
+        tmp_path / "m.gguf", folder, lambda n: next((k for name, k in kinds.items() if name in n), Kind.Q4_0)
+    )
+    made = plan(path)
+    assert rounded(made) == [] and made.precision.default == Precision.W4A8
+    matrices = [w for w in made.program.weights if w.format.startswith("w4")]
+    assert {len(w.origin) for w in matrices} == {1, 2}, "q and k together"
+    for packed in matrices:
+        if packed.format == "w4g32":
+            np.testing.assert_array_equal(unpacked(packed)[0], expected(path, packed.origin)[0], err_msg=packed.name)
+        else:
+            np.testing.assert_array_equal(weights_in(packed), dequantised(path, packed.origin), err_msg=packed.name)
+
+
+def test_alike_but_for_their_bits_are_one_product(tmp_path: Path, folder: Path) -> None:
+    """Q4_K and Q5_K in eight bits; a mixture of symmetric types keeps what it can and rounds the rest."""
+    kinds = {"attn_v": Kind.Q5_K, "ffn_up": Kind.Q5_K}
+    path = write_gguf(
+        tmp_path / "m.gguf", folder, lambda n: next((k for name, k in kinds.items() if name in n), Kind.Q4_K)
+    )
+    made = plan(path, "w8a8")
+    matrices = [w for w in made.program.weights if w.format.startswith("w")]
+    assert {len(w.origin) for w in matrices} == {1, 2, 3} and rounded(made) == []
+    for packed in matrices:
+        np.testing.assert_array_equal(weights_in(packed), dequantised(path, packed.origin), err_msg=packed.name)
+    path = write_gguf(tmp_path / "s.gguf", folder, lambda n: Kind.Q5_0 if "attn_v" in n else Kind.Q4_0)
+    made = plan(path, "w4a8")
+    assert len(rounded(made)) == 1 and "2 of 15 matrices are stored as Q5_0" in rounded(made)[0]
     qkv = next(w for w in made.program.weights if len(w.origin) == 3)
     codes, scales = unpacked(qkv)
-    wanted_codes, wanted_scales = expected(path, qkv.origin[:2])
-    np.testing.assert_array_equal(codes[: len(wanted_codes)], wanted_codes)
-    np.testing.assert_array_equal(scales[: len(wanted_scales)], wanted_scales)
-    exact = Checkpoint.open(path).tensors.load(qkv.origin[2]).astype(np.float64)
-    wide = np.repeat(scales[len(wanted_scales) :].astype(np.float64), 32, axis=1)
-    assert (np.abs(codes[len(wanted_codes) :] * wide - exact) <= 1.01 * np.abs(wide)).all()
+    kept = expected(path, qkv.origin[:2])
+    np.testing.assert_array_equal(codes[: len(kept[0])], kept[0])
+    exact = dequantised(path, qkv.origin[2:]).astype(np.float64)
+    wide = np.repeat(scales[len(kept[1]) :].astype(np.float64), 32, axis=1)
+    assert (np.abs(codes[len(kept[0]) :] * wide - exact) <= 1.01 * np.abs(wide)).all()
+
+
+def test_a_head_in_two_steps(tmp_path: Path, folder: Path) -> None:
+    """Four bits that are the file's own need no second step; else the likeliest come again from eight bits."""
+    for head, steps in ((Kind.Q4_1, 0), (Kind.Q4_K, 0), (Kind.Q5_1, 1), (Kind.Q6_K, 1), (Kind.F32, 1)):
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            folder,
+            lambda n, head=head: head if n == "output.weight" else Kind.Q4_1,  # type: ignore[misc]
+        )
+        made = plan(path, "w4a8")
+        assert [c.kernel for c in made.program.calls].count("rescore") == steps, head
+        for packed in made.program.weights:
+            assert packed.pack().nbytes == packed.nbytes
 
 
 def test_other_groups_are_rounded_again_and_said(tmp_path: Path, folder: Path) -> None:
@@ -134,12 +241,13 @@ KINDS: list[tuple[Kind | Callable[[str], Kind], str, dict[str, str], int]] = [
     (Kind.F16, "fp32", {}, 128),
     (Kind.BF16, "bf16", {}, 128),
     (Kind.Q4_0, "w4a8", {"lm_head": "w4a8"}, 32),
-    (Kind.Q4_1, "w8a8", {}, 32),  # four bits and a minimum per group: only eight hold them
-    (Kind.Q4_K, "w8a8", {}, 32),
+    (Kind.Q4_1, "w4a8", {"lm_head": "w4a8"}, 32),
+    (Kind.Q4_K, "w4a8", {"lm_head": "w4a8"}, 32),
+    (Kind.Q5_1, "w8a8", {}, 32),
     (Kind.Q5_K, "w8a8", {}, 32),
     (Kind.Q6_K, "w8a8", {}, 32),
     (Kind.Q8_0, "w8a8", {}, 32),
-    (lambda name: Kind.Q6_K if name == "output.weight" else Kind.Q4_0, "w4a8", {}, 32),
+    (lambda name: Kind.Q6_K if name == "output.weight" else Kind.Q4_0, "w4a8", {"lm_head": "w8a8"}, 32),
     (lambda name: Kind.F16 if name == "output.weight" else Kind.Q8_0, "w8a8", {"lm_head": "fp32"}, 32),
 ]
 
@@ -169,14 +277,18 @@ def test_a_mixture_by_layers() -> None:
     chosen = nearest_precisions(stored)
     assert (chosen.default.value, [n for n, _ in chosen.patterns]) == ("w4a8", ["b.down"])
     (note,) = rounding_notes(stored, chosen)
-    assert "1 of 3 matrices are stored as Q6_K" in note
+    assert "1 of 3 matrices are stored as Q6_K and kept exactly" in note
 
 
-@pytest.mark.parametrize("dtype", ["q4_1", "q4_k"])
-def test_the_note_says_why_four_bits_become_eight(dtype: str) -> None:
-    """Nobody asked for 4 bits, and they would change answers: SmolLM2-135M in Q4_1 loops in greedy chat as w4a8."""
-    stored = {"a": StoredMatrix(dtype, 10), "b": StoredMatrix("q4_0", 4)}
-    chosen = nearest_precisions(stored)
-    assert chosen.of("a") is Precision.W8A8 and chosen.of("b") is Precision.W4A8
-    (note,) = rounding_notes(stored, chosen)
-    assert "minimum per group" in note and "w8a8 with groups of 32" in note
+@pytest.mark.parametrize(
+    ("asked", "group", "said"),
+    [
+        ("w4a8", 32, "; w8a8 would keep them exactly"),
+        ("w8a8", 128, "; w8a8 with groups of 32 would keep them exactly"),
+        ("w8a8", 32, None), ("bf16", 32, "(16-bit floats)"), ("fp32", 32, None),
+    ],
+)  # fmt: skip
+def test_notes_say_what_would_be_exact(asked: str, group: int, said: str | None) -> None:
+    notes = rounding_notes({"a": StoredMatrix("q5_1", 10)}, precision_map(asked, group))
+    again = [n for n in notes if "rounded again" in n]
+    assert [n.endswith(said) for n in again if said] == ([True] if said else []) and len(again) == bool(said)

@@ -274,14 +274,15 @@ for i in range(40):
 
 
 def test_groups_and_epilogues_are_regions_of_their_own() -> None:
-    def step(group: int, *operands: str) -> Call:
-        params: dict[str, int | float] = {"n": 64, "k": 64, "weights": 3, "group": group}
+    def step(group: int, *operands: str, scaling: int = 0) -> Call:
+        params: dict[str, int | float] = {"n": 64, "k": 64, "weights": 3, "group": group, "scaling": scaling}
         return Call("matmul", "w4a8", [], {name: {} for name in operands}, params)
 
     assert len(regions([step(32), step(128), step(32, "residual"), step(32, "bias"), step(32)])) == 4
+    assert len(regions([step(32), step(32, scaling=1), step(32, scaling=3)])) == 3
 
 
-@pytest.mark.parametrize("edit", [{"n": 0}, {"k": "x"}, {"weights": 99}, {"group": None}])
+@pytest.mark.parametrize("edit", [{"n": 0}, {"k": "x"}, {"weights": 99}, {"group": None}, {"scaling": 2, "group": 0}])
 def test_a_program_table_that_does_not_fit_is_damage(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, edit: dict[str, object]
 ) -> None:

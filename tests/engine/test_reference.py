@@ -20,7 +20,7 @@ from millrace.kernels.sample.ref import uniform
 from millrace.model.module import trace_model
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 from tests.support.engines import build, last_logits, prompts_as_step
-from tests.support.gguf_files import BLOCKY, write_gguf
+from tests.support.gguf_files import BLOCKY, KindOf, write_gguf
 from tests.support.one_step import i32
 
 LIMITS = ExecutorLimits(
@@ -53,10 +53,19 @@ def test_logits_agree(family: str, precision: str, tmp_path: Path) -> None:
     assert_agree(random_checkpoint(tmp_path / "checkpoint", family, seed=5), precision, tmp_path)
 
 
+def mixed(name: str) -> Kind:
+    return {"output.weight": Kind.Q5_1, "blk.0.attn_v.weight": Kind.Q6_K}.get(name, Kind.Q4_1)
+
+
 @pytest.mark.parametrize(
-    ("kind", "precision"), [(Kind.Q4_0, "w4a8"), (Kind.Q8_0, "w8a8"), (Kind.Q4_0, "w4a16"), (Kind.Q4_K, "w4a8")]
-)
-def test_logits_of_a_quantised_file_agree(kind: Kind, precision: str, tmp_path: Path) -> None:
+    ("kind", "precision"),
+    [
+        (Kind.Q4_0, "w4a8"), (Kind.Q8_0, "w8a8"), (Kind.Q4_0, "w4a16"), (Kind.Q4_K, "w4a8"), (Kind.Q4_1, "w4a16"),
+        (Kind.Q5_1, "w8a8"), (Kind.Q6_K, "w8a8"), (Kind.Q6_K, "w8a16"), (Kind.Q5_K, "w4a8"), (mixed, "w4a8"),
+        (mixed, "w8a8"),
+    ],
+)  # fmt: skip
+def test_logits_of_a_quantised_file_agree(kind: Kind | KindOf, precision: str, tmp_path: Path) -> None:
     """Its own integers in both, or the same rounding of them."""
     folder = random_checkpoint(tmp_path / "checkpoint", "llama", seed=5, **{**BLOCKY, "vocab_size": 1003})
     assert_agree(write_gguf(tmp_path / "m.gguf", folder, kind), precision, tmp_path)

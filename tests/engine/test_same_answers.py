@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer_files import open_tokenizer
@@ -19,7 +20,9 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.scheduler import TokenBudget
 from tests.runtime.fakes import RandomBudget
+from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build
+from tests.support.gguf_files import BLOCKY, write_gguf
 from tests.support.shared import shared
 
 PRECISIONS = ("fp32", "bf16", BF16_BY_TILES, "w8a8", "w4a8", "w4a8 over int8")
@@ -106,6 +109,35 @@ def test_together_equals_alone(engines: dict[str, Engine], precision: str) -> No
             f"{isa}, {threads} threads, {pages} pages, {seed}"
         )
         executor.close()
+
+
+def stored_types(name: str) -> Kind:
+    """Of a tensor: every way of weights with minimums or two levels, some of them side by side."""
+    kinds = {
+        "attn_v": Kind.Q6_K,
+        "attn_output": Kind.Q5_1,
+        "ffn_gate": Kind.Q4_K,
+        "ffn_up": Kind.Q4_K,
+        "output": Kind.Q5_K,
+    }
+    return kinds.get(name.split(".")[-2], Kind.Q4_1)
+
+
+@pytest.mark.parametrize("precision", [None, "w4a16"])
+def test_stored_weights_together_equal_alone(tmp_path: Path, precision: str | None) -> None:
+    folder = random_checkpoint(tmp_path / "checkpoint", "llama", seed=3, **BLOCKY)
+    engine = build(write_gguf(tmp_path / "m.gguf", folder, stored_types), tmp_path / "engine", precision, group=32)
+    prompts, params = sixteen(max_tokens=6)
+    prompts, params = prompts[:6], params[:6]
+    best, answers = usable_isas()[0], []
+    executor = engine.executor(n_pages=64, threads=1, isa=best)
+    alone = [run(executor, engine.folder, [p], [s], 0)[0] for p, s in zip(prompts, params, strict=True)]
+    executor.close()
+    for isa, seed in (*((isa, 0) for isa in usable_isas()), (best, 1)):
+        executor = engine.executor(n_pages=10, threads=2, isa=isa)
+        answers.append(run(executor, engine.folder, prompts, params, seed))
+        executor.close()
+    assert all(answer == alone for answer in answers)
 
 
 @pytest.mark.parametrize("precision", EVERY_PRECISION)

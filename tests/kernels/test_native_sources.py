@@ -14,6 +14,7 @@ from millrace.engine.native import TACTIC
 from millrace.errors import MachineError
 from millrace.kernels import codegen
 from millrace.kernels.catalogue import kernels
+from millrace.kernels.declare import Scaling, WeightFormat
 from millrace.kernels.expression import OPERATIONS
 from millrace.kernels.layout import byte_row_bytes, matrix_bytes, padded_k, row_bytes
 from millrace.kernels.library import INTERFACE, CacheArgs, CreateArgs, LanguageArgs, StepArgs, library
@@ -37,6 +38,9 @@ def test_layout_agrees(tmp_path: Path) -> None:
         for weights, n in itertools.product(range(4), (1, 33)):
             expected = matrix_bytes(weights, n, k, group)
             lines.append(f"static_assert(matrix_bytes({weights}, {n}, {k}, {group}) == {expected});")
+    for k, group, scaling in itertools.product((1, 45, 256, 300, 1024), (16, 32), Scaling):
+        expected = matrix_bytes(WeightFormat.W4, 33, k, group, scaling)
+        lines.append(f"static_assert(matrix_bytes({WeightFormat.W4}, 33, {k}, {group}, {scaling}) == {expected});")
     source = tmp_path / "layout.cpp"
     source.write_text("\n".join(lines))
     command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'native'}", str(source)]

@@ -18,14 +18,14 @@ from tests.support.one_step import i32
 
 
 def build(
-    folder: Path, out: Path, precision: str, *, fuse: bool = True, group: int = 128, max_step_tokens: int = 256,
+    folder: Path, out: Path, precision: str | None, *, fuse: bool = True, group: int = 128, max_step_tokens: int = 256,
     kv: KvFormat | None = None,
 ) -> Engine:  # fmt: skip
-    """precision: a numerics class; "bf16 by tiles" for the sums of AMX"""
+    """precision: a numerics class; "bf16 by tiles" for the sums of AMX; None: the checkpoint's own"""
     checkpoint = Checkpoint.open(folder)
-    name, _, sums = precision.partition(" by ")
+    name, _, sums = (precision or "").partition(" by ")
     options = BuildOptions(
-        precision=precision_map(name, group),
+        precision=precision_map(name, group) if name else None,
         tiles=sums == "tiles",
         max_batch=8,
         max_step_tokens=max_step_tokens,

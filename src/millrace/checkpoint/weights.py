@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.files import FileState, Report, file_digest, read_small, read_span, unreadable
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
 from millrace.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -138,6 +138,10 @@ class Tensors(Mapping[str, TensorInfo]):
 
     def _data(self, info: TensorInfo) -> NDArray[np.uint8]:
         return read_span(info.file, self._states[info.file], info.offset, info.nbytes)
+
+    def format(self, name: str) -> QuantisedFormat | None:
+        """In which integers the tensor is stored; None where it is not."""
+        return None
 
     def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
         """The tensor's own integers, where it is stored as such and `bits` and `group` hold them unchanged."""

@@ -1,11 +1,12 @@
 """The compiler's passes, in order: each is pure, has one reason, and is verified after it ran."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.compile.precision import RESCORED, PrecisionMap
+from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix, combined
+from millrace.compile.precision import RESCORED, PrecisionMap, kept_as
 from millrace.graph.rewrite import Instead, Live, head_of, make_node, prune, rewrite
 from millrace.graph.trees import Tree, as_tree, evaluate, substitute
 from millrace.graph.types import Array, Constant, Graph, Node, Value
@@ -17,7 +18,7 @@ from millrace.kernels.elementwise.op import ELEMENTWISE
 from millrace.kernels.expression import TooComplexError, compile_tree
 from millrace.kernels.gather_rows.op import GATHER_ROWS
 from millrace.kernels.matmul.op import GATED_LINEAR, LINEAR, precision_of
-from millrace.kernels.matmul.pack import stored_codes
+from millrace.kernels.matmul.pack import kept_format, stored_codes
 from millrace.kernels.operators import runnable
 from millrace.kernels.precision import Precision
 from millrace.kernels.rescore.op import RESCORE
@@ -39,8 +40,8 @@ def portable(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
         ("gather_early", gather_early),
         ("fuse_elementwise", fuse_elementwise),
         ("choose_precision", lambda g: choose_precision(g, precisions)),
-        ("merge_gated", merge_gated),
-        ("merge_linears", merge_linears),
+        ("merge_gated", lambda g: merge_gated(g, precisions.group)),
+        ("merge_linears", lambda g: merge_linears(g, precisions.group)),
     ]
 
 
@@ -178,7 +179,7 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
     return rewrite(graph, rule)
 
 
-def merge_gated(graph: Graph) -> Graph:
+def merge_gated(graph: Graph, group: int) -> Graph:
     """expression(gate(x), up(x)) becomes one product with the two interleaved, and the expression in its epilogue."""
 
     def rule(node: Node, live: Live) -> Instead | None:
@@ -187,7 +188,7 @@ def merge_gated(graph: Graph) -> Graph:
         gate, up = (live.producer(v) for v in node.inputs)
         if not (gate and up and _plain_linear(gate) and _plain_linear(up) and gate.inputs[0] is up.inputs[0]):
             return None
-        if gate.attrs["precision"] != up.attrs["precision"] or gate.inputs[1].shape != up.inputs[1].shape:
+        if _kind(gate, group) != _kind(up, group) or gate.inputs[1].shape != up.inputs[1].shape:
             return None
         if not all(live.read_once(v) for v in node.inputs):
             return None
@@ -198,17 +199,29 @@ def merge_gated(graph: Graph) -> Graph:
     return rewrite(graph, rule)
 
 
+def _kind(node: Node, group: int) -> object:
+    """Products of one kind can be one: of one precision, of weights that are packed alike."""
+    return precision_of(node), _kept(node.inputs[1:2], precision_of(node), group)
+
+
+def _kept(weights: Sequence[Value], precision: Precision, group: int) -> QuantisedFormat | None:
+    """The kind of codes that a product takes over as the checkpoint holds them; None: rounded, or symmetric ones."""
+    kept = [kept_as(w.constant.format if w.constant else None, precision, group) for w in weights]
+    kinds = {None if f is None or f.symmetric else replace(f, bits=precision.bits) for f in kept}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
 def _plain_linear(node: Node) -> bool:
     return node.op == "linear" and not any(node.attrs.get(name) for name in ("bias", "residual", "tree"))
 
 
-def merge_linears(graph: Graph) -> Graph:
-    """Linear layers over the same input and precision (q, k, v) become one product, which is then split."""
+def merge_linears(graph: Graph, group: int) -> Graph:
+    """Linear layers of one kind over the same input (q, k, v) become one product, which is then split."""
     families: dict[tuple[Value, object], list[Node]] = {}
     results = graph.results
     for node in graph.nodes:
         if node.op == "linear" and not node.attrs.get("residual") and node.output not in results:
-            families.setdefault((node.inputs[0], node.attrs["precision"]), []).append(node)
+            families.setdefault((node.inputs[0], _kind(node, group)), []).append(node)
     family_of = {n.output: family for family in families.values() if len(family) > 1 for n in family}
     parts: dict[Value, Value] = {}  # of the merged product, by the output that each stands for
 
@@ -252,13 +265,18 @@ def _concatenated(values: list[Value]) -> Value:
 
     def stored(bits: int, group: int) -> QuantisedMatrix | None:
         parts = stored_codes([c for c in constants if c], bits, group)
-        if not parts:
-            return None
-        codes, scales = (np.concatenate(a) for a in zip(*((p.codes, p.scales) for p in parts), strict=True))
-        return QuantisedMatrix(codes, scales, group, bits)
+        return combined(parts, np.concatenate) if parts else None
 
     origin = tuple(o for c in constants if c for o in c.origin)
-    return Value((total, *values[0].shape[1:]), constant=Constant(load, origin, stored))
+    constant = Constant(load, origin, stored, _joined_format([c.format for c in constants if c]))
+    return Value((total, *values[0].shape[1:]), constant=constant)
+
+
+def _joined_format(formats: list[QuantisedFormat | None]) -> QuantisedFormat | None:
+    """Of matrices below each other, with room for the widest codes; None for a mixture."""
+    widest = max((f.bits for f in formats if f), default=0)
+    alike = {f and replace(f, bits=widest) for f in formats}
+    return alike.pop() if len(alike) == 1 else None
 
 
 def fuse_epilogue(graph: Graph) -> Graph:
@@ -312,14 +330,19 @@ def fuse_rope_attention(graph: Graph) -> Graph:
 
 
 def convert_inputs(graph: Graph, group: int) -> Graph:
-    """Puts the conversion that a product's precision asks for before it; products over one input share it."""
+    """Puts the conversion that a product's precision asks for before it; products over one input share it.
+
+    Activations come in groups of `group`, or where a product keeps a checkpoint's codes in the groups of these.
+    """
     converted: dict[tuple[Value, Storage], Node] = {}
 
     def rule(node: Node, live: Live) -> Instead | None:
         if node.op not in ("linear", "gated_linear"):
             return None
         x = node.inputs[0]
-        storage = precision_of(node).storage(group)
+        precision = precision_of(node)
+        kept = _kept(node.inputs[1 : 3 if node.op == "gated_linear" else 2], precision, group)
+        storage = precision.storage(kept.group if kept else group)
         if storage == DENSE:
             return None
         fresh = []
@@ -354,7 +377,10 @@ def fuse_convert(graph: Graph) -> Graph:
 
 
 def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
-    """A 4-bit head computes its likeliest tokens again in 8 bits: half the bytes, nearly always the same ranking."""
+    """A 4-bit head computes its likeliest tokens again in 8 bits: half the bytes, nearly always the same ranking.
+
+    Not where four bits hold what the checkpoint stores: nothing can come closer to it.
+    """
     head, results = head_of(graph), graph.results
 
     def rule(node: Node, live: Live) -> Instead | None:
@@ -363,6 +389,8 @@ def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
         if not precisions.rescores(node.origin[0]):
             return None
         x, w = node.inputs
+        if w.constant and kept_format(w.constant, precision_of(node).bits, precisions.group):
+            return None
         rough = make_node(LINEAR, (x, w), node.attrs, node.origin)
         attrs = {"precision": Precision.W8A8, "count": RESCORED}
         return Instead.of(rough, make_node(RESCORE, (rough.output, x, w), attrs, node.origin))

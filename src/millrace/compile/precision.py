@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from millrace.checkpoint.gguf.blocks import stored_format
+from millrace.checkpoint.quantised import STORED_GROUP, QuantisedFormat
 from millrace.errors import ConfigError, nearest
 from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD
@@ -93,20 +95,8 @@ def plain_format(precision: Precision) -> str:
     return "f32" if precision == Precision.FP32 else "bf16"
 
 
-# The class that keeps what a checkpoint stores at the fewest bits per weight; and the integers among its types that an
-# engine takes over unchanged in groups of STORED_GROUP (code bits; five fit into eight). Four bits with a minimum per
-# group (_AFFINE) go into eight: rounded to four symmetric ones, a real model's answers fall apart (SmolLM2-135M in
-# Q4_1: KL to float32 0.38 nats, in w8a8 0.005).
-_NEAREST = {
-    "float32": Precision.FP32, "float16": Precision.FP32, "bfloat16": Precision.BF16,
-    "q4_0": Precision.W4A8, "q4_1": Precision.W8A8, "q4_k": Precision.W8A8,
-    "q5_0": Precision.W8A8, "q5_1": Precision.W8A8, "q5_k": Precision.W8A8, "q6_k": Precision.W8A8,
-    "q8_0": Precision.W8A8,
-}  # fmt: skip
-_INTEGERS = {"q4_0": 4, "q5_0": 5, "q8_0": 8}
-_AFFINE = {"q4_1", "q4_k"}
-_EXACT = {*_INTEGERS, "float32", "float16", "bfloat16"}
-STORED_GROUP = 32
+# The class that keeps what a checkpoint stores, at the fewest bits per weight.
+_FLOATS = {"float32": Precision.FP32, "float16": Precision.FP32, "bfloat16": Precision.BF16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,36 +109,58 @@ class StoredMatrix:
 
 def nearest_precisions(stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
     """Each linear layer, by name, in the class nearest to its own type; the one of most weights is the default."""
+    nearest = {name: _nearest(matrix.dtype) for name, matrix in stored.items()}
     sizes: Counter[Precision] = Counter()
-    for matrix in stored.values():
-        sizes[_NEAREST[matrix.dtype]] += matrix.n_weights
-    group = DEFAULT_GROUP if all("float" in matrix.dtype for matrix in stored.values()) else STORED_GROUP
+    for name, matrix in stored.items():
+        sizes[nearest[name]] += matrix.n_weights
+    group = DEFAULT_GROUP if all(matrix.dtype in _FLOATS for matrix in stored.values()) else STORED_GROUP
     plain = PrecisionMap(sizes.most_common(1)[0][0], group=group)
-    # a head that has to be rounded again is done in two steps; one that need not is taken as it is
-    own = {n: _NEAREST[m.dtype] for n, m in stored.items() if n != HEAD or m.dtype in _EXACT}
-    kept = [(n, p) for n, p in own.items() if p != plain.of(n, is_head=n == HEAD) or (n == HEAD and plain.rescores(n))]
+    kept = [
+        (n, p) for n, p in nearest.items() if p != plain.of(n, is_head=n == HEAD) or (n == HEAD and plain.rescores(n))
+    ]
     return replace(plain, patterns=tuple(kept))
 
 
+def _nearest(dtype: str) -> Precision:
+    if dtype in _FLOATS:
+        return _FLOATS[dtype]
+    held = stored_format(dtype)
+    assert held, dtype
+    return Precision.W4A8 if held.bits <= Precision.W4A8.bits else Precision.W8A8
+
+
+def kept_as(held: QuantisedFormat | None, precision: Precision, group: int) -> QuantisedFormat | None:
+    """The codes that a product in this precision, asked for in groups of `group`, takes over as they are; or None."""
+    if held is None or not precision.quantised or held.bits > precision.bits:
+        return None
+    return held if group in (held.group, STORED_GROUP) else None
+
+
 def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> tuple[str, ...]:
-    """Which matrices that a checkpoint holds in integers are rounded once more, and into what."""
-    rounded: dict[tuple[str, Precision], int] = {}
+    """Which matrices that a checkpoint holds in integers are rounded once more, and into what; which take more room."""
+    rounded: Counter[tuple[str, Precision]] = Counter()
+    widened: Counter[str] = Counter()
     for name, matrix in stored.items():
-        precision = chosen.of(name, is_head=name == HEAD)
-        if "float" in matrix.dtype or precision == Precision.FP32:
+        precision, held = chosen.of(name, is_head=name == HEAD), stored_format(matrix.dtype)
+        if held is None or precision == Precision.FP32:
             continue
-        bits = _INTEGERS.get(matrix.dtype)
-        if precision.quantised and bits is not None and bits <= precision.bits and chosen.group == STORED_GROUP:
-            continue
-        rounded[matrix.dtype, precision] = rounded.get((matrix.dtype, precision), 0) + 1
-    return tuple(
+        if not kept_as(held, precision, chosen.group):
+            rounded[matrix.dtype, precision] += 1
+        elif held.bits not in (4, precision.bits):
+            widened[matrix.dtype] += 1
+    again = (
         f"{n} of {len(stored)} matrices are stored as {dtype.upper()} and rounded again, from their exact values, "
         f"to {precision}"
         + (f" with groups of {chosen.group}" if precision.quantised else "")
         + f" ({_WORDS[precision]})"
-        + _why(dtype, precision)
+        + _why(dtype, precision, chosen.group)
         for (dtype, precision), n in rounded.items()
     )
+    wider = (
+        f"{n} of {len(stored)} matrices are stored as {dtype.upper()} and kept exactly, their codes in eight bits each"
+        for dtype, n in widened.items()
+    )
+    return (*again, *wider)
 
 
 _WORDS = {
@@ -158,16 +170,15 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _why(dtype: str, precision: Precision) -> str:
+def _why(dtype: str, precision: Precision, group: int) -> str:
     """What a user who wonders about the choice needs to know, at the end of a note."""
-    if precision.quantised and precision.bits == 4:
-        return "; w8a8 would stay closer"
-    if precision.quantised and dtype in _AFFINE:
-        return (
-            ": w4a8, half the size, has no room for its minimum per group and would answer worse; "
-            "bf16, twice the size, would stay closest"
-        )
-    return ""
+    held = stored_format(dtype)
+    if not precision.quantised or held is None:
+        return ""
+    exact = "w4a8" if held.bits <= 4 else "w8a8"
+    if group != STORED_GROUP:
+        return f"; {exact} with groups of {STORED_GROUP} would keep them exactly"
+    return f"; {exact} would keep them exactly"
 
 
 def _matches(origin: str, pattern: str) -> bool:

@@ -57,6 +57,7 @@ class Source:
         weights = Weights(
             {name: tensors[tensor].shape for name, tensor in names.items()}, lambda name: tensors.load(names[name]),
             lambda name, bits, group: tensors.stored(names[name], bits, group),
+            formats={name: held for name, tensor in names.items() if (held := tensors.format(tensor))},
         )  # fmt: skip
         return cls(
             module=build_model(config), weights=weights, max_context=context, vocab_size=config.vocab_size,

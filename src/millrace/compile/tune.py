@@ -34,9 +34,10 @@ from millrace.engine.tactics import (
 )
 from millrace.errors import EngineError, plain
 from millrace.kernels.catalogue import kernels
-from millrace.kernels.declare import WeightFormat
+from millrace.kernels.declare import Scaling, WeightFormat
 from millrace.kernels.layout import PANEL, panel_bytes, up
 from millrace.kernels.library import usable_isas
+from millrace.kernels.precision import SCALING_WORDS
 from millrace.machine.cpu import fingerprint, memory, usable_cores
 
 # A setting must take at most so much of the rule's time: what differs less may be noise. Few samples have more of it.
@@ -82,8 +83,7 @@ def _heights(_: Work, rows: int, threads: int) -> Iterator[int]:
 def _task_panels(work: Work, rows: int, threads: int) -> Iterator[int]:
     """Sizes that leave every worker something to do."""
     panels = up(int(work.params["n"]), PANEL) // PANEL
-    weights, k, group = (int(work.params[name]) for name in ("weights", "k", "group"))
-    size = panel_bytes(WeightFormat(weights), k, group)
+    size = panel_bytes(*(int(work.params[name]) for name in ("weights", "k", "group", "scaling")))
     return (p for p in (1, 4, 16) if p * threads <= panels and p * size <= 2 << 20)
 
 
@@ -169,7 +169,9 @@ def _calls(engine: Engine) -> list[Call]:
             sizes = [call.params.get(name, 0) for name in ("n", "k")]
             whole = whole and all(isinstance(size, int) and 0 < size < 1 << 24 for size in sizes)
             whole = whole and call.params.get("weights") in [int(f) for f in WeightFormat]
-            whole = whole and isinstance(call.params.get("group"), int)
+            group, scaling = call.params.get("group", ""), call.params.get("scaling", -1)
+            whole = whole and isinstance(group, int) and scaling in [int(s) for s in Scaling]
+            whole = whole and (scaling < Scaling.LEVELS or group in (16, 32))
             whole = whole and call.params.get("rows", 0) in range(len(engine.manifest.symbols))
     if not whole:
         raise damaged(engine.folder, f"{PROGRAM_TABLE} does not fit {PROGRAM}")
@@ -189,6 +191,7 @@ def regions(calls: Sequence[Call], symbols: Sequence[str] = SAMPLED) -> dict[str
             continue
         p = call.params
         flags = [f"groups of {p['group']}"] if p["group"] else []
+        flags += [SCALING_WORDS[int(p["scaling"])]] if p.get("scaling") else []
         flags += [flag for flag in ("bias", "residual") if flag in call.operands]
         flags += ["gated"] if p.get("gated") else []
         flags += [symbols[int(p["rows"])]] if p.get("rows") else []

@@ -10,7 +10,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
 from millrace.errors import GraphError
 
 Array = NDArray[np.generic]
@@ -50,11 +50,13 @@ class Constant:
     """Weights, read only when they are packed. `load` gives the array of `shape`; `origin` names where it came from.
 
     stored: of (bits, group), the integers that the checkpoint itself holds, where it has them in such codes
+    format: of these integers, known before they are read; None where there are none, or in several formats
     """
 
     load: Callable[[], Array]
     origin: tuple[str, ...]
     stored: Callable[[int, int], QuantisedMatrix | None] | None = None
+    format: QuantisedFormat | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

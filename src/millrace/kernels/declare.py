@@ -39,6 +39,15 @@ class WeightFormat(IntEnum):
     W4 = 3
 
 
+class Scaling(IntEnum):
+    """What makes weights of the codes of W8 and W4: + 1 with minimums, + 2 in two levels (see matmul/pack.py)."""
+
+    PLAIN = 0  # codes are signed, each group has a float16 scale
+    MINIMUMS = 1  # codes count from 0, each group has a float16 minimum besides
+    LEVELS = 2  # signed; the scale of a group is an int8 times a float16 of 256 inputs
+    LEVELS_MINIMUMS = 3  # from 0; scales and minimums are such products
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     name: str

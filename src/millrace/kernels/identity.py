@@ -2,10 +2,12 @@
 
 import hashlib
 from functools import cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.quantised import SUPER_BLOCK, QuantisedMatrix
 from millrace.kernels.catalogue import declarations_digest
 from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.layout import n_groups, row_bytes
@@ -13,6 +15,7 @@ from millrace.kernels.matmul.pack import interleave_codes, interleave_halves, pa
 from millrace.kernels.rescore.pack import pack_byte_rows
 
 _N, _K, _GROUPS = 19, 45, (12, 32)  # no multiple of a panel, of a line, of a group
+_LONG = 300  # more than a super-block
 
 
 @cache
@@ -31,4 +34,22 @@ def kernels_digest() -> str:
             gate, up = QuantisedMatrix(codes, scales, group, bits), QuantisedMatrix(-1 - codes, -scales, group, bits)
             digest.update(pack_codes(interleave_codes(gate, up), format).tobytes())
             digest.update(pack_byte_rows(gate).tobytes() if bits == 8 else b"")
+        for minimums, levels in ((True, False), (True, True), *([(False, True)] if bits == 8 else [])):
+            digest.update(pack_codes(_sample(bits, 32 if minimums else 16, minimums, levels), format).tobytes())
     return digest.hexdigest()
+
+
+def _sample(bits: int, group: int, minimums: bool, levels: bool) -> QuantisedMatrix:
+    """Of one of the formats in which checkpoints hold weights."""
+    groups = n_groups(_LONG, group)
+
+    def numbers(width: int, dtype: type[np.generic], start: int) -> NDArray[Any]:
+        return (np.arange(start, start + _N * width) % 64).astype(dtype).reshape(_N, width)
+
+    codes, upper = numbers(_LONG, np.int8, 1) % 16, n_groups(_LONG, SUPER_BLOCK) if levels else groups
+    return QuantisedMatrix(
+        codes, numbers(upper, np.float16, 2), group, bits,
+        numbers(upper, np.float16, 3) if minimums else None,
+        numbers(groups, np.int8, 4) if levels else None,
+        numbers(groups, np.int8, 5) if levels and minimums else None,
+    )  # fmt: skip

@@ -4,7 +4,8 @@ K (inputs of a matrix product) is cut into groups; each group is zero-padded to 
 always come in pairs of 4. `group` 0 means one group of all K, padded to 2 for bfloat16 pairs.
 """
 
-from millrace.kernels.declare import RowFormat, WeightFormat
+from millrace.checkpoint.quantised import SUPER_BLOCK
+from millrace.kernels.declare import RowFormat, Scaling, WeightFormat
 
 PANEL = 32  # outputs side by side in one weight panel: two 16-lane vectors
 LINE = 64  # bytes of a cache line
@@ -38,19 +39,27 @@ def row_bytes(format: int, k: int, group: int) -> int:
     return (raw + LINE - 1) // LINE // 2 * 2 * LINE + LINE
 
 
-def panel_bytes(weights: int, k: int, group: int) -> int:
-    """Bytes of one panel of 32 outputs in this WeightFormat; W8 and W4 have 32 float16 scales a group."""
+def scaling_bytes(k: int, group: int, scaling: int) -> int:
+    """Bytes of one panel's scales, and minimums: 32 float16 of each a group, or in two levels 32 int8, and 32 float16
+    before those of each super-block, which is there as a whole."""
+    kinds = 1 + scaling % 2
+    if scaling < Scaling.LEVELS:
+        return n_groups(k, group) * LINE * kinds
+    return up(k, SUPER_BLOCK) // SUPER_BLOCK * (LINE + SUPER_BLOCK // group * PANEL) * kinds
+
+
+def panel_bytes(weights: int, k: int, group: int, scaling: int = Scaling.PLAIN) -> int:
+    """Bytes of one panel of 32 outputs in this WeightFormat."""
     kp = padded_k(k, group)
     if weights == WeightFormat.F32:
         return k * PANEL * 4
     if weights == WeightFormat.BF16:
         return kp * PANEL * 2
-    scales = n_groups(k, group) * LINE
-    return kp * PANEL + scales if weights == WeightFormat.W8 else kp * PANEL // 2 + scales
+    return (kp * PANEL if weights == WeightFormat.W8 else kp * PANEL // 2) + scaling_bytes(k, group, scaling)
 
 
-def matrix_bytes(weights: int, n: int, k: int, group: int) -> int:
-    return up(n, PANEL) // PANEL * panel_bytes(weights, k, group)
+def matrix_bytes(weights: int, n: int, k: int, group: int, scaling: int = Scaling.PLAIN) -> int:
+    return up(n, PANEL) // PANEL * panel_bytes(weights, k, group, scaling)
 
 
 def byte_row_bytes(k: int, group: int) -> int:

@@ -1,8 +1,10 @@
 """The names of the numerics classes: weights and activations of one matrix product."""
 
+from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 
-from millrace.kernels.declare import RowFormat, WeightFormat
+from millrace.kernels.declare import RowFormat, Scaling, WeightFormat
 from millrace.kernels.storage import Storage
 
 
@@ -36,6 +38,11 @@ class Precision(StrEnum):
 
 
 BF16_BY_TILES = "bf16 by tiles"  # the same weights and activations, in the sums of AMX
+
+SCALING_WORDS: Mapping[int, str] = MappingProxyType({
+    Scaling.PLAIN: "", Scaling.MINIMUMS: "with minimums", Scaling.LEVELS: "in two levels",
+    Scaling.LEVELS_MINIMUMS: "in two levels with minimums",
+})  # fmt: skip
 
 _WEIGHTS = {
     Precision.FP32: WeightFormat.F32,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
 from millrace.errors import CheckpointError, ConfigError, GraphError, nearest
 from millrace.graph.types import Array, Constant, DType, Graph, Operators, Port, Shape, Symbol, Value
 from millrace.graph.verify import verify
@@ -27,10 +27,13 @@ class Parameter(Tensor):
         self._shape: Shape = shape
         self.name = ""
 
-    def bind(self, trace: Trace, name: str, load: Callable[[], Array], stored: Stored | None = None) -> None:
+    def bind(
+        self, trace: Trace, name: str, load: Callable[[], Array], stored: Stored | None = None,
+        format: QuantisedFormat | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self._trace = trace
-        self._value = Value(self._shape, constant=Constant(load, (name,), stored))
+        self._value = Value(self._shape, constant=Constant(load, (name,), stored, format))
 
 
 class Table(Parameter):
@@ -150,6 +153,7 @@ class Weights:
     """What trace() needs of a checkpoint: the shape of each tensor, and a way to load one.
 
     stored: of (name, bits, group), a matrix that the checkpoint holds in such codes already; None for any other
+    formats: by name, of the matrices that it holds so
     given: they are arrays of the caller's own, and no checkpoint's: what is wrong with them is said accordingly
     """
 
@@ -159,9 +163,11 @@ class Weights:
         load: Callable[[str], Array],
         stored: Callable[[str, int, int], QuantisedMatrix | None] | None = None,
         *,
+        formats: Mapping[str, QuantisedFormat] | None = None,
         given: bool = False,
     ) -> None:
         self.shapes = shapes
+        self.formats = formats or {}
         self.given = given
         self.load = load
         self.stored = stored
@@ -187,7 +193,7 @@ def trace_model(
             parameter.bind(trace, name, parameter.compute)
             continue
         stored = partial(weights.stored, name) if weights.stored else None
-        parameter.bind(trace, name, partial(weights.load, name), stored)
+        parameter.bind(trace, name, partial(weights.load, name), stored, weights.formats.get(name))
     _check_tensors(model, weights)
     inputs = _signature(model).ports()
     results: object = model(*(Tensor(trace, port.value) for port in inputs))

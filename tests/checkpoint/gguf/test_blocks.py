@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from millrace.checkpoint.gguf.blocks import TYPES, signed_codes
+from millrace.checkpoint.gguf.blocks import TYPES, in_codes, stored_format
+from millrace.checkpoint.quantised import QuantisedFormat
 from tests.support.gguf_files import random_blocks
 
 BLOCKS = [number for number, kind in TYPES.items() if kind.dequantise]
@@ -31,20 +32,24 @@ def test_sizes_are_llama_cpps(number: int) -> None:
     assert (kind.weights, kind.nbytes) == gguf.GGML_QUANT_SIZES[Kind(number)] and kind.name == Kind(number).name
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q8_0"])
-def test_symmetric_types_are_integers_times_a_scale(name: str) -> None:
-    kind = next(k for k in TYPES.values() if k.name == name)
+@pytest.mark.parametrize("number", BLOCKS, ids=[TYPES[n].name for n in BLOCKS])
+def test_codes_and_scales_are_the_weights(number: int) -> None:
+    """Exactly: the file's float32 formula rounds once, at its end, and so does float32 of the codes' float64."""
+    kind = TYPES[number]
+    assert kind.dequantise and kind.format
     raw = np.random.default_rng(0).integers(0, 256, (300, kind.nbytes), dtype=np.uint8)
     blocks = raw.reshape(-1).view(kind.layout)
-    codes = signed_codes(kind, blocks)
-    assert kind.code_bits and kind.dequantise
-    assert codes.dtype == np.int8 and codes.min() == -(2 ** (kind.code_bits - 1))
-    assert codes.max() == 2 ** (kind.code_bits - 1) - 1
     with np.errstate(all="ignore"):
-        products = blocks["scale"].astype(np.float32)[:, None] * codes
-        np.testing.assert_array_equal(kind.dequantise(blocks), products)
+        weights = kind.dequantise(blocks)
+    finite = np.isfinite(weights).all(axis=1)
+    found = in_codes(kind, blocks[finite])
+    low = 0 if kind.format.minimums else -(2 ** (kind.format.bits - 1))
+    assert finite.sum() > 250 and found.format == kind.format
+    assert found.codes.min() == low and found.codes.max() == low + 2**kind.format.bits - 1
+    np.testing.assert_array_equal(found.dequantise().astype(np.float32), weights[finite])
 
 
-def test_types_without_integers_have_none() -> None:
-    assert {k.name for k in TYPES.values() if k.code_bits} == {"Q4_0", "Q5_0", "Q8_0"}
+def test_which_types_have_codes() -> None:
+    assert [k.name for k in TYPES.values() if not k.format] == ["F32", "F16", "BF16"]
+    assert stored_format("float16") is None and stored_format("q6_k") == QuantisedFormat(6, 16, two_levels=True)
     assert random_blocks(np.ones((2, 256), np.float32), Kind.Q6_K).shape == (2, 210)

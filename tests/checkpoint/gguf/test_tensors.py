@@ -1,5 +1,6 @@
 """Tensors come out as the Hugging Face folder has them, whatever the converter did to their order."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -12,6 +13,8 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.errors import CheckpointError
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 from tests.support.gguf_files import BLOCKY, write_gguf
+
+QUANTISED = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,7 +42,7 @@ def test_half_precision_keeps_its_type(tmp_path: Path, dtype: str) -> None:
         np.testing.assert_array_equal(found.astype(np.float32), theirs.load(name).astype(np.float32))
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
+@pytest.mark.parametrize("kind", QUANTISED)
 def test_blocks_are_dequantised_then_put_in_order(tmp_path: Path, kind: Kind) -> None:
     folder = random_checkpoint(tmp_path / "folder", "llama", **BLOCKY)
     path = write_gguf(tmp_path / "m.gguf", folder, kind)
@@ -53,11 +56,12 @@ def test_blocks_are_dequantised_then_put_in_order(tmp_path: Path, kind: Kind) ->
             rows = [[64 * h + 2 * (i % 32) + i // 32 for i in range(64)] for h in range(expected.shape[0] // 64)]
             expected = expected[np.concatenate(rows)]
         np.testing.assert_array_equal(ours.load(name), expected)
-        stored = ours.stored(name, 8, 32)
-        assert (stored is not None) == (kind in (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0))
-        if stored:
-            np.testing.assert_array_equal(stored.dequantise(), expected)
-        assert ours.stored(name, 8, 128) is None and (kind == Kind.Q4_0 or ours.stored(name, 4, 32) is None)
+        held = ours.format(name)
+        assert held
+        stored = ours.stored(name, 8, held.group)
+        assert stored and stored.format == replace(held, bits=8)
+        np.testing.assert_array_equal(stored.dequantise().astype(np.float32), expected)
+        assert ours.stored(name, 8, 128) is None and (ours.stored(name, 4, held.group) is None) == (held.bits > 4)
 
 
 def test_a_missing_head_is_the_embedding(tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h (layouts) 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
 
 Blocks = np.ndarray[Any, np.dtype[Any]]  # (B,) of a type's layout
 Floats = NDArray[np.float32]
@@ -45,7 +48,7 @@ class BlockType:
     weights: int
     layout: np.dtype[Any]
     dequantise: Callable[[Blocks], Floats] | None = None  # (B,) -> (B, weights); None: plain floats
-    code_bits: int | None = None  # w = scale * signed code of so many bits, nothing else: `signed_codes` gives them
+    format: QuantisedFormat | None = None  # of its integers, which `in_codes` gives; None: plain floats
 
     @property
     def nbytes(self) -> int:
@@ -57,15 +60,52 @@ class BlockType:
         return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(self.name, self.name.lower())
 
 
-def signed_codes(kind: BlockType, blocks: Blocks) -> NDArray[np.int8]:
-    """(B,) -> (B, 32) int8 with w = scale * code exactly. Only for types with `code_bits`."""
-    if kind.name == "Q8_0":
-        codes: NDArray[np.int8] = blocks["codes"]
-        return codes
-    if kind.name == "Q5_0":
-        return (_five_bits(blocks) - np.uint8(16)).view(np.int8)  # wraps, and is read as signed: -16 .. 15
-    assert kind.name == "Q4_0", kind
-    return (_nibbles(blocks["codes"]) - np.uint8(8)).view(np.int8)
+def stored_format(dtype: str) -> QuantisedFormat | None:
+    """Of a type by its name in `TensorInfo`; None for floats."""
+    return next(kind.format for kind in TYPES.values() if kind.dtype == dtype)
+
+
+def in_codes(kind: BlockType, blocks: Blocks) -> QuantisedMatrix:
+    """(B,) -> a matrix of B rows, each a block, which stands for w exactly. Only for types with a `format`."""
+    assert kind.format, kind
+    held, made = kind.format, partial(QuantisedMatrix, _codes(kind.name, blocks), blocks["scale"][:, None])
+    if not held.minimums:
+        return made(held.group, held.bits, scale_levels=blocks["runs"] if held.two_levels else None)
+    minimums = blocks["minimum"][:, None]
+    if not held.two_levels:
+        return made(held.group, held.bits, minimums)
+    return made(held.group, held.bits, -minimums, *_run_levels(blocks["runs"]))  # which ggml takes off
+
+
+def _codes(name: str, blocks: Blocks) -> NDArray[np.int8]:
+    """(B,) -> (B, weights) in the order of the weights; what is symmetric is signed."""
+    match name:
+        case "Q4_0":
+            return (_nibbles(blocks["codes"]) - np.uint8(8)).view(np.int8)
+        case "Q5_0":
+            return (_five_bits(blocks) - np.uint8(16)).view(np.int8)  # wraps, and is read as signed: -16 .. 15
+        case "Q4_1":
+            return _nibbles(blocks["codes"]).view(np.int8)
+        case "Q5_1":
+            return _five_bits(blocks).view(np.int8)
+        case "Q4_K":
+            return _as_row(_nibbles(blocks["codes"]))
+        case "Q5_K":
+            high = (blocks["high"][:, None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+            low = _nibbles(blocks["codes"]).reshape(-1, 8, 32)
+            return _as_row(low | np.left_shift(high, np.uint8(4)))
+        case "Q6_K":
+            low = np.concatenate([blocks["codes"] & 15, blocks["codes"] >> 4], axis=2)  # (B, 2, 4, 32)
+            high = (blocks["high"][:, :, None, :] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3
+            return _as_row((low | high << 4) - np.uint8(32))
+    codes: NDArray[np.int8] = blocks["codes"]
+    assert name == "Q8_0", name
+    return codes
+
+
+def _as_row(codes: NDArray[Any]) -> NDArray[np.int8]:
+    """Of a block of 256 weights, bytes in whatever shape."""
+    return codes.reshape(-1, 256).view(np.int8)
 
 
 def _nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -84,22 +124,19 @@ def _column(blocks: Blocks, field: str) -> Floats:
     return column
 
 
-def _symmetric(kind: str) -> Callable[[Blocks], Floats]:
-    def dequantise(blocks: Blocks) -> Floats:
-        return _column(blocks, "scale") * signed_codes(_BY_NAME[kind], blocks).astype(np.float32)
-
-    return dequantise
+def _floats(blocks: Blocks, name: str) -> Floats:
+    return _codes(name, blocks).astype(np.float32)
 
 
-def _q4_1(blocks: Blocks) -> Floats:
-    return _column(blocks, "scale") * _nibbles(blocks["codes"]).astype(np.float32) + _column(blocks, "minimum")
+def _symmetric(name: str) -> Callable[[Blocks], Floats]:
+    return lambda blocks: _column(blocks, "scale") * _floats(blocks, name)
 
 
-def _q5_1(blocks: Blocks) -> Floats:
-    return _column(blocks, "scale") * _five_bits(blocks).astype(np.float32) + _column(blocks, "minimum")
+def _affine(name: str) -> Callable[[Blocks], Floats]:
+    return lambda blocks: _column(blocks, "scale") * _floats(blocks, name) + _column(blocks, "minimum")
 
 
-def _run_scales(packed: NDArray[np.uint8]) -> tuple[Floats, Floats]:
+def _run_levels(packed: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     """(B, 12) -> s and m (B, 8), 6 bits each.
 
     Of runs 0-3 in the low 6 bits of bytes 0-3 (s) and 4-7 (m); of runs 4-7 their low 4 bits in bytes 8-11 (s low
@@ -108,31 +145,21 @@ def _run_scales(packed: NDArray[np.uint8]) -> tuple[Floats, Floats]:
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     s = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=1)
     m = np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], axis=1)
-    return s.astype(np.float32), m.astype(np.float32)
+    return s.view(np.int8), m.view(np.int8)
 
 
-def _k_runs(blocks: Blocks, codes: NDArray[np.uint8]) -> Floats:
-    """codes (B, 8, 32)"""
-    s, m = _run_scales(blocks["runs"])
-    scale, minimum = (_column(blocks, "scale") * s)[:, :, None], (_column(blocks, "minimum") * m)[:, :, None]
-    return (scale * codes.astype(np.float32) - minimum).reshape(-1, 256)
+def _k_runs(name: str) -> Callable[[Blocks], Floats]:
+    def dequantise(blocks: Blocks) -> Floats:
+        s, m = (levels.astype(np.float32) for levels in _run_levels(blocks["runs"]))
+        scale, minimum = (_column(blocks, "scale") * s)[:, :, None], (_column(blocks, "minimum") * m)[:, :, None]
+        return (scale * _floats(blocks, name).reshape(-1, 8, 32) - minimum).reshape(-1, 256)
 
-
-def _q4_k(blocks: Blocks) -> Floats:
-    return _k_runs(blocks, _nibbles(blocks["codes"]).reshape(-1, 8, 32))
-
-
-def _q5_k(blocks: Blocks) -> Floats:
-    high = (blocks["high"][:, None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
-    return _k_runs(blocks, _nibbles(blocks["codes"]).reshape(-1, 8, 32) | np.left_shift(high, np.uint8(4)))
+    return dequantise
 
 
 def _q6_k(blocks: Blocks) -> Floats:
-    low = np.concatenate([blocks["codes"] & 15, blocks["codes"] >> 4], axis=2)  # (B, 2, 4, 32)
-    high = (blocks["high"][:, :, None, :] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3
-    codes = ((low | high << 4) - np.uint8(32)).view(np.int8).reshape(-1, 16, 16)
     scale = _column(blocks, "scale") * blocks["runs"].astype(np.float32)
-    values: Floats = scale[:, :, None] * codes.astype(np.float32)
+    values: Floats = scale[:, :, None] * _floats(blocks, "Q6_K").reshape(-1, 16, 16)
     return values.reshape(-1, 256)
 
 
@@ -141,16 +168,15 @@ TYPES: dict[int, BlockType] = {
     0: BlockType("F32", 1, np.dtype("<f4")),
     1: BlockType("F16", 1, np.dtype("<f2")),
     30: BlockType("BF16", 1, np.dtype(ml_dtypes.bfloat16)),
-    2: BlockType("Q4_0", 32, Q4_0, _symmetric("Q4_0"), code_bits=4),
-    3: BlockType("Q4_1", 32, Q4_1, _q4_1),
-    6: BlockType("Q5_0", 32, Q5_0, _symmetric("Q5_0"), code_bits=5),
-    7: BlockType("Q5_1", 32, Q5_1, _q5_1),
-    8: BlockType("Q8_0", 32, Q8_0, _symmetric("Q8_0"), code_bits=8),
-    12: BlockType("Q4_K", 256, Q4_K, _q4_k),
-    13: BlockType("Q5_K", 256, Q5_K, _q5_k),
-    14: BlockType("Q6_K", 256, Q6_K, _q6_k),
+    2: BlockType("Q4_0", 32, Q4_0, _symmetric("Q4_0"), QuantisedFormat(4, 32)),
+    3: BlockType("Q4_1", 32, Q4_1, _affine("Q4_1"), QuantisedFormat(4, 32, minimums=True)),
+    6: BlockType("Q5_0", 32, Q5_0, _symmetric("Q5_0"), QuantisedFormat(5, 32)),
+    7: BlockType("Q5_1", 32, Q5_1, _affine("Q5_1"), QuantisedFormat(5, 32, minimums=True)),
+    8: BlockType("Q8_0", 32, Q8_0, _symmetric("Q8_0"), QuantisedFormat(8, 32)),
+    12: BlockType("Q4_K", 256, Q4_K, _k_runs("Q4_K"), QuantisedFormat(4, 32, minimums=True, two_levels=True)),
+    13: BlockType("Q5_K", 256, Q5_K, _k_runs("Q5_K"), QuantisedFormat(5, 32, minimums=True, two_levels=True)),
+    14: BlockType("Q6_K", 256, Q6_K, _q6_k, QuantisedFormat(6, 16, two_levels=True)),
 }
-_BY_NAME = {kind.name: kind for kind in TYPES.values()}
 _OTHERS = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",

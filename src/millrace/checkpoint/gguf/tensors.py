@@ -5,16 +5,16 @@ of q and k there: row 2i of a head is row i of the original, row 2i + 1 is row D
 Gemma it has added 1 to the weights of norms, which our model adds itself; here it is taken off again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from millrace.checkpoint.config import ModelConfig
 from millrace.checkpoint.files import read_span
-from millrace.checkpoint.gguf.blocks import BlockType, signed_codes
+from millrace.checkpoint.gguf.blocks import BlockType, in_codes
 from millrace.checkpoint.gguf.reader import GgufFile, GgufTensor
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix, combined
 from millrace.checkpoint.weights import Array, TensorInfo, Tensors
 from millrace.errors import CheckpointError, nearest
 
@@ -84,16 +84,20 @@ class GgufTensors(Tensors):
         """Rows in Hugging Face's order: as stored, float32, or float64 where that takes (Gemma's norms, exactly)."""
         return self._floats(name) if name in self._stored else super().load(name)
 
+    def format(self, name: str) -> QuantisedFormat | None:
+        """Of the file's own integers; None for floats, and for what is no matrix."""
+        stored = self._stored.get(name)
+        return stored.type.format if stored and len(self[name].shape) == 2 else None
+
     def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
         """The file's own codes and scales, where `bits` and `group` can hold them unchanged."""
-        kind = self._stored[name].type
-        shape = self[name].shape
-        if kind.code_bits is None or kind.code_bits > bits or kind.weights != group or len(shape) != 2:
+        held = self.format(name)
+        if held is None or held.bits > bits or held.group != group:
             return None
-        blocks = self._blocks(name)
-        codes = np.concatenate([signed_codes(kind, blocks[i : i + _SLAB]) for i in range(0, len(blocks), _SLAB)])
-        scales = blocks["scale"].reshape(shape[0], -1)
-        return QuantisedMatrix(self._reordered(name, codes.reshape(shape)), self._reordered(name, scales), group, bits)
+        blocks, rows = self._blocks(name), self[name].shape[0]
+        slabs = [in_codes(self._stored[name].type, blocks[i : i + _SLAB]) for i in range(0, len(blocks), _SLAB)]
+        whole = replace(combined(slabs, np.concatenate), bits=bits)
+        return whole.each(lambda array: self._reordered(name, array.reshape(rows, -1)))
 
     def _blocks(self, name: str) -> Array:
         return self._data(self[name]).view(self._stored[name].type.layout)

@@ -135,6 +135,10 @@ inline void store_u16_apart(uint16_t* p, I a, int n) {  // to every other: what 
   store_u16(bits, a);
   for (int i = 0; i < n; ++i) p[2 * i] = bits[i];
 }
+inline I load_i8(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
 inline void store_i8(int8_t* p, I x) {
   alignas(32) int32_t t[16];
   store_i(t, x);

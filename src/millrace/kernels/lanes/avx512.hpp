@@ -86,6 +86,9 @@ inline void store_u16(uint16_t* p, I a) {
 inline void store_u16_apart(uint16_t* p, I a, int n) {  // a masked store touches nothing between
   _mm512_mask_storeu_epi16(p, static_cast<__mmask32>(n == 16 ? 0x55555555u : 0x55555555u & ((1u << 2 * n) - 1)), a.v);
 }
+inline I load_i8(const int8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
 inline void store_i8(int8_t* p, I a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
 }

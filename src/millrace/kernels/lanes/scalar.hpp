@@ -151,6 +151,7 @@ inline void store_u16_apart(uint16_t* p, I a, int n) {  // to every other: what 
   store_u16(bits, a);
   for (int i = 0; i < n; ++i) p[2 * i] = bits[i];
 }
+inline I load_i8(const int8_t* p) { return each_i([=](int i) { return static_cast<int32_t>(p[i]); }); }
 inline void store_i8(int8_t* p, I a) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
 }

@@ -1,13 +1,23 @@
 """The declaration of matmul: see kernels/declare.py."""
 
-from millrace.kernels.declare import EXPRESSION, LEGAL_ROWS, ROWS, Kernel, Knob, Operand, RowFormat, WeightFormat
+from millrace.kernels.declare import (
+    EXPRESSION,
+    LEGAL_ROWS,
+    ROWS,
+    Kernel,
+    Knob,
+    Operand,
+    RowFormat,
+    Scaling,
+    WeightFormat,
+)
 
 KERNEL = Kernel(
     "matmul",
     "y = epilogue(x @ w.T + bias) + residual; x and w in the formats of one numerics class",
     (
         Operand("x", "in", f"{ROWS} * x_stride", "uint8_t"),
-        Operand("w", "weight", "matrix_bytes(weights, n, k, group)", "uint8_t"),
+        Operand("w", "weight", "matrix_bytes(weights, n, k, group, scaling)", "uint8_t"),
         Operand("bias", "weight?", "n * 4"),
         Operand("residual", "in?", f"{ROWS} * y_stride * 4"),
         Operand("y", "out", f"{ROWS} * y_stride * (4 - 2 * packed)"),
@@ -19,6 +29,7 @@ KERNEL = Kernel(
         "i32 group",
         "i32 format",
         "i32 weights",
+        "i32 scaling",
         "i32 x_stride",
         "i32 y_stride",
         "i32 gated",
@@ -50,6 +61,11 @@ KERNEL = Kernel(
         f"weights != {WeightFormat.F32} or format == {RowFormat.F32}",
         f"weights != {WeightFormat.BF16} or format == {RowFormat.BF16}",
         f"weights > {WeightFormat.BF16} or group == 0",
+        f"scaling >= {min(Scaling)}",
+        f"scaling <= {max(Scaling)}",
+        f"scaling == {Scaling.PLAIN} or weights >= {WeightFormat.W8}",
+        f"scaling != {Scaling.LEVELS} or weights == {WeightFormat.W8}",
+        f"scaling < {Scaling.LEVELS} or group == 16 or group == 32",
         "x_stride % 4 == 0",
         "x_stride >= row_bytes(format, k, group)",
         "gated == 1 or y_stride >= n",

@@ -11,7 +11,7 @@ from millrace.graph.trees import as_tree, evaluate
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
 from millrace.kernels.convert.op import packs_elements
 from millrace.kernels.convert.ref import Quantised
-from millrace.kernels.declare import RowFormat, WeightFormat
+from millrace.kernels.declare import RowFormat, Scaling, WeightFormat
 from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import matrix_bytes, up
 from millrace.kernels.matmul import ref as products
@@ -21,11 +21,12 @@ from millrace.kernels.matmul.pack import (
     pack_codes,
     pack_matrix,
     quantise_matrix,
+    scaling_of,
     stored_codes,
 )
 from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size
 from millrace.kernels.places import Packed, Place, View, constant_of
-from millrace.kernels.precision import BF16_BY_TILES, Precision
+from millrace.kernels.precision import BF16_BY_TILES, SCALING_WORDS, Precision
 from millrace.kernels.storage import Storage, storage_of
 
 _BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4}
@@ -93,8 +94,13 @@ def _gated_reference(node: Node, values: Values) -> Held:
     return values.stored(evaluate(as_tree(node.attrs["tree"]), halves).astype(np.float64), node)
 
 
+def _scaling(matrices: tuple[Value, ...], format: WeightFormat, group: int) -> Scaling:
+    return scaling_of([constant_of(v) for v in matrices], _BITS[format], group) if format in _BITS else Scaling.PLAIN
+
+
 def _pack(values: tuple[Value, ...], format: WeightFormat, group: int, name: str) -> Packed:
     """A matrix in panels; two of them are interleaved as gate and up."""
+    scaling = _scaling(values, format, group)
     constants, n, k = [constant_of(v) for v in values], size(values[0], 0), size(values[0], 1)
     gated = len(constants) == 2
     rows = 2 * up(n, 16) if gated else n
@@ -108,7 +114,7 @@ def _pack(values: tuple[Value, ...], format: WeightFormat, group: int, name: str
         return pack_matrix(whole, format, group)  # type: ignore[arg-type]
 
     origin = tuple(o for c in constants for o in c.origin)
-    return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group), pack)
+    return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group, scaling), pack)
 
 
 def _packs(node: Node, storage: Storage) -> bool:
@@ -124,14 +130,16 @@ def _lower(node: Node, writer: Writer) -> None:
     numbers: list[float] = []
     if "tree" in node.attrs:
         code, numbers = compile_tree(as_tree(node.attrs["tree"]), 2 if gated else 1)
+    matrices = node.inputs[1:3] if gated else node.inputs[1:2]
+    scaling = _scaling(matrices, weights, group)
     params: Params = {
         "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": x.width, "group": group,
-        "format": view.storage.format, "weights": weights, "x_stride": view.row_bytes,
+        "format": view.storage.format, "weights": weights, "scaling": scaling, "x_stride": view.row_bytes,
         "gated": int(gated), "packed": int(storage.format == RowFormat.BF16), "tiles": int(tiles), "code": code,
         "imm": numbers,
     }  # fmt: skip
-    matrices = node.inputs[1:3] if gated else node.inputs[1:2]
-    name = f"{weights.name.lower()}{f'g{group}' if group else ''}"
+    words = SCALING_WORDS[scaling]
+    name = f"{weights.name.lower()}{f'g{group}' if group else ''}{f' {words}' if words else ''}"
     place = writer.constant(matrices, f"panels of {name}", partial(_pack, matrices, weights, group, name))
     operands: dict[str, View | Place | None] = {"x": view, "w": place}
     if node.attrs.get("bias"):

@@ -2,9 +2,11 @@
 
     F32   [N/32][K][32] float
     BF16  [N/32][K/2][32][2] bfloat16
-    W8    [N/32] groups of ([K/4][32][4] uint8 = code + 128, then 32 float16 scales)
-    W4    [N/32] groups of ([K/8][32][4] bytes, then 32 float16 scales); byte b of a block holds code + 8 of input
-          8i + b in its low nibble and of 8i + 4 + b in its high one
+    W8    [N/32] groups of ([K/4][32][4] uint8 = code + 128, then the scales of 32 outputs)
+    W4    [N/32] groups of ([K/8][32][4] bytes, then the scales of 32 outputs); byte b of a block holds code + 8 (with
+          minimums, the code) of input 8i + b in its low nibble and of 8i + 4 + b in its high one
+Scales are float16; with minimums, 32 of these follow. In two levels nothing follows a group: each super-block of 256
+inputs begins with 32 float16 scales, then the int8 ones of its groups [256/group][32], then minimums alike.
 Each group is zero-padded to a multiple of 8 inputs, N to a multiple of 32 outputs (layout.py counts the bytes).
 """
 
@@ -15,12 +17,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.quantised import SUPER_BLOCK, QuantisedFormat, QuantisedMatrix, combined
 from millrace.errors import CheckpointError
 from millrace.graph.types import Constant
 from millrace.kernels.arrays import Array
-from millrace.kernels.declare import WeightFormat
-from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, panel_bytes, up
+from millrace.kernels.declare import Scaling, WeightFormat
+from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, up
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -37,11 +39,30 @@ def finite(array: NDArray[np.generic], dtype: np.dtype[_T]) -> NDArray[_T]:
     return cast
 
 
+def kept_format(constant: Constant, bits: int, group: int) -> QuantisedFormat | None:
+    """In which the checkpoint's own codes are packed as they are; None where weights are rounded to such of our own."""
+    held = constant.format
+    return held if held and held.bits <= bits and held.group == group else None
+
+
+def scaling_of(constants: Sequence[Constant], bits: int, group: int) -> Scaling:
+    """Of a packed matrix of these weights, which are of one kind unless all are symmetric."""
+    found = {scaling(kept_format(c, bits, group)) for c in constants}
+    assert len(found) == 1, f"weights of {found} in one matrix"
+    return found.pop()
+
+
+def scaling(format: QuantisedFormat | None) -> Scaling:
+    """None: codes of our own"""
+    return Scaling(format.minimums + 2 * format.two_levels) if format else Scaling.PLAIN
+
+
 def stored_codes(constants: Sequence[Constant], bits: int, group: int) -> list[QuantisedMatrix] | None:
     """Weights (N, K) in the checkpoint's own codes, those that it does not hold so rounded; None: it holds none so."""
     held = [c.stored(bits, group) if c.stored else None for c in constants]
     for matrix in filter(None, held):
-        finite(matrix.scales, matrix.scales.dtype)
+        for array in matrix.floats:
+            finite(array, array.dtype)
     if not any(held):
         return None
     return [
@@ -100,7 +121,7 @@ def pack_codes(q: QuantisedMatrix, format: WeightFormat) -> NDArray[np.uint8]:
     """The packed bytes of codes and scales as they are. `format` W8 or W4, of as many bits as `q`."""
     N, K = q.codes.shape
     slabs = (_slab(q, start) for start in range(0, N, _SLAB))
-    return _joined((_pack_groups(s) for s in slabs), matrix_bytes(format, N, K, q.group))
+    return _joined((_pack_groups(s) for s in slabs), matrix_bytes(format, N, K, q.group, scaling(q.format)))
 
 
 def _joined(parts: Iterator[NDArray[np.uint8]], nbytes: int) -> NDArray[np.uint8]:
@@ -114,8 +135,7 @@ def _joined(parts: Iterator[NDArray[np.uint8]], nbytes: int) -> NDArray[np.uint8
 
 def _slab(q: QuantisedMatrix, start: int) -> QuantisedMatrix:
     """A run of rows, the last padded with zero rows to whole panels."""
-    rows = slice(start, start + _SLAB)
-    return QuantisedMatrix(_whole_panels(q.codes[rows]), _whole_panels(q.scales[rows]), q.group, q.bits)
+    return q.each(lambda array: _whole_panels(array[start : start + _SLAB]))
 
 
 def _slabs(w: Array) -> Iterator[Array]:
@@ -144,35 +164,49 @@ def _pack_slab(w: Array, format: WeightFormat, group: int) -> NDArray[np.uint8]:
 
 
 def _pack_groups(q: QuantisedMatrix) -> NDArray[np.uint8]:
-    N, K = q.codes.shape
-    bits, group = q.bits, q.group
-    panels = N // PANEL
-    out = np.empty((panels, panel_bytes(WeightFormat.W8 if bits == 8 else WeightFormat.W4, K, group)), np.uint8)
-    zero_point = 1 << bits - 1
-    at = 0
-    for g in range(n_groups(K, group)):
-        part = q.codes[:, g * group : (g + 1) * group]
-        width = up(part.shape[1], 8)
-        codes = np.full((N, width), zero_point, np.uint8)
-        codes[:, : part.shape[1]] = (part.astype(np.int16) + zero_point).astype(np.uint8)
-        if bits == 8:
-            blocks: NDArray[np.uint8] = codes.reshape(panels, PANEL, width // 4, 4)
-        else:
-            halves = codes.reshape(panels, PANEL, width // 8, 2, 4)
-            blocks = np.bitwise_or(halves[..., 0, :], np.left_shift(halves[..., 1, :], 4))
-        lines = np.ascontiguousarray(blocks.transpose(0, 2, 1, 3)).reshape(panels, -1)
-        scales = np.ascontiguousarray(q.scales[:, g].reshape(panels, PANEL)).view(np.uint8)
-        out[:, at : at + lines.shape[1]] = lines
-        at += lines.shape[1]
-        out[:, at : at + scales.shape[1]] = scales
-        at += scales.shape[1]
-    return out.reshape(-1)
+    parts, levels = [], SUPER_BLOCK // q.group
+    for g in range(n_groups(q.codes.shape[1], q.group)):
+        if q.scale_levels is not None and g % levels == 0:
+            parts += [_super_block(q.scales, q.scale_levels, g // levels, levels)]
+            if q.minimums is not None and q.minimum_levels is not None:
+                parts += [_super_block(q.minimums, q.minimum_levels, g // levels, levels)]
+        parts.append(_lines(q, g))
+        if q.scale_levels is None:
+            parts += [_of_panels(array[:, g]) for array in (q.scales, q.minimums) if array is not None]
+    return np.concatenate(parts, axis=1).reshape(-1)
+
+
+def _lines(q: QuantisedMatrix, g: int) -> NDArray[np.uint8]:
+    """Codes of one group -> (N/32, bytes)"""
+    zero = 0 if q.bits == 4 and q.minimums is not None else 1 << q.bits - 1
+    part = q.codes[:, g * q.group : (g + 1) * q.group]
+    N, width = len(part), up(part.shape[1], 8)
+    codes = np.full((N, width), zero, np.uint8)
+    codes[:, : part.shape[1]] = (part.astype(np.int16) + zero).astype(np.uint8)
+    if q.bits == 8:
+        blocks: NDArray[np.uint8] = codes.reshape(-1, PANEL, width // 4, 4)
+    else:
+        halves = codes.reshape(-1, PANEL, width // 8, 2, 4)
+        blocks = np.bitwise_or(halves[..., 0, :], np.left_shift(halves[..., 1, :], 4))
+    return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3)).reshape(N // PANEL, -1)
+
+
+def _super_block(values: Array, levels: NDArray[np.int8], block: int, n_levels: int) -> NDArray[np.uint8]:
+    """Scales (N, S) and their levels (N, G) of one super-block -> (N/32, bytes); groups beyond the last have zeros."""
+    own = levels[:, block * n_levels : (block + 1) * n_levels]
+    whole = np.pad(own, ((0, 0), (0, n_levels - own.shape[1]))).reshape(-1, PANEL, n_levels)
+    lower = np.ascontiguousarray(whole.transpose(0, 2, 1)).reshape(len(whole), -1).view(np.uint8)
+    return np.concatenate([_of_panels(values[:, block]), lower], axis=1)
+
+
+def _of_panels(column: Array) -> NDArray[np.uint8]:
+    """(N,) -> (N/32, 64)"""
+    return np.ascontiguousarray(column.reshape(-1, PANEL)).view(np.uint8)
 
 
 def interleave_codes(gate: QuantisedMatrix, up_: QuantisedMatrix) -> QuantisedMatrix:
-    """As `interleave_halves`; both of the same bits and group."""
-    codes, scales = interleave_halves(gate.codes, up_.codes), interleave_halves(gate.scales, up_.scales)
-    return QuantisedMatrix(codes, scales, gate.group, gate.bits)
+    """As `interleave_halves`; both of one format."""
+    return combined((gate, up_), lambda halves: interleave_halves(*halves))
 
 
 def interleave_halves(gate: NDArray[_T], up_: NDArray[_T]) -> NDArray[_T]:

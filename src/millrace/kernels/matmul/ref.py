@@ -19,17 +19,20 @@ def matmul_bf16(x: Array, w: Array) -> Array:
 
 
 def matmul_q8(x: Quantised, w: QuantisedMatrix) -> NDArray[np.float64]:
-    """x (M, K) int8 groups, w (N, K) of the same groups: per group an exact integer dot product times both scales."""
+    """x (M, K) int8 groups, w (N, K) of the same groups: per group an exact integer dot product times both scales, and
+    the sum of x's codes times its scale and w's minimum."""
     assert x.group == w.group
     K, size = x.codes.shape[1], x.group or x.codes.shape[1]
     y = np.zeros((x.codes.shape[0], w.codes.shape[0]))
+    scales, minimums = w.group_scales(), w.group_minimums()
     for g, start in enumerate(range(0, K, size)):
         part = slice(start, start + size)
-        dots = x.codes[:, part].astype(np.int64) @ w.codes[:, part].astype(np.int64).T
-        y += dots * x.scales[:, g, None].astype(np.float64) * w.scales[:, g].astype(np.float64)
+        codes = x.codes[:, part].astype(np.int64)
+        dots, sums = codes @ w.codes[:, part].astype(np.int64).T, codes.sum(axis=1, keepdims=True)
+        y += x.scales[:, g, None].astype(np.float64) * (dots * scales[:, g] + sums * minimums[:, g])
     return y
 
 
 def matmul_a16(x: Array, w: QuantisedMatrix) -> NDArray[np.float64]:
-    """x rounded to bfloat16, integer weights with their group's scale."""
+    """x rounded to bfloat16, integer weights with their group's scale and minimum."""
     return to_bf16(x).astype(np.float64) @ w.dequantise().T

@@ -3,11 +3,14 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.graph.rules import illegal
-from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
+from millrace.graph.types import Attrs, Constant, Inputs, Node, Shape, Value
+from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.layout import byte_row_bytes
-from millrace.kernels.matmul.op import precision_of, product
-from millrace.kernels.matmul.pack import quantise_matrix, stored_codes
+from millrace.kernels.matmul.op import precision_of
+from millrace.kernels.matmul.pack import kept_format, quantise_matrix, stored_codes
+from millrace.kernels.matmul.ref import matmul_q8
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, size, whole
 from millrace.kernels.places import Operands, Packed, constant_of
 from millrace.kernels.rescore.pack import pack_byte_rows
@@ -23,8 +26,17 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
 
 def _reference(node: Node, values: Values) -> Held:
     logits, x, w = node.inputs
-    again, y = product(values, x, w, precision_of(node)), values.rows(logits)
+    packed, y = values.held(x), values.rows(logits)
+    assert isinstance(packed, Quantised), x
+    again = matmul_q8(packed, _byte_codes(constant_of(w), packed.group))
     return values.stored(np.where(largest(y, whole(node, "count")), again, y), node)
+
+
+def _byte_codes(constant: Constant, group: int) -> QuantisedMatrix:
+    """Eight bits and a scale per group, as rows hold them: the checkpoint's own where it has such, else rounded."""
+    kept = kept_format(constant, 8, group)
+    stored = stored_codes([constant], 8, group) if kept and kept.symmetric else None
+    return stored[0] if stored else quantise_matrix(constant.load().astype(np.float32), 8, group)
 
 
 def _pack(w: Value, group: int, name: str) -> Packed:
@@ -32,8 +44,7 @@ def _pack(w: Value, group: int, name: str) -> Packed:
     constant, n, k = constant_of(w), size(w, 0), size(w, 1)
 
     def pack() -> NDArray[np.uint8]:
-        stored = stored_codes([constant], 8, group)
-        return pack_byte_rows(stored[0] if stored else quantise_matrix(constant.load().astype(np.float32), 8, group))
+        return pack_byte_rows(_byte_codes(constant, group))
 
     return Packed("+".join(constant.origin), constant.origin, (n, k), name, n * byte_row_bytes(k, group), pack)
 
