@@ -81,7 +81,7 @@ def test_engines_of_one_precision_are_told_apart(millrace: Millrace) -> None:
     """By what they differ in, and nothing else; `rm` says the same of what it removed."""
     ways = (
         ["--max-context", "512"],
-        ["--max-batch", "4", "--kv-cache-dtype", "int8"],
+        ["--max-batch", "4", "--kv-cache-dtype", "int8", "--head", "w4a8"],
         ["--head", "bf16", "--bf16-sums", "pairs"],
     )
     names = []
@@ -94,10 +94,10 @@ def test_engines_of_one_precision_are_told_apart(millrace: Millrace) -> None:
     assert [listed[n]["batch"] for n in names] == [16, 4, 16]
     assert [listed[n]["kv"] for n in names] == ["bf16", "int8", "bf16"]
     heads = [listed[n]["head"] for n in names]
-    assert heads[0] == heads[1] == "w4a8 rescored" and heads[2] == "bf16"
+    assert heads == ["w8a8", "w4a8 rescored", "bf16"]
     shown = {line.split()[-1]: " ".join(line.split()) for line in millrace("list").out.splitlines()}
     assert "differs in" in shown["engine"]
-    assert "context 512, batch 16, kv bf16, head w4a8 rescored tiny-" in shown[names[0]]
+    assert "context 512, batch 16, kv bf16, head w8a8 tiny-" in shown[names[0]]
     assert "context 2048, batch 4, kv int8" in shown[names[1]] and "head bf16 tiny-" in shown[names[2]]
     alone = next(n for n, e in listed.items() if e["precision"] == "bf16")
     assert shown[alone].endswith(f"ago {alone}"), "there is no other of its precision"
@@ -144,4 +144,4 @@ def test_one_engine_is_built_once_however_it_is_asked_for(millrace: Millrace) ->
         assert len(json.loads(millrace("list", "--json").out)) == n, way
     assert millrace("generate", "tiny", *ASK, "--precision", "w4a8").code == 0
     assert millrace("generate", "tiny", *ASK, "--precision", "w4a8", "--head", "w4a8").code == 0
-    assert len(json.loads(millrace("list", "--json").out)) == len(others) + 3, "the second head is not rescored"
+    assert len(json.loads(millrace("list", "--json").out)) == len(others) + 3, "the second head has four bits"

@@ -166,7 +166,7 @@ def test_a_norm_packs_for_its_only_reader() -> None:
     graph = run_passes(traced(lambda m, x: x), before("fuse_convert", passes))
     fused = fuse_convert(graph)
     assert count(fused)["convert"] == count(graph)["convert"] - 1
-    assert storage_of(next(n for n in fused.nodes if n.op == "rms_norm")).format == RowFormat.Q8
+    assert storage_of(next(n for n in fused.nodes if n.op == "rms_norm")).format == RowFormat.HADAMARD_Q8
 
 
 def test_precision_by_pattern() -> None:
@@ -174,19 +174,15 @@ def test_precision_by_pattern() -> None:
     assert chosen.of("model.layers.3.mlp.up_proj") == Precision.W8A8
     assert chosen.of("model.layers.3.self_attn.q_proj") == Precision.W4A8
     assert chosen.of("lm_head", is_head=True) == Precision.BF16
-    assert not chosen.rescores("lm_head")
 
 
 def test_the_head_of_a_4_bit_engine() -> None:
-    """In two steps, unless something else is asked for."""
+    """Has eight bits, unless something else is asked for."""
     plain = precision_map("w4a8")
-    assert plain.of("head", is_head=True) == Precision.W4A8 and plain.rescores("head")
-    fixed = precision_map("w4a8", head="w8a8")
-    assert fixed.of("head", is_head=True) == Precision.W8A8 and not fixed.rescores("head")
-    assert fixed.of("head") == Precision.W4A8
+    assert plain.of("head", is_head=True) == Precision.W8A8 and plain.of("head") == Precision.W4A8
     assert precision_map("w4a16").of("head", is_head=True) == Precision.W8A16
-    assert not precision_map("w8a8").rescores("head")
-    assert not precision_map({"default": "w4a8", "head": "w4a8"}).rescores("head")
+    assert precision_map("w4a8", head="w4a8").of("head", is_head=True) == Precision.W4A8
+    assert precision_map({"default": "w4a8", "head": "w4a8"}).of("head", is_head=True) == Precision.W4A8
 
 
 class Scored(Module):
@@ -217,7 +213,8 @@ def test_the_head_is_what_gives_the_logits(name: str) -> None:
     """By what it is, not by its name."""
     plain = Scored(name, lambda x: x)
     rescored = {"lm_head linear": "w4a8", f"{name} linear": "w4a8", f"{name} rescore": "w8a8"}
-    assert precisions_of(plain, "w4a8") == rescored
+    assert precisions_of(plain, "w4a8", head="w4a8") == rescored
+    assert precisions_of(plain, "w4a8") == {"lm_head linear": "w4a8", f"{name} linear": "w8a8"}
     assert precisions_of(plain, "w4a16") == {"lm_head linear": "w4a16", f"{name} linear": "w8a16"}
     for head in ({"asked": "w4a8", "head": "bf16"}, {"asked": {"default": "w4a8", name: "bf16"}}):
         assert precisions_of(plain, **head) == {"lm_head linear": "w4a8", f"{name} linear": "bf16"}

@@ -15,6 +15,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, Plan, plan_engine
 from millrace.compile.precision import StoredMatrix, nearest_precisions, precision_map, rounding_notes
 from millrace.compile.source import Source
+from millrace.kernels.hadamard import hadamard
 from millrace.kernels.places import Packed
 from millrace.kernels.precision import Precision
 from tests.support.checkpoints import random_checkpoint
@@ -29,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("llama"), "llama", seed=4, **BLOCKY)
 
 
-def plan(path: Path, precision: str | None = None, group: int = 32) -> Plan:
-    options = BuildOptions(precision=precision_map(precision, group) if precision else None)
+def plan(path: Path, precision: str | None = None, group: int = 32, head: str | None = None) -> Plan:
+    options = BuildOptions(precision=precision_map(precision, group, head) if precision else None)
     return plan_engine(Source.from_checkpoint(Checkpoint.open(path)), options)
 
 
@@ -194,7 +195,7 @@ def test_a_mixture_keeps_all(tmp_path: Path, folder: Path) -> None:
 
 
 def test_alike_but_for_their_bits_are_one_product(tmp_path: Path, folder: Path) -> None:
-    """Q4_K and Q5_K in eight bits; a mixture of symmetric types keeps what it can and rounds the rest."""
+    """Q4_K and Q5_K in eight bits; of a mixture of symmetric types, what is kept and what is rounded stand apart."""
     kinds = {"attn_v": Kind.Q5_K, "ffn_up": Kind.Q5_K}
     path = write_gguf(
         tmp_path / "m.gguf", folder, lambda n: next((k for name, k in kinds.items() if name in n), Kind.Q4_K)
@@ -207,13 +208,14 @@ def test_alike_but_for_their_bits_are_one_product(tmp_path: Path, folder: Path) 
     path = write_gguf(tmp_path / "s.gguf", folder, lambda n: Kind.Q5_0 if "attn_v" in n else Kind.Q4_0)
     made = plan(path, "w4a8")
     assert len(rounded(made)) == 1 and "2 of 15 matrices are stored as Q5_0" in rounded(made)[0]
-    qkv = next(w for w in made.program.weights if len(w.origin) == 3)
-    codes, scales = unpacked(qkv)
-    kept = expected(path, qkv.origin[:2])
-    np.testing.assert_array_equal(codes[: len(kept[0])], kept[0])
-    exact = dequantised(path, qkv.origin[2:]).astype(np.float64)
-    wide = np.repeat(scales[len(kept[1]) :].astype(np.float64), 32, axis=1)
-    assert (np.abs(codes[len(kept[0]) :] * wide - exact) <= 1.01 * np.abs(wide)).all()
+    both = next(w for w in made.program.weights if "q_proj" in w.origin[0])
+    np.testing.assert_array_equal(unpacked(both)[0], expected(path, both.origin)[0])
+    again = next(w for w in made.program.weights if "v_proj" in w.origin[0])
+    assert len(both.origin) == 2 and (again.origin[1:], again.format) == ((), "w4g32 by Hadamard")
+    codes, scales = unpacked(again)
+    wide = np.repeat(scales.astype(np.float64), 32, axis=1)
+    exact = hadamard(dequantised(path, again.origin), 32).astype(np.float64)
+    assert (np.abs(codes * wide - exact) <= 1.01 * np.abs(wide)).all()
 
 
 def test_a_head_in_two_steps(tmp_path: Path, folder: Path) -> None:
@@ -224,10 +226,24 @@ def test_a_head_in_two_steps(tmp_path: Path, folder: Path) -> None:
             folder,
             lambda n, head=head: head if n == "output.weight" else Kind.Q4_1,  # type: ignore[misc]
         )
-        made = plan(path, "w4a8")
+        made = plan(path, "w4a8", head="w4a8")
         assert [c.kernel for c in made.program.calls].count("rescore") == steps, head
         for packed in made.program.weights:
             assert packed.pack().nbytes == packed.nbytes
+
+
+def test_a_head_that_nobody_named_keeps_its_codes(tmp_path: Path, folder: Path) -> None:
+    """In the precision of the layers where that holds them, else in eight bits."""
+    for head, kept in ((Kind.Q4_1, "w4g32 with minimums"), (Kind.Q8_0, "w8g32"), (Kind.F32, "w8g32 by Hadamard")):
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            folder,
+            lambda n, head=head: head if n == "output.weight" else Kind.Q4_1,  # type: ignore[misc]
+        )
+        made = plan(path, "w4a8")
+        (found,) = [w for w in made.program.weights if w.origin == ("lm_head.weight",)]
+        assert found.format == kept and rounded(made) == []
+        assert made.precision.described("lm_head").get("lm_head") == (None if kept.startswith("w4") else "w8a8")
 
 
 def test_other_groups_are_rounded_again_and_said(tmp_path: Path, folder: Path) -> None:
@@ -247,7 +263,7 @@ KINDS: list[tuple[Kind | Callable[[str], Kind], str, dict[str, str], int]] = [
     (Kind.Q5_K, "w8a8", {}, 32),
     (Kind.Q6_K, "w8a8", {}, 32),
     (Kind.Q8_0, "w8a8", {}, 32),
-    (lambda name: Kind.Q6_K if name == "output.weight" else Kind.Q4_0, "w4a8", {"lm_head": "w8a8"}, 32),
+    (lambda name: Kind.Q6_K if name == "output.weight" else Kind.Q4_0, "w4a8", {}, 32),  # a head has eight bits
     (lambda name: Kind.F16 if name == "output.weight" else Kind.Q8_0, "w8a8", {"lm_head": "fp32"}, 32),
 ]
 
@@ -268,7 +284,7 @@ def test_a_tied_head_has_the_embeddings_type(tmp_path: Path, folder: Path) -> No
     )  # fmt: skip
     made = plan(path)
     head = next(w for w in made.program.weights if w.format == "w8g32")
-    assert rounded(made) == [] and made.precision.patterns == (("lm_head", Precision.W8A8),)
+    assert rounded(made) == [] and made.precision.of("lm_head", is_head=True) == Precision.W8A8
     np.testing.assert_array_equal(unpacked(head)[0], in_file(path, "token_embd.weight")[0])
 
 

@@ -55,6 +55,5 @@ def test_it_computes_what_it_says(example: ModuleType, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("precision", ["bf16", "w8a8", "w4a8"])
-def test_every_precision_runs(example: ModuleType, precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_precision_runs(example: ModuleType, precision: str) -> None:
     assert len(example.main(precision)) == 24
-    assert ("rescore" in capsys.readouterr().out) == (precision == "w4a8"), "its head is treated as any other"

@@ -29,8 +29,11 @@ def normal(*shape: int, seed: int) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("n", WIDTHS)
-@pytest.mark.parametrize("group", [0, 4, 12, 32, 128])
-@pytest.mark.parametrize("format", [RowFormat.BF16, RowFormat.Q8])
+@pytest.mark.parametrize(
+    "format, group",
+    [(f, g) for f in (RowFormat.BF16, RowFormat.Q8) for g in (0, 4, 12, 32, 128)]
+    + [(RowFormat.HADAMARD_Q8, g) for g in (4, 12, 32, 128, 200)],
+)
 def test_convert_stores_the_reference_bytes(n: int, group: int, format: RowFormat, machine: Machine) -> None:
     x = normal(7, n, seed=1) * np.float32(3)
     x[2] = 0  # a scale of 0
@@ -99,7 +102,9 @@ def test_rms_norm(n: int, runs: int, machine: Machine) -> None:
     )
 
 
-@pytest.mark.parametrize("format, group", [(RowFormat.BF16, 0), (RowFormat.Q8, 32), (RowFormat.BF16, 12)])
+@pytest.mark.parametrize(
+    "format, group", [(RowFormat.BF16, 0), (RowFormat.Q8, 32), (RowFormat.BF16, 12), (RowFormat.HADAMARD_Q8, 64)]
+)
 def test_rms_norm_packs_as_convert_does(format: RowFormat, group: int, machine: Machine) -> None:
     """The fused norm gives the bytes of the norm and the conversion one after the other."""
     n = 100
@@ -183,7 +188,7 @@ def test_layer_norm(n: int, shift: float, machine: Machine) -> None:
     assert_no_worse(y, layer_norm(cut, w, b, 1e-12), exact)
 
 
-@pytest.mark.parametrize("format, group", [(RowFormat.BF16, 0), (RowFormat.Q8, 32)])
+@pytest.mark.parametrize("format, group", [(RowFormat.BF16, 0), (RowFormat.Q8, 32), (RowFormat.HADAMARD_Q8, 64)])
 def test_layer_norm_packs_as_convert_does(format: RowFormat, group: int, machine: Machine) -> None:
     n = 100
     x, w, b, stride = normal(6, n, seed=5), normal(n, seed=6), normal(n, seed=7), row_bytes(format, n, group)

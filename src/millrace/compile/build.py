@@ -14,7 +14,7 @@ import numpy as np
 import millrace
 from millrace.compile.lower import lower
 from millrace.compile.passes import pipeline, run_passes, unfused
-from millrace.compile.precision import PrecisionMap, plain_format, rounding_notes
+from millrace.compile.precision import PrecisionMap, keeping_the_head, plain_format, rounding_notes
 from millrace.compile.program import Bounds, Program
 from millrace.compile.report import program_table
 from millrace.compile.settings import Progress
@@ -40,7 +40,7 @@ from millrace.engine.manifest import (
 )  # fmt: skip
 from millrace.engine.slots import Slot, slot
 from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError, plain
-from millrace.graph.rewrite import LOGITS
+from millrace.graph.rewrite import LOGITS, head_of
 from millrace.graph.table import graph_table
 from millrace.graph.types import Graph, Symbol, find
 from millrace.kernels.catalogue import operators
@@ -104,7 +104,7 @@ class Settled:
 def settled(source: Source, options: BuildOptions) -> Settled:
     """What `options` leave open is the checkpoint's own, or follows from the precision. raises ConfigError"""
     _check(options)
-    precision = options.precision or source.own_precision
+    precision = keeping_the_head(options.precision or source.own_precision, source.stored)
     table = plain_format(precision.default)
     return Settled(
         precision=precision, table=table, tiles=options.tiles,
@@ -139,6 +139,12 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     program = lower(graph, _bounds(graph, chosen), chosen.kv_format, chosen.table, tiles=chosen.tiles)
     notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, chosen.table))
     return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), tuple(map(plain, notes)))
+
+
+def _head(graph: Graph) -> str | None:
+    """The name of its head, where it has one."""
+    head = head_of(graph)
+    return head.origin[0] if head else None
 
 
 def _check_context(graph: Graph, max_context: int) -> None:
@@ -337,7 +343,8 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
     return Manifest(
         format=FORMAT, millrace=millrace.__version__, model_name=plain(name), architecture=source.architecture,
         source=source.identity(),
-        precision=plan.precision.named, group=plan.precision.group, n_parameters=source.n_parameters,
+        precision=plan.precision.described(_head(plan.traced)), group=plan.precision.group,
+        n_parameters=source.n_parameters,
         symbols=[SymbolEntry(s.name, b.low, b.usual, b.high) for s, b in program.symbols.items()],
         max_context=source.max_context, vocab_size=width or source.vocab_size, eos_token_ids=list(source.eos_token_ids),
         bos_token_id=source.bos_token_id, files=files, notes=list(plan.notes), cpu=cpu,

@@ -18,7 +18,7 @@ from millrace.kernels.elementwise.op import ELEMENTWISE
 from millrace.kernels.expression import TooComplexError, compile_tree
 from millrace.kernels.gather_rows.op import GATHER_ROWS
 from millrace.kernels.matmul.op import GATED_LINEAR, LINEAR, precision_of
-from millrace.kernels.matmul.pack import kept_format, stored_codes
+from millrace.kernels.matmul.pack import stored_codes
 from millrace.kernels.operators import runnable
 from millrace.kernels.precision import Precision
 from millrace.kernels.rescore.op import RESCORE
@@ -53,7 +53,7 @@ def cpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
         ("fuse_rope_attention", fuse_rope_attention),
         ("convert_inputs", lambda g: convert_inputs(g, precisions.group)),
         ("fuse_convert", fuse_convert),
-        ("rescore_head", lambda g: rescore_head(g, precisions)),
+        ("rescore_head", lambda g: rescore_head(g, precisions.group)),
         ("prune", prune),
     ]
 
@@ -64,7 +64,7 @@ def unfused(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
         ("fold_constants", fold_constants),
         ("choose_precision", lambda g: choose_precision(g, precisions)),
         ("convert_inputs", lambda g: convert_inputs(g, precisions.group)),
-        ("rescore_head", lambda g: rescore_head(g, precisions)),
+        ("rescore_head", lambda g: rescore_head(g, precisions.group)),
         ("prune", prune),
     ]
 
@@ -205,9 +205,9 @@ def _kind(node: Node, group: int) -> object:
 
 
 def _kept(weights: Sequence[Value], precision: Precision, group: int) -> QuantisedFormat | None:
-    """The kind of codes that a product takes over as the checkpoint holds them; None: rounded, or symmetric ones."""
+    """The kind of codes that a product takes over as the checkpoint holds them; None: it rounds weights itself."""
     kept = [kept_as(w.constant.format if w.constant else None, precision, group) for w in weights]
-    kinds = {None if f is None or f.symmetric else replace(f, bits=precision.bits) for f in kept}
+    kinds = {f and replace(f, bits=precision.bits) for f in kept}
     return kinds.pop() if len(kinds) == 1 else None
 
 
@@ -332,7 +332,8 @@ def fuse_rope_attention(graph: Graph) -> Graph:
 def convert_inputs(graph: Graph, group: int) -> Graph:
     """Puts the conversion that a product's precision asks for before it; products over one input share it.
 
-    Activations come in groups of `group`, or where a product keeps a checkpoint's codes in the groups of these.
+    Activations come in groups of `group`, or where a product keeps a checkpoint's codes in the groups of these. Where
+    it does not, weights and activations are both transformed before they are rounded (kernels/hadamard.py).
     """
     converted: dict[tuple[Value, Storage], Node] = {}
 
@@ -342,7 +343,7 @@ def convert_inputs(graph: Graph, group: int) -> Graph:
         x = node.inputs[0]
         precision = precision_of(node)
         kept = _kept(node.inputs[1 : 3 if node.op == "gated_linear" else 2], precision, group)
-        storage = precision.storage(kept.group if kept else group)
+        storage = precision.storage(kept.group if kept else group, hadamard=not kept)
         if storage == DENSE:
             return None
         fresh = []
@@ -376,8 +377,8 @@ def fuse_convert(graph: Graph) -> Graph:
     return rewrite(graph, rule)
 
 
-def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
-    """A 4-bit head computes its likeliest tokens again in 8 bits: half the bytes, nearly always the same ranking.
+def rescore_head(graph: Graph, group: int) -> Graph:
+    """A W4A8 head computes its likeliest tokens again in 8 bits: half the bytes, nearly always the same ranking.
 
     Not where four bits hold what the checkpoint stores: nothing can come closer to it.
     """
@@ -386,10 +387,8 @@ def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
     def rule(node: Node, live: Live) -> Instead | None:
         if not (head and node.outputs == head.outputs and node.output in results and _plain_linear(node)):
             return None
-        if not precisions.rescores(node.origin[0]):
-            return None
         x, w = node.inputs
-        if w.constant and kept_format(w.constant, precision_of(node).bits, precisions.group):
+        if precision_of(node) != Precision.W4A8 or _kept((w,), Precision.W4A8, group):
             return None
         rough = make_node(LINEAR, (x, w), node.attrs, node.origin)
         attrs = {"precision": Precision.W8A8, "count": RESCORED}

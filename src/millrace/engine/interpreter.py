@@ -77,8 +77,8 @@ class Interpreter(Values):
 
     def stored(self, x: Array, node: Node) -> Held:
         rounded, storage = x.astype(np.float32), storage_of(node)
-        if storage.format == RowFormat.Q8:
-            return to_q8(rounded, storage.group)
+        if storage.format >= RowFormat.Q8:
+            return to_q8(rounded, storage.group, storage.hadamard)
         return (to_bf16(rounded) if storage.format == RowFormat.BF16 else rounded).astype(np.float64)
 
     @property

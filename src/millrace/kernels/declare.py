@@ -28,6 +28,7 @@ class RowFormat(IntEnum):
     F32 = 0  # n floats
     BF16 = 1  # groups of bfloat16, each group zero-padded to a multiple of 8
     Q8 = 2  # the same groups as int8, then one float scale and one int32 sum of codes per group
+    HADAMARD_Q8 = 3  # as Q8, each group times a Hadamard matrix before it is rounded (see hadamard.py)
 
 
 class WeightFormat(IntEnum):
@@ -110,3 +111,9 @@ MAX_HEAD = 512  # elements of a key or a value
 
 ROWS = "most(rows)"
 LEGAL_ROWS = "rows >= 0"
+
+MOST_HADAMARD = 4096  # elements of a group that is transformed: a kernel holds one beside its row
+LEGAL_HADAMARD = (
+    f"format != {RowFormat.HADAMARD_Q8} or group > 0",
+    f"format != {RowFormat.HADAMARD_Q8} or group <= {MOST_HADAMARD}",
+)

@@ -31,9 +31,13 @@ class Precision(StrEnum):
     def quantised(self) -> bool:
         return self.weights in (WeightFormat.W8, WeightFormat.W4)
 
-    def storage(self, group: int) -> Storage:
-        """How the activations of such a product lie in memory."""
-        packed = RowFormat.Q8 if self.value.endswith("a8") else RowFormat.BF16
+    def storage(self, group: int, hadamard: bool = False) -> Storage:
+        """How the activations of such a product lie in memory.
+
+        hadamard: groups are transformed before they become int8 (kernels/hadamard.py)
+        """
+        q8 = RowFormat.HADAMARD_Q8 if hadamard else RowFormat.Q8
+        packed = q8 if self.value.endswith("a8") else RowFormat.BF16
         return Storage(RowFormat.F32 if self == Precision.FP32 else packed, group if self.quantised else 0)
 
 
@@ -43,6 +47,8 @@ SCALING_WORDS: Mapping[int, str] = MappingProxyType({
     Scaling.PLAIN: "", Scaling.MINIMUMS: "with minimums", Scaling.LEVELS: "in two levels",
     Scaling.LEVELS_MINIMUMS: "in two levels with minimums",
 })  # fmt: skip
+
+HADAMARD = "by Hadamard"  # codes of transformed groups
 
 _WEIGHTS = {
     Precision.FP32: WeightFormat.F32,

@@ -13,6 +13,11 @@ class Storage:
     format: RowFormat
     group: int = 0
 
+    @property
+    def hadamard(self) -> bool:
+        """Whether groups are transformed before they are rounded, as are the weights that they meet."""
+        return self.format == RowFormat.HADAMARD_Q8
+
     def __repr__(self) -> str:
         name = self.format.name.lower()
         return f"{name}g{self.group}" if self.group else name

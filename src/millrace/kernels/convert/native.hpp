@@ -1,8 +1,10 @@
 // convert   y = x in the row format of a matrix product: bfloat16 or int8, group by group, each zero-padded to 8
 //   int8: scale = amax / 127, code = nearest(x * (127 / amax)); amax 0 gives scale 0 and codes 0. A group with an element
 //   that is not finite has the scale NaN, so that what follows of it is seen to be nothing
+//   int8 by Hadamard: the same of each group times a Hadamard matrix (hadamard.hpp)
 //   x (rows, n) float | y (rows, y_stride bytes): codes, then a float scale and an int32 sum of codes per group
 #pragma once
+#include "hadamard.hpp"
 namespace millrace::MILLRACE_ISA {
 
 inline void to_bf16_row(const float* x, int64_t n, int64_t group, uint8_t* y) {
@@ -18,7 +20,9 @@ inline void to_bf16_row(const float* x, int64_t n, int64_t group, uint8_t* y) {
   }
 }
 
-inline void to_q8_row(const float* x, int64_t n, int64_t group, uint8_t* y) {
+template <bool kHadamard>
+void to_q8_row(const float* x, int64_t n, int64_t group, uint8_t* y) {
+  alignas(64) float transformed[kHadamard ? kMostHadamard : 1];
   const int64_t groups = n_groups(n, group), size = group ? group : n, padded = group ? up(group, 8) : n;
   auto* scales = reinterpret_cast<float*>(y + up(padded_k(n, group), 4));
   auto* sums = reinterpret_cast<int32_t*>(scales + groups);
@@ -26,6 +30,10 @@ inline void to_q8_row(const float* x, int64_t n, int64_t group, uint8_t* y) {
     const float* from = x + g * size;
     const int64_t count = (g + 1) * size < n ? size : n - g * size, width = up(count, group ? 8 : 2);
     auto* out = reinterpret_cast<int8_t*>(y + g * padded);
+    if constexpr (kHadamard) {
+      hadamard_group(from, count, transformed);
+      from = transformed;
+    }
     F check = zero();
     const float amax = row_magnitude(from, count, check);
     scales[g] = amax / 127.0f + sum(check);
@@ -52,7 +60,9 @@ inline void store_row(const float* x, int64_t n, int32_t format, int64_t group, 
   if (format == 1)
     to_bf16_row(x, n, group, y);
   else if (format == 2)
-    to_q8_row(x, n, group, y);
+    to_q8_row<false>(x, n, group, y);
+  else if (format == 3)
+    to_q8_row<true>(x, n, group, y);
 }
 
 inline void convert(const ConvertArgs& a, StepContext& c) {

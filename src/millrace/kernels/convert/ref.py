@@ -8,16 +8,18 @@ from numpy.typing import NDArray
 
 from millrace.kernels.arrays import Array
 from millrace.kernels.declare import RowFormat
+from millrace.kernels.hadamard import hadamard
 from millrace.kernels.layout import n_groups, padded_k, row_bytes, up
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """codes (M, K) int8, scales (M, G) float32: x ~ codes * scales of their group."""
+    """codes (M, K) int8, scales (M, G) float32: x, or their Hadamard transforms, ~ codes * scales of their group."""
 
     codes: NDArray[np.int8]
     scales: NDArray[np.float32]
     group: int
+    hadamard: bool = False
 
     def dequantise(self) -> NDArray[np.float64]:
         wide = np.repeat(self.scales.astype(np.float64), self.group or self.codes.shape[1], axis=1)
@@ -29,29 +31,31 @@ def to_bf16(x: Array) -> Array:
     return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(x.dtype)
 
 
-def to_q8(x: Array, group: int) -> Quantised:
+def to_q8(x: Array, group: int, transform: bool = False) -> Quantised:
     """x (M, K) -> int8 codes with scale amax/127 per row and group; computed in float32, as the kernels do.
+
+    transform: each group is multiplied by a Hadamard matrix first (kernels/hadamard.py)
 
     error: |x - dequantise| <= scale/2 and a rounding of x * (127/amax); source: arXiv:2106.08295 section 2.2
     """
     M, K = x.shape
     size = group or K
     padded = np.zeros((M, up(K, size)), np.float32)
-    padded[:, :K] = x
+    padded[:, :K] = hadamard(x, size) if transform else x
     grouped = padded.reshape(M, -1, size)
     amax = np.abs(grouped).max(axis=2)
     with np.errstate(divide="ignore"):
         inverse = np.where(amax > 0, np.float32(127) / amax, np.float32(0)).astype(np.float32)
     codes = np.rint(grouped * inverse[:, :, None]).astype(np.int8).reshape(M, -1)[:, :K]
-    return Quantised(codes, amax / np.float32(127), group)
+    return Quantised(codes, amax / np.float32(127), group, transform)
 
 
 def pack_rows(x: Array, format: int, group: int) -> NDArray[np.uint8]:
-    """x (M, K) -> (M, row_bytes): exactly the bytes that the kernel stores in this RowFormat, BF16 or Q8."""
+    """x (M, K) -> (M, row_bytes): exactly the bytes that the kernel stores in this RowFormat, but for F32."""
     M, K = x.shape
     rows = np.zeros((M, row_bytes(format, K, group)), np.uint8)
     size, stride = group or K, up(group, 8) if group else K
-    quantised = to_q8(x, group) if format == RowFormat.Q8 else None
+    quantised = None if format == RowFormat.BF16 else to_q8(x, group, format == RowFormat.HADAMARD_Q8)
     for g in range(n_groups(K, group)):
         part = slice(g * size, min((g + 1) * size, K))
         if quantised is None:

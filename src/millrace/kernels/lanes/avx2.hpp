@@ -66,6 +66,13 @@ inline F first(F x, int n, F other) {
   const __m256 hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n - 8), i));
   return {_mm256_blendv_ps(other.a, x.a, lo), _mm256_blendv_ps(other.b, x.b, hi)};
 }
+template <int D>
+inline F exchanged(F x) {
+  if constexpr (D == 1) return {_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)};
+  if constexpr (D == 2) return {_mm256_permute_ps(x.a, 0x4e), _mm256_permute_ps(x.b, 0x4e)};
+  if constexpr (D == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+  if constexpr (D == 8) return {x.b, x.a};
+}
 inline F if_less(F x, F y, F then, F other) {
   return {_mm256_blendv_ps(other.a, then.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
           _mm256_blendv_ps(other.b, then.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};

@@ -41,6 +41,14 @@ inline F times_power(F a, F n) { return {_mm512_scalef_ps(a.v, n.v)}; }  // subn
 inline F first(F a, int n, F other) {
   return {_mm512_mask_blend_ps(static_cast<__mmask16>((1u << n) - 1), other.v, a.v)};
 }
+// Lane i from lane i ^ D, for D of 1, 2, 4, 8.
+template <int D>
+inline F exchanged(F a) {
+  if constexpr (D == 1) return {_mm512_permute_ps(a.v, 0xb1)};
+  if constexpr (D == 2) return {_mm512_permute_ps(a.v, 0x4e)};
+  if constexpr (D == 4) return {_mm512_shuffle_f32x4(a.v, a.v, 0xb1)};
+  if constexpr (D == 8) return {_mm512_shuffle_f32x4(a.v, a.v, 0x4e)};
+}
 inline F if_less(F a, F b, F then, F other) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), other.v, then.v)};
 }

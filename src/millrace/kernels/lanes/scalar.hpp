@@ -69,6 +69,11 @@ inline F times_power(F a, F n) {
 }
 // Lanes below n from a, the rest from other.
 inline F first(F a, int n, F other) { return each([&](int i) { return i < n ? a.v[i] : other.v[i]; }); }
+// Lane i from lane i ^ D.
+template <int D>
+inline F exchanged(F a) {
+  return each([&](int i) { return a.v[i ^ D]; });
+}
 inline F if_less(F a, F b, F then, F other) {
   return each([&](int i) { return a.v[i] < b.v[i] ? then.v[i] : other.v[i]; });
 }

@@ -1,6 +1,6 @@
 """The declaration of layer_norm: see kernels/declare.py."""
 
-from millrace.kernels.declare import LEGAL_ROWS, ROWS, Kernel, Operand, RowFormat
+from millrace.kernels.declare import LEGAL_HADAMARD, LEGAL_ROWS, ROWS, Kernel, Operand, RowFormat
 
 KERNEL = Kernel(
     "layer_norm",
@@ -19,6 +19,7 @@ KERNEL = Kernel(
         f"format >= {min(RowFormat)}",
         f"format <= {max(RowFormat)}",
         "group >= 0",
+        *LEGAL_HADAMARD,
         "y_stride % 4 == 0",
         "y_stride >= row_bytes(format, n, group)",
     ),

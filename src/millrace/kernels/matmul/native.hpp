@@ -203,8 +203,8 @@ void multiply_codes(const MatmulArgs& a, StepContext& c) {
 inline void matmul(const MatmulArgs& a, StepContext& c) {
   if (a.weights == 0) return multiply<Class::f32>(a, c);
   if (a.weights == 1) return a.tiles ? multiply<Class::bf16_tiles>(a, c) : multiply<Class::bf16>(a, c);
-  if (a.weights == 2) return a.format == 2 ? multiply_codes<Class::w8a8>(a, c) : multiply_codes<Class::w8a16>(a, c);
-  return a.format == 2 ? multiply_codes<Class::w4a8>(a, c) : multiply_codes<Class::w4a16>(a, c);
+  if (a.weights == 2) return a.format >= 2 ? multiply_codes<Class::w8a8>(a, c) : multiply_codes<Class::w8a16>(a, c);
+  return a.format >= 2 ? multiply_codes<Class::w4a8>(a, c) : multiply_codes<Class::w4a16>(a, c);
 }
 
 }  // namespace millrace::MILLRACE_ISA

@@ -20,13 +20,13 @@ from millrace.kernels.matmul.pack import (
     interleave_halves,
     pack_codes,
     pack_matrix,
-    quantise_matrix,
+    rounded_codes,
     scaling_of,
     stored_codes,
 )
 from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size
 from millrace.kernels.places import Packed, Place, View, constant_of
-from millrace.kernels.precision import BF16_BY_TILES, SCALING_WORDS, Precision
+from millrace.kernels.precision import BF16_BY_TILES, HADAMARD, SCALING_WORDS, Precision
 from millrace.kernels.storage import Storage, storage_of
 
 _BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4}
@@ -64,18 +64,18 @@ def precision_of(node: Node) -> Precision:
 def product(values: Values, x: Value, w: Value, precision: Precision) -> Rows:
     """x @ w.T as this numerics class means it."""
     if precision.quantised:
-        codes, held = _codes(values, w, precision.bits, values.group(x)), values.held(x)
+        held, group = values.held(x), values.group(x)
         if isinstance(held, Quantised):
-            return products.matmul_q8(held, codes)
-        return products.matmul_a16(values.rows(x), codes)
+            return products.matmul_q8(held, _codes(values, w, precision.bits, group, transform=held.hadamard))
+        return products.matmul_a16(values.rows(x), _codes(values, w, precision.bits, group))
     rows, weights = values.rows(x), values.rows(w).astype(np.float32).astype(np.float64)
     y = products.matmul_bf16(rows, weights) if precision == Precision.BF16 else products.matmul(rows, weights)
     return y.astype(np.float64)
 
 
-def _codes(values: Values, w: Value, bits: int, group: int) -> QuantisedMatrix:
-    stored = stored_codes([w.constant], bits, group) if w.constant else None
-    return stored[0] if stored else quantise_matrix(values.rows(w).astype(np.float32), bits, group)
+def _codes(values: Values, w: Value, bits: int, group: int, *, transform: bool = False) -> QuantisedMatrix:
+    stored = stored_codes([w.constant], bits, group) if w.constant and not transform else None
+    return stored[0] if stored else rounded_codes(values.rows(w), bits, group, transform=transform)
 
 
 def _reference(node: Node, values: Values) -> Held:
@@ -94,24 +94,27 @@ def _gated_reference(node: Node, values: Values) -> Held:
     return values.stored(evaluate(as_tree(node.attrs["tree"]), halves).astype(np.float64), node)
 
 
-def _scaling(matrices: tuple[Value, ...], format: WeightFormat, group: int) -> Scaling:
-    return scaling_of([constant_of(v) for v in matrices], _BITS[format], group) if format in _BITS else Scaling.PLAIN
+def _scaling(matrices: tuple[Value, ...], format: WeightFormat, rows: Storage) -> Scaling:
+    if format not in _BITS or rows.hadamard:
+        return Scaling.PLAIN
+    return scaling_of([constant_of(v) for v in matrices], _BITS[format], rows.group)
 
 
-def _pack(values: tuple[Value, ...], format: WeightFormat, group: int, name: str) -> Packed:
-    """A matrix in panels; two of them are interleaved as gate and up."""
-    scaling = _scaling(values, format, group)
+def _pack(values: tuple[Value, ...], format: WeightFormat, of: Storage, name: str) -> Packed:
+    """A matrix in panels, for rows that lie like this; two of them are interleaved as gate and up."""
+    scaling, group = _scaling(values, format, of), of.group
     constants, n, k = [constant_of(v) for v in values], size(values[0], 0), size(values[0], 1)
     gated = len(constants) == 2
     rows = 2 * up(n, 16) if gated else n
 
     def pack() -> NDArray[np.uint8]:
-        codes = stored_codes(constants, _BITS[format], group) if format in _BITS else None
+        keeps = format in _BITS and not of.hadamard
+        codes = stored_codes(constants, _BITS[format], group) if keeps else None
         if codes:
             return pack_codes(interleave_codes(*codes) if gated else codes[0], format)
         arrays = [c.load() for c in constants]
         whole = interleave_halves(*(a.astype(np.float32) for a in arrays)) if gated else arrays[0]
-        return pack_matrix(whole, format, group)  # type: ignore[arg-type]
+        return pack_matrix(whole, format, group, transform=of.hadamard)  # type: ignore[arg-type]
 
     origin = tuple(o for c in constants for o in c.origin)
     return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group, scaling), pack)
@@ -131,16 +134,16 @@ def _lower(node: Node, writer: Writer) -> None:
     if "tree" in node.attrs:
         code, numbers = compile_tree(as_tree(node.attrs["tree"]), 2 if gated else 1)
     matrices = node.inputs[1:3] if gated else node.inputs[1:2]
-    scaling = _scaling(matrices, weights, group)
+    scaling = _scaling(matrices, weights, view.storage)
     params: Params = {
         "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": x.width, "group": group,
         "format": view.storage.format, "weights": weights, "scaling": scaling, "x_stride": view.row_bytes,
         "gated": int(gated), "packed": int(storage.format == RowFormat.BF16), "tiles": int(tiles), "code": code,
         "imm": numbers,
     }  # fmt: skip
-    words = SCALING_WORDS[scaling]
+    words = HADAMARD if view.storage.hadamard else SCALING_WORDS[scaling]
     name = f"{weights.name.lower()}{f'g{group}' if group else ''}{f' {words}' if words else ''}"
-    place = writer.constant(matrices, f"panels of {name}", partial(_pack, matrices, weights, group, name))
+    place = writer.constant(matrices, f"panels of {name}", partial(_pack, matrices, weights, view.storage, name))
     operands: dict[str, View | Place | None] = {"x": view, "w": place}
     if node.attrs.get("bias"):
         operands["bias"] = writer.vector(node.inputs[2])

@@ -7,6 +7,7 @@
           minimums, the code) of input 8i + b in its low nibble and of 8i + 4 + b in its high one
 Scales are float16; with minimums, 32 of these follow. In two levels nothing follows a group: each super-block of 256
 inputs begins with 32 float16 scales, then the int8 ones of its groups [256/group][32], then minimums alike.
+Weights that meet rows of HADAMARD_Q8 are transformed as these are before they are rounded (kernels/hadamard.py).
 Each group is zero-padded to a multiple of 8 inputs, N to a multiple of 32 outputs (layout.py counts the bytes).
 """
 
@@ -22,6 +23,7 @@ from millrace.errors import CheckpointError
 from millrace.graph.types import Constant
 from millrace.kernels.arrays import Array
 from millrace.kernels.declare import Scaling, WeightFormat
+from millrace.kernels.hadamard import hadamard
 from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, up
 
 _T = TypeVar("_T", bound=np.generic)
@@ -58,17 +60,13 @@ def scaling(format: QuantisedFormat | None) -> Scaling:
 
 
 def stored_codes(constants: Sequence[Constant], bits: int, group: int) -> list[QuantisedMatrix] | None:
-    """Weights (N, K) in the checkpoint's own codes, those that it does not hold so rounded; None: it holds none so."""
+    """Weights (N, K) in the checkpoint's own codes; None where it does not hold all of them so."""
     held = [c.stored(bits, group) if c.stored else None for c in constants]
-    for matrix in filter(None, held):
+    kept = [matrix for matrix in held if matrix]
+    for matrix in kept:
         for array in matrix.floats:
             finite(array, array.dtype)
-    if not any(held):
-        return None
-    return [
-        stored or quantise_matrix(c.load().astype(np.float32), bits, group)
-        for stored, c in zip(held, constants, strict=True)
-    ]
+    return kept if len(kept) == len(held) else None
 
 
 _COARSE = 0.1  # a scale is that far from what it should be: of such groups there may be a few, next to nothing
@@ -101,6 +99,11 @@ def quantise_matrix(w: Array, bits: int, group: int) -> QuantisedMatrix:
     return QuantisedMatrix(codes.reshape(N, -1)[:, :K], scales, group, bits)
 
 
+def rounded_codes(w: Array, bits: int, group: int, *, transform: bool = False) -> QuantisedMatrix:
+    """As `quantise_matrix`. transform: for rows whose groups are"""
+    return quantise_matrix(hadamard(w, group) if transform else w.astype(np.float32), bits, group)
+
+
 def _energy(w: Array) -> float:
     return float(np.square(w, dtype=np.float64).sum())
 
@@ -108,13 +111,14 @@ def _energy(w: Array) -> float:
 _SLAB = 1024  # outputs packed at a time: bounds the memory that packing needs beside the result
 
 
-def pack_matrix(w: Array, format: WeightFormat, group: int) -> NDArray[np.uint8]:
+def pack_matrix(w: Array, format: WeightFormat, group: int, *, transform: bool = False) -> NDArray[np.uint8]:
     """w (N, K) -> the packed bytes, one dimension. `group` is 0 for F32 and BF16.
 
-    raises CheckpointError for what is not finite
+    transform: for rows whose groups are. raises CheckpointError for what is not finite
     """
     N, K = w.shape
-    return _joined((_pack_slab(s, format, group) for s in _slabs(w)), matrix_bytes(format, N, K, group))
+    slabs = (hadamard(s, group) if transform else s for s in _slabs(w))
+    return _joined((_pack_slab(s, format, group) for s in slabs), matrix_bytes(format, N, K, group))
 
 
 def pack_codes(q: QuantisedMatrix, format: WeightFormat) -> NDArray[np.uint8]:

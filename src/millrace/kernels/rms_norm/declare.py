@@ -1,6 +1,6 @@
 """The declaration of rms_norm: see kernels/declare.py."""
 
-from millrace.kernels.declare import LEGAL_ROWS, ROWS, Kernel, Operand, RowFormat
+from millrace.kernels.declare import LEGAL_HADAMARD, LEGAL_ROWS, ROWS, Kernel, Operand, RowFormat
 
 KERNEL = Kernel(
     "rms_norm",
@@ -20,6 +20,7 @@ KERNEL = Kernel(
         f"format <= {max(RowFormat)}",
         f"format == {RowFormat.F32} or runs == 1",
         "group >= 0",
+        *LEGAL_HADAMARD,
         "y_stride % 4 == 0",
         f"format != {RowFormat.F32} or y_stride >= runs * n * 4",
         f"format == {RowFormat.F32} or y_stride >= row_bytes(format, n, group)",
