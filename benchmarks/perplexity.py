@@ -182,11 +182,11 @@ def of_llama_cpp(path: Path, documents: Documents, cache: int | None = None) -> 
 
     cache: the type of keys and values as of LlamaCppEngine; where it is said, attention is not fused
     """
-    from benchmarks.peers.llama_cpp_engine import LlamaCppEngine, batches
+    from benchmarks.peers.llama_cpp_engine import LlamaCppEngine, Tried, batches
 
     engine = LlamaCppEngine(path, usable_cores(), cache)
     size = Workload(Phase.PREFILL, users=1, prompt=max(map(len, documents)), new=0)
-    context, rows = engine.context(size, flash=cache is None), []
+    context, rows = engine.context(size, Tried(flash=cache is None)), []
     described, vocab = engine.describe(), engine.vocab
     for document in sorted(documents, key=len, reverse=True):
         context.keep(1, 0)

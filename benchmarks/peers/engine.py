@@ -1,11 +1,15 @@
 """What every engine must be able to do here, ours included, and the catalogue of those that are compared."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import Workload
@@ -25,6 +29,9 @@ class Description:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+Floats = NDArray[np.float32]
+
+
 class Engine(Protocol):
     """Loaded and ready; it keeps its weights and its threads until its process ends."""
 
@@ -38,6 +45,10 @@ class Engine(Protocol):
 
     def run(self, workload: Workload) -> float:
         """Seconds of the part that counts."""
+        ...
+
+    def logits(self, prompt: Sequence[int]) -> Floats:
+        """(vocabulary) behind the last token of one user's prompt: who is fast must have computed the model, too."""
         ...
 
 
@@ -58,8 +69,9 @@ class Entry:
         return missing
 
     def environment(self) -> dict[str, str]:
-        """What its process gets beside the variables of this one."""
-        return {"LLAMA_CPP_LIB_PATH": os.environ[self.library]} if self.library else {}
+        """What its process gets beside the variables of this one: glibc asks for huge pages, as our engines do."""
+        own = {"LLAMA_CPP_LIB_PATH": os.environ[self.library]} if self.library else {}
+        return {**own, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
     def load(self, weights: NamedWeights, folder: Path, threads: int) -> Engine:
         engine: Engine = import_module(f"benchmarks.peers.{self.module}").load(weights, self.variant, folder, threads)
@@ -76,6 +88,7 @@ CATALOGUE = {
     "llama.cpp-q4_0": Entry("llama_cpp_engine", "Q4_0", _LLAMA, "int8"),
     "llama.cpp-q4_k_m": Entry("llama_cpp_engine", "Q4_K_M", _LLAMA, "int8"),
     "openvino-int4": Entry("openvino_engine", "int4", ("openvino",), "int8"),
+    "openvino-int4-asym": Entry("openvino_engine", "int4-asym", ("openvino",), "int8"),
     "millrace-w8a8": Entry("millrace_engine", "w8a8", (), "int8"),
     "llama.cpp-q8_0": Entry("llama_cpp_engine", "Q8_0", _LLAMA, "int8"),
     "millrace-bf16": Entry("millrace_engine", "bf16", (), "bf16"),

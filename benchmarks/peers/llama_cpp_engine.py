@@ -1,9 +1,10 @@
 """llama.cpp through the C bindings of llama-cpp-python, set up as it is fastest.
 
-The GGUF file is mapped, weights are repacked where llama.cpp can, all cores work, a physical batch takes 512 tokens as
-in llama-bench. Flash attention is tried on and off in the warm-up: what was faster is measured, and the result file
-says what it was. Users share one context and one batch, as in llama-batched-bench; each has a stream of the KV cache of
-its own, which llama.cpp decodes 1.3 to 1.5 times as fast as one cache for all.
+Weights are read into memory that may lie in huge pages and repacked where llama.cpp can, all cores work. Flash
+attention is tried on and off in the warm-up, for long prompts a physical batch of 2,048 tokens beside llama-bench's
+512: what was faster is measured, and the result file says what it was. Users share one context and one batch, as in
+llama-batched-bench; each has a stream of the KV cache of its own, which llama.cpp decodes 1.3 to 1.5 times as fast as
+one cache for all.
 
 benchmarks/peers/build.py says how it is built; the result file says what the processor has and the build leaves unused.
 
@@ -12,9 +13,11 @@ built from source with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=O
 """
 
 import ctypes
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,13 @@ import numpy as np
 
 from benchmarks.peers import gguf_file
 from benchmarks.peers.build import unused
-from benchmarks.peers.engine import Description
+from benchmarks.peers.engine import Description, Floats
 from benchmarks.peers.timing import fastest, seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import Phase, Workload
 from millrace.machine.cpu import cpu_flags
 
-BATCH, PHYSICAL_BATCH = 2048, 512
+BATCH = 2048
 ALWAYS_FLASH = 4096  # prompts from this length on are mostly attention: trying them without would take minutes
 
 
@@ -68,18 +71,35 @@ def _activations(types: Mapping[str, int]) -> str:
     return f"int8, groups of {256 if kind.endswith('_K') else 32}"
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """flash: attention; physical_batch: tokens that one pass over the weights takes"""
+
+    flash: bool
+    physical_batch: int = 512  # as in llama-bench
+
+
+def _settings(w: Workload) -> list[Tried]:
+    """What is worth a try for a workload."""
+    flash = (True,) if w.prompt >= ALWAYS_FLASH else (True, False)
+    sizes = (512, BATCH) if w.phase is Phase.PREFILL and w.prompt > 512 else (512,)
+    return [Tried(*both) for both in itertools.product(flash, sizes)]
+
+
 class LlamaCppEngine:
     def __init__(self, path: Path, threads: int, cache: int | None = None) -> None:
         """`cache`: ggml's type of keys and values; None: float16, the default."""
         logging.getLogger("llama-cpp-python").setLevel(logging.WARNING)
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(bytes(path), llama_cpp.llama_model_default_params())
+        loaded = llama_cpp.llama_model_default_params()
+        loaded.use_mmap = False  # weights in memory of its own may lie in huge pages, a mapped file may not
+        model = llama_cpp.llama_model_load_from_file(bytes(path), loaded)
         if model is None:
             raise RuntimeError(f"llama.cpp cannot load {path.name}")
         self._model, self._path, self._threads, self._cache = model, path, threads, cache
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._contexts: dict[Workload, Context] = {}
-        self._flash: dict[Workload, bool] = {}
+        self._chosen: dict[Workload, Tried] = {}
 
     def describe(self) -> Description:
         system = llama_cpp.llama_print_system_info().decode().strip(" |")
@@ -87,8 +107,7 @@ class LlamaCppEngine:
             "system": system,
             "unused": unused(system, cpu_flags()),
             "tensors": gguf_file.types(self._path),
-            "physical_batch": PHYSICAL_BATCH,
-            "flash_attention": {w.name: flash for w, flash in self._flash.items()},
+            "chosen": {w.name: asdict(tried) for w, tried in self._chosen.items()},
         }
         types = gguf_file.types(self._path)
         return Description(
@@ -100,25 +119,33 @@ class LlamaCppEngine:
 
     def warm_up(self, workload: Workload) -> None:
         """Keeps the context of the setting that was fastest."""
-        choices = (True,) if workload.prompt >= ALWAYS_FLASH else (True, False)
-        contexts = {flash: self.context(workload, flash=flash) for flash in choices}
-        chosen = fastest(contexts, lambda flash: _run(contexts[flash], workload, self.vocab))
-        self._flash[workload], self._contexts[workload] = chosen, contexts.pop(chosen)
+        contexts = {tried: self.context(workload, tried) for tried in _settings(workload)}
+        chosen = fastest(contexts, lambda tried: _run(contexts[tried], workload, self.vocab))
+        self._chosen[workload], self._contexts[workload] = chosen, contexts.pop(chosen)
         for context in contexts.values():
             context.close()
 
     def run(self, workload: Workload) -> float:
         return _run(self._contexts[workload], workload, self.vocab)
 
-    def context(self, workload: Workload, *, flash: bool) -> "Context":
+    def logits(self, prompt: Sequence[int]) -> Floats:
+        context = self.context(Workload(Phase.PREFILL, users=1, prompt=len(prompt), new=0), Tried(flash=True))
+        last = len(prompt) - 1
+        with batches([[(token, at, 0, at == last) for at, token in enumerate(prompt)]]) as steps:
+            context.decode(steps)
+        found = context.logits(last, self.vocab)
+        context.close()
+        return found
+
+    def context(self, workload: Workload, tried: "Tried") -> "Context":
         """Room for the whole workload; a context belongs to its model and must be closed before it."""
         p = llama_cpp.llama_context_default_params()
         p.n_seq_max, p.kv_unified = workload.users, False
         p.n_ctx = workload.users * -(-(workload.prompt + workload.new) // 256) * 256
-        p.n_batch, p.n_ubatch = BATCH, PHYSICAL_BATCH
+        p.n_batch, p.n_ubatch = BATCH, tried.physical_batch
         p.n_threads = p.n_threads_batch = self._threads
         kinds = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED, llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        p.flash_attn_type = kinds[flash]
+        p.flash_attn_type = kinds[tried.flash]
         if self._cache is not None:
             p.type_k = p.type_v = self._cache
         context = llama_cpp.llama_init_from_model(self._model, p)

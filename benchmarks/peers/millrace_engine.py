@@ -1,12 +1,16 @@
 """Millrace itself, driven like the others: steps in process, no server."""
 
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 import millrace
 from benchmarks.measure import TUNE_S, pages_for, read_per_step
 from benchmarks.names import named
-from benchmarks.peers.engine import Description
+from benchmarks.peers.engine import Description, Floats
 from benchmarks.peers.timing import seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import CONTEXT, MAX_USERS, Phase, Workload
@@ -70,6 +74,13 @@ class MillraceEngine:
             return seconds(lambda: self._run(prompt))
         self._run(prompt)
         return seconds(lambda: self._run(decode))
+
+    def logits(self, prompt: Sequence[int]) -> Floats:
+        n, limits = len(prompt), self._executor.limits
+        step = dummy_step([n], 0, limits.n_pages, vocab=limits.vocab_size)
+        self._executor.run(replace(step, tokens=np.array(prompt, np.int32)))
+        row: Floats = self._executor.output("logits")[0].astype(np.float32)
+        return row
 
     def _run(self, steps: list[StepInputs]) -> None:
         for s in steps:

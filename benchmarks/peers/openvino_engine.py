@@ -1,13 +1,13 @@
 """OpenVINO's CPU plugin on 4-bit weights, in process, set up as it is fastest.
 
 The plain runtime rather than the server parts of OpenVINO GenAI: a stateful model, all users in one batch of equal
-lengths, which leaves nothing to schedule. 8-bit dynamically quantised activations in two group sizes and bfloat16 ones
-are tried in the warm-up: what was faster is measured, and the result file says what it was. Otherwise its own defaults,
-among them an 8-bit KV cache.
+lengths, which leaves nothing to schedule. In the warm-up of each workload one setting after the other is tried, first
+the activations (8 bits, dynamically quantised in groups of 32 up to whole tokens, or bfloat16), then where threads run,
+then the KV cache: what was fastest is measured, and the result file says what it was.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from benchmarks.peers import openvino_ir
-from benchmarks.peers.engine import Description
+from benchmarks.peers.engine import Description, Floats
 from benchmarks.peers.timing import fastest, seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import Phase, Workload
@@ -24,18 +24,39 @@ from millrace.checkpoint.config import ModelConfig
 Tokens = NDArray[np.int64]  # (users, tokens)
 
 
+PER_TOKEN = 2**64 - 1
+KV_KINDS = ("u8", "f16", "bf16")
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """float32: products whose weights are quantised take 8-bit activations, one scale for `dynamic_group` of them."""
+    """float32: products whose weights are quantised take 8-bit activations, one scale for `dynamic_group` of them.
+
+    pinned: whether its threads stay on their cores; kv: the type of keys and values; None: as the plugin chooses
+    """
 
     activations: str
     dynamic_group: int
+    pinned: bool | None = None
+    kv: str | None = None
 
     def properties(self) -> dict[str, str]:
-        return {
+        own = {
             "INFERENCE_PRECISION_HINT": self.activations,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(self.dynamic_group),
         }
+        if self.pinned is not None:
+            own["ENABLE_CPU_PINNING"] = "YES" if self.pinned else "NO"
+        if self.kv is not None:
+            own["KV_CACHE_PRECISION"] = self.kv
+        return own
+
+    @property
+    def told(self) -> str:
+        """What its activations are."""
+        if self.activations != "f32":
+            return self.activations
+        return "int8, a token each" if self.dynamic_group == PER_TOKEN else f"int8, groups of {self.dynamic_group}"
 
 
 def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "OpenVinoEngine":
@@ -46,36 +67,57 @@ def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "Op
 
 
 class OpenVinoEngine:
-    """The model compiled once for each setting."""
+    """The model compiled once for each setting that was tried."""
 
     def __init__(self, path: Path, config: ModelConfig, threads: int) -> None:
         self._path, self._config = path, config
         group = openvino_ir.group_of(config.hidden_size)
-        self._settings = [Setting("f32", g) for g in sorted({32, group})] + [Setting("bf16", group)]
-        common = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1", "INFERENCE_NUM_THREADS": str(threads)}
-        self._models = {s: CompiledModel(path, {**common, **s.properties()}) for s in self._settings}
+        self._activations = [Setting("f32", g) for g in sorted({32, group, PER_TOKEN})] + [Setting("bf16", group)]
+        self._common = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1", "INFERENCE_NUM_THREADS": str(threads)}
+        self._models: dict[Setting, CompiledModel] = {}
         self._chosen: dict[Workload, Setting] = {}
+
+    def _model(self, setting: Setting) -> "CompiledModel":
+        if setting not in self._models:
+            self._models[setting] = CompiledModel(self._path, {**self._common, **setting.properties()})
+        return self._models[setting]
 
     def describe(self) -> Description:
         c = self._config
         total = self._path.with_suffix(".bin").stat().st_size
         looked_up = 0 if c.tie_embeddings else c.vocab_size * (c.hidden_size + 2)  # 8 bits each and a scale
         settings = {
-            "weights": f"int4 symmetric, groups of {openvino_ir.group_of(c.hidden_size)}; embedding and head int8",
+            "weights": f"{self._kind}, groups of {openvino_ir.group_of(c.hidden_size)}; embedding and head int8",
             "chosen": {w.name: asdict(s) for w, s in self._chosen.items()},
         }
-        groups = sorted({s.dynamic_group for s in self._chosen.values()})
         return Description(
-            ov.__version__, weights=f"int4, groups of {openvino_ir.group_of(c.hidden_size)}",
-            activations=" or ".join(f"int8, groups of {g}" if g else "floats" for g in groups), head="int8 by output",
+            ov.__version__, weights=f"{self._kind}, groups of {openvino_ir.group_of(c.hidden_size)}",
+            activations=" or ".join(sorted({s.told for s in self._chosen.values()})), head="int8 by output",
             kv="as its plugin chooses", weights_bytes=total, read_bytes_per_step=total - looked_up, settings=settings,
         )  # fmt: skip
 
     def warm_up(self, workload: Workload) -> None:
-        self._chosen[workload] = fastest(self._settings, lambda s: self._run(self._models[s], workload))
+        """One choice after the other, each from what was fastest so far."""
+        best = self._fastest(self._activations, workload)
+        best = self._fastest([best, replace(best, pinned=True), replace(best, pinned=False)], workload)
+        self._chosen[workload] = self._fastest([best, *(replace(best, kv=kind) for kind in KV_KINDS)], workload)
+
+    def _fastest(self, settings: Sequence[Setting], workload: Workload) -> Setting:
+        return fastest(settings, lambda s: self._run(self._model(s), workload))
 
     def run(self, workload: Workload) -> float:
-        return self._run(self._models[self._chosen[workload]], workload)
+        return self._run(self._model(self._chosen[workload]), workload)
+
+    def logits(self, prompt: Sequence[int]) -> Floats:
+        """Of the setting that is fastest at what was measured first."""
+        model = self._model(next(iter(self._chosen.values()), self._activations[0]))
+        model.reset()
+        row: Floats = model.step(np.array([prompt]), 0)[0].copy()
+        return row
+
+    @property
+    def _kind(self) -> str:
+        return "int4, asymmetric" if "asym" in self._path.stem else "int4"
 
     def _run(self, model: "CompiledModel", w: Workload) -> float:
         rng = np.random.default_rng(0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
+from numpy.typing import NDArray
 from openvino import opset13 as op
 from openvino.op.util import Variable, VariableInfo
 
@@ -21,7 +22,7 @@ Node = Any  # openvino has no types
 
 
 def write_ir(path: Path, weights: NamedWeights, variant: str) -> None:
-    """`variant`: "f32", or "int4": symmetric 4-bit groups, embedding and head in 8 bits by row, as nncf does it."""
+    """`variant`: "f32", "int4" or "int4-asym": 4-bit groups, embedding and head in 8 bits by row, as nncf does it."""
     unfinished = path.with_name(f"unfinished-{path.name}")
     ov.save_model(_Decoder(weights, variant).model(), unfinished, compress_to_fp16=False)
     unfinished.with_suffix(".bin").rename(path.with_suffix(".bin"))
@@ -125,14 +126,15 @@ class _Decoder:
 
     def _linear(self, x: Node, name: str) -> Node:
         w = self._load(f"{name}.weight")
-        y = op.matmul(x, _int4(w) if self._variant == "int4" else op.constant(w), False, True)
+        kinds = {"f32": op.constant, "int4": _int4, "int4-asym": _asymmetric_int4}
+        y = op.matmul(x, kinds[self._variant](w), False, True)
         if f"{name}.bias" in self._w.shapes:
             y = op.add(y, op.constant(self._load(f"{name}.bias").reshape(1, 1, -1)))
         return y
 
     def _embedding(self, name: str) -> Node:
         w = self._load(name)
-        return _int8(w) if self._variant == "int4" else op.constant(w)
+        return op.constant(w) if self._variant == "f32" else _int8(w)
 
     def _load(self, name: str) -> Array:
         return np.ascontiguousarray(self._w.load(name), np.float32)
@@ -155,12 +157,30 @@ def _int4(w: Array) -> Node:
     grouped = w.reshape(n, k // group, group)
     scales = (np.abs(grouped).max(axis=2, keepdims=True) / 7).astype(np.float16)
     codes = np.clip(np.rint(grouped / np.maximum(scales, np.float16(1e-7)).astype(np.float32)), -8, 7).astype(np.int8)
-    nibbles = codes.reshape(-1).view(np.uint8) & 15
-    packed = (nibbles[0::2] | nibbles[1::2] << 4).astype(np.uint8)  # the first of a pair is low
-    stored = ov.Tensor(ov.Type.i4, ov.Shape(list(codes.shape)))  # owns its memory, unlike one made of an array
-    stored.data.reshape(-1).view(np.uint8)[:] = packed
-    wide = op.multiply(op.convert(op.constant(stored), "f16"), op.constant(scales))
+    wide = op.multiply(op.convert(_nibbles(codes.view(np.uint8) & 15, ov.Type.i4), "f16"), op.constant(scales))
     return op.convert(op.reshape(wide, _ints(n, k), False), "f32")
+
+
+def _asymmetric_int4(w: Array) -> Node:
+    """(N, K) in 4 bits, 0..15, one float16 scale and one 4-bit zero point for each group of a row."""
+    n, k = w.shape
+    group = group_of(k)
+    grouped = w.reshape(n, k // group, group).astype(np.float32)
+    low, high = np.minimum(grouped.min(2, keepdims=True), 0), np.maximum(grouped.max(2, keepdims=True), 0)
+    scales = np.maximum((high - low) / 15, 1e-7).astype(np.float16)
+    zeros = np.clip(np.rint(-low / scales.astype(np.float32)), 0, 15).astype(np.uint8)
+    codes = np.clip(np.rint(grouped / scales.astype(np.float32)) + zeros, 0, 15).astype(np.uint8)
+    shifted = op.subtract(*(op.convert(_nibbles(part, ov.Type.u4), "f16") for part in (codes, zeros)))
+    return op.convert(op.reshape(op.multiply(shifted, op.constant(scales)), _ints(n, k), False), "f32")
+
+
+def _nibbles(codes: NDArray[np.uint8], kind: ov.Type) -> Node:
+    """A constant of 4-bit integers."""
+    flat = codes.reshape(-1)
+    flat = np.pad(flat, (0, flat.size % 2))
+    stored = ov.Tensor(kind, ov.Shape(list(codes.shape)))  # owns its memory, unlike one made of an array
+    stored.data.reshape(-1).view(np.uint8)[:] = (flat[0::2] | flat[1::2] << 4).astype(np.uint8)  # of a pair, low first
+    return op.constant(stored)
 
 
 def _int8(w: Array) -> Node:

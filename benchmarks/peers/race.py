@@ -1,14 +1,16 @@
 """Round after round, every engine takes its turn on every workload, and measures the machine beside itself."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.peers.child import Child, EngineFailedError
-from benchmarks.peers.engine import CATALOGUE
+from benchmarks.peers.engine import CATALOGUE, Floats
 from benchmarks.peers.samples import Peaks, Sample
 from benchmarks.peers.workloads import Workload
 from millrace.engine.probe import peak_rates
@@ -16,6 +18,7 @@ from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import load
 
 Say = Callable[[str], None]
+EXACT = "millrace-bf16"  # beside whose logits those of all others stand
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class Course:
 def race(course: Course, say: Say) -> Race:
     """One round more than asked: the first warms up and is not counted."""
     found = Race()
+    logits: dict[str, Floats] = {}
     with ExitStack() as stack:
         children = _start(course, found, stack, say)
         for workload in course.workloads:
@@ -55,8 +59,19 @@ def race(course: Course, say: Say) -> Race:
                 _turns(children, workload, at, course, found, say)
         for name in list(children):
             if described := _ask(children, name, "describe", "", found):
+                logits[name] = np.array(described.pop("logits"), np.float32)
                 found.engines[name] = {**described, "arithmetic": CATALOGUE[name].precision}
+    for name, of_exact in agreement(logits).items():
+        found.engines[name]["correlation"] = of_exact
     return found
+
+
+def agreement(logits: Mapping[str, Floats]) -> dict[str, float]:
+    """How each engine's logits correlate with those of ours in BF16; nothing where that did not run."""
+    exact = logits.get(EXACT)
+    if exact is None:
+        return {}
+    return {name: round(float(np.corrcoef(found, exact)[0, 1]), 5) for name, found in logits.items()}
 
 
 def _start(course: Course, found: Race, stack: ExitStack, say: Say) -> dict[str, Child]:

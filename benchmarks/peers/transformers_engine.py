@@ -1,12 +1,13 @@
 """transformers on PyTorch for CPU: bfloat16 through oneDNN, scaled dot product attention, its own growing KV cache."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from benchmarks.peers.engine import Description
+from benchmarks.peers.engine import Description, Floats
 from benchmarks.peers.timing import seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import Phase, Workload
@@ -53,6 +54,12 @@ class TransformersEngine:
     def run(self, workload: Workload) -> float:
         with torch.inference_mode():
             return self._run(workload)
+
+    def logits(self, prompt: Sequence[int]) -> Floats:
+        with torch.inference_mode():
+            found = self._model(input_ids=torch.tensor([prompt]), logits_to_keep=1).logits
+        row: Floats = found[0, -1].float().numpy()
+        return row
 
     def _run(self, w: Workload) -> float:
         vocab = self._model.config.vocab_size

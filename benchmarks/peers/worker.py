@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from benchmarks.measure import bandwidth
 from benchmarks.peers.engine import CATALOGUE, Engine
 from benchmarks.peers.weights import NamedWeights
-from benchmarks.peers.workloads import WORKLOADS
+from benchmarks.peers.workloads import CHECKED, WORKLOADS
 from millrace.kernels.library import usable_isas
 
 SETTLE_S = 0.05  # until the engine's threads have stopped spinning
@@ -42,9 +42,21 @@ def _done(engine: Engine, request: dict[str, str], probe: Probe) -> dict[str, An
             time.sleep(SETTLE_S)
             return {"seconds": seconds, "read_before": before, "read_after": probe()}
         case "describe":
-            return asdict(engine.describe())
+            return {
+                **asdict(engine.describe()), "huge_pages_bytes": huge_pages(),
+                "logits": engine.logits(CHECKED).tolist(),
+            }  # fmt: skip
         case other:
             raise ValueError(f"unknown request {other!r}")
+
+
+def huge_pages() -> int:
+    """Bytes of this process in huge pages; 0 where the kernel does not say."""
+    try:
+        told = Path("/proc/self/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in told.splitlines() if line.startswith("AnonHugePages"))
 
 
 def _reply(replies: TextIO, message: dict[str, Any]) -> None:

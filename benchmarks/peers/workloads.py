@@ -48,5 +48,6 @@ WORKLOADS = {
         Workload(Phase.PREFILL, users=1, prompt=4096, new=0),
     )
 }
+CHECKED = tuple(7 + 389 * i % 30_000 for i in range(64))  # a prompt: token ids that every model here has
 CONTEXT = 4096 + 64  # what engines that plan their memory are planned for
 MAX_USERS = 16

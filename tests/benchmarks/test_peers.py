@@ -2,9 +2,13 @@
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import ANY
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from benchmarks.measure import counted
 from benchmarks.peers import race as race_module
@@ -12,7 +16,7 @@ from benchmarks.peers.build import cmake_args, unused
 from benchmarks.peers.child import Child, EngineFailedError
 from benchmarks.peers.engine import CATALOGUE, Description, Entry
 from benchmarks.peers.goals import GOALS, outcomes
-from benchmarks.peers.race import Course, Race, race
+from benchmarks.peers.race import EXACT, Course, Race, agreement, race
 from benchmarks.peers.report import Findings
 from benchmarks.peers.samples import Sample, Samples
 from benchmarks.peers.worker import serve
@@ -48,7 +52,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 def test_a_goal_says_by_how_much_it_is_missed(speed: float | None, share: float | None, verdict: str) -> None:
     """The prefill goal in bfloat16, which a share of the limit meets as well."""
     found = outcomes("tinyllama-1.1b", lambda *_: speed, lambda _, peers: peers[0], lambda *_: share)
-    assert [o.verdict for o in found if o.goal.or_share] == [verdict]
+    assert [o.verdict for o in found if o.goal.or_share == 0.8] == [verdict]
 
 
 def test_more_than_the_limit_is_no_measurement() -> None:
@@ -81,6 +85,9 @@ class Fixed:
     def run(self, workload: Workload) -> float:
         return 0.5
 
+    def logits(self, prompt: Sequence[int]) -> NDArray[np.float32]:
+        return np.array([len(prompt), 2], np.float32)
+
 
 def test_a_worker_answers_line_by_line() -> None:
     requests = [{"do": "warm_up", "workload": "decode-1"}, {"do": "run", "workload": "decode-1"}, {"do": "describe"}]
@@ -89,10 +96,18 @@ def test_a_worker_answers_line_by_line() -> None:
     serve(Fixed(), io.StringIO("".join(json.dumps(r) + "\n" for r in requests)), replies, lambda: next(rates))
     described = {
         "version": "1.0", "weights": "int4", "activations": "int8", "head": "int8", "kv": "bf16", "weights_bytes": 10,
-        "read_bytes_per_step": 10, "settings": {},
+        "read_bytes_per_step": 10, "settings": {}, "huge_pages_bytes": ANY, "logits": [64, 2],
     }  # fmt: skip
     ran = {"seconds": 0.5, "read_before": 100.0, "read_after": 110.0}
     assert [json.loads(line) for line in replies.getvalue().splitlines()] == [{}, ran, described]
+
+
+def test_whoever_is_fast_must_have_computed_the_model() -> None:
+    exact = np.random.default_rng(0).standard_normal(500).astype(np.float32)
+    noisy = exact + 0.1 * np.random.default_rng(1).standard_normal(500).astype(np.float32)
+    found = agreement({EXACT: exact, "rounded": noisy, "wrong": exact[::-1]})
+    assert found[EXACT] == 1 and 0.98 < found["rounded"] < 1 and abs(found["wrong"]) < 0.2
+    assert agreement({"rounded": noisy}) == {}, "there is nothing to compare it with"
 
 
 def test_a_process_that_cannot_load_says_why(tmp_path: Path) -> None:

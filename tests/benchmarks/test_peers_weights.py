@@ -44,13 +44,13 @@ def test_llama_cpp_says_the_same(checkpoint: Checkpoint, expected: list[int], tm
     llama_cpp = pytest.importorskip("llama_cpp", reason="extra: peers")
     pytest.importorskip("gguf", reason="extra: peers")
     from benchmarks.peers.gguf_file import write_gguf
-    from benchmarks.peers.llama_cpp_engine import LlamaCppEngine, batches
+    from benchmarks.peers.llama_cpp_engine import LlamaCppEngine, Tried, batches
 
     path = tmp_path / "f32.gguf"
     write_gguf(path, NamedWeights.of(checkpoint), "f32")
     engine = LlamaCppEngine(path, threads=2, cache=llama_cpp.GGML_TYPE_F32)
     size = Workload(Phase.DECODE, users=1, prompt=len(PROMPT), new=NEW)
-    context = engine.context(size, flash=False)
+    context = engine.context(size, Tried(flash=False))
     tokens, step = list(PROMPT), [(t, i, 0, i == len(PROMPT) - 1) for i, t in enumerate(PROMPT)]
     for _ in range(NEW):
         with batches([step]) as batch:
