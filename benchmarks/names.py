@@ -1,39 +1,60 @@
 """In which numbers an engine computes, said the same way in every row of every table: weights, activations, head."""
 
-import json
+from collections import Counter
+from collections.abc import Callable
 
 from millrace.engine.engine import Engine
-from millrace.engine.manifest import PROGRAM_TABLE, Manifest
-from millrace.kernels.precision import Precision
+from millrace.engine.tables import Call, read_program_table
+from millrace.kernels.declare import RowFormat, WeightFormat
+from millrace.kernels.precision import HADAMARD, SCALING_WORDS
 
-_FLOATS = {Precision.FP32: "fp32", Precision.BF16: "bf16"}
+_WEIGHTS = {WeightFormat.F32: "fp32", WeightFormat.BF16: "bf16", WeightFormat.W8: "int8", WeightFormat.W4: "int4"}
+_ROWS = {RowFormat.F32: "fp32", RowFormat.BF16: "bf16", RowFormat.Q8: "int8", RowFormat.HADAMARD_Q8: "int8"}
 
 
 def named(engine: Engine) -> dict[str, str]:
-    """Of one of ours, by its manifest and its program."""
-    m = engine.manifest
-    default = Precision(m.precision["default"])
-    others = {Precision(p) for name, p in m.precision.items() if name not in ("default", "lm_head")} - {default}
-    mixed = f", some layers {' and '.join(sorted(others))}" if others else ""
+    """Of one of ours, by its program: what most of its weights are, and what others are besides."""
+    calls = read_program_table(engine.folder).calls
+    *layers, head = [c for c in calls if c.kernel == "matmul"]
+    again = next((c.params["count"] for c in calls if c.kernel == "rescore"), None)
     return {
-        "weights": _weights(default, m) + mixed, "activations": _activations(default, m), "head": _head(engine),
-        "kv": m.kv_format,
+        "weights": _most(layers, _weights), "activations": _most(layers, _rows),
+        "head": f"{_both(head)}" + (f", its best {again} again in w8a8" if again else ""),
+        "kv": engine.manifest.kv_format,
     }  # fmt: skip
 
 
-def _weights(precision: Precision, m: Manifest) -> str:
-    return _FLOATS.get(precision) or f"int{precision.bits}, groups of {m.group}"
+def _most(calls: list[Call], told: Callable[[Call], str]) -> str:
+    """What the most bytes are, and how the others differ from it."""
+    sizes: Counter[str] = Counter()
+    for call in calls:
+        sizes[told(call)] += call.matrix_bytes
+    first, *others = [name for name, _ in sizes.most_common()]
+    return ", some layers ".join([first, " and ".join(sorted(others))]) if others else first
 
 
-def _activations(precision: Precision, m: Manifest) -> str:
-    if precision in _FLOATS:
-        return _FLOATS[precision]
-    return f"int8, groups of {m.group}" if precision.value.endswith("a8") else "bf16"
+def _weights(call: Call) -> str:
+    format, by = WeightFormat(int(call.params["weights"])), SCALING_WORDS[int(call.params["scaling"])]
+    words = HADAMARD if _transformed(call) else by
+    return ", ".join(filter(None, (_WEIGHTS[format], _groups(call), words)))
 
 
-def _head(engine: Engine) -> str:
-    """As the program computes the logits: its last product, and the likeliest rows again where it does that."""
-    steps = json.loads((engine.folder / PROGRAM_TABLE).read_text())["calls"]
-    head = [s["note"] for s in steps if s["kernel"] == "matmul"][-1]
-    again = next((s["params"]["count"] for s in steps if s["kernel"] == "rescore"), None)
-    return head if again is None else f"{head}, its best {again} again in w8a8"
+def _rows(call: Call) -> str:
+    format = RowFormat(int(call.params["format"]))
+    grouped = _groups(call) if format >= RowFormat.Q8 else ""
+    return ", ".join(filter(None, (_ROWS[format], grouped, HADAMARD if _transformed(call) else "")))
+
+
+def _groups(call: Call) -> str:
+    return f"groups of {call.params['group']}" if call.params["group"] else ""
+
+
+def _transformed(call: Call) -> bool:
+    return call.params["format"] == RowFormat.HADAMARD_Q8
+
+
+def _both(call: Call) -> str:
+    """Of a head, as short as it is clear: "w8a8 g128 by Hadamard"."""
+    words = HADAMARD if _transformed(call) else SCALING_WORDS[int(call.params["scaling"])]
+    group = f"g{call.params['group']}" if call.params["group"] else ""
+    return " ".join(filter(None, (call.note, group, words)))

@@ -56,7 +56,7 @@ def _accuracy() -> Iterator[str]:
     for _, result in of_kind("perplexity"):
         yield f"### {result['model']}\n\n{result['tokens']:,} tokens, {result['text']}; {label(result)}"
         yield _scores(result["scores"])
-        yield "The same body under each head, beside a head in float32:"
+        yield "A body under each head, beside a head in float32:"
         yield _scores(result["heads"])
 
 

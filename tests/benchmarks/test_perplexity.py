@@ -1,39 +1,62 @@
 """Perplexity beside float32: exact where nothing is lost, close where little is, and the text is what it says it is."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.perplexity import HEADS, LENGTH, Score, Variant, drawn_documents, score, scores, tiny_documents
+from benchmarks.perplexity import (
+    CHARACTERS,
+    HEADS,
+    LENGTH,
+    Cost,
+    Text,
+    Variant,
+    costs,
+    drawn_text,
+    given_text,
+    scores,
+    tiny_text,
+)
 from millrace.compile.find import BUNDLED
+from millrace.engine.executor import IntArray
 from millrace.engine.kv import KvFormat
+from millrace.evaluate.divergence import LogProbs
 from tests.support.shared import shared
 
 
-def by_name(found: list[Score]) -> dict[str, Score]:
+def by_name(found: list[Cost]) -> dict[str, Cost]:
     return {s.precision: s for s in found}
 
 
-def test_scores_of_known_distributions() -> None:
+def few(text: Text, n: int) -> Text:
+    return Text(text.sequences[:n], text.first)
+
+
+def test_scores_are_beside_the_first() -> None:
+    """Two sequences; each engine knows one distribution for each."""
     reference = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], np.float32))
     worse = np.log(np.array([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1]], np.float32))
-    numbers = {"weights": "int4", "activations": "int8", "head": "bf16", "kv": "bf16"}
-    found = score("worse", numbers, worse, reference, np.array([0, 1]))
-    assert found.perplexity == pytest.approx((0.25 * 0.8) ** -0.5)
-    assert found.ratio == pytest.approx(2**0.5)
-    assert found.mean_kl == pytest.approx((0.5 * np.log(2) - 0.25 * np.log(2)) / 2)
-    assert found.agreement == 0.5
+
+    def of(rows: LogProbs) -> Callable[[IntArray, int], LogProbs]:
+        return lambda ids, first: rows[[ids[-1]]]
+
+    text = Text([np.array([9, 0], np.int32), np.array([9, 1], np.int32)])
+    exact, found = scores({"exact": of(reference), "worse": of(worse)}, text)
+    assert (exact.mean_kl, exact.ratio, exact.agreement, exact.n) == (0, 1, 1, text.n_scored)
+    assert found.perplexity == pytest.approx((0.25 * 0.8) ** -0.5) and found.ratio == pytest.approx(2**0.5)
+    assert found.mean_kl == pytest.approx((0.5 * np.log(2) - 0.25 * np.log(2)) / 2) and found.agreement == 0.5
 
 
 def test_tiny_loses_little() -> None:
-    documents = tiny_documents()[:12]
-    assert len({tuple(d) for d in documents}) == 12 and all(20 < len(d) <= LENGTH for d in documents)
+    text = few(tiny_text(), 12)
+    assert len({tuple(d) for d in text.sequences}) == 12 and all(20 < len(d) <= LENGTH for d in text.sequences)
     chosen = [
         Variant("fp32", "fp32"), Variant("bf16", "bf16"), Variant("w8a8", "w8a8"), Variant("w4a8", "w4a8", 32),
         Variant("int8 kv", "fp32", kv=KvFormat.INT8),
     ]  # fmt: skip
-    found = by_name(scores(BUNDLED / "tiny", documents, chosen))
+    found = by_name(costs(BUNDLED / "tiny", text, chosen))
     assert found["fp32"].ratio == 1 and found["fp32"].mean_kl == 0 and found["fp32"].agreement == 1
     assert found["fp32"].perplexity < 5, "it was trained on such text"
     for name, allowed in {"bf16": 1.005, "w8a8": 1.005, "w4a8": 1.2, "int8 kv": 1.005}.items():
@@ -44,12 +67,22 @@ def test_tiny_loses_little() -> None:
 def test_a_trained_model_reads_its_own_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = shared("models/stories260K")
-    documents = drawn_documents(folder)[:4]
-    assert all(len(d) == LENGTH for d in documents)
-    [found] = scores(folder, documents, [Variant("fp32", "fp32")])
+    text = few(drawn_text(folder), 4)
+    assert all(len(d) == LENGTH for d in text.sequences)
+    [found] = costs(folder, text, [Variant("fp32", "fp32")])
     assert found.perplexity < 10, "half of 512 would be chance"
 
 
-def test_the_head_in_two_steps_ranks_as_one_in_8_bits_does() -> None:
-    _, two_steps, rough, fine, _ = scores(BUNDLED / "tiny", tiny_documents()[:12], HEADS)
-    assert two_steps.agreement >= 0.98 and fine.agreement >= 0.98 and rough.agreement <= two_steps.agreement
+def test_a_text_is_cut_into_windows(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("A miller had a mill. " * (CHARACTERS // 10))
+    text = given_text(BUNDLED / "tiny", tmp_path / "long.txt")
+    assert {len(ids) for ids in text.sequences} == {512} and text.first == 256
+    assert 10 < len(text.sequences) < CHARACTERS / 512
+
+
+def test_a_head_has_a_price_of_its_own() -> None:
+    found = by_name(costs(BUNDLED / "tiny", few(tiny_text(), 12), HEADS))
+    exact, eight, *_, rough = found.values()
+    assert exact.mean_kl == 0 and eight.mean_kl < 0.001 and "again in w8a8" in rough.head
+    assert eight.head == "w8a8 g128 by Hadamard" and eight.weights == "fp32"
+    assert eight.mean_kl < rough.mean_kl and rough.agreement >= 0.98

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.perplexity import LogProbs, Variant, built, log_probabilities, of_llama_cpp, targets, tiny_documents
+from benchmarks.perplexity import Reader, Text, Variant, llama_cpps, ours, tiny_text
 from millrace.compile.find import BUNDLED
+from millrace.evaluate.divergence import LogProbs
 from tests.support.gguf_files import write_gguf
 
 pytestmark = pytest.mark.filterwarnings("default")  # of llama-cpp-python, while it loads
@@ -25,6 +26,10 @@ FACTOR = 2.0
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     return write_gguf(tmp_path_factory.mktemp("plain") / "f32.gguf", BUNDLED / "tiny")
+
+
+def read_whole(read: Reader, text: Text) -> LogProbs:
+    return np.concatenate([read(ids, text.first) for ids in text.sequences])
 
 
 def divergence(exact: LogProbs, found: LogProbs) -> float:
@@ -41,19 +46,19 @@ def test_logits_are_those_of_the_file(plain: Path, tmp_path: Path, kind: str) ->
     file, dequantised = tmp_path / f"{kind}.gguf", tmp_path / "dequantised.gguf"
     quantise(plain, file, kind)
     quantise(file, dequantised, "F32")
-    documents = tiny_documents()[:16]
-    n = len(documents)
-    _, exact = of_llama_cpp(dequantised, documents, llama_cpp.GGML_TYPE_F32)
-    _, theirs = of_llama_cpp(file, documents)
-    with built(file, Variant("fp32", "fp32"), n) as engine:
-        in_float32 = log_probabilities(engine, documents)
-    with built(file, Variant("as stored", None), n) as engine:
-        ours = log_probabilities(engine, documents)
-    assert exact.shape == ours.shape == (len(targets(documents)), engine.manifest.vocab_size)
+    text = Text(tiny_text().sequences[:16])
+    with llama_cpps(dequantised, text.longest, llama_cpp.GGML_TYPE_F32) as (_, read):
+        exact = read_whole(read, text)
+    with llama_cpps(file, text.longest) as (_, read):
+        theirs = read_whole(read, text)
+    found = []
+    for variant in (Variant("fp32", "fp32"), Variant("as stored", None), Variant("bf16", "bf16")):
+        with ours(file, variant, text.longest) as (_, read):
+            found.append(read_whole(read, text))
+    in_float32, stored, half = found
+    assert exact.shape == stored.shape == (text.n_scored, 2048)
     assert np.abs(in_float32 - exact).max() < SUMS
     assert (in_float32.argmax(axis=1) == exact.argmax(axis=1)).all(), "greedy tokens"
     assert np.abs(theirs - exact).max() > 10 * SUMS, "8-bit activations are far from what sums may differ by"
-    assert divergence(exact, ours) < FACTOR * divergence(exact, theirs)
-    with built(file, Variant("bf16", "bf16"), n) as engine:
-        half = log_probabilities(engine, documents)
+    assert divergence(exact, stored) < FACTOR * divergence(exact, theirs)
     assert divergence(exact, half) < FACTOR * divergence(exact, theirs), "bfloat16 rounds to as many bits"

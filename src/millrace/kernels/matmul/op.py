@@ -1,5 +1,6 @@
 """The operators linear and gated_linear: a product with weights, and what its epilogue does."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -94,30 +95,42 @@ def _gated_reference(node: Node, values: Values) -> Held:
     return values.stored(evaluate(as_tree(node.attrs["tree"]), halves).astype(np.float64), node)
 
 
-def _scaling(matrices: tuple[Value, ...], format: WeightFormat, rows: Storage) -> Scaling:
-    if format not in _BITS or rows.hadamard:
-        return Scaling.PLAIN
-    return scaling_of([constant_of(v) for v in matrices], _BITS[format], rows.group)
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """How a matrix is packed. transform: for rows whose groups are; scaling: what makes weights of its codes"""
+
+    format: WeightFormat
+    group: int
+    transform: bool
+    scaling: Scaling
 
 
-def _pack(values: tuple[Value, ...], format: WeightFormat, of: Storage, name: str) -> Packed:
-    """A matrix in panels, for rows that lie like this; two of them are interleaved as gate and up."""
-    scaling, group = _scaling(values, format, of), of.group
+def _codes_of(matrices: tuple[Value, ...], format: WeightFormat, rows: Storage) -> _Codes:
+    """For rows that lie like this."""
+    own = Scaling.PLAIN
+    if format in _BITS and not rows.hadamard:
+        own = scaling_of([constant_of(v) for v in matrices], _BITS[format], rows.group)
+    return _Codes(format, rows.group, rows.hadamard, own)
+
+
+def _pack(values: tuple[Value, ...], how: _Codes, name: str) -> Packed:
+    """A matrix in panels; two of them are interleaved as gate and up."""
+    format, group = how.format, how.group
     constants, n, k = [constant_of(v) for v in values], size(values[0], 0), size(values[0], 1)
     gated = len(constants) == 2
     rows = 2 * up(n, 16) if gated else n
 
     def pack() -> NDArray[np.uint8]:
-        keeps = format in _BITS and not of.hadamard
+        keeps = format in _BITS and not how.transform
         codes = stored_codes(constants, _BITS[format], group) if keeps else None
         if codes:
             return pack_codes(interleave_codes(*codes) if gated else codes[0], format)
         arrays = [c.load() for c in constants]
         whole = interleave_halves(*(a.astype(np.float32) for a in arrays)) if gated else arrays[0]
-        return pack_matrix(whole, format, group, transform=of.hadamard)  # type: ignore[arg-type]
+        return pack_matrix(whole, format, group, transform=how.transform)  # type: ignore[arg-type]
 
     origin = tuple(o for c in constants for o in c.origin)
-    return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group, scaling), pack)
+    return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group, how.scaling), pack)
 
 
 def _packs(node: Node, storage: Storage) -> bool:
@@ -134,16 +147,16 @@ def _lower(node: Node, writer: Writer) -> None:
     if "tree" in node.attrs:
         code, numbers = compile_tree(as_tree(node.attrs["tree"]), 2 if gated else 1)
     matrices = node.inputs[1:3] if gated else node.inputs[1:2]
-    scaling = _scaling(matrices, weights, view.storage)
+    how = _codes_of(matrices, weights, view.storage)
     params: Params = {
         "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": x.width, "group": group,
-        "format": view.storage.format, "weights": weights, "scaling": scaling, "x_stride": view.row_bytes,
+        "format": view.storage.format, "weights": weights, "scaling": how.scaling, "x_stride": view.row_bytes,
         "gated": int(gated), "packed": int(storage.format == RowFormat.BF16), "tiles": int(tiles), "code": code,
         "imm": numbers,
     }  # fmt: skip
-    words = HADAMARD if view.storage.hadamard else SCALING_WORDS[scaling]
+    words = HADAMARD if view.storage.hadamard else SCALING_WORDS[how.scaling]
     name = f"{weights.name.lower()}{f'g{group}' if group else ''}{f' {words}' if words else ''}"
-    place = writer.constant(matrices, f"panels of {name}", partial(_pack, matrices, weights, view.storage, name))
+    place = writer.constant(matrices, f"panels of {name}", partial(_pack, matrices, how, name))
     operands: dict[str, View | Place | None] = {"x": view, "w": place}
     if node.attrs.get("bias"):
         operands["bias"] = writer.vector(node.inputs[2])
