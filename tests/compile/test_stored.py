@@ -15,7 +15,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, Plan, plan_engine
 from millrace.compile.precision import StoredMatrix, nearest_precisions, precision_map, rounding_notes
 from millrace.compile.source import Source
-from millrace.kernels.hadamard import hadamard
+from millrace.kernels.matmul.pack import hadamard
 from millrace.kernels.places import Packed
 from millrace.kernels.precision import Precision
 from tests.support.checkpoints import random_checkpoint

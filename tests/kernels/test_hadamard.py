@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 
 from millrace.kernels.convert.ref import pack_rows, to_q8
 from millrace.kernels.declare import MOST_HADAMARD, Param, RowFormat, WeightFormat
-from millrace.kernels.hadamard import LARGEST_BLOCK, hadamard
 from millrace.kernels.layout import row_bytes
-from millrace.kernels.matmul.pack import pack_matrix, rounded_codes
+from millrace.kernels.matmul.pack import LARGEST_BLOCK, hadamard, pack_matrix, rounded_codes
 from millrace.kernels.matmul.ref import matmul_q8
 from tests.support.one_step import Machine, run_kernel
 

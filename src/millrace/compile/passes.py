@@ -333,7 +333,7 @@ def convert_inputs(graph: Graph, group: int) -> Graph:
     """Puts the conversion that a product's precision asks for before it; products over one input share it.
 
     Activations come in groups of `group`, or where a product keeps a checkpoint's codes in the groups of these. Where
-    it does not, weights and activations are both transformed before they are rounded (kernels/hadamard.py).
+    it does not, weights and activations are both transformed before they are rounded (kernels/matmul/pack.py).
     """
     converted: dict[tuple[Value, Storage], Node] = {}
 

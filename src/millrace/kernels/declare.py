@@ -28,7 +28,7 @@ class RowFormat(IntEnum):
     F32 = 0  # n floats
     BF16 = 1  # groups of bfloat16, each group zero-padded to a multiple of 8
     Q8 = 2  # the same groups as int8, then one float scale and one int32 sum of codes per group
-    HADAMARD_Q8 = 3  # as Q8, each group times a Hadamard matrix before it is rounded (see hadamard.py)
+    HADAMARD_Q8 = 3  # as Q8, each group times a Hadamard matrix before it is rounded (see matmul/pack.py)
 
 
 class WeightFormat(IntEnum):

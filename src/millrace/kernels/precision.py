@@ -34,7 +34,7 @@ class Precision(StrEnum):
     def storage(self, group: int, hadamard: bool = False) -> Storage:
         """How the activations of such a product lie in memory.
 
-        hadamard: groups are transformed before they become int8 (kernels/hadamard.py)
+        hadamard: groups are transformed before they become int8 (kernels/matmul/pack.py)
         """
         q8 = RowFormat.HADAMARD_Q8 if hadamard else RowFormat.Q8
         packed = q8 if self.value.endswith("a8") else RowFormat.BF16

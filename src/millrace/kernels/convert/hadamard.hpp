@@ -1,4 +1,4 @@
-// Groups of inputs times Hadamard matrices: see kernels/hadamard.py, whose steps these are.
+// Groups of inputs times Hadamard matrices: see kernels/matmul/pack.py, whose steps these are.
 #pragma once
 
 namespace millrace::MILLRACE_ISA {

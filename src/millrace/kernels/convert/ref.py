@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from millrace.kernels.arrays import Array
 from millrace.kernels.declare import RowFormat
-from millrace.kernels.hadamard import hadamard
 from millrace.kernels.layout import n_groups, padded_k, row_bytes, up
+from millrace.kernels.matmul.pack import hadamard
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def to_bf16(x: Array) -> Array:
 def to_q8(x: Array, group: int, transform: bool = False) -> Quantised:
     """x (M, K) -> int8 codes with scale amax/127 per row and group; computed in float32, as the kernels do.
 
-    transform: each group is multiplied by a Hadamard matrix first (kernels/hadamard.py)
+    transform: each group is multiplied by a Hadamard matrix first (kernels/matmul/pack.py)
 
     error: |x - dequantise| <= scale/2 and a rounding of x * (127/amax); source: arXiv:2106.08295 section 2.2
     """

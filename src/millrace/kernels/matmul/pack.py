@@ -7,7 +7,7 @@
           minimums, the code) of input 8i + b in its low nibble and of 8i + 4 + b in its high one
 Scales are float16; with minimums, 32 of these follow. In two levels nothing follows a group: each super-block of 256
 inputs begins with 32 float16 scales, then the int8 ones of its groups [256/group][32], then minimums alike.
-Weights that meet rows of HADAMARD_Q8 are transformed as these are before they are rounded (kernels/hadamard.py).
+Weights that meet rows of HADAMARD_Q8 are transformed as these are before they are rounded: `hadamard` below.
 Each group is zero-padded to a multiple of 8 inputs, N to a multiple of 32 outputs (layout.py counts the bytes).
 """
 
@@ -23,7 +23,6 @@ from millrace.errors import CheckpointError
 from millrace.graph.types import Constant
 from millrace.kernels.arrays import Array
 from millrace.kernels.declare import Scaling, WeightFormat
-from millrace.kernels.hadamard import hadamard
 from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, up
 
 _T = TypeVar("_T", bound=np.generic)
@@ -106,6 +105,43 @@ def rounded_codes(w: Array, bits: int, group: int, *, transform: bool = False) -
 
 def _energy(w: Array) -> float:
     return float(np.square(w, dtype=np.float64).sum())
+
+
+# Inputs of a product in another basis, in which none of them stands out, before they are rounded to eight bits. One
+# outlier in a group decides the scale of all of it; a Hadamard matrix spreads it evenly. With H = H^T and H H = 1, x H
+# times (w H)^T is x times w^T, while the largest element of x H is about three times its root mean square whatever x
+# looks like. Weights are transformed once, when they are packed; activations where they are rounded (convert/).
+# source: QuaRot (arXiv:2404.00456), whose rotations span the model's width; here each group by itself
+LARGEST_BLOCK = 128  # elements that are mixed with each other: of more, KL was no smaller (docs/log.md)
+
+
+def hadamard(x: Array, group: int) -> NDArray[np.float32]:
+    """x (M, K): each group, in blocks of powers of two, the largest first, times the Hadamard matrix of its block.
+
+    In float32, step by step as the kernels do it: the bits are theirs.
+    """
+    y = x.astype(np.float32)  # a copy
+    for start in range(0, y.shape[1], group):
+        at, end = start, min(start + group, y.shape[1])
+        while at < end:
+            size = min(LARGEST_BLOCK, 1 << (end - at).bit_length() - 1)
+            y[:, at : at + size] = _of_block(y[:, at : at + size])
+            at += size
+    return y
+
+
+def _of_block(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """x (M, n), n a power of two, times Sylvester's matrix of size n over sqrt(n)."""
+    n = x.shape[1]
+    now = np.ascontiguousarray(x.T)  # sums of whole rows are several times as fast
+    other = np.empty_like(now)
+    distance = 1
+    while distance < n:
+        pairs, found = (a.reshape(n // (2 * distance), 2, distance, -1) for a in (now, other))
+        np.add(pairs[:, 0], pairs[:, 1], out=found[:, 0])
+        np.subtract(pairs[:, 0], pairs[:, 1], out=found[:, 1])
+        now, other, distance = other, now, 2 * distance
+    return now.T * np.float32(1 / np.sqrt(n))
 
 
 _SLAB = 1024  # outputs packed at a time: bounds the memory that packing needs beside the result
