@@ -104,7 +104,7 @@ void tile_bf16(const TileInput& in, float* total) {
 }
 
 }  // namespace millrace::MILLRACE_ISA
-#include "codes.hpp"
+#include "byte_tiles.hpp"
 #include "tiles.hpp"
 namespace millrace::MILLRACE_ISA {
 
@@ -184,7 +184,17 @@ void multiply(const MatmulArgs& a, StepContext& c) {
   if (rows == 0) return;
   const int64_t panel_stride = panel_bytes(a.weights, a.k, a.group, a.scaling);
   const TileInput in{a.x, a.w, a.x_stride, a.k, a.group, c.tactic->ahead() ? c.tactic->ahead() : kAhead};
-  const int64_t asked = c.tactic->tile_rows(), most = asked && asked < kRowsOf<C> ? asked : kRowsOf<C>;
+  const int64_t asked = c.tactic->tile_rows();
+#if defined(__AMX_INT8__)
+  if constexpr (C == Class::w8a8 || C == Class::w4a8) {
+    if (goes_by_tiles(in, rows, asked)) {
+      for (Chunk p(c, panels, task_panels(c, panels, panel_stride)); p.next();)
+        rows_by_byte_tiles<C == Class::w4a8, S>(a, in, panel_stride, rows, p.begin, p.end, c.scratch);
+      return;
+    }
+  }
+#endif
+  const int64_t most = asked && asked < kRowsOf<C> ? asked : kRowsOf<C>;
   for (Chunk p(c, panels, task_panels(c, panels, panel_stride)); p.next();)
     multiply_panels<C, S>(a, in, panel_stride, rows, most, p.begin, p.end);
 }
@@ -203,8 +213,8 @@ void multiply_codes(const MatmulArgs& a, StepContext& c) {
 inline void matmul(const MatmulArgs& a, StepContext& c) {
   if (a.weights == 0) return multiply<Class::f32>(a, c);
   if (a.weights == 1) return a.tiles ? multiply<Class::bf16_tiles>(a, c) : multiply<Class::bf16>(a, c);
-  if (a.weights == 2) return a.format == 2 ? multiply_codes<Class::w8a8>(a, c) : multiply_codes<Class::w8a16>(a, c);
-  return a.format == 2 ? multiply_codes<Class::w4a8>(a, c) : multiply_codes<Class::w4a16>(a, c);
+  if (a.weights == 2) return a.format >= 2 ? multiply_codes<Class::w8a8>(a, c) : multiply_codes<Class::w8a16>(a, c);
+  return a.format >= 2 ? multiply_codes<Class::w4a8>(a, c) : multiply_codes<Class::w4a16>(a, c);
 }
 
 }  // namespace millrace::MILLRACE_ISA
