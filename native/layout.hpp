@@ -54,7 +54,9 @@ MILLRACE_INLINE int64_t byte_row_bytes(int64_t k, int64_t group) {
 struct GroupTiles {
   int64_t padded, depth, steps;
   [[gnu::always_inline]] constexpr GroupTiles(int64_t k, int64_t group)
-      : padded(up(k < group ? k : group, 8)), depth(up((padded - 1) / ((padded + 63) / 64) + 1, 4)), steps(steps_of(padded)) {}
+      : padded(up(k < group ? k : group, 8)),
+        depth(up((padded - 1) / ((padded + 63) / 64) + 1, 4)),
+        steps(steps_of(padded)) {}
   MILLRACE_INLINE int64_t steps_of(int64_t width) const { return (width - 1) / depth + 1; }
   MILLRACE_INLINE int64_t code_bytes() const { return steps * depth * kPanel; }  // of a group of one panel
 };

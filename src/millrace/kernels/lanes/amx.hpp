@@ -1,4 +1,4 @@
-// AVX-512's lanes, and the tiles of AMX for matrix products (matmul/tiles.hpp).
+// AVX-512's lanes, and the tiles of AMX for matrix products (matmul/tiles.hpp, matmul/byte_tiles.hpp).
 #pragma once
 #include "avx512.hpp"
 
@@ -6,9 +6,10 @@ namespace millrace::MILLRACE_ISA {
 
 inline I less_bytes(I a, int n) { return {_mm512_sub_epi8(a.v, _mm512_set1_epi8(static_cast<char>(n)))}; }
 
-// Tiles 0 to 3 are sums of 16 x 16 floats, 4 and 5 the rows of x, 6 and 7 the weights. While this lives, the thread's
-// tiles are set for so many rows in the upper and the lower half; nobody else may use them, as a function that is called
-// must not. The intrinsics do not say that they read and write memory: `fence` stands where that matters.
+// Tiles 0 to 3 are sums of 16 x 16, floats or integers, 4 and 5 the rows of x, 6 and 7 the weights. While this lives, the
+// thread's tiles are set for so many rows in the upper and the lower half, of `depth` bytes each; nobody else may use
+// them, as a function that is called must not. The intrinsics do not say that they read and write memory: `fence` stands
+// where that matters.
 class Tiles {
  public:
   Tiles(int upper, int lower, int64_t depth = 64) {

@@ -1,6 +1,7 @@
 // Products of 8-bit activations by AMX's tdpbssd, where rows are many. Sums of integers are exact, so y has the bits that
-// tile_q8 gives it. A panel is brought into the second cache as signed bytes; then all rows pass over it: a few groups'
-// sums of 32 rows leave their tiles for the first cache, and are scaled and added to the totals from there.
+// tile_q8 gives it. A panel is brought into the second cache as signed bytes; then rows pass over it, 64 at a time: the
+// sums of a few groups leave their tiles for the first cache, are scaled there and added to the rows' totals. Both take
+// turns, not more: while tiles are at work, a core runs half as many vectors (docs/log.md).
 #pragma once
 #include "codes.hpp"
 
@@ -9,8 +10,9 @@ namespace millrace::MILLRACE_ISA {
 #if defined(__AMX_INT8__)
 
 constexpr int64_t kBlockRows = kTileBlockRows;  // two tiles of x against the two halves of a panel
-constexpr int64_t kManyRows = 24;    // from which on that pays for bringing panels
-constexpr int64_t kTilesAsked = 16;  // what a tactic says at least to have it so
+constexpr int64_t kManyRows = 24;    // from which on it pays to bring panels
+constexpr int64_t kTilesAsked = 16;  // tile_rows of a tactic from which on it means tiles
+constexpr int64_t kPartBytes = 1400 << 10;  // of rows: where there is AMX, second-level caches have 2 MiB
 
 // Whether a product is made so. What tiles read behind a row's codes, to multiply it by zeros, must be the row's own.
 inline bool goes_by_tiles(const TileInput& in, int64_t rows, int64_t asked) {
@@ -18,6 +20,13 @@ inline bool goes_by_tiles(const TileInput& in, int64_t rows, int64_t asked) {
   const GroupTiles cut(in.k, in.group);
   const int64_t read = before * cut.padded + cut.steps_of(up(in.k - before * in.group, 8)) * cut.depth;
   return in.k <= kTileInputs && read <= in.x_stride && (asked ? asked >= kTilesAsked : rows >= kManyRows);
+}
+
+// So many rows pass over all panels before the next ones do: they stay in a second-level cache.
+inline int64_t part_rows(const TileInput& in, int64_t rows) {
+  const int64_t cached = kPartBytes / in.x_stride / kTilePassRows * kTilePassRows, most = cached ? cached : kTilePassRows;
+  const int64_t parts = (rows - 1) / most + 1;
+  return up((rows - 1) / parts + 1, kTilePassRows);
 }
 
 // What a worker keeps in its scratch.
@@ -90,7 +99,7 @@ template <bool kLower, bool kBegins, bool kStores>
   _tile_dpbssd(3, 5, 7);
 }
 
-// Where y goes, fetched a few rows at a time beside the products: its rows lie so far apart that only this hides it.
+// Where y goes, fetched a few rows at a time beside the products: its rows lie so far apart that the hardware does not.
 struct Results {
   const uint8_t* next;
   int64_t stride, width, rows;
@@ -118,7 +127,10 @@ struct TilePass {
   const int64_t x_scales;  // bytes from the begin of a row; sums follow
 
   TilePass(const TileInput& in, const BroughtPanel& b)
-      : in(in), b(b), groups(in.k, in.group), cut(in.k, in.group), batch(cut.padded > 128 ? 1 : cut.padded > 64 ? 2 : kTileBatch),
+      : in(in), b(b), groups(in.k, in.group), cut(in.k, in.group),
+        batch(cut.padded > 128  ? 1
+              : cut.padded > 64 ? 2
+                                : kTileBatch),
         x_scales(up(padded_k(in.k, in.group), 4)) {}
 
   // Up to kTilePassRows rows, in blocks of the height that tiles are set to.
@@ -195,23 +207,23 @@ struct TilePass {
   }
 };
 
-// All rows against panels [panel, end).
+// Rows [first, rows) against panels [panel, end).
 template <bool W4, Scaling S>
-void rows_by_byte_tiles(const MatmulArgs& a, TileInput in, int64_t panel_stride, int64_t rows, int64_t panel, int64_t end,
-                        float* scratch) {
+void rows_by_byte_tiles(const MatmulArgs& a, TileInput in, int64_t panel_stride, int64_t first, int64_t rows, int64_t panel,
+                        int64_t end, float* scratch) {
   const BroughtPanel b(scratch, n_groups(in.k, in.group));
   const TilePass<S> pass(in, b);
   in.w += panel * panel_stride;
   for (; panel < end; ++panel, in.w += panel_stride) {
     bring_panel<W4, S>(b, in, pass.groups, pass.cut);
-    int64_t row = 0;
+    int64_t row = first;
     const auto run = [&]<bool kLower>(int64_t height) {
       pass.template run<kLower>(in.x + row * in.x_stride, height, Results(a, row, height, panel));
       for (int64_t r = 0; r < height; r += 16)
         finish(a, b.total + r * kPanel, row + r, static_cast<int>(height - r < 16 ? height - r : 16), panel);
       row += height;
     };
-    if (rows >= kBlockRows) {
+    if (rows - row >= kBlockRows) {
       const Tiles tiles(16, 16, pass.cut.depth);
       while (rows - row >= kTilePassRows) run.template operator()<true>(kTilePassRows);
       if (rows - row >= kBlockRows) run.template operator()<true>(kBlockRows);

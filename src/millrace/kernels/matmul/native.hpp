@@ -188,8 +188,12 @@ void multiply(const MatmulArgs& a, StepContext& c) {
 #if defined(__AMX_INT8__)
   if constexpr (C == Class::w8a8 || C == Class::w4a8) {
     if (goes_by_tiles(in, rows, asked)) {
-      for (Chunk p(c, panels, task_panels(c, panels, panel_stride)); p.next();)
-        rows_by_byte_tiles<C == Class::w4a8, S>(a, in, panel_stride, rows, p.begin, p.end, c.scratch);
+      const int64_t size = task_panels(c, panels, panel_stride), tasks = (panels - 1) / size + 1, part = part_rows(in, rows);
+      for (Chunk p(c, (rows - 1) / part * tasks + tasks, 1); p.next();) {
+        const int64_t row = p.begin / tasks * part, panel = p.begin % tasks * size;
+        rows_by_byte_tiles<C == Class::w4a8, S>(a, in, panel_stride, row, row + part < rows ? row + part : rows, panel,
+                                                panel + size < panels ? panel + size : panels, c.scratch);
+      }
       return;
     }
   }
