@@ -50,4 +50,25 @@ MILLRACE_INLINE int64_t byte_row_bytes(int64_t k, int64_t group) {
   return up(padded_k(k, group) + 2 * n_groups(k, group), kLine);
 }
 
+// How tiles of AMX take groups of 8-bit activations: `steps` products of up to 64 inputs each, `depth` at most.
+struct GroupTiles {
+  int64_t padded, depth, steps;
+  [[gnu::always_inline]] constexpr GroupTiles(int64_t k, int64_t group)
+      : padded(up(k < group ? k : group, 8)),
+        depth(up((padded - 1) / ((padded + 63) / 64) + 1, 4)),
+        steps(steps_of(padded)) {}
+  MILLRACE_INLINE int64_t steps_of(int64_t width) const { return (width - 1) / depth + 1; }
+  MILLRACE_INLINE int64_t code_bytes() const { return steps * depth * kPanel; }  // of a group of one panel
+};
+
+constexpr int64_t kTilePassRows = 64, kTileBlockRows = 32, kTileBatch = 4;  // rows, rows and groups at a time at most
+constexpr int64_t kTileInputs = 1 << 16;  // whose codes a worker brings at most
+
+// What a worker needs for such products: totals, sums, scales and minimums of 32 outputs, and a panel's codes.
+MILLRACE_INLINE int64_t byte_tiles_floats(int64_t format, int64_t weights, int64_t k, int64_t group) {
+  if (format < 2 || weights < 2 || k > kTileInputs) return 0;
+  const int64_t groups = n_groups(k, group);
+  return (kTilePassRows + kTileBatch * kTileBlockRows + 2 * groups) * kPanel + groups * GroupTiles(k, group).code_bytes() / 4;
+}
+
 }  // namespace millrace

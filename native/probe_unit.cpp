@@ -49,7 +49,7 @@ float bf16(int64_t rounds) {
   return _mm512_cvtss_f32(all);
 }
 
-float int8(int64_t rounds) {
+[[maybe_unused]] float int8(int64_t rounds) {
   __m512i sum[kChains];
   for (auto& s : sum) s = _mm512_setzero_si512();
   const __m512i a = _mm512_set1_epi8(1);
@@ -61,15 +61,19 @@ float int8(int64_t rounds) {
 }
 
 #if defined(__AMX_BF16__)
-// Four sums of 16 x 16, each from 32 products.
-float tiles(int64_t rounds) {
-  const MILLRACE_ISA::Tiles configured(16, 16);
+void zero_tiles() {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   _tile_zero(4);
   _tile_zero(6);
+}
+
+// Four sums of 16 x 16, each from 32 products.
+float tiles(int64_t rounds) {
+  const MILLRACE_ISA::Tiles configured(16, 16);
+  zero_tiles();
   for (int64_t r = 0; r < rounds; ++r) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 6);
@@ -78,12 +82,25 @@ float tiles(int64_t rounds) {
   }
   return 0;
 }
-constexpr RateLoop kTiles{tiles, 4 * 16 * 16 * 32 * 2};
+
+// The same of 64 integer products.
+float byte_tiles(int64_t rounds) {
+  const MILLRACE_ISA::Tiles configured(16, 16);
+  zero_tiles();
+  for (int64_t r = 0; r < rounds; ++r) {
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 6);
+    _tile_dpbssd(2, 4, 6);
+    _tile_dpbssd(3, 4, 6);
+  }
+  return 0;
+}
+constexpr RateLoop kTiles{tiles, 4 * 16 * 16 * 32 * 2}, kInt8{byte_tiles, 4 * 16 * 16 * 64 * 2};
 #else
-constexpr RateLoop kTiles{};
+constexpr RateLoop kTiles{}, kInt8{int8, kChains * 64 * 2};
 #endif
 
-constexpr RateLoop kRates[] = {{fp32, kChains * 16 * 2}, {bf16, kChains * 32 * 2}, {int8, kChains * 64 * 2}, kTiles};
+constexpr RateLoop kRates[] = {{fp32, kChains * 16 * 2}, {bf16, kChains * 32 * 2}, kInt8, kTiles};
 
 #elif defined(__AVX2__)
 

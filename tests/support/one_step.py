@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from millrace.engine.native import NativeNetwork, NativeProgram
 from millrace.graph.types import Symbol
 from millrace.kernels.catalogue import numbered
-from millrace.kernels.declare import Param, Space
+from millrace.kernels.declare import MAX_KNOBS, Param, Space
 from millrace.kernels.encode import Ref, encode, operand_bytes
 from millrace.kernels.layout import up
 
@@ -21,6 +21,7 @@ Bytes = NDArray[np.uint8]
 class Machine:
     isa: str
     threads: int = 2
+    tile_rows: int = 0  # the knob of matmul; 0: its own rule
 
 
 def as_bytes(array: NDArray[np.generic]) -> Bytes:
@@ -65,6 +66,8 @@ def run_kernel(
     try:
         memory = network.activations()
         memory[:] = before
+        if machine.tile_rows:
+            network.set_tactics([(0, 1, (machine.tile_rows,) + (0,) * (MAX_KNOBS - 1))])
         network.compute(sizes)
         after = memory.copy()
     finally:

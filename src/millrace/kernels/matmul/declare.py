@@ -73,8 +73,9 @@ KERNEL = Kernel(
         "gated == 0 or packed == 0 or y_stride * 2 >= n",
     ),
     (
-        Knob("tile_rows", 64),  # rows of one tile at most
+        Knob("tile_rows", 64),  # rows of one tile at most; of 8-bit activations from 16 on: tiles of AMX
         Knob("task_panels", 1 << 20),  # panels of 32 outputs that a worker takes at a time
         Knob("ahead", 1 << 20),  # how many bytes ahead of their use weights are fetched
     ),
+    scratch="byte_tiles_floats(format, weights, k, group)",
 )

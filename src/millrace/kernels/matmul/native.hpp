@@ -104,7 +104,7 @@ void tile_bf16(const TileInput& in, float* total) {
 }
 
 }  // namespace millrace::MILLRACE_ISA
-#include "codes.hpp"
+#include "byte_tiles.hpp"
 #include "tiles.hpp"
 namespace millrace::MILLRACE_ISA {
 
@@ -184,7 +184,21 @@ void multiply(const MatmulArgs& a, StepContext& c) {
   if (rows == 0) return;
   const int64_t panel_stride = panel_bytes(a.weights, a.k, a.group, a.scaling);
   const TileInput in{a.x, a.w, a.x_stride, a.k, a.group, c.tactic->ahead() ? c.tactic->ahead() : kAhead};
-  const int64_t asked = c.tactic->tile_rows(), most = asked && asked < kRowsOf<C> ? asked : kRowsOf<C>;
+  const int64_t asked = c.tactic->tile_rows();
+#if defined(__AMX_INT8__)
+  if constexpr (C == Class::w8a8 || C == Class::w4a8) {
+    if (goes_by_tiles(in, rows, asked)) {
+      const int64_t size = task_panels(c, panels, panel_stride), tasks = (panels - 1) / size + 1, part = part_rows(in, rows);
+      for (Chunk p(c, (rows - 1) / part * tasks + tasks, 1); p.next();) {
+        const int64_t row = p.begin / tasks * part, panel = p.begin % tasks * size;
+        rows_by_byte_tiles<C == Class::w4a8, S>(a, in, panel_stride, row, row + part < rows ? row + part : rows, panel,
+                                                panel + size < panels ? panel + size : panels, c.scratch);
+      }
+      return;
+    }
+  }
+#endif
+  const int64_t most = asked && asked < kRowsOf<C> ? asked : kRowsOf<C>;
   for (Chunk p(c, panels, task_panels(c, panels, panel_stride)); p.next();)
     multiply_panels<C, S>(a, in, panel_stride, rows, most, p.begin, p.end);
 }
