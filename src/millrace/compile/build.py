@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from millrace.engine.manifest import (
 )  # fmt: skip
 from millrace.engine.slots import Slot, slot
 from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError, plain
+from millrace.graph.cuts import cut
 from millrace.graph.rewrite import LOGITS
 from millrace.graph.table import graph_table
 from millrace.graph.types import Graph, Symbol, find
@@ -134,11 +135,25 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     traced = trace_model(source.module, source.weights, operators(), keep=chosen.keep)
     _check_context(traced, chosen.max_context)
     precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
-    passes = pipeline(precision) if chosen.fuse else unfused(precision)
+    notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, chosen.table))
+    return Plan(precision, traced, _program(traced, chosen), tuple(map(plain, notes)))
+
+
+def plan_pieces(source: Source, options: BuildOptions) -> Iterator[Program]:
+    """The same engine as plan_engine's in pieces that compute its bits one after the other, with CARRIED between them.
+
+    raises as plan_engine
+    """
+    chosen = settled(source, options)
+    traced = trace_model(source.module, source.weights, operators())
+    return (_program(piece, chosen) for piece in cut(traced))
+
+
+def _program(traced: Graph, chosen: Settled) -> Program:
+    passes = pipeline(chosen.precision) if chosen.fuse else unfused(chosen.precision)
     graph = run_passes(traced, passes)
     program = lower(graph, _bounds(graph, chosen), chosen.kv_format, chosen.table, tiles=chosen.tiles)
-    notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, chosen.table))
-    return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), tuple(map(plain, notes)))
+    return replace(program, passes=tuple(name for name, _ in passes))
 
 
 def _check_context(graph: Graph, max_context: int) -> None:
@@ -278,29 +293,34 @@ def _write_weights(program: Program, path: Path, progress: Progress) -> str:
     if program.weights_bytes == 0:
         path.write_bytes(b"")
         return f"{library().mr_checksum(0, 0):016x}"
-    pool, done = ThreadPoolExecutor(usable_cores()), 0  # NumPy lets go of the interpreter while it works
     with path.open("w+b") as file:
         _reserve(file.fileno(), program.weights_bytes)
-
-        def pack(packed: Packed, offset: int) -> Packed:
-            try:
-                data = packed.pack()
-            except CheckpointError as error:
-                raise CheckpointError(f"{packed.name}: {error.what}", error.expected, error.mend) from error
-            assert data.size == packed.nbytes, f"{packed.name}: {data.size} bytes packed, {packed.nbytes} planned"
-            _write_at(file.fileno(), data.reshape(-1).data, offset)
-            return packed
-
-        try:
-            for packed in pool.map(pack, program.weights, program.weights_offsets):
-                done += packed.nbytes
-                progress(packed.name, done, program.weights_bytes)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        pack_weights(program, lambda data, offset: _write_at(file.fileno(), data, offset), progress)
         os.fsync(file.fileno())  # a network's file system may say only now that it is full
     progress("weights", program.weights_bytes, program.weights_bytes)
     written = np.memmap(path, np.uint8, "r")
     return f"{library().mr_checksum(written.ctypes.data, written.size):016x}"
+
+
+def pack_weights(program: Program, put: Callable[[memoryview, int], None], progress: Progress) -> None:
+    """Packs the constants, one a core at a time, and puts the bytes of each where it will lie."""
+    pool, done = ThreadPoolExecutor(usable_cores()), 0  # NumPy lets go of the interpreter while it works
+
+    def pack(packed: Packed, offset: int) -> Packed:
+        try:
+            data = packed.pack()
+        except CheckpointError as error:
+            raise CheckpointError(f"{packed.name}: {error.what}", error.expected, error.mend) from error
+        assert data.size == packed.nbytes, f"{packed.name}: {data.size} bytes packed, {packed.nbytes} planned"
+        put(data.reshape(-1).data, offset)
+        return packed
+
+    try:
+        for packed in pool.map(pack, program.weights, program.weights_offsets):
+            done += packed.nbytes
+            progress(packed.name, done, program.weights_bytes)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _reserve(file: int, nbytes: int) -> None:
