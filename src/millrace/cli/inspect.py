@@ -87,6 +87,7 @@ def _summary(tables: Tables) -> None:
         [
             ("model", f"{m.architecture}, {count(m.n_parameters)} parameters" + vocabulary),
             ("precision", tables.precision()),
+            ("price", m.evaluation.said),
             ("limits", tables.limits),
             ("tactics", tuned(tables)),
             ("built by", f"millrace {m.millrace}, engine format {m.format}"),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from msgspec import to_builtins
+
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.tables import Call, GraphTable, ProgramTable, read_graph_table, read_program_table
@@ -157,6 +159,7 @@ class Tables:
             "weights_by_format": self.bytes_by_format(),
             "memory": self.memory(),
             "tactics": self.tuning(),
+            "evaluation": to_builtins(m.evaluation),
             "notes": m.notes,
             "millrace": m.millrace,
             "format": m.format,

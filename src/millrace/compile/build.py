@@ -20,6 +20,7 @@ from millrace.compile.report import program_table
 from millrace.compile.settings import Progress
 from millrace.compile.source import LONGEST, Source
 from millrace.compile.tune import Tuning, tune_folder
+from millrace.engine.evaluation import Evaluation
 from millrace.engine.hold import building
 from millrace.engine.kv import KvFormat
 from millrace.engine.manifest import (
@@ -226,24 +227,24 @@ def _check(options: BuildOptions) -> None:
 
 def write_engine(
     source: Source, plan: Plan, folder: Path, *, name: str, progress: Progress | None = None,
-    tuning: Tuning | None = None,
+    tuning: Tuning | None = None, evaluation: Evaluation | None = None,
 ) -> Manifest:  # fmt: skip
     """Packs the weights and writes the engine folder, which must not exist: whole, or not at all.
 
     `tuning` None: kernels work by their own rules, which needs no measurements
+    `evaluation`: what its precision was found to cost
     """
-    if folder.exists():
-        raise _already_there(folder)
+    check_new(folder)
     if progress:
         progress(f"building {name} into {folder}", 0, plan.program.weights_bytes)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with building(folder) as unfinished:
-            manifest = _write(source, plan, unfinished, name, progress or (lambda *_: None))
+            found = evaluation or Evaluation()
+            manifest = _write(source, plan, unfinished, name, found, progress or (lambda *_: None))
             if tuning is not None:
                 tune_folder(unfinished, tuning, progress)
-            if folder.exists():  # somebody else was faster
-                raise _already_there(folder)
+            check_new(folder)  # somebody else may have been faster
     except OSError as error:
         raise _cannot_write(folder, plan.program.weights_bytes, error) from error
     return manifest
@@ -263,11 +264,15 @@ def _cannot_write(folder: Path, nbytes: int, error: OSError) -> MachineError:
     )
 
 
-def _already_there(folder: Path) -> EngineError:
-    return EngineError(f"{folder} is already there", "a folder that does not exist yet", "remove it, or name another")
+def check_new(folder: Path) -> None:
+    """raises EngineError for a folder that is already there"""
+    if folder.exists():
+        raise EngineError(
+            f"{folder} is already there", "a folder that does not exist yet", "remove it, or name another"
+        )
 
 
-def _write(source: Source, plan: Plan, folder: Path, name: str, progress: Progress) -> Manifest:
+def _write(source: Source, plan: Plan, folder: Path, name: str, evaluation: Evaluation, progress: Progress) -> Manifest:
     program = plan.program
     weights = _write_weights(program, folder / WEIGHTS, progress)
     (folder / PROGRAM).write_bytes(program.encoded())
@@ -280,7 +285,7 @@ def _write(source: Source, plan: Plan, folder: Path, name: str, progress: Progre
         for path in sorted(folder.iterdir())
         if path.name != MANIFEST
     }
-    manifest = sealed(_manifest(source, plan, files, name))
+    manifest = sealed(_manifest(source, plan, files, name, evaluation))
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     return manifest
 
@@ -339,7 +344,7 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[n:], offset + n
 
 
-def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str) -> Manifest:
+def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str, evaluation: Evaluation) -> Manifest:
     program = plan.program
     logits = slot(program.outputs, LOGITS)
     width = logits.shape[1] if logits else 0
@@ -361,6 +366,7 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
         symbols=[SymbolEntry(s.name, b.low, b.usual, b.high) for s, b in program.symbols.items()],
         max_context=source.max_context, vocab_size=width or source.vocab_size, eos_token_ids=list(source.eos_token_ids),
         bos_token_id=source.bos_token_id, files=files, notes=list(plan.notes), cpu=cpu,
+        evaluation=evaluation,
     )  # fmt: skip
 
 

@@ -60,9 +60,8 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.max_kl is None:
             return f"{self.price.name} costs {self.price.figures} ({where})"
         over = ", ".join(f"{p.name} {'none' if p.kl is None else format(p.kl, '.3g')}" for p in self.tried[:-1])
-        return (
-            f"auto chose {self.price.name}: {self.price.figures} ({where}; at most {self.max_kl:g} was asked"
-            + (f"; over it: {over})" if over else ")")
+        return f"auto chose {self.price.name}: {self.price.figures} ({where}; at most {self.max_kl:g} was asked" + (
+            f"; over it: {over})" if over else ")"
         )
 
     @property

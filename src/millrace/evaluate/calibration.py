@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -51,7 +52,7 @@ class Calibration:
         return cls(content, path)
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Literal["bundled", "own"]:
         return "bundled" if self.file is None else "own"
 
     @property
@@ -59,22 +60,23 @@ class Calibration:
         return hashlib.blake2b(self.content.encode(), digest_size=16).hexdigest()
 
     def windows(self, tokenizer: Tokenizer, max_context: int) -> Windows:
-        """Whole windows of at most so many tokens, spread evenly over the text.
+        """Windows of the same length, spread evenly over the text; short where the context, or the bundled text, is.
 
         raises ConfigError where the text fills none, or the context is too short for any
         """
-        length = min(LENGTH, max_context)
-        if length < SHORTEST:
+        if max_context < SHORTEST:
             raise ConfigError(
                 f"a context of {max_context} tokens is too short to measure a precision in", f"at least {SHORTEST}",
                 "build for a longer --max-context, or leave the measuring out: --no-evaluate",
             )  # fmt: skip
-        n_tokens = len(tokenizer.encode(self.content))
+        length, n_tokens = min(LENGTH, max_context), len(tokenizer.encode(self.content))
+        if self.file is None:
+            length = min(length, max(n_tokens, SHORTEST))
         if n_tokens < length:
+            text = f"--calibration {self.file}" if self.file else "the bundled text"
             raise ConfigError(
-                f"--calibration {self.file} has {n_tokens} tokens", f"at least {length}, one window",
-                "give a longer text",
-            )  # fmt: skip
+                f"{text} has {n_tokens} tokens of this model", f"at least {length}, one window", "give a longer text"
+            )
         every = windows(tokenizer, self.content, length)
         kept = np.linspace(0, len(every.ids) - 1, min(len(every.ids), TOKENS // length)).round().astype(int)
         return replace(every, ids=every.ids[kept])

@@ -18,7 +18,7 @@ Progress = Callable[[int, int], None]  # windows done, of so many
 
 
 class Runs(Protocol):
-    """What runs steps of a language model, and keeps the logits of the last one: a NativeExecutor, or its last piece."""
+    """What runs steps of a language model, and keeps the logits of the last one: an executor, or a last piece."""
 
     limits: ExecutorLimits
 

@@ -27,13 +27,14 @@ def cut(graph: Graph) -> tuple[Graph, ...]:
     """
     graph = prune(graph)
     pieces: list[Graph] = []
-    begin, carried = 0, None
+    begin: int = 0
+    carried: Value | None = None
     for place in (*_places(graph), None):
         inputs = graph.inputs if carried is None else (*graph.inputs, Port(CARRIED, carried))
         outputs = graph.outputs if place is None else (Port(CARRIED, place.value),)
         end = len(graph.nodes) if place is None else place.behind + 1
         pieces.append(Graph(inputs, outputs, graph.nodes[begin:end]))
-        begin, carried = end, place and place.value
+        begin, carried = end, None if place is None else place.value
     return tuple(pieces)
 
 
