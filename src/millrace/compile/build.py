@@ -13,7 +13,7 @@ import numpy as np
 
 import millrace
 from millrace.compile.lower import lower
-from millrace.compile.passes import pipeline, run_passes, unfused
+from millrace.compile.passes import fold_constants, fuse_elementwise, pipeline, run_passes, unfused
 from millrace.compile.precision import PrecisionMap, plain_format, rounding_notes
 from millrace.compile.program import Bounds, Program
 from millrace.compile.report import program_table
@@ -147,7 +147,8 @@ def plan_pieces(source: Source, options: BuildOptions) -> Iterator[Program]:
     """
     chosen = settled(source, options)
     traced = trace_model(source.module, source.weights, operators())
-    return (_program(piece, chosen) for piece in cut(traced))
+    grown = run_passes(traced, [("fold_constants", fold_constants), ("fuse_elementwise", fuse_elementwise)])
+    return (_program(piece, chosen) for piece in cut(grown))
 
 
 def _program(traced: Graph, chosen: Settled) -> Program:

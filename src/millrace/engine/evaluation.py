@@ -12,7 +12,7 @@ _DIGITS = 3  # that are kept: all further ones may differ between processors, an
 class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of one choice of precisions, beside the same checkpoint in float32 with keys and values in float32.
 
-    None: there is no such number, since some of its answers are not finite
+    None: there is no such number, since some of its answers are not finite, or its weights cannot be rounded so
     """
 
     name: str
@@ -25,7 +25,7 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def figures(self) -> str:
         """For people."""
         if self.kl is None or self.perplexity_ratio is None:
-            return "no KL: its logits are not all finite, or hardly"
+            return "no KL, since its logits are not all finite"
         return (
             f"KL {self.kl:.3g} nats a token, perplexity x {self.perplexity_ratio:.3f}, "
             f"the likeliest token the same in {self.agreement:.1%}"
@@ -54,7 +54,7 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def said(self) -> str:
         """In one line, for people."""
         if self.price is None:
-            return f"not measured: {self.not_measured}"
+            return f"not measured: {self.not_measured or 'nobody says why'}"
         text = "the bundled text" if self.text == "bundled" else "a text of one's own"
         where = f"on {self.tokens:,} tokens of {text}, beside fp32"
         if self.max_kl is None:

@@ -12,8 +12,9 @@ from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
 from millrace.evaluate.windows import LENGTH, Windows, windows
 
-TOKENS = 4 * LENGTH  # that are read, of a text however long: what 60 s suffice for on a model of 1B
+TOKENS = 3 * LENGTH  # that are read, of a text however long: what a minute suffices for on a model of 1B
 SHORTEST = 16  # tokens of a window: with fewer, predictions have no context to speak of
+_UNSCORED = 4  # a fourth of each window is only context: half of it, as for perplexities, would waste what is computed
 _MOST_BYTES = 1 << 20
 
 
@@ -79,4 +80,4 @@ class Calibration:
             )
         every = windows(tokenizer, self.content, length)
         kept = np.linspace(0, len(every.ids) - 1, min(len(every.ids), TOKENS // length)).round().astype(int)
-        return replace(every, ids=every.ids[kept])
+        return replace(every, ids=every.ids[kept], first=length // _UNSCORED)

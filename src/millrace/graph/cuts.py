@@ -20,6 +20,7 @@ class _Place:
 def cut(graph: Graph) -> tuple[Graph, ...]:
     """The pieces, in their order; the graph itself where it has no such places.
 
+    graph: its expressions grown (the pass fuse_elementwise), or a chain of operations would count as several readers.
     All pieces have the graph's inputs, so that they are run alike; all but the first have CARRIED besides, all but the
     last give it: a row for each of what the graph's first input counts. It is cut where two at least read what is
     carried, as the residual stream of a transformer is read: passes take up only what one alone reads, so none would
