@@ -160,7 +160,9 @@ class Tables:
             "weights_by_format": self.bytes_by_format(),
             "memory": self.memory(),
             "tactics": self.tuning(),
-            "evaluation": to_builtins(m.evaluation),
+            "evaluation": to_builtins(m.evaluation)
+            if m.evaluation.tried
+            else {"not_measured": m.evaluation.not_measured},
             "notes": m.notes,
             "millrace": m.millrace,
             "format": m.format,

@@ -98,9 +98,9 @@ def _refuse_build_settings(build: BuildSettings, folder: Path) -> None:
     """A built engine cannot be changed by flags; saying nothing would be worse."""
     plain = BuildSettings()
     for name in (f.name for f in fields(BuildSettings)):
-        if getattr(build, name) != getattr(plain, name):
+        if (value := getattr(build, name)) != getattr(plain, name):
             raise ConfigError(
-                f"{flag_of(name)} is given, but {folder} is already built",
+                f"{flag_of(f'no_{name}' if value is False else name)} is given, but {folder} is already built",
                 "a checkpoint, where this is still open", "leave it out, or build the checkpoint again with it",
             )  # fmt: skip
 
