@@ -19,7 +19,7 @@ from millrace.engine.kv import KvFormat
 from millrace.engine.native import NativeExecutor, NativeProgram
 from millrace.evaluate import pieces
 from millrace.evaluate.divergence import Score, log_probabilities
-from millrace.evaluate.pieces import read, score
+from millrace.evaluate.pieces import answers, read, score
 from millrace.evaluate.windows import Windows
 from tests.support.checkpoints import random_checkpoint
 
@@ -59,7 +59,8 @@ def piecewise(
 
     monkeypatch.setattr(pieces, "Score", Spy)
     one = read(planned(source, options), found, source.vocab_size, lambda: None)
-    score(one, one, source.vocab_size)
+    with answers(one, source.vocab_size) as found_again:
+        score(found_again, found_again, found)
     return seen
 
 
@@ -119,5 +120,6 @@ def test_memory_holds_the_weights_of_one_piece(monkeypatch: pytest.MonkeyPatch) 
     one = read(programs, found, source.vocab_size, lambda: None)
     assert most == max(p.weights_bytes for p in programs[:-1]) and (alive, loads) == (0, len(programs) - 1)
     assert most < sum(p.weights_bytes for p in programs) / 3
-    score(one, one, source.vocab_size)
+    with answers(one, source.vocab_size) as exact, answers(one, source.vocab_size) as rough:
+        score(exact, rough, found)
     assert (alive, most) == (0, max(most, 2 * programs[-1].weights_bytes))

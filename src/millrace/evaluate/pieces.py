@@ -1,7 +1,7 @@
 """A language model reads a text piece by piece, as a built engine would read it: memory holds the weights of one."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +13,12 @@ from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.native import NativeExecutor, NativeProgram
 from millrace.engine.slots import slot, write_slot
-from millrace.evaluate.divergence import Score, log_probabilities, step_of
+from millrace.evaluate.divergence import LogProbs, Score, log_probabilities, step_of
 from millrace.evaluate.windows import Windows
 from millrace.graph.cuts import CARRIED
 
 Advance = Callable[[], None]  # a piece is through
+Answers = Callable[[int], LogProbs]  # of a window, by its number
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +61,24 @@ def read(pieces: Sequence[Program], text: Windows, vocab_size: int, advance: Adv
     return ReadText(text, last, carried, sum(p.matrix_bytes for p in pieces))
 
 
-def score(reference: ReadText, other: ReadText, vocab_size: int) -> Score:
-    """The other beside the reference, of the same text. Two last pieces are in memory for it."""
-    found, text = Score(), other.text
-    with (
-        closing(_loaded(reference.last, text, vocab_size)) as exact,
-        closing(_loaded(other.last, text, vocab_size)) as rough,
-    ):
-        for window, ids in enumerate(text.ids):
-            p, q = (
-                log_probabilities(_Piece(r.last, executor, _of(r.carried, window)), ids, text.first)
-                for r, executor in ((reference, exact), (other, rough))
-            )
-            found.add(q, p, ids[text.first + 1 :])
+@contextmanager
+def answers(found: ReadText, vocab_size: int) -> Iterator[Answers]:
+    """What the text's windows are answered with: the last piece runs, and is in memory as long as the block."""
+    text = found.text
+    with closing(_loaded(found.last, text, vocab_size)) as executor:
+
+        def of(window: int) -> LogProbs:
+            piece = _Piece(found.last, executor, _of(found.carried, window))
+            return log_probabilities(piece, text.ids[window], text.first)
+
+        yield of
+
+
+def score(reference: Answers, other: Answers, text: Windows) -> Score:
+    """The other beside the reference: memory holds the log probabilities of one window."""
+    found = Score()
+    for window, ids in enumerate(text.ids):
+        found.add(other(window), reference(window), ids[text.first + 1 :])
     return found
 
 

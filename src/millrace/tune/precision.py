@@ -18,7 +18,7 @@ from millrace.engine.slots import slot
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.calibration import SHORTEST, Calibration
 from millrace.evaluate.divergence import Score
-from millrace.evaluate.pieces import ReadText, read, score
+from millrace.evaluate.pieces import Answers, ReadText, answers, read, score
 from millrace.evaluate.windows import Windows
 from millrace.graph.rewrite import LOGITS
 from millrace.kernels.precision import Precision
@@ -57,13 +57,14 @@ class PrecisionPricer:
             return question.candidates[0], Evaluation(f"a context of {context} tokens is too short for it")
         text = self.calibration.windows(question.tokenizer, context)
         race, tried = _Race(question, text), list[Price]()
-        for candidate in question.candidates:
-            tried.append(race.price(candidate) if question.max_kl is None else race.price_if_it_can(candidate))
-            if question.max_kl is None or tried[-1].within(question.max_kl):
-                return candidate, Evaluation(
-                    not_measured="", text=self.calibration.kind, digest=self.digest, tokens=text.n_scored,
-                    max_kl=question.max_kl, tried=tried,
-                )  # fmt: skip
+        with answers(race.reference, race.vocab_size) as exact:
+            for candidate in question.candidates:
+                tried.append(race.price(candidate, exact))
+                if question.max_kl is None or tried[-1].within(question.max_kl):
+                    return candidate, Evaluation(
+                        not_measured="", text=self.calibration.kind, digest=self.digest, tokens=text.n_scored,
+                        max_kl=question.max_kl, tried=tried,
+                    )  # fmt: skip
         raise _none_within(tried, question.max_kl or 0)
 
 
@@ -75,24 +76,24 @@ class _Race:
         exact = self._pieces(replace(question.options, precision=_REFERENCE.precision, kv_format=_REFERENCE.kv_format))
         logits = slot(exact[-1].outputs, LOGITS)
         assert logits is not None and isinstance(logits.shape[1], int), "a language model"
-        self._vocab_size = logits.shape[1]
+        self.vocab_size = logits.shape[1]
         self._total = (1 + len(question.candidates)) * len(exact)
-        self._reference = self._read(exact, "fp32, the reference")
+        self.reference = self._read(exact, "fp32, the reference")
 
-    def price(self, candidate: PrecisionMap) -> Price:
+    def price(self, candidate: PrecisionMap, exact: Answers) -> Price:
+        """In a race, scales that do not hold the weights are a defeat. raises CheckpointError where it is no race"""
         options, name = replace(self._question.options, precision=candidate), label(candidate, self._question.options)
         pieces = self._pieces(options)
         if self._is_reference(options):
             return Price(name, 0.0, 1.0, 1.0, sum(p.matrix_bytes for p in pieces))
-        found = self._read(pieces, name)
-        return price(name, score(self._reference, found, self._vocab_size), found.matrix_bytes)
-
-    def price_if_it_can(self, candidate: PrecisionMap) -> Price:
-        """Weights that have been read are right; where they do not fit this candidate's scales, it is out."""
         try:
-            return self.price(candidate)
-        except CheckpointError:
-            return Price(label(candidate, self._question.options), None, None, 0.0, 0)
+            found = self._read(pieces, name)
+            with answers(found, self.vocab_size) as rough:
+                return price(name, score(exact, rough, self._text), found.matrix_bytes)
+        except CheckpointError:  # the reference has read the same weights, so they are right as they are
+            if self._question.max_kl is None:
+                raise
+            return Price(name, None, None, 0.0, sum(p.matrix_bytes for p in pieces))
 
     def _is_reference(self, options: BuildOptions) -> bool:
         one, other = (settled(self._question.source, asked) for asked in (options, _REFERENCE))
@@ -110,7 +111,7 @@ class _Race:
             self._question.progress(f"measuring {name}", self._done, self._total)
 
         self._question.progress(f"measuring {name}", self._done, self._total)
-        found = read(pieces, self._text, self._vocab_size, advance)
+        found = read(pieces, self._text, self.vocab_size, advance)
         self._done += 1  # the last one, whose turn is beside the others' last ones
         return found
 
