@@ -114,6 +114,17 @@ def of_file(folder: Path, kind: Kind) -> PrecisionMap:
     return Source.from_checkpoint(Checkpoint.open(path)).own_precision
 
 
+def test_the_page_about_precisions_shows_what_is_found(tiny: Checkpoint) -> None:
+    """docs/precision.md: its example, and why W4A16 is no candidate."""
+    page = " ".join((Path(__file__).parents[2] / "docs" / "precision.md").read_text().split())
+    pricer, source = PrecisionPricer(Calibration.open(None)), Source.from_checkpoint(tiny)
+    own = replace(question(tiny, [], max_kl=0.1), source=source, candidates=pricer.candidates(source.own_precision))
+    _, evaluation = pricer.answer(own)
+    assert f"price {evaluation.said}" in page
+    better = pricer.answer(replace(own, candidates=[precision_map("w4a16")], max_kl=None))[1].price
+    assert better and f"(KL {better.kl} instead of {evaluation.tried[0].kl} on `tiny`)" in page
+
+
 def test_candidates(tmp_path: Path) -> None:
     """Cheapest first, nothing above the checkpoint's own; integers as they are stored before all else."""
 

@@ -137,9 +137,10 @@ class LLM:
     """`LLM("tiny").generate(["Once upon a time"], SamplingParams(max_tokens=64))[0].outputs[0].text`.
 
     model: an engine or checkpoint folder, a GGUF file, a hub id (`org/name@revision`) or `tiny`; built when needed.
-    precision: a name, or a map like {"default": "w4a8", "lm_head": "bf16"}.
-    settings: those of `millrace build` and `serve` by the same names (head, kv_cache_dtype, group, max_context,
-    max_batch, tune, kv_memory, threads, isa), and vLLM's (max_model_len, max_num_seqs, dtype, tensor_parallel_size=1).
+    precision: a name, "auto", or a map like {"default": "w4a8", "lm_head": "bf16"}; what it costs is measured.
+    settings: those of `millrace build` and `serve` by the same names (head, kv_cache_dtype, group, max_kl, evaluate,
+    calibration, max_context, max_batch, tune, kv_memory, threads, isa), and vLLM's (max_model_len, max_num_seqs, dtype,
+    tensor_parallel_size=1).
     Other libraries' arguments of calls are taken, too, where they ask for what happens anyway (lora_request=None).
     raises MillraceError, each with its mend
     """
