@@ -149,7 +149,7 @@ def _check_encoder(build: BuildSettings, precision: PrecisionMap | None) -> None
 def _to_measure(
     build: BuildSettings, checkpoint: Checkpoint, source: Source, options: BuildOptions, pricing: Pricing | None
 ) -> ToMeasure:
-    """raises ConfigError where `auto` cannot be, or is given up again"""
+    """raises ConfigError where `auto` is asked for and nothing can be measured, or shall be"""
     auto = build.precision == AUTO
     if isinstance(checkpoint.config, EncoderConfig):
         without = "an encoder gives vectors, and no distribution of tokens"
