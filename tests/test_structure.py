@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "millrace"
 PUBLIC = ["LLM", "MillraceError", "RequestOutput", "SamplingParams"]  # changing this is a CHANGELOG line
 
-ORDER = [  # of those to come, each where it will stand: compress after evaluate, size after bench, tune before cli
+ORDER = [  # of those to come, each where it will stand: compress after evaluate, size after bench
     "errors",
     "env",
     "settings",
@@ -26,8 +26,9 @@ ORDER = [  # of those to come, each where it will stand: compress after evaluate
     "kernels",
     "engine",
     "compile",
-    "runtime",
     "evaluate",
+    "tune",
+    "runtime",
     "serve",
     "bench",
     "cli",

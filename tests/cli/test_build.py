@@ -9,7 +9,9 @@ from tests.cli.conftest import Millrace
 
 
 def test_the_closing_screen(millrace: Millrace, tmp_path: Path) -> None:
-    result = millrace("build", "tiny", "-o", tmp_path / "e", "--precision", "w8a8", "--max-context", "512")
+    result = millrace(
+        "build", "tiny", "-o", tmp_path / "e", "--precision", "w8a8", "--max-context", "512", "--no-evaluate"
+    )
     assert result.code == 0, result.err
     for said in ("weights", "KV cache", "activations", "peak memory", "program", "w8a8, groups of 128", "512 tokens"):
         assert said in result.out
@@ -31,7 +33,7 @@ def test_json_adds_up(millrace: Millrace, tmp_path: Path) -> None:
 def test_a_map_of_precisions_decides_layer_by_layer(millrace: Millrace, tmp_path: Path) -> None:
     file = tmp_path / "map.json"
     file.write_text(json.dumps({"default": "w4a8", "layers.0.*": "w8a8", "lm_head": "bf16"}))
-    assert millrace("build", "tiny", "-o", tmp_path / "e", "--precision-map", file).code == 0
+    assert millrace("build", "tiny", "-o", tmp_path / "e", "--precision-map", file, "--no-evaluate").code == 0
     steps = json.loads(millrace("inspect", tmp_path / "e", "--calls", "--json").out)
     notes = {origin: s["note"] for s in steps if s["kernel"] == "matmul" for origin in s["origin"]}
     assert notes["model.layers.0.mlp.down_proj"] == "w8a8"
@@ -105,11 +107,13 @@ def test_a_build_without_tuning_says_so(millrace: Millrace, tmp_path: Path) -> N
 
 
 def test_a_build_of_ones_own_and_the_cache_s_are_one(millrace: Millrace, cache: Path, tmp_path: Path) -> None:
-    assert millrace("build", "tiny", "-o", tmp_path / "e", "--tune", "0", "--precision", "w4a8").code == 0
+    assert (
+        millrace("build", "tiny", "-o", tmp_path / "e", "--tune", "0", "--no-evaluate", "--precision", "w4a8").code == 0
+    )
     assert len(json.loads((cache / "millrace" / "digests.json").read_text())) == 1, (
         "what was read once is not read again"
     )
-    millrace("generate", "tiny", "-p", "Hi", "--max-tokens", "1", "--tune", "0", "--precision", "w4a8")
+    millrace("generate", "tiny", "-p", "Hi", "--max-tokens", "1", "--tune", "0", "--no-evaluate", "--precision", "w4a8")
     (cached,) = (cache / "millrace" / "engines").glob("tiny-*")
     built = {file.name: file.read_bytes() for file in (tmp_path / "e").iterdir()}
     assert built == {file.name: file.read_bytes() for file in cached.iterdir()}

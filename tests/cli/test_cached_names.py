@@ -21,7 +21,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_the_name_that_list_shows_is_a_model(millrace: Millrace, checkpoint: Path) -> None:
     millrace("generate", "my-model", *ASK).assert_mistake('no model "my-model"')
-    first = millrace("generate", checkpoint, *ASK, "--tune", "0", "--precision", "w8a8")
+    first = millrace("generate", checkpoint, *ASK, "--tune", "0", "--no-evaluate", "--precision", "w8a8")
     (entry,) = json.loads(millrace("list", "--json").out)
     shutil.rmtree(checkpoint)
     for name in (entry["model"], entry["name"]):
@@ -36,7 +36,9 @@ def test_the_name_that_list_shows_is_a_model(millrace: Millrace, checkpoint: Pat
 
 def test_a_name_of_several_engines_is_said_with_their_folders(millrace: Millrace, checkpoint: Path) -> None:
     for precision in ("w8a8", "bf16"):
-        assert millrace("generate", checkpoint, *ASK, "--tune", "0", "--precision", precision).code == 0
+        assert (
+            millrace("generate", checkpoint, *ASK, "--tune", "0", "--no-evaluate", "--precision", precision).code == 0
+        )
     entries = json.loads(millrace("list", "--json").out)
     folders = [e["folder"] for e in entries]
     millrace("generate", "my-model", *ASK).assert_mistake('2 engines of "my-model"', *folders)
@@ -50,7 +52,7 @@ def test_inspect_and_tune_take_the_checkpoint_that_was_served(millrace: Millrace
     other = Path(shutil.copytree(checkpoint, checkpoint.parent / "other" / checkpoint.name))
     (other / "generation_config.json").write_text("{}")  # another content, of the same name
     for folder, precision in ((checkpoint, "w8a8"), (other, "w4a8")):
-        assert millrace("generate", folder, *ASK, "--tune", "0", "--precision", precision).code == 0
+        assert millrace("generate", folder, *ASK, "--tune", "0", "--no-evaluate", "--precision", precision).code == 0
     (w8a8,) = (e for e in json.loads(millrace("list", "--json").out) if e["precision"] == "w8a8")
     assert w8a8["folder"] in millrace("inspect", checkpoint).out
     assert w8a8["folder"] not in millrace("inspect", other).out

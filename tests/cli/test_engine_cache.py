@@ -7,7 +7,7 @@ from millrace import LLM, SamplingParams
 from millrace.kernels.library import usable_isas
 from tests.cli.conftest import Millrace
 
-ASK = ("-p", "Once", "--max-tokens", "1", "--tune", "0")
+ASK = ("-p", "Once", "--max-tokens", "1", "--tune", "0", "--no-evaluate")
 
 
 def test_list_and_rm(millrace: Millrace) -> None:
@@ -62,7 +62,19 @@ def test_pull_of_what_is_here(millrace: Millrace) -> None:
 def test_the_list_says_which_model_in_which_precision(millrace: Millrace) -> None:
     for precision in ("w8a8", "bf16"):
         assert (
-            millrace("generate", "tiny", "Once", "--max-tokens", "1", "--tune", "0", "--precision", precision).code == 0
+            millrace(
+                "generate",
+                "tiny",
+                "Once",
+                "--max-tokens",
+                "1",
+                "--tune",
+                "0",
+                "--no-evaluate",
+                "--precision",
+                precision,
+            ).code
+            == 0
         )
     listed = json.loads(millrace("list", "--json").out)
     assert [(e["model"], e["precision"]) for e in listed] == [("tiny", "bf16"), ("tiny", "w8a8")]

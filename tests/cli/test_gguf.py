@@ -12,7 +12,7 @@ from tests.support.checkpoints import random_checkpoint
 from tests.support.gguf_files import BLOCKY, write_gguf
 
 ASK = ("-p", "the mill", "--max-tokens", "3", "--temperature", "0")
-ANEW = (*ASK, "--tune", "0")  # from a checkpoint
+ANEW = (*ASK, "--tune", "0", "--no-evaluate")  # from a checkpoint
 
 
 @pytest.fixture(scope="module")

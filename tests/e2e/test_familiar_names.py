@@ -14,7 +14,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("tiny", precision="w4a8") as model:
+    with LLM("tiny", precision="w4a8", evaluate=False) as model:
         yield model
 
 
@@ -90,7 +90,15 @@ def test_unknown_sampling_parameters_are_named(given: dict[str, Any], fragments:
 def test_what_asks_for_nothing_else_is_taken() -> None:
     neutral: dict[str, Any] = {"device": "cpu", "task": "generate", "runner": "generate", "hf_overrides": {}}
     with LLM(
-        "tiny", **neutral, enable_lora=False, n_ctx=128, max_context=None, n_gpu_layers=0, precision="w4a8", tune=0
+        "tiny",
+        **neutral,
+        enable_lora=False,
+        n_ctx=128,
+        max_context=None,
+        n_gpu_layers=0,
+        precision="w4a8",
+        tune=0,
+        evaluate=False,
     ) as model:
         assert model._opened.engine.manifest.max_context == 128
         (one,) = model.generate("Once", GREEDY, lora_request=None)

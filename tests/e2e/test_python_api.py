@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("tiny", precision="w4a8") as model:
+    with LLM("tiny", precision="w4a8", evaluate=False) as model:
         yield model
 
 
@@ -119,7 +119,7 @@ def test_streams_and_lists_side_by_side(llm: LLM) -> None:
 
 
 def test_threads_share_an_engine_without_a_thread_of_its_own() -> None:
-    with LLM("tiny", precision="w4a8") as model, ThreadPoolExecutor(3) as pool:
+    with LLM("tiny", precision="w4a8", evaluate=False) as model, ThreadPoolExecutor(3) as pool:
         params = [SamplingParams(max_tokens=100, seed=i, temperature=1, ignore_eos=True) for i in range(6)]
         together = list(pool.map(lambda p: texts(model.generate("Once", p))[0], params))
         assert together == [texts(model.generate("Once", p))[0] for p in params]
@@ -127,7 +127,7 @@ def test_threads_share_an_engine_without_a_thread_of_its_own() -> None:
 
 def test_forgetting_to_close_gives_the_memory_back() -> None:
     def once(stream: bool) -> int:
-        model = LLM("tiny", precision="w4a8")
+        model = LLM("tiny", precision="w4a8", evaluate=False)
         if stream:
             asyncio.run(anext(model.astream("The", GREEDY)))  # type: ignore[arg-type]
         model.generate("The", GREEDY)
@@ -209,7 +209,7 @@ def test_developer_is_system(llm: LLM) -> None:
 
 
 def test_a_map_of_precisions() -> None:
-    with LLM("tiny", precision={"default": "w4a8", "layers.0.*": "bf16"}) as mixed:
+    with LLM("tiny", precision={"default": "w4a8", "layers.0.*": "bf16"}, evaluate=False) as mixed:
         assert texts(mixed.generate("The", GREEDY))
     with pytest.raises(MillraceError, match=r"layer\.0\.\*"):
         LLM("tiny", precision={"default": "w4a8", "layer.0.*": "bf16"})
@@ -217,7 +217,10 @@ def test_a_map_of_precisions() -> None:
 
 def test_keys_and_values_in_int8() -> None:
     """Half the memory of bfloat16, less a scale for each token and head; greedy answers of `tiny` stay sensible."""
-    with LLM("tiny", precision="w8a8", kv_cache_dtype="int8") as small, LLM("tiny", precision="w8a8") as plain:
+    with (
+        LLM("tiny", precision="w8a8", kv_cache_dtype="int8", evaluate=False) as small,
+        LLM("tiny", precision="w8a8", evaluate=False) as plain,
+    ):
         per_page = [m._opened.engine.page_bytes for m in (small, plain)]
         assert per_page[0] == per_page[1] * (32 + 4) // 64
         assert texts(small.generate("The", GREEDY))
@@ -229,7 +232,7 @@ def test_the_user_s_cache_is_not_touched(llm: LLM, cache: Path) -> None:
 
 def test_closing_gives_the_memory_back() -> None:
     def once() -> int:
-        with LLM("tiny", precision="w4a8") as model:
+        with LLM("tiny", precision="w4a8", evaluate=False) as model:
             model.generate("The", GREEDY)
         gc.collect()
         return int(psutil.Process().memory_info().rss)
@@ -240,7 +243,7 @@ def test_closing_gives_the_memory_back() -> None:
 
 
 def test_after_closing_it_says_so() -> None:
-    model = LLM("tiny", precision="w4a8")
+    model = LLM("tiny", precision="w4a8", evaluate=False)
     model.close()
     model.close()
     with pytest.raises(MillraceError, match="closed"):

@@ -8,7 +8,7 @@ from millrace.engine.manifest import FORMAT, Manifest
 from millrace.engine.tables import GraphTable, ProgramTable
 from millrace.engine.tactics import TacticTable
 
-WRITTEN = {7: "1dcc374c45f0370e"}
+WRITTEN = {8: "2af24180801ff948"}
 
 
 def test_other_files_are_another_format() -> None:

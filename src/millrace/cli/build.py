@@ -17,6 +17,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.engine.manifest import MANIFEST
 from millrace.env import Env
 from millrace.errors import ConfigError
+from millrace.tune.pricing import pricing
 
 EPILOG = """\b
 Examples:
@@ -58,7 +59,7 @@ def _build(model: str, output: Path, build: BuildSettings, map_file: Path | None
         name, folder = model_folder(model, env, report)
         if (folder / MANIFEST).is_file():
             raise ConfigError(f"{folder} is an engine already", "a checkpoint", "name the checkpoint it was built from")
-        return Tables(build_engine(name, folder, output, build, env.cache, precisions, report))
+        return Tables(build_engine(name, folder, output, build, env.cache, precisions, report, pricing))
 
 
 def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:
@@ -94,6 +95,7 @@ def show(tables: Tables, seconds: float) -> None:
             ("program", f"{len(tables.calls)} calls for {len(tables.graph.nodes)} operations, "
                         f"{len(tables.fusions)} of them fused (millrace inspect shows them)"),
             ("tactics", tuned(tables)),
+            ("price", m.evaluation.said),
             *(("note", text) for text in m.notes),
             ("next", f"millrace serve {tables.engine.folder}"),
         ]

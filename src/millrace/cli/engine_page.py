@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.cli.screen import count, size
-from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of
+from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of, priced
 from millrace.engine.bound import DecodeWork
 from millrace.engine.tables import Buffer, Call
 from millrace.machine.roofline import Roofline
@@ -48,6 +48,7 @@ def engine_page(tables: Tables, roofline: Roofline | None) -> str:
     reads = sum(call.matrix_bytes for call in tables.calls)
     return render(
         Path(__file__).with_name("engine_page.html"), m=tables.engine.manifest, tables=tables, memory=tables.memory(),
+        prices=priced(tables),
         plan=_plan(tables), layers=_layers(tables, reads, roofline), size=size, count=count, kinds=KINDS,
         turn="step" if tables.of_texts else "run",
         formats=list(tables.bytes_by_format().items())[:FEW], passes=tables.program.passes[:MANY],

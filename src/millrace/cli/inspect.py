@@ -10,7 +10,7 @@ from msgspec import to_builtins
 from millrace.cli.engine_page import engine_page, layers_of
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size, table
-from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of, tuned
+from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of, priced, tuned
 from millrace.compile.find import find_built
 from millrace.compile.rooflines import kept_roofline
 from millrace.engine.engine import Engine
@@ -87,12 +87,17 @@ def _summary(tables: Tables) -> None:
         [
             ("model", f"{m.architecture}, {count(m.n_parameters)} parameters" + vocabulary),
             ("precision", tables.precision()),
+            ("price", m.evaluation.said),
             ("limits", tables.limits),
             ("tactics", tuned(tables)),
             ("built by", f"millrace {m.millrace}, engine format {m.format}"),
             *(("note", text) for text in m.notes),
         ]
     )  # fmt: skip
+    if len(m.evaluation.tried) > 1:
+        click.echo()
+        heading("Precisions tried")
+        table(("precision", "KL, nats", "perplexity", "same token", "weights of a step"), priced(tables))
     click.echo()
     heading("Layers")
     table(("modules", "calls", "kernels"), _layers(tables))

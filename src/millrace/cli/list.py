@@ -68,18 +68,19 @@ def _settings(entry: CacheEntry) -> dict[str, Any]:
         "batch": m.max_sequences, "kv": plain(m.kv_format), "head": plain(" ".join(head)), "groups": m.group,
         "sums": m.cpu.bf16_sums,
         "layers": plain(" ".join(f"{pattern} {value}" for pattern, value in layers.items())), "content": m.identity[:6],
+        "kl": m.evaluation.price.kl if m.evaluation.price else None, "price": m.evaluation.said,
     }  # fmt: skip
 
 
 def told_apart(known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """By name, in what an engine differs from others of its model and precision; "" where in nothing.
 
-    content: other weights, said only where all else is equal
+    content: other weights, said only where all else is equal; what a precision costs is never said: it follows
     """
     found = {}
     for name, mine in known.items():
         alike = [k for k in known.values() if k and all(k[i] == mine.get(i) for i in ("model", "precision"))]
-        differ = [i for i in mine if any(k[i] != mine[i] for k in alike)]
+        differ = [i for i in mine if i not in ("kl", "price") and any(k[i] != mine[i] for k in alike)]
         found[name] = ", ".join(f"{i} {mine[i]!s:.40}" for i in differ if i != "content" or differ == [i])
     return found
 

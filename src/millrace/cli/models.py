@@ -12,12 +12,15 @@ from millrace.engine.engine import Engine
 from millrace.env import Env
 from millrace.errors import EngineError
 from millrace.runtime.open import Opened, OpenedEncoder, RunSettings, open_any, open_engine
+from millrace.tune.pricing import pricing
 
 
 def engine_of(model: str, build: BuildSettings, env: Env, *, quiet: bool = False) -> tuple[str, Engine]:
     """Name and engine of MODEL, downloaded and built where needed. quiet: without progress"""
     with ended_in_order(), progress(quiet) as report:
-        return find_engine(model, build, env, progress=report, say=lambda text: note(f"note: {text}"))
+        return find_engine(
+            model, build, env, progress=report, say=lambda text: note(f"note: {text}"), pricing=pricing
+        )  # fmt: skip
 
 
 @contextmanager

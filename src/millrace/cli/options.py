@@ -41,7 +41,8 @@ def _option(cls: type[Settings], f: "Field[Any]") -> Callable[[F], F]:
     assert f.default is not MISSING, f"{cls.__name__}.{f.name} has no default"
     text = said.help[0].upper() + said.help[1:] if said.help.split()[0].isalpha() else said.help
     if kind is bool:
-        return click.option(flag_of(f.name), f.name, is_flag=True, default=f.default, help=text)
+        flags = flag_of(f.name) + (f"/{flag_of(f'no_{f.name}')}" if f.default else "")  # what is on can be turned off
+        return click.option(flags, f.name, is_flag=True, default=f.default, help=text)
     metavar = said.metavar or ("SIZE" if said.size else "|".join(said.choices) if said.choices else _METAVARS[kind])
     return click.option(
         flag_of(f.name),

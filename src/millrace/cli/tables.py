@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from msgspec import to_builtins
+
+from millrace.cli.screen import size
 from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.tables import Call, GraphTable, ProgramTable, read_graph_table, read_program_table
@@ -157,10 +160,31 @@ class Tables:
             "weights_by_format": self.bytes_by_format(),
             "memory": self.memory(),
             "tactics": self.tuning(),
+            "evaluation": to_builtins(m.evaluation)
+            if m.evaluation.tried
+            else {"not_measured": m.evaluation.not_measured},
             "notes": m.notes,
             "millrace": m.millrace,
             "format": m.format,
         }
+
+
+def priced(tables: Tables) -> list[tuple[str, str, str, str, str]]:
+    """(precision, KL, perplexity beside fp32's, share of equal likeliest tokens, bytes) of what was measured."""
+
+    def shown(x: float | None, form: str) -> str:
+        return "-" if x is None else format(x, form)
+
+    return [
+        (
+            p.name,
+            shown(p.kl, ".3g"),
+            f"x {shown(p.perplexity_ratio, '.3f')}",
+            f"{p.agreement:.1%}",
+            size(p.weights_bytes),
+        )
+        for p in tables.engine.manifest.evaluation.tried
+    ]
 
 
 def tuned(tables: Tables) -> str:

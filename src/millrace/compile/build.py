@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,13 +13,14 @@ import numpy as np
 
 import millrace
 from millrace.compile.lower import lower
-from millrace.compile.passes import pipeline, run_passes, unfused
+from millrace.compile.passes import fold_constants, fuse_elementwise, pipeline, run_passes, unfused
 from millrace.compile.precision import PrecisionMap, keeping_the_head, plain_format, rounding_notes
 from millrace.compile.program import Bounds, Program
 from millrace.compile.report import program_table
 from millrace.compile.settings import Progress
 from millrace.compile.source import LONGEST, Source
 from millrace.compile.tune import Tuning, tune_folder
+from millrace.engine.evaluation import Evaluation
 from millrace.engine.hold import building
 from millrace.engine.kv import KvFormat
 from millrace.engine.manifest import (
@@ -40,6 +41,7 @@ from millrace.engine.manifest import (
 )  # fmt: skip
 from millrace.engine.slots import Slot, slot
 from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError, plain
+from millrace.graph.cuts import cut
 from millrace.graph.rewrite import LOGITS, head_of
 from millrace.graph.table import graph_table
 from millrace.graph.types import Graph, Symbol, find
@@ -134,11 +136,26 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     traced = trace_model(source.module, source.weights, operators(), keep=chosen.keep)
     _check_context(traced, chosen.max_context)
     precision.check_patterns(node.origin[0] for node in traced.nodes if node.op == "linear")
-    passes = pipeline(precision) if chosen.fuse else unfused(precision)
+    notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, chosen.table))
+    return Plan(precision, traced, _program(traced, chosen), tuple(map(plain, notes)))
+
+
+def plan_pieces(source: Source, options: BuildOptions) -> Iterator[Program]:
+    """The same engine as plan_engine's in pieces that compute its bits one after the other, with CARRIED between them.
+
+    raises as plan_engine
+    """
+    chosen = settled(source, options)
+    traced = trace_model(source.module, source.weights, operators())
+    grown = run_passes(traced, [("fold_constants", fold_constants), ("fuse_elementwise", fuse_elementwise)])
+    return (_program(piece, chosen) for piece in cut(grown))
+
+
+def _program(traced: Graph, chosen: Settled) -> Program:
+    passes = pipeline(chosen.precision) if chosen.fuse else unfused(chosen.precision)
     graph = run_passes(traced, passes)
     program = lower(graph, _bounds(graph, chosen), chosen.kv_format, chosen.table, tiles=chosen.tiles)
-    notes = (*source.notes, *rounding_notes(source.stored, precision), *_table_note(source.stored_table, chosen.table))
-    return Plan(precision, traced, replace(program, passes=tuple(name for name, _ in passes)), tuple(map(plain, notes)))
+    return replace(program, passes=tuple(name for name, _ in passes))
 
 
 def _head(graph: Graph) -> str | None:
@@ -217,24 +234,24 @@ def _check(options: BuildOptions) -> None:
 
 def write_engine(
     source: Source, plan: Plan, folder: Path, *, name: str, progress: Progress | None = None,
-    tuning: Tuning | None = None,
+    tuning: Tuning | None = None, evaluation: Evaluation | None = None,
 ) -> Manifest:  # fmt: skip
     """Packs the weights and writes the engine folder, which must not exist: whole, or not at all.
 
     `tuning` None: kernels work by their own rules, which needs no measurements
+    `evaluation`: what its precision was found to cost
     """
-    if folder.exists():
-        raise _already_there(folder)
+    check_new(folder)
     if progress:
         progress(f"building {name} into {folder}", 0, plan.program.weights_bytes)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with building(folder) as unfinished:
-            manifest = _write(source, plan, unfinished, name, progress or (lambda *_: None))
+            found = evaluation or Evaluation()
+            manifest = _write(source, plan, unfinished, name, found, progress or (lambda *_: None))
             if tuning is not None:
                 tune_folder(unfinished, tuning, progress)
-            if folder.exists():  # somebody else was faster
-                raise _already_there(folder)
+            check_new(folder)  # somebody else may have been faster
     except OSError as error:
         raise _cannot_write(folder, plan.program.weights_bytes, error) from error
     return manifest
@@ -254,11 +271,15 @@ def _cannot_write(folder: Path, nbytes: int, error: OSError) -> MachineError:
     )
 
 
-def _already_there(folder: Path) -> EngineError:
-    return EngineError(f"{folder} is already there", "a folder that does not exist yet", "remove it, or name another")
+def check_new(folder: Path) -> None:
+    """raises EngineError for a folder that is already there"""
+    if folder.exists():
+        raise EngineError(
+            f"{folder} is already there", "a folder that does not exist yet", "remove it, or name another"
+        )
 
 
-def _write(source: Source, plan: Plan, folder: Path, name: str, progress: Progress) -> Manifest:
+def _write(source: Source, plan: Plan, folder: Path, name: str, evaluation: Evaluation, progress: Progress) -> Manifest:
     program = plan.program
     weights = _write_weights(program, folder / WEIGHTS, progress)
     (folder / PROGRAM).write_bytes(program.encoded())
@@ -271,7 +292,7 @@ def _write(source: Source, plan: Plan, folder: Path, name: str, progress: Progre
         for path in sorted(folder.iterdir())
         if path.name != MANIFEST
     }
-    manifest = sealed(_manifest(source, plan, files, name))
+    manifest = sealed(_manifest(source, plan, files, name, evaluation))
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     return manifest
 
@@ -284,29 +305,34 @@ def _write_weights(program: Program, path: Path, progress: Progress) -> str:
     if program.weights_bytes == 0:
         path.write_bytes(b"")
         return f"{library().mr_checksum(0, 0):016x}"
-    pool, done = ThreadPoolExecutor(usable_cores()), 0  # NumPy lets go of the interpreter while it works
     with path.open("w+b") as file:
         _reserve(file.fileno(), program.weights_bytes)
-
-        def pack(packed: Packed, offset: int) -> Packed:
-            try:
-                data = packed.pack()
-            except CheckpointError as error:
-                raise CheckpointError(f"{packed.name}: {error.what}", error.expected, error.mend) from error
-            assert data.size == packed.nbytes, f"{packed.name}: {data.size} bytes packed, {packed.nbytes} planned"
-            _write_at(file.fileno(), data.reshape(-1).data, offset)
-            return packed
-
-        try:
-            for packed in pool.map(pack, program.weights, program.weights_offsets):
-                done += packed.nbytes
-                progress(packed.name, done, program.weights_bytes)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        pack_weights(program, lambda data, offset: _write_at(file.fileno(), data, offset), progress)
         os.fsync(file.fileno())  # a network's file system may say only now that it is full
     progress("weights", program.weights_bytes, program.weights_bytes)
     written = np.memmap(path, np.uint8, "r")
     return f"{library().mr_checksum(written.ctypes.data, written.size):016x}"
+
+
+def pack_weights(program: Program, put: Callable[[memoryview, int], None], progress: Progress) -> None:
+    """Packs the constants, one a core at a time, and puts the bytes of each where it will lie."""
+    pool, done = ThreadPoolExecutor(usable_cores()), 0  # NumPy lets go of the interpreter while it works
+
+    def pack(packed: Packed, offset: int) -> Packed:
+        try:
+            data = packed.pack()
+        except CheckpointError as error:
+            raise CheckpointError(f"{packed.name}: {error.what}", error.expected, error.mend) from error
+        assert data.size == packed.nbytes, f"{packed.name}: {data.size} bytes packed, {packed.nbytes} planned"
+        put(data.reshape(-1).data, offset)
+        return packed
+
+    try:
+        for packed in pool.map(pack, program.weights, program.weights_offsets):
+            done += packed.nbytes
+            progress(packed.name, done, program.weights_bytes)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _reserve(file: int, nbytes: int) -> None:
@@ -325,7 +351,7 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[n:], offset + n
 
 
-def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str) -> Manifest:
+def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str, evaluation: Evaluation) -> Manifest:
     program = plan.program
     logits = slot(program.outputs, LOGITS)
     width = logits.shape[1] if logits else 0
@@ -348,6 +374,7 @@ def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str
         symbols=[SymbolEntry(s.name, b.low, b.usual, b.high) for s, b in program.symbols.items()],
         max_context=source.max_context, vocab_size=width or source.vocab_size, eos_token_ids=list(source.eos_token_ids),
         bos_token_id=source.bos_token_id, files=files, notes=list(plan.notes), cpu=cpu,
+        evaluation=evaluation,
     )  # fmt: skip
 
 

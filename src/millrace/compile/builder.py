@@ -10,14 +10,16 @@ from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.encoder import EncoderConfig
-from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, settled, write_engine
+from millrace.compile.build import DEFAULT_BATCH, BuildOptions, check_new, plan_engine, settled, write_engine
 from millrace.compile.digests import checkpoint_identity
 from millrace.compile.precision import PrecisionMap, precision_map
+from millrace.compile.pricing import AUTO, Pricing, Question, ToMeasure, check_measured, without_price
 from millrace.compile.settings import BuildSettings, Progress
 from millrace.compile.source import Source
 from millrace.compile.timings import TimingCache
 from millrace.compile.tune import Tuning
 from millrace.engine.engine import Engine
+from millrace.engine.evaluation import AUTO_MAX_KL, Evaluation
 from millrace.engine.kv import KV_CACHE_DTYPES
 from millrace.engine.manifest import FORMAT
 from millrace.errors import ConfigError
@@ -33,12 +35,14 @@ class Builder:
     """One checkpoint, and all that decides what engine becomes of it.
 
     cache: the folder that remembers digests and times of kernels; None: everything is read and timed anew
+    measure: what is found out about its precision before it is built
     """
 
     name: str
     checkpoint: Checkpoint
     source: Source
     options: BuildOptions
+    measure: ToMeasure
     tuning: Tuning | None
     cache: Path | None
     progress: Progress | None
@@ -46,9 +50,12 @@ class Builder:
     @classmethod
     def of(
         cls, name: str, checkpoint: Checkpoint, build: BuildSettings, cache: Path | None,
-        precisions: Mapping[str, str] | None = None, progress: Progress | None = None,
+        precisions: Mapping[str, str] | None = None, progress: Progress | None = None, pricing: Pricing | None = None,
     ) -> "Builder":  # fmt: skip
-        """precisions: a map by layer patterns, instead of `build.precision`. raises ConfigError for what cannot be"""
+        """precisions: a map by layer patterns, instead of `build.precision`; pricing: who measures what precisions cost
+
+        raises ConfigError for what cannot be
+        """
         source = Source.from_checkpoint(checkpoint, build.max_context)
         precision = asked_precision(build, source.own_precision, precisions)
         encoder = isinstance(checkpoint.config, EncoderConfig)
@@ -60,11 +67,13 @@ class Builder:
             kv_format=KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None,
             tiles=build.bf16_sums == "tiles" if build.bf16_sums else "amx" in usable_isas(),
         )
+        measure = _to_measure(build, checkpoint, source, options, pricing)
+        check_measured(build, measure)
         timings = None if cache is None else TimingCache(cache / "timings.json")
         tuning = Tuning(build.tune, cache=timings) if build.tune else None
         return cls(
-            name=name, checkpoint=checkpoint, source=source, options=options, tuning=tuning, cache=cache,
-            progress=progress,
+            name=name, checkpoint=checkpoint, source=source, options=options, measure=measure, tuning=tuning,
+            cache=cache, progress=progress,
         )  # fmt: skip
 
     @cached_property
@@ -78,23 +87,43 @@ class Builder:
 
         How long the kernels are timed is no part of it: that changes no answer, and `millrace tune` does it again.
         """
-        return f"{FORMAT} {kernels_digest()} {self.identity} {settled(self.source, self.options).key}"
+        asked = [replace(self.options, precision=p) for p in self.measure.candidates] or [self.options]
+        keys = " ".join(settled(self.source, options).key for options in asked)
+        return f"{FORMAT} {kernels_digest()} {self.identity} {keys} {self.measure.key}"
 
     def write(self, folder: Path) -> None:
         """The engine into a new folder, whole or not at all. raises CheckpointError, ConfigError, MachineError"""
+        check_new(folder)  # which is said before anything takes long
         if self.checkpoint.has_tokenizer:
             _ = self.checkpoint.tokenizer  # an engine whose tokenizer is broken is of no use to anybody
         source = replace(self.source, identity=lambda: self.identity)
-        plan = plan_engine(source, self.options)
-        write_engine(source, plan, folder, name=self.name, progress=self.progress, tuning=self.tuning)
+        options, evaluation = self._measured()
+        write_engine(
+            source, plan_engine(source, options), folder, name=self.name, progress=self.progress, tuning=self.tuning,
+            evaluation=evaluation,
+        )  # fmt: skip
+
+    def _measured(self) -> tuple[BuildOptions, Evaluation]:
+        """The precision that it will have, and what that costs."""
+        if self.measure.pricer is None:
+            return self.options, Evaluation(self.measure.without)
+        first = replace(self.options, precision=self.measure.candidates[0])
+        plan_engine(self.source, first)  # and so are mistakes
+        question = Question(
+            source=self.source, tokenizer=self.checkpoint.tokenizer, options=self.options,
+            candidates=self.measure.candidates, max_kl=self.measure.max_kl,
+            progress=self.progress or (lambda *_: None),
+        )  # fmt: skip
+        precision, evaluation = self.measure.pricer.answer(question)
+        return replace(self.options, precision=precision), evaluation
 
 
 def build_engine(
     name: str, checkpoint: Path, folder: Path, build: BuildSettings, cache: Path | None = None,
-    precisions: Mapping[str, str] | None = None, progress: Progress | None = None,
+    precisions: Mapping[str, str] | None = None, progress: Progress | None = None, pricing: Pricing | None = None,
 ) -> Engine:  # fmt: skip
     """Compiles a checkpoint (folder or GGUF file) into `folder`, which must not exist; all else is Builder's."""
-    Builder.of(name, Checkpoint.open(checkpoint), build, cache, precisions, progress).write(folder)
+    Builder.of(name, Checkpoint.open(checkpoint), build, cache, precisions, progress, pricing).write(folder)
     return Engine.open(folder)
 
 
@@ -117,11 +146,45 @@ def _check_encoder(build: BuildSettings, precision: PrecisionMap | None) -> None
         )  # fmt: skip
 
 
+def _to_measure(
+    build: BuildSettings, checkpoint: Checkpoint, source: Source, options: BuildOptions, pricing: Pricing | None
+) -> ToMeasure:
+    """raises ConfigError where `auto` is asked for and nothing can be measured, or shall be"""
+    auto = build.precision == AUTO
+    if isinstance(checkpoint.config, EncoderConfig):
+        without = "an encoder gives vectors, and no distribution of tokens"
+    elif not checkpoint.has_tokenizer:
+        without = "the checkpoint has no tokenizer to read a text with"
+    elif not build.evaluate:
+        without = "--no-evaluate was given"
+    elif pricing is None:
+        without = Evaluation().not_measured
+    else:
+        without = ""
+    if auto and without:
+        raise ConfigError(
+            f"--precision auto measures what precisions cost, and here that cannot be: {without}",
+            "a language model with its tokenizer, and measuring",
+            "name a precision, or leave it out for the model's own",
+        )  # fmt: skip
+    without = (not auto and without_price(source, options)) or without
+    if without or pricing is None:
+        return ToMeasure(without=without)
+    if not auto:
+        return ToMeasure(candidates=(settled(source, options).precision,), pricer=pricing(build))
+    pricer = pricing(build)
+    bound = AUTO_MAX_KL if build.max_kl is None else build.max_kl
+    return ToMeasure(candidates=pricer.candidates(settled(source, options).precision), max_kl=bound, pricer=pricer)
+
+
 def asked_precision(
     build: BuildSettings, own: PrecisionMap, precisions: Mapping[str, str] | None = None
 ) -> PrecisionMap | None:
-    """`precisions` or else `build.precision`, in groups of `build.group` or else the model's own; None: all its own."""
-    asked = precisions or build.precision
+    """`precisions` or else `build.precision`, in groups of `build.group` or else the model's own; None: all its own.
+
+    Where it is to be found out, what it starts from: the model's own.
+    """
+    asked = precisions or (None if build.precision == AUTO else build.precision)
     if asked is None and (build.group is not None or build.head is not None):
         kept = [(pattern, p) for pattern, p in own.patterns if not build.head or pattern != HEAD]
         asked = {"default": own.default.value, **{pattern: p.value for pattern, p in kept}}

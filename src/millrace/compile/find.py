@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from millrace.checkpoint.checkpoint import CONFIG, Checkpoint
 from millrace.checkpoint.gguf.reader import is_gguf
@@ -15,6 +16,9 @@ from millrace.engine.manifest import MANIFEST, read_manifest
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError, EngineError, nearest
 from millrace.settings import flag_of
+
+if TYPE_CHECKING:
+    from millrace.compile.pricing import Pricing
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 
@@ -61,11 +65,11 @@ def _cached(model: str, env: Env) -> tuple[str, Path]:
 
 def find_engine(
     model: str, build: BuildSettings, env: Env, *, progress: Progress | None = None, say: Say | None = None,
-    precisions: Mapping[str, str] | None = None,
+    precisions: Mapping[str, str] | None = None, pricing: "Pricing | None" = None,
 ) -> tuple[str, Engine]:  # fmt: skip
     """MODEL's engine: the folder itself if it is one, else from the cache, else built now.
 
-    precisions: a map by layer patterns, instead of `build.precision`
+    precisions: a map by layer patterns, instead of `build.precision`; pricing: who measures what precisions cost
     """
     name, folder = model_folder(model, env, progress)
     if (folder / MANIFEST).is_file():
@@ -77,12 +81,14 @@ def find_engine(
         raise no_tokenizer(folder)
     from millrace.compile.builder import Builder  # with all of the compiler, which a built engine does not need
 
-    builder = Builder.of(name, checkpoint, build, env.cache, precisions, progress)
+    builder = Builder.of(name, checkpoint, build, env.cache, precisions, progress, pricing)
     with EngineCache(env.cache).get_or_build(name, builder.key, builder.write) as (found, fresh):
         engine = Engine.open(found)
     if say and fresh:  # later runs would only repeat it; `millrace inspect` shows it again
         for note in engine.manifest.notes:
             say(note)
+        if engine.manifest.evaluation.price is not None:
+            say(engine.manifest.evaluation.said)
     if say and not fresh and build.tune not in (0, BuildSettings.tune):
         say(f"this engine is there already, and is not timed again: millrace tune {engine.folder}")
     return name, engine
@@ -92,9 +98,9 @@ def _refuse_build_settings(build: BuildSettings, folder: Path) -> None:
     """A built engine cannot be changed by flags; saying nothing would be worse."""
     plain = BuildSettings()
     for name in (f.name for f in fields(BuildSettings)):
-        if getattr(build, name) != getattr(plain, name):
+        if (value := getattr(build, name)) != getattr(plain, name):
             raise ConfigError(
-                f"{flag_of(name)} is given, but {folder} is already built",
+                f"{flag_of(f'no_{name}' if value is False else name)} is given, but {folder} is already built",
                 "a checkpoint, where this is still open", "leave it out, or build the checkpoint again with it",
             )  # fmt: skip
 

@@ -194,7 +194,8 @@ _MEANT = {
     "float32": "use fp32", "f32": "use fp32", "float": "use fp32", "bfloat16": "use bf16",
     "int8": "use w8a8 (8-bit weights and activations) or w8a16 (8-bit weights alone)",
     "int4": "use w4a8 (4-bit weights, 8-bit activations) or w4a16 (4-bit weights alone)",
-    "fp8": "use w8a8, which has 8 bits too", "auto": "leave it out: the checkpoint's own precision is taken",
+    "fp8": "use w8a8, which has 8 bits too",
+    "auto": "auto is chosen for the whole model: --precision auto, without a map",
 }  # fmt: skip
 
 

@@ -47,6 +47,12 @@ class Program:
     caches: tuple[CacheSpec, ...]
     passes: tuple[str, ...] = field(default=())
 
+    @property
+    def matrix_bytes(self) -> int:
+        """Of the weights of matrix products, which each step reads whole."""
+        places = (call.operands["w"] for call in self.calls if call.kernel == "matmul")
+        return sum(self.weights[place.number].nbytes for place in places if place)
+
     def encoded(self) -> bytes:
         return b"".join(encode(call.kernel, self._refs(call), call.params) for call in self.calls)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from millrace.engine.kv import KV_CACHE_DTYPES
+from millrace.errors import ConfigError
 from millrace.settings import Settings, setting
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
@@ -15,11 +16,26 @@ class BuildSettings(Settings):
     """How an engine is built from a checkpoint."""
 
     precision: str | None = setting(
-        None, "fp32, bf16, w8a8, w8a16, w4a8 or w4a16; default: the checkpoint's own (float16 runs as fp32)"
+        None,
+        "fp32, bf16, w8a8, w8a16, w4a8 or w4a16; auto: the cheapest that keeps within --max-kl, which is measured; "
+        "default: the checkpoint's own (float16 runs as fp32)",
+    )
+    max_kl: float | None = setting(
+        None,
+        "of --precision auto: how far from fp32 its answers may be, KL in nats a token on average; default: 0.01",
+        low=0,
+        high=100,
+    )
+    evaluate: bool = setting(
+        True, "measure what a --precision costs in answers, where it is not the checkpoint's own, and say it"
+    )
+    calibration: str | None = setting(
+        None, "text in UTF-8 to measure precisions on; default: some pages that come along", metavar="FILE"
     )
     head: str | None = setting(
         None,
-        "precision of the head; default: with w4a8 a 4-bit pass and the best 256 tokens again in 8 bits",
+        "precision of the head; default: that of the layers, but 8 bits where these have 4; w4a8: a 4-bit pass, and the "
+        "best 256 tokens again in 8 bits",
         choices=("fp32", "bf16", "w8a8", "w8a16", "w4a8", "w4a16"),
     )
     bf16_sums: str | None = setting(
@@ -52,3 +68,11 @@ class BuildSettings(Settings):
         low=0,
         high=3600,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_kl is not None and self.precision != "auto":
+            raise ConfigError(
+                "--max-kl is given without --precision auto", "both: it bounds what auto may choose",
+                "add --precision auto, or leave it out",
+            )  # fmt: skip

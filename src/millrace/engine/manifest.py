@@ -19,6 +19,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from millrace.engine.evaluation import Evaluation
 from millrace.engine.kv import CacheSpec, KvFormat
 from millrace.errors import EngineError, plain
 from millrace.graph.rewrite import LOGITS
@@ -27,7 +28,7 @@ from millrace.kernels.declare import MAX_SYMBOLS
 from millrace.kernels.identity import kernels_digest
 from millrace.model.module import ENCODER
 
-FORMAT = 7
+FORMAT = 8
 MANIFEST = "manifest.json"
 WEIGHTS, PROGRAM, PROGRAM_TABLE, GRAPH = "weights.bin", "program.bin", "program.json", "graph.json"
 UNREADABLE = (
@@ -113,6 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bos_token_id: int | None
     files: dict[str, FileEntry]
     notes: list[str]
+    evaluation: Evaluation
     cpu: CpuSection
     checksum: str = ""  # of all of the above
 
@@ -153,7 +155,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def identity(self) -> str:
         """Of all that decides answers, weights included: equal for two builds of one checkpoint, whatever their names,
         and different for two fine-tunes of one shape."""
-        return sealed(msgspec.structs.replace(self, millrace="", model_name="", source="", notes=[])).checksum
+        of_answers = {"millrace": "", "model_name": "", "source": "", "notes": [], "evaluation": Evaluation()}
+        return sealed(msgspec.structs.replace(self, **of_answers)).checksum
 
 
 Sealed = TypeVar("Sealed", bound=msgspec.Struct)
@@ -221,7 +224,8 @@ def read_manifest(folder: Path) -> Manifest:
     told = {d for slot in manifest.cpu.inputs for d in slot.shape}
     if not manifest.vocab_size and not told.issuperset(names):
         raise damaged(folder, f"{MANIFEST} has a dimension that no input tells: {', '.join(sorted(names - told))}")
-    for text in (manifest.model_name, manifest.architecture, manifest.source, *manifest.precision, *manifest.notes):
+    texts = (manifest.model_name, manifest.architecture, manifest.source, *manifest.precision, *manifest.notes)
+    for text in (*texts, *manifest.evaluation.texts):
         if text != plain(text):  # they will be shown
             raise damaged(folder, f"{MANIFEST} holds a text that is too long or not printable: {text}")
     return manifest

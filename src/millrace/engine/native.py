@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.kv import PAGE_TOKENS, CacheSpec
-from millrace.engine.slots import Slot, slot
+from millrace.engine.slots import DTYPES, Slot, read_slot, slot, write_slot
 from millrace.errors import ConfigError, EngineError, MachineError, RequestError, nearest
-from millrace.graph.types import DType, Symbol
+from millrace.graph.types import Symbol
 from millrace.kernels.declare import MAX_KNOBS
 from millrace.kernels.library import CacheArgs, CreateArgs, LanguageArgs, StepArgs, library, usable_isas
 from millrace.machine.cpu import usable_cores
@@ -27,7 +27,6 @@ from millrace.machine.cpu import usable_cores
 MAX_THREADS = 1024
 TACTIC = np.dtype([("call", "<i4"), ("rows", "<i4"), ("knobs", "<i4", MAX_KNOBS)])  # mr_tactic
 ERROR_BYTES = 1024
-DTYPES = {DType.F32: np.dtype(np.float32), DType.I32: np.dtype(np.int32)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,6 @@ class LoadedProgram:
         if not 1 <= self.threads <= MAX_THREADS:
             raise ConfigError(f"{threads} compute threads", f"1 to {MAX_THREADS}", "leave threads out for all cores")
         self._lib = library()
-        self._program = program
         self._turn, self._made_in = threading.RLock(), os.getpid()
         symbols = np.array(list(program.symbols.values()), np.int32)
         caches = (CacheArgs * len(program.caches))(*map(_cache_args, program.caches))
@@ -114,6 +112,7 @@ class LoadedProgram:
                 "build the engine again, or free memory",
             ) from None
         _check_slots(program)
+        self._program = replace(program, weights=np.zeros(0, np.uint8))  # which the core has by now
         name: bytes = self._lib.mr_isa(self._core.pointer)
         self.isa = name.decode()
 
@@ -243,9 +242,7 @@ class NativeNetwork(LoadedProgram):
     def _write(self, inputs: Mapping[str, NDArray[np.generic]]) -> None:
         memory = self.activations()
         for place in self._program.inputs:
-            if place.offset is not None:
-                data = np.ascontiguousarray(inputs[place.name]).reshape(-1).view(np.uint8)
-                memory[place.offset : place.offset + data.size] = data
+            write_slot(memory, place, inputs[place.name])
 
 
 def _checked_sizes(bounds: Mapping[Symbol, int], sizes: Sequence[int]) -> NDArray[np.int32]:
@@ -260,14 +257,6 @@ def _checked_sizes(bounds: Mapping[Symbol, int], sizes: Sequence[int]) -> NDArra
             f"the sizes {sizes!r:.200}", f"whole numbers: {expected}", "give each symbol's, in this order"
         )
     return np.array(whole, np.int32)
-
-
-def read_slot(memory: NDArray[np.uint8], place: Slot, sizes: Mapping[Symbol, int]) -> NDArray[np.generic]:
-    """A copy of what lies there after a run of so many rows of each symbol."""
-    shape, dtype = place.sized(sizes), DTYPES[place.dtype]
-    assert place.offset is not None, place
-    nbytes = math.prod(shape) * dtype.itemsize
-    return memory[place.offset : place.offset + nbytes].view(dtype).reshape(shape).copy()
 
 
 def sizes_of(

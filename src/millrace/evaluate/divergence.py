@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.executor import SAMPLING, StepInputs
+from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.native import NativeExecutor
 from millrace.errors import RequestError
@@ -14,6 +15,17 @@ from millrace.evaluate.windows import Windows
 
 LogProbs = NDArray[np.float32]  # (predicted tokens, vocabulary), natural
 Progress = Callable[[int, int], None]  # windows done, of so many
+
+
+class Runs(Protocol):
+    """What runs steps of a language model, and keeps the logits of the last one: an executor, or a last piece."""
+
+    limits: ExecutorLimits
+
+    def run(self, step: StepInputs) -> object: ...
+
+    def output(self, name: str) -> NDArray[np.generic]: ...
+
 
 _BLOCK = 1 << 22  # elements of log probabilities that are held in float64 at a time
 
@@ -77,7 +89,7 @@ def compared(
     return scores
 
 
-def log_probabilities(executor: NativeExecutor, ids: NDArray[np.int32], first: int) -> LogProbs:
+def log_probabilities(executor: Runs, ids: NDArray[np.int32], first: int) -> LogProbs:
     """Of what follows each token of a sequence from position `first` on, but for the last: (n - 1 - first, vocabulary).
 
     raises RequestError where the executor's context, pages or vocabulary are too small
@@ -96,7 +108,7 @@ def log_probabilities(executor: NativeExecutor, ids: NDArray[np.int32], first: i
         scored = at >= first
         end = min(n - 1, at + (min(limits.max_rows, limits.max_step_tokens) if scored else limits.max_step_tokens))
         end = end if scored else min(end, first)
-        executor.run(_chunk(ids, at, end, range(end - at) if scored else ()))
+        executor.run(step_of(ids, at, end, range(end - at) if scored else ()))
         if scored:
             found[at - first : end - first] = log_softmax(executor.output("logits"))
         at = end
@@ -112,7 +124,7 @@ def log_softmax(logits: NDArray[np.generic]) -> LogProbs:
     return x
 
 
-def _chunk(ids: NDArray[np.int32], at: int, end: int, rows: Sequence[int]) -> StepInputs:
+def step_of(ids: NDArray[np.int32], at: int, end: int, rows: Sequence[int]) -> StepInputs:
     """Tokens at .. end of the one sequence that there is. rows: those whose logits are wanted"""
     sampling = np.zeros(len(rows), SAMPLING)
     sampling["token"], sampling["target"] = rows, -1

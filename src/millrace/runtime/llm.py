@@ -1,5 +1,6 @@
 """`LLM`: a model in this process, with the calls and results that users of vLLM and TensorRT-LLM know."""
 
+import logging
 import os
 import re
 import threading
@@ -26,15 +27,17 @@ from millrace.runtime.generate import Progress, Prompt, RequestOutput, astream, 
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened, OpenedEncoder, RunSettings, open_any
 from millrace.runtime.params import SamplingParams
+from millrace.tune.pricing import pricing
 
 Message = Mapping[str, object]
+_LOG = logging.getLogger("millrace")  # what a build has to say; Python shows it to who asks for such lines
 _FLAGS = "|".join(f.name.replace("_", "-") for kind in (BuildSettings, RunSettings) for f in fields(kind))
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 _GENERATE = frozenset({"prompts", "sampling_params", "use_tqdm"})
 _CHAT = frozenset({"messages", "sampling_params", "use_tqdm", "add_generation_prompt", "chat_template_kwargs"})
 _EMBED = frozenset({"prompts", "truncate_prompt_tokens", "use_tqdm"})
 _CAN = {True: "embed()", False: "generate(), chat() and astream()"}
-_FLAG = re.compile(rf"(?<!\S)--({_FLAGS})\b( (?=[\d\"]))?")
+_FLAG = re.compile(rf"(?<!\S)--(no-)?({_FLAGS})\b( (?=[\d\"]|auto\b))?")
 
 
 def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mapping[str, str] | None]:
@@ -52,11 +55,11 @@ def _split(given: Mapping[str, Any]) -> tuple[BuildSettings, RunSettings, Mappin
 
 
 def _as_arguments(text: str, given_as: Mapping[str, str]) -> str:
-    """`--max-context 512` as `max_context=512`, or as it was given."""
+    """`--max-context 512` as `max_context=512`, `--no-evaluate` as `evaluate=False`, or as it was given."""
 
     def argument(flag: re.Match[str]) -> str:
-        name = flag[1].replace("-", "_")
-        return given_as.get(name, name) + ("=" if flag[2] else "")
+        name = flag[2].replace("-", "_")
+        return given_as.get(name, name) + ("=False" if flag[1] else "=" if flag[3] else "")
 
     return _FLAG.sub(argument, text)
 
@@ -134,9 +137,10 @@ class LLM:
     """`LLM("tiny").generate(["Once upon a time"], SamplingParams(max_tokens=64))[0].outputs[0].text`.
 
     model: an engine or checkpoint folder, a GGUF file, a hub id (`org/name@revision`) or `tiny`; built when needed.
-    precision: a name, or a map like {"default": "w4a8", "lm_head": "bf16"}.
-    settings: those of `millrace build` and `serve` by the same names (head, kv_cache_dtype, group, max_context,
-    max_batch, tune, kv_memory, threads, isa), and vLLM's (max_model_len, max_num_seqs, dtype, tensor_parallel_size=1).
+    precision: a name, "auto", or a map like {"default": "w4a8", "lm_head": "bf16"}; what it costs is measured.
+    settings: those of `millrace build` and `serve` by the same names (head, kv_cache_dtype, group, max_kl, evaluate,
+    calibration, max_context, max_batch, tune, kv_memory, threads, isa), and vLLM's (max_model_len, max_num_seqs, dtype,
+    tensor_parallel_size=1).
     Other libraries' arguments of calls are taken, too, where they ask for what happens anyway (lora_request=None).
     raises MillraceError, each with its mend
     """
@@ -145,7 +149,9 @@ class LLM:
         self._given_as = vllm_names.as_given(settings)
         with _in_python_words(self._given_as):
             build, run, precisions = _split({"precision": precision, **settings})
-            name, engine = find_engine(str(model), build, read_env(), precisions=precisions)
+            name, engine = find_engine(
+                str(model), build, read_env(), say=_LOG.info, precisions=precisions, pricing=pricing
+            )
             self._opened, self._loop = _open(name, engine, run, vllm_names.asks_for_embeddings(settings))
         self._threading = threading.Lock()
         self._made_in = os.getpid()

@@ -1,0 +1,85 @@
+"""What a build asks of those who measure precisions: they stand above the compiler, so callers hand them in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.compile.build import BuildOptions, settled
+from millrace.compile.precision import PrecisionMap
+from millrace.compile.settings import BuildSettings, Progress
+from millrace.compile.source import Source
+from millrace.engine.evaluation import Evaluation
+from millrace.engine.kv import KvFormat
+from millrace.errors import ConfigError
+from millrace.kernels.precision import Precision
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A language model, and in what it may run.
+
+    candidates: in the order in which they are tried
+    max_kl: the first that keeps within it is taken; None: the first is taken, whatever it costs
+    """
+
+    source: Source
+    tokenizer: Tokenizer
+    options: BuildOptions
+    candidates: Sequence[PrecisionMap]
+    max_kl: float | None
+    progress: Progress
+
+
+class Pricer(Protocol):
+    """Whoever measures, on one text."""
+
+    @property
+    def digest(self) -> str:
+        """Of the text."""
+
+    def candidates(self, own: PrecisionMap) -> tuple[PrecisionMap, ...]:
+        """What `auto` chooses from, cheapest first. own: what the model runs in where nobody says otherwise"""
+
+    def answer(self, question: Question) -> tuple[PrecisionMap, Evaluation]:
+        """raises ConfigError where no candidate keeps within the bound, and for a text that cannot be used"""
+
+
+Pricing = Callable[[BuildSettings], Pricer]  # the door's: made only where something is measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToMeasure:
+    """What is measured before an engine is built; without a pricer nothing is, for the reason that `without` gives."""
+
+    candidates: tuple[PrecisionMap, ...] = ()
+    max_kl: float | None = None
+    pricer: Pricer | None = None
+    without: str = ""
+
+    @property
+    def key(self) -> str:
+        """Equal where the same is found out in the same way; which candidates there are is said beside it."""
+        return "" if self.pricer is None else f"measured {self.max_kl} {self.pricer.digest}"
+
+
+def without_price(source: Source, options: BuildOptions) -> str:
+    """Why such an engine has no price: it computes what the checkpoint stores, or what all are measured against."""
+    own, asked = settled(source, replace(options, precision=None, kv_format=None)), settled(source, options)
+    if (asked.precision.meaning, asked.kv_format) == (own.precision.meaning, own.kv_format):
+        return "it runs in what the checkpoint stores"
+    exact = PrecisionMap(Precision.FP32).meaning
+    if (asked.precision.meaning, asked.kv_format) == (exact, KvFormat.F32):
+        return "fp32 is what other precisions are measured against"
+    return ""
+
+
+def check_measured(build: BuildSettings, what: ToMeasure) -> None:
+    """raises ConfigError for a text to measure on, where nothing is measured"""
+    if build.calibration is not None and what.pricer is None:
+        raise ConfigError(
+            f"--calibration is given, and nothing is measured: {what.without}", "a precision that is measured",
+            "leave it out, or ask for --precision auto",
+        )  # fmt: skip

@@ -1,0 +1,76 @@
+"""What an engine's precision costs in answers, as its manifest keeps it: figures beside float32, and where from."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+AUTO_MAX_KL = 0.01  # nats a token, where nobody says otherwise
+_DIGITS = 3  # that are kept: all further ones may differ between processors, and none of them means anything
+
+
+class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one choice of precisions, beside the same checkpoint in float32 with keys and values in float32.
+
+    None: there is no such number, since some of its answers are not finite, or its weights cannot be rounded so
+    """
+
+    name: str
+    kl: float | None  # KL(float32 || this), nats a token on average
+    perplexity_ratio: float | None  # to float32's
+    agreement: Share  # of the positions whose likeliest token is float32's
+    weights_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]  # that a step reads at least
+
+    @property
+    def figures(self) -> str:
+        """For people."""
+        if self.kl is None or self.perplexity_ratio is None:
+            return "no KL, since its logits are not all finite"
+        return (
+            f"KL {self.kl:.3g} nats a token, perplexity x {self.perplexity_ratio:.3f}, "
+            f"the likeliest token the same in {self.agreement:.1%}"
+        )
+
+    def within(self, bound: float) -> bool:
+        return self.kl is not None and self.kl <= bound
+
+
+class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the precision came about. An engine of which nothing is said was built without measuring anything."""
+
+    not_measured: str = "nobody asked for it"  # why; "" where it was
+    text: Literal["", "bundled", "own"] = ""  # on which it was measured
+    digest: str = ""  # of that text
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0  # predicted ones
+    max_kl: float | None = None  # None: the precision was asked for, whatever it costs
+    tried: Annotated[list[Price], msgspec.Meta(max_length=64)] = []  # the last one is the engine's
+
+    @property
+    def price(self) -> Price | None:
+        """The engine's own; None where it was not measured."""
+        return self.tried[-1] if self.tried else None
+
+    @property
+    def said(self) -> str:
+        """In one line, for people."""
+        if self.price is None:
+            return f"not measured: {self.not_measured or 'nobody says why'}"
+        text = "the bundled text" if self.text == "bundled" else "a text of one's own"
+        where = f"on {self.tokens:,} tokens of {text}, beside fp32"
+        if self.max_kl is None:
+            return f"{self.price.name} costs {self.price.figures} ({where})"
+        over = ", ".join(f"{p.name} {'none' if p.kl is None else format(p.kl, '.3g')}" for p in self.tried[:-1])
+        return f"auto chose {self.price.name}: {self.price.figures} ({where}; at most {self.max_kl:g} was asked" + (
+            f"; over it: {over})" if over else ")"
+        )
+
+    @property
+    def texts(self) -> list[str]:
+        """All of it that will be shown."""
+        return [self.not_measured, self.digest, *(p.name for p in self.tried)]
+
+
+def rounded(x: float) -> float | None:
+    """As figures are kept, and compared with a bound; None for what is none."""
+    found = float(f"{x:.{_DIGITS}g}")
+    return found if abs(found) < float("inf") else None

@@ -1,0 +1,83 @@
+"""The text on which precisions are measured: the bundled one, or a file of the user's."""
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.compile.find import BUNDLED
+from millrace.errors import ConfigError
+from millrace.evaluate.windows import LENGTH, Windows, windows
+
+TOKENS = 3 * LENGTH  # that are read, of a text however long: what a minute suffices for on a model of 1B
+SHORTEST = 16  # tokens of a window: with fewer, predictions have no context to speak of
+_UNSCORED = 4  # a fourth of each window is only context: half of it, as for perplexities, would waste what is computed
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """file: None for the bundled text."""
+
+    content: str
+    file: Path | None = None
+
+    @classmethod
+    def open(cls, file: str | None) -> "Calibration":
+        """raises ConfigError for what is no text, or too long"""
+        if file is None:
+            return cls((BUNDLED / "calibration.txt").read_text(encoding="utf-8"))
+        path = Path(file)
+        try:
+            with path.open("rb") as opened:
+                data = opened.read(_MOST_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(f"cannot read --calibration {file}: {error}", "a text file", "check the path") from error
+        if len(data) > _MOST_BYTES:
+            raise ConfigError(
+                f"--calibration {file} has more than {_MOST_BYTES >> 20} MiB",
+                f"a text of some pages: {TOKENS:,} tokens of it are read", "give a part of it",
+            )  # fmt: skip
+        try:
+            content = data.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"--calibration {file} is not UTF-8: byte 0x{data[error.start]:02x} at {error.start}", "UTF-8 text",
+                "convert it with iconv",
+            ) from None  # fmt: skip
+        if not content.strip():
+            raise ConfigError(f"--calibration {file} is empty", "a text of some pages", "leave it out, or fill it")
+        return cls(content, path)
+
+    @property
+    def kind(self) -> Literal["bundled", "own"]:
+        return "bundled" if self.file is None else "own"
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(self.content.encode(), digest_size=16).hexdigest()
+
+    def windows(self, tokenizer: Tokenizer, max_context: int) -> Windows:
+        """Windows of the same length, spread evenly over the text; short where the context, or the bundled text, is.
+
+        raises ConfigError where the text fills none, or the context is too short for any
+        """
+        if max_context < SHORTEST:
+            raise ConfigError(
+                f"a context of {max_context} tokens is too short to measure a precision in", f"at least {SHORTEST}",
+                "build for a longer --max-context, or leave the measuring out: --no-evaluate",
+            )  # fmt: skip
+        length, n_tokens = min(LENGTH, max_context), len(tokenizer.encode(self.content))
+        if self.file is None:
+            length = min(length, max(n_tokens, SHORTEST))
+        if n_tokens < length:
+            text = f"--calibration {self.file}" if self.file else "the bundled text"
+            raise ConfigError(
+                f"{text} has {n_tokens} tokens of this model", f"at least {length}, one window", "give a longer text"
+            )
+        every = windows(tokenizer, self.content, length)
+        kept = np.linspace(0, len(every.ids) - 1, min(len(every.ids), TOKENS // length)).round().astype(int)
+        return replace(every, ids=every.ids[kept], first=length // _UNSCORED)

@@ -1,0 +1,156 @@
+"""The precision of a whole model: what each costs in answers, and the cheapest that keeps within a bound.
+
+Candidates go in a fixed order by the bytes and the products of a step, never by the clock, so that the choice is the
+same on every machine. Each reads the calibration text piece by piece in the very kernels that its engine would run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from millrace.checkpoint.quantised import STORED_GROUP
+from millrace.compile.build import BuildOptions, plan_pieces, settled
+from millrace.compile.precision import PrecisionMap
+from millrace.compile.pricing import Question
+from millrace.compile.program import Bounds, Program
+from millrace.engine.evaluation import Evaluation, Price, rounded
+from millrace.engine.kv import KvFormat
+from millrace.engine.slots import slot
+from millrace.errors import CheckpointError, ConfigError
+from millrace.evaluate.calibration import SHORTEST, Calibration
+from millrace.evaluate.divergence import Score
+from millrace.evaluate.pieces import Answers, ReadText, answers, read, score
+from millrace.evaluate.windows import Windows
+from millrace.graph.rewrite import LOGITS
+from millrace.kernels.precision import Precision
+from millrace.model.families import HEAD
+
+# By the bytes of a weight; of equal ones those whose products take 8-bit activations come first, as they are faster.
+# Not W4A16: where four bits are rounded to here, that is the loss (W4A8 0.447 and W4A16 0.436 nats on `tiny`).
+ORDER = (Precision.W4A8, Precision.W8A8, Precision.W8A16, Precision.BF16, Precision.FP32)
+_WIDER = {Precision.W4A8: Precision.W4A16, Precision.W8A8: Precision.W8A16}  # the same weights, more exactly multiplied
+_ROWS = 64  # of logits in a step
+_REFERENCE = BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFormat.F32)
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPricer:
+    """compile/pricing.py says what it does."""
+
+    calibration: Calibration
+
+    @property
+    def digest(self) -> str:
+        return self.calibration.digest
+
+    def candidates(self, own: PrecisionMap) -> tuple[PrecisionMap, ...]:
+        """All of `ORDER` up to the checkpoint's own type. Of stored integers these as they are, then wider ones."""
+        if own.default.quantised and own.group == STORED_GROUP:
+            wider = tuple((pattern, _WIDER.get(p, p)) for pattern, p in own.patterns)
+            stored = (own, replace(own, default=_WIDER.get(own.default, own.default), patterns=wider))
+            return (*dict.fromkeys(stored), *(_plain(p, own) for p in (Precision.BF16, Precision.FP32)))
+        if own.default.quantised:
+            return tuple(_plain(p, own) for p in ORDER)
+        return (*(_plain(p, own) for p in ORDER[: ORDER.index(own.default)]), own)
+
+    def answer(self, question: Question) -> tuple[PrecisionMap, Evaluation]:
+        context = question.source.max_context
+        if context < SHORTEST and question.max_kl is None:
+            return question.candidates[0], Evaluation(f"a context of {context} tokens is too short for it")
+        text = self.calibration.windows(question.tokenizer, context)
+        race, tried = _Race(question, text), list[Price]()
+        with answers(race.reference, race.vocab_size) as exact:
+            for candidate in question.candidates:
+                tried.append(race.price(candidate, exact))
+                if question.max_kl is None or tried[-1].within(question.max_kl):
+                    return candidate, Evaluation(
+                        not_measured="", text=self.calibration.kind, digest=self.digest, tokens=text.n_scored,
+                        max_kl=question.max_kl, tried=tried,
+                    )  # fmt: skip
+        raise _none_within(tried, question.max_kl or 0)
+
+
+class _Race:
+    """One candidate after the other, all beside one reading of the reference."""
+
+    def __init__(self, question: Question, text: Windows) -> None:
+        self._question, self._text, self._done = question, text, 0
+        exact = self._pieces(replace(question.options, precision=_REFERENCE.precision, kv_format=_REFERENCE.kv_format))
+        logits = slot(exact[-1].outputs, LOGITS)
+        assert logits is not None and isinstance(logits.shape[1], int), "a language model"
+        self.vocab_size = logits.shape[1]
+        self._total = (1 + len(question.candidates)) * len(exact)
+        self.reference = self._read(exact, "fp32, the reference")
+
+    def price(self, candidate: PrecisionMap, exact: Answers) -> Price:
+        """In a race, scales that do not hold the weights are a defeat. raises CheckpointError where it is no race"""
+        options, name = replace(self._question.options, precision=candidate), label(candidate, self._question.options)
+        pieces = self._pieces(options)
+        if self._is_reference(options):
+            return Price(name, 0.0, 1.0, 1.0, sum(p.matrix_bytes for p in pieces))
+        try:
+            found = self._read(pieces, name)
+            with answers(found, self.vocab_size) as rough, np.errstate(all="ignore"):  # then there is no price
+                return price(name, score(exact, rough, self._text), found.matrix_bytes)
+        except CheckpointError:  # the reference has read the same weights, so they are right as they are
+            if self._question.max_kl is None:
+                raise
+            return Price(name, None, None, 0.0, sum(p.matrix_bytes for p in pieces))
+
+    def _is_reference(self, options: BuildOptions) -> bool:
+        one, other = (settled(self._question.source, asked) for asked in (options, _REFERENCE))
+        return (one.precision.meaning, one.kv_format) == (other.precision.meaning, other.kv_format)
+
+    def _pieces(self, options: BuildOptions) -> tuple[Program, ...]:
+        """For one window a step: how a text is cut into steps changes no bit."""
+        length = int(self._text.ids.shape[1])
+        step = replace(options, max_batch=1, max_step_tokens=length, profile={"R": Bounds(1, _ROWS, _ROWS)})
+        return tuple(plan_pieces(self._question.source, step))
+
+    def _read(self, pieces: Sequence[Program], name: str) -> ReadText:
+        def advance() -> None:
+            self._done += 1
+            self._question.progress(f"measuring {name}", self._done, self._total)
+
+        self._question.progress(f"measuring {name}", self._done, self._total)
+        found = read(pieces, self._text, self.vocab_size, advance)
+        self._done += 1  # the last one, whose turn is beside the others' last ones
+        return found
+
+
+def price(name: str, found: Score, weights_bytes: int) -> Price:
+    """As it is kept: to the digits that mean something."""
+    return Price(
+        name, rounded(found.mean_kl), rounded(found.ratio), rounded(found.agreement) or 0.0, weights_bytes
+    )  # fmt: skip
+
+
+def label(precision: PrecisionMap, options: BuildOptions) -> str:
+    """ "w4a8 g32, lm_head bf16, int8 keys and values"."""
+    patterns = [f"{pattern} {p}" for pattern, p in precision.described(HEAD).items() if pattern != "default"]
+    if len(patterns) > 3:  # a GGUF may name dozens of layers
+        patterns = [f"{len(patterns)} layers otherwise"]
+    group = f" g{precision.group}" if precision.meaning.group else ""
+    kv = ["int8 keys and values"] if options.kv_format == KvFormat.INT8 else []
+    sums = ["summed by tiles"] if options.tiles and precision.meaning.uses(Precision.BF16) else []
+    return ", ".join([f"{precision.default}{group}", *patterns, *kv, *sums])
+
+
+def _plain(precision: Precision, own: PrecisionMap) -> PrecisionMap:
+    return PrecisionMap(precision, group=own.group, head=own.head)
+
+
+def _none_within(tried: Sequence[Price], bound: float) -> ConfigError:
+    """With the best of them."""
+    finite = [p for p in tried if p.kl is not None]
+    if not finite:
+        return ConfigError(
+            "--precision auto found no precision whose answers are finite", "weights that give finite logits",
+            "check the checkpoint",
+        )  # fmt: skip
+    best = min(finite, key=lambda p: p.kl or 0)
+    return ConfigError(
+        f"no precision keeps within --max-kl {bound:g}: the best is {best.name} with KL {best.kl:.3g}",
+        f"a bound of at least {best.kl:.3g} nats a token", "raise --max-kl, or name a --precision, which is obeyed",
+    )  # fmt: skip

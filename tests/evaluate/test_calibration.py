@@ -1,0 +1,80 @@
+"""The text on which precisions are measured: bounded, in UTF-8, and of a size that fills a window."""
+
+from pathlib import Path
+
+import pytest
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.compile.find import BUNDLED
+from millrace.errors import ConfigError
+from millrace.evaluate.calibration import SHORTEST, TOKENS, Calibration
+from millrace.evaluate.windows import LENGTH
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Checkpoint.open(BUNDLED / "tiny").tokenizer
+
+
+def test_the_bundled_text_has_more_than_one_register() -> None:
+    found = Calibration.open(None)
+    assert found.kind == "bundled" and 12_000 < len(found.content.encode()) < 17_000
+    for part in ("Ada", "def push", "User:", "| 2019 |", "SELECT", "Mühle", "水車", "春天", "Вечером"):
+        assert part in found.content
+
+
+def test_windows_are_spread_over_the_text(tokenizer: Tokenizer) -> None:
+    found = Calibration.open(None)
+    text, ids = found.windows(tokenizer, 8192), tokenizer.encode(found.content)
+    assert text.ids.size == TOKENS and text.first == LENGTH // 4
+    count = len(ids) // LENGTH
+    assert count > 3
+    starts = [i for i in range(count) if ids[i * LENGTH + 1 : (i + 1) * LENGTH] in text.ids[:, 1:].tolist()]
+    assert starts[0] == 0 and starts[-1] == count - 1 and len(starts) == 3
+    short = found.windows(tokenizer, 100)
+    assert short.ids.shape == (TOKENS // 100, 100)
+
+
+def test_a_text_of_ones_own(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("Das Rad drehte sich den ganzen Tag. " * 40)
+    found = Calibration.open(str(file))
+    assert found.kind == "own" and found.digest != Calibration.open(None).digest
+    assert len(found.windows(tokenizer, 64).ids) > 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"), (b" \n\t ", "is empty"), ("Wörter ".encode("latin-1") * 900, "not UTF-8: byte 0xf6 at 1"),
+        ("Слова ".encode("koi8-r") * 900, "not UTF-8"), (b"\xff\xfe" + "words ".encode("utf-16-le") * 90, "not UTF-8"),
+        (b"a" * ((1 << 20) + 1), "more than 1 MiB"),
+    ],
+)  # fmt: skip
+def test_what_is_no_text(tmp_path: Path, content: bytes, said: str) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=said) as refused:
+        Calibration.open(str(file))
+    assert str(refused.value).startswith(f"--calibration {file} ")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigError, match=r"cannot read --calibration"):
+            Calibration.open(str(path))
+
+
+def test_too_few_tokens_for_a_window(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = tmp_path / "text"
+    file.write_text("Once upon a time.")
+    with pytest.raises(ConfigError, match=r"has \d+ tokens of this model") as refused:
+        Calibration.open(str(file)).windows(tokenizer, 2048)
+    assert refused.value.expected == "at least 512, one window"
+    with pytest.raises(ConfigError, match="too short to measure"):
+        Calibration.open(None).windows(tokenizer, SHORTEST - 1)
+    few = Calibration(
+        "Once upon a time there was a little dog, and it was happy all day long."
+    )  # bundled: the window is cut shorter
+    assert few.windows(tokenizer, 2048).ids.shape[0] == 1
