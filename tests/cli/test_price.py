@@ -28,7 +28,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lossy_precision_is_obeyed_and_its_price_said(millrace: Millrace, tmp_path: Path) -> None:
     out = tmp_path / "e"
     built = millrace("build", "tiny", "-o", out, "--precision", "w4a8", *SHORT)
-    assert built.code == 0 and "w4a8 g128 costs KL 0." in built.out and "of the bundled text, beside fp32" in built.out
+    assert (
+        built.code == 0
+        and "w4a8 g128, lm_head w8a8 costs KL 0." in built.out
+        and "of the bundled text, beside fp32" in built.out
+    )
     assert "measuring fp32, the reference ..." in built.err
     m = read_manifest(out)
     assert m.precision["default"] == "w4a8" and m.evaluation.price and m.evaluation.price.kl and m.evaluation.tokens
@@ -46,12 +50,12 @@ def test_auto_keeps_its_choice_and_evidence(millrace: Millrace, tmp_path: Path) 
             "build", "tiny", "-o", tmp_path / name, "--precision", "auto", "--max-kl", "0.1", "--bf16-sums", "pairs",
             *SHORT,
         )  # fmt: skip
-        assert "auto chose w8a8 g128: KL 0.0" in built.out and "over it: w4a8 g128 0." in built.out
+        assert "auto chose w8a8 g128: KL 0.0" in built.out and "over it: w4a8 g128, lm_head w8a8 0." in built.out
     files = [sorted((p.name, p.read_bytes()) for p in (tmp_path / name).iterdir()) for name in ("one", "two")]
     assert files[0] == files[1], "two builds give the same bytes"
     m = read_manifest(tmp_path / "one")
     assert m.precision["default"] == "w8a8" and m.evaluation.max_kl == 0.1
-    assert [p.name for p in m.evaluation.tried] == ["w4a8 g128", "w8a8 g128"]
+    assert [p.name for p in m.evaluation.tried] == ["w4a8 g128, lm_head w8a8", "w8a8 g128"]
     assert "Precisions tried" in millrace("inspect", tmp_path / "one").out
     plain = build_engine("tiny", BUNDLED / "tiny", tmp_path / "plain", BuildSettings(
         precision="w8a8", max_context=64, tune=0, bf16_sums="pairs"))  # fmt: skip

@@ -39,6 +39,9 @@ def tiny() -> Checkpoint:
     return Checkpoint.open(BUNDLED / "tiny")
 
 
+FOUR = "w4a8 g32, lm_head w8a8"
+
+
 def question(
     checkpoint: Checkpoint, candidates: Sequence[str], max_kl: float | None = None, context: int = CONTEXT,
     **others: object,
@@ -79,7 +82,7 @@ def test_auto_takes_the_first_that_keeps_within_the_bound(tiny: Checkpoint) -> N
     assert chosen.default == "fp32" and prices[3] == Price(
         "fp32", 0, 1, 1, 15_859_712
     )  # the reference is not run twice
-    assert [p.name for p in prices] == ["w4a8 g32", "w8a8 g32", "bf16", "fp32"] and kls == sorted(kls, reverse=True)
+    assert [p.name for p in prices] == [FOUR, "w8a8 g32", "bf16", "fp32"] and kls == sorted(kls, reverse=True)
     chosen, evaluation = PRICER.answer(question(tiny, names, max_kl=kls[1]))  # the bound itself is within
     assert chosen.default == "w8a8" and evaluation.tried == prices[:2] and evaluation.price == prices[1]
     assert (evaluation.text, evaluation.digest) == ("bundled", PRICER.digest) and evaluation.not_measured == ""
@@ -105,7 +108,7 @@ def test_progress_counts_on_to_its_total(tiny: Checkpoint) -> None:
     done, totals = [d for _, d, _ in seen], {t for _, _, t in seen}
     assert done == sorted(done) and totals == {3 * 11} and done[0] == 0 and done[-1] < 3 * 11
     assert [w for w, d, _ in seen if d in (0, 11, 22)] == [
-        "measuring fp32, the reference", "measuring w4a8 g32", "measuring w8a8 g32",
+        "measuring fp32, the reference", f"measuring {FOUR}", "measuring w8a8 g32",
     ]  # fmt: skip
 
 
@@ -188,13 +191,14 @@ def test_a_context_too_short_for_it_is_said(tiny: Checkpoint) -> None:
 
 def test_names() -> None:
     plain, tiles = BuildOptions(), BuildOptions(tiles=True, kv_format=KvFormat.INT8)
-    assert label(precision_map("w4a8", 32), plain) == "w4a8 g32"
+    assert label(precision_map("w4a8", 32), plain) == FOUR
+    assert label(precision_map("w4a8", 32, head="w4a8"), plain) == "w4a8 g32"
     assert label(precision_map("bf16"), tiles) == "bf16, int8 keys and values, summed by tiles"
     assert label(precision_map({"default": "w4a8", "a.*": "bf16"}, head="w8a8"), plain) == (
         "w4a8 g128, lm_head w8a8, a.* bf16"
     )
     many = precision_map({"default": "w4a8", **{f"layers.{i}.*": "bf16" for i in range(30)}})
-    assert label(many, plain) == "w4a8 g128, 30 layers otherwise"
+    assert label(many, plain) == "w4a8 g128, lm_head w8a8, 30 layers otherwise"
 
 
 def test_figures_are_kept_to_three_digits() -> None:

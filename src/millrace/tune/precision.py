@@ -127,14 +127,16 @@ def price(name: str, found: Score, weights_bytes: int) -> Price:
 
 
 def label(precision: PrecisionMap, options: BuildOptions) -> str:
-    """ "w4a8 g32, lm_head bf16, int8 keys and values"."""
-    patterns = [f"{pattern} {p}" for pattern, p in precision.described(HEAD).items() if pattern != "default"]
+    """ "w4a8 g32, lm_head w8a8, int8 keys and values"."""
+    named = {pattern: p for pattern, p in precision.described(HEAD).items() if pattern != "default"}
+    head = [f"{HEAD} {named.pop(HEAD)}"] if HEAD in named else []
+    patterns = [f"{pattern} {p}" for pattern, p in named.items()]
     if len(patterns) > 3:  # a GGUF may name dozens of layers
         patterns = [f"{len(patterns)} layers otherwise"]
     group = f" g{precision.group}" if precision.meaning.group else ""
     kv = ["int8 keys and values"] if options.kv_format == KvFormat.INT8 else []
     sums = ["summed by tiles"] if options.tiles and precision.meaning.uses(Precision.BF16) else []
-    return ", ".join([f"{precision.default}{group}", *patterns, *kv, *sums])
+    return ", ".join([f"{precision.default}{group}", *head, *patterns, *kv, *sums])
 
 
 def _plain(precision: Precision, own: PrecisionMap) -> PrecisionMap:
