@@ -8,9 +8,12 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
+from millrace.engine.native import NativeNetwork, NativeProgram
 from millrace.graph.trees import Tree
+from millrace.graph.types import Symbol
 from millrace.kernels.convert.ref import pack_rows
-from millrace.kernels.declare import Param, RowFormat, WeightFormat
+from millrace.kernels.declare import MAX_KNOBS, Param, RowFormat, Space, WeightFormat
+from millrace.kernels.encode import Ref, encode
 from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import n_groups, row_bytes, up
 from millrace.kernels.library import usable_isas
@@ -19,6 +22,7 @@ from tests.support.one_step import Machine, run_kernel
 
 BEST, NEXT = (*usable_isas(), "scalar")[:2]
 LANES, TILES = 14, 32  # the knob tile_rows
+Operands = dict[str, NDArray[np.generic] | None]
 SHAPES = [  # rows, N, K, group: beside blocks of 16 and 32 rows, passes of 64, panels of 32, tiles of 64 inputs
     (1, 1, 1, 4), (3, 33, 45, 12), (15, 31, 129, 128), (16, 64, 64, 16), (17, 96, 300, 64), (31, 40, 100, 20),
     (32, 32, 256, 32), (33, 65, 257, 128), (48, 7, 36, 4), (64, 34, 520, 256), (65, 130, 613, 32), (96, 33, 72, 72),
@@ -72,9 +76,9 @@ def product(
         "scaling": scaling(w.format), "x_stride": row_bytes(RowFormat.Q8, K, w.group), "y_stride": stride,
         "gated": int(gated), "packed": int(packed), "code": code, "imm": numbers,
     }  # fmt: skip
-    operands: dict[str, NDArray[np.generic] | None] = {
+    operands: Operands = {
         "x": pack_rows(x, RowFormat.Q8, w.group), "w": pack_codes(w, weights),
-        "bias": rng.standard_normal(N, np.float32) if more else None,
+        "bias": rng.standard_normal((N,), np.float32) if more else None,
         "residual": rng.standard_normal((rows, stride), np.float32) if more else None,
         "y": np.zeros((rows, stride * (2 if packed else 4)), np.uint8),
     }  # fmt: skip
@@ -110,6 +114,38 @@ def test_a_row_beyond_numbers_is_seen() -> None:
         "rows": 0, "n": 40, "k": 100, "group": 32, "format": RowFormat.Q8, "weights": WeightFormat.W8,
         "x_stride": rows.shape[1], "y_stride": 40,
     }  # fmt: skip
-    operands = {"x": rows, "w": pack_codes(w, WeightFormat.W8), "y": np.zeros((40, 40), np.float32)}
+    operands: Operands = {"x": rows, "w": pack_codes(w, WeightFormat.W8), "y": np.zeros((40, 40), np.float32)}
     y = run_kernel("matmul", operands, params, [40], Machine(BEST, 1, TILES))["y"].view(np.float32).reshape(40, 40)
     assert np.isnan(y[33]).all() and np.isfinite(np.delete(y, 33, axis=0)).all()
+
+
+def test_nothing_is_left_of_another_product() -> None:
+    """A worker's scratch still holds the codes of a larger one, where this one's last group ends in zeros."""
+    calls, weights, memory = b"", b"", b""
+    rng = np.random.default_rng(8)
+    for K, group in ((1024, 128), (330, 64)):
+        w = matrix(KINDS["w8a8"], 32, K, group)
+        x = pack_rows(rng.standard_normal((32, K), np.float32), RowFormat.Q8, group)
+        params: dict[str, Param] = {
+            "rows": 0, "n": 32, "k": K, "group": group, "format": RowFormat.Q8, "weights": WeightFormat.W8,
+            "x_stride": x.shape[1], "y_stride": 32,
+        }  # fmt: skip
+        operands = {
+            "x": Ref(Space.ACTIVATIONS, len(memory)), "w": Ref(Space.WEIGHTS, len(weights)),
+            "y": Ref(Space.ACTIVATIONS, len(memory) + x.size),
+        }  # fmt: skip
+        calls += encode("matmul", operands, params)
+        weights += pack_codes(w, WeightFormat.W8).tobytes()
+        memory += x.tobytes() + bytes(32 * 32 * 4)
+    program = NativeProgram(
+        calls=calls, n_calls=2, weights=np.frombuffer(weights, np.uint8), weights_bytes=len(weights),
+        activation_bytes=len(memory), symbols={Symbol("rows"): 32},
+    )  # fmt: skip
+    network = NativeNetwork(program, threads=1, isa=BEST)
+    network.set_tactics([(i, 1, (TILES,) + (0,) * (MAX_KNOBS - 1)) for i in range(2)])
+    network.activations()[:] = np.frombuffer(memory, np.uint8)
+    network.compute([32])
+    y = network.activations()[-32 * 32 * 4 :].copy()
+    network.close()
+    arrays: Operands = {"x": x, "w": pack_codes(w, WeightFormat.W8), "y": np.zeros((32, 32), np.float32)}
+    assert (y == run_kernel("matmul", arrays, params, [32], Machine(NEXT))["y"]).all()
