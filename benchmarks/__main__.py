@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import (
+    TILES,
     TUNE_S,
     counted,
     decode,
@@ -92,7 +93,7 @@ def run(shape: str, precision: str, threads: int, runs: int, engines: Path) -> d
     if not folder.exists():
         source = random_source(shape, CONTEXT)
         started = time.perf_counter()
-        plan = plan_engine(source, BuildOptions(precision=precision_map(precision)))
+        plan = plan_engine(source, BuildOptions(precision=precision_map(precision), tiles=TILES))
         write_engine(source, plan, folder, name=shape, tuning=Tuning(TUNE_S))
         build_s = round(time.perf_counter() - started, 1)
     engine = Engine.open(folder)

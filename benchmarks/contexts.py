@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import TUNE_S, Timing, bandwidth, pages_for, prefill, repeat
+from benchmarks.measure import TILES, TUNE_S, Timing, bandwidth, pages_for, prefill, repeat
 from benchmarks.names import named
 from benchmarks.record import judged, provenance, write_result
 from benchmarks.shapes import SHAPES, random_source
@@ -141,7 +141,7 @@ def mixed_work(executor: NativeExecutor, rounds: int) -> dict[str, Any]:
 
 def run(shape: str, precision: str, kv: str, rounds: int, folder: Path) -> dict[str, Any]:
     source = random_source(shape, CONTEXT)
-    options = BuildOptions(precision=precision_map(precision), max_batch=4, kv_format=KV_CACHE_DTYPES[kv])
+    options = BuildOptions(precision=precision_map(precision), max_batch=4, kv_format=KV_CACHE_DTYPES[kv], tiles=TILES)
     write_engine(source, plan_engine(source, options), folder, name=shape, tuning=Tuning(TUNE_S))
     engine = Engine.open(folder)
     executor = engine.executor(n_pages=pages_for(1, CONTEXT), threads=usable_cores())

@@ -13,8 +13,10 @@ from millrace.engine.engine import Engine
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.native import NativeExecutor
 from millrace.engine.probe import read_rates
+from millrace.kernels.library import usable_isas
 
 TUNE_S = 2.0  # of timing kernels in a build, as `millrace build` does it
+TILES = "amx" in usable_isas()  # how a build sums bfloat16 where nobody says
 LOOKED_UP = ("embed", "rope")  # kernels that take a row of their table for each token
 
 

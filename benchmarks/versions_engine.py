@@ -16,6 +16,7 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
+from millrace.kernels.library import usable_isas
 
 CONTEXT, PROMPT, AT, NEW_TOKENS = 1024, 512, 128, 8
 
@@ -24,7 +25,7 @@ def served(shape: str, precision: str, threads: int) -> None:
     """Reads the name of a piece of work, answers with its seconds and a digest of its tokens; until the pipe ends."""
     with tempfile.TemporaryDirectory() as temporary:
         source, folder = random_source(shape, CONTEXT), Path(temporary) / "engine"
-        plan = plan_engine(source, BuildOptions(precision=precision_map(precision)))
+        plan = plan_engine(source, BuildOptions(precision=precision_map(precision), tiles="amx" in usable_isas()))
         write_engine(source, plan, folder, name=shape)
         executor = Engine.open(folder).executor(n_pages=16 * CONTEXT // 64, threads=threads)
         pages = executor.limits.n_pages

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import millrace
-from benchmarks.measure import TUNE_S, pages_for, read_per_step
+from benchmarks.measure import TILES, TUNE_S, pages_for, read_per_step
 from benchmarks.names import named
 from benchmarks.peers.engine import Description, Floats
 from benchmarks.peers.timing import seconds
@@ -37,7 +37,7 @@ def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "Mi
     shutil.rmtree(built, ignore_errors=True)
     source = _source(weights)
     asked = None if precision == "stored" else precision_map(precision, source.own_precision.group)
-    options = BuildOptions(precision=asked, max_batch=MAX_USERS)
+    options = BuildOptions(precision=asked, max_batch=MAX_USERS, tiles=TILES)
     write_engine(source, plan_engine(source, options), built, name=folder.name, tuning=Tuning(TUNE_S))
     return MillraceEngine(Engine.open(built), threads, isa or None)
 
