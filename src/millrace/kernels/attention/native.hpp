@@ -272,17 +272,18 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
   t.c = &c;
   t.cache = &c.caches[a.cache];
   const KvFormat format = t.cache->layout.format;
-  const int parts = parts_of(a, c);
+  const Cut cut = cut_of(a, c);
   Chunk task(c, INT64_MAX / 2, 1);
   task.next();
-  int64_t first_task = 0;
+  int64_t first_task = 0, first_tile = 0;
   for (int s = 0; s < c.sequences.count; ++s) {
-    const int64_t rows = rows_of(a, c, s), tasks = tiles_of(a, c, s) * parts;
-    for (; task.begin < first_task + tasks; task.next()) {
-      const int64_t tile = (task.begin - first_task) / parts, from = tile / a.kv_heads * kAttentionRows;
+    const int parts = cut.parts(c, s);
+    const int64_t rows = rows_of(a, c, s), tiles = cut.tiles(a, c, s);
+    for (; task.begin < first_task + tiles * parts; task.next()) {
+      const int64_t tile = (task.begin - first_task) / parts, from = tile / a.kv_heads * cut.tile_rows;
       t.sequence = s;
       t.kv_head = static_cast<int>(tile % a.kv_heads);
-      t.rows = static_cast<int>(rows - from < kAttentionRows ? rows - from : kAttentionRows);
+      t.rows = static_cast<int>(rows - from < cut.tile_rows ? rows - from : cut.tile_rows);
       t.last = 0;
       for (int r = 0; r < t.rows; ++r) {
         t.tokens[r] = c.sequences.starts[s] + (from + r) / group;
@@ -290,7 +291,7 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
         t.positions[r] = a.causal ? c.sequences.positions[t.tokens[r]] : last_position(c, s);
         t.last = t.positions[r] > t.last ? t.positions[r] : t.last;
       }
-      const Part part = part_of(t, first_task / parts + tile, static_cast<int>(task.begin % parts), parts);
+      const Part part = cut.part(t, first_tile + tile, static_cast<int>((task.begin - first_task) % parts), parts);
       if (part.begin == part.end) continue;
       if (format == KvFormat::f32)
         attend_tile<FloatSteps<false>>(t, part);
@@ -301,7 +302,8 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
       else
         attend_tile<Int8Steps>(t, part);
     }
-    first_task += tasks;
+    first_task += tiles * parts;
+    first_tile += tiles;
   }
 }
 
