@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import TILES, TUNE_S, Timing, bandwidth, pages_for, prefill, repeat
+from benchmarks.measure import TILES, TUNE_S, Timing, bandwidth, pages_for, prefill, read_per_step, repeat
 from benchmarks.names import named
 from benchmarks.record import judged, provenance, write_result
 from benchmarks.shapes import SHAPES, random_source
@@ -27,7 +27,7 @@ from millrace.compile.precision import precision_map
 from millrace.compile.tune import Tuning
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
-from millrace.engine.kv import KV_CACHE_DTYPES
+from millrace.engine.kv import KV_CACHE_DTYPES, PAGE_TOKENS
 from millrace.engine.native import NativeExecutor
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.loop import EngineLoop
@@ -69,6 +69,14 @@ def decode_by_depth(executor: NativeExecutor, rounds: int) -> dict[str, Any]:
         "tokens_per_s": {str(d): round(r, 1) for d, r in rates.items()},
         "share": round(rates[DEEP] / rates[SHALLOW], 3),
         "samples_s": {str(d): s for d, s in found.items()}, "bandwidth_bytes_per_s": read,
+    }  # fmt: skip
+
+
+def bytes_by_depth(engine: Engine) -> dict[str, Any]:
+    """What a step of one sequence reads, weights with keys and values; and which share of the speed that allows."""
+    read = {d: read_per_step(engine) + engine.page_bytes * d // PAGE_TOKENS for d in (SHALLOW, DEEP)}
+    return {
+        "bytes_per_step": {str(d): n for d, n in read.items()}, "share_by_bytes": round(read[SHALLOW] / read[DEEP], 3)
     }  # fmt: skip
 
 
@@ -145,7 +153,8 @@ def run(shape: str, precision: str, kv: str, rounds: int, folder: Path) -> dict[
     write_engine(source, plan_engine(source, options), folder, name=shape, tuning=Tuning(TUNE_S))
     engine = Engine.open(folder)
     executor = engine.executor(n_pages=pages_for(1, CONTEXT), threads=usable_cores())
-    decode, mixed = decode_by_depth(executor, rounds), mixed_work(executor, rounds)
+    decode = {**decode_by_depth(executor, rounds), **bytes_by_depth(engine)}
+    mixed = mixed_work(executor, rounds)
     result = {
         **provenance("benchmarks.contexts"), "shape": shape, "precision": precision, **named(engine),
         "kv_cache_dtype": kv, "threads": usable_cores(), "isa": executor.isa, "decode": decode, "mixed": mixed,
@@ -188,7 +197,8 @@ def summary(result: dict[str, Any], path: Path) -> str:
     shallow, deep = d["tokens_per_s"].values()
     return "\n".join([
         f"{result['shape']} {result['precision']}, KV in {result['kv_cache_dtype']}, {result['threads']} threads",
-        f"  decode at {SHALLOW} and {DEEP:,}   {shallow:.1f} and {deep:.1f} tok/s: {d['share']:.0%}",
+        f"  decode at {SHALLOW} and {DEEP:,}   {shallow:.1f} and {deep:.1f} tok/s: {d['share']:.0%} "
+        f"(by bytes {d['share_by_bytes']:.0%})",
         f"  a stream beside a prompt   p99 of its gaps {m['p99_to_median_gap']:.2f} x their median, "
         f"{m['p99_to_median_gap_alone']:.2f} x its median alone",
         f"  both together              {m['total_to_one_after_the_other'] - 1:+.0%} of one after the other",

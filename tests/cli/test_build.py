@@ -84,11 +84,11 @@ def test_inspect_finds_engines_of_the_cache_by_model(millrace: Millrace) -> None
 
 def test_a_build_says_what_it_timed_and_tune_times_again(millrace: Millrace, tmp_path: Path) -> None:
     built = json.loads(millrace("build", "tiny", "-o", tmp_path / "e", "--tune", "1", "--json").out)["tactics"]
-    assert built["regions"] == 5 and built["threads"] >= 1 and not built["note"]
+    assert built["regions"] == 6 and built["threads"] >= 1 and not built["note"]
     out = millrace("inspect", tmp_path / "e", "--tactics").out
     assert "sampled rows" in out and "tile_rows" in out and "rule" in out
     again = json.loads(millrace("tune", tmp_path / "e", "--threads", "1", "--seconds", "1", "--json").out)
-    assert again["threads"] == 1 and len(again["regions"]) == 5
+    assert again["threads"] == 1 and len(again["regions"]) == 6
     shown = millrace("inspect", tmp_path / "e").out
     assert "for 1 thread on" in shown
     assert built["threads"] == 1 or f"also for {built['threads']};" in shown, "the build's own are still there"

@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from millrace.compile import regions as regions_module
 from millrace.compile import tune as tune_module
+from millrace.compile.cases import cases_of
 from millrace.compile.find import BUNDLED
+from millrace.compile.regions import regions, regions_of
 from millrace.compile.timings import TimingCache, machine_key
-from millrace.compile.tune import CLEARLY, FEW_CLEARLY, SAMPLES, SOME, Tuning, choose, regions, tune, tune_folder
+from millrace.compile.tune import CLEARLY, FEW_CLEARLY, SAMPLES, SOME, Tuning, choose, tune, tune_folder
 from millrace.engine.engine import Engine
+from millrace.engine.executor import StepInputs, StepOutputs
 from millrace.engine.native import NativeExecutor
 from millrace.engine.tables import Call, read_program_table
 from millrace.engine.tactics import (
@@ -74,19 +78,20 @@ def test_regions_are_steps_of_one_shape(engine: Engine) -> None:
     steps = read_program_table(engine.folder).calls
     found = regions(steps)
     assert sorted(i for work in found.values() for i in work.calls) == [
-        i for i, s in enumerate(steps) if s.kernel == "matmul"
+        i for i, s in enumerate(steps) if s.kernel in ("matmul", "attention")
     ]
     for work in found.values():
-        shapes = {(steps[i].params["n"], steps[i].params["k"], steps[i].note) for i in work.calls}
+        names = ("n", "k") if work.kernel == "matmul" else ("heads", "kv_heads", "head_dim")
+        shapes = {(*(steps[i].params[name] for name in names), steps[i].note) for i in work.calls}
         assert len(shapes) == 1
     layers = engine.caches[0].layers
-    assert [len(w.calls) for name, w in found.items() if "sampled" not in name] == [layers] * 4
+    assert [len(w.calls) for name, w in found.items() if "sampled" not in name] == [layers] * 5
 
 
 def test_every_layer_of_a_pass_takes_its_turn(engine: Engine, tuned: tuple[TacticTable, Tuning]) -> None:
     """All settings of a region get the same number of samples, to within one a layer."""
     table, _ = tuned
-    assert [r.name for r in table.regions] == list(regions(read_program_table(engine.folder).calls))
+    assert [r.name for r in table.regions] == list(regions_of(engine))
     for region in table.regions:
         sampled = "sampled" in region.name
         assert [c.rows for c in region.choices] == ([1, 4] if sampled else [1, 4, 64, 128])
@@ -114,10 +119,12 @@ def test_tables_for_other_threads_stay(engine: Engine, tmp_path: Path, monkeypat
     """Each executor takes the table for its own number of threads, whichever was written last."""
     folder, cache = Path(shutil.copytree(engine.folder, tmp_path / "e")), TimingCache(tmp_path / "timings.json")
     (folder / TACTICS).unlink(missing_ok=True)
-    names, written = list(regions(read_program_table(folder).calls)), {}
+    names, written = list(regions_of(Engine.open(folder))), {}
     for threads in (1, 2, 3):  # nothing is left to be timed, and each number of threads has its own answer
-        known = [Choice(rows, {"ahead": 64 * threads}, [Comparison("ahead", [], 0)]) for rows in (1, 4, 64, 128)]
-        cache.merge(machine_key(usable_isas()[0], threads), dict.fromkeys(names, known))
+        for name in names:
+            knob = "worker_tasks" if name.startswith("attention") else "ahead"
+            known = [Choice(rows, {knob: 8 * threads}, [Comparison(knob, [], 0)]) for rows in (1, 4, 64, 128)]
+            cache.merge(machine_key(usable_isas()[0], threads), {name: known})
         written[threads] = tune_folder(folder, Tuning(SECONDS, threads, cache))
     assert read_tables(folder) == [written[3], written[2], written[1]]
     taken: list[list[tuple[int, int, tuple[int, ...]]]] = []
@@ -225,36 +232,65 @@ def test_a_run_without_time_leaves_what_was_known(engine: Engine, tuned: tuple[T
 class Wanted:
     """Stands in for the clock: one setting of each knob takes half the time, in some layers of a pass."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, int]) -> None:
-        self.names = [k.name for k in next(k for k in kernels() if k.name == "matmul").knobs]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Engine, wanted: dict[str, int]) -> None:
+        names = {k.name: [knob.name for knob in k.knobs] for k in kernels()}
+        self.names = [names[call.kernel] for call in read_program_table(engine.folder).calls]
         self.wanted, self.passes = wanted, list[dict[int, dict[str, int]]]()
         monkeypatch.setattr(NativeExecutor, "set_tactics", self.set_tactics)
         monkeypatch.setattr(NativeExecutor, "profile", self.profile)
 
     def set_tactics(self, entries: list[tuple[int, int, tuple[int, ...]]]) -> None:
-        self.passes.append({step: dict(zip(self.names, knobs, strict=False)) for step, _, knobs in entries})
+        self.passes.append({step: dict(zip(self.names[step], knobs, strict=False)) for step, _, knobs in entries})
 
     def profile(self, enabled: bool) -> list[float]:
         spent = [1e-3] * 1000
         for step, knobs in (self.passes[-1] if self.passes else {}).items():
-            spent[step] = 1e-3 * 0.5 ** sum(knobs[name] == value for name, value in self.wanted.items())
+            spent[step] = 1e-3 * 0.5 ** sum(knobs.get(name) == value for name, value in self.wanted.items())
         return spent
 
 
 def test_what_is_fastest_is_chosen_and_kept_for_the_next_knob(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = {"tile_rows": 8, "ahead": 4096, "task_panels": 1}
-    clock = Wanted(monkeypatch, wanted)
-    table = tune(engine, Tuning(0.2))
+    wanted = {"tile_rows": 8, "ahead": 4096, "task_panels": 1, "worker_tasks": 2, "task_rows": 6}
+    clock = Wanted(monkeypatch, engine, wanted)
+    table = tune(engine, Tuning(5.0, threads=2))
     for region in table.regions:
         for choice in region.choices:
             tried = {c.knob: [t.value for t in c.tried] for c in choice.compared}
             assert choice.knobs == {name: wanted[name] for name, values in tried.items() if wanted[name] in values}
-    layers = next(w.calls for w in regions(read_program_table(engine.folder).calls).values() if len(w.calls) > 1)
+    chosen = {c.rows: c.knobs for r in table.regions if r.kernel == "attention" for c in r.choices}
+    assert chosen == {1: {"worker_tasks": 2}, 4: {"worker_tasks": 2}, 64: {"task_rows": 6}, 128: {"task_rows": 6}}
+    found = regions_of(engine).values()
+    layers = next(w.calls for w in found if w.kernel == "matmul" and len(w.calls) > 1)
+    spans = next(w.calls for w in found if w.kernel == "attention")
     assert all(len({tuple(p[step].items()) for step in layers}) > 1 for p in clock.passes[:4]), (
         "layers differ in a pass"
     )
     shown = [p[layers[0]] for p in clock.passes]
     assert any(p["ahead"] == 4096 and p["task_panels"] == 1 for p in shown), "what was chosen first is kept"
+    shared = [p for p in clock.passes if any(p[step]["worker_tasks"] for step in spans)]
+    assert all(p[step]["ahead"] == 4096 for p in shared for step in layers), "and where another kernel's knob is tried"
+
+
+def test_attention_is_timed_at_depth_in_pages_that_were_written(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sequence where its context ends, or at 4,096 tokens. Memory that was never written is read far too fast."""
+    seen: list[StepInputs] = []
+    run = NativeExecutor.run
+
+    def recorded(self: NativeExecutor, step: StepInputs) -> StepOutputs:
+        seen.append(step)
+        return run(self, step)
+
+    monkeypatch.setattr(NativeExecutor, "run", recorded)
+    table = tune(engine, Tuning(1e-9, threads=2))
+    context = min(engine.manifest.max_context, 4096)
+    (attention,) = (r.name for r in table.regions if r.kernel == "attention")
+    assert attention.endswith(f"up to {context} tokens")
+    pages = {int(p) for step in seen for p in np.array(step.pages)[step.page_starts[:-1] + step.positions // 64]}
+    deep = next(c for c in cases_of(engine) if c.rows == 1)
+    assert deep.knobs == ("ahead", "task_panels", "worker_tasks")
+    assert set(deep.step().pages[: -(-context // 64)]) <= pages and deep.step().positions[0] == context - 1
 
 
 def test_two_processes_merge_into_one_cache(tmp_path: Path) -> None:
@@ -282,15 +318,22 @@ def test_groups_and_epilogues_are_regions_of_their_own() -> None:
     assert len(regions([step(32), step(32, scaling=1), step(32, scaling=3)])) == 3
 
 
-@pytest.mark.parametrize("edit", [{"n": 0}, {"k": "x"}, {"weights": 99}, {"group": None}, {"scaling": 2, "group": 0}])
+@pytest.mark.parametrize(
+    "kernel, edit",
+    [
+        ("matmul", {"n": 0}), ("matmul", {"k": "x"}), ("matmul", {"weights": 99}), ("matmul", {"group": None}),
+        ("matmul", {"scaling": 2, "group": 0}), ("attention", {"heads": None}), ("attention", {"kv_heads": 0}),
+        ("attention", {"head_dim": 1 << 30}), ("attention", {"rows": 9}),
+    ],
+)  # fmt: skip
 def test_a_program_table_that_does_not_fit_is_damage(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, edit: dict[str, object]
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kernel: str, edit: dict[str, object]
 ) -> None:
     table = read_program_table(engine.folder)
     for step in table.calls:
-        if step.kernel == "matmul":
+        if step.kernel == kernel:
             step.params.update(edit)  # type: ignore[arg-type]
-    monkeypatch.setattr(tune_module, "read_program_table", lambda _: table)
+    monkeypatch.setattr(regions_module, "read_program_table", lambda _: table)
     with pytest.raises(EngineError, match="does not fit"):
         tune(engine, Tuning(0.1))
 
@@ -311,9 +354,10 @@ def test_an_encoder_is_tuned_and_its_vectors_stay(tmp_path: Path) -> None:
     before = vectors()
     table = tune_folder(tmp_path / "engine", Tuning(1.0))
     assert {c.rows for r in table.regions for c in r.choices} == {16, 128, 256} and table.compared()
+    knob = {"matmul": "tile_rows", "attention": "task_rows"}
     for height in (4, 12):  # whatever is chosen
         regions = [
-            replace(r, choices=[replace(c, knobs={"tile_rows": height}) for c in r.choices]) for r in table.regions
+            replace(r, choices=[replace(c, knobs={knob[r.kernel]: height}) for c in r.choices]) for r in table.regions
         ]
         write_tactics(tmp_path / "engine", replace(table, regions=regions))
         assert vectors() == before

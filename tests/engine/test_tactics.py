@@ -36,7 +36,11 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def products(engine: Engine) -> list[int]:
-    return [i for i, s in enumerate(read_program_table(engine.folder).calls) if s.kernel == "matmul"]
+    return calls_of(engine, "matmul")
+
+
+def calls_of(engine: Engine, kernel: str) -> list[int]:
+    return [i for i, s in enumerate(read_program_table(engine.folder).calls) if s.kernel == kernel]
 
 
 def everything(executor: NativeExecutor, rows: int) -> bytes:
@@ -52,13 +56,13 @@ def test_no_tactic_changes_a_bit(engine: Engine, isa: str) -> None:
     expected = {rows: everything(executor, rows) for rows in ROWS}
     draw = random.Random(0)
     for _ in range(3):
-        executor.set_tactics(
-            [
-                (step, at, (draw.randint(0, 17), draw.choice([0, 1, 2, 5, 99]), draw.choice([0, 64, 70, 1 << 20]), 0))
-                for step in products(engine)
-                for at in sorted(draw.sample(range(1, 40), 3))
-            ]
-        )
+        entries = [
+            (step, at, (draw.randint(0, 17), draw.choice([0, 1, 2, 5, 99]), draw.choice([0, 64, 70, 1 << 20]), 0))
+            for step in products(engine)
+            for at in sorted(draw.sample(range(1, 40), 3))
+        ]
+        attention = [(i, 1, (draw.randint(0, 64), draw.randint(0, 16), 0, 0)) for i in calls_of(engine, "attention")]
+        executor.set_tactics(sorted(entries + attention))
         for rows in ROWS:
             assert everything(executor, rows) == expected[rows]
     executor.close()

@@ -1,6 +1,7 @@
 """Paged attention against the whole softmax in float64, around pages and spans, and its promise of equal bits."""
 
 import itertools
+import random
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,8 +13,9 @@ from millrace.engine.kv import CacheSpec, KvFormat
 from millrace.engine.native import NativeExecutor, NativeProgram
 from millrace.graph.types import Symbol
 from millrace.kernels.attention.ref import attention, to_int8, to_int16
+from millrace.kernels.catalogue import kernels
 from millrace.kernels.convert.ref import to_bf16
-from millrace.kernels.declare import Space
+from millrace.kernels.declare import MAX_KNOBS, Space
 from millrace.kernels.encode import Ref, encode
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
@@ -95,9 +97,17 @@ class Pages:
 
 def one_sequence(first: int, count: int, pages: list[int]) -> StepInputs:
     """Tokens at positions first .. first+count-1 of one sequence."""
-    plain = replace(prompts_as_step([[0] * count]), sampling=np.zeros(0, SAMPLING))
+    return several([(first, count, pages)])
+
+
+def several(sequences: list[tuple[int, int, list[int]]]) -> StepInputs:
+    """Of each sequence (first, count, pages)."""
+    counts = [count for _, count, _ in sequences]
+    plain = replace(prompts_as_step([[0] * sum(counts)]), sampling=np.zeros(0, SAMPLING))
     return StepInputs(
-        plain.tokens, i32(range(first, first + count)), plain.starts, i32(pages), i32([0, len(pages)]), plain.sampling,
+        plain.tokens, i32([p for first, n, _ in sequences for p in range(first, first + n)]),
+        i32(np.cumsum([0, *counts])), i32([p for _, _, pages in sequences for p in pages]),
+        i32(np.cumsum([0, *(len(pages) for _, _, pages in sequences)])), plain.sampling,
         plain.history, plain.bias_ids, plain.bias_values,
     )  # fmt: skip
 
@@ -196,6 +206,51 @@ def test_spans_shared_out_give_equal_bits(format: Format, heads: int, kv_heads: 
         assert all((x == y).all() for x, y in zip(got, expected, strict=True)), f"{threads} threads"
 
 
+KNOBS = next(k for k in kernels() if k.name == "attention").knobs
+CONTEXTS = [(1040, 1), (590, 5), (255, 40), (0, 70)]  # (tokens before, of the step): five spans, three, two, one
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_knob_changes_a_bit(format: Format) -> None:
+    """Decode, a few rows, a chunk and a prompt in one step, however they are cut into tasks, whoever computes these."""
+    heads, kv_heads = 6, 2
+    tables = [
+        list(range(at, at + -(-(first + n) // 64))) for (first, n), at in zip(CONTEXTS, (0, 17, 27, 32), strict=True)
+    ]
+    data = [random_qkv(first + n, heads, kv_heads, head(format), seed=first) for first, n in CONTEXTS]
+    step = several([(*context, table) for context, table in zip(CONTEXTS, tables, strict=True)])
+    q, k, v = (np.concatenate([d[i][first:] for d, (first, _) in zip(data, CONTEXTS, strict=True)]) for i in range(3))
+    draw, expected = random.Random(0), None
+    for isa in usable_isas():
+        for threads in (2, 5):
+            pages = Pages(heads, kv_heads, head(format), format, Machine(isa, threads), max_tokens=1040)
+            for (first, _), table, (q1, k1, v1) in zip(CONTEXTS, tables, data, strict=True):
+                if first:
+                    pages(q1[:first], k1[:first], v1[:first], one_sequence(0, first, table))
+            for i in range(6):
+                knobs = [i and draw.choice([0, 1, 2, 3, 5, 8, knob.high]) for knob in KNOBS]
+                pages.executor.set_tactics([(1, 1, tuple([*knobs, 0, 0, 0, 0][:MAX_KNOBS]))])
+                got = pages(q, k, v, step)
+                expected = got if expected is None else expected
+                assert (got == expected).all(), f"{isa}, {threads} threads, knobs {knobs}"
+            pages.executor.close()
+
+
+def test_spans_stay_together_where_their_parts_find_no_room() -> None:
+    """86 tiles of wide heads, which 128 tasks would cut: a result of each span takes 8.7 MB, two workers have 8.4."""
+    first, count, table = 768, 256, list(range(16))
+    q, k, v = random_qkv(first + count, 4, 1, 512, seed=8)
+    found = []
+    for threads, knobs in ((1, (0, 0, 0, 0)), (2, (64, 12, 0, 0))):
+        machine = Machine(usable_isas()[0], threads)
+        pages = Pages(4, 1, 512, KvFormat.BF16, machine, max_tokens=first + count)
+        pages.executor.set_tactics([(1, 1, knobs)])
+        pages(q[:first], k[:first], v[:first], one_sequence(0, first, table))
+        found.append(pages(q[first:], k[first:], v[first:], one_sequence(first, count, table)))
+        pages.executor.close()
+    assert (found[0] == found[1]).all()
+
+
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("format", FORMATS)
@@ -257,13 +312,7 @@ def test_sequences_do_not_see_each_other(machine: Machine) -> None:
         if n > c:
             pages(q[: n - c], k[: n - c], v[: n - c], one_sequence(0, n - c, table))
         alone.append(pages(q[n - c :], k[n - c :], v[n - c :], one_sequence(n - c, c, table)))
-    starts = np.concatenate([[0], np.cumsum(chunk)])
-    positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lengths, chunk, strict=True)])
-    plain = one_sequence(0, int(starts[-1]), [])
-    step = StepInputs(
-        plain.tokens, i32(positions), i32(starts), i32([p for table in tables for p in table]), i32([0, 2, 5, 9]),
-        plain.sampling, plain.history, plain.bias_ids, plain.bias_values,
-    )  # fmt: skip
+    step = several([(n - c, c, table) for n, c, table in zip(lengths, chunk, tables, strict=True)])
     together = [np.concatenate([d[i][-c:] for d, c in zip(data, chunk, strict=True)]) for i in range(3)]
     got = pages(together[0], together[1], together[2], step)
     pages.executor.close()

@@ -1,7 +1,7 @@
 """Which steps the tuner times: of how many rows, with what in them, and which knobs are worth a try then."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from millrace.engine.dummy import dummy_step
 from millrace.engine.engine import Engine
+from millrace.engine.executor import StepInputs
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.manifest import Manifest, SlotEntry
 from millrace.engine.texts import text_inputs
@@ -18,6 +19,10 @@ from millrace.graph.types import DType
 
 DECODE_ROWS, PREFILL_ROWS = (1, 4, 16), (64, 128)
 ENCODER_ROWS, TEXT_TOKENS = (16, 128, 512), 64
+# Keys and values that decode steps read together, at most; in how many steps their pages get something to be read.
+DEEP_PAGES, DEEP_BYTES, FILLING_STEPS = 64, 256 << 20, 32
+SHARED_FROM = 1024  # tokens of a context whose spans attention shares out among workers
+BEFORE_CHUNK = 256  # tokens before a prompt's rows: a whole span of keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +40,32 @@ def cases_of(engine: Engine) -> list[Case]:
     m = engine.manifest
     if m.is_encoder:
         sizes = sorted({min(n, m.max_step_tokens) for n in ENCODER_ROWS}, reverse=True)
-        return [Case(n, partial(_texts, m, n), ("tile_rows", "task_panels")) for n in sizes]
+        return [Case(n, partial(_texts, m, n), _PREFILL) for n in sizes]
     if not m.is_language_model:
         step = partial(_anything, m)
         return [Case(s.usual, step, _knobs(s.usual), frozenset({i})) for i, s in enumerate(m.symbols)]
-    first = min(PAGE_TOKENS, m.max_context - 1)
     n_pages, vocab = pages_of(engine), m.vocab_size
+    contexts = {n: min(n_pages // n * PAGE_TOKENS, m.max_context) for n in DECODE_ROWS if n <= m.max_sequences}
     decode = [
-        Case(n, partial(dummy_step, [1] * n, first, n_pages, vocab=vocab), _knobs(n))
-        for n in DECODE_ROWS
-        if n <= m.max_sequences
+        Case(n, partial(dummy_step, [1] * n, length - 1, n_pages, vocab=vocab), _knobs(n, length))
+        for n, length in contexts.items()
     ]
+    room = min(n_pages * PAGE_TOKENS, m.max_context)
     prefill = [
-        Case(n, partial(dummy_step, [n], 0, n_pages, vocab=vocab), ("tile_rows", "task_panels"), frozenset({0}))
+        Case(n, partial(dummy_step, [n], min(BEFORE_CHUNK, room - n), n_pages, vocab=vocab), _PREFILL, frozenset({0}))
         for n in PREFILL_ROWS
         if n <= min(m.max_step_tokens, m.max_context)
     ]
     return [*decode[:1], *prefill[::-1][:1], *decode[1:][::-1], *prefill[::-1][1:]]
 
 
-def _knobs(rows: int) -> tuple[str, ...]:
+def _knobs(rows: int, context: int = 0) -> tuple[str, ...]:
     """What is worth a try where rows are few."""
-    return ("tile_rows", "ahead", "task_panels") if rows >= 8 else ("ahead", "task_panels")
+    knobs = ("tile_rows", "ahead", "task_panels") if rows >= 8 else ("ahead", "task_panels")
+    return (*knobs, "worker_tasks") if context >= SHARED_FROM else knobs
+
+
+_PREFILL = ("tile_rows", "task_panels", "task_rows")
 
 
 def _anything(m: Manifest) -> dict[str, NDArray[np.generic]]:
@@ -90,6 +99,26 @@ def _texts(m: Manifest, n: int) -> dict[str, NDArray[np.int32]]:
     return text_inputs([rng.integers(0, m.vocab_size, k) for k in lengths], {s.name for s in m.cpu.inputs})
 
 
+def _sequences(m: Manifest) -> int:
+    return max(1, min(max(DECODE_ROWS), m.max_sequences))
+
+
 def pages_of(engine: Engine) -> int:
-    """KV pages that suffice for each of them."""
-    return max(2 * min(max(DECODE_ROWS), engine.manifest.max_sequences), max(PREFILL_ROWS) // PAGE_TOKENS)
+    """KV pages that suffice for each case; decode steps share all of them out among their sequences."""
+    m, sequences = engine.manifest, _sequences(engine.manifest)
+    bound = DEEP_BYTES // max(1, engine.page_bytes)
+    each = min(min(DEEP_PAGES, bound) // sequences, FILLING_STEPS, m.max_context // PAGE_TOKENS)
+    return sequences * max(each, max(PREFILL_ROWS) // PAGE_TOKENS)
+
+
+def deepest(engine: Engine) -> int:
+    """Tokens of the longest context that is timed; 0 where there are none."""
+    m = engine.manifest
+    return min(pages_of(engine) * PAGE_TOKENS, m.max_context) if m.is_language_model else 0
+
+
+def filling(engine: Engine) -> Iterator[StepInputs]:
+    """Steps that write to each page of a language model: memory that nobody wrote to is read far too fast."""
+    m, n_pages, sequences = engine.manifest, pages_of(engine), _sequences(engine.manifest)
+    for first in range(0, min(n_pages // sequences * PAGE_TOKENS, m.max_context), PAGE_TOKENS):
+        yield dummy_step([1] * sequences, first, n_pages, vocab=m.vocab_size)

@@ -7,20 +7,19 @@ where it clearly beats the kernel's rule; none changes a bit of any result.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from millrace.compile.cases import Case, cases_of, input_bytes, pages_of
+from millrace.compile.cases import Case, cases_of, filling, input_bytes, pages_of
+from millrace.compile.regions import Work, regions_of
 from millrace.compile.settings import Progress
 from millrace.compile.timings import TimingCache, machine_key
 from millrace.engine.engine import Engine
-from millrace.engine.manifest import PROGRAM, PROGRAM_TABLE, Manifest, damaged
 from millrace.engine.native import ExecutionError, NativeExecutor, NativeNetwork
-from millrace.engine.tables import Call, read_program_table
 from millrace.engine.tactics import (
     Choice,
     Comparison,
@@ -32,68 +31,15 @@ from millrace.engine.tactics import (
     table_for,
     write_tactics,
 )
-from millrace.errors import EngineError, plain
-from millrace.kernels.catalogue import kernels
-from millrace.kernels.declare import Scaling, WeightFormat
-from millrace.kernels.layout import PANEL, panel_bytes, up
+from millrace.errors import EngineError
 from millrace.kernels.library import usable_isas
-from millrace.kernels.precision import SCALING_WORDS
 from millrace.machine.cpu import fingerprint, memory, usable_cores
 
 # A setting must take at most so much of the rule's time: what differs less may be noise. Few samples have more of it.
 CLEARLY, FEW_CLEARLY = 0.97, 0.94
 SAMPLES, SOME, PLENTY = 3, 8, 24  # of each setting: at least, no longer few, and where more would tell nothing new
-SAMPLED = ("", "sampled rows", "sampled rows")  # of T, S and R
 Knobs = dict[str, int]
 Tuned = NativeExecutor | NativeNetwork
-
-
-@dataclass(slots=True)
-class Work:
-    """A region while it is tuned."""
-
-    name: str
-    kernel: str
-    params: Mapping[str, int | float]
-    calls: list[int] = field(default_factory=list)
-    known: dict[int, Choice] = field(default_factory=dict)  # by rows
-
-    def takes_part(self, case: Case) -> bool:
-        return case.symbols is None or self.params.get("rows", 0) in case.symbols
-
-    def choice(self, rows: int) -> Choice:
-        """The kernel's rule where nothing is known."""
-        return self.known.get(rows, Choice(rows, {}, []))
-
-    def settings(self, knob: str, rows: int, threads: int) -> list[int]:
-        """What is tried; the rule first."""
-        return [0, *_SETTINGS[knob](self, rows, threads)]
-
-
-def _heights(_: Work, rows: int, threads: int) -> Iterator[int]:
-    """Heights that cut the rows into different numbers of tiles."""
-    seen = {1}
-    for height in (12, 10, 8, 6, 4):
-        tiles = -(-rows // height)
-        if tiles not in seen and len(seen) < 5:
-            seen.add(tiles)
-            yield height
-
-
-def _task_panels(work: Work, rows: int, threads: int) -> Iterator[int]:
-    """Sizes that leave every worker something to do."""
-    panels = up(int(work.params["n"]), PANEL) // PANEL
-    size = panel_bytes(*(int(work.params[name]) for name in ("weights", "k", "group", "scaling")))
-    return (p for p in (1, 4, 16) if p * threads <= panels and p * size <= 2 << 20)
-
-
-def _distances(_: Work, rows: int, threads: int) -> Iterator[int]:
-    yield from (2048, 4096, 16384)
-
-
-_SETTINGS: dict[str, Callable[[Work, int, int], Iterator[int]]] = {
-    "tile_rows": _heights, "ahead": _distances, "task_panels": _task_panels
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +77,7 @@ def kept(before: TacticTable, now: TacticTable) -> TacticTable:
 def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
     """Times what the cache does not know, and adds it there."""
     cache, isa, threads = tuning.cache, usable_isas()[0], usable_cores() if tuning.threads is None else tuning.threads
-    works, cases = regions(_calls(engine), _symbols(engine.manifest)), cases_of(engine)
+    works, cases = regions_of(engine), cases_of(engine)
     key = machine_key(isa, threads)
     for name, choices in (cache.read(key) if cache and not tuning.anew else {}).items():
         if name in works:
@@ -154,50 +100,6 @@ def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> Ta
         Region(w.name, w.kernel, w.calls, [w.choice(c.rows) for c in cases if w.takes_part(c)]) for w in works.values()
     ]
     return TacticTable(fingerprint(isa), threads, done, note)
-
-
-def _tunable() -> frozenset[str]:
-    return frozenset(k.name for k in kernels() if k.knobs)
-
-
-def _calls(engine: Engine) -> list[Call]:
-    """The program's calls; what is read of them is there, and may be."""
-    calls = read_program_table(engine.folder).calls
-    whole = len(calls) == engine.manifest.cpu.n_calls
-    for call in calls:
-        if call.kernel in _tunable():
-            sizes = [call.params.get(name, 0) for name in ("n", "k")]
-            whole = whole and all(isinstance(size, int) and 0 < size < 1 << 24 for size in sizes)
-            whole = whole and call.params.get("weights") in [int(f) for f in WeightFormat]
-            group, scaling = call.params.get("group", ""), call.params.get("scaling", -1)
-            whole = whole and isinstance(group, int) and scaling in [int(s) for s in Scaling]
-            whole = whole and (scaling < Scaling.LEVELS or group in (16, 32))
-            whole = whole and call.params.get("rows", 0) in range(len(engine.manifest.symbols))
-    if not whole:
-        raise damaged(engine.folder, f"{PROGRAM_TABLE} does not fit {PROGRAM}")
-    return calls
-
-
-def _symbols(m: Manifest) -> Sequence[str]:
-    """What a region is called whose rows are counted by each of the symbols."""
-    return SAMPLED if m.is_language_model or m.is_encoder else [f"{plain(s.name)} rows" for s in m.symbols]
-
-
-def regions(calls: Sequence[Call], symbols: Sequence[str] = SAMPLED) -> dict[str, Work]:
-    """By name: kernel, numerics class and shape, whatever the layer."""
-    found: dict[str, Work] = {}
-    for i, call in enumerate(calls):
-        if call.kernel not in _tunable():
-            continue
-        p = call.params
-        flags = [f"groups of {p['group']}"] if p["group"] else []
-        flags += [SCALING_WORDS[int(p["scaling"])]] if p.get("scaling") else []
-        flags += [flag for flag in ("bias", "residual") if flag in call.operands]
-        flags += ["gated"] if p.get("gated") else []
-        flags += [symbols[int(p["rows"])]] if p.get("rows") else []
-        name = ", ".join([f"{call.kernel} {call.note} {p['n']} x {p['k']}", *flags])
-        found.setdefault(name, Work(name, call.kernel, p)).calls.append(i)
-    return found
 
 
 def choose(tried: Sequence[Timed]) -> int:
@@ -253,6 +155,8 @@ def _timed(
     executor: Tuned
     if engine.manifest.is_language_model:
         executor = engine.executor(n_pages=pages_of(engine), threads=threads, tuned=False)
+        for step in filling(engine):
+            executor.run(step)
     else:
         executor = engine.network(threads=threads, tuned=False)
     found: dict[str, list[Choice]] = {}
@@ -264,7 +168,7 @@ def _timed(
             asked = [w for w in works.values() if w.takes_part(case) and case.rows not in w.known]
             compared: dict[str, list[Comparison]] = {w.name: [] for w in asked}
             knobs: dict[str, Knobs] = {w.name: {} for w in asked}
-            for knob in case.knobs:
+            for knob in [k for k in case.knobs if any(k in w.knobs for w in asked)]:
                 if clock.overdue:
                     break
                 enough_s = time.perf_counter() + clock.slice(len(case.knobs))
@@ -302,7 +206,8 @@ class Trial:
 
     def __init__(self, executor: Tuned, rows: int, step: Any, works: Sequence[Work], knob: str, threads: int) -> None:
         self._executor, self._rows, self._step, self._works, self._knob = executor, rows, step, works, knob
-        self._settings = {w.name: w.settings(knob, rows, threads) for w in works}
+        self._turning = [w for w in works if knob in w.knobs]
+        self._settings = {w.name: w.settings(knob, rows, threads) for w in self._turning}
         self._us: dict[str, dict[int, list[float]]] = {n: {s: [] for s in tried} for n, tried in self._settings.items()}
 
     def compare(self, knobs: Mapping[str, Knobs], enough_s: float, end_s: float) -> list[tuple[Work, list[Timed]]]:
@@ -314,23 +219,24 @@ class Trial:
             fewest = min(len(samples) for of_work in self._us.values() for samples in of_work.values())
         if fewest < SAMPLES:
             return []
-        return [(w, [_summary(v, self._us[w.name][v]) for v in self._settings[w.name]]) for w in self._works]
+        return [(w, [_summary(v, self._us[w.name][v]) for v in self._settings[w.name]]) for w in self._turning]
 
     def _pass(self, knobs: Mapping[str, Knobs], number: int) -> None:
-        """One run, each layer with the next of its settings."""
+        """One run, each layer with the next of its settings; other regions work as was chosen."""
         turn = {
             call: self._settings[w.name][(i + number) % len(self._settings[w.name])]
-            for w in self._works
+            for w in self._turning
             for i, call in enumerate(w.calls)
         }
+        tried = {call: {self._knob: value} for call, value in turn.items()}
         self._executor.set_tactics(sorted(
-            (call, self._rows, knob_values(w.kernel, {**knobs[w.name], self._knob: turn[call]}))
+            (call, self._rows, knob_values(w.kernel, {**knobs[w.name], **tried.get(call, {})}))
             for w in self._works for call in w.calls
         ))  # fmt: skip
         self._executor.profile(True)
         self._executor.run(self._step)
         spent = self._executor.profile(False)
-        for w in self._works:
+        for w in self._turning:
             for call in w.calls:
                 self._us[w.name][turn[call]].append(float(spent[call]) * 1e6)
 

@@ -1,6 +1,6 @@
 """The declaration of attention: see kernels/declare.py."""
 
-from millrace.kernels.declare import LEGAL_ROWS, MAX_HEAD, ROWS, Kernel, Operand
+from millrace.kernels.declare import LEGAL_ROWS, MAX_HEAD, ROWS, Kernel, Knob, Operand
 
 KERNEL = Kernel(
     "attention",
@@ -44,6 +44,10 @@ KERNEL = Kernel(
         "layer >= 0",
         "q_stride >= heads * head_dim",
         f"head_dim <= {MAX_HEAD}",
+    ),
+    (
+        Knob("worker_tasks", 64),  # for each worker, at least, by cutting long contexts at their spans
+        Knob("task_rows", 16),  # rows of a tile at most: tokens x query heads of one KV head
     ),
     scratch_type="AttentionTile",
 )

@@ -33,14 +33,14 @@ inline void load_int8_queries(AttentionTile& t) {
 template <int R>
 void score_int8_page(AttentionTile& t, int row, uint8_t* keys, int at) {
   const float* scales = t.cache->layout.key_scales(keys);
-  const int64_t ahead = t.cache->layout.key_bytes();
   const int8_t* q = t.int8.q[row][0];
+  const KeyLines lines(t, keys, row);
   I acc[R * 2][4];
 #pragma GCC unroll 32
   for (int i = 0; i < R * 8; ++i) acc[i / 4][i % 4] = splat_i(-128 * t.int8.q_sum[row + i / 8][i / 4 % 2]);
-  for (int d = 0; d < t.a->head_dim; d += 4, keys += 256) {
+  for (int d = 0; d < t.a->head_dim; d += 4) {
     I line[4];
-    load_lines(line, keys, keys + ahead);
+    lines.load(line, d * 64);
 #pragma GCC unroll 8
     for (int r = 0; r < R * 2; ++r) {
       const I x = splat_bytes(q + r * kMaxHeadDim + d);

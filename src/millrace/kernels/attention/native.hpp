@@ -42,13 +42,13 @@ template <bool BF16, int NV>
 template <bool BF16, int R>
 void score_page(AttentionTile& t, int row, const uint8_t* keys, int at) {
   const int steps = BF16 ? t.a->head_dim / 2 : t.a->head_dim;
-  const int64_t ahead = t.cache->layout.key_bytes();
+  const KeyLines lines(t, keys, row);
   F acc[R][4];
 #pragma GCC unroll 32
   for (int i = 0; i < R * 4; ++i) acc[i / 4][i % 4] = zero();
-  for (int d = 0; d < steps; ++d, keys += 256) {
+  for (int d = 0; d < steps; ++d) {
     I line[4];
-    load_lines(line, keys, keys + ahead);
+    lines.load(line, d * 256);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) add_products<BF16>(acc[r], line, reinterpret_cast<const float*>(t.q[row + r]) + d);
   }
@@ -191,7 +191,10 @@ template <class Steps>
 void attend_span(AttentionTile& t, int from, float* m, float* l) {
   const int reach = t.last + 1 - from < kSpan ? t.last + 1 - from : kSpan;
   const int span = static_cast<int>(up(reach, kPageTokens));
-  for (int at = 0; at < span; at += kPageTokens) Steps::score(t, block_of(t, from + at), at);
+  for (int at = 0; at < span; at += kPageTokens) {
+    t.next_keys = keys_beside(t, from + at);
+    Steps::score(t, block_of(t, from + at), at);
+  }
   for (int r = 0; r < t.rows; ++r) {
     const int own = t.positions[r] + 1 - from;
     Steps::soften(t, r, from, own < reach ? (own > 0 ? own : 0) : reach, span, m[r], l[r]);
@@ -272,17 +275,18 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
   t.c = &c;
   t.cache = &c.caches[a.cache];
   const KvFormat format = t.cache->layout.format;
-  const int parts = parts_of(a, c);
+  const Cut cut = cut_of(a, c);
   Chunk task(c, INT64_MAX / 2, 1);
   task.next();
-  int64_t first_task = 0;
+  int64_t first_task = 0, first_tile = 0;
   for (int s = 0; s < c.sequences.count; ++s) {
-    const int64_t rows = rows_of(a, c, s), tasks = tiles_of(a, c, s) * parts;
-    for (; task.begin < first_task + tasks; task.next()) {
-      const int64_t tile = (task.begin - first_task) / parts, from = tile / a.kv_heads * kAttentionRows;
+    const int parts = cut.parts(c, s);
+    const int64_t rows = rows_of(a, c, s), tiles = cut.tiles(a, c, s);
+    for (; task.begin < first_task + tiles * parts; task.next()) {
+      const int64_t tile = (task.begin - first_task) / parts, from = tile / a.kv_heads * cut.tile_rows;
       t.sequence = s;
       t.kv_head = static_cast<int>(tile % a.kv_heads);
-      t.rows = static_cast<int>(rows - from < kAttentionRows ? rows - from : kAttentionRows);
+      t.rows = static_cast<int>(rows - from < cut.tile_rows ? rows - from : cut.tile_rows);
       t.last = 0;
       for (int r = 0; r < t.rows; ++r) {
         t.tokens[r] = c.sequences.starts[s] + (from + r) / group;
@@ -290,8 +294,10 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
         t.positions[r] = a.causal ? c.sequences.positions[t.tokens[r]] : last_position(c, s);
         t.last = t.positions[r] > t.last ? t.positions[r] : t.last;
       }
-      const Part part = part_of(t, first_task / parts + tile, static_cast<int>(task.begin % parts), parts);
+      const Part part = cut.part(t, first_tile + tile, static_cast<int>((task.begin - first_task) % parts), parts);
       if (part.begin == part.end) continue;
+      t.begin = part.begin * kSpan;
+      t.end = part.end == part.spans ? t.last + 1 : part.end * kSpan;
       if (format == KvFormat::f32)
         attend_tile<FloatSteps<false>>(t, part);
       else if (format == KvFormat::bf16 && a.tiles)
@@ -301,7 +307,8 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
       else
         attend_tile<Int8Steps>(t, part);
     }
-    first_task += tasks;
+    first_task += tiles * parts;
+    first_tile += tiles;
   }
 }
 

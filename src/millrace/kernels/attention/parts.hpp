@@ -1,59 +1,71 @@
-// Long contexts of few rows: the spans of a tile are shared out, so that every worker has some.
+// How a step's attention is cut into tasks: rows of a sequence into tiles, and where these are too few for the workers,
+// the spans of a tile too. Whoever computes what, the bits are the same.
 #pragma once
 #include "tile.hpp"
 
 namespace millrace::MILLRACE_ISA {
 
-constexpr int kSplitSpans = 4;  // fewer are not worth it
+constexpr int kWorkerTasks = 4;  // for each worker, at least, where contexts are long enough
+constexpr int kSplitSpans = 4;   // fewer are not worth it
 
 // Spans [begin, end) of `spans`. `partials` is null where one worker does them all.
 struct Part {
   int begin, end, spans;
   int32_t* counter;  // spans that are done
-  float* partials;   // (spans, kAttentionRows, width + 16): o, then m and l
+  float* partials;   // (spans, rows, width + 16): o, then m and l
+  int64_t rows;
 
-  float* of(int span, int row, int64_t width) const {
-    return partials + (span * kAttentionRows + row) * (width + 16);
-  }
+  float* of(int span, int row, int64_t width) const { return partials + (span * rows + row) * (width + 16); }
 };
-
-// Of one sequence: query rows that share a KV head, and tiles of them over all KV heads.
-inline int64_t rows_of(const AttentionArgs& a, const StepContext& c, int s) {
-  return static_cast<int64_t>(c.sequences.starts[s + 1] - c.sequences.starts[s]) * (a.heads / a.kv_heads);
-}
-inline int64_t tiles_of(const AttentionArgs& a, const StepContext& c, int s) {
-  return (rows_of(a, c, s) + kAttentionRows - 1) / kAttentionRows * a.kv_heads;
-}
 
 inline int last_position(const StepContext& c, int s) { return c.sequences.positions[c.sequences.starts[s + 1] - 1]; }
 inline int spans_to(int position) { return position / kSpan + 1; }
 
-// Floats for the partial results of one tile: only fewer than two tiles a worker are ever cut.
-inline int64_t room_of(const StepContext& c) {
-  return (c.shared_bytes / 4 - kSharedCounters) / (2 * c.n_workers) / 16 * 16;
+// Query rows of one sequence that share a KV head.
+inline int64_t rows_of(const AttentionArgs& a, const StepContext& c, int s) {
+  return static_cast<int64_t>(c.sequences.starts[s + 1] - c.sequences.starts[s]) * (a.heads / a.kv_heads);
 }
 
-// Into how many parts each tile is cut.
-inline int parts_of(const AttentionArgs& a, const StepContext& c) {
-  int64_t tiles = 0;
-  int spans = 0;
-  for (int s = 0; s < c.sequences.count; ++s) {
-    tiles += tiles_of(a, c, s);
-    const int own = spans_to(last_position(c, s));
-    spans = own > spans ? own : spans;
+struct Cut {
+  int64_t tile_rows, task_spans;  // at most
+  int64_t part_rows, room;        // of the highest tile; floats for the partial results of one
+
+  // Tiles of one sequence over all KV heads, and parts of each.
+  int64_t tiles(const AttentionArgs& a, const StepContext& c, int s) const {
+    return (rows_of(a, c, s) + tile_rows - 1) / tile_rows * a.kv_heads;
   }
-  const int64_t floats = static_cast<int64_t>(spans) * kAttentionRows * (c.caches[a.cache].layout.value_width() + 16);
-  const bool few = c.n_workers > 1 && tiles < 2 * c.n_workers && tiles <= kSharedCounters;
-  if (!few || spans < kSplitSpans || floats > room_of(c)) return 1;
-  return static_cast<int>((4 * c.n_workers + tiles - 1) / tiles);
-}
+  int parts(const StepContext& c, int s) const {
+    return static_cast<int>((spans_to(last_position(c, s)) + task_spans - 1) / task_spans);
+  }
 
-inline Part part_of(const AttentionTile& t, int64_t tile, int part, int parts) {
-  const int spans = spans_to(t.last);
-  if (parts == 1) return {0, spans, spans, nullptr, nullptr};
-  auto* counters = reinterpret_cast<int32_t*>(t.c->shared);
-  float* partials = reinterpret_cast<float*>(t.c->shared) + kSharedCounters + tile * room_of(*t.c);
-  return {spans * part / parts, spans * (part + 1) / parts, spans, counters + tile, partials};
+  Part part(const AttentionTile& t, int64_t tile, int part, int parts) const {
+    const int spans = spans_to(t.last);
+    if (parts == 1) return {0, spans, spans, nullptr, nullptr, 0};
+    auto* counters = reinterpret_cast<int32_t*>(t.c->shared);
+    float* partials = reinterpret_cast<float*>(t.c->shared) + kSharedCounters + tile * room;
+    return {spans * part / parts, spans * (part + 1) / parts, spans, counters + tile, partials, part_rows};
+  }
+};
+
+// The knobs, or else the rule; spans stay together where their partial results would find no room.
+inline Cut cut_of(const AttentionArgs& a, const StepContext& c) {
+  const int64_t high = c.tactic->task_rows(), tasks = c.tactic->worker_tasks();
+  Cut cut{.tile_rows = high && high < kAttentionRows ? high : kAttentionRows, .task_spans = 0, .part_rows = 0, .room = 0};
+  int64_t tiles = 0, spans = 0, deepest = 0;
+  for (int s = 0; s < c.sequences.count; ++s) {
+    const int64_t own = spans_to(last_position(c, s)), rows = rows_of(a, c, s);
+    tiles += cut.tiles(a, c, s);
+    spans += cut.tiles(a, c, s) * own;
+    deepest = own > deepest ? own : deepest;
+    cut.part_rows = rows > cut.part_rows ? rows : cut.part_rows;
+  }
+  if (cut.part_rows > cut.tile_rows) cut.part_rows = cut.tile_rows;
+  cut.room = deepest * cut.part_rows * (c.caches[a.cache].layout.value_width() + 16);
+  const int64_t all_tasks = c.n_workers * (tasks ? tasks : kWorkerTasks);
+  cut.task_spans = (spans + all_tasks - 1) / all_tasks;
+  const bool fits = tiles <= kSharedCounters && tiles * cut.room <= c.shared_bytes / 4 - kSharedCounters;
+  if (c.n_workers == 1 || deepest < kSplitSpans || !fits) cut.task_spans = deepest;
+  return cut;
 }
 
 }  // namespace millrace::MILLRACE_ISA
