@@ -154,7 +154,7 @@ def _of_bandwidth(goal: Result) -> bool:
 def _judged_now(result: Result) -> list[Result]:
     """By today's goals, for files from before they were written with them."""
     if kind(result) == "contexts":
-        return contexts.goals(result["decode"], result["mixed"], result["kv_cache_dtype"])
+        return contexts.goals(result["decode"], result["mixed"], result["kv_cache_dtype"], result["shape"])
     if kind(result) == "start":
         return start.goals(result["build_s"], result["start_to_first_token_s"], result["resident_beyond_bytes"])
     return []
