@@ -96,7 +96,8 @@ class Terminal(Screen):
     def welcome(self, model: Opened) -> None:
         precision, memory = Tables(model.engine).precision(), size(model.plan.total_bytes)
         self._console.print(model.name, style="bold", end="", markup=False)
-        self._console.print(f"  {precision}, {memory}; /help for commands, Ctrl-D leaves", style="dim", markup=False)
+        self._console.print(f"  {precision}, {memory}", style="dim", markup=False)
+        self._console.print("  /help for commands, Ctrl-D leaves", style="dim", markup=False)
 
     def read(self) -> str | None:
         self._fresh, self._wrap = True, self._new_wrap()
