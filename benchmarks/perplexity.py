@@ -45,6 +45,7 @@ from millrace.machine.cpu import usable_cores
 DOCUMENTS, LENGTH = 32, 192  # how many, and tokens of each at most: a few thousand in all, and it takes seconds
 CHARACTERS = 120_000  # of a text
 ROWS = 96  # tokens whose logits one step gives
+Say = Callable[[str], None]
 Reader = Callable[[IntArray, int], LogProbs]  # ids, first: as evaluate.log_probabilities
 
 
@@ -151,7 +152,13 @@ def llama_cpps(path: Path, longest: int, cache: int | None = None) -> Iterator[t
     engine.close()
 
 
-def costs(folder: Path, text: Text, variants: Sequence[Variant] = PRECISIONS, llama_cpp: bool = False) -> list[Cost]:
+def costs(
+    folder: Path,
+    text: Text,
+    variants: Sequence[Variant] = PRECISIONS,
+    llama_cpp: bool = False,
+    say: Say = lambda _: None,
+) -> list[Cost]:
     """One for each variant; the first is the reference. llama_cpp: and one for it, on the same GGUF file.
 
     All engines are loaded at the same time, and memory holds the log probabilities of one sequence.
@@ -160,18 +167,19 @@ def costs(folder: Path, text: Text, variants: Sequence[Variant] = PRECISIONS, ll
         engines = {v.name: stack.enter_context(ours(folder, v, text.longest)) for v in variants}
         if llama_cpp:
             engines["llama.cpp, the file as it is"] = stack.enter_context(llama_cpps(folder, text.longest))
-        found = scores({name: read for name, (_, read) in engines.items()}, text)
+        found = scores({name: read for name, (_, read) in engines.items()}, text, say)
         return [
             Cost(name, **numbers, perplexity=s.perplexity, ratio=s.ratio, mean_kl=s.mean_kl, agreement=s.agreement)
             for (name, (numbers, _)), s in zip(engines.items(), found, strict=True)
         ]
 
 
-def scores(readers: Mapping[str, Reader], text: Text) -> list[Score]:
+def scores(readers: Mapping[str, Reader], text: Text, say: Say = lambda _: None) -> list[Score]:
     """Of each, beside the first."""
     reference, *_ = readers.values()
     found = {name: Score() for name in readers}
-    for ids in text.sequences:
+    for done, ids in enumerate(text.sequences):
+        say(f"{len(readers)} engines, sequence {done + 1} of {len(text.sequences)}")
         exact = reference(ids, text.first)
         for name, read in readers.items():
             log_probs = exact if read is reference else read(ids, text.first)
@@ -233,7 +241,9 @@ def main() -> None:
     quantised_file = is_gguf(folder)
     precisions = (*PRECISIONS, *STORED) if quantised_file else PRECISIONS
     beside = quantised_file and find_spec("llama_cpp") is not None
-    found, heads = costs(folder, text, precisions, beside), costs(folder, text, HEADS)
+    with Console(stderr=True).status("building") as status:
+        found = costs(folder, text, precisions, beside, status.update)
+        heads = costs(folder, text, HEADS, say=status.update)
     result: dict[str, Any] = {
         **provenance("benchmarks.perplexity"), "model": folder.stem, "text": told, "tokens": text.n_scored,
         "scores": [asdict(s) for s in found], "heads": [asdict(s) for s in heads],
