@@ -67,7 +67,7 @@ def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "Op
 
 
 class OpenVinoEngine:
-    """The model compiled once for each setting that was tried."""
+    """The model compiled for the settings that were chosen: of a large one, all that are tried would fill the memory."""
 
     def __init__(self, path: Path, config: ModelConfig, threads: int) -> None:
         self._path, self._config = path, config
@@ -103,7 +103,18 @@ class OpenVinoEngine:
         self._chosen[workload] = self._fastest([best, *(replace(best, kv=kind) for kind in KV_KINDS)], workload)
 
     def _fastest(self, settings: Sequence[Setting], workload: Workload) -> Setting:
-        return fastest(settings, lambda s: self._run(self._model(s), workload))
+        best = fastest(settings, lambda s: self._once(s, workload))
+        self._keep(best)
+        return best
+
+    def _once(self, setting: Setting, workload: Workload) -> float:
+        self._keep(setting)
+        return self._run(self._model(setting), workload)
+
+    def _keep(self, setting: Setting) -> None:
+        """Drops every other model that no workload has chosen."""
+        kept = {setting, *self._chosen.values()}
+        self._models = {s: model for s, model in self._models.items() if s in kept}
 
     def run(self, workload: Workload) -> float:
         return self._run(self._model(self._chosen[workload]), workload)
