@@ -67,7 +67,7 @@ def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "Op
 
 
 class OpenVinoEngine:
-    """The model compiled for the settings that were chosen: of a large one, all that are tried would fill the memory."""
+    """The model compiled for the settings that were chosen: all that are tried of a large one would fill the memory."""
 
     def __init__(self, path: Path, config: ModelConfig, threads: int) -> None:
         self._path, self._config = path, config
