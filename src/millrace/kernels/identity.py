@@ -11,7 +11,7 @@ from millrace.checkpoint.quantised import SUPER_BLOCK, QuantisedMatrix
 from millrace.kernels.catalogue import declarations_digest
 from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.layout import n_groups, row_bytes
-from millrace.kernels.matmul.pack import interleave_codes, interleave_halves, pack_codes, pack_matrix
+from millrace.kernels.matmul.pack import hadamard, interleave_codes, interleave_halves, pack_codes, pack_matrix
 from millrace.kernels.rescore.pack import pack_byte_rows
 
 _N, _K, _GROUPS = 19, 45, (12, 32)  # no multiple of a panel, of a line, of a group
@@ -27,6 +27,8 @@ def kernels_digest() -> str:
     floats = interleave_halves(numbers.astype(np.float32), -numbers.astype(np.float32))
     for format in (WeightFormat.F32, WeightFormat.BF16):
         digest.update(pack_matrix(floats, format, 0).tobytes())
+    wide = np.arange(2 * _LONG, dtype=np.float32).reshape(2, _LONG)
+    digest.update(b"".join(hadamard(wide, group).tobytes() for group in (*_GROUPS, _LONG)))  # which rows are met with
     for format, bits in ((WeightFormat.W8, 8), (WeightFormat.W4, 4)):
         for group in _GROUPS:
             codes = (numbers % (1 << bits) - (1 << bits - 1)).astype(np.int8)
