@@ -12,7 +12,7 @@ file, where it is installed. Writes results/perplexity-MODEL-TIME-COMMIT.json.
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -37,7 +37,7 @@ from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from millrace.engine.executor import IntArray
 from millrace.engine.kv import KvFormat
-from millrace.evaluate.divergence import LogProbs, Score, log_probabilities, log_softmax
+from millrace.evaluate.divergence import LogProbs, Reader, compared, log_probabilities, log_softmax
 from millrace.evaluate.windows import windows
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.machine.cpu import usable_cores
@@ -46,7 +46,6 @@ DOCUMENTS, LENGTH = 32, 192  # how many, and tokens of each at most: a few thous
 CHARACTERS = 120_000  # of a text
 ROWS = 96  # tokens whose logits one step gives
 Say = Callable[[str], None]
-Reader = Callable[[IntArray, int], LogProbs]  # ids, first: as evaluate.log_probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,24 +166,15 @@ def costs(
         engines = {v.name: stack.enter_context(ours(folder, v, text.longest)) for v in variants}
         if llama_cpp:
             engines["llama.cpp, the file as it is"] = stack.enter_context(llama_cpps(folder, text.longest))
-        found = scores({name: read for name, (_, read) in engines.items()}, text, say)
+        readers = {name: read for name, (_, read) in engines.items()}
+        found = compared(
+            readers[variants[0].name], readers, text.sequences, text.first,
+            lambda done, of: say(f"{len(readers)} engines, {done} of {of} sequences read"),
+        )  # fmt: skip
         return [
             Cost(name, **numbers, perplexity=s.perplexity, ratio=s.ratio, mean_kl=s.mean_kl, agreement=s.agreement)
-            for (name, (numbers, _)), s in zip(engines.items(), found, strict=True)
+            for (name, (numbers, _)), s in zip(engines.items(), found.values(), strict=True)
         ]
-
-
-def scores(readers: Mapping[str, Reader], text: Text, say: Say = lambda _: None) -> list[Score]:
-    """Of each, beside the first."""
-    reference, *_ = readers.values()
-    found = {name: Score() for name in readers}
-    for done, ids in enumerate(text.sequences):
-        say(f"{len(readers)} engines, sequence {done + 1} of {len(text.sequences)}")
-        exact = reference(ids, text.first)
-        for name, read in readers.items():
-            log_probs = exact if read is reference else read(ids, text.first)
-            found[name].add(log_probs, exact, ids[text.first + 1 :])
-    return [*found.values()]
 
 
 def tiny_text() -> Text:

@@ -16,13 +16,12 @@ from benchmarks.perplexity import (
     costs,
     drawn_text,
     given_text,
-    scores,
     tiny_text,
 )
 from millrace.compile.find import BUNDLED
 from millrace.engine.executor import IntArray
 from millrace.engine.kv import KvFormat
-from millrace.evaluate.divergence import LogProbs
+from millrace.evaluate.divergence import LogProbs, compared
 from tests.support.shared import shared
 
 
@@ -43,7 +42,8 @@ def test_scores_are_beside_the_first() -> None:
         return lambda ids, first: rows[[ids[-1]]]
 
     text = Text([np.array([9, 0], np.int32), np.array([9, 1], np.int32)])
-    exact, found = scores({"exact": of(reference), "worse": of(worse)}, text)
+    readers = {"exact": of(reference), "worse": of(worse)}
+    exact, found = compared(readers["exact"], readers, text.sequences, text.first).values()
     assert (exact.mean_kl, exact.ratio, exact.agreement, exact.n) == (0, 1, 1, text.n_scored)
     assert found.perplexity == pytest.approx((0.25 * 0.8) ** -0.5) and found.ratio == pytest.approx(2**0.5)
     assert found.mean_kl == pytest.approx((0.5 * np.log(2) - 0.25 * np.log(2)) / 2) and found.agreement == 0.5

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.perplexity import Reader, Text, Variant, llama_cpps, ours, tiny_text
+from benchmarks.perplexity import Text, Variant, llama_cpps, ours, tiny_text
 from millrace.compile.find import BUNDLED
-from millrace.evaluate.divergence import LogProbs
+from millrace.evaluate.divergence import LogProbs, Reader
 from tests.support.gguf_files import write_gguf
 
 pytestmark = pytest.mark.filterwarnings("default")  # of llama-cpp-python, while it loads

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks.perplexity import HEADS, Cost, Reader, Text, Variant, costs, given_text, llama_cpps, ours
+from benchmarks.perplexity import HEADS, Cost, Text, Variant, costs, given_text, llama_cpps, ours
 from millrace import LLM, SamplingParams
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.engine.executor import IntArray
+from millrace.evaluate.divergence import Reader
 from tests.support.shared import shared
 from tools.nightly.packages import smollm2
 

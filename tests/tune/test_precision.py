@@ -23,7 +23,7 @@ from millrace.engine.native import NativeExecutor
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate import pieces
 from millrace.evaluate.calibration import SHORTEST, Calibration
-from millrace.evaluate.divergence import compared
+from millrace.evaluate.divergence import compared, log_probabilities
 from millrace.graph.types import Array
 from millrace.model.module import Weights
 from millrace.tune.precision import PrecisionPricer, label
@@ -61,7 +61,8 @@ def test_the_price_is_what_a_built_engine_is_found_to_cost(tiny: Checkpoint, tmp
         write_engine(source, plan_engine(source, options), tmp_path / name, name=name)
         executors[name] = Engine.open(tmp_path / name).executor(n_pages=2)
     text = PRICER.calibration.windows(tiny.tokenizer, CONTEXT)
-    found = compared(executors["fp32"], executors, text)
+    readers = {name: partial(log_probabilities, executor) for name, executor in executors.items()}
+    found = compared(readers["fp32"], readers, [*text.ids], text.first)
     for name, kv in (("w4a8", None), ("w8a8", KvFormat.INT8)):
         chosen, evaluation = PRICER.answer(question(tiny, [name], kv_format=kv))
         (price,) = evaluation.tried

@@ -9,12 +9,11 @@ from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
 from millrace.engine.kv import PAGE_TOKENS
-from millrace.engine.native import NativeExecutor
 from millrace.errors import RequestError
-from millrace.evaluate.windows import Windows
 
 LogProbs = NDArray[np.float32]  # (predicted tokens, vocabulary), natural
-Progress = Callable[[int, int], None]  # windows done, of so many
+Reader = Callable[[NDArray[np.int32], int], LogProbs]  # of ids and `first`: `log_probabilities` of some engine
+Progress = Callable[[int, int], None]  # sequences done, of so many
 
 
 class Runs(Protocol):
@@ -72,20 +71,20 @@ class Score:
 
 
 def compared(
-    reference: NativeExecutor, others: Mapping[str, NativeExecutor], text: Windows, progress: Progress | None = None
-) -> dict[str, Score]:
-    """Each of the others beside the reference, window by window: memory holds the log probabilities of one window.
+    reference: Reader, others: Mapping[str, Reader], sequences: Sequence[NDArray[np.int32]], first: int,
+    progress: Progress | None = None,
+) -> dict[str, Score]:  # fmt: skip
+    """Each of the others beside the reference, which may be one of them: memory holds what is read of one sequence.
 
-    raises RequestError where an engine cannot read the text
+    first: tokens behind this position are predicted. raises what the readers raise
     """
     scores = {name: Score() for name in others}
-    for done, ids in enumerate(text.ids):
-        exact = log_probabilities(reference, ids, text.first)
-        targets = ids[text.first + 1 :]
-        for name, executor in others.items():
-            scores[name].add(log_probabilities(executor, ids, text.first), exact, targets)
+    for done, ids in enumerate(sequences):
+        exact = reference(ids, first)
+        for name, read in others.items():
+            scores[name].add(exact if read is reference else read(ids, first), exact, ids[first + 1 :])
         if progress is not None:
-            progress(done + 1, len(text.ids))
+            progress(done + 1, len(sequences))
     return scores
 
 
