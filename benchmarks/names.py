@@ -36,17 +36,17 @@ def _most(calls: list[Call], told: Callable[[Call], str]) -> str:
 def _weights(call: Call) -> str:
     format, by = WeightFormat(int(call.params["weights"])), SCALING_WORDS[int(call.params["scaling"])]
     words = HADAMARD if _transformed(call) else by
-    return ", ".join(filter(None, (_WEIGHTS[format], _groups(call), words)))
+    return ", ".join(filter(None, (_WEIGHTS[format], _groups(call, "group"), words)))
 
 
 def _rows(call: Call) -> str:
     format = RowFormat(int(call.params["format"]))
-    grouped = _groups(call) if format >= RowFormat.Q8 else ""
+    grouped = _groups(call, "x_group") if format >= RowFormat.Q8 else ""
     return ", ".join(filter(None, (_ROWS[format], grouped, HADAMARD if _transformed(call) else "")))
 
 
-def _groups(call: Call) -> str:
-    return f"groups of {call.params['group']}" if call.params["group"] else ""
+def _groups(call: Call, of: str) -> str:
+    return f"groups of {call.params[of]}" if call.params[of] else ""
 
 
 def _transformed(call: Call) -> bool:

@@ -80,6 +80,7 @@ PRECISIONS = (
     Variant("fp32", "fp32"), Variant("fp32, int8 kv", "fp32", kv=KvFormat.INT8), Variant("bf16", "bf16"),
     Variant(BF16_BY_TILES, "bf16", tiles=True), Variant("w8a16", "w8a16"),
     Variant("w8a8 g64", "w8a8", 64), Variant("w8a8 g128", "w8a8"), Variant("w8a8 g256", "w8a8", 256),
+    Variant("w8a8 g128, activations g32", "w8a8:32"),
     Variant("w8a8 g128, attention by tiles", "w8a8", tiles=True),
     Variant("w8a8 g128, int8 kv", "w8a8", kv=KvFormat.INT8),
     Variant("w4a8 g64", "w4a8", 64), Variant("w4a8 g128", "w4a8"),

@@ -32,14 +32,17 @@ def test_json_adds_up(millrace: Millrace, tmp_path: Path) -> None:
 
 def test_a_map_of_precisions_decides_layer_by_layer(millrace: Millrace, tmp_path: Path) -> None:
     file = tmp_path / "map.json"
-    file.write_text(json.dumps({"default": "w4a8", "layers.0.*": "w8a8", "lm_head": "bf16"}))
+    file.write_text(json.dumps({"default": "w4a8", "layers.0.*": "w8a8:32", "lm_head": "bf16"}))
     assert millrace("build", "tiny", "-o", tmp_path / "e", "--precision-map", file, "--no-evaluate").code == 0
     steps = json.loads(millrace("inspect", tmp_path / "e", "--calls", "--json").out)
     notes = {origin: s["note"] for s in steps if s["kernel"] == "matmul" for origin in s["origin"]}
     assert notes["model.layers.0.mlp.down_proj"] == "w8a8"
     assert notes["model.layers.1.mlp.down_proj"] == "w4a8"
     assert notes["lm_head"].startswith("bf16")
-    assert "layers.0.* w8a8" in millrace("inspect", tmp_path / "e").out
+    assert "layers.0.* w8a8:32" in millrace("inspect", tmp_path / "e").out
+    file.write_text(json.dumps({"default": "w4a8:96"}))
+    refused = millrace("build", "tiny", "-o", tmp_path / "f", "--precision-map", file, "--no-evaluate")
+    assert refused.code == 2 and "groups of 96 beside weights in groups of 128" in refused.err
 
 
 def test_the_sums_of_bfloat16_are_a_choice_of_the_machine_or_the_user(millrace: Millrace, tmp_path: Path) -> None:

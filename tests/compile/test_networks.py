@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.compile.build import BuildOptions, plan_engine
-from millrace.compile.passes import run_passes, unfused
+from millrace.compile.pipeline import run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.program import Bounds
 from millrace.compile.source import Source

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from millrace.compile.lower import lower
 from millrace.compile.passes import (
-    Pass,
     fold_constants,
     fuse_convert,
     fuse_elementwise,
@@ -18,9 +17,8 @@ from millrace.compile.passes import (
     gather_early,
     merge_gated,
     merge_linears,
-    pipeline,
-    run_passes,
 )
+from millrace.compile.pipeline import Pass, pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.program import Bounds
 from millrace.engine.kv import KvFormat
@@ -30,6 +28,7 @@ from millrace.graph.types import Constant, DType, Graph, Node, Port, Symbol, Val
 from millrace.graph.verify import verify
 from millrace.kernels.catalogue import operators
 from millrace.kernels.declare import RowFormat
+from millrace.kernels.matmul.op import group_of
 from millrace.kernels.precision import Precision
 from millrace.kernels.storage import storage_of
 from millrace.model import ops
@@ -176,6 +175,33 @@ def test_precision_by_pattern() -> None:
     assert chosen.of("lm_head", is_head=True) == Precision.BF16
 
 
+def test_groups_of_activations_by_pattern() -> None:
+    """They belong to the pattern that decides; the head has those of the rest where it has 8-bit activations, too."""
+    chosen = precision_map({"default": "w4a8:32", "layers.*.mlp.*": "w8a8:64", "layers.1.*": "w8a8", "x": "bf16"})
+    names = ("layers.1.mlp.up", "layers.1.q", "layers.0.q", "x")
+    assert [chosen.row_group_of(name) for name in names] == [64, 0, 32, 0]
+    assert chosen.row_group_of("lm_head", is_head=True) == 32
+    assert replace(chosen, head=Precision.BF16).row_group_of("lm_head", is_head=True) == 0
+    again = precision_map(chosen.described("lm_head"))  # as the manifest says it
+    assert again.row_group_of("lm_head", is_head=True) == 32 and again.row_groups[0] == chosen.row_groups[0]
+
+
+def test_products_of_other_groups_are_not_merged() -> None:
+    """One product reads one kind of rows; its weights stay in groups of their own."""
+
+    def kinds(asked: dict[str, str]) -> list[tuple[int, int]]:
+        passes = pipeline(precision_map(asked, group=16))
+        graph = run_passes(traced(lambda m, x: ops.silu(m.one(x)) * m.two(x)), passes)
+        rows = {v: storage_of(n).group for n in graph.nodes for v in n.outputs}
+        found = [n for n in graph.nodes if {"one", "two"} & set(n.origin) and "precision" in n.attrs]
+        return [(group_of(n), rows[n.inputs[0]]) for n in found]
+
+    assert kinds({"default": "w8a8:8"}) == [(16, 8)] * 3  # one and two of x, and each of something else
+    assert sorted(kinds({"default": "w8a8", "one": "w8a8:8"})) == [(16, 8)] * 2 + [(16, 16)] * 2
+    with pytest.raises(ConfigError, match="groups of 32 beside weights in groups of 16"):
+        kinds({"default": "w8a8:32"})
+
+
 def test_the_head_of_a_4_bit_engine() -> None:
     """Has eight bits, unless something else is asked for."""
     plain = precision_map("w4a8")
@@ -224,9 +250,14 @@ def test_the_head_is_what_gives_the_logits(name: str) -> None:
         precisions_of(plain, {"default": "w4a8", name: "bf16"}, head="w8a8")
 
 
-@pytest.mark.parametrize(
-    "asked, names", [("w3a8", "w4a8"), ({"lm_head": "bf16"}, "default"), ({"default": "x"}, "bf16")]
-)
+WRONG_PRECISIONS = (
+    ("w3a8", "w4a8"), ({"lm_head": "bf16"}, "default"), ({"default": "x"}, "bf16"), ("w4a16:32", "no groups"),
+    ("bf16:8", "no groups"), ("w8a8:", "multiple of 8"), ("w8a8:12", "multiple of 8"), ("w8a8:0", "multiple of 8"),
+    ("w8a8:-8", "multiple of 8"), ({"default": "w8a8", "x": "w8a8:99999"}, "multiple of 8"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "names"), WRONG_PRECISIONS)
 def test_a_wrong_precision_says_what_there_is(asked: str | dict[str, str], names: str) -> None:
     with pytest.raises(ConfigError, match=names):
         precision_map(asked)

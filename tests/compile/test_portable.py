@@ -8,7 +8,7 @@ import pytest
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.lower import lower
-from millrace.compile.passes import pipeline, run_passes
+from millrace.compile.pipeline import pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.program import Bounds
 from millrace.compile.source import Source

@@ -39,6 +39,8 @@ EQUAL = (
     (asked("w8a8", kv_format=F32), asked("w8a8", kv_format=F32, tiles=True)),
     (asked("w8a8", head="bf16"), asked({"default": "w8a8", "lm_head": "bf16"})),
     (asked("w4a16"), asked({"default": "w4a16", "lm_head": "w8a16"})),
+    (asked("w8a8", 64), asked("w8a8:64", 64)),
+    (asked("w4a8:32"), asked({"default": "w4a8:32", "lm_head": "w8a8:32"})),
 )
 DIFFERENT = (
     (asked("fp32"), asked("bf16")),
@@ -49,6 +51,9 @@ DIFFERENT = (
     (asked("fp32"), asked("fp32", kv_format=INT8)),
     (asked("w4a8"), asked("w4a8", head="w4a8")),
     (asked("w8a8"), asked({"default": "w8a8", "layers.1.*": "bf16"})),
+    (asked("w8a8"), asked("w8a8:32")),
+    (asked("w8a8:32"), asked("w8a8:64")),
+    (asked("w8a8:32"), asked({"default": "w8a8:32", "layers.1.*": "w8a8"})),
     (asked("fp32"), asked("fp32", max_batch=4)),
     (asked("fp32"), asked("fp32", max_step_tokens=64)),
     (asked("fp32"), asked("fp32", fuse=False)),

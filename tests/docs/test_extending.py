@@ -19,7 +19,7 @@ import pytest
 
 from millrace import LLM, SamplingParams
 from millrace.compile.lower import lower
-from millrace.compile.passes import run_passes, unfused
+from millrace.compile.pipeline import run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.program import Bounds
 from millrace.engine.engine import Engine

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
-from millrace.compile.passes import pipeline, run_passes
+from millrace.compile.pipeline import pipeline, run_passes
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine

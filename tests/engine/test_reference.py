@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions
-from millrace.compile.passes import pipeline, run_passes, unfused
+from millrace.compile.pipeline import pipeline, run_passes, unfused
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
@@ -69,6 +69,12 @@ def test_logits_of_a_quantised_file_agree(kind: Kind | KindOf, precision: str, t
     """Its own integers in both, or the same rounding of them."""
     folder = random_checkpoint(tmp_path / "checkpoint", "llama", seed=5, **{**BLOCKY, "vocab_size": 1003})
     assert_agree(write_gguf(tmp_path / "m.gguf", folder, kind), precision, tmp_path)
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("w4a8:8", None), ("w8a8:16", None), ("w4a8:16", Kind.Q4_1)])
+def test_logits_with_groups_of_activations_agree(precision: str, kind: Kind | None, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "checkpoint", "llama", seed=5, **{**BLOCKY, "vocab_size": 1003})
+    assert_agree(write_gguf(tmp_path / "m.gguf", folder, kind) if kind else folder, precision, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tests.support.engines import build
 from tests.support.gguf_files import BLOCKY, write_gguf
 from tests.support.shared import shared
 
-PRECISIONS = ("fp32", "bf16", BF16_BY_TILES, "w8a8", "w4a8", "w4a8 over int8")
+PRECISIONS = ("fp32", "bf16", BF16_BY_TILES, "w8a8", "w4a8", "w4a8:16", "w4a8 over int8")
 EVERY_PRECISION = (*PRECISIONS, "w8a16", "w4a16")
 Answers = list[list[int]]
 

@@ -28,6 +28,7 @@ SHAPES = [  # rows, N, K, group: beside blocks of 16 and 32 rows, passes of 64, 
     (32, 32, 256, 32), (33, 65, 257, 128), (48, 7, 36, 4), (64, 34, 520, 256), (65, 130, 613, 32), (96, 33, 72, 72),
     (100, 32, 200, 88), (129, 64, 1037, 136), (130, 32, 640, 8),
 ]  # fmt: skip
+FINER = [(24, 32, 100, 64, 32), (33, 65, 613, 128, 32), (64, 34, 520, 256, 64), (65, 33, 200, 4096, 8)]
 KINDS = {
     "w8a8": QuantisedFormat(8, 0),
     "w4a8": QuantisedFormat(4, 0),
@@ -59,9 +60,10 @@ def matrix(format: QuantisedFormat, N: int, K: int, group: int) -> QuantisedMatr
 
 
 def product(
-    rows: int, w: QuantisedMatrix, machine: Machine, gated: bool = False, packed: bool = False, more: bool = False
-) -> NDArray[np.uint8]:
-    """y's bytes of random rows, some of zeros. more: bias and residual"""
+    rows: int, w: QuantisedMatrix, machine: Machine, x_group: int = 0, gated: bool = False, packed: bool = False,
+    more: bool = False,
+) -> NDArray[np.uint8]:  # fmt: skip
+    """y's bytes of random rows, some of zeros. x_group: 0: as the weights; more: bias and residual"""
     N, K = w.codes.shape
     rng = np.random.default_rng([6, rows, K])
     x = rng.standard_normal((rows, K), np.float32)
@@ -72,12 +74,13 @@ def product(
     stride = up(width, 32) if packed else width
     weights = WeightFormat.W8 if w.bits == 8 else WeightFormat.W4
     params: dict[str, Param] = {
-        "rows": 0, "n": N, "k": K, "group": w.group, "format": RowFormat.Q8, "weights": weights,
-        "scaling": scaling(w.format), "x_stride": row_bytes(RowFormat.Q8, K, w.group), "y_stride": stride,
+        "rows": 0, "n": N, "k": K, "group": w.group, "x_group": x_group or w.group, "format": RowFormat.Q8,
+        "weights": weights, "scaling": scaling(w.format), "x_stride": row_bytes(RowFormat.Q8, K, x_group or w.group),
+        "y_stride": stride,
         "gated": int(gated), "packed": int(packed), "code": code, "imm": numbers,
     }  # fmt: skip
     operands: Operands = {
-        "x": pack_rows(x, RowFormat.Q8, w.group), "w": pack_codes(w, weights),
+        "x": pack_rows(x, RowFormat.Q8, x_group or w.group), "w": pack_codes(w, weights),
         "bias": rng.standard_normal((N,), np.float32) if more else None,
         "residual": rng.standard_normal((rows, stride), np.float32) if more else None,
         "y": np.zeros((rows, stride * (2 if packed else 4)), np.uint8),
@@ -93,6 +96,20 @@ def test_bits_are_those_of_lanes(kind: str, rows: int, N: int, K: int, group: in
     tiles = product(rows, w, Machine(BEST, 1 + rows % 3, TILES))
     assert (tiles == product(rows, w, Machine(BEST, 1, LANES))).all()
     assert (tiles == product(rows, w, Machine(NEXT, 1))).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "N", "K", "group", "x_group"), FINER)
+def test_so_they_are_with_smaller_groups_of_rows(
+    kind: str, rows: int, N: int, K: int, group: int, x_group: int
+) -> None:
+    format = KINDS[kind]
+    w = matrix(format, N, K, format.group or group)
+    own = x_group if w.group > x_group else 8
+    tiles = product(rows, w, Machine(BEST, 1 + rows % 3, TILES), own)
+    assert (tiles == product(rows, w, Machine(BEST, 1, LANES), own)).all()
+    assert (tiles == product(rows, w, Machine(NEXT, 1), own)).all()
+    assert (tiles != product(rows, w, Machine(BEST, 1, LANES))).any()
 
 
 @pytest.mark.parametrize("kind", ["w8a8", "w4a8 with minimums"])
@@ -111,7 +128,7 @@ def test_a_row_beyond_numbers_is_seen() -> None:
     rows = pack_rows(x, RowFormat.Q8, 32)
     rows[33, 104:108] = np.array([np.nan], np.float32).view(np.uint8)  # of its first group
     params: dict[str, Param] = {
-        "rows": 0, "n": 40, "k": 100, "group": 32, "format": RowFormat.Q8, "weights": WeightFormat.W8,
+        "rows": 0, "n": 40, "k": 100, "group": 32, "x_group": 32, "format": RowFormat.Q8, "weights": WeightFormat.W8,
         "x_stride": rows.shape[1], "y_stride": 40,
     }  # fmt: skip
     operands: Operands = {"x": rows, "w": pack_codes(w, WeightFormat.W8), "y": np.zeros((40, 40), np.float32)}
@@ -127,7 +144,8 @@ def test_nothing_is_left_of_another_product() -> None:
         w = matrix(KINDS["w8a8"], 32, K, group)
         x = pack_rows(rng.standard_normal((32, K), np.float32), RowFormat.Q8, group)
         params: dict[str, Param] = {
-            "rows": 0, "n": 32, "k": K, "group": group, "format": RowFormat.Q8, "weights": WeightFormat.W8,
+            "rows": 0, "n": 32, "k": K, "group": group, "x_group": group, "format": RowFormat.Q8,
+            "weights": WeightFormat.W8,
             "x_stride": x.shape[1], "y_stride": 32,
         }  # fmt: skip
         operands = {

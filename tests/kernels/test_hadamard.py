@@ -7,9 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.kernels.convert.ref import pack_rows, to_q8
-from millrace.kernels.declare import MOST_HADAMARD, Param, RowFormat, WeightFormat
+from millrace.kernels.declare import HADAMARD_BLOCK, MOST_HADAMARD, Param, RowFormat, WeightFormat
 from millrace.kernels.layout import row_bytes
-from millrace.kernels.matmul.pack import LARGEST_BLOCK, hadamard, pack_matrix, rounded_codes
+from millrace.kernels.matmul.pack import hadamard, pack_matrix, rounded_codes
 from millrace.kernels.matmul.ref import matmul_q8
 from tests.support.one_step import Machine, run_kernel
 
@@ -29,7 +29,7 @@ def of_groups(K: int, group: int) -> F64:
     """(K, K): what a row is multiplied by."""
     whole, at = np.zeros((K, K)), 0
     while at < K:
-        left = min(group - at % group, K - at, LARGEST_BLOCK)
+        left = min(group - at % group, K - at, HADAMARD_BLOCK)
         size = next(n for n in (128, 64, 32, 16, 8, 4, 2, 1) if n <= left)
         whole[at : at + size, at : at + size] = sylvester(size)
         at += size
@@ -47,23 +47,27 @@ def test_it_is_the_matrix_of_its_blocks_and_undoes_itself(K: int, group: int) ->
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("M, N, K, group", [(1, 33, 7, 4), (3, 32, 129, 128), (17, 65, 320, 128), (20, 31, 200, 96)])
+@pytest.mark.parametrize(
+    "M, N, K, group, x_group",
+    [(1, 33, 7, 4, 4), (3, 32, 129, 128, 128), (17, 65, 320, 128, 32), (20, 31, 200, 96, 96), (33, 31, 200, 96, 24)],
+)
 def test_products_are_those_of_the_transformed_codes(
-    M: int, N: int, K: int, group: int, bits: int, machine: Machine
+    M: int, N: int, K: int, group: int, x_group: int, bits: int, machine: Machine
 ) -> None:
     rng = np.random.default_rng([M, N, K])
     x, w = rng.standard_normal((M, K), np.float32), rng.standard_normal((N, K), np.float32)
     weights = WeightFormat.W8 if bits == 8 else WeightFormat.W4
     params: Params = {
-        "rows": 0, "n": N, "k": K, "group": group, "format": RowFormat.HADAMARD_Q8, "weights": weights, "gated": 0,
-        "x_stride": row_bytes(RowFormat.HADAMARD_Q8, K, group), "y_stride": N, "code": [], "imm": [],
+        "rows": 0, "n": N, "k": K, "group": group, "x_group": x_group, "format": RowFormat.HADAMARD_Q8,
+        "weights": weights, "gated": 0, "x_stride": row_bytes(RowFormat.HADAMARD_Q8, K, x_group), "y_stride": N,
+        "code": [], "imm": [],
     }  # fmt: skip
     operands: Operands = {
-        "x": pack_rows(x, RowFormat.HADAMARD_Q8, group), "w": pack_matrix(w, weights, group, transform=True),
+        "x": pack_rows(x, RowFormat.HADAMARD_Q8, x_group), "w": pack_matrix(w, weights, group, x_group),
         "y": np.zeros((M, N), np.float32),
     }  # fmt: skip
     got = run_kernel("matmul", operands, params, [M], machine)["y"].view(np.float32).reshape(M, N)
-    exact = matmul_q8(to_q8(x, group, transform=True), rounded_codes(w, bits, group, transform=True))
+    exact = matmul_q8(to_q8(x, x_group, transform=True), rounded_codes(w, bits, group, x_group))
     np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-4)
 
 

@@ -42,7 +42,7 @@ def multiply(kind: str, x: F32, w: F32, group: int, machine: Machine, **more: An
         "y": np.zeros((M, y_stride // (1 + packed)), np.float32),
     }  # fmt: skip
     params = {
-        "rows": 0, "n": N, "k": K, "group": group, "format": format, "weights": weights,
+        "rows": 0, "n": N, "k": K, "group": group, "x_group": group, "format": format, "weights": weights,
         "x_stride": row_bytes(format, K, group), "y_stride": y_stride, "packed": packed, "gated": int("tree" in more),
         "tiles": int(kind.endswith("tiles")), "code": code, "imm": numbers,
     }  # fmt: skip

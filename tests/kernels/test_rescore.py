@@ -39,7 +39,7 @@ def test_the_largest_get_the_bits_of_the_8_bit_product(
     expected = rescore(y, to_q8(x, group), quantise_matrix(w, 8, group), count)
     assert np.allclose(got, expected, rtol=2e-6, atol=2e-5)
     params: dict[str, Param] = {
-        "rows": 0, "n": n, "k": k, "group": group, "format": RowFormat.Q8, "weights": WeightFormat.W8,
+        "rows": 0, "n": n, "k": k, "group": group, "x_group": group, "format": RowFormat.Q8, "weights": WeightFormat.W8,
         "x_stride": row_bytes(RowFormat.Q8, k, group), "y_stride": n, "gated": 0, "code": [], "imm": [],
     }  # fmt: skip
     operands: dict[str, NDArray[np.generic] | None] = {

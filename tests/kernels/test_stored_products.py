@@ -59,16 +59,19 @@ def random_matrix(name: str, kind: str, N: int, K: int, *, integers: bool = Fals
     )  # fmt: skip
 
 
-def multiply(kind: str, x: F32, w: QuantisedMatrix, machine: Machine) -> F32:
-    return product(kind, pack_rows(x, ROWS[kind[2:]], w.group), x.shape[1], w, machine)
+def multiply(kind: str, x: F32, w: QuantisedMatrix, machine: Machine, x_group: int = 0) -> F32:
+    """x_group: of the activations; 0: as the weights"""
+    rows = pack_rows(x, ROWS[kind[2:]], x_group or w.group)
+    return product(kind, rows, x.shape[1], w, machine, x_group)
 
 
-def product(kind: str, rows: NDArray[np.uint8], K: int, w: QuantisedMatrix, machine: Machine) -> F32:
+def product(kind: str, rows: NDArray[np.uint8], K: int, w: QuantisedMatrix, machine: Machine, x_group: int = 0) -> F32:
     """Of packed rows through the kernel."""
     M, N, weights = len(rows), len(w.codes), WeightFormat.W4 if w.bits == 4 else WeightFormat.W8
     y = np.zeros((M, N), np.float32)
     params = {
-        "rows": 0, "n": N, "k": K, "group": w.group, "format": ROWS[kind[2:]], "weights": weights,
+        "rows": 0, "n": N, "k": K, "group": w.group, "x_group": x_group or w.group,
+        "format": ROWS[kind[2:]], "weights": weights,
         "scaling": scaling(w.format), "x_stride": rows.shape[1], "y_stride": N, "code": [], "imm": [],
     }  # fmt: skip
     done = run_kernel("matmul", {"x": rows, "w": pack_codes(w, weights), "y": y}, params, [M], machine)
@@ -121,6 +124,25 @@ def test_integers_are_exact(name: str, kind: str, M: int, N: int, K: int, machin
     weights = w.dequantise()
     assert (np.abs(x).astype(np.float64) @ np.abs(weights).T).max() < 2**24 and (weights % 1 == 0).all()
     assert (multiply(kind, x, w, machine) == x.astype(np.float64) @ weights.T).all()
+
+
+@pytest.mark.parametrize("x_group", [8, 16])
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kind in KINDS if kind.endswith("a8")])
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 33, 45), (14, 40, 257), (33, 65, 613)])
+def test_activations_have_groups_of_their_own(
+    name: str, kind: str, x_group: int, M: int, N: int, K: int, machine: Machine
+) -> None:
+    """Several of them share a scale and a minimum of the weights. Integers are exact, and the rest as the reference."""
+    w = random_matrix(name, kind, N, K, integers=True)
+    x = np.random.default_rng([4, M, K]).integers(-127, 128, (M, K)).astype(np.float32)
+    x[:, ::x_group] = 127
+    assert (multiply(kind, x, w, machine, x_group) == x.astype(np.float64) @ w.dequantise().T).all()
+    x, w = activations(M, K), random_matrix(name, kind, N, K)
+    x[:, : w.group] *= 20  # of which smaller groups know nothing
+    got = multiply(kind, x, w, machine, x_group)
+    expected = ref.matmul_q8(to_q8(x, x_group), w)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+    assert (multiply(kind, x[:1], w, Machine(usable_isas()[0]), x_group)[0] == got[0]).all()
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)

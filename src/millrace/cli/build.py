@@ -27,7 +27,8 @@ Examples:
 
 \b
 A map of precisions is JSON: the first pattern that matches a module's name decides, "default" the rest.
-  {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8"}"""
+w8a8:32 has its activations in groups of 32, which divide those of the weights.
+  {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8:32"}"""
 
 
 @click.command(epilog=EPILOG)

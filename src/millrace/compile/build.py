@@ -13,7 +13,8 @@ import numpy as np
 
 import millrace
 from millrace.compile.lower import lower
-from millrace.compile.passes import fold_constants, fuse_elementwise, pipeline, run_passes, unfused
+from millrace.compile.passes import fold_constants, fuse_elementwise
+from millrace.compile.pipeline import pipeline, run_passes, unfused
 from millrace.compile.precision import PrecisionMap, keeping_the_head, plain_format, rounding_notes
 from millrace.compile.program import Bounds, Program
 from millrace.compile.report import program_table

@@ -1,16 +1,15 @@
-"""The compiler's passes, in order: each is pure, has one reason, and is verified after it ran."""
+"""The compiler's passes: each is pure and has one reason. Which run, and in what order, pipeline.py says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix, combined
-from millrace.compile.precision import RESCORED, PrecisionMap, kept_as
-from millrace.graph.rewrite import Instead, Live, head_of, make_node, prune, rewrite
+from millrace.compile.precision import RESCORED, PrecisionMap, check_row_group, kept_as
+from millrace.graph.rewrite import Instead, Live, head_of, make_node, rewrite
 from millrace.graph.trees import Tree, as_tree, evaluate, substitute
 from millrace.graph.types import Array, Constant, Graph, Node, Value
-from millrace.graph.verify import verify
 from millrace.kernels.attention.op import ROPE_ATTENTION
 from millrace.kernels.convert.op import CONVERT
 from millrace.kernels.declare import MAX_INPUTS
@@ -19,60 +18,11 @@ from millrace.kernels.expression import TooComplexError, compile_tree
 from millrace.kernels.gather_rows.op import GATHER_ROWS
 from millrace.kernels.matmul.op import GATED_LINEAR, LINEAR, precision_of
 from millrace.kernels.matmul.pack import stored_codes
-from millrace.kernels.operators import runnable
+from millrace.kernels.operators import runnable, whole
 from millrace.kernels.precision import Precision
 from millrace.kernels.rescore.op import RESCORE
 from millrace.kernels.storage import DENSE, Storage, storage_of
 from millrace.kernels.views.op import SPLIT
-
-Pass = Callable[[Graph], Graph]
-
-
-def pipeline(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
-    """For this CPU. The order is the design: what any target wants comes first."""
-    return [*portable(precisions), *cpu(precisions)]
-
-
-def portable(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
-    """Of the same meaning and shape on any device: expressions grow, then products are brought together."""
-    return [
-        ("fold_constants", fold_constants),
-        ("gather_early", gather_early),
-        ("fuse_elementwise", fuse_elementwise),
-        ("choose_precision", lambda g: choose_precision(g, precisions)),
-        ("merge_gated", lambda g: merge_gated(g, precisions.group)),
-        ("merge_linears", lambda g: merge_linears(g, precisions.group)),
-    ]
-
-
-def cpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
-    """What our kernels for CPUs do in one: products take in their neighbours, then rows are packed."""
-    return [
-        ("fuse_epilogue", fuse_epilogue),
-        ("fuse_residual", fuse_residual),
-        ("fuse_rope_attention", fuse_rope_attention),
-        ("convert_inputs", lambda g: convert_inputs(g, precisions.group)),
-        ("fuse_convert", fuse_convert),
-        ("rescore_head", lambda g: rescore_head(g, precisions.group)),
-        ("prune", prune),
-    ]
-
-
-def unfused(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
-    """The plain one-to-one lowering: nothing but the precisions. The fused engine is compared with it."""
-    return [
-        ("fold_constants", fold_constants),
-        ("choose_precision", lambda g: choose_precision(g, precisions)),
-        ("convert_inputs", lambda g: convert_inputs(g, precisions.group)),
-        ("rescore_head", lambda g: rescore_head(g, precisions.group)),
-        ("prune", prune),
-    ]
-
-
-def run_passes(graph: Graph, passes: list[tuple[str, Pass]]) -> Graph:
-    for name, step in passes:
-        graph = verify(step(graph), after=name)
-    return graph
 
 
 def fold_constants(graph: Graph) -> Graph:
@@ -170,10 +120,9 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
     def rule(node: Node, live: Live) -> Instead | None:
         if node.op != "linear":
             return None
-        attrs = {
-            **node.attrs,
-            "precision": precisions.of(node.origin[0], is_head=bool(head and node.output is head.output)),
-        }
+        name, is_head = node.origin[0], bool(head and node.output is head.output)
+        own = {"row_group": rows} if (rows := precisions.row_group_of(name, is_head=is_head)) else {}
+        attrs = {**node.attrs, "precision": precisions.of(name, is_head=is_head), **own}
         return Instead.of(make_node(LINEAR, node.inputs, attrs, node.origin))
 
     return rewrite(graph, rule)
@@ -192,7 +141,7 @@ def merge_gated(graph: Graph, group: int) -> Graph:
             return None
         if not all(live.read_once(v) for v in node.inputs):
             return None
-        attrs = {"tree": _tree(node), "precision": gate.attrs["precision"]}
+        attrs = {"tree": _tree(node), **_asked(gate)}
         inputs = (gate.inputs[0], gate.inputs[1], up.inputs[1])
         return Instead.of(make_node(GATED_LINEAR, inputs, attrs, _joined(gate, up)))
 
@@ -201,7 +150,12 @@ def merge_gated(graph: Graph, group: int) -> Graph:
 
 def _kind(node: Node, group: int) -> object:
     """Products of one kind can be one: of one precision, of weights that are packed alike."""
-    return precision_of(node), _kept(node.inputs[1:2], precision_of(node), group)
+    return tuple(_asked(node).items()), _kept(node.inputs[1:2], precision_of(node), group)
+
+
+def _asked(node: Node) -> Mapping[str, object]:
+    """What was asked of a product."""
+    return {name: node.attrs[name] for name in ("precision", "row_group") if name in node.attrs}
 
 
 def _kept(weights: Sequence[Value], precision: Precision, group: int) -> QuantisedFormat | None:
@@ -246,7 +200,7 @@ def _merged(family: list[Node], x: Value) -> Node:
     biased = any(b is not None for b in biases)
     if biased:
         inputs.append(_concatenated([b or _zeros(n) for b, n in zip(biases, family, strict=True)]))
-    attrs = {"bias": biased, "precision": family[0].attrs["precision"]}
+    attrs = {"bias": biased, **_asked(family[0])}
     return make_node(LINEAR, tuple(inputs), attrs, _joined(*family))
 
 
@@ -332,8 +286,9 @@ def fuse_rope_attention(graph: Graph) -> Graph:
 def convert_inputs(graph: Graph, group: int) -> Graph:
     """Puts the conversion that a product's precision asks for before it; products over one input share it.
 
-    Activations come in groups of `group`, or where a product keeps a checkpoint's codes in the groups of these. Where
-    it does not, weights and activations are both transformed before they are rounded (kernels/matmul/pack.py).
+    Weights come in groups of `group`, or where a product keeps a checkpoint's codes in the groups of these; where it
+    does not, weights and activations are both transformed before they are rounded (kernels/matmul/pack.py). Activations
+    come in the same groups, unless smaller ones were asked for. raises ConfigError for such as do not divide these
     """
     converted: dict[tuple[Value, Storage], Node] = {}
 
@@ -343,7 +298,10 @@ def convert_inputs(graph: Graph, group: int) -> Graph:
         x = node.inputs[0]
         precision = precision_of(node)
         kept = _kept(node.inputs[1 : 3 if node.op == "gated_linear" else 2], precision, group)
-        storage = precision.storage(kept.group if kept else group, hadamard=not kept)
+        own = kept.group if kept else group
+        rows = whole(node, "row_group") if "row_group" in node.attrs else own
+        check_row_group(node.origin[0] if node.origin else "a product", rows, own)
+        storage = precision.storage(rows, hadamard=not kept)
         if storage == DENSE:
             return None
         fresh = []
@@ -351,7 +309,8 @@ def convert_inputs(graph: Graph, group: int) -> Graph:
             converted[x, storage] = make_node(CONVERT, (x,), {"storage": storage}, node.origin)
             fresh = [converted[x, storage]]
         inputs = (converted[x, storage].output, *node.inputs[1:])
-        return Instead.of(*fresh, make_node(node.operator, inputs, node.attrs, node.origin))
+        attrs = {**node.attrs, "group": own if precision.quantised else 0}
+        return Instead.of(*fresh, make_node(node.operator, inputs, attrs, node.origin))
 
     return rewrite(graph, rule)
 

@@ -29,6 +29,7 @@ class PrecisionMap:
     patterns: tuple[tuple[str, Precision], ...] = ()
     group: int = DEFAULT_GROUP
     head: Precision | None = None  # what was asked for the head; None: what `default` does with it
+    row_groups: tuple[tuple[str, int], ...] = ()  # where they differ from the weights', by pattern; "": of the rest
 
     def of(self, name: str, *, is_head: bool = False) -> Precision:
         for pattern, precision in self.patterns:
@@ -38,18 +39,30 @@ class PrecisionMap:
             return self.default
         return self.head or _HEAD.get(self.default, self.default)
 
+    def row_group_of(self, name: str, *, is_head: bool = False) -> int:
+        """How many elements share a scale in its 8-bit activations; 0: as many as in its weights, or there are none."""
+        decides = next((pattern for pattern, _ in self.patterns if _matches(name, pattern)), "")
+        return dict(self.row_groups).get(decides, 0) if self.of(name, is_head=is_head).takes_bytes else 0
+
     @property
     def meaning(self) -> "Meaning":
         """Of a model whose head has the usual name: equal where equal engines follow, however they were asked for."""
-        layers = (("", self.default), *(p for p in self.patterns if p[0] != HEAD))
-        meant = Meaning(layers, self.of(HEAD, is_head=True), self.group)
+        rows = dict(self.row_groups)
+        others = [("", self.default), *(p for p in self.patterns if p[0] != HEAD)]
+        layers = tuple((pattern, precision, rows.get(pattern, 0)) for pattern, precision in others)
+        head = (self.of(HEAD, is_head=True), self.row_group_of(HEAD, is_head=True))
+        meant = Meaning(layers, head, self.group)
         return meant if any(p.quantised for p in Precision if meant.uses(p)) else replace(meant, group=0)
 
     def described(self, head: str | None) -> dict[str, str]:
         """As manifests say it: `default`, the head where it differs, patterns. head: its name; None: there is none"""
-        own = self.default if head is None else self.of(head, is_head=True)
-        different = {} if own == self.default else {HEAD: own.value}
-        return {"default": self.default.value, **different, **{p: v.value for p, v in self.patterns}}
+        rows = dict(self.row_groups)
+        default = _written(self.default, rows.get("", 0))
+        own = default
+        if head is not None:
+            own = _written(self.of(head, is_head=True), self.row_group_of(head, is_head=True))
+        different = {} if own == default else {HEAD: own}
+        return {"default": default, **different, **{p: _written(v, rows.get(p, 0)) for p, v in self.patterns}}
 
     def check_head(self, head: str) -> None:
         """raises ConfigError where two things are asked for the head of this name"""
@@ -76,15 +89,16 @@ class PrecisionMap:
 class Meaning:
     """What a map of precisions says, in one form.
 
-    layers: by pattern, "" for all that no pattern names; group 0: nothing is quantised
+    layers: by pattern, "" for all that no pattern names, with the groups of activations where they are others than
+    those of the weights, else 0; head: alike; group 0: nothing is quantised
     """
 
-    layers: tuple[tuple[str, Precision], ...]
-    head: Precision
+    layers: tuple[tuple[str, Precision, int], ...]
+    head: tuple[Precision, int]
     group: int
 
     def uses(self, precision: Precision) -> bool:
-        return precision in (self.head, *(p for _, p in self.layers))
+        return precision in (self.head[0], *(p for _, p, _ in self.layers))
 
 
 def plain_format(precision: Precision) -> str:
@@ -207,17 +221,54 @@ def parse_precision(name: str) -> Precision:
         raise ConfigError(f'precision "{name}" is unknown', "one of " + ", ".join(Precision), mend) from None
 
 
+def _written(precision: Precision, row_group: int) -> str:
+    """As `_parse_layer` reads it."""
+    return f"{precision}:{row_group}" if row_group else precision.value
+
+
+def _parse_layer(value: str) -> tuple[Precision, int]:
+    """ "w8a8" or, with activations in groups of their own, "w8a8:32"; 0: as the weights."""
+    name, colon, rows = value.partition(":")
+    precision = parse_precision(name)
+    if not colon:
+        return precision, 0
+    if not precision.takes_bytes:
+        raise ConfigError(
+            f'"{value}": activations of {precision} have no groups', "8-bit activations, as in w8a8:32 or w4a8:32",
+            f'write "{precision}"',
+        )  # fmt: skip
+    if not (rows.isascii() and rows.isdigit() and len(rows) <= 4 and 8 <= int(rows) <= 4096 and int(rows) % 8 == 0):
+        raise ConfigError(
+            f'"{value}": activations in groups of "{rows}"', "a multiple of 8 that divides the weights' groups",
+            f"use {precision}:32",
+        )  # fmt: skip
+    return precision, int(rows)
+
+
+def check_row_group(name: str, rows: int, group: int) -> None:
+    """raises ConfigError unless groups of so many activations divide the weights'"""
+    if rows != group and (rows > group or group % rows or rows % 8):
+        raise ConfigError(
+            f"{name}: activations in groups of {rows} beside weights in groups of {group}",
+            f"groups of activations that divide those of the weights, such as {max(8, group // 2)}",
+            "correct the precision, or give --group",
+        )  # fmt: skip
+
+
 def precision_map(asked: str | Mapping[str, str], group: int = DEFAULT_GROUP, head: str | None = None) -> PrecisionMap:
-    """From `"w4a8"`, or from a map like {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8"}.
+    """From `"w4a8"`, or from a map like {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8:32"}.
 
     head: of the head alone, which the map then must not name. raises ConfigError
     """
     if group < 4 or group % 4 or group > 4096:
         raise ConfigError(f"a quantisation group of {group}", "a multiple of 4, at most 4096", "use 128")
-    own = parse_precision(head) if head else None
-    if isinstance(asked, str):
-        return PrecisionMap(parse_precision(asked), group=group, head=own)
+    of_head = parse_precision(head) if head else None
+    asked = {"default": asked} if isinstance(asked, str) else asked
     if "default" not in asked:
         raise ConfigError("the map of precisions has no default", 'an entry "default"', 'add "default": "bf16"')
-    patterns = tuple((p, parse_precision(v)) for p, v in asked.items() if p != "default")
-    return PrecisionMap(parse_precision(asked["default"]), patterns, group, own)
+    default, rows = _parse_layer(asked["default"])
+    layers = {pattern: _parse_layer(value) for pattern, value in asked.items() if pattern != "default"}
+    patterns = tuple((pattern, precision) for pattern, (precision, _) in layers.items())
+    asked_rows = {"": rows, **{pattern: own for pattern, (_, own) in layers.items()}}
+    row_groups = tuple((pattern, own) for pattern, own in asked_rows.items() if own not in (0, group))
+    return PrecisionMap(default, patterns, group, of_head, row_groups)

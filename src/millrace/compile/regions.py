@@ -104,6 +104,7 @@ def regions(calls: Sequence[Call], symbols: Sequence[str] = SAMPLED, context: in
 def _product(call: Call, symbols: Sequence[str]) -> str:
     p = call.params
     flags = [f"groups of {p['group']}"] if p["group"] else []
+    flags += [f"of {p['x_group']} in rows"] if p.get("x_group", p["group"]) != p["group"] else []
     flags += [SCALING_WORDS[int(p["scaling"])]] if p.get("scaling") else []
     flags += [flag for flag in ("bias", "residual") if flag in call.operands]
     flags += ["gated"] if p.get("gated") else []

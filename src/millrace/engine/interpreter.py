@@ -37,7 +37,6 @@ class Interpreter(Values):
         self._graph, self._kv, self._n_pages = graph, kv, n_pages
         self.bf16_table = bf16_table
         self.constants = {v: v.constant.load().astype(np.float64) for v in graph.constants() if v.constant}
-        self._groups = {v: storage_of(n).group for n in graph.nodes for v in n.outputs}
         self._pages: dict[int, _Pages] = {}
         self._values: dict[Value, Held] = {}
         self._tables: PageTables = ()
@@ -71,9 +70,6 @@ class Interpreter(Values):
         held = self._values[value]
         assert isinstance(held, np.ndarray), value
         return held.astype(np.int32, copy=False)
-
-    def group(self, value: Value) -> int:
-        return self._groups[value]
 
     def stored(self, x: Array, node: Node) -> Held:
         rounded, storage = x.astype(np.float32), storage_of(node)

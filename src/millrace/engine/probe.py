@@ -88,7 +88,7 @@ def product_seconds(
     format, weights, group = _FORMATS[precision]
     x_stride, w_bytes = row_bytes(format, k, group), matrix_bytes(weights, n, k, group)
     params: dict[str, Param] = {
-        "rows": 0, "n": n, "k": k, "group": group, "format": int(format), "weights": int(weights),
+        "rows": 0, "n": n, "k": k, "group": group, "x_group": group, "format": int(format), "weights": int(weights),
         "x_stride": x_stride, "y_stride": n, "tiles": int(precision == BF16_BY_TILES),
     }  # fmt: skip
     operands = {

@@ -8,7 +8,16 @@ import sys
 from pathlib import Path
 
 from millrace.kernels.catalogue import declarations_digest, kernels
-from millrace.kernels.declare import MAX_CACHES, MAX_HEAD, MAX_KNOBS, MAX_SYMBOLS, MOST_HADAMARD, Kernel, Operand
+from millrace.kernels.declare import (
+    HADAMARD_BLOCK,
+    MAX_CACHES,
+    MAX_HEAD,
+    MAX_KNOBS,
+    MAX_SYMBOLS,
+    MOST_HADAMARD,
+    Kernel,
+    Operand,
+)
 
 HEADER, LIST = "kernels_generated.hpp", "kernels_of_isa.hpp"
 C_TYPE = {"i32": "int32_t", "f32": "float"}
@@ -101,7 +110,8 @@ def header(interface: Path) -> str:
         '#include "program_reader.hpp"',
         "namespace millrace {",
         f'inline constexpr char kBuild[] = "{interface_digest(interface)} {declarations_digest()}";',
-        f"constexpr int kMaxHeadDim = {MAX_HEAD}, kMostHadamard = {MOST_HADAMARD};",
+        f"constexpr int kMaxHeadDim = {MAX_HEAD};",
+        f"constexpr int kMostHadamard = {MOST_HADAMARD}, kHadamardBlock = {HADAMARD_BLOCK};",
         f"constexpr int kSymbols = {MAX_SYMBOLS}, kCaches = {MAX_CACHES};  // of one program, at most",
         "enum class KernelId : uint32_t { " + ", ".join(f"{n} = {i}" for i, n in enumerate(names)) + " };",
         f"constexpr uint32_t kKernels = {len(names)};",

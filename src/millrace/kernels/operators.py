@@ -40,9 +40,6 @@ class Values(Protocol):
     def numbers(self, value: Value) -> IntArray:
         """Of an i32 value."""
 
-    def group(self, value: Value) -> int:
-        """Of a packed value: elements that share a scale; 0 where all do."""
-
     def stored(self, x: Array, node: Node) -> Held:
         """Rounded as the node's kernel writes it."""
 

@@ -31,13 +31,18 @@ class Precision(StrEnum):
     def quantised(self) -> bool:
         return self.weights in (WeightFormat.W8, WeightFormat.W4)
 
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether its activations have 8 bits, and groups of these a scale."""
+        return self.value.endswith("a8")
+
     def storage(self, group: int, hadamard: bool = False) -> Storage:
         """How the activations of such a product lie in memory.
 
         hadamard: groups are transformed before they become int8 (kernels/matmul/pack.py)
         """
         q8 = RowFormat.HADAMARD_Q8 if hadamard else RowFormat.Q8
-        packed = q8 if self.value.endswith("a8") else RowFormat.BF16
+        packed = q8 if self.takes_bytes else RowFormat.BF16
         return Storage(RowFormat.F32 if self == Precision.FP32 else packed, group if self.quantised else 0)
 
 

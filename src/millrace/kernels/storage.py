@@ -18,6 +18,11 @@ class Storage:
         """Whether groups are transformed before they are rounded, as are the weights that they meet."""
         return self.format == RowFormat.HADAMARD_Q8
 
+    @property
+    def blocks(self) -> int:
+        """Of so many elements those are that are transformed together; 0: none are."""
+        return self.group if self.hadamard else 0
+
     def __repr__(self) -> str:
         name = self.format.name.lower()
         return f"{name}g{self.group}" if self.group else name

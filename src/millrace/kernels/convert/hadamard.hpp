@@ -3,8 +3,6 @@
 
 namespace millrace::MILLRACE_ISA {
 
-constexpr int64_t kLargestBlock = 128;
-
 // Neighbours at distance D of each lane: their sum in the lower one, their difference in the upper one.
 template <int D>
 inline F sums_and_differences(F x) {
@@ -59,7 +57,7 @@ inline void hadamard_lanes(const float* x, int n, float* y) {
 
 // One group of n.
 inline void hadamard_group(const float* x, int64_t n, float* y) {
-  int64_t at = 0, size = kLargestBlock;
+  int64_t at = 0, size = kHadamardBlock;
   for (; at < n; at += size) {
     while (size > n - at) size /= 2;
     switch (size) {

@@ -21,6 +21,11 @@ class Quantised:
     group: int
     hadamard: bool = False
 
+    @property
+    def blocks(self) -> int:
+        """Of so many elements those are that are transformed together; 0: none are."""
+        return self.group if self.hadamard else 0
+
     def dequantise(self) -> NDArray[np.float64]:
         wide = np.repeat(self.scales.astype(np.float64), self.group or self.codes.shape[1], axis=1)
         return self.codes * wide[:, : self.codes.shape[1]]

@@ -16,9 +16,9 @@ constexpr int64_t kPartBytes = 1400 << 10;  // of rows: where there is AMX, seco
 
 // Whether a product is made so. What tiles read behind a row's codes, to multiply it by zeros, must be the row's own.
 inline bool goes_by_tiles(const TileInput& in, int64_t rows, int64_t asked) {
-  const int64_t before = n_groups(in.k, in.group) - 1;
-  const GroupTiles cut(in.k, in.group);
-  const int64_t read = before * cut.padded + cut.steps_of(up(in.k - before * in.group, 8)) * cut.depth;
+  const int64_t before = n_groups(in.k, in.x_group) - 1;
+  const GroupTiles cut(in.k, in.x_group);
+  const int64_t read = before * cut.padded + cut.steps_of(up(in.k - before * in.x_group, 8)) * cut.depth;
   return in.k <= kTileInputs && read <= in.x_stride && (asked ? asked >= kTilesAsked : rows >= kManyRows);
 }
 
@@ -46,7 +46,7 @@ struct BroughtPanel {
 template <bool W4, Scaling S>
 void bring_group(const BroughtPanel& b, const TileInput& in, PanelGroups<W4, S>& w, const GroupTiles& cut, int64_t width,
                  int64_t group) {
-  w.enter(width);
+  w.enter();
   uint8_t* to = b.codes + group * cut.code_bytes();
   const uint8_t* const end = to + cut.steps_of(width) * cut.depth * kPanel;
   if constexpr (W4) {
@@ -127,11 +127,11 @@ struct TilePass {
   const int64_t x_scales;  // bytes from the begin of a row; sums follow
 
   TilePass(const TileInput& in, const BroughtPanel& b)
-      : in(in), b(b), groups(in.k, in.group), cut(in.k, in.group),
+      : in(in), b(b), groups(in.k, in.x_group), cut(in.k, in.x_group),
         batch(cut.padded > 128  ? 1
               : cut.padded > 64 ? 2
                                 : kTileBatch),
-        x_scales(up(padded_k(in.k, in.group), 4)) {}
+        x_scales(up(padded_k(in.k, in.x_group), 4)) {}
 
   // Up to kTilePassRows rows, in blocks of the height that tiles are set to.
   template <bool kLower>
@@ -211,7 +211,7 @@ struct TilePass {
 template <bool W4, Scaling S>
 void rows_by_byte_tiles(const MatmulArgs& a, TileInput in, int64_t panel_stride, int64_t first, int64_t rows, int64_t panel,
                         int64_t end, float* scratch) {
-  const BroughtPanel b(scratch, n_groups(in.k, in.group));
+  const BroughtPanel b(scratch, n_groups(in.k, in.x_group));
   const TilePass<S> pass(in, b);
   in.w += panel * panel_stride;
   for (; panel < end; ++panel, in.w += panel_stride) {

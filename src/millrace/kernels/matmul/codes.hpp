@@ -11,7 +11,7 @@ constexpr bool with_minimums = S == Scaling::minimums || S == Scaling::levels_mi
 template <Scaling S>
 constexpr bool in_levels = S == Scaling::levels || S == Scaling::levels_minimums;
 
-// The groups of a quantised product: where group g of the weights and of a row begins.
+// The groups of a quantised product: where group g of a row begins.
 struct Groups {
   int64_t count, padded, last;
   explicit Groups(int64_t k, int64_t group)
@@ -63,7 +63,7 @@ template <int MR>
   }
 }
 
-// Where a panel's codes and scales lie, group after group (pack.py).
+// Where a panel's codes and scales lie, group after group of x; one or more of these make a group of weights (pack.py).
 template <bool W4, Scaling S>
 struct PanelGroups {
   const uint8_t* codes;
@@ -71,12 +71,16 @@ struct PanelGroups {
   const uint8_t* minimums = nullptr;  // alike
   const uint8_t* upper = nullptr;     // the float16 scales of the super-block
   int64_t ahead, levels, level = 0;   // bytes; groups of a super-block; which of them this is
+  int64_t group, parts, part = 0;     // inputs, with padding; groups of x in one of weights; which of them this is
+  int64_t left;                       // inputs that are still to come, with padding
 
   PanelGroups(const TileInput& in)
-      : codes(in.w), ahead(in.ahead), levels(in_levels<S> ? kSuperBlock / in.group : 0), level(levels) {}
+      : codes(in.w), ahead(in.ahead), levels(in_levels<S> ? kSuperBlock / in.group : 0), level(levels),
+        group(up(in.group, 8)), parts(in.group / in.x_group), left(padded_k(in.k, in.group)) {}
 
-  // To the next group, of so many inputs; codes lie after the scales of their super-block, and before those of their own.
-  void enter(int64_t width) {
+  // To the next group; codes lie after the scales of their super-block, and before those of their own.
+  void enter() {
+    if (part) return;
     if constexpr (in_levels<S>) {
       const int64_t bytes = kLine + levels * kPanel;
       if (level == levels) {
@@ -88,7 +92,7 @@ struct PanelGroups {
       scales = upper + kLine + level * kPanel;
       minimums = scales + bytes;
     } else {
-      scales = codes + width * (W4 ? 16 : 32);
+      scales = codes + (left < group ? left : group) * (W4 ? 16 : 32);
       minimums = scales + kLine;
       if constexpr (with_minimums<S>) {
         __builtin_prefetch(scales + ahead);
@@ -96,8 +100,12 @@ struct PanelGroups {
       }
     }
   }
+  // Behind a group of x, of so many inputs.
   void leave(int64_t width) {
     codes += width * (W4 ? 16 : 32);
+    left -= width;
+    if (++part < parts && left) return;
+    part = 0;
     if constexpr (in_levels<S>)
       ++level;
     else
@@ -125,13 +133,13 @@ constexpr int32_t kZeroCode = !W4 ? kByteZero : with_minimums<S> ? 0 : 8;
 template <int MR, bool W4, Scaling S>
 void tile_q8(const TileInput& in, float* total) {
   constexpr int32_t kZero = kZeroCode<W4, S>;
-  const Groups groups(in.k, in.group);
-  const int64_t scales = up(padded_k(in.k, in.group), 4);
+  const Groups groups(in.k, in.x_group);
+  const int64_t scales = up(padded_k(in.k, in.x_group), 4);
   PanelGroups<W4, S> w(in);
   const uint8_t* x = in.x;
   for (int64_t g = 0; g < groups.count; ++g) {
     const int64_t width = groups.width(g);
-    w.enter(width);
+    w.enter();
     const uint8_t* row_scales = in.x + scales + g * 4;
     const uint8_t* row_sums = row_scales + groups.count * 4;
     float x_sum[MR];
@@ -202,7 +210,7 @@ void tile_a16(const TileInput& in, float* total) {
   constexpr int64_t kStep = W4 ? 8 : 4;  // inputs in a line
   for (int64_t g = 0; g < groups.count; ++g) {
     const int64_t width = groups.width(g);
-    w.enter(width);
+    w.enter();
     const uint8_t* line = w.codes;
     F acc[MR][2];
     fill(acc, zero());

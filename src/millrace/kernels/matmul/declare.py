@@ -26,7 +26,8 @@ KERNEL = Kernel(
         "i32 rows",
         "i32 n",
         "i32 k",
-        "i32 group",
+        "i32 group",  # inputs of a scale of w
+        "i32 x_group",  # and of one of x
         "i32 format",
         "i32 weights",
         "i32 scaling",
@@ -56,6 +57,8 @@ KERNEL = Kernel(
         f"tiles == 0 or weights == {WeightFormat.BF16}",
         "gated == 0 or n % 32 == 0",
         "group % 4 == 0",
+        "x_group == group or (x_group > 0 and x_group % 8 == 0 and group % x_group == 0)",
+        f"x_group == group or format >= {RowFormat.Q8}",
         f"weights < {WeightFormat.W8} or group > 0",
         f"weights < {WeightFormat.W8} or format >= {RowFormat.BF16}",
         f"weights != {WeightFormat.F32} or format == {RowFormat.F32}",
@@ -67,7 +70,7 @@ KERNEL = Kernel(
         f"scaling != {Scaling.LEVELS} or weights == {WeightFormat.W8}",
         f"scaling < {Scaling.LEVELS} or group == 16 or group == 32",
         "x_stride % 4 == 0",
-        "x_stride >= row_bytes(format, k, group)",
+        "x_stride >= row_bytes(format, k, x_group)",
         "gated == 1 or y_stride >= n",
         "gated == 0 or packed == 1 or up(y_stride, 16) * 2 == n",
         "gated == 0 or packed == 0 or y_stride * 2 >= n",
@@ -77,5 +80,5 @@ KERNEL = Kernel(
         Knob("task_panels", 1 << 20),  # panels of 32 outputs that a worker takes at a time
         Knob("ahead", 1 << 20),  # how many bytes ahead of their use weights are fetched
     ),
-    scratch="byte_tiles_floats(format, weights, k, group)",
+    scratch="byte_tiles_floats(format, weights, k, x_group)",
 )

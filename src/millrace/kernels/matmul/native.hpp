@@ -5,8 +5,9 @@
 //   f32   blocks of 128: fma over k ascending from 0; blocks added in order
 //   bf16  blocks of 128: pairs (odd product, then even product) from 0; blocks added in order
 //         by tiles: see tiles.hpp
-//   q8    per group: the integer dot product, exact; then y = fma(float(dot) * x_scale, w_scale, y), groups in order;
+//   q8    per group of x: the integer dot product, exact; then y = fma(float(dot) * x_scale, w_scale, y), groups in order;
 //         with minimums, after each such step y = fma(float(sum of x's codes) * x_scale, w_minimum, y)
+//         groups of x may be smaller than those of w, which they divide: these then share a w_scale
 //   a16   per group: integer weights as bfloat16, pairs as in bf16; then y = fma(dot, w_scale, y), groups in order;
 //         with minimums, after each such step y = fma(sum of x, w_minimum, y); that sum is of pairs as in bf16 with
 //         weights of 1, pair i of each 32 inputs in lane i of 16, then their tree
@@ -27,7 +28,7 @@ struct TileInput {
   const uint8_t* x;
   const uint8_t* w;
   int64_t x_stride;
-  int64_t k, group;
+  int64_t k, group, x_group;
   int64_t ahead;  // bytes
 
   I load_ahead(const uint8_t* at) const {
@@ -183,7 +184,7 @@ void multiply(const MatmulArgs& a, StepContext& c) {
   const int64_t rows = c.sizes[a.rows], panels = up(a.n, kPanel) / kPanel;
   if (rows == 0) return;
   const int64_t panel_stride = panel_bytes(a.weights, a.k, a.group, a.scaling);
-  const TileInput in{a.x, a.w, a.x_stride, a.k, a.group, c.tactic->ahead() ? c.tactic->ahead() : kAhead};
+  const TileInput in{a.x, a.w, a.x_stride, a.k, a.group, a.x_group, c.tactic->ahead() ? c.tactic->ahead() : kAhead};
   const int64_t asked = c.tactic->tile_rows();
 #if defined(__AMX_INT8__)
   if constexpr (C == Class::w8a8 || C == Class::w4a8) {

@@ -25,7 +25,7 @@ from millrace.kernels.matmul.pack import (
     scaling_of,
     stored_codes,
 )
-from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size
+from millrace.kernels.operators import Held, Params, Rows, Runnable, Values, Writer, size, whole
 from millrace.kernels.places import Packed, Place, View, constant_of
 from millrace.kernels.precision import BF16_BY_TILES, HADAMARD, SCALING_WORDS, Precision
 from millrace.kernels.storage import Storage, storage_of
@@ -62,25 +62,30 @@ def precision_of(node: Node) -> Precision:
     return precision
 
 
-def product(values: Values, x: Value, w: Value, precision: Precision) -> Rows:
-    """x @ w.T as this numerics class means it."""
+def group_of(node: Node) -> int:
+    """Inputs that share a scale in a product's weights; 0 where these have none."""
+    return whole(node, "group") if "group" in node.attrs else 0
+
+
+def product(values: Values, x: Value, w: Value, precision: Precision, group: int) -> Rows:
+    """x @ w.T as this numerics class means it. group: of the weights"""
     if precision.quantised:
-        held, group = values.held(x), values.group(x)
+        held = values.held(x)
         if isinstance(held, Quantised):
-            return products.matmul_q8(held, _codes(values, w, precision.bits, group, transform=held.hadamard))
+            return products.matmul_q8(held, _codes(values, w, precision.bits, group, blocks=held.blocks))
         return products.matmul_a16(values.rows(x), _codes(values, w, precision.bits, group))
     rows, weights = values.rows(x), values.rows(w).astype(np.float32).astype(np.float64)
     y = products.matmul_bf16(rows, weights) if precision == Precision.BF16 else products.matmul(rows, weights)
     return y.astype(np.float64)
 
 
-def _codes(values: Values, w: Value, bits: int, group: int, *, transform: bool = False) -> QuantisedMatrix:
-    stored = stored_codes([w.constant], bits, group) if w.constant and not transform else None
-    return stored[0] if stored else rounded_codes(values.rows(w), bits, group, transform=transform)
+def _codes(values: Values, w: Value, bits: int, group: int, *, blocks: int = 0) -> QuantisedMatrix:
+    stored = stored_codes([w.constant], bits, group) if w.constant and not blocks else None
+    return stored[0] if stored else rounded_codes(values.rows(w), bits, group, blocks)
 
 
 def _reference(node: Node, values: Values) -> Held:
-    y = product(values, node.inputs[0], node.inputs[1], precision_of(node))
+    y = product(values, node.inputs[0], node.inputs[1], precision_of(node), group_of(node))
     if node.attrs.get("bias"):
         y = y + values.rows(node.inputs[2])
     y = evaluate(as_tree(node.attrs.get("tree", 0)), [y]).astype(np.float64)
@@ -91,26 +96,29 @@ def _reference(node: Node, values: Values) -> Held:
 
 def _gated_reference(node: Node, values: Values) -> Held:
     x, gate, up = node.inputs
-    halves = [product(values, x, w, precision_of(node)) for w in (gate, up)]
+    halves = [product(values, x, w, precision_of(node), group_of(node)) for w in (gate, up)]
     return values.stored(evaluate(as_tree(node.attrs["tree"]), halves).astype(np.float64), node)
 
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """How a matrix is packed. transform: for rows whose groups are; scaling: what makes weights of its codes"""
+    """How a matrix is packed.
+
+    blocks: of rows that are transformed in groups of so many; scaling: what makes weights of its codes
+    """
 
     format: WeightFormat
     group: int
-    transform: bool
+    blocks: int
     scaling: Scaling
 
 
-def _codes_of(matrices: tuple[Value, ...], format: WeightFormat, rows: Storage) -> _Codes:
+def _codes_of(matrices: tuple[Value, ...], format: WeightFormat, group: int, rows: Storage) -> _Codes:
     """For rows that lie like this."""
     own = Scaling.PLAIN
-    if format in _BITS and not rows.hadamard:
-        own = scaling_of([constant_of(v) for v in matrices], _BITS[format], rows.group)
-    return _Codes(format, rows.group, rows.hadamard, own)
+    if format in _BITS and not rows.blocks:
+        own = scaling_of([constant_of(v) for v in matrices], _BITS[format], group)
+    return _Codes(format, group, rows.blocks, own)
 
 
 def _pack(values: tuple[Value, ...], how: _Codes, name: str) -> Packed:
@@ -121,13 +129,13 @@ def _pack(values: tuple[Value, ...], how: _Codes, name: str) -> Packed:
     rows = 2 * up(n, 16) if gated else n
 
     def pack() -> NDArray[np.uint8]:
-        keeps = format in _BITS and not how.transform
+        keeps = format in _BITS and not how.blocks
         codes = stored_codes(constants, _BITS[format], group) if keeps else None
         if codes:
             return pack_codes(interleave_codes(*codes) if gated else codes[0], format)
         arrays = [c.load() for c in constants]
         whole = interleave_halves(*(a.astype(np.float32) for a in arrays)) if gated else arrays[0]
-        return pack_matrix(whole, format, group, transform=how.transform)  # type: ignore[arg-type]
+        return pack_matrix(whole, format, group, how.blocks)  # type: ignore[arg-type]
 
     origin = tuple(o for c in constants for o in c.origin)
     return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group, how.scaling), pack)
@@ -140,19 +148,19 @@ def _packs(node: Node, storage: Storage) -> bool:
 def _lower(node: Node, writer: Writer) -> None:
     x, precision = node.inputs[0], precision_of(node)
     view, weights = writer.view(x), precision.weights
-    gated, width, group = node.operator is GATED_LINEAR, node.output.width, view.storage.group
+    gated, width, group = node.operator is GATED_LINEAR, node.output.width, group_of(node)
     tiles, storage = writer.tiles and precision == Precision.BF16, storage_of(node)
     code: list[int] = []
     numbers: list[float] = []
     if "tree" in node.attrs:
         code, numbers = compile_tree(as_tree(node.attrs["tree"]), 2 if gated else 1)
     matrices = node.inputs[1:3] if gated else node.inputs[1:2]
-    how = _codes_of(matrices, weights, view.storage)
+    how = _codes_of(matrices, weights, group, view.storage)
     params: Params = {
         "rows": view.rows, "n": 2 * up(width, 16) if gated else width, "k": x.width, "group": group,
-        "format": view.storage.format, "weights": weights, "scaling": how.scaling, "x_stride": view.row_bytes,
-        "gated": int(gated), "packed": int(storage.format == RowFormat.BF16), "tiles": int(tiles), "code": code,
-        "imm": numbers,
+        "x_group": view.storage.group, "format": view.storage.format, "weights": weights, "scaling": how.scaling,
+        "x_stride": view.row_bytes, "gated": int(gated), "packed": int(storage.format == RowFormat.BF16),
+        "tiles": int(tiles), "code": code, "imm": numbers,
     }  # fmt: skip
     words = HADAMARD if view.storage.hadamard else SCALING_WORDS[how.scaling]
     name = f"{weights.name.lower()}{f'g{group}' if group else ''}{f' {words}' if words else ''}"
@@ -168,12 +176,14 @@ def _lower(node: Node, writer: Writer) -> None:
     writer.add("matmul", operands, params, node, BF16_BY_TILES if tiles else str(precision))
 
 
+_ASKED = frozenset({"precision", "row_group", "group"})  # by passes; the first two by users
+
 LINEAR = Runnable(
-    name="linear", inputs=(2, 4), attrs=frozenset({"bias", "residual", "precision", "tree", "storage"}), shapes=_shapes,
+    name="linear", inputs=(2, 4), attrs=_ASKED | {"bias", "residual", "tree", "storage"}, shapes=_shapes,
     reference=_reference, lower=_lower, packs=_packs,
 )  # fmt: skip
 GATED_LINEAR = Runnable(
-    name="gated_linear", inputs=(3, 3), attrs=frozenset({"tree", "precision", "storage"}), fused=True,
+    name="gated_linear", inputs=(3, 3), attrs=_ASKED | {"tree", "storage"}, fused=True,
     shapes=_gated_shapes, reference=_gated_reference, lower=_lower, packs=_packs,
 )  # fmt: skip
 OPERATORS = (LINEAR, GATED_LINEAR)

@@ -22,7 +22,7 @@ from millrace.checkpoint.quantised import SUPER_BLOCK, QuantisedFormat, Quantise
 from millrace.errors import CheckpointError
 from millrace.graph.types import Constant
 from millrace.kernels.arrays import Array
-from millrace.kernels.declare import Scaling, WeightFormat
+from millrace.kernels.declare import HADAMARD_BLOCK, Scaling, WeightFormat
 from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, up
 
 _T = TypeVar("_T", bound=np.generic)
@@ -98,9 +98,9 @@ def quantise_matrix(w: Array, bits: int, group: int) -> QuantisedMatrix:
     return QuantisedMatrix(codes.reshape(N, -1)[:, :K], scales, group, bits)
 
 
-def rounded_codes(w: Array, bits: int, group: int, *, transform: bool = False) -> QuantisedMatrix:
-    """As `quantise_matrix`. transform: for rows whose groups are"""
-    return quantise_matrix(hadamard(w, group) if transform else w.astype(np.float32), bits, group)
+def rounded_codes(w: Array, bits: int, group: int, blocks: int = 0) -> QuantisedMatrix:
+    """As `quantise_matrix`. blocks: for rows that are transformed in groups of so many; 0: they are not"""
+    return quantise_matrix(hadamard(w, blocks) if blocks else w.astype(np.float32), bits, group)
 
 
 def _energy(w: Array) -> float:
@@ -112,7 +112,6 @@ def _energy(w: Array) -> float:
 # times (w H)^T is x times w^T, while the largest element of x H is about three times its root mean square whatever x
 # looks like. Weights are transformed once, when they are packed; activations where they are rounded (convert/).
 # source: QuaRot (arXiv:2404.00456), whose rotations span the model's width; here each group by itself
-LARGEST_BLOCK = 128  # elements that are mixed with each other: of more, KL was no smaller (docs/log.md)
 
 
 def hadamard(x: Array, group: int) -> NDArray[np.float32]:
@@ -124,7 +123,7 @@ def hadamard(x: Array, group: int) -> NDArray[np.float32]:
     for start in range(0, y.shape[1], group):
         at, end = start, min(start + group, y.shape[1])
         while at < end:
-            size = min(LARGEST_BLOCK, 1 << (end - at).bit_length() - 1)
+            size = min(HADAMARD_BLOCK, 1 << (end - at).bit_length() - 1)
             y[:, at : at + size] = _of_block(y[:, at : at + size])
             at += size
     return y
@@ -147,13 +146,13 @@ def _of_block(x: NDArray[np.float32]) -> NDArray[np.float32]:
 _SLAB = 1024  # outputs packed at a time: bounds the memory that packing needs beside the result
 
 
-def pack_matrix(w: Array, format: WeightFormat, group: int, *, transform: bool = False) -> NDArray[np.uint8]:
+def pack_matrix(w: Array, format: WeightFormat, group: int, blocks: int = 0) -> NDArray[np.uint8]:
     """w (N, K) -> the packed bytes, one dimension. `group` is 0 for F32 and BF16.
 
-    transform: for rows whose groups are. raises CheckpointError for what is not finite
+    blocks: for rows that are transformed in groups of so many. raises CheckpointError for what is not finite
     """
     N, K = w.shape
-    slabs = (hadamard(s, group) if transform else s for s in _slabs(w))
+    slabs = (hadamard(s, blocks) if blocks else s for s in _slabs(w))
     return _joined((_pack_slab(s, format, group) for s in slabs), matrix_bytes(format, N, K, group))
 
 

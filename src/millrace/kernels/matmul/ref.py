@@ -19,17 +19,18 @@ def matmul_bf16(x: Array, w: Array) -> Array:
 
 
 def matmul_q8(x: Quantised, w: QuantisedMatrix) -> NDArray[np.float64]:
-    """x (M, K) int8 groups, w (N, K) of the same groups: per group an exact integer dot product times both scales, and
-    the sum of x's codes times its scale and w's minimum."""
-    assert x.group == w.group
-    K, size = x.codes.shape[1], x.group or x.codes.shape[1]
+    """x (M, K) int8 groups, w (N, K) of the same groups or of several of these: per group of x an exact integer dot
+    product times both scales, and the sum of x's codes times its scale and w's minimum."""
+    assert w.group % x.group == 0
+    K, size = x.codes.shape[1], x.group
     y = np.zeros((x.codes.shape[0], w.codes.shape[0]))
     scales, minimums = w.group_scales(), w.group_minimums()
     for g, start in enumerate(range(0, K, size)):
         part = slice(start, start + size)
         codes = x.codes[:, part].astype(np.int64)
         dots, sums = codes @ w.codes[:, part].astype(np.int64).T, codes.sum(axis=1, keepdims=True)
-        y += x.scales[:, g, None].astype(np.float64) * (dots * scales[:, g] + sums * minimums[:, g])
+        own = start // w.group
+        y += x.scales[:, g, None].astype(np.float64) * (dots * scales[:, own] + sums * minimums[:, own])
     return y
 
 

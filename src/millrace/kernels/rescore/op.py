@@ -29,23 +29,23 @@ def _reference(node: Node, values: Values) -> Held:
     logits, x, w = node.inputs
     packed, y = values.held(x), values.rows(logits)
     assert isinstance(packed, Quantised), x
-    again = matmul_q8(packed, _byte_codes(constant_of(w), packed.group, packed.hadamard))
+    again = matmul_q8(packed, _byte_codes(constant_of(w), packed.group, packed.blocks))
     return values.stored(np.where(largest(y, whole(node, "count")), again, y), node)
 
 
-def _byte_codes(constant: Constant, group: int, transform: bool) -> QuantisedMatrix:
+def _byte_codes(constant: Constant, group: int, blocks: int) -> QuantisedMatrix:
     """Eight bits and a scale per group, as rows hold them: the checkpoint's own where it has such, else rounded."""
-    kept = None if transform else kept_format(constant, 8, group)
+    kept = None if blocks else kept_format(constant, 8, group)
     stored = stored_codes([constant], 8, group) if kept and kept.symmetric else None
-    return stored[0] if stored else rounded_codes(constant.load().astype(np.float32), 8, group, transform=transform)
+    return stored[0] if stored else rounded_codes(constant.load().astype(np.float32), 8, group, blocks)
 
 
-def _pack(w: Value, group: int, transform: bool, name: str) -> Packed:
+def _pack(w: Value, group: int, blocks: int, name: str) -> Packed:
     """A matrix of 8-bit codes, output by output."""
     constant, n, k = constant_of(w), size(w, 0), size(w, 1)
 
     def pack() -> NDArray[np.uint8]:
-        return pack_byte_rows(_byte_codes(constant, group, transform))
+        return pack_byte_rows(_byte_codes(constant, group, blocks))
 
     return Packed("+".join(constant.origin), constant.origin, (n, k), name, n * byte_row_bytes(k, group), pack)
 
@@ -53,9 +53,9 @@ def _pack(w: Value, group: int, transform: bool, name: str) -> Packed:
 def _lower(node: Node, writer: Writer) -> None:
     logits, x, w = node.inputs
     view, y, count, width = writer.view(x), writer.view(logits), whole(node, "count"), node.output.width
-    group, transform = view.storage.group, view.storage.hadamard
-    name = f"w8g{group} {HADAMARD} by output" if transform else f"w8g{group} by output"
-    place = writer.constant((w,), name, lambda: _pack(w, group, transform, name))
+    group, blocks = view.storage.group, view.storage.blocks
+    name = f"w8g{group} {HADAMARD} by output" if blocks else f"w8g{group} by output"
+    place = writer.constant((w,), name, lambda: _pack(w, group, blocks, name))
     params: Params = {
         "rows": view.rows, "n": width, "k": x.width, "group": group, "x_stride": view.row_bytes,
         "count": min(count, width),
