@@ -193,7 +193,8 @@ def _contexts() -> Iterator[list[str]]:
     for _, r in of_kind("contexts"):
         d, m, who = r["decode"], r["mixed"], f"{r['shape']} {r['precision']}, KV {r['kv_cache_dtype']}"
         depths = ", ".join(f"{rate:,.0f} at {depth}" for depth, rate in d["tokens_per_s"].items())
-        yield [f"{who}: decode by depth, tok/s", f"{depths}: {d['share']:.0%}", label(r)]
+        cold = f", both from memory {d['from_memory']['share']:.0%}" if "from_memory" in d else ""
+        yield [f"{who}: decode by depth, tok/s", f"{depths}: {d['share']:.0%}{cold}", label(r)]
         yield [f"{who}: p99 of a stream's gaps beside a prompt, in medians", f"{m['p99_to_median_gap']:.2f}", label(r)]
         together = m["total_to_one_after_the_other"] - 1
         yield [f"{who}: both together, of one after the other", f"{together:+.0%}", label(r)]
