@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile import builder
 from millrace.compile.builder import Builder, build_engine
 from millrace.compile.find import BUNDLED
 from millrace.compile.settings import BuildSettings
@@ -60,6 +61,21 @@ def test_auto_keeps_its_choice_and_evidence(millrace: Millrace, tmp_path: Path) 
     plain = build_engine("tiny", BUNDLED / "tiny", tmp_path / "plain", BuildSettings(
         precision="w8a8", max_context=64, tune=0, bf16_sums="pairs"))  # fmt: skip
     assert plain.manifest.identity == m.identity, "what was measured is no part of what decides answers"
+
+
+def test_the_choice_is_the_same_where_there_are_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine that sums bfloat16 by tiles, and one that does not, measure the same; who asks for tiles gets them."""
+    found, settings = [], {"precision": "auto", "max_kl": 0.1, "max_context": 64, "tune": 0}
+    for name, isas, more in (("without", (), {}), ("with", ("amx",), {}), ("asked", (), {"bf16_sums": "tiles"})):
+        monkeypatch.setattr(builder, "usable_isas", lambda isas=isas: isas)
+        engine = build_engine(
+            "tiny", BUNDLED / "tiny", tmp_path / name, BuildSettings(**settings, **more), pricing=pricing  # type: ignore[arg-type]
+        )  # fmt: skip
+        found.append((engine.manifest.cpu.bf16_sums, engine.manifest.evaluation))
+    (pairs, one), (tiles, other), (_, theirs) = found
+    assert (pairs, tiles) == ("pairs", "tiles") and one == other
+    assert [p.name for p in theirs.tried][-1] == "w8a8 g128, bf16 summed by tiles"
+    assert theirs.price and one.price and theirs.price.kl != one.price.kl
 
 
 @pytest.mark.parametrize(

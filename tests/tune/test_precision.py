@@ -191,15 +191,15 @@ def test_a_context_too_short_for_it_is_said(tiny: Checkpoint) -> None:
 
 
 def test_names() -> None:
-    plain, tiles = BuildOptions(), BuildOptions(tiles=True, kv_format=KvFormat.INT8)
-    assert label(precision_map("w4a8", 32), plain) == FOUR
-    assert label(precision_map("w4a8", 32, head="w4a8"), plain) == "w4a8 g32"
-    assert label(precision_map("bf16"), tiles) == "bf16, int8 keys and values, summed by tiles"
-    assert label(precision_map({"default": "w4a8", "a.*": "bf16"}, head="w8a8"), plain) == (
+    plain = (KvFormat.BF16, False)
+    assert label(precision_map("w4a8", 32), *plain) == FOUR
+    assert label(precision_map("w4a8", 32, head="w4a8"), *plain) == "w4a8 g32"
+    assert label(precision_map("bf16"), KvFormat.INT8, True) == "bf16, int8 keys and values, bf16 summed by tiles"
+    assert label(precision_map({"default": "w4a8", "a.*": "bf16"}, head="w8a8"), *plain) == (
         "w4a8 g128, lm_head w8a8, a.* bf16"
     )
     many = precision_map({"default": "w4a8", **{f"layers.{i}.*": "bf16" for i in range(30)}})
-    assert label(many, plain) == "w4a8 g128, lm_head w8a8, 30 layers otherwise"
+    assert label(many, *plain) == "w4a8 g128, lm_head w8a8, 30 layers otherwise"
 
 
 def test_figures_are_kept_to_three_digits() -> None:

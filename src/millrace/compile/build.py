@@ -96,12 +96,16 @@ class Settled:
     keep: tuple[str, ...]
 
     @property
+    def by_tiles(self) -> bool:
+        """Whether there are sums of bfloat16, in products or in attention, and they are made by tiles."""
+        return self.tiles and (self.kv_format == KvFormat.BF16 or self.precision.meaning.uses(Precision.BF16))
+
+    @property
     def key(self) -> str:
         """Equal for equal engines, however they were asked for; the table's format follows from the precision."""
         chosen = self.precision.meaning
-        tiles = self.tiles and (self.kv_format == KvFormat.BF16 or chosen.uses(Precision.BF16))
         sizes = (self.max_context, self.max_batch, self.max_step_tokens, sorted(self.profile.items()))
-        return f"{chosen} {self.kv_format!r} {tiles} {sizes} {self.fuse} {self.keep}"
+        return f"{chosen} {self.kv_format!r} {self.by_tiles} {sizes} {self.fuse} {self.keep}"
 
 
 def settled(source: Source, options: BuildOptions) -> Settled:

@@ -110,9 +110,9 @@ class Builder:
         first = replace(self.options, precision=self.measure.candidates[0])
         plan_engine(self.source, first)  # and so are mistakes
         question = Question(
-            source=self.source, tokenizer=self.checkpoint.tokenizer, options=self.options,
-            candidates=self.measure.candidates, max_kl=self.measure.max_kl,
-            progress=self.progress or (lambda *_: None),
+            source=self.source, tokenizer=self.checkpoint.tokenizer,
+            options=replace(self.options, tiles=self.measure.tiles), candidates=self.measure.candidates,
+            max_kl=self.measure.max_kl, progress=self.progress or (lambda *_: None),
         )  # fmt: skip
         precision, evaluation = self.measure.pricer.answer(question)
         return replace(self.options, precision=precision), evaluation
@@ -170,11 +170,11 @@ def _to_measure(
     without = (not auto and without_price(source, options)) or without
     if without or pricing is None:
         return ToMeasure(without=without)
+    pricer, asked, tiles = pricing(build), settled(source, options).precision, build.bf16_sums == "tiles"
     if not auto:
-        return ToMeasure(candidates=(settled(source, options).precision,), pricer=pricing(build))
-    pricer = pricing(build)
+        return ToMeasure(candidates=(asked,), pricer=pricer, tiles=tiles)
     bound = AUTO_MAX_KL if build.max_kl is None else build.max_kl
-    return ToMeasure(candidates=pricer.candidates(settled(source, options).precision), max_kl=bound, pricer=pricer)
+    return ToMeasure(candidates=pricer.candidates(asked), max_kl=bound, pricer=pricer, tiles=tiles)
 
 
 def asked_precision(

@@ -52,17 +52,22 @@ Pricing = Callable[[BuildSettings], Pricer]  # the door's: made only where somet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToMeasure:
-    """What is measured before an engine is built; without a pricer nothing is, for the reason that `without` gives."""
+    """What is measured before an engine is built; without a pricer nothing is, for the reason that `without` gives.
+
+    tiles: with sums of bfloat16 by tiles, because they were asked for. An engine that has them because its machine does
+    is measured without, so that equal questions get equal answers everywhere
+    """
 
     candidates: tuple[PrecisionMap, ...] = ()
     max_kl: float | None = None
     pricer: Pricer | None = None
     without: str = ""
+    tiles: bool = False
 
     @property
     def key(self) -> str:
         """Equal where the same is found out in the same way; which candidates there are is said beside it."""
-        return "" if self.pricer is None else f"measured {self.max_kl} {self.pricer.digest}"
+        return "" if self.pricer is None else f"measured {self.max_kl} {self.tiles} {self.pricer.digest}"
 
 
 def without_price(source: Source, options: BuildOptions) -> str:

@@ -27,7 +27,7 @@ from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD
 
 # By the bytes of a weight; of equal ones those whose products take 8-bit activations come first, as they are faster.
-# Not W4A16: where four bits are rounded to here, that is the loss (W4A8 0.447 and W4A16 0.436 nats on `tiny`).
+# Not W4A16: where four bits are rounded to here, that is the loss (docs/precision.md).
 ORDER = (Precision.W4A8, Precision.W8A8, Precision.W8A16, Precision.BF16, Precision.FP32)
 _WIDER = {Precision.W4A8: Precision.W4A16, Precision.W8A8: Precision.W8A16}  # the same weights, more exactly multiplied
 _ROWS = 64  # of logits in a step
@@ -85,7 +85,9 @@ class _Race:
 
     def price(self, candidate: PrecisionMap, exact: Answers) -> Price:
         """In a race, scales that do not hold the weights are a defeat. raises CheckpointError where it is no race"""
-        options, name = replace(self._question.options, precision=candidate), label(candidate, self._question.options)
+        options = replace(self._question.options, precision=candidate)
+        chosen = settled(self._question.source, options)
+        name = label(candidate, chosen.kv_format, chosen.by_tiles)
         pieces = self._pieces(options)
         if self._is_reference(options):
             return Price(name, 0.0, 1.0, 1.0, sum(p.matrix_bytes for p in pieces))
@@ -126,7 +128,7 @@ def price(name: str, found: Score, weights_bytes: int) -> Price:
     )  # fmt: skip
 
 
-def label(precision: PrecisionMap, options: BuildOptions) -> str:
+def label(precision: PrecisionMap, kv: KvFormat, by_tiles: bool) -> str:
     """ "w4a8 g32, lm_head w8a8, int8 keys and values"."""
     named = {pattern: p for pattern, p in precision.described(HEAD).items() if pattern != "default"}
     head = [f"{HEAD} {named.pop(HEAD)}"] if HEAD in named else []
@@ -134,9 +136,9 @@ def label(precision: PrecisionMap, options: BuildOptions) -> str:
     if len(patterns) > 3:  # a GGUF may name dozens of layers
         patterns = [f"{len(patterns)} layers otherwise"]
     group = f" g{precision.group}" if precision.meaning.group else ""
-    kv = ["int8 keys and values"] if options.kv_format == KvFormat.INT8 else []
-    sums = ["summed by tiles"] if options.tiles and precision.meaning.uses(Precision.BF16) else []
-    return ", ".join([f"{precision.default}{group}", *head, *patterns, *kv, *sums])
+    kept = ["int8 keys and values"] if kv == KvFormat.INT8 else []
+    sums = ["bf16 summed by tiles"] if by_tiles else []
+    return ", ".join([f"{precision.default}{group}", *head, *patterns, *kept, *sums])
 
 
 def _plain(precision: Precision, own: PrecisionMap) -> PrecisionMap:
