@@ -28,9 +28,11 @@ LIMITS = ExecutorLimits(
 )
 
 
-def reference(folder: Path, precision: str, fused: bool, kv: KvFormat | None = None) -> ReferenceExecutor:
+def reference(
+    folder: Path, precision: str, fused: bool, kv: KvFormat | None = None, head: str | None = None
+) -> ReferenceExecutor:
     source = Source.from_checkpoint(Checkpoint.open(folder))
-    options = BuildOptions(precision=precision_map(precision, group=32))
+    options = BuildOptions(precision=precision_map(precision, group=32, head=head))
     assert options.precision
     passes = pipeline(options.precision) if fused else unfused(options.precision)
     graph = run_passes(trace_model(source.module, source.weights, operators()), passes)
@@ -85,17 +87,26 @@ def test_logits_over_another_kv_cache_agree(precision: str, kv: KvFormat, tmp_pa
     assert_agree(random_checkpoint(tmp_path / "checkpoint", "qwen2", seed=5), precision, tmp_path, kv)
 
 
-def assert_agree(folder: Path, precision: str, tmp_path: Path, kv: KvFormat | None = None) -> None:
+def test_logits_of_a_head_in_two_steps_agree(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "checkpoint", "llama", seed=5)
+    assert_agree(folder, "w4a8", tmp_path, head="w4a8")
+
+
+def assert_agree(
+    folder: Path, precision: str, tmp_path: Path, kv: KvFormat | None = None, head: str | None = None
+) -> None:
     """Roundings flip codes, and flips grow through the layers: the tolerance is what flips do to the reference."""
-    engine = build(folder, tmp_path / "engine", precision, group=32, kv=kv)
+    engine = build(folder, tmp_path / "engine", precision, group=32, kv=kv, head=head)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, 1003, n).tolist() for n in (3, 40)]
     executor = engine.executor(n_pages=16)
     got = last_logits(engine, executor, prompts)
     executor.close()
     step = prompts_as_step(prompts)
-    exact, plain = (reference(folder, precision, fused, kv).logits(step) for fused in (True, False))
-    flips = [np.abs(shaken(reference(folder, precision, True, kv), s).logits(step) - exact).max() for s in range(3)]
+    exact, plain = (reference(folder, precision, fused, kv, head).logits(step) for fused in (True, False))
+    flips = [
+        np.abs(shaken(reference(folder, precision, True, kv, head), s).logits(step) - exact).max() for s in range(3)
+    ]
     tolerance = 3 * max(*flips, np.abs(plain - exact).max()) + 4e-6 * np.abs(exact).max()
     assert np.abs(got - exact).max() <= tolerance
 

@@ -65,7 +65,7 @@ def piecewise(
 
 
 TINY: tuple[tuple[object, dict[str, object]], ...] = (
-    ("w4a8", {}),  # whose head is computed in two steps
+    ("w4a8", {}), ("w4a8", {"head": "w4a8"}),  # a head in two steps
     ("w4a8", {"kv_format": KvFormat.INT8}), ("w4a16", {}), ("w8a8", {"tiles": True}), ("w8a16", {}), ("bf16", {}),
     ("bf16", {"tiles": True}), ("fp32", {}), ("fp32", {"kv_format": KvFormat.BF16}),
     ({"default": "w4a8", "layers.0.*": "bf16", "lm_head": "w8a8"}, {}),
@@ -77,8 +77,9 @@ def test_the_bits_are_those_of_the_engine(
     precision: object, others: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Source.from_checkpoint(Checkpoint.open(BUNDLED / "tiny"))
-    options = BuildOptions(precision=precision_map(precision, 32), **others)  # type: ignore[arg-type]
-    found = text(source.vocab_size)
+    asked = precision_map(precision, 32, others.get("head"))  # type: ignore[arg-type]
+    rest = {name: value for name, value in others.items() if name != "head"}
+    options, found = BuildOptions(precision=asked, **rest), text(source.vocab_size)  # type: ignore[arg-type]
     whole, parts = (
         of_the_engine(source, options, found, tmp_path / "e"),
         piecewise(source, options, found, monkeypatch),

@@ -19,13 +19,13 @@ from tests.support.one_step import i32
 
 def build(
     folder: Path, out: Path, precision: str | None, *, fuse: bool = True, group: int = 128, max_step_tokens: int = 256,
-    kv: KvFormat | None = None,
+    kv: KvFormat | None = None, head: str | None = None,
 ) -> Engine:  # fmt: skip
-    """precision: a numerics class; "bf16 by tiles" for the sums of AMX; None: the checkpoint's own"""
+    """precision: a numerics class; "bf16 by tiles" for the sums of AMX; None: the checkpoint's own; head: its own"""
     checkpoint = Checkpoint.open(folder)
     name, _, sums = (precision or "").partition(" by ")
     options = BuildOptions(
-        precision=precision_map(name, group) if name else None,
+        precision=precision_map(name, group, head) if name else None,
         tiles=sums == "tiles",
         max_batch=8,
         max_step_tokens=max_step_tokens,
