@@ -3,18 +3,23 @@
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from millrace.compile import build
+from millrace.compile.build import pack_weights
 from millrace.errors import CheckpointError
 from millrace.kernels.arrays import Array
 from millrace.kernels.declare import WeightFormat
 from millrace.kernels.layout import PANEL
 from millrace.kernels.matmul import pack
-from millrace.kernels.matmul.pack import interleave_halves, pack_codes, pack_matrix, quantise_matrix, rounded_codes
+from millrace.kernels.matmul.pack import Run, interleave_halves, pack_codes, pack_matrix, quantise_matrix, rounded_codes
+from millrace.kernels.places import Packed
 
 F32, BF16, W8, W4 = WeightFormat.F32, WeightFormat.BF16, WeightFormat.W8, WeightFormat.W4
 CLASSES = [(F32, 0, False), (BF16, 0, False), *((f, 32, transform) for f in (W8, W4) for transform in (False, True))]
@@ -53,8 +58,9 @@ def test_slabs_change_no_byte(
 @pytest.mark.parametrize(("format", "group", "transform"), CLASSES)
 @pytest.mark.usefixtures("small_slabs")
 def test_gate_and_up_are_interleaved_slab_by_slab(format: WeightFormat, group: int, transform: bool, N: int) -> None:
-    gate, up = weights(N, seed=1), weights(N, seed=2)
-    whole = pack_matrix(interleave_halves(gate, up), format, group, transform=transform)
+    gate, up = weights(N, seed=1), weights(N, seed=2).astype(np.float16)  # of which there is no common type
+    whole = interleave_halves(gate.astype(np.float32), up.astype(np.float32))
+    whole = pack_matrix(whole, format, group, transform=transform)
     assert np.array_equal(pack_matrix(gate, format, group, transform=transform, up_=up), whole)
 
 
@@ -105,11 +111,27 @@ def test_memory_is_for_slabs_and_not_for_matrices(
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_scales_do_not_hold_is_judged_by_the_matrix(bits: int, transform: bool) -> None:
     """Not by the slab: rows next to nothing beside the others may come together."""
-    w, format = weights(128).astype(np.float32), W8 if bits == 8 else W4
-    w[32:64] *= np.float32(1e-7)
+    w, format = weights(128), W8 if bits == 8 else W4
+    tiny = (w.astype(np.float32) * np.float32(1e-7)).astype(w.dtype)
+    w[32:64] = tiny[32:64]
     pack_matrix(w, format, 32, transform=transform)
+    pack_matrix(w, format, 32, transform=transform, up_=tiny)
     rounded_codes(w, bits, 32, transform=transform)
     with pytest.raises(CheckpointError, match="too small for the scales"):
-        pack_matrix(w * np.float32(1e-7), format, 32, transform=transform)
+        pack_matrix(tiny, format, 32, transform=transform)
     with pytest.raises(CheckpointError, match="too small for the scales"):
-        rounded_codes(w * np.float32(1e-7), bits, 32, transform=transform)
+        rounded_codes(tiny, bits, 32, transform=transform)
+
+
+def test_slabs_of_one_matrix_are_packed_by_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "usable_cores", lambda: 3)
+    together, put = Barrier(3, timeout=30), dict[int, int]()  # which nobody passes alone
+
+    def packed(run: Run) -> NDArray[np.uint8]:
+        assert sum(1 for _ in run(lambda _: together.wait(), range(6))) == 6
+        return np.zeros(8, np.uint8)
+
+    one = Packed("w", ("w",), (8,), "u8", 8, packed)
+    program = SimpleNamespace(weights=[one], weights_offsets=[64], weights_bytes=72)
+    pack_weights(program, lambda data, offset: put.update({offset: data.nbytes}), lambda *_: None)  # type: ignore[arg-type]
+    assert put == {64: 8}

@@ -39,7 +39,7 @@ def finite(array: NDArray[np.generic], dtype: np.dtype[_T]) -> NDArray[_T]:
     """The array in another type. raises CheckpointError where something is not finite, or too large for the type"""
     with np.errstate(over="ignore"):
         cast = array.astype(dtype)
-    if not np.isfinite(cast).all():
+    if not np.isfinite(cast.astype(np.float32, copy=False)).all():  # of bfloat16 itself it takes ten times as long
         raise CheckpointError(
             f"weights that are not finite, or too large for {dtype.name}", "numbers",
             "correct them, download the checkpoint again, or choose another",
@@ -93,25 +93,20 @@ def rounded_codes(w: Array, bits: int, group: int, *, transform: bool = False) -
     N, K = w.shape
     codes, scales, lost = np.empty((N, K), np.int8), np.empty((N, n_groups(K, group)), np.float16), 0.0
     for slab in _slabs(N, K):
-        found, energy = _rounded(w[slab], bits, group, group if transform else 0)
+        found, energy = _rounded(w[slab], bits, group, transform)
         codes[slab], scales[slab] = found.codes, found.scales
         lost += energy
     _check_lost(lost, [w], bits)
     return QuantisedMatrix(codes, scales, group, bits)
 
 
-def _rounded(w: Array, bits: int, group: int, blocks: int) -> tuple[QuantisedMatrix, float]:
-    """A slab, and the energy of those groups whose scales float16 does not hold.
-
-    blocks: groups that are transformed; 0: none
-    """
+def _rounded(w: Array, bits: int, group: int, transform: bool) -> tuple[QuantisedMatrix, float]:
+    """A slab, and the energy of those groups whose scales float16 does not hold."""
     N, K = w.shape
-    if blocks not in (0, group):
-        w, blocks = hadamard(w, blocks), 0
     codes, scales, lost = np.empty((N, K), np.int8), np.empty((N, n_groups(K, group)), np.float16), 0.0
     for inputs, groups in _runs(K, group):
         columns = _columns(w[:, inputs], groups)
-        if blocks:
+        if transform:
             _transform(columns)
         found, of_groups, energy = _rounded_columns(columns, bits)
         codes[:, inputs], scales[:, groups] = _rows(found, N), of_groups.reshape(N, -1)
@@ -240,7 +235,7 @@ def pack_matrix(
         rows = _whole_panels(_float_rows(matrices, slab))
         if bits is None:
             return _pack_floats(rows, format), 0.0
-        codes, lost = _rounded(rows, bits, group, group if transform else 0)
+        codes, lost = _rounded(rows, bits, group, transform)
         return _pack_groups(codes), lost
 
     data, lost = _packed(packed, N, K, matrix_bytes(format, N, K, group), run)
@@ -281,8 +276,8 @@ def _float_rows(matrices: Sequence[Array], slab: slice) -> NDArray[np.float32]:
     return parts[0] if n == 1 else interleave_halves(*parts)
 
 
-def _whole_panels(rows: NDArray[_T]) -> NDArray[_T]:
-    missing = up(rows.shape[0], PANEL) - rows.shape[0]
+def _whole_panels(rows: NDArray[_T], panel: int = PANEL) -> NDArray[_T]:
+    missing = up(rows.shape[0], panel) - rows.shape[0]
     return np.pad(rows, ((0, missing), (0, 0))) if missing else rows
 
 
@@ -352,6 +347,6 @@ def interleave_codes(gate: QuantisedMatrix, up_: QuantisedMatrix) -> QuantisedMa
 
 def interleave_halves(gate: NDArray[_T], up_: NDArray[_T]) -> NDArray[_T]:
     """gate, up (N, K) -> (2 N', K): 16 rows of gate, then their 16 of up; N' = N zero-padded to a multiple of 16."""
-    N, K = gate.shape
-    padded = [np.pad(m, ((0, up(N, 16) - N), (0, 0))).reshape(-1, 1, 16, K) for m in (gate, up_)]
+    K = gate.shape[1]
+    padded = [_whole_panels(m, 16).reshape(-1, 1, 16, K) for m in (gate, up_)]
     return np.concatenate(padded, axis=1).reshape(-1, K)
