@@ -23,7 +23,7 @@ from millrace.errors import CheckpointError
 from millrace.graph.types import Constant
 from millrace.kernels.arrays import Array
 from millrace.kernels.declare import Scaling, WeightFormat
-from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, up
+from millrace.kernels.layout import PANEL, n_groups, padded_k, panel_bytes, up
 
 _T = TypeVar("_T", bound=np.generic)
 _R = TypeVar("_R")
@@ -238,7 +238,7 @@ def pack_matrix(
         codes, lost = _rounded(rows, bits, group, transform)
         return _pack_groups(codes), lost
 
-    data, lost = _packed(packed, N, K, matrix_bytes(format, N, K, group), run)
+    data, lost = _packed(packed, N, K, panel_bytes(format, K, group), run)
     if bits is not None:
         _check_lost(lost, matrices, bits)
     return data
@@ -251,15 +251,17 @@ def pack_codes(q: QuantisedMatrix, format: WeightFormat, run: Run = map) -> NDAr
     def packed(slab: slice) -> tuple[NDArray[np.uint8], float]:
         return _pack_groups(q.each(lambda array: _whole_panels(array[slab]))), 0.0
 
-    return _packed(packed, N, K, matrix_bytes(format, N, K, q.group, scaling(q.format)), run)[0]
+    return _packed(packed, N, K, panel_bytes(format, K, q.group, scaling(q.format)), run)[0]
 
 
 def _packed(
-    packed: Callable[[slice], tuple[NDArray[np.uint8], float]], N: int, K: int, nbytes: int, run: Run
+    packed: Callable[[slice], tuple[NDArray[np.uint8], float]], N: int, K: int, panel: int, run: Run
 ) -> tuple[NDArray[np.uint8], float]:
-    """The bytes of all slabs, each put where it belongs when it is done, and the sum of what they lost."""
-    out, starts = np.empty(nbytes, np.uint8), _starts(N, K)
-    panel = nbytes // (up(N, PANEL) // PANEL)
+    """The bytes of all slabs, each put where it belongs when it is done, and the sum of what they lost.
+
+    panel: bytes of one
+    """
+    out, starts = np.empty(up(N, PANEL) // PANEL * panel, np.uint8), _starts(N, K)
 
     def put(start: int) -> float:
         end = min(N, start + starts.step)
