@@ -59,8 +59,8 @@ def test_slabs_change_no_byte(
 @pytest.mark.usefixtures("small_slabs")
 def test_gate_and_up_are_interleaved_slab_by_slab(format: WeightFormat, group: int, transform: bool, N: int) -> None:
     gate, up = weights(N, seed=1), weights(N, seed=2).astype(np.float16)  # of which there is no common type
-    whole = interleave_halves(gate.astype(np.float32), up.astype(np.float32))
-    whole = pack_matrix(whole, format, group, transform=transform)
+    both = interleave_halves(gate.astype(np.float32), up.astype(np.float32))
+    whole = pack_matrix(both, format, group, transform=transform)
     assert np.array_equal(pack_matrix(gate, format, group, transform=transform, up_=up), whole)
 
 
