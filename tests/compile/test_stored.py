@@ -43,7 +43,7 @@ def unpacked(packed: Packed) -> Blocks:
     """Codes and scales out of the panels of 32 outputs that kernels read, in groups of 32 inputs."""
     bits = 4 if packed.format.startswith("w4") else 8
     N, K = packed.shape
-    groups = packed.pack().reshape(-(-N // PANEL), K // 32, -1)  # panel, group, bytes
+    groups = packed.pack(map).reshape(-(-N // PANEL), K // 32, -1)  # panel, group, bytes
     scales = np.ascontiguousarray(groups[:, :, -64:]).view(np.float16).transpose(0, 2, 1).reshape(-1, K // 32)
     lines = groups[:, :, :-64]
     if bits == 8:
@@ -111,7 +111,7 @@ def test_codes_and_scales_are_the_files(tmp_path: Path, folder: Path, kind: Kind
 
 def weights_in(packed: Packed) -> NDArray[np.float32]:
     """(N, K) out of panels with minimums or in two levels, by the words of matmul/pack.py."""
-    (N, K), panels = packed.shape, packed.pack().reshape(-(-packed.shape[0] // PANEL), -1)
+    (N, K), panels = packed.shape, packed.pack(map).reshape(-(-packed.shape[0] // PANEL), -1)
     bits, group = int(packed.format[1]), int(packed.format.split()[0].split("g")[1])
     levels, minimums = "two levels" in packed.format, "minimums" in packed.format
     at, parts, upper = 0, [], []
@@ -169,7 +169,7 @@ def test_minimums_and_levels_are_the_files(
     assert {len(w.origin) for w in matrices} == {1, 2, 3}
     assert {w.format for w in matrices if "lm_head" not in w.name} == {format}
     for packed in matrices:
-        assert packed.pack().nbytes == packed.nbytes
+        assert packed.pack(map).nbytes == packed.nbytes
         np.testing.assert_array_equal(weights_in(packed), dequantised(path, packed.origin), err_msg=packed.name)
     assert rounded(made) == [], "nothing is"
     assert any("kept exactly, their codes in eight bits" in n for n in made.notes) == (
@@ -229,7 +229,7 @@ def test_a_head_in_two_steps(tmp_path: Path, folder: Path) -> None:
         made = plan(path, "w4a8", head="w4a8")
         assert [c.kernel for c in made.program.calls].count("rescore") == steps, head
         for packed in made.program.weights:
-            assert packed.pack().nbytes == packed.nbytes
+            assert packed.pack(map).nbytes == packed.nbytes
 
 
 def test_a_head_that_nobody_named_keeps_its_codes(tmp_path: Path, folder: Path) -> None:

@@ -75,7 +75,7 @@ def test_the_way_of_a_weight(tmp_path: Path) -> None:
         plan = plan_engine(source, BuildOptions(precision=precision_map("w4a8")))
     (packed,) = [p for p in plan.program.weights if "layers.0.self_attn.q_proj" in p.name]
     with walked() as packing:
-        packed.pack()
+        packed.pack(map)
     with walked() as handing:
         write_engine(source, plan, tmp_path / "engine", name="tiny")
         engine = Engine.open(tmp_path / "engine")

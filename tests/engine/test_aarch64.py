@@ -1,5 +1,6 @@
 """The portable build for another architecture: cross-compiled, and run under emulation on a real model."""
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -24,20 +25,32 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tests/native/greedy.cpp with all of the native core, as a static program for aarch64."""
-    folder = tmp_path_factory.mktemp("aarch64")
-    codegen.write(folder, ROOT / "native" / "millrace.h")
-    sources = [*sorted((ROOT / "native").glob("*.cpp")), ROOT / "tests" / "native" / "greedy.cpp"]
-    out = folder / "greedy"
+    """tests/native/greedy.cpp with all of the native core, as a static program for aarch64.
+
+    Kept in the build folder as long as its sources and its compiler are the same: it takes half a minute to compile.
+    """
+    folder, native, kernels = tmp_path_factory.mktemp("aarch64"), ROOT / "native", ROOT / "src" / "millrace" / "kernels"
+    codegen.write(folder, native / "millrace.h")
     assert COMPILER
     command = [
         COMPILER, "-std=c++20", "-O1", "-static", "-pthread", "-ffp-contract=off", "-fno-math-errno",
-        "-DMILLRACE_ISA=scalar", '-DMILLRACE_LANES="lanes/scalar.hpp"', f"-I{ROOT / 'native'}",
-        f"-I{ROOT / 'src' / 'millrace' / 'kernels'}", f"-I{folder}", *map(str, sources), "-o", str(out),
+        "-DMILLRACE_ISA=scalar", '-DMILLRACE_LANES="lanes/scalar.hpp"', f"-I{native}", f"-I{kernels}",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return out
+    units = [*sorted(native.glob("*.cpp")), ROOT / "tests" / "native" / "greedy.cpp"]
+    version = subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout
+    digest = hashlib.blake2b(version + repr(command).encode(), digest_size=16)
+    for path in (*units, *sorted(native.glob("*.h*")), *sorted(kernels.rglob("*.hpp")), *sorted(folder.iterdir())):
+        digest.update(path.name.encode() + path.read_bytes())
+    kept = ROOT / "build" / "aarch64" / digest.hexdigest()
+    if not kept.exists():
+        shutil.rmtree(kept.parent, ignore_errors=True)
+        kept.parent.mkdir(parents=True)
+        unfinished = kept.with_suffix(".new")
+        command += [f"-I{folder}", *map(str, units), "-o", str(unfinished)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        unfinished.rename(kept)
+    return kept
 
 
 def greedy(program: Path, engine: Engine, prompt: list[int], n: int) -> list[int]:

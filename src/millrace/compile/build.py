@@ -320,12 +320,16 @@ def _write_weights(program: Program, path: Path, progress: Progress) -> str:
 
 
 def pack_weights(program: Program, put: Callable[[memoryview, int], None], progress: Progress) -> None:
-    """Packs the constants, one a core at a time, and puts the bytes of each where it will lie."""
-    pool, done = ThreadPoolExecutor(usable_cores()), 0  # NumPy lets go of the interpreter while it works
+    """Packs the constants, and puts the bytes of each where it will lie.
+
+    As many are read at a time as there are cores. Slabs of them are packed one a core: nobody waits for a large one.
+    """
+    cores, done = usable_cores(), 0  # NumPy lets go of the interpreter while it works
+    constants, slabs = ThreadPoolExecutor(cores), ThreadPoolExecutor(cores)
 
     def pack(packed: Packed, offset: int) -> Packed:
         try:
-            data = packed.pack()
+            data = packed.pack(slabs.map)
         except CheckpointError as error:
             raise CheckpointError(f"{packed.name}: {error.what}", error.expected, error.mend) from error
         assert data.size == packed.nbytes, f"{packed.name}: {data.size} bytes packed, {packed.nbytes} planned"
@@ -333,11 +337,12 @@ def pack_weights(program: Program, put: Callable[[memoryview, int], None], progr
         return packed
 
     try:
-        for packed in pool.map(pack, program.weights, program.weights_offsets):
+        for packed in constants.map(pack, program.weights, program.weights_offsets):
             done += packed.nbytes
             progress(packed.name, done, program.weights_bytes)
     finally:
-        pool.shutdown(cancel_futures=True)
+        constants.shutdown(cancel_futures=True)
+        slabs.shutdown()
 
 
 def _reserve(file: int, nbytes: int) -> None:

@@ -17,8 +17,8 @@ from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import matrix_bytes, up
 from millrace.kernels.matmul import ref as products
 from millrace.kernels.matmul.pack import (
+    Run,
     interleave_codes,
-    interleave_halves,
     pack_codes,
     pack_matrix,
     rounded_codes,
@@ -128,14 +128,14 @@ def _pack(values: tuple[Value, ...], how: _Codes, name: str) -> Packed:
     gated = len(constants) == 2
     rows = 2 * up(n, 16) if gated else n
 
-    def pack() -> NDArray[np.uint8]:
+    def pack(run: Run) -> NDArray[np.uint8]:
         keeps = format in _BITS and not how.blocks
         codes = stored_codes(constants, _BITS[format], group) if keeps else None
         if codes:
-            return pack_codes(interleave_codes(*codes) if gated else codes[0], format)
-        arrays = [c.load() for c in constants]
-        whole = interleave_halves(*(a.astype(np.float32) for a in arrays)) if gated else arrays[0]
-        return pack_matrix(whole, format, group, how.blocks)  # type: ignore[arg-type]
+            return pack_codes(interleave_codes(*codes) if gated else codes[0], format, run)
+        w, *rest = [c.load() for c in constants]
+        up_ = rest[0] if gated else None
+        return pack_matrix(w, format, group, how.blocks, up_=up_, run=run)  # type: ignore[arg-type]
 
     origin = tuple(o for c in constants for o in c.origin)
     return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group, how.scaling), pack)

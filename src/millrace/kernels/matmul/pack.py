@@ -11,8 +11,8 @@ Weights that meet rows of HADAMARD_Q8 are transformed as these are before they a
 Each group is zero-padded to a multiple of 8 inputs, N to a multiple of 32 outputs (layout.py counts the bytes).
 """
 
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -23,16 +23,23 @@ from millrace.errors import CheckpointError
 from millrace.graph.types import Constant
 from millrace.kernels.arrays import Array
 from millrace.kernels.declare import HADAMARD_BLOCK, Scaling, WeightFormat
-from millrace.kernels.layout import PANEL, matrix_bytes, n_groups, padded_k, up
+from millrace.kernels.layout import PANEL, n_groups, padded_k, panel_bytes, up
 
 _T = TypeVar("_T", bound=np.generic)
+_R = TypeVar("_R")
+
+
+class Run(Protocol):
+    """Does work on each slab of a matrix, by the number of its first row: map(), or several at a time as a pool's."""
+
+    def __call__(self, work: Callable[[int], _R], starts: Iterable[int], /) -> Iterator[_R]: ...
 
 
 def finite(array: NDArray[np.generic], dtype: np.dtype[_T]) -> NDArray[_T]:
     """The array in another type. raises CheckpointError where something is not finite, or too large for the type"""
     with np.errstate(over="ignore"):
         cast = array.astype(dtype)
-    if not np.isfinite(cast).all():
+    if not np.isfinite(cast.astype(np.float32, copy=False)).all():  # of bfloat16 itself it takes ten times as long
         raise CheckpointError(
             f"weights that are not finite, or too large for {dtype.name}", "numbers",
             "correct them, download the checkpoint again, or choose another",
@@ -78,29 +85,77 @@ def quantise_matrix(w: Array, bits: int, group: int) -> QuantisedMatrix:
     raises CheckpointError for what is not finite, or so small that scales as float16 have them would change it
     error: |w - dequantise| <= scale/2, one scale where the opposite extreme is clipped, plus the scale's own rounding
     """
-    N, K = w.shape
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    padded = np.zeros((N, up(K, group)), np.float32)
-    padded[:, :K] = w
-    grouped = padded.reshape(N, -1, group)
-    top, bottom = grouped.max(axis=2), grouped.min(axis=2)
-    exact = np.where(-bottom >= top, bottom, top) / np.float32(low)
-    scales = finite(exact, np.dtype(np.float16))
-    divisor = scales.astype(np.float32)
-    coarse = np.abs(divisor - exact) > _COARSE * np.abs(exact)
-    if coarse.any() and _energy(grouped[coarse]) > _COARSE**2 * _energy(grouped):
-        raise CheckpointError(
-            "weights too small for the scales of their groups, in float16",
-            f"groups that reach {-low * 1e-6:.0e} or more", "build with --precision bf16, or bf16 for this matrix",
-        )  # fmt: skip
-    inverse = np.divide(1, divisor, out=np.zeros_like(divisor), where=divisor != 0)
-    codes = np.clip(np.rint(grouped * inverse[:, :, None]), low, high).astype(np.int8)
-    return QuantisedMatrix(codes.reshape(N, -1)[:, :K], scales, group, bits)
+    return rounded_codes(w, bits, group)
 
 
 def rounded_codes(w: Array, bits: int, group: int, blocks: int = 0) -> QuantisedMatrix:
     """As `quantise_matrix`. blocks: for rows that are transformed in groups of so many; 0: they are not"""
-    return quantise_matrix(hadamard(w, blocks) if blocks else w.astype(np.float32), bits, group)
+    N, K = w.shape
+    codes, scales, lost = np.empty((N, K), np.int8), np.empty((N, n_groups(K, group)), np.float16), 0.0
+    for slab in _slabs(N, K):
+        found, energy = _rounded(w[slab], bits, group, blocks)
+        codes[slab], scales[slab] = found.codes, found.scales
+        lost += energy
+    _check_lost(lost, [w], bits)
+    return QuantisedMatrix(codes, scales, group, bits)
+
+
+def _rounded(w: Array, bits: int, group: int, blocks: int) -> tuple[QuantisedMatrix, float]:
+    """A slab, and the energy of those groups whose scales float16 does not hold."""
+    N, K = w.shape
+    codes, scales, lost = np.empty((N, K), np.int8), np.empty((N, n_groups(K, group)), np.float16), 0.0
+    for inputs, groups in _runs(K, group):
+        columns = _columns(w[:, inputs], groups)
+        if blocks:
+            _transform(columns, blocks)
+        found, of_groups, energy = _rounded_columns(columns, bits)
+        codes[:, inputs], scales[:, groups] = _rows(found, N), of_groups.reshape(N, -1)
+        lost += energy
+    return QuantisedMatrix(codes, scales, group, bits), lost
+
+
+def _runs(K: int, group: int) -> list[tuple[slice, slice]]:
+    """Inputs and the numbers of their groups: those of all whole groups, and those of the last one if it is shorter."""
+    whole = K // group
+    runs = [(slice(0, whole * group), slice(0, whole)), (slice(whole * group, K), slice(whole, whole + 1))]
+    return [(inputs, groups) for inputs, groups in runs if inputs.start < inputs.stop]
+
+
+def _columns(w: Array, groups: slice) -> NDArray[np.float32]:
+    """(N, groups * n) -> (n, N * groups), a copy: a group is a column, as sums of whole rows are much faster."""
+    grouped = w.astype(np.float32, copy=False).reshape(len(w) * (groups.stop - groups.start), -1)
+    return np.array(grouped.T, order="C")
+
+
+def _rows(columns: NDArray[_T], N: int) -> NDArray[_T]:
+    """Back from `_columns`."""
+    return np.ascontiguousarray(columns.T).reshape(N, -1)
+
+
+def _rounded_columns(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.int8], NDArray[np.float16], float]:
+    """x (n, C), which is overwritten -> codes (n, C), scales (C,), and the energy of what they lose."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    top, bottom = x.max(axis=0), x.min(axis=0)
+    exact = np.where(-bottom >= top, bottom, top) / np.float32(low)
+    scales = finite(exact, np.dtype(np.float16))
+    divisor = scales.astype(np.float32)
+    coarse = np.abs(divisor - exact) > _COARSE * np.abs(exact)
+    lost = _energy(x[:, coarse]) if coarse.any() else 0.0
+    inverse = np.divide(1, divisor, out=np.zeros_like(divisor), where=divisor != 0)
+    np.multiply(x, inverse, out=x)
+    np.rint(x, out=x)
+    np.clip(x, low, high, out=x)
+    return x.astype(np.int8), scales, lost
+
+
+def _check_lost(lost: float, matrices: Sequence[Array], bits: int) -> None:
+    """raises CheckpointError where these lose more than next to nothing. lost: energy; a transform keeps it"""
+    if lost and lost > _COARSE**2 * sum(_energy(w[slab]) for w in matrices for slab in _slabs(*w.shape)):
+        raise CheckpointError(
+            "weights too small for the scales of their groups, in float16",
+            f"groups that reach {2 ** (bits - 1) * 1e-6:.0e} or more",
+            "build with --precision bf16, or bf16 for this matrix",
+        )
 
 
 def _energy(w: Array) -> float:
@@ -119,128 +174,173 @@ def hadamard(x: Array, group: int) -> NDArray[np.float32]:
 
     In float32, step by step as the kernels do it: the bits are theirs.
     """
-    y = x.astype(np.float32)  # a copy
-    for start in range(0, y.shape[1], group):
-        at, end = start, min(start + group, y.shape[1])
-        while at < end:
-            size = min(HADAMARD_BLOCK, 1 << (end - at).bit_length() - 1)
-            y[:, at : at + size] = _of_block(y[:, at : at + size])
-            at += size
+    M, K = x.shape
+    y = np.empty((M, K), np.float32)
+    for slab in _slabs(M, K):
+        for inputs, groups in _runs(K, group):
+            columns = _columns(x[slab, inputs], groups)
+            _transform(columns, group)
+            y[slab, inputs] = _rows(columns, len(y[slab]))
     return y
 
 
-def _of_block(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """x (M, n), n a power of two, times Sylvester's matrix of size n over sqrt(n)."""
-    n = x.shape[1]
-    now = np.ascontiguousarray(x.T)  # sums of whole rows are several times as fast
-    other = np.empty_like(now)
+def _transform(columns: NDArray[np.float32], group: int) -> None:
+    """Columns of one weights' group each, in place: each `group` of their elements, in blocks of powers of two."""
+    for start in range(0, len(columns), group):
+        at, end = start, min(start + group, len(columns))
+        while at < end:
+            size = min(HADAMARD_BLOCK, 1 << (end - at).bit_length() - 1)
+            _transform_block(columns[at : at + size])
+            at += size
+
+
+def _transform_block(x: NDArray[np.float32]) -> None:
+    """Sylvester's matrix of size n over sqrt(n), times x (n, C), n a power of two, in place."""
+    n, now, other = len(x), x, np.empty_like(x)
     distance = 1
     while distance < n:
-        pairs, found = (a.reshape(n // (2 * distance), 2, distance, -1) for a in (now, other))
+        pairs, found = (a.reshape(n // (2 * distance), 2, -1) for a in (now, other))
         np.add(pairs[:, 0], pairs[:, 1], out=found[:, 0])
         np.subtract(pairs[:, 0], pairs[:, 1], out=found[:, 1])
         now, other, distance = other, now, 2 * distance
-    return now.T * np.float32(1 / np.sqrt(n))
+    np.multiply(now, np.float32(1 / np.sqrt(n)), out=x)
 
 
-_SLAB = 1024  # outputs packed at a time: bounds the memory that packing needs beside the result
+_SLAB = 1 << 18  # weights worked on at a time, which stay in a core's cache: they bound the memory beside the result
 
 
-def pack_matrix(w: Array, format: WeightFormat, group: int, blocks: int = 0) -> NDArray[np.uint8]:
+def _starts(N: int, K: int) -> range:
+    """The first rows of slabs of whole panels."""
+    return range(0, N, max(_SLAB // K // PANEL, 1) * PANEL)
+
+
+def _slabs(N: int, K: int) -> list[slice]:
+    starts = _starts(N, K)
+    return [slice(start, min(N, start + starts.step)) for start in starts]
+
+
+def pack_matrix(
+    w: Array, format: WeightFormat, group: int, blocks: int = 0, *, up_: Array | None = None, run: Run = map
+) -> NDArray[np.uint8]:
     """w (N, K) -> the packed bytes, one dimension. `group` is 0 for F32 and BF16.
 
-    blocks: for rows that are transformed in groups of so many. raises CheckpointError for what is not finite
+    blocks: for rows that are transformed in groups of so many
+    up_: w is the gate to this (N, K), and rows of both are interleaved
+    raises CheckpointError for what is not finite
     """
-    N, K = w.shape
-    slabs = (hadamard(s, blocks) if blocks else s for s in _slabs(w))
-    return _joined((_pack_slab(s, format, group) for s in slabs), matrix_bytes(format, N, K, group))
+    matrices = [w] if up_ is None else [w, up_]
+    K, N = w.shape[1], len(w) if up_ is None else 2 * up(len(w), 16)
+    bits = {WeightFormat.W8: 8, WeightFormat.W4: 4}.get(format)
+
+    def packed(slab: slice) -> tuple[NDArray[np.uint8], float]:
+        rows = _whole_panels(_float_rows(matrices, slab))
+        if bits is None:
+            return _pack_floats(rows, format), 0.0
+        codes, lost = _rounded(rows, bits, group, blocks)
+        return _pack_groups(codes), lost
+
+    data, lost = _packed(packed, N, K, panel_bytes(format, K, group), run)
+    if bits is not None:
+        _check_lost(lost, matrices, bits)
+    return data
 
 
-def pack_codes(q: QuantisedMatrix, format: WeightFormat) -> NDArray[np.uint8]:
+def pack_codes(q: QuantisedMatrix, format: WeightFormat, run: Run = map) -> NDArray[np.uint8]:
     """The packed bytes of codes and scales as they are. `format` W8 or W4, of as many bits as `q`."""
     N, K = q.codes.shape
-    slabs = (_slab(q, start) for start in range(0, N, _SLAB))
-    return _joined((_pack_groups(s) for s in slabs), matrix_bytes(format, N, K, q.group, scaling(q.format)))
+
+    def packed(slab: slice) -> tuple[NDArray[np.uint8], float]:
+        return _pack_groups(q.each(lambda array: _whole_panels(array[slab]))), 0.0
+
+    return _packed(packed, N, K, panel_bytes(format, K, q.group, scaling(q.format)), run)[0]
 
 
-def _joined(parts: Iterator[NDArray[np.uint8]], nbytes: int) -> NDArray[np.uint8]:
-    out = np.empty(nbytes, np.uint8)
-    at = 0
-    for part in parts:
-        out[at : at + part.size] = part
-        at += part.size
-    return out
+def _packed(
+    packed: Callable[[slice], tuple[NDArray[np.uint8], float]], N: int, K: int, panel: int, run: Run
+) -> tuple[NDArray[np.uint8], float]:
+    """The bytes of all slabs, each put where it belongs when it is done, and the sum of what they lost.
+
+    panel: bytes of one
+    """
+    out, starts = np.empty(up(N, PANEL) // PANEL * panel, np.uint8), _starts(N, K)
+
+    def put(start: int) -> float:
+        end = min(N, start + starts.step)
+        out[start // PANEL * panel : up(end, PANEL) // PANEL * panel], lost = packed(slice(start, end))
+        return lost
+
+    return out, sum(run(put, starts))
 
 
-def _slab(q: QuantisedMatrix, start: int) -> QuantisedMatrix:
-    """A run of rows, the last padded with zero rows to whole panels."""
-    return q.each(lambda array: _whole_panels(array[start : start + _SLAB]))
+def _float_rows(matrices: Sequence[Array], slab: slice) -> NDArray[np.float32]:
+    """Of the one matrix, or of two that are interleaved; the slab begins with a panel, and so ends with one of two."""
+    n = len(matrices)
+    parts = [m[slab.start // n : slab.stop // n].astype(np.float32, copy=False) for m in matrices]
+    return parts[0] if n == 1 else interleave_halves(*parts)
 
 
-def _slabs(w: Array) -> Iterator[Array]:
-    """Runs of rows as float32, the last padded with zero rows to whole panels."""
-    for start in range(0, w.shape[0], _SLAB):
-        yield _whole_panels(w[start : start + _SLAB].astype(np.float32))
-
-
-def _whole_panels(rows: NDArray[_T]) -> NDArray[_T]:
-    missing = up(rows.shape[0], PANEL) - rows.shape[0]
+def _whole_panels(rows: NDArray[_T], panel: int = PANEL) -> NDArray[_T]:
+    missing = up(rows.shape[0], panel) - rows.shape[0]
     return np.pad(rows, ((0, missing), (0, 0))) if missing else rows
 
 
-def _pack_slab(w: Array, format: WeightFormat, group: int) -> NDArray[np.uint8]:
+def _pack_floats(w: NDArray[np.float32], format: WeightFormat) -> NDArray[np.uint8]:
     N, K = w.shape
-    panels = N // PANEL
     if format == WeightFormat.F32:
-        w = finite(w, np.dtype(np.float32))
-        return np.ascontiguousarray(w.reshape(panels, PANEL, K).transpose(0, 2, 1)).reshape(-1).view(np.uint8)
-    if format == WeightFormat.BF16:
+        words = finite(w, np.dtype(np.float32))
+    else:
         wide = np.zeros((N, padded_k(K, 0)), ml_dtypes.bfloat16)
         wide[:, :K] = finite(w, np.dtype(ml_dtypes.bfloat16))
-        pairs = wide.view(np.uint16).reshape(panels, PANEL, -1, 2).transpose(0, 2, 1, 3)
-        return np.ascontiguousarray(pairs).reshape(-1).view(np.uint8)
-    return _pack_groups(quantise_matrix(w, 8 if format == WeightFormat.W8 else 4, group))
+        words = wide.view(np.float32)  # pairs
+    return np.ascontiguousarray(words.reshape(N // PANEL, PANEL, -1).transpose(0, 2, 1)).reshape(-1).view(np.uint8)
 
 
 def _pack_groups(q: QuantisedMatrix) -> NDArray[np.uint8]:
-    parts, levels = [], SUPER_BLOCK // q.group
+    levels, lines, parts = SUPER_BLOCK // q.group, _lines(q), []
+    floats = [_of_panels(array) for array in (q.scales, q.minimums) if array is not None]
     for g in range(n_groups(q.codes.shape[1], q.group)):
         if q.scale_levels is not None and g % levels == 0:
-            parts += [_super_block(q.scales, q.scale_levels, g // levels, levels)]
-            if q.minimums is not None and q.minimum_levels is not None:
-                parts += [_super_block(q.minimums, q.minimum_levels, g // levels, levels)]
-        parts.append(_lines(q, g))
+            parts += [_super_block(floats[0], q.scale_levels, g // levels, levels)]
+            if q.minimum_levels is not None:
+                parts += [_super_block(floats[1], q.minimum_levels, g // levels, levels)]
+        parts.append(lines[g])
         if q.scale_levels is None:
-            parts += [_of_panels(array[:, g]) for array in (q.scales, q.minimums) if array is not None]
+            parts += [array[g] for array in floats]
     return np.concatenate(parts, axis=1).reshape(-1)
 
 
-def _lines(q: QuantisedMatrix, g: int) -> NDArray[np.uint8]:
-    """Codes of one group -> (N/32, bytes)"""
+def _lines(q: QuantisedMatrix) -> list[NDArray[np.uint8]]:
+    """Codes (N, K) -> of each group (N/32, bytes)"""
     zero = 0 if q.bits == 4 and q.minimums is not None else 1 << q.bits - 1
-    part = q.codes[:, g * q.group : (g + 1) * q.group]
-    N, width = len(part), up(part.shape[1], 8)
-    codes = np.full((N, width), zero, np.uint8)
-    codes[:, : part.shape[1]] = (part.astype(np.int16) + zero).astype(np.uint8)
-    if q.bits == 8:
-        blocks: NDArray[np.uint8] = codes.reshape(-1, PANEL, width // 4, 4)
-    else:
-        halves = codes.reshape(-1, PANEL, width // 8, 2, 4)
-        blocks = np.bitwise_or(halves[..., 0, :], np.left_shift(halves[..., 1, :], 4))
-    return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3)).reshape(N // PANEL, -1)
+    N, K = q.codes.shape
+    found: list[NDArray[np.uint8]] = []
+    for inputs, groups in _runs(K, q.group):
+        part = q.codes[:, inputs].view(np.uint8).reshape(N, groups.stop - groups.start, -1)
+        codes = np.full((*part.shape[:2], up(part.shape[2], 8)), zero, np.uint8)
+        np.add(part, np.uint8(zero), out=codes[:, :, : part.shape[2]])  # which wraps negative ones to what is meant
+        words = codes.view(np.uint32)  # of four inputs
+        if q.bits == 4:
+            words = words[:, :, ::2] | words[:, :, 1::2] << np.uint32(4)
+        panels = np.ascontiguousarray(words.reshape(N // PANEL, PANEL, *words.shape[1:]).transpose(2, 0, 3, 1))
+        found.extend(panels.reshape(*panels.shape[:2], -1).view(np.uint8))
+    return found
 
 
-def _super_block(values: Array, levels: NDArray[np.int8], block: int, n_levels: int) -> NDArray[np.uint8]:
-    """Scales (N, S) and their levels (N, G) of one super-block -> (N/32, bytes); groups beyond the last have zeros."""
+def _super_block(values: NDArray[np.uint8], levels: NDArray[np.int8], block: int, n_levels: int) -> NDArray[np.uint8]:
+    """Scales, as `_of_panels` has them, and their levels (N, G) of one super-block -> (N/32, bytes).
+
+    Groups beyond the last have zeros.
+    """
     own = levels[:, block * n_levels : (block + 1) * n_levels]
     whole = np.pad(own, ((0, 0), (0, n_levels - own.shape[1]))).reshape(-1, PANEL, n_levels)
     lower = np.ascontiguousarray(whole.transpose(0, 2, 1)).reshape(len(whole), -1).view(np.uint8)
-    return np.concatenate([_of_panels(values[:, block]), lower], axis=1)
+    return np.concatenate([values[block], lower], axis=1)
 
 
-def _of_panels(column: Array) -> NDArray[np.uint8]:
-    """(N,) -> (N/32, 64)"""
-    return np.ascontiguousarray(column.reshape(-1, PANEL)).view(np.uint8)
+def _of_panels(values: NDArray[np.float16]) -> NDArray[np.uint8]:
+    """(N, G) -> (G, N/32, 64)"""
+    N, G = values.shape
+    return np.ascontiguousarray(values.T).reshape(G, N // PANEL, PANEL).view(np.uint8)
 
 
 def interleave_codes(gate: QuantisedMatrix, up_: QuantisedMatrix) -> QuantisedMatrix:
@@ -250,6 +350,6 @@ def interleave_codes(gate: QuantisedMatrix, up_: QuantisedMatrix) -> QuantisedMa
 
 def interleave_halves(gate: NDArray[_T], up_: NDArray[_T]) -> NDArray[_T]:
     """gate, up (N, K) -> (2 N', K): 16 rows of gate, then their 16 of up; N' = N zero-padded to a multiple of 16."""
-    N, K = gate.shape
-    padded = [np.pad(m, ((0, up(N, 16) - N), (0, 0))).reshape(-1, 1, 16, K) for m in (gate, up_)]
+    K = gate.shape[1]
+    padded = [_whole_panels(m, 16).reshape(-1, 1, 16, K) for m in (gate, up_)]
     return np.concatenate(padded, axis=1).reshape(-1, K)

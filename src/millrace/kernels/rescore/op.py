@@ -9,7 +9,7 @@ from millrace.graph.types import Attrs, Constant, Inputs, Node, Shape, Value
 from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.layout import byte_row_bytes
 from millrace.kernels.matmul.op import precision_of
-from millrace.kernels.matmul.pack import kept_format, rounded_codes, stored_codes
+from millrace.kernels.matmul.pack import Run, kept_format, rounded_codes, stored_codes
 from millrace.kernels.matmul.ref import matmul_q8
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, size, whole
 from millrace.kernels.places import Operands, Packed, constant_of
@@ -44,7 +44,7 @@ def _pack(w: Value, group: int, blocks: int, name: str) -> Packed:
     """A matrix of 8-bit codes, output by output."""
     constant, n, k = constant_of(w), size(w, 0), size(w, 1)
 
-    def pack() -> NDArray[np.uint8]:
+    def pack(_: Run) -> NDArray[np.uint8]:
         return pack_byte_rows(_byte_codes(constant, group, blocks))
 
     return Packed("+".join(constant.origin), constant.origin, (n, k), name, n * byte_row_bytes(k, group), pack)
