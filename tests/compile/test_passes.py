@@ -254,6 +254,7 @@ WRONG_PRECISIONS = (
     ("w3a8", "w4a8"), ({"lm_head": "bf16"}, "default"), ({"default": "x"}, "bf16"), ("w4a16:32", "no groups"),
     ("bf16:8", "no groups"), ("w8a8:", "multiple of 8"), ("w8a8:12", "multiple of 8"), ("w8a8:0", "multiple of 8"),
     ("w8a8:-8", "multiple of 8"), ({"default": "w8a8", "x": "w8a8:99999"}, "multiple of 8"),
+    ({"default": "w8a8", "x": "w4a8 with minimums"}, "where a checkpoint stores"),
 )  # fmt: skip
 
 

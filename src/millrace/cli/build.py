@@ -41,8 +41,8 @@ w8a8:32 has its activations in groups of 32, which divide those of the weights.
 def command(env: Env, /, model: str, output: Path, precision_map: Path | None, as_json: bool, **given: Any) -> None:
     """Compile a checkpoint into an engine folder for this machine.
 
-    MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The engine carries all that serving needs. Matrices
-    in Q4_0, Q5_0 and Q8_0 of a GGUF run as they are; what is rounded again is said.
+    MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The engine carries all that serving needs. The
+    integers of a GGUF run as they are stored; what is rounded again is said.
     """
     started_s = time.perf_counter()
     build = made(BuildSettings, given)

@@ -228,6 +228,13 @@ def _written(precision: Precision, row_group: int) -> str:
 
 def _parse_layer(value: str) -> tuple[Precision, int]:
     """ "w8a8" or, with activations in groups of their own, "w8a8:32"; 0: as the weights."""
+    if "minimum" in value.lower():
+        raise ConfigError(
+            f'"{value}" asks for minimums',
+            "a precision alone: minimums are kept where a checkpoint stores them (Q4_1, Q5_1, Q4_K, Q5_K of a GGUF), and "
+            "weights that are rounded here have none",
+            "leave them out",
+        )  # fmt: skip
     name, colon, rows = value.partition(":")
     precision = parse_precision(name)
     if not colon:
