@@ -231,8 +231,8 @@ def _parse_layer(value: str) -> tuple[Precision, int]:
     if "minimum" in value.lower():
         raise ConfigError(
             f'"{value}" asks for minimums',
-            "a precision alone: minimums are kept where a checkpoint stores them (Q4_1, Q5_1, Q4_K, Q5_K of a GGUF), and "
-            "weights that are rounded here have none",
+            "a precision alone: minimums are kept where a checkpoint stores them (Q4_1, Q5_1, Q4_K, Q5_K of a GGUF), "
+            "and weights that are rounded here have none",
             "leave them out",
         )  # fmt: skip
     name, colon, rows = value.partition(":")
