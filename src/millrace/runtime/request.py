@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from millrace.engine.executor import IntArray
-from millrace.runtime.pages import Pages
+from millrace.runtime.pages import Key, Pages
 from millrace.runtime.params import Delta, FinishReason, Resolved, TokenLogprobs
 
 
@@ -223,6 +223,8 @@ class Request:
     first: int = 0
     choices: list["Sequence"] = field(init=False)
     order: int = field(init=False, default=0)  # of arrival at the scheduler
+    root: Key = field(init=False, default=b"")  # what the keys of its pages begin with
+    n_cached: int = field(init=False, default=0)  # tokens of its prompt that were known when it began
     n_scored: int = field(init=False, default=1)  # tokens of the prompt whose log probabilities need no more computing
 
     def __post_init__(self) -> None:
@@ -238,7 +240,10 @@ class Request:
 class Sequence:
     """Choice `index` of a request."""
 
-    __slots__ = ("index", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens")
+    __slots__ = (
+        *("index", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens"),
+        *("keys", "leader", "leads", "n_known"),
+    )
 
     def __init__(self, request: Request, index: int) -> None:
         self.request, self.index = request, index
@@ -247,6 +252,10 @@ class Sequence:
         self.n_prompt = len(request.prompt)
         self.n_computed = 0
         self.pages = IntBuffer()
+        self.keys: list[Key] = []  # of its first full pages, as far as anybody wanted to know
+        self.n_known = 0  # of its pages, so many from the first on are in the index
+        self.leader: Sequence | None = None  # whose prompt it waits for, because they begin alike
+        self.leads: Key | None = None  # of the first page that it computes of what others may wait for
         self.text = request.new_text()
         row = request.resolved.row.copy()
         row["choice"] = index

@@ -16,9 +16,10 @@ from types import TracebackType
 
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import BusyError, ConfigError, MillraceError
-from millrace.runtime.loop import EngineLoop, LoopStats
+from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.request import Request, StopTables
+from millrace.runtime.stats import LoopStats
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
 MAX_AT_ONCE = 512  # tokens that a reader gets in one go: who was slow must not hold up the others when it reads again

@@ -22,10 +22,10 @@ from millrace.engine.bound import DecodeWork
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import CheckpointError, MillraceError, RequestError
 from millrace.machine.roofline import Roofline
-from millrace.runtime.loop import LoopStats
 from millrace.runtime.params import FinishReason, SamplingParams, context_exceeded
 from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine
+from millrace.runtime.stats import LoopStats
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.errors import HttpError
 from millrace.serve.fields import check_messages
