@@ -1,5 +1,6 @@
 """The prefix cache: what is computed, what is found, and that no answer depends on it."""
 
+import asyncio
 import random
 from dataclasses import dataclass, replace
 
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.engine.executor import ExecutorLimits, StepInputs
-from millrace.runtime.generate import Collector, CompletionOutput, new_output
+from millrace.runtime.generate import Collector, CompletionOutput, astream, generate, new_output
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.pages import PrefixIndex
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
@@ -192,6 +193,19 @@ def test_prompts_that_are_scored_are_computed_and_found() -> None:
     loop = make_loop(limits(page_tokens=PAGE))
     answered(loop, prompt, scoring)
     assert computed(loop, prompt) == 3 + 2
+
+
+def test_outputs_say_how_much_was_found() -> None:
+    loop = make_loop(limits(page_tokens=PAGE))
+    prompt = list(range(1, 32))
+    assert [generate(loop, [p], GREEDY)[0].num_cached_tokens for p in (prompt, prompt, prompt[:9])] == [0, 28, 8]
+    loop.start()
+
+    async def streamed() -> list[int | None]:
+        return [output.num_cached_tokens async for output in astream(loop, prompt, GREEDY)]
+
+    assert asyncio.run(streamed()) == [28] * 3
+    loop.stop()
 
 
 def test_resetting_forgets_everything_unless_it_is_in_use() -> None:

@@ -28,7 +28,10 @@ from millrace.serve.text import TextBackend
 from tests.serve.support import MODEL, Fake, Running, post, running
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_preemptions_total")
+COUNTERS = (
+    "prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_preemptions_total",
+    "prefix_cache_queries_total", "prefix_cache_hits_total",
+)  # fmt: skip
 HISTOGRAMS = (
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
     "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",

@@ -60,6 +60,7 @@ class RequestOutput:
     finished: bool
     seed: int
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # as asked; None for the first token
+    num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache; None before it was looked up
 
 
 class Progress(NamedTuple):
@@ -152,6 +153,7 @@ def generate(
             i, deltas = arrived.get()
             n_tokens += collectors[i].add(deltas)
             n_finished += collectors[i].output.finished
+            collectors[i].output.num_cached_tokens = requests[i].n_cached
             if progress is not None:
                 progress(Progress(n_finished, len(requests), n_tokens))
     finally:  # a wrong prompt or Ctrl-C: leave nothing running behind
@@ -186,6 +188,7 @@ async def astream(
     try:
         while not collector.output.finished:
             collector.add(await arrived.get())
+            collector.output.num_cached_tokens = request.n_cached
             yield collector.output
     finally:
         loop.cancel(request)  # harmless when it is finished

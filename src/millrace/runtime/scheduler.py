@@ -308,7 +308,10 @@ class Scheduler:
 
     def verified(self, seq: Sequence) -> None:
         """What was drawn from its computed tokens is finite, and so are they: others may find their full pages."""
-        n_full = min(seq.n_computed, self._n_public(seq)) // self.limits.page_tokens
+        page_tokens = self.limits.page_tokens
+        if seq.n_computed < (seq.n_known + 1) * page_tokens and seq.leads is None:
+            return  # nothing new: so it is for most tokens
+        n_full = min(seq.n_computed, self._n_public(seq)) // page_tokens
         if n_full > seq.n_known:
             keys, pages = self._keys(seq, n_full), seq.pages.array
             for i in range(seq.n_known, n_full):

@@ -108,6 +108,11 @@ class RequestHandle:
         return sum(len(request.prompt) for request in self.requests)
 
     @property
+    def n_cached(self) -> int:
+        """Tokens of all prompts that were found in the prefix cache, so far."""
+        return sum(request.n_cached for request in self.requests)
+
+    @property
     def finished(self) -> bool:
         """Every choice's finish has arrived (it may still wait in the buffer)."""
         return self._unfinished == 0

@@ -12,7 +12,7 @@ from millrace.errors import RequestError
 from millrace.runtime.params import Delta, check_context
 from millrace.serve.chat import finish_of
 from millrace.serve.fields import completion_params, texts_or_ids
-from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start
+from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start, usage_of
 from millrace.serve.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
 from millrace.serve.protocol import CompletionRequest
 from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply, Usage
@@ -99,8 +99,8 @@ class _Answer:
 
     @property
     def _usage(self) -> Usage:
-        n_prompt = self._generation.handle.n_prompt
-        return Usage(n_prompt, 0, n_prompt) if self._prompt_only else self._generation.usage
+        handle = self._generation.handle
+        return usage_of(handle.n_prompt, 0, handle.n_cached) if self._prompt_only else self._generation.usage
 
     async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
         """Blocks of events. raises GenerationFailedError"""

@@ -19,7 +19,7 @@ from millrace.runtime.request import StopTables
 from millrace.runtime.service import RequestHandle
 from millrace.serve.errors import ABORTED, generation_failed
 from millrace.serve.protocol import StreamOptions
-from millrace.serve.replies import Asked, Usage
+from millrace.serve.replies import Asked, PromptTokensDetails, Usage
 from millrace.serve.serving import LARGE, LARGE_STEP
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
@@ -80,11 +80,12 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return _usage(self.handle.n_prompt, self.n_generated)
+        return usage_of(self.handle.n_prompt, self.n_generated, self.handle.n_cached)
 
     def usage_so_far(self, choice: int) -> Usage:
         """Of one choice alone, in the middle of a stream, as vLLM counts it."""
-        return _usage(len(self.handle.requests[choice // self.params.n].prompt), self._n_generated[choice])
+        request = self.handle.requests[choice // self.params.n]
+        return usage_of(len(request.prompt), self._n_generated[choice], request.n_cached)
 
     @property
     def asked(self) -> Asked:
@@ -219,8 +220,9 @@ def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int) -> 
         )
 
 
-def _usage(n_prompt: int, n_generated: int) -> Usage:
-    return Usage(n_prompt, n_generated, n_prompt + n_generated)
+def usage_of(n_prompt: int, n_generated: int, n_cached: int) -> Usage:
+    """n_cached: tokens of the prompt that were found in the prefix cache"""
+    return Usage(n_prompt, n_generated, n_prompt + n_generated, PromptTokensDetails(n_cached))
 
 
 def _joined(a: Delta, b: Delta) -> Delta:
