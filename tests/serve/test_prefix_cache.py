@@ -1,13 +1,14 @@
 """The prefix cache as clients see it: in usage, in /metrics, in what they may ask of it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
-from tests.serve.support import Running, post, running
+from tests.serve.support import ROOMY, Fake, Running, post, running, until
 from tests.serve.test_management import metrics, value
 
 PAGE = 4  # tokens, of the fake engine
@@ -18,6 +19,13 @@ ANSWER: dict[str, Any] = {"max_tokens": 2, "seed": 1, "ignore_eos": True, "tempe
 @pytest.fixture
 def server() -> Iterator[Running]:
     with running() as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Running]:
+    """One request may need all but four pages."""
+    with running(Fake(limits=replace(ROOMY, max_context=128, n_pages=36))) as served:
         yield served
 
 
@@ -79,3 +87,37 @@ def test_metrics_tell_queries_hits_and_what_is_kept(server: Running) -> None:
     assert value(samples, "vllm:kv_cache_usage_perc") == 0 == value(samples, "millrace:kv_pages_used")
     assert value(samples, "millrace:kv_pages_kept") >= 10
     assert value(samples, "millrace:kv_pages_evicted_total") == 0
+
+
+def test_requests_say_with_whom_and_how_long(server: Running) -> None:
+    assert [cached(server, PROMPT, cache_salt=salt) for salt in ("a", "b", "a", None)] == [0, 0, 40, 0]
+    assert cached(server, PROMPT, cache_salt="b", cache_pin=True, cache_ttl_s=60) == 40
+    assert value(metrics(server), "millrace:kv_pages_pinned") == 10
+    assert cached(server, PROMPT, cache_priority=90, cache_ttl_s=0.5) == 40
+    pinned = post(server.url, "/v1/completions", {"prompt": PROMPT, **ANSWER, "cache_salt": "b"})
+    assert "x-millrace-ignored" not in pinned.headers
+    messages = [{"role": "user", "content": "Tell me of the mill by the river."}]
+    chat = {"messages": messages, **ANSWER, "cache_salt": "c", "cache_pin": True, "cache_ttl_s": 0.01}
+    assert post(server.url, "/v1/chat/completions", chat).status_code == 200
+    cached(server, PROMPT, cache_salt="b", cache_pin=True, cache_ttl_s=0.01)
+    until(lambda: server.stats().pages_used == 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "sent", "message"),
+    [
+        ("cache_priority", 101, "cache_priority is 101"),
+        ("cache_priority", "high", "cache_priority is of type string"),
+        ("cache_ttl_s", -1, "cache_ttl_s is -1"),
+        ("cache_salt", "x" * 300, "cache_salt has 300 characters"),
+        ("cache_pin", True, "at most 4;"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_what_is_out_of_range_is_refused(small: Running, path: str, field: str, sent: object, message: str) -> None:
+    said = [{"role": "user", "content": "Tell me of the mill by the river."}]
+    prompt = {"messages": said} if "chat" in path else {"prompt": PROMPT}
+    beside = {"cache_priority": 3} if field == "cache_ttl_s" else {}
+    reply = post(small.url, path, {**prompt, **ANSWER, **beside, field: sent})
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == field and message in error["message"], error

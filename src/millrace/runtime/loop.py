@@ -17,6 +17,7 @@ from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
 from millrace.errors import BusyError, MillraceError
 from millrace.runtime.batch import BatchBuilder, token_logprobs
+from millrace.runtime.cache_options import PLAIN, CacheOptions
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, check_prompt, resolve
 from millrace.runtime.request import AnswerText, Deliver, Request, Sequence, Stage, StopTables, Timings
@@ -153,11 +154,13 @@ class EngineLoop:
     def submit(
         self, prompt_token_ids: Ordered[int] | IntArray, params: SamplingParams, deliver: Deliver,
         request_id: str | None = None, stops: StopTables | None = None, first: int = 0,
+        cache: CacheOptions = PLAIN,
     ) -> Request:  # fmt: skip
         """Queue a request; its deltas go to `deliver`, in the engine thread, at most once a step.
 
         Every choice ends with exactly one delta that has a finish_reason.
         stops: the tables of `params.stop`, where they were made elsewhere; first: the index of its first choice
+        cache: what it asks of the prefix cache
         raises RequestError on bad input, BusyError when the loop has stopped.
         """
         prompt = check_prompt(prompt_token_ids, self.limits)
@@ -169,9 +172,11 @@ class EngineLoop:
             return AnswerText(shown, tables, params.include_stop_str_in_output)
 
         timings = Timings(queued_s=self.thread.clock())
-        request = Request(request_id or uuid.uuid4().hex, prompt, resolved, deliver, timings, new_text, first)
+        request = Request(request_id or uuid.uuid4().hex, prompt, resolved, deliver, timings, new_text, first, cache)
         with self.thread.changed:
             self.thread.check_open()
+            if request.to_keep:
+                self._scheduler.retention.promise(request)
             if self._is_idle():
                 self.thread.progressed()
             self._submitted.append(request)
@@ -195,6 +200,7 @@ class EngineLoop:
             waiting=n_waiting,
             pages_used=self._pool.n_used,
             pages_kept=self._pool.index.n_free,
+            pages_pinned=len(scheduler.retention.pins.pinned),
             pages_total=self._pool.n_pages,
             prompt_tokens_total=counters.prompt_tokens,
             generation_tokens_total=counters.generation_tokens,
@@ -237,6 +243,7 @@ class EngineLoop:
         """Drain commands, run one step, deliver. False when there was nothing to run."""
         with self._stepping:
             self._drain_commands()
+            self._scheduler.expire()
             ran = self._scheduler.has_work
             if ran:
                 self._run_step()
@@ -251,7 +258,8 @@ class EngineLoop:
                 if not self.step():
                     with thread.changed:
                         while not (self._submitted or self._cancelled or thread.stopping):
-                            thread.changed.wait()
+                            if not thread.changed.wait(self._scheduler.next_end_in_s):
+                                break
             why = ""
         finally:  # whatever happened, nobody waits for ever
             if why:

@@ -8,6 +8,7 @@ Sources: PagedAttention, arXiv:2309.06180 section 4; RadixAttention, arXiv:2312.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -52,6 +53,7 @@ class _Known:
     free: bool = False
     left: int = 0  # when its last owner left it: a count of such moments
     priority: int = DEFAULT_PRIORITY
+    until_s: float | None = None  # when its priority ends
 
 
 @dataclass(slots=True)
@@ -64,10 +66,12 @@ class PrefixIndex:
 
     n_free: int = field(init=False, default=0)  # known pages that nobody owns
     n_evicted: int = field(init=False, default=0)
+    next_end_s: float = field(init=False, default=math.inf)  # no priority ends before
     _by_key: dict[Key, _Known] = field(init=False, repr=False, default_factory=dict)
     _by_page: dict[int, _Known] = field(init=False, repr=False, default_factory=dict)
     # (priority, left, page); an entry counts while its page is a free end with this priority, left then
     _ends: list[tuple[int, int, int]] = field(init=False, repr=False, default_factory=list)
+    _until: list[tuple[float, int]] = field(init=False, repr=False, default_factory=list)  # (until_s, page), a heap
     _n_left: int = field(init=False, repr=False, default=0)
 
     def __contains__(self, page: int) -> bool:
@@ -110,11 +114,26 @@ class PrefixIndex:
         self._by_page[page].free = False
         self.n_free -= 1
 
-    def retain(self, page: int, priority: int) -> None:
-        """Pages of a lower priority go before it."""
+    def retain(self, page: int, priority: int, until_s: float | None = None) -> None:
+        """Pages of a lower priority go before it, until that time; None: for as long as it is known."""
         known = self._by_page[page]
-        known.priority = priority
+        known.priority, known.until_s = priority, until_s
         self._note_end(known)
+        if until_s is not None:
+            heappush(self._until, (until_s, page))
+            if len(self._until) > 2 * len(self) + 64:
+                self._until = [(k.until_s, k.page) for k in self._by_page.values() if k.until_s is not None]
+                heapify(self._until)
+            self.next_end_s = self._until[0][0]
+
+    def expire(self, now_s: float) -> None:
+        """Priorities whose time is up become the default."""
+        while self._until and self._until[0][0] <= now_s:
+            until_s, page = heappop(self._until)
+            known = self._by_page.get(page)
+            if known is not None and known.until_s == until_s:
+                self.retain(page, DEFAULT_PRIORITY)
+        self.next_end_s = self._until[0][0] if self._until else math.inf
 
     def evict(self) -> int:
         """Forgets the free page that is to go first. There must be one."""

@@ -16,6 +16,7 @@ probabilities are wanted takes a row of logits for each token, by its first choi
 that are left.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
 from millrace.runtime.pages import Key, PagePool, Pages, extend_keys, root_key
 from millrace.runtime.request import Request, Sequence, Stage
+from millrace.runtime.retention import Retention
 
 DEFAULT_GAP_LIMIT_S = 0.1
 DEFAULT_STRETCH = (
@@ -145,6 +147,7 @@ class Scheduler:
             0  # the last two: tokens of prompts, and those that were known
         )
         self._n_arrived = 0
+        self.retention = Retention(limits, pool, clock, prefix_cache)
         self._leading: dict[Key, Sequence] = {}  # by the first page that it computes of its prompt
 
     @property
@@ -155,8 +158,8 @@ class Scheduler:
         """Queue its choices."""
         self._n_arrived += 1
         request.order = self._n_arrived
-        # without the cache, a chain begins with what no other request has
-        request.root = root_key(b"" if self.prefix_cache else request.order.to_bytes(8, "little"))
+        if not self.prefix_cache:  # then a chain begins with what no other request has
+            request.root = root_key(request.order.to_bytes(8, "little"))
         self.waiting += request.choices
 
     def remove(self, seq: Sequence) -> None:
@@ -167,6 +170,19 @@ class Scheduler:
         elif seq.stage is Stage.WAITING:
             self.waiting.remove(seq)
         seq.stage = Stage.GONE
+        if seq.request.to_keep and not seq.request.is_open:
+            self.retention.withdraw(seq.request)
+
+    @property
+    def next_end_in_s(self) -> float | None:
+        """No pin or priority ends before; None: none ends."""
+        end_s = min(self.retention.pins.next_end_s, self.pool.index.next_end_s)
+        return None if end_s == math.inf else max(0.0, end_s - self.clock())
+
+    def expire(self) -> None:
+        """Pins and priorities whose time is up end."""
+        if self.next_end_in_s == 0:
+            self.retention.expire()
 
     def schedule(self) -> Step:
         """The next step; empty only where there is no work."""
@@ -309,7 +325,7 @@ class Scheduler:
     def verified(self, seq: Sequence) -> None:
         """What was drawn from its computed tokens is finite, and so are they: others may find their full pages."""
         page_tokens = self.limits.page_tokens
-        if seq.n_computed < (seq.n_known + 1) * page_tokens and seq.leads is None:
+        if seq.n_computed < (seq.n_known + 1) * page_tokens and seq.leads is None and not seq.request.to_keep:
             return  # nothing new: so it is for most tokens
         n_full = min(seq.n_computed, self._n_public(seq)) // page_tokens
         if n_full > seq.n_known:
@@ -317,8 +333,9 @@ class Scheduler:
             for i in range(seq.n_known, n_full):
                 pages[i] = self.pool.publish(int(pages[i]), keys[i], int(pages[i - 1]) if i else None)
             seq.n_known = n_full
-        if seq.leads is not None:
-            self._stop_leading(seq)
+        self._stop_leading(seq)
+        if seq.request.to_keep:
+            self.retention.keep(seq)
 
     def _n_public(self, seq: Sequence) -> int:
         """So many of its tokens are of use to others: all, or without the prefix cache its prompt, to its siblings."""

@@ -16,6 +16,7 @@ from types import TracebackType
 
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import BusyError, ConfigError, MillraceError
+from millrace.runtime.cache_options import PLAIN, CacheOptions
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.request import Request, StopTables
@@ -206,11 +207,13 @@ class AsyncEngine:
         params: Sequence[SamplingParams],
         request_id: str | None = None,
         stops: StopTables | None = None,
+        cache: CacheOptions = PLAIN,
     ) -> RequestHandle:
         """Queue a request for each prompt, with its own params, or none of them.
 
         raises RequestError on bad input, BusyError when the queue is full or the engine closing.
         stops: the tables of their `stop`, where they were made beforehand, off the event loop
+        cache: what each asks of the prefix cache
         """
         assert self._aio is not None, "submit before start"
         n_choices = sum(own.n for own in params)
@@ -224,7 +227,7 @@ class AsyncEngine:
         first = 0
         try:
             for prompt, own in zip(prompts, params, strict=True):
-                handle.requests.append(self.loop.submit(prompt, own, deliver, request_id, stops, first))
+                handle.requests.append(self.loop.submit(prompt, own, deliver, request_id, stops, first, cache))
                 first += own.n
         except MillraceError:
             handle.cancel()

@@ -13,6 +13,7 @@ class LoopStats:
     waiting: int  # sequences that do not: submitted or preempted
     pages_used: int  # that somebody owns
     pages_kept: int  # of the others, those of which the content is known and may be found again
+    pages_pinned: int  # of those used: they are kept for prompts to come
     pages_total: int
     prompt_tokens_total: int  # of requests whose prompt is computed or known; not counted again after a preemption
     generation_tokens_total: int

@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from millrace.errors import RequestError
+from millrace.runtime.cache_options import PLAIN, CacheOptions
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, with_length
 from millrace.runtime.request import StopTables
 from millrace.runtime.service import RequestHandle
@@ -185,10 +186,12 @@ async def start(
     *,
     continues: bool = False,
     whole_bytes: int | None = None,
+    cache: CacheOptions = PLAIN,
 ) -> Generation:
     """Submit all prompts, or none.
 
     continues: they are texts, whose answers are short where no length is said
+    cache: what each asks of the prefix cache
     whole_bytes: of each log probability in an answer that is held until it is complete; None: it is a stream
     raises RequestError, BusyError
     """
@@ -201,7 +204,7 @@ async def start(
         )
         check_whole(n_tokens, params.logprobs, whole_bytes, backend.settings.max_unread_bytes)
     stops = await backend.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
-    return Generation(engine.submit(prompts, each, call.id, stops), params, call, backend)
+    return Generation(engine.submit(prompts, each, call.id, stops, cache), params, call, backend)
 
 
 def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int) -> None:

@@ -186,6 +186,8 @@ def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iter
     yield gauge(model, "millrace:kv_pages_used", "KV pages in use", stats.pages_used)
     said = "KV pages that are free, but kept: a prompt that begins as they do finds them"
     yield gauge(model, "millrace:kv_pages_kept", said, stats.pages_kept)
+    said = "KV pages in use that prompts pinned"
+    yield gauge(model, "millrace:kv_pages_pinned", said, stats.pages_pinned)
     said = "KV pages whose content was given up for others"
     yield counter(model, "millrace:kv_pages_evicted", said, stats.pages_evicted_total)
     yield gauge(model, "millrace:engine_healthy", "1 while the engine loop runs", stats.healthy)
