@@ -1,5 +1,7 @@
 import random
 from dataclasses import dataclass, field
+from heapq import heappop
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -185,6 +187,32 @@ def test_entries_that_count_no_more_do_not_pile_up() -> None:
         pool.release(pool.share(pages[:4]))
     assert len(pool.index._ends) <= 2 * 8 + 64
     assert pool.reserve(4) == pages[4:], "those that were left alone longest"
+
+
+def test_10000_admissions_to_a_full_index_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, so that no clock is needed: looks at the heap for each page that is given up."""
+    n_looks, looks = 0, []
+
+    def counted(heap: list[tuple[int, int, int]]) -> tuple[int, int, int]:
+        nonlocal n_looks
+        n_looks += 1
+        return heappop(heap)
+
+    monkeypatch.setattr("millrace.runtime.pages.heappop", counted)
+    rng, pool = random.Random(0), PagePool(256)
+    for i in range(10_000):
+        chain = (rng.randrange(8), rng.randrange(8), i)
+        keys, shared = keys_of(chain), pool.share(pool.index.find(keys_of(chain)))
+        own = pool.reserve(3 - len(shared))
+        assert own is not None
+        held = [*shared, *own]
+        for k in range(len(shared), 3):
+            held[k] = pool.publish(held[k], keys[k], held[k - 1] if k else None)
+        pool.release(held)
+        if i % 1000 == 999:
+            looks.append(n_looks)
+    each = [later - before for before, later in pairwise(looks)]
+    assert pool.index.n_evicted > 9_000 and max(each) < 1.2 * min(each) and looks[-1] < 2 * pool.index.n_evicted
 
 
 def test_keys_tell_tokens_order_and_root_apart() -> None:

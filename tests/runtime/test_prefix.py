@@ -175,6 +175,14 @@ def test_a_chat_of_20_turns_costs_its_new_tokens() -> None:
     assert cost <= 1.3, f"20 turns, {n_new} new tokens: {cost:.3f} times that computed"
 
 
+def test_a_first_token_at_90_percent_overlap_costs_a_tenth() -> None:
+    """Of 1,000 tokens in pages of 64, 896 of 900 are found: at least four times less to compute, counted."""
+    loop = make_loop(limits(page_tokens=64, max_context=2048, n_pages=256, max_step_tokens=512))
+    one, base = replace(GREEDY, max_tokens=1), [1 + i % 89 for i in range(900)]
+    miss, hit = (computed(loop, [*base, *(tail + i % 7 for i in range(100))], one) for tail in (3, 13))
+    assert (miss, hit) == (1000, 104)
+
+
 def test_without_the_cache_only_siblings_share() -> None:
     loop = make_loop(limits(page_tokens=PAGE), prefix_cache=False)
     prompt = list(range(1, 32))

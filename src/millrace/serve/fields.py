@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -254,7 +254,16 @@ def completion_params(asked: CompletionRequest) -> SamplingParams:
     return replace(params, prompt_logprobs=asked.logprobs)
 
 
-def cache_options(asked: SamplingFields) -> CacheOptions:
+class AsksCache(Protocol):
+    """A request with these fields."""
+
+    cache_salt: str | None
+    cache_priority: int | None
+    cache_ttl_s: float | None
+    cache_pin: bool | None
+
+
+def cache_options(asked: AsksCache) -> CacheOptions:
     """raises RequestError naming the field"""
     given = (asked.cache_salt, asked.cache_priority, asked.cache_ttl_s, asked.cache_pin)
     if given == (None, None, None, None):
