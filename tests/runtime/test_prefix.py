@@ -280,6 +280,20 @@ def test_who_begins_alike_waits_where_that_is_sooner() -> None:
     assert both(prompt, [*prompt[:4], 90, 91], of)[0] == 31 + 6, "to wait for the long one would take longer"
 
 
+def test_nobody_waits_for_a_prompt_that_is_scored() -> None:
+    loop, prompt = (
+        make_loop(limits(page_tokens=PAGE, max_step_tokens=32, max_sequences=4, max_rows=6)),
+        list(range(1, 32)),
+    )
+    scored = Client(loop, prompt, replace(GREEDY, prompt_logprobs=0))
+    plain = Client(loop, prompt)
+    for _ in range(3):
+        loop.step()
+    assert plain.outputs[0].token_ids and not scored.outputs[0].token_ids
+    run_all(loop)
+    assert plain.outputs == solo(prompt, GREEDY) and scored.outputs == solo(prompt, scored.params)
+
+
 def test_who_waits_goes_on_when_the_other_fails_or_goes() -> None:
     of = limits(page_tokens=PAGE, max_step_tokens=8)
     for n_steps in range(5):

@@ -143,9 +143,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.waiting: list[Sequence] = []  # in order of arrival
         self.prefix_cache = prefix_cache
-        self.n_preemptions = self.n_queried = self.n_hit = (
-            0  # the last two: tokens of prompts, and those that were known
-        )
+        self.n_preemptions = 0
+        self.n_queried = self.n_hit = 0  # tokens of prompts: looked up, and known
         self._n_arrived = 0
         self.retention = Retention(limits, pool, clock, prefix_cache)
         self._leading: dict[Key, Sequence] = {}  # by the first page that it computes of its prompt
@@ -372,6 +371,8 @@ class Scheduler:
 
     def _lead(self, seq: Sequence) -> None:
         """Others that begin alike may wait for what it computes beyond the pages that were known."""
+        if seq.index == 0 and seq.request.n_scored < seq.n_prompt:
+            return  # to score a prompt takes many steps: nobody waits so long
         n_full = min(seq.n_tokens, self._n_public(seq)) // self.limits.page_tokens
         if n_full > seq.n_known and (key := self._keys(seq, n_full)[seq.n_known]) not in self._leading:
             self._leading[key] = seq
