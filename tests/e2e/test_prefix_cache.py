@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from millrace import LLM, SamplingParams
+from millrace import LLM, MillraceError, SamplingParams
 
 ASKED = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
 PROMPT = {"prompt_token_ids": [1, *range(3, 203)]}
@@ -23,3 +23,9 @@ def test_it_is_on_unless_turned_off(given: dict[str, Any], found: int) -> None:
         assert llm.reset_prefix_cache() is True
         (third,) = llm.generate(PROMPT, ASKED)
         assert third.num_cached_tokens == 0 and third.outputs == first.outputs
+
+
+@pytest.mark.parametrize("name", ["prefix_cache", "enable_prefix_caching"])
+def test_a_word_is_not_taken_for_yes(name: str) -> None:
+    with pytest.raises(MillraceError, match=f"{name} is 'off'"):
+        LLM("tiny", **{name: "off"})
