@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,7 +14,8 @@ from millrace.runtime.generate import Collector, CompletionOutput, astream, gene
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.pages import PrefixIndex
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
-from tests.runtime.fakes import POISON, VOCAB, FakeTokenizer, RandomBudget, limits, make_loop, score
+from millrace.runtime.service import AsyncEngine
+from tests.runtime.fakes import POISON, VOCAB, FakeTokenizer, RandomBudget, expected_choice, limits, make_loop, score
 
 PAGE = 4
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
@@ -350,3 +352,34 @@ def test_p13_aborted_clients_leak_nothing(seed: int) -> None:
     assert not loop._scheduler._leading and loop._pool.n_free == 40
     assert answered(loop, [1, 2, 3]).outputs == solo([1, 2, 3], GREEDY)
     assert sorted(loop._pool.reserve(40) or ()) == list(range(40)), "every page can still be had"
+
+
+def test_200_clients_of_one_prompt_get_their_tokens_though_a_third_of_them_goes() -> None:
+    """Through the engine's thread and the event loop: no wrong token, no page left, the prompt computed about once."""
+    rng = random.Random(4)
+    of = limits(page_tokens=PAGE, n_pages=200, max_sequences=16, max_context=160, max_step_tokens=64)
+    loop = make_loop(of, clock=time.perf_counter)
+    system = [1 + i % 89 for i in range(100)]
+
+    async def client(engine: AsyncEngine, i: int) -> None:
+        prompt = [*system, *(rng.randrange(1, VOCAB - 1) for _ in range(rng.randint(1, 12)))]
+        params = replace(GREEDY, max_tokens=rng.randint(1, 20), seed=i)
+        stays = rng.random() > 0.3
+        await asyncio.sleep(rng.random() / 4)
+        async with engine.submit([prompt], [params]) as handle:
+            tokens: list[int] = []
+            async for deltas in handle:
+                tokens += [token for delta in deltas for token in delta.token_ids]
+                if not stays and len(tokens) > i % 5:
+                    break
+        right = expected_choice(prompt, params, 0, of).token_ids
+        assert tokens == right if stays else tokens == right[: len(tokens)]
+
+    async def all_of_them() -> None:
+        async with AsyncEngine(loop) as engine:
+            await asyncio.gather(*(client(engine, i) for i in range(200)))
+
+    asyncio.run(all_of_them())
+    stats = loop.stats()
+    assert stats.pages_used == 0 and stats.idle and not loop._scheduler._leading
+    assert stats.prefix_hits_total > 0.85 * 200 * 100 and stats.step_tokens_total < 0.4 * stats.prefix_queries_total
