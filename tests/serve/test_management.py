@@ -345,6 +345,7 @@ def test_every_example_of_the_document_runs(keys: tuple[str, ...]) -> None:
 def test_the_document_says_defaults_and_ranges(server: Running) -> None:
     """And says nothing else than what is checked: the bounds are taken, and what lies beyond is refused."""
     schemas = httpx.get(server.url + "/openapi.json").json()["components"]["schemas"]
+    needed: dict[str, dict[str, object]] = {"top_logprobs": {"logprobs": True}, "cache_ttl_s": {"cache_priority": 50}}
     n_checked = 0
     for name in ("ChatRequest", "CompletionRequest"):
         chat = name == "ChatRequest"
@@ -353,7 +354,7 @@ def test_the_document_says_defaults_and_ranges(server: Running) -> None:
         assert schemas[name]["properties"]["temperature"]["default"] == 1.0
         assert all(field.get("default", 0) is not None for field in schemas[name]["properties"].values())
         for field, described in schemas[name]["properties"].items():
-            more = {"logprobs": True} if field == "top_logprobs" else {}
+            more = needed.get(field, {})
             for key, beyond in (("minimum", -1), ("maximum", 1)):
                 bound = described.get(key)
                 if bound is None or field in ("n", "best_of"):  # n has an engine to fill
