@@ -106,7 +106,7 @@ class Mix:
 
     def __init__(self, executor: NativeExecutor) -> None:
         self._executor = executor
-        self._loop = EngineLoop(executor, _Words(executor.limits.vocab_size))
+        self._loop = EngineLoop(executor, _Words(executor.limits.vocab_size), prefix_cache=False)
         rng = np.random.default_rng(0)
         self._prompts = [rng.integers(3, 30000, n).tolist() for n in (STREAM_PROMPT, LONG_PROMPT)]
 

@@ -47,10 +47,10 @@ def run(shape: str, precision: str, rounds: int, folder: Path) -> dict[str, Any]
     checkpoint, built = folder / "checkpoint", folder / "engine"
     write_checkpoint(shape, checkpoint)
     timed("build", checkpoint, "-o", built, "--precision", precision)
-    model = open_engine(shape, Engine.open(built), RunSettings())
+    model = open_engine(shape, Engine.open(built), RunSettings(prefix_cache=False))
     loop, found = model.loop(), []
     try:
-        with ServerProcess(built, ("--log-level", "warning")) as server:
+        with ServerProcess(built, ("--log-level", "warning", "--no-prefix-cache")) as server:
             for users in USERS:
                 over_http(server.url, users), in_process(loop, users)  # warms up
                 pairs = [(over_http(server.url, users), in_process(loop, users)) for _ in range(rounds)]

@@ -51,6 +51,8 @@ def test_no_name_means_two_things() -> None:
         ({"kind": "c"}, "one of a, b"),
         ({"room": "big"}, "512M or 2GiB"),
         ({"room": 0}, "--room is 0"),
+        ({"loud": "off"}, "--loud is 'off'"),
+        ({"loud": 0}, "True or False"),
     ],
 )
 def test_a_value_out_of_range_is_refused(given: dict[str, object], fragment: str) -> None:

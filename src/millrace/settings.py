@@ -80,6 +80,8 @@ def _check(f: "Field[Any]", value: Any) -> None:
     s = declared(f)
     if s.choices and value not in s.choices:
         raise ConfigError(f'{flag_of(f.name)} is "{value}"', "one of " + ", ".join(s.choices), "choose one of them")
+    if isinstance(f.default, bool) and not isinstance(value, bool):  # "off" would be on
+        raise ConfigError(f"{flag_of(f.name)} is {value!r:.80}", "True or False", "write one of them")
     if s.low is None and s.high is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):

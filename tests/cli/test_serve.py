@@ -105,10 +105,29 @@ def test_a_port_that_is_taken(millrace: Millrace, built_tiny: Path) -> None:
         (["--max-body-bytes", "much"], "512M"),
         (["--max-queued", "0"], "at least 1"),
         (["--host", "no.such.host.invalid"], "cannot listen on"),
+        (["--warm-prompts", "no/such.jsonl"], "cannot read the prompts of no/such.jsonl"),
+        (["--warm-prompts", "x.jsonl", "--no-prefix-cache"], "--warm-prompts and --no-prefix-cache are both given"),
     ],
 )
 def test_other_flags(millrace: Millrace, built_tiny: Path, flags: list[str], fragment: str) -> None:
     millrace("serve", built_tiny, *flags).assert_mistake(fragment)
+
+
+@pytest.mark.parametrize(("flags", "found"), [((), 64), (("--no-prefix-cache",), 0)])
+def test_prompts_of_a_file_are_known_from_the_start(
+    built_tiny: Path, tmp_path: Path, flags: tuple[str, ...], found: int
+) -> None:
+    prompt = "Once there was a mill by a river. " * 12
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": prompt}) + "\n")
+    flags = flags or ("--warm-prompts", str(file))
+    with ServerProcess(built_tiny, ("--log-level", "error", *flags)) as server:
+        body = json.dumps({"prompt": prompt + "It turned.", "max_tokens": 1}).encode()
+        asked = urllib.request.Request(f"{server.url}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=20) as reply:
+            usage = json.loads(reply.read())["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached == (usage["prompt_tokens"] // 64 * 64 if found else 0) and cached >= found
 
 
 def process(arguments: list[str], cache: Path, out: int, err: int) -> "subprocess.Popen[bytes]":

@@ -111,6 +111,32 @@ def test_together_equals_alone(engines: dict[str, Engine], precision: str) -> No
         executor.close()
 
 
+@pytest.mark.parametrize("precision", EVERY_PRECISION)
+def test_p1_known_prefixes_change_nothing(engines: dict[str, Engine], precision: str) -> None:
+    """Prompts that begin as others do: together and again, cut at random, evicted meanwhile; equal to the last bit."""
+    engine, rng = engines[precision], random.Random(8)
+    base = [1, *(rng.randrange(3, 512) for _ in range(199))]
+    prompts = [base[:cut] + [rng.randrange(3, 512) for _ in range(5)] for cut in (64, 65, 127, 128, 190, 190)]
+    prompts[2:2] = [[2, *base[1:140]], [3, *base[1:190]]]  # strangers
+    params = [SamplingParams(max_tokens=16, ignore_eos=True, seed=i, temperature=i % 2, logprobs=2) for i in range(8)]
+
+    def asked(loop: EngineLoop) -> list[tuple[list[int], object]]:
+        outputs = generate(loop, [{"prompt_token_ids": p} for p in prompts], params)
+        return [(list(o.outputs[0].token_ids), o.outputs[0].logprobs) for o in outputs]
+
+    tokenizer, defaults = open_tokenizer(engine.folder), GenerationDefaults()
+    executor = engine.executor(n_pages=64, threads=1)
+    alone = asked(EngineLoop(executor, tokenizer, defaults, prefix_cache=False))
+    executor.close()
+    for pages, seed in ((64, 0), (64, 1), (5, 2)):
+        executor = engine.executor(n_pages=pages, threads=2)
+        budget = RandomBudget(executor.limits.max_step_tokens, random.Random(seed)) if seed else None
+        loop = EngineLoop(executor, tokenizer, defaults, budget=budget)
+        assert [asked(loop), asked(loop)] == [alone, alone], f"{pages} pages, {seed}"
+        assert loop.stats().prefix_hits_total > 64 and (pages == 64 or loop.stats().pages_evicted_total)
+        executor.close()
+
+
 def stored_types(name: str) -> Kind:
     """Of a tensor: every way of weights with minimums or two levels, some of them side by side."""
     kinds = {

@@ -201,9 +201,10 @@ def make_loop(
     before_run: Callable[[StepInputs], None] | None = None,
     clock: Callable[[], float] | None = None,
     budget: TokenBudget | None = None,
+    prefix_cache: bool = True,
 ) -> EngineLoop:
     defaults, clock = GenerationDefaults(eos_token_ids=(EOS,)), clock or FakeClock(0.001)
-    return EngineLoop(FakeExecutor(of, before_run), FakeTokenizer(), defaults, clock, budget)
+    return EngineLoop(FakeExecutor(of, before_run), FakeTokenizer(), defaults, clock, budget, prefix_cache)
 
 
 def expected_choice(prompt: Sequence[int], params: SamplingParams, choice: int, of: ExecutorLimits) -> CompletionOutput:

@@ -89,7 +89,7 @@ def test_a_running_answer_sees_no_longer_gaps_than_asked() -> None:
     loop.submit([1], SamplingParams(max_tokens=200, ignore_eos=True, seed=1), lambda deltas: None)
     for i in range(120):
         if i % 10 == 5:
-            loop.submit([2] * 900, SamplingParams(max_tokens=1), lambda deltas: None)
+            loop.submit([2 + i // 10] * 900, SamplingParams(max_tokens=1), lambda deltas: None)
         loop.step()
     assert max(took[:20]) < 2 * GAP_S and max(took[20:]) <= GAP_S * 1.1
     chunked = [t for t in took[20:] if t > 0.03]

@@ -20,9 +20,10 @@ from millrace.checkpoint.chat import ChatLimits, ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.executor import ExecutorLimits, StepInputs
-from millrace.runtime.loop import EngineLoop, LoopStats
+from millrace.runtime.loop import EngineLoop
 from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine, ServiceOptions
+from millrace.runtime.stats import LoopStats
 from millrace.serve.server import Server
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import TextModel

@@ -322,7 +322,7 @@ def test_advice_points_at_what_is_served(server: Running, path: str, field: str,
 def test_advice_is_not_given_at_random(server: Running, field: str) -> None:
     """A field that is like none of ours is like none: least of all one that is not supported, or ignored."""
     message = post(server.url, CHAT, {"messages": [USER], field: 1}).json()["error"]["message"]
-    assert "did you mean" not in message and "guided" not in message and "cache_salt" not in message
+    assert "did you mean" not in message and "guided" not in message and "cache_prompt" not in message
 
 
 def test_a_misspelt_role_is_not_a_tool(server: Running) -> None:

@@ -28,7 +28,10 @@ from millrace.serve.text import TextBackend
 from tests.serve.support import MODEL, Fake, Running, post, running
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_preemptions_total")
+COUNTERS = (
+    "prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_preemptions_total",
+    "prefix_cache_queries_total", "prefix_cache_hits_total",
+)  # fmt: skip
 HISTOGRAMS = (
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
     "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
@@ -342,6 +345,7 @@ def test_every_example_of_the_document_runs(keys: tuple[str, ...]) -> None:
 def test_the_document_says_defaults_and_ranges(server: Running) -> None:
     """And says nothing else than what is checked: the bounds are taken, and what lies beyond is refused."""
     schemas = httpx.get(server.url + "/openapi.json").json()["components"]["schemas"]
+    needed: dict[str, dict[str, object]] = {"top_logprobs": {"logprobs": True}, "cache_ttl_s": {"cache_priority": 50}}
     n_checked = 0
     for name in ("ChatRequest", "CompletionRequest"):
         chat = name == "ChatRequest"
@@ -350,7 +354,7 @@ def test_the_document_says_defaults_and_ranges(server: Running) -> None:
         assert schemas[name]["properties"]["temperature"]["default"] == 1.0
         assert all(field.get("default", 0) is not None for field in schemas[name]["properties"].values())
         for field, described in schemas[name]["properties"].items():
-            more = {"logprobs": True} if field == "top_logprobs" else {}
+            more = needed.get(field, {})
             for key, beyond in (("minimum", -1), ("maximum", 1)):
                 bound = described.get(key)
                 if bound is None or field in ("n", "best_of"):  # n has an engine to fill

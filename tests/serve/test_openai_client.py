@@ -219,7 +219,8 @@ def test_usage_has_openais_details(client: openai.OpenAI) -> None:
     usage = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2).usage
     assert usage is not None and usage.prompt_tokens_details is not None
     assert usage.completion_tokens_details is not None
-    assert usage.prompt_tokens_details.cached_tokens == usage.completion_tokens_details.reasoning_tokens == 0
+    assert 0 <= (usage.prompt_tokens_details.cached_tokens or 0) < usage.prompt_tokens
+    assert usage.completion_tokens_details.reasoning_tokens == 0
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -29,6 +29,7 @@ from millrace.serve.routes import read_keys
 from millrace.serve.server import bind, serve
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import DecodeClock, TextModel
+from millrace.serve.warm import WarmPrompt, read_warm_prompts
 from millrace.settings import Settings, setting
 
 EPILOG = """\b
@@ -63,6 +64,9 @@ class ServeFlags(Settings):
         "seconds from SIGTERM to the end; nine tenths are for running requests",
         low=0,
         high=86400,
+    )
+    warm_prompts: str | None = setting(
+        None, "file with a prompt or a conversation a line, as JSON, to be computed before it is ready", metavar="FILE"
     )
     log_level: str = setting("info", "least important lines that are logged", choices=LEVELS)
     log_format: str = setting("text", "one line a request, for people or for machines", choices=("text", "json"))
@@ -107,16 +111,22 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
     bind(settings.host, settings.port).close()  # a port that is taken is said before the model is loaded
     logging.getLogger("millrace").setLevel(flags.log_level.upper())
     build, run = made(BuildSettings, given), made(RunSettings, given)
+    warm = _warm_prompts(flags.warm_prompts, run)
     with opened_to_serve(model, build, run, env, quiet=as_json) as model_opened:
         served: ServedModel
         if isinstance(model_opened, OpenedEncoder):
+            if warm:
+                raise ConfigError(
+                    f"--warm-prompts is given for {model_opened.name}, which is an encoder", "a language model",
+                    "leave it out: an encoder keeps nothing of a text",
+                )  # fmt: skip
             known, loop = _known(model_opened, flags.served_model_name), model_opened.loop()
             served = EncoderModel(**known, loop=loop, max_queued=flags.max_queued)
         else:
             budget = TokenBudget(model_opened.executor.limits.max_step_tokens)
             engine = AsyncEngine(model_opened.loop(budget), ServiceOptions(max_queued=flags.max_queued))
             clock = _decode_clock(model_opened, budget, env)
-            served = _served(model_opened, engine, flags.served_model_name, clock)
+            served = replace(_served(model_opened, engine, flags.served_model_name, clock), warm_prompts=warm)
         if not as_json:
             _introduce(model_opened, served)
 
@@ -128,6 +138,13 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
                 note(f"Ready after {seconds:.1f} s: {click.style(url + '/v1', bold=True)}   (docs: {url}/docs)")
 
         serve([served], settings, ready, last=True)
+
+
+def _warm_prompts(file: str | None, run: RunSettings) -> tuple[WarmPrompt, ...]:
+    if file is not None and not run.prefix_cache:
+        what, mend = "--warm-prompts and --no-prefix-cache are both given", "leave one out"
+        raise ConfigError(what, "a cache to keep the prompts in", mend)
+    return () if file is None else read_warm_prompts(Path(file))
 
 
 def _decode_clock(model: Opened, budget: TokenBudget, env: Env) -> DecodeClock | None:

@@ -26,9 +26,10 @@ class Answered:
 
     @property
     def prefill(self) -> tuple[int, float]:
-        """(tokens, seconds) until the first token was there: the prompt's."""
+        """(tokens, seconds) until the first token was there: those of the prompt that were not known already."""
         t = self.timings
-        return len(self.output.prompt_token_ids), (t.first_token_s or 0.0) - (t.first_scheduled_s or 0.0)
+        n_computed = len(self.output.prompt_token_ids) - (self.output.num_cached_tokens or 0)
+        return n_computed, (t.first_token_s or 0.0) - (t.first_scheduled_s or 0.0)
 
     @property
     def decode(self) -> tuple[int, float]:
@@ -92,6 +93,7 @@ def stream(
                 show(text)
         collector.add(arrived)
         arrived.clear()
+    collector.output.num_cached_tokens = request.n_cached
     return Answered(collector.output, request.timings)
 
 

@@ -8,10 +8,11 @@ import queue
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import RequestError
+from millrace.runtime.cache_options import OPTIONS, PLAIN, CacheOptions
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import (
     Delta,
@@ -23,9 +24,8 @@ from millrace.runtime.params import (
 )
 from millrace.runtime.request import Request
 
-Prompt = (
-    str | Sequence[int] | Mapping[str, object]
-)  # text, token ids, or {"prompt_token_ids": [...]} or {"prompt": text}
+# text, token ids, or {"prompt_token_ids": [...]} or {"prompt": text}; beside these, cache_salt and the like
+Prompt = str | Sequence[int] | Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class RequestOutput:
     finished: bool
     seed: int
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # as asked; None for the first token
+    num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache; None before it was looked up
 
 
 class Progress(NamedTuple):
@@ -141,7 +142,7 @@ def generate(
             def deliver(deltas: list[Delta], i: int = i) -> None:
                 arrived.put((i, deltas))
 
-            request = loop.submit(ids, wanted, deliver)
+            request = loop.submit(ids, wanted, deliver, cache=prompt_cache(prompt))
             requests.append(request)
             collectors.append(Collector(new_output(request, text), loop.tokenizer, text=wanted.detokenize))
         n_finished = n_tokens = 0
@@ -152,6 +153,7 @@ def generate(
             i, deltas = arrived.get()
             n_tokens += collectors[i].add(deltas)
             n_finished += collectors[i].output.finished
+            collectors[i].output.num_cached_tokens = requests[i].n_cached
             if progress is not None:
                 progress(Progress(n_finished, len(requests), n_tokens))
     finally:  # a wrong prompt or Ctrl-C: leave nothing running behind
@@ -181,11 +183,12 @@ async def astream(
         with suppress(RuntimeError):  # the event loop is closed: nobody is left who could read
             here.call_soon_threadsafe(arrived.put_nowait, deltas)
 
-    request = loop.submit(ids, wanted, deliver)
+    request = loop.submit(ids, wanted, deliver, cache=prompt_cache(prompt))
     collector = Collector(new_output(request, text), loop.tokenizer, text=wanted.detokenize)
     try:
         while not collector.output.finished:
             collector.add(await arrived.get())
+            collector.output.num_cached_tokens = request.n_cached
             yield collector.output
     finally:
         loop.cancel(request)  # harmless when it is finished
@@ -194,9 +197,10 @@ async def astream(
 def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
     """(the text, if it was one; its token ids); RequestError for anything that is no prompt."""
     if isinstance(prompt, Mapping):
-        if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+        said = {key: value for key, value in prompt.items() if key not in OPTIONS}
+        if len(said) != 1 or not said.keys() <= {"prompt", "prompt_token_ids"}:
             raise _not_a_prompt(f"a dict with {sorted(map(str, prompt))}")
-        (key, value), *_ = prompt.items()
+        (key, value), *_ = said.items()
         if isinstance(value, str) != (key == "prompt"):
             raise _not_a_prompt(f"{key} of type {type(value).__name__}")
     else:
@@ -206,6 +210,13 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Seq
     if not isinstance(value, Sequence):
         raise _not_a_prompt(f"of type {type(value).__name__}")
     return None, value
+
+
+def prompt_cache(prompt: Prompt) -> CacheOptions:
+    """What it asks of the prefix cache. raises RequestError naming the field"""
+    given = prompt.items() if isinstance(prompt, Mapping) else ()
+    options: dict[str, Any] = {key.removeprefix("cache_"): value for key, value in given if key in OPTIONS}
+    return CacheOptions(**options) if options else PLAIN
 
 
 def _not_a_prompt(what: str) -> RequestError:

@@ -139,8 +139,8 @@ class LLM:
     model: an engine or checkpoint folder, a GGUF file, a hub id (`org/name@revision`) or `tiny`; built when needed.
     precision: a name, "auto", or a map like {"default": "w4a8", "lm_head": "bf16"}; what it costs is measured.
     settings: those of `millrace build` and `serve` by the same names (head, kv_cache_dtype, group, max_kl, evaluate,
-    calibration, max_context, max_batch, tune, kv_memory, threads, isa), and vLLM's (max_model_len, max_num_seqs, dtype,
-    tensor_parallel_size=1).
+    calibration, max_context, max_batch, tune, kv_memory, threads, prefix_cache, isa), and vLLM's (max_model_len,
+    max_num_seqs, dtype, enable_prefix_caching, tensor_parallel_size=1).
     Other libraries' arguments of calls are taken, too, where they ask for what happens anyway (lora_request=None).
     raises MillraceError, each with its mend
     """
@@ -311,8 +311,9 @@ class LLM:
         )  # fmt: skip
 
     def reset_prefix_cache(self) -> bool:
-        """True: no prefix is kept from one call to the next (vLLM's name)."""
-        return True
+        """Forget the prompts and answers that KV pages still hold; False while some are in use (vLLM's name)."""
+        self._check_usable()
+        return isinstance(self._loop, EncoderLoop) or self._loop.reset_prefix_cache()
 
     def __getattr__(self, name: str) -> Any:
         encoder = isinstance(self.__dict__.get("_loop"), EncoderLoop)

@@ -17,32 +17,14 @@ from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
 from millrace.errors import BusyError, MillraceError
 from millrace.runtime.batch import BatchBuilder, token_logprobs
+from millrace.runtime.cache_options import PLAIN, CacheOptions
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, check_prompt, resolve
 from millrace.runtime.request import AnswerText, Deliver, Request, Sequence, Stage, StopTables, Timings
 from millrace.runtime.scheduler import Scheduler, Step, TokenBudget
+from millrace.runtime.stats import LoopStats
 
 SMOOTHING = 0.1  # weight of the newest request in the mean request time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopStats:
-    """One moment of the loop. Totals only grow; times are in seconds."""
-
-    running: int  # sequences that hold pages
-    waiting: int  # sequences that do not: submitted or preempted
-    pages_used: int
-    pages_total: int
-    prompt_tokens_total: int  # of requests whose prompt is computed; not counted again after a preemption
-    generation_tokens_total: int
-    preemptions_total: int
-    steps_total: int
-    step_tokens_total: int  # computed by the executor, recomputation included
-    finished_total: dict[FinishReason, int]  # choices
-    last_step_s: float  # since the loop last showed progress
-    idle: bool  # nothing submitted, waiting or running
-    healthy: bool  # False: the loop has stopped on an error
-    request_time_s: float  # smoothed, from the first step of a request to its end; 0 before the first
 
 
 @dataclass(slots=True)
@@ -144,18 +126,19 @@ class EngineLoop:
 
     defaults: what the model says of sampling, and its end-of-text tokens
     budget: how long a step may last while answers are running
+    prefix_cache: prompts that begin as earlier ones did are computed only from where they differ
     """
 
     def __init__(
         self, executor: Executor, tokenizer: Tokenizer, defaults: GenerationDefaults | None = None,
-        clock: Callable[[], float] = time.perf_counter, budget: TokenBudget | None = None,
+        clock: Callable[[], float] = time.perf_counter, budget: TokenBudget | None = None, prefix_cache: bool = True,
     ) -> None:  # fmt: skip
         self.tokenizer, self.thread = tokenizer, EngineThread(clock)
         self.limits: ExecutorLimits = executor.limits
         self.defaults = defaults or GenerationDefaults()
         self._executor = executor
         self._pool = PagePool(self.limits.n_pages)
-        self._scheduler = Scheduler(self.limits, self._pool, clock, budget)
+        self._scheduler = Scheduler(self.limits, self._pool, clock, budget, prefix_cache)
         self._batch = BatchBuilder(self.limits)
         self._live: dict[Request, None] = {}
         self._pending: dict[Request, list[Delta]] = {}  # what this step adds
@@ -171,11 +154,13 @@ class EngineLoop:
     def submit(
         self, prompt_token_ids: Ordered[int] | IntArray, params: SamplingParams, deliver: Deliver,
         request_id: str | None = None, stops: StopTables | None = None, first: int = 0,
+        cache: CacheOptions = PLAIN,
     ) -> Request:  # fmt: skip
         """Queue a request; its deltas go to `deliver`, in the engine thread, at most once a step.
 
         Every choice ends with exactly one delta that has a finish_reason.
         stops: the tables of `params.stop`, where they were made elsewhere; first: the index of its first choice
+        cache: what it asks of the prefix cache
         raises RequestError on bad input, BusyError when the loop has stopped.
         """
         prompt = check_prompt(prompt_token_ids, self.limits)
@@ -187,9 +172,11 @@ class EngineLoop:
             return AnswerText(shown, tables, params.include_stop_str_in_output)
 
         timings = Timings(queued_s=self.thread.clock())
-        request = Request(request_id or uuid.uuid4().hex, prompt, resolved, deliver, timings, new_text, first)
+        request = Request(request_id or uuid.uuid4().hex, prompt, resolved, deliver, timings, new_text, first, cache)
         with self.thread.changed:
             self.thread.check_open()
+            if request.to_keep:
+                self._scheduler.retention.promise(request)
             if self._is_idle():
                 self.thread.progressed()
             self._submitted.append(request)
@@ -212,10 +199,15 @@ class EngineLoop:
             running=len(scheduler.running),
             waiting=n_waiting,
             pages_used=self._pool.n_used,
+            pages_kept=self._pool.index.n_free,
+            pages_pinned=len(scheduler.retention.pins.pinned),
             pages_total=self._pool.n_pages,
             prompt_tokens_total=counters.prompt_tokens,
             generation_tokens_total=counters.generation_tokens,
             preemptions_total=scheduler.n_preemptions,
+            prefix_queries_total=scheduler.n_queried,
+            prefix_hits_total=scheduler.n_hit,
+            pages_evicted_total=self._pool.index.n_evicted,
             steps_total=counters.steps,
             step_tokens_total=counters.step_tokens,
             finished_total=dict(counters.finished),
@@ -224,6 +216,11 @@ class EngineLoop:
             healthy=not self.thread.dead_because,
             request_time_s=counters.request_time_s,
         )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is known of KV pages; False, and nothing done, while sequences hold some."""
+        with self._stepping:
+            return self._pool.forget()
 
     def start(self, after_step: Callable[[], None] | None = None) -> None:
         """Run in a thread of its own; `after_step` is called there after each step's deliveries."""
@@ -246,6 +243,7 @@ class EngineLoop:
         """Drain commands, run one step, deliver. False when there was nothing to run."""
         with self._stepping:
             self._drain_commands()
+            self._scheduler.expire()
             ran = self._scheduler.has_work
             if ran:
                 self._run_step()
@@ -260,7 +258,8 @@ class EngineLoop:
                 if not self.step():
                     with thread.changed:
                         while not (self._submitted or self._cancelled or thread.stopping):
-                            thread.changed.wait()
+                            if not thread.changed.wait(self._scheduler.next_end_in_s):
+                                break
             why = ""
         finally:  # whatever happened, nobody waits for ever
             if why:
@@ -315,6 +314,7 @@ class EngineLoop:
                 for choice in seq.request.choices:  # the others wait for it: each tells of the prompt before its answer
                     self._add(choice, choice.scored(scored))
             if chunk.draws:
+                self._scheduler.verified(seq)
                 logprobs = None if resolved.n_top is None else token_logprobs(outputs, row - 1, resolved.n_top)
                 self._count(seq, now_s)
                 self._add(seq, seq.take(tokens[row - 1], logprobs))

@@ -33,6 +33,7 @@ class RunSettings(Settings):
     threads: int | None = setting(
         None, "compute threads; default: the cores that this process may use", low=1, high=1024
     )
+    prefix_cache: bool = setting(True, "compute prompts only from where they differ from what KV pages still hold")
     isa: str | None = setting(
         None, "force an instruction set: amx, avx512, avx2 or scalar", choices=("amx", "avx512", "avx2", "scalar")
     )
@@ -49,10 +50,11 @@ class Opened:
     tokenizer: VocabularyTokenizer
     chat_template: ChatTemplate | None
     defaults: GenerationDefaults
+    prefix_cache: bool = True
 
     def loop(self, budget: TokenBudget | None = None) -> EngineLoop:
         """budget: how long a step may last while answers are running; None: as it is for a server's clients"""
-        return EngineLoop(self.executor, self.tokenizer, self.defaults, budget=budget)
+        return EngineLoop(self.executor, self.tokenizer, self.defaults, budget=budget, prefix_cache=self.prefix_cache)
 
     @property
     def isa(self) -> str:
@@ -90,7 +92,7 @@ def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | No
     # the end-of-text ids are those that were resolved when the engine was built
     defaults = replace(generation, eos_token_ids=tuple(engine.manifest.eos_token_ids))
     executor = engine.executor(n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa)
-    return Opened(name, engine, plan, executor, tokenizer, template, defaults)
+    return Opened(name, engine, plan, executor, tokenizer, template, defaults, run.prefix_cache)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,39 +1,191 @@
-"""KV pages: who owns which page, and what is in it. Source: PagedAttention, arXiv:2309.06180 section 4."""
+"""KV pages: who owns which page, what is known to be in it, and which one goes when room is needed.
 
-from collections.abc import Hashable, Iterable
+A full page may be put into the index under a key that says all that its content depends on: a digest of its tokens and
+of the key of the page before it. So the pages of a prompt form a chain, chains with the same beginning a tree, and to
+look a prompt up is to walk from its root as far as pages are known. Nobody could reach a page whose chain is broken
+before it, so pages go from the ends of chains: that of the lowest priority, of these the one left alone longest.
+Sources: PagedAttention, arXiv:2309.06180 section 4; RadixAttention, arXiv:2312.07104 section 3.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
+from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
 
 Pages = tuple[int, ...]
+Key = bytes
+KEY_BYTES = (
+    32  # 256 bits: two texts of one key cannot be found, and tenants with their own salts cannot probe each other
+)
+DEFAULT_PRIORITY, MAX_PRIORITY = 35, 100  # TensorRT-LLM's
+
+
+def root_key(*parts: bytes) -> Key:
+    """What a chain begins with: each thing beside the tokens that decides keys and values, or who may find them."""
+    root = hashlib.blake2b(digest_size=KEY_BYTES, person=b"millrace.root")
+    for part in parts:
+        root.update(len(part).to_bytes(8, "little"))  # so that no part runs into the next
+        root.update(part)
+    return root.digest()
+
+
+def extend_keys(keys: list[Key], root: Key, tokens: IntArray, n_pages: int, page_tokens: int) -> None:
+    """Append to `keys`, those of the first pages of `tokens`, until there are `n_pages`."""
+    data, page_bytes = tokens.data.cast("B"), page_tokens * tokens.itemsize
+    for i in range(len(keys), n_pages):
+        key = hashlib.blake2b(keys[-1] if keys else root, digest_size=KEY_BYTES)
+        key.update(data[i * page_bytes : (i + 1) * page_bytes])
+        keys.append(key.digest())
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """A page in the index."""
+
+    page: int
+    key: Key
+    before: "_Known | None"  # the page that its chain goes on from; None: it is the first
+    n_next: int = 0  # known pages that go on from it
+    free: bool = False
+    left: int = 0  # when its last owner left it: a count of such moments
+    priority: int = DEFAULT_PRIORITY
+    until_s: float | None = None  # when its priority ends
+
+
+@dataclass(slots=True)
+class PrefixIndex:
+    """Full pages by their keys, and the order in which those that nobody owns are given up.
+
+    Whoever owns a page owns all before it, so what is free can be given up from its end. All take constant time a page,
+    but for the order of those that are free ends, which is a heap.
+    """
+
+    n_free: int = field(init=False, default=0)  # known pages that nobody owns
+    n_evicted: int = field(init=False, default=0)
+    next_end_s: float = field(init=False, default=math.inf)  # no priority ends before
+    _by_key: dict[Key, _Known] = field(init=False, repr=False, default_factory=dict)
+    _by_page: dict[int, _Known] = field(init=False, repr=False, default_factory=dict)
+    # (priority, left, page); an entry counts while its page is a free end with this priority, left then
+    _ends: list[tuple[int, int, int]] = field(init=False, repr=False, default_factory=list)
+    _until: list[tuple[float, int]] = field(init=False, repr=False, default_factory=list)  # (until_s, page), a heap
+    _n_left: int = field(init=False, repr=False, default=0)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._by_page
+
+    def __len__(self) -> int:
+        return len(self._by_page)
+
+    def find(self, keys: Sequence[Key]) -> Pages:
+        """The pages of as many of these keys as are known, from the first on. Own them before any is reserved."""
+        found: list[int] = []
+        for key in keys:
+            known = self._by_key.get(key)
+            if known is None:
+                break
+            found.append(known.page)
+        return tuple(found)
+
+    def add(self, page: int, key: Key, before: int | None) -> int:
+        """`page`, which goes on from `before`, is found by `key` from now on; the page that was already, if one was."""
+        if (known := self._by_key.get(key)) is not None:
+            return known.page
+        assert page not in self._by_page, f"page {page} is known by another key"
+        parent = None if before is None else self._by_page[before]
+        if parent is not None:
+            parent.n_next += 1
+        self._by_key[key] = self._by_page[page] = _Known(page, key, parent)
+        return page
+
+    def left(self, page: int) -> None:
+        """It has no owner any more."""
+        known = self._by_page[page]
+        self._n_left += 1
+        known.free, known.left = True, self._n_left
+        self.n_free += 1
+        self._note_end(known)
+
+    def taken(self, page: int) -> None:
+        """It has an owner again."""
+        self._by_page[page].free = False
+        self.n_free -= 1
+
+    def retain(self, page: int, priority: int, until_s: float | None = None) -> None:
+        """Pages of a lower priority go before it, until that time; None: for as long as it is known."""
+        known = self._by_page[page]
+        known.priority, known.until_s = priority, until_s
+        self._note_end(known)
+        if until_s is not None:
+            heappush(self._until, (until_s, page))
+            if len(self._until) > 2 * len(self) + 64:
+                self._until = [(k.until_s, k.page) for k in self._by_page.values() if k.until_s is not None]
+                heapify(self._until)
+            self.next_end_s = self._until[0][0]
+
+    def expire(self, now_s: float) -> None:
+        """Priorities whose time is up become the default."""
+        while self._until and self._until[0][0] <= now_s:
+            until_s, page = heappop(self._until)
+            known = self._by_page.get(page)
+            if known is not None and known.until_s == until_s:
+                self.retain(page, DEFAULT_PRIORITY)
+        self.next_end_s = self._until[0][0] if self._until else math.inf
+
+    def evict(self) -> int:
+        """Forgets the free page that is to go first. There must be one."""
+        while True:
+            priority, left, page = heappop(self._ends)
+            known = self._by_page.get(page)
+            if known is not None and _counts(known, priority, left):
+                break
+        del self._by_page[page], self._by_key[known.key]
+        self.n_free -= 1
+        self.n_evicted += 1
+        if known.before is not None:
+            known.before.n_next -= 1
+            self._note_end(known.before)
+        return page
+
+    def _note_end(self, known: _Known) -> None:
+        if not known.free or known.n_next:
+            return
+        heappush(self._ends, (known.priority, known.left, known.page))
+        if len(self._ends) > 2 * self.n_free + 64:  # most entries count no more: in the mean, this costs nothing
+            ends = (k for k in self._by_page.values() if k.free and not k.n_next)
+            self._ends = [(k.priority, k.left, k.page) for k in ends]
+            heapify(self._ends)
+
+
+def _counts(known: _Known, priority: int, left: int) -> bool:
+    return known.free and not known.n_next and (known.priority, known.left) == (priority, left)
 
 
 @dataclass(slots=True)
 class PagePool:
-    """`n_pages` pages with ids 0 .. n_pages-1, each free or with a number of owners; with an index of what is known.
+    """`n_pages` pages with ids 0 .. n_pages-1, each free or with a number of owners.
 
-    A page with several owners is full and never written again; only its single owner appends to a page. A full page may
-    be put into the index under a key that says what is in it. Such a page stays findable when nobody owns it any more:
-    it is free but kept, until no other free page is left; the one that was given back first goes first.
+    A page with several owners is full and never written again; only its single owner appends to a page. A page of the
+    index stays findable when nobody owns it any more: it is free but kept, until no other free page is left.
     raises ConfigError for a pool without pages.
     """
 
     n_pages: int
+    index: PrefixIndex = field(init=False, default_factory=PrefixIndex)
     _empty: list[int] = field(init=False, repr=False)
-    _kept: dict[int, None] = field(init=False, repr=False)  # free, and still in the index; the oldest first
     _owners: list[int] = field(init=False, repr=False)
-    _page_of: dict[Hashable, int] = field(init=False, repr=False)
-    _key_of: dict[int, Hashable] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.n_pages < 1:
             raise ConfigError(f"room for {self.n_pages} KV pages", expected="at least 1", mend="raise the KV budget")
         self._empty, self._owners = list(range(self.n_pages))[::-1], [0] * self.n_pages
-        self._kept, self._page_of, self._key_of = {}, {}, {}
 
     @property
     def n_free(self) -> int:
-        return len(self._empty) + len(self._kept)
+        return len(self._empty) + self.index.n_free
 
     @property
     def n_used(self) -> int:
@@ -44,14 +196,15 @@ class PagePool:
         assert n >= 0, f"reserving {n} pages"
         if n > self.n_free:
             return None
-        return self._own(tuple(self._empty.pop() if self._empty else self._forgotten() for _ in range(n)))
+        return self._own(tuple(self._empty.pop() if self._empty else self.index.evict() for _ in range(n)))
 
     def share(self, pages: Iterable[int]) -> Pages:
         """Give every page one more owner: of its owners' pages, or of those in the index."""
         shared = tuple(pages)
         for p in shared:
-            assert self._owners[p] or p in self._kept, f"sharing a free page of {shared}"
-            self._kept.pop(p, None)
+            if not self._owners[p]:
+                assert p in self.index, f"sharing a free page of {shared}"
+                self.index.taken(p)
         return self._own(shared)
 
     def release(self, pages: Iterable[int]) -> None:
@@ -59,25 +212,33 @@ class PagePool:
         for p in pages:
             assert self._owners[p], f"page {p} released twice"
             self._owners[p] -= 1
-            if not self._owners[p] and p in self._key_of:
-                self._kept[p] = None
-            elif not self._owners[p]:
-                self._empty.append(p)
+            if not self._owners[p]:
+                self._free(p)
 
-    def index(self, page: int, key: Hashable) -> None:
-        """From now on the full page `page` is found by `key`, unless another one is already."""
-        assert self._owners[page], f"page {page} is nobody's"
-        if key not in self._page_of and page not in self._key_of:
-            self._page_of[key], self._key_of[page] = page, key
+    def publish(self, page: int, key: Key, before: int | None) -> int:
+        """Put a full page into the index, behind `before` of the same owner; gives the owner's page from now on.
 
-    def find(self, key: Hashable) -> int | None:
-        """The page that is known under `key`: take it by `share` before anything else is reserved."""
-        return self._page_of.get(key)
+        That is another one where the key was known already: then `page` is given back for a share of that.
+        """
+        assert self._owners[page] and (before is None or self._owners[before]), f"page {page} or {before} is nobody's"
+        known = self.index.add(page, key, before)
+        if known != page:
+            self.share((known,))
+            self.release((page,))
+        return known
 
-    def _forgotten(self) -> int:
-        page = next(iter(self._kept))
-        del self._kept[page], self._page_of[self._key_of.pop(page)]
-        return page
+    def forget(self) -> bool:
+        """Empties the index; False, and nothing done, while pages have owners."""
+        if self.n_used:
+            return False
+        self._empty += [self.index.evict() for _ in range(self.index.n_free)]
+        return True
+
+    def _free(self, page: int) -> None:
+        if page in self.index:
+            self.index.left(page)
+        else:
+            self._empty.append(page)
 
     def _own(self, pages: Pages) -> Pages:
         for p in pages:

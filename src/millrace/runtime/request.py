@@ -19,7 +19,8 @@ from typing import Protocol
 import numpy as np
 
 from millrace.engine.executor import IntArray
-from millrace.runtime.pages import Pages
+from millrace.runtime.cache_options import PLAIN, CacheOptions
+from millrace.runtime.pages import Key, Pages, root_key
 from millrace.runtime.params import Delta, FinishReason, Resolved, TokenLogprobs
 
 
@@ -212,6 +213,7 @@ class Request:
     """What was submitted, and how far it is. Known by identity, since ids may come from clients.
 
     first: the index of its first choice in what its reader gets, where one reader has several requests
+    cache: what it asks of the prefix cache
     """
 
     id: str
@@ -221,13 +223,19 @@ class Request:
     timings: Timings
     new_text: Callable[[], AnswerText]  # of each choice
     first: int = 0
+    cache: CacheOptions = PLAIN
     choices: list["Sequence"] = field(init=False)
     order: int = field(init=False, default=0)  # of arrival at the scheduler
+    root: Key = field(init=False)  # what the keys of its pages begin with
+    to_keep: bool = field(init=False)  # as `cache` says; not done yet
+    n_cached: int = field(init=False, default=0)  # tokens of its prompt that were known when it began
     n_scored: int = field(init=False, default=1)  # tokens of the prompt whose log probabilities need no more computing
 
     def __post_init__(self) -> None:
         if self.resolved.prompt_top is None:
             self.n_scored = len(self.prompt)
+        self.root = root_key(self.cache.salt.encode(errors="surrogatepass"))
+        self.to_keep = self.cache.pin or self.cache.priority is not None
         self.choices = [Sequence(self, index) for index in range(self.resolved.n)]
 
     @property
@@ -238,7 +246,10 @@ class Request:
 class Sequence:
     """Choice `index` of a request."""
 
-    __slots__ = ("index", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens")
+    __slots__ = (
+        *("index", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens"),
+        *("keys", "leader", "leads", "n_known"),
+    )
 
     def __init__(self, request: Request, index: int) -> None:
         self.request, self.index = request, index
@@ -247,6 +258,10 @@ class Sequence:
         self.n_prompt = len(request.prompt)
         self.n_computed = 0
         self.pages = IntBuffer()
+        self.keys: list[Key] = []  # of its first full pages, as far as anybody wanted to know
+        self.n_known = 0  # of its pages, so many from the first on are in the index
+        self.leader: Sequence | None = None  # whose prompt it waits for, because they begin alike
+        self.leads: Key | None = None  # of the first page that it computes of what others may wait for
         self.text = request.new_text()
         row = request.resolved.row.copy()
         row["choice"] = index

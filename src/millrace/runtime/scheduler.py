@@ -6,21 +6,26 @@ is admitted, so that only growing answers ever lack a page. Then the most recent
 back and waits again with its tokens: recomputing them gives the same bits (promise 1).
 
 Nothing starves: the oldest running sequence is never preempted for another, fits into the pool alone (longer requests
-were refused), so it ends; and nobody overtakes the head of the queue, save while that waits for its sibling's prompt.
+were refused), so it ends; and nobody overtakes the head of the queue, save while that waits for a prompt that begins as
+its own does.
 
-Full pages of a prompt go into the pool's index as they are computed, and the other choices of the request find them
-there. A prompt whose log probabilities are wanted takes a row of logits for each token, by its first choice: its chunks
-are as short as the rows that are left.
+Full pages go into the pool's index when a finite token was drawn from them (`verified`), and whoever is admitted finds
+there what others had computed: earlier requests, its siblings, itself before it was preempted. Two that come at the
+same time with the same beginning: the second waits for the first, where it is sooner done so. A prompt whose log
+probabilities are wanted takes a row of logits for each token, by its first choice: its chunks are as short as the rows
+that are left.
 """
 
-from bisect import insort
+import math
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
-from millrace.runtime.pages import PagePool, Pages
+from millrace.runtime.pages import Key, PagePool, Pages, extend_keys, root_key
 from millrace.runtime.request import Request, Sequence, Stage
+from millrace.runtime.retention import Retention
 
 DEFAULT_GAP_LIMIT_S = 0.1
 DEFAULT_STRETCH = (
@@ -124,7 +129,9 @@ class Scheduler:
         pool: PagePool,
         clock: Callable[[], float],
         budget: TokenBudget | None = None,
+        prefix_cache: bool = True,
     ) -> None:
+        """prefix_cache: requests find what others have computed; else only the choices of one request do"""
         if limits.max_step_tokens < limits.max_sequences:
             raise ConfigError(
                 f"a step of {limits.max_step_tokens} tokens for {limits.max_sequences} sequences",
@@ -135,8 +142,12 @@ class Scheduler:
         self.budget = budget or TokenBudget(limits.max_step_tokens)
         self.running: list[Sequence] = []  # in order of admission
         self.waiting: list[Sequence] = []  # in order of arrival
+        self.prefix_cache = prefix_cache
         self.n_preemptions = 0
+        self.n_queried = self.n_hit = 0  # tokens of prompts: looked up, and known
         self._n_arrived = 0
+        self.retention = Retention(limits, pool, clock, prefix_cache)
+        self._leading: dict[Key, Sequence] = {}  # by the first page that it computes of its prompt
 
     @property
     def has_work(self) -> bool:
@@ -146,6 +157,8 @@ class Scheduler:
         """Queue its choices."""
         self._n_arrived += 1
         request.order = self._n_arrived
+        if not self.prefix_cache:  # then a chain begins with what no other request has
+            request.root = root_key(request.order.to_bytes(8, "little"))
         self.waiting += request.choices
 
     def remove(self, seq: Sequence) -> None:
@@ -156,6 +169,19 @@ class Scheduler:
         elif seq.stage is Stage.WAITING:
             self.waiting.remove(seq)
         seq.stage = Stage.GONE
+        if seq.request.to_keep and not seq.request.is_open:
+            self.retention.withdraw(seq.request)
+
+    @property
+    def next_end_in_s(self) -> float | None:
+        """No pin or priority ends before; None: none ends."""
+        end_s = min(self.retention.pins.next_end_s, self.pool.index.next_end_s)
+        return None if end_s == math.inf else max(0.0, end_s - self.clock())
+
+    def expire(self) -> None:
+        """Pins and priorities whose time is up end."""
+        if self.next_end_in_s == 0:
+            self.retention.expire()
 
     def schedule(self) -> Step:
         """The next step; empty only where there is no work."""
@@ -181,8 +207,6 @@ class Scheduler:
             seq = chunk.sequence
             seq.n_computed = chunk.start + chunk.n
             seq.request.n_scored += chunk.n_scored
-            if chunk.start < seq.n_prompt and len(seq.request.choices) > 1:
-                self._index_prompt(seq, chunk.start)
         self.budget.observe(step.n_prefill, step_time_s)
 
     # ------------------------------------------------------------------ chunks
@@ -230,20 +254,27 @@ class Scheduler:
         at, given = 0, room
         while room > 0 and at < len(self.waiting) and len(self.running) < self.limits.max_sequences:
             seq = self.waiting[at]
-            shared = self._shared_prompt(seq)
+            shared = self._known_prefix(seq)
             if shared is None:
-                at += 1  # its sibling is computing the prompt in this very moment: let others by
+                at += 1  # what it begins with is being computed in this very moment: let others by
                 continue
             if not self._reserve_known_tokens(seq, shared):
                 break
             del self.waiting[at]
             seq.stage = Stage.RUNNING
             self.running.append(seq)
-            timings = seq.request.timings
-            if timings.first_scheduled_s is None:
-                timings.first_scheduled_s = self.clock()
+            self._lead(seq)
+            if seq.request.timings.first_scheduled_s is None:
+                self._begin(seq.request, seq.n_computed)
             room -= self._take_prefill(step, seq, room)
         return given - room
+
+    def _begin(self, request: Request, n_cached: int) -> None:
+        request.timings.first_scheduled_s = self.clock()
+        if self.prefix_cache:
+            request.n_cached = n_cached
+            self.n_queried += len(request.prompt)
+            self.n_hit += n_cached
 
     def _reserve_known_tokens(self, seq: Sequence, shared: Pages) -> bool:
         """Pages for every token that `seq` has; False, and nothing taken, when they are not there now."""
@@ -256,7 +287,7 @@ class Scheduler:
         own = self.pool.reserve(n)
         assert own is not None, f"{n} pages for the only sequence, {self.pool.n_free} of {self.pool.n_pages} free"
         seq.pages.extend(kept + own)
-        seq.n_computed = len(shared) * self.limits.page_tokens
+        seq.n_known, seq.n_computed = len(shared), len(shared) * self.limits.page_tokens
         return True
 
     # ------------------------------------------------------------------ shortage
@@ -283,38 +314,82 @@ class Scheduler:
         self.n_preemptions += 1
 
     def _give_back(self, seq: Sequence) -> None:
-        self.pool.release(seq.pages.array[::-1].tolist())  # of what is kept, a prompt's beginning goes last
+        self._stop_leading(seq)
+        self.pool.release(seq.pages.array.tolist())
         seq.pages.clear()
-        seq.n_computed = 0
+        seq.n_known = seq.n_computed = 0
 
-    # ------------------------------------------------------------------ the common prompt of n choices
+    # ------------------------------------------------------------------ prefixes that are known
 
-    def _n_shareable(self, seq: Sequence) -> int:
-        """Full pages of the prompt without its last token, which must be computed to draw the next one; for a prompt
-        that is scored, as far as it was."""
-        n_tokens = seq.n_prompt if seq.index else seq.request.n_scored
-        return (n_tokens - 1) // self.limits.page_tokens
+    def verified(self, seq: Sequence) -> None:
+        """What was drawn from its computed tokens is finite, and so are they: others may find their full pages."""
+        page_tokens = self.limits.page_tokens
+        if seq.n_computed < (seq.n_known + 1) * page_tokens and seq.leads is None and not seq.request.to_keep:
+            return  # nothing new: so it is for most tokens
+        n_full = min(seq.n_computed, self._n_public(seq)) // page_tokens
+        if n_full > seq.n_known:
+            keys, pages = self._keys(seq, n_full), seq.pages.array
+            for i in range(seq.n_known, n_full):
+                pages[i] = self.pool.publish(int(pages[i]), keys[i], int(pages[i - 1]) if i else None)
+            seq.n_known = n_full
+        self._stop_leading(seq)
+        if seq.request.to_keep:
+            self.retention.keep(seq)
 
-    def _shared_prompt(self, seq: Sequence) -> Pages | None:
-        """Computed pages that `seq` may share; None while its sibling is still computing or scoring the prompt."""
-        n_pages, request = self._n_shareable(seq), seq.request
+    def _n_public(self, seq: Sequence) -> int:
+        """So many of its tokens are of use to others: all, or without the prefix cache its prompt, to its siblings."""
+        if self.prefix_cache:
+            return seq.n_tokens
+        return seq.n_prompt if len(seq.request.choices) > 1 else 0
+
+    def _known_prefix(self, seq: Sequence) -> Pages | None:
+        """Computed pages that `seq` may share; None while it gets on sooner by waiting for more of them."""
+        if seq.leader is not None and seq.leader.leads is not None:
+            return None
+        seq.leader, request, page_tokens = None, seq.request, self.limits.page_tokens
         if seq.index and request.n_scored < seq.n_prompt:
             return None
-        if len(request.choices) == 1 or n_pages == 0:
-            return ()
-        found: list[int] = []
-        for i in range(n_pages):
-            page = self.pool.find((request.order, i))
-            if page is None:
-                break
-            found.append(page)
-        running = (s for s in request.choices if s.stage is Stage.RUNNING)
-        computing = len(found) < n_pages and any(s.n_computed < s.n_prompt for s in running)
-        return None if computing else tuple(found)
+        # the last token is computed in any case, to draw the next one; a scored prompt from the first that is not
+        scored = seq.n_tokens if seq.index or request.n_scored == seq.n_prompt else request.n_scored
+        keys = self._keys(seq, (min(scored - 1, self._n_public(seq))) // page_tokens)
+        found = self.pool.index.find(keys)
+        if len(found) < len(keys):
+            leader = self._leading.get(keys[len(found)])
+            if leader is not None and _is_worth_waiting(leader, seq, keys, len(found) * page_tokens, page_tokens):
+                seq.leader = leader
+                return None
+        return found
 
-    def _index_prompt(self, seq: Sequence, start: int) -> None:
-        """Its siblings find the pages that were filled from token `start` on."""
-        page_tokens = self.limits.page_tokens
-        n_full = min(seq.n_computed, seq.n_prompt) // page_tokens
-        for i in range(start // page_tokens, n_full):
-            self.pool.index(int(seq.pages.array[i]), (seq.request.order, i))
+    def _keys(self, seq: Sequence, n_pages: int) -> list[Key]:
+        """Of its first `n_pages`, which are full."""
+        known, page_tokens = seq.keys, self.limits.page_tokens
+        if len(known) < n_pages:
+            if not known:  # the prompt of its siblings is its own
+                known += seq.request.choices[0].keys[: seq.n_prompt // page_tokens]
+            extend_keys(known, seq.request.root, seq.tokens.array, n_pages, page_tokens)
+        return known[:n_pages]
+
+    def _lead(self, seq: Sequence) -> None:
+        """Others that begin alike may wait for what it computes beyond the pages that were known."""
+        if seq.index == 0 and seq.request.n_scored < seq.n_prompt:
+            return  # to score a prompt takes many steps: nobody waits so long
+        n_full = min(seq.n_tokens, self._n_public(seq)) // self.limits.page_tokens
+        if n_full > seq.n_known and (key := self._keys(seq, n_full)[seq.n_known]) not in self._leading:
+            self._leading[key] = seq
+            seq.leads = key
+
+    def _stop_leading(self, seq: Sequence) -> None:
+        if seq.leads is not None:
+            del self._leading[seq.leads]
+            seq.leads = None
+
+
+def _is_worth_waiting(leader: Sequence, seq: Sequence, keys: list[Key], n_known: int, page_tokens: int) -> bool:
+    """Whether `seq` has its next token sooner when the leader's prompt is computed first, and only the rest of its own.
+
+    keys: of the pages that it could share; n_known: tokens that it can share now
+    """
+    n_common = bisect_left(range(min(len(keys), len(leader.keys))), True, key=lambda i: keys[i] != leader.keys[i])
+    n_own, n_saved = seq.n_tokens - n_known, n_common * page_tokens - n_known
+    # waiting: leader.n_left + n_own - n_saved; side by side, with half of each step: twice n_own
+    return leader.n_left <= n_own + n_saved

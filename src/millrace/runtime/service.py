@@ -16,9 +16,11 @@ from types import TracebackType
 
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import BusyError, ConfigError, MillraceError
-from millrace.runtime.loop import EngineLoop, LoopStats
+from millrace.runtime.cache_options import PLAIN, CacheOptions
+from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.request import Request, StopTables
+from millrace.runtime.stats import LoopStats
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
 MAX_AT_ONCE = 512  # tokens that a reader gets in one go: who was slow must not hold up the others when it reads again
@@ -105,6 +107,11 @@ class RequestHandle:
     def n_prompt(self) -> int:
         """Tokens of all prompts."""
         return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens of all prompts that were found in the prefix cache, so far."""
+        return sum(request.n_cached for request in self.requests)
 
     @property
     def finished(self) -> bool:
@@ -200,11 +207,13 @@ class AsyncEngine:
         params: Sequence[SamplingParams],
         request_id: str | None = None,
         stops: StopTables | None = None,
+        cache: CacheOptions = PLAIN,
     ) -> RequestHandle:
         """Queue a request for each prompt, with its own params, or none of them.
 
         raises RequestError on bad input, BusyError when the queue is full or the engine closing.
         stops: the tables of their `stop`, where they were made beforehand, off the event loop
+        cache: what each asks of the prefix cache
         """
         assert self._aio is not None, "submit before start"
         n_choices = sum(own.n for own in params)
@@ -218,7 +227,7 @@ class AsyncEngine:
         first = 0
         try:
             for prompt, own in zip(prompts, params, strict=True):
-                handle.requests.append(self.loop.submit(prompt, own, deliver, request_id, stops, first))
+                handle.requests.append(self.loop.submit(prompt, own, deliver, request_id, stops, first, cache))
                 first += own.n
         except MillraceError:
             handle.cancel()

@@ -8,7 +8,10 @@ from typing import Any
 
 from millrace.errors import ConfigError, alike, nearest
 
-SAME = {"max_model_len": "max_context", "max_num_seqs": "max_batch", "n_ctx": "max_context", "n_threads": "threads"}
+SAME = {
+    "max_model_len": "max_context", "max_num_seqs": "max_batch", "n_ctx": "max_context", "n_threads": "threads",
+    "enable_prefix_caching": "prefix_cache",
+}  # fmt: skip
 _DTYPES = {"auto": None, "float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
 _KV_DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32"}
 # Name -> the values that ask for what happens anyway, and what to use where another one was meant.
@@ -25,7 +28,6 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "enforce_eager": ((False, True, None), "False: there are no CUDA graphs to do without"),
     "max_num_batched_tokens": ((None,), "max_batch=, for fewer sequences at a time; steps have 512 tokens"),
     "enable_chunked_prefill": ((None, True), "True: prompts are always computed in chunks"),
-    "enable_prefix_caching": ((None, False), "n= in SamplingParams: the answers of one request share its prompt"),
     "disable_log_stats": ((True, False, None), "True: an LLM logs nothing"),
     "seed": ((None, 0), "SamplingParams(seed=...), which gives the same answer in any batch"),
     "revision": ((None,), 'the model as "org/name@revision"'),

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.runtime.params import Delta, FinishReason, TokenLogprobs, check_context
-from millrace.serve.fields import chat_params
+from millrace.serve.fields import cache_options, chat_params
 from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start
 from millrace.serve.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
 from millrace.serve.protocol import ChatRequest
@@ -32,7 +32,7 @@ Finish = Literal["stop", "length"]
 async def chat_completions(backend: TextBackend, call: Call, asked: ChatRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     model = call.model
-    params = chat_params(asked)
+    params, cache = chat_params(asked), cache_options(asked)
     prompt = await backend.texts.encode_chat(
         asked.messages,
         body_bytes=call.body_bytes,
@@ -42,7 +42,8 @@ async def chat_completions(backend: TextBackend, call: Call, asked: ChatRequest)
     )
     asked.messages = []  # they may be many times the body, and the answer may take minutes
     check_context(len(prompt), params.max_tokens, backend.model.max_context, "messages")
-    generation = await start(backend, [prompt], params, call, whole_bytes=None if asked.stream else CHAT_BYTES)
+    whole_bytes = None if asked.stream else CHAT_BYTES
+    generation = await start(backend, [prompt], params, call, whole_bytes=whole_bytes, cache=cache)
     answer = _Answer(backend, generation, f"chatcmpl-{call.id}", model)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))

@@ -11,8 +11,8 @@ from starlette.types import ASGIApp
 from millrace.errors import RequestError
 from millrace.runtime.params import Delta, check_context
 from millrace.serve.chat import finish_of
-from millrace.serve.fields import completion_params, texts_or_ids
-from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start
+from millrace.serve.fields import cache_options, completion_params, texts_or_ids
+from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start, usage_of
 from millrace.serve.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
 from millrace.serve.protocol import CompletionRequest
 from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply, Usage
@@ -23,7 +23,7 @@ from millrace.serve.wire import Call
 async def completions(backend: TextBackend, call: Call, asked: CompletionRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     model = call.model
-    params = completion_params(asked)
+    params, cache = completion_params(asked), cache_options(asked)
     max_tokens = asked.max_tokens or None  # 0: an echo alone, which needs room for the token that is drawn
     given = _prompts(asked.prompt, params.n, max_tokens, backend)
     special = asked.add_special_tokens is not False
@@ -34,7 +34,7 @@ async def completions(backend: TextBackend, call: Call, asked: CompletionRequest
         echoes = [await backend.texts.echo(said, ids, special, params.skip_special_tokens) for said, ids in pairs]
     asked.prompt, given = "", []  # they may be many times the body, and the answer may take minutes
     whole_bytes = None if asked.stream else COMPLETION_BYTES
-    generation = await start(backend, prompts, params, call, continues=True, whole_bytes=whole_bytes)
+    generation = await start(backend, prompts, params, call, continues=True, whole_bytes=whole_bytes, cache=cache)
     answer = _Answer(backend, generation, f"cmpl-{call.id}", model, echoes, prompt_only=asked.max_tokens == 0)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
@@ -99,8 +99,8 @@ class _Answer:
 
     @property
     def _usage(self) -> Usage:
-        n_prompt = self._generation.handle.n_prompt
-        return Usage(n_prompt, 0, n_prompt) if self._prompt_only else self._generation.usage
+        handle = self._generation.handle
+        return usage_of(handle.n_prompt, 0, handle.n_cached) if self._prompt_only else self._generation.usage
 
     async def stream(self, usage: StreamUsage) -> AsyncIterator[bytes]:
         """Blocks of events. raises GenerationFailedError"""

@@ -8,13 +8,14 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET
 
 from millrace.checkpoint.chat import normalised
 from millrace.errors import RequestError, nearest
+from millrace.runtime.cache_options import PLAIN, CacheOptions
 from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
 from millrace.serve.errors import HttpError, not_yet
 from millrace.serve.protocol import (
@@ -251,6 +252,24 @@ def completion_params(asked: CompletionRequest) -> SamplingParams:
     # the engine draws one token at least: of an echo alone, `completions` leaves it out
     params = _params(asked, 1 if asked.max_tokens == 0 else asked.max_tokens, asked.logprobs)
     return replace(params, prompt_logprobs=asked.logprobs)
+
+
+class AsksCache(Protocol):
+    """A request with these fields."""
+
+    cache_salt: str | None
+    cache_priority: int | None
+    cache_ttl_s: float | None
+    cache_pin: bool | None
+
+
+def cache_options(asked: AsksCache) -> CacheOptions:
+    """raises RequestError naming the field"""
+    given = (asked.cache_salt, asked.cache_priority, asked.cache_ttl_s, asked.cache_pin)
+    if given == (None, None, None, None):
+        return PLAIN
+    salt, priority, ttl_s, pin = given
+    return CacheOptions(salt=salt or "", priority=priority, ttl_s=ttl_s, pin=bool(pin))
 
 
 def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) -> SamplingParams:

@@ -14,12 +14,13 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from millrace.errors import RequestError
+from millrace.runtime.cache_options import PLAIN, CacheOptions
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, with_length
 from millrace.runtime.request import StopTables
 from millrace.runtime.service import RequestHandle
 from millrace.serve.errors import ABORTED, generation_failed
 from millrace.serve.protocol import StreamOptions
-from millrace.serve.replies import Asked, Usage
+from millrace.serve.replies import Asked, PromptTokensDetails, Usage
 from millrace.serve.serving import LARGE, LARGE_STEP
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
@@ -80,11 +81,12 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return _usage(self.handle.n_prompt, self.n_generated)
+        return usage_of(self.handle.n_prompt, self.n_generated, self.handle.n_cached)
 
     def usage_so_far(self, choice: int) -> Usage:
         """Of one choice alone, in the middle of a stream, as vLLM counts it."""
-        return _usage(len(self.handle.requests[choice // self.params.n].prompt), self._n_generated[choice])
+        request = self.handle.requests[choice // self.params.n]
+        return usage_of(len(request.prompt), self._n_generated[choice], request.n_cached)
 
     @property
     def asked(self) -> Asked:
@@ -184,10 +186,12 @@ async def start(
     *,
     continues: bool = False,
     whole_bytes: int | None = None,
+    cache: CacheOptions = PLAIN,
 ) -> Generation:
     """Submit all prompts, or none.
 
     continues: they are texts, whose answers are short where no length is said
+    cache: what each asks of the prefix cache
     whole_bytes: of each log probability in an answer that is held until it is complete; None: it is a stream
     raises RequestError, BusyError
     """
@@ -200,7 +204,7 @@ async def start(
         )
         check_whole(n_tokens, params.logprobs, whole_bytes, backend.settings.max_unread_bytes)
     stops = await backend.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
-    return Generation(engine.submit(prompts, each, call.id, stops), params, call, backend)
+    return Generation(engine.submit(prompts, each, call.id, stops, cache), params, call, backend)
 
 
 def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int) -> None:
@@ -219,8 +223,9 @@ def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int) -> 
         )
 
 
-def _usage(n_prompt: int, n_generated: int) -> Usage:
-    return Usage(n_prompt, n_generated, n_prompt + n_generated)
+def usage_of(n_prompt: int, n_generated: int, n_cached: int) -> Usage:
+    """n_cached: tokens of the prompt that were found in the prefix cache"""
+    return Usage(n_prompt, n_generated, n_prompt + n_generated, PromptTokensDetails(n_cached))
 
 
 def _joined(a: Delta, b: Delta) -> Delta:

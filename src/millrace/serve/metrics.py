@@ -17,8 +17,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from millrace.engine.executor import ExecutorLimits
-from millrace.runtime.loop import LoopStats
 from millrace.runtime.request import Timings
+from millrace.runtime.stats import LoopStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name",)
@@ -171,13 +171,25 @@ def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iter
     yield gauge(model, "vllm:num_requests_running", "Sequences that hold KV pages", stats.running)
     yield gauge(model, "vllm:num_requests_waiting", "Sequences that wait for their first step", stats.waiting)
     yield gauge(model, "vllm:kv_cache_usage_perc", "Share of the KV pages in use; 1 is all", used)
-    yield counter(model, "vllm:prompt_tokens", "Prompt tokens computed", stats.prompt_tokens_total)
+    yield counter(
+        model, "vllm:prompt_tokens", "Prompt tokens, computed or found in the prefix cache", stats.prompt_tokens_total
+    )
     yield counter(model, "vllm:generation_tokens", "Tokens generated", stats.generation_tokens_total)
     yield counter(model, "vllm:num_preemptions", "Sequences preempted", stats.preemptions_total)
+    said = "Prompt tokens looked up in the prefix cache"
+    yield counter(model, "vllm:prefix_cache_queries", said, stats.prefix_queries_total)
+    said = "Prompt tokens found in the prefix cache, and so not computed"
+    yield counter(model, "vllm:prefix_cache_hits", said, stats.prefix_hits_total)
     yield _finished(model, stats)
     yield _iterations(model, stats)
     yield _config(model, limits)
     yield gauge(model, "millrace:kv_pages_used", "KV pages in use", stats.pages_used)
+    said = "KV pages that are free, but kept: a prompt that begins as they do finds them"
+    yield gauge(model, "millrace:kv_pages_kept", said, stats.pages_kept)
+    said = "KV pages in use that prompts pinned"
+    yield gauge(model, "millrace:kv_pages_pinned", said, stats.pages_pinned)
+    said = "KV pages whose content was given up for others"
+    yield counter(model, "millrace:kv_pages_evicted", said, stats.pages_evicted_total)
     yield gauge(model, "millrace:engine_healthy", "1 while the engine loop runs", stats.healthy)
     silent_s = 0.0 if stats.idle else stats.last_step_s
     yield gauge(model, "millrace:engine_silent_seconds", "Since the last step; 0 when idle", silent_s)

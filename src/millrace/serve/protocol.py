@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, defstruct
 
+from millrace.runtime.cache_options import MAX_SALT_CHARACTERS, MAX_TTL_S
+from millrace.runtime.pages import DEFAULT_PRIORITY
 from millrace.runtime.params import (
     LEAST,
     MAX_BIASED_TOKENS,
@@ -87,6 +89,16 @@ class SamplingFields(Struct, kw_only=True):
         dict[int, float] | None,
         _is(f"token id to a number added to its logit, -100 to 100; at most {MAX_BIASED_TOKENS}"),
     ] = None
+    cache_salt: Annotated[
+        str | None, _is(f"only requests with the same one share KV pages; at most {MAX_SALT_CHARACTERS} characters")
+    ] = None
+    cache_priority: Annotated[
+        int | None, _is("of the prompt's KV pages: when room is needed, lower ones go first", DEFAULT_PRIORITY, 0, 100)
+    ] = None
+    cache_ttl_s: Annotated[
+        float | None, _is("seconds until cache_priority or cache_pin end; left out: never, or an hour", high=MAX_TTL_S)
+    ] = None
+    cache_pin: Annotated[bool | None, _is("keep the prompt's KV pages whatever comes", False)] = None
     stream: Annotated[bool | None, _is("server-sent events instead of one answer", False)] = None
     stream_options: Annotated[StreamOptions | None, _is("with stream")] = None
 
@@ -174,7 +186,7 @@ IGNORED: frozenset[str] = frozenset(
     [
         *("reasoning_effort", "verbosity", "reasoning", "include_reasoning", "separate_reasoning", "stream_reasoning"),
         *("think", "thinking", "prediction"),
-        *("request_id", "cache_salt", "kv_transfer_params", "mm_processor_kwargs", "rid", "cache_prompt", "id_slot"),
+        *("request_id", "kv_transfer_params", "mm_processor_kwargs", "rid", "cache_prompt", "id_slot"),
         *("timings_per_token", "return_progress"),
         *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock", "keep_alive"),
         *("provider", "route", "models", "transforms", "usage", "session_id", "trace", "tags"),

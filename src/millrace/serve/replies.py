@@ -20,7 +20,7 @@ class ErrorReply(Struct):
 
 
 class PromptTokensDetails(Struct, frozen=True):
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # found in the prefix cache, and so not computed
     audio_tokens: int = 0
 
 
@@ -32,7 +32,7 @@ class CompletionTokensDetails(Struct, frozen=True):
 
 
 class Usage(Struct):
-    """All details are 0 so far: no prompt is taken from a cache, and an answer is one text."""
+    """The details of the completion are 0 so far: an answer is one text."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -22,10 +22,10 @@ from millrace.engine.bound import DecodeWork
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import CheckpointError, MillraceError, RequestError
 from millrace.machine.roofline import Roofline
-from millrace.runtime.loop import LoopStats
 from millrace.runtime.params import FinishReason, SamplingParams, context_exceeded
 from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine
+from millrace.runtime.stats import LoopStats
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.errors import HttpError
 from millrace.serve.fields import check_messages
@@ -34,6 +34,7 @@ from millrace.serve.logprobs import Echo
 from millrace.serve.metrics import decode_metrics, engine_metrics
 from millrace.serve.protocol import Message
 from millrace.serve.serving import Lane, Serving
+from millrace.serve.warm import WarmPrompt, warm
 
 SHORT_CHARACTERS = 512  # tokenised at once: that takes less time than the way to a thread and back
 LONG_CHARACTERS = 8192  # in a process of its own, which is started for the first such text
@@ -245,6 +246,7 @@ class TextModel(ServedModel):
     tokenizer_folder: Path | None = None  # where a process for long texts finds it; None: they go to a thread
     chat_template: ChatTemplate | None
     decode_clock: DecodeClock | None = None  # None: no roofline was measured here
+    warm_prompts: tuple[WarmPrompt, ...] = ()  # computed before the server is ready
 
     def backend(self, serving: Serving) -> "TextBackend":
         return TextBackend(self, serving)
@@ -294,9 +296,18 @@ class TextBackend(Backend):
         self.model.engine.start()
 
     async def warm_up(self) -> str | None:
-        """A request and a chat, side by side."""
+        """A request and a chat, side by side; then the prompts that are to be known."""
         trouble, _ = await asyncio.gather(self._warm_up_engine(), self._warm_up_template())
-        return trouble
+        return trouble or await warm(self.model.warm_prompts, self._warm_tokens, self.model.engine)
+
+    async def _warm_tokens(self, prompt: WarmPrompt) -> list[int]:
+        """raises MillraceError. A conversation ends where its next message would begin"""
+        line = prompt.line
+        if line.messages is None:
+            return (await self.texts.encode([line.prompt or ""], True, "prompt"))[0]
+        return await self.texts.encode_chat(
+            line.messages, body_bytes=prompt.n_bytes, add_generation_prompt=False, extra=line.chat_template_kwargs
+        )
 
     def pulse(self) -> LoopStats:
         return self.model.engine.stats()

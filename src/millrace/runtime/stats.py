@@ -1,0 +1,30 @@
+"""What an engine loop says of itself."""
+
+from dataclasses import dataclass
+
+from millrace.runtime.params import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopStats:
+    """One moment of the loop. Totals only grow; times are in seconds."""
+
+    running: int  # sequences that hold pages
+    waiting: int  # sequences that do not: submitted or preempted
+    pages_used: int  # that somebody owns
+    pages_kept: int  # of the others, those of which the content is known and may be found again
+    pages_pinned: int  # of those used: they are kept for prompts to come
+    pages_total: int
+    prompt_tokens_total: int  # of requests whose prompt is computed or known; not counted again after a preemption
+    generation_tokens_total: int
+    preemptions_total: int
+    prefix_queries_total: int  # tokens of prompts that were looked up in the prefix cache
+    prefix_hits_total: int  # of these, those that were found, and so not computed
+    pages_evicted_total: int
+    steps_total: int
+    step_tokens_total: int  # computed by the executor, recomputation included
+    finished_total: dict[FinishReason, int]  # choices
+    last_step_s: float  # since the loop last showed progress
+    idle: bool  # nothing submitted, waiting or running
+    healthy: bool  # False: the loop has stopped on an error
+    request_time_s: float  # smoothed, from the first step of a request to its end; 0 before the first
