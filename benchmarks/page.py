@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import contexts, start
 from benchmarks.runs import (
+    REAL,
     Numbers,
     Result,
     Speed,
@@ -25,7 +26,6 @@ from benchmarks.runs import (
 )
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-REAL = "SmolLM2-135M-Instruct.Q4_1"
 _ORDER = ("prefill-512", "prefill-4096", "decode-1", "decode-4", "decode-16")
 
 _HEAD = """# Performance
@@ -236,13 +236,32 @@ def _products() -> Iterator[list[str]]:
 
 
 def _engines() -> Iterator[str]:
-    """Versions, commits and build flags."""
+    """Versions, commits and build flags; what was tried before they were set up so."""
     rows: dict[tuple[str, ...], None] = {}
+    tried: list[tuple[str, ...]] = []
     for _, result in of_kind("peers"):
+        run = f"{result['date']}, {host(result)}"
         for name, e in result["engines"].items():
-            rows[(name, e["version"], _settings(e["settings"]), f"{result['date']}, {host(result)}")] = None
-    yield "## Engines\n\nVersions, build flags and settings, as each told them in its run."
-    yield table(("engine", "version", "settings", "run"), sorted(map(list, rows)))
+            settings = {key: value for key, value in e["settings"].items() if key != "tried"}
+            found = "not compared" if "correlation" not in e else f"{e['correlation']:.3f}"
+            rows[(name, e["version"], _settings(settings), found, run)] = None
+            tried += [(name, w, _tried(of), run) for w, of in e["settings"].get("tried", {}).items()]
+    yield (
+        "## Engines\n\nVersions, build flags and settings, as each told them in its run. Output: how its logits"
+        " correlate with those of millrace-bf16 in the same run; below 0.5 an engine is left out."
+    )
+    yield table(("engine", "version", "settings", "output", "run"), sorted(map(list, rows)))
+    if tried:
+        yield "### What was tried\n\nSeconds of one sample in the warm-up, the best of two, the fastest first."
+        yield table(("engine", "workload", "settings", "run"), sorted(map(list, tried)))
+
+
+def _tried(settings: Sequence[Result]) -> str:
+    told = (
+        (s["seconds"], ", ".join(f"{k} {v}" for k, v in s.items() if k != "seconds" and v is not None))
+        for s in settings
+    )
+    return "; ".join(f"{how}: {seconds:.3g}" for seconds, how in sorted(told))
 
 
 def _left_out() -> Iterator[str]:

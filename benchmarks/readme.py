@@ -3,8 +3,8 @@
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from benchmarks.page import REAL, kl, megabytes, table
-from benchmarks.runs import Result, Speed, host, left_out, of_kind, remarks, speeds
+from benchmarks.page import kl, megabytes, table
+from benchmarks.runs import REAL, Result, Speed, host, left_out, of_kind, remarks, speeds
 
 ROOT = Path(__file__).parents[1]
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "speed.svg"
