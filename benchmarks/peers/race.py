@@ -118,7 +118,8 @@ def _turns(children: dict[str, Child], workload: Workload, at: int, course: Cour
     names = list(children)
     first = at % max(1, len(names))
     for name in names[first:] + names[:first]:
-        say(f"round {at + 1} of {course.rounds}, {workload.name}, {name}")
+        turn = "uncounted round" if at == UNCOUNTED else f"round {at + 1} of {course.rounds}"
+        say(f"{turn}, {workload.name}, {name}")
         reply = _ask(children, name, "run", workload.name, found)
         if reply and at != UNCOUNTED:
             found.samples.append(Sample(at, workload.name, name, **reply))
