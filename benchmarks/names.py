@@ -1,4 +1,4 @@
-"""In which numbers an engine computes, said the same way in every row of every table: weights, activations, head."""
+"""In which numbers an engine computes, said alike in all tables: weights, activations, head and the rest."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.precision import HADAMARD, SCALING_WORDS
 
 _WEIGHTS = {WeightFormat.F32: "fp32", WeightFormat.BF16: "bf16", WeightFormat.W8: "int8", WeightFormat.W4: "int4"}
+BY_TILES = "attention by tiles"  # of AMX, whose sums are others
 _ROWS = {RowFormat.F32: "fp32", RowFormat.BF16: "bf16", RowFormat.Q8: "int8", RowFormat.HADAMARD_Q8: "int8"}
 
 
@@ -21,6 +22,7 @@ def named(engine: Engine) -> dict[str, str]:
         "weights": _most(layers, _weights), "activations": _most(layers, _rows),
         "head": f"{_both(head)}" + (f", its best {again} again in w8a8" if again else ""),
         "kv": engine.manifest.kv_format,
+        "attention": BY_TILES if any(c.kernel == "attention" and c.params["tiles"] for c in calls) else "",
     }  # fmt: skip
 
 

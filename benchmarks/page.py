@@ -3,6 +3,7 @@
 Every run of a claim is shown with its spread, not the best one; verdicts are those that the result files hold.
 """
 
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from benchmarks import contexts, start
 from benchmarks.runs import (
+    REAL,
     Numbers,
     Result,
     Speed,
@@ -25,7 +27,7 @@ from benchmarks.runs import (
 )
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-REAL = "SmolLM2-135M-Instruct.Q4_1"
+SHOWN = {"prefill-512": "prompt of 512", "decode-1": "1 user", "decode-16": "16 users"}
 _ORDER = ("prefill-512", "prefill-4096", "decode-1", "decode-4", "decode-16")
 
 _HEAD = """# Performance
@@ -52,25 +54,47 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _accuracy() -> Iterator[str]:
-    yield "## What each precision costs\n\n`python -m benchmarks.perplexity`; a table's first row is its reference."
+    yield (
+        "## What each precision costs\n\n`python -m benchmarks.perplexity`; a table's first row is its reference."
+        " Speeds beside the price: all engines of a table in one process, in turns, the median and in brackets the"
+        " slowest and fastest of five samples."
+    )
     for _, result in of_kind("perplexity"):
         yield f"### {result['model']}\n\n{result['tokens']:,} tokens, {result['text']}; {label(result)}"
         yield _scores(result["scores"])
         yield "A body under each head, beside a head in float32:"
         yield _scores(result["heads"])
+        for other in result.get("more", ()):
+            yield f"{other['about'].capitalize()}, {other['text']}, {other['tokens']:,} tokens:"
+            yield _scores(other["scores"])
 
 
 def _scores(scores: Sequence[Result]) -> str:
-    numbers = ("weights", "activations", "head", "kv")
+    numbers = ("weights", "activations", "head", "kv", "attention")
+    timed = [f"{name}, tok/s" for name in SHOWN.values()] if any("speed" in s for s in scores) else []
     rows = [
         [
-            s["precision"], " / ".join(s[k] for k in numbers if k in s), f"{s['perplexity']:.3f}",
-            f"{s['ratio'] - 1:+.2%}", f"{s['mean_kl']:.2g}", f"{s['agreement']:.1%}",
+            s["precision"], " / ".join(s[k] for k in numbers if s.get(k)), f"{s['perplexity']:.3f}",
+            f"{s['ratio'] - 1:+.2%}", f"{s['mean_kl']:.2g}", f"{s['agreement']:.1%}", *(_paces(s) if timed else ()),
         ]
         for s in scores
     ]  # fmt: skip
-    header = ("engine", "weights / activations / head / KV", "perplexity", "", "KL", "same likeliest token")
+    header = ("engine", "weights / activations / head / KV", "perplexity", "", "KL", "same likeliest token", *timed)
     return table(header, rows)
+
+
+def _paces(score: Result) -> Iterator[str]:
+    """Tokens a second with the slowest and the fastest sample; empty where the engine was not timed."""
+    for name in SHOWN:
+        found = score.get("speed", {}).get(name)
+        yield "" if found is None else f"{found['tokens_per_s']:,.0f}{_spread(found)}"
+
+
+def _spread(speed: Result) -> str:
+    """Of the samples, in tokens a second."""
+    seconds = speed["samples_s"]
+    tokens = speed["tokens_per_s"] * statistics.median(seconds)
+    return f" ({tokens / max(seconds):,.0f}-{tokens / min(seconds):,.0f})"
 
 
 def _speeds() -> Iterator[str]:
@@ -161,9 +185,10 @@ def _judged_now(result: Result) -> list[Result]:
 
 
 def _others() -> Iterator[str]:
-    yield "## Embeddings, long contexts, starts, the server, sampling, single products, versions"
+    yield "## Embeddings, long contexts, starts, the server, sampling, single products, rounding, versions"
     header = ("what", "figure", "run")
-    rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_versions()]
+    rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_hadamard()]
+    rows += _versions()
     yield table(header, rows)
 
 
@@ -235,14 +260,43 @@ def _products() -> Iterator[list[str]]:
         yield [f"{who}: 10^9 operations/s by rows", rates, label(r)]
 
 
+def _hadamard() -> Iterator[list[str]]:
+    for _, r in of_kind("hadamard"):
+        for p in r["prices"]:
+            plain, *others = p["ways"]
+            who = f"rounding and products of a layer of 1.1B, {p['weights']} on {p['isa']}, {p['rows']} rows"
+            told = ", ".join(f"{w['name']} {w['ratio'] - 1:+.1%}" for w in others)
+            figure = f"{plain['median_s'] * 1e3:.3f} ms with activations in {plain['name']}; {told}"
+            yield [who, figure, label(r)]
+
+
 def _engines() -> Iterator[str]:
-    """Versions, commits and build flags."""
+    """Versions, commits and build flags; what was tried before they were set up so."""
     rows: dict[tuple[str, ...], None] = {}
+    tried: list[tuple[str, ...]] = []
     for _, result in of_kind("peers"):
+        run = f"{result['date']}, {host(result)}"
         for name, e in result["engines"].items():
-            rows[(name, e["version"], _settings(e["settings"]), f"{result['date']}, {host(result)}")] = None
-    yield "## Engines\n\nVersions, build flags and settings, as each told them in its run."
-    yield table(("engine", "version", "settings", "run"), sorted(map(list, rows)))
+            settings = {key: value for key, value in e["settings"].items() if key != "tried"}
+            found = "not compared" if "correlation" not in e else f"{e['correlation']:.3f}"
+            rows[(name, e["version"], _settings(settings), found, run)] = None
+            tried += [(name, w, _tried(of), run) for w, of in e["settings"].get("tried", {}).items()]
+    yield (
+        "## Engines\n\nVersions, build flags and settings, as each told them in its run. Output: how its logits"
+        " correlate with those of millrace-bf16 in the same run; below 0.5 an engine is left out."
+    )
+    yield table(("engine", "version", "settings", "output", "run"), sorted(map(list, rows)))
+    if tried:
+        yield "### What was tried\n\nSeconds of one sample in the warm-up, the best of two, the fastest first."
+        yield table(("engine", "workload", "settings", "run"), sorted(map(list, tried)))
+
+
+def _tried(settings: Sequence[Result]) -> str:
+    told = (
+        (s["seconds"], ", ".join(f"{k} {v}" for k, v in s.items() if k != "seconds" and v is not None))
+        for s in settings
+    )
+    return "; ".join(f"{how}: {seconds:.3g}" for seconds, how in sorted(told))
 
 
 def _left_out() -> Iterator[str]:

@@ -6,7 +6,11 @@
 `--text FILE` is read as llama-perplexity reads it (evaluate/windows.py), its first 120,000 characters. `tiny` reads
 held-out documents of the generator that it was trained with, another checkpoint without a text what it drew itself in
 float32 with fixed seeds; of these every token but the first is predicted. llama.cpp reads the same tokens of a GGUF
-file, where it is installed. Writes results/perplexity-MODEL-TIME-COMMIT.json.
+file, where it is installed. Each engine is timed, too, all in turns: `benchmarks.paces`.
+
+A text is read in another cut as well, 32 pieces of 192 tokens, for a few precisions. Of a GGUF file and a text, copies
+of the model in floats and in Q8_0 are read, each beside its own float32. Writes
+results/perplexity-MODEL-TIME-COMMIT.json.
 """
 
 import argparse
@@ -17,14 +21,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import pages_for
+from benchmarks.copies import copies
+from benchmarks.measure import TILES, TUNE_S, bandwidth, pages_for
 from benchmarks.names import named
+from benchmarks.paces import CONTEXT, PACES, Speeds, Timed, in_turns
+from benchmarks.peers.millrace_engine import MillraceEngine
 from benchmarks.peers.workloads import Phase, Workload
 from benchmarks.record import RESULTS, provenance, write_result
 from millrace import LLM, SamplingParams
@@ -34,15 +41,19 @@ from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.find import BUNDLED
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
+from millrace.compile.tune import Tuning
 from millrace.engine.engine import Engine
 from millrace.engine.executor import IntArray
 from millrace.engine.kv import KvFormat
+from millrace.errors import RequestError
 from millrace.evaluate.divergence import LogProbs, Reader, compared, log_probabilities, log_softmax
 from millrace.evaluate.windows import windows
+from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.machine.cpu import usable_cores
 
 DOCUMENTS, LENGTH = 32, 192  # how many, and tokens of each at most: a few thousand in all, and it takes seconds
+LLAMA_CPP = "llama.cpp, the file as it is"
 CHARACTERS = 120_000  # of a text
 ROWS = 96  # tokens whose logits one step gives
 Say = Callable[[str], None]
@@ -84,12 +95,22 @@ PRECISIONS = (
     Variant("w8a8 g128, attention by tiles", "w8a8", tiles=True),
     Variant("w8a8 g128, int8 kv", "w8a8", kv=KvFormat.INT8),
     Variant("w4a8 g64", "w4a8", 64), Variant("w4a8 g128", "w4a8"),
+    Variant("w4a8 g128, attention by tiles", "w4a8", tiles=True),
 )  # fmt: skip
-# What nobody asked for, and other ways to compute what a file stores: its integers, in its own groups.
+# What nobody asked for, as a build here makes it, and other ways to compute what a file stores: its integers, in its
+# own groups.
+DEFAULT = Variant("as stored (default)", None, tiles=TILES)
 STORED = (
-    Variant("as stored (default)", None), Variant("as stored, int8 kv", None, kv=KvFormat.INT8),
+    DEFAULT, *([Variant("as stored, sums in pairs", None)] if TILES else []),
+    Variant("as stored, int8 kv", None, kv=KvFormat.INT8),
     Variant("w4a16, stored groups", "w4a16", 32), Variant("w8a8, stored groups", "w8a8", 32),
 )  # fmt: skip
+# In the short cut, and of copies of the weights.
+SHORT = (
+    Variant("fp32", "fp32"), Variant("bf16", "bf16"), Variant("w8a8 g128", "w8a8"),
+    Variant("w8a8 g128, activations g32", "w8a8:32"), Variant("w8a8 g64", "w8a8", 64), DEFAULT,
+)  # fmt: skip
+COPIES = (Variant("fp32", "fp32"), Variant("w8a8 g128", "w8a8"), DEFAULT)
 # A body in float32 under each head: what the head alone does to the answers.
 HEADS = (
     Variant("head fp32", "fp32"), Variant("head w8a8 (default of w8a8 and w4a8)", "fp32", head="w8a8"),
@@ -100,7 +121,10 @@ HEADS = (
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one engine; the last three beside the first of its table. weights ... head: as `benchmarks.names` says them"""
+    """Of one engine; ratio, mean_kl and agreement beside the first of its table.
+
+    weights ... head, attention: as `benchmarks.names` says them; speed: as `benchmarks.paces` does, where it was timed
+    """
 
     precision: str
     weights: str
@@ -111,25 +135,41 @@ class Cost:
     ratio: float  # of the perplexities
     mean_kl: float  # nats by which its distribution differs, on average over positions
     agreement: float  # share of positions whose likeliest token is the same
+    attention: str = ""
+    speed: Speeds | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it goes into a result file, without a speed where there is none."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+class Loaded(NamedTuple):
+    """An engine: in which numbers it computes, how it reads, and itself, to be timed."""
+
+    numbers: dict[str, str]
+    read: Reader
+    engine: Timed
 
 
 @contextmanager
-def ours(folder: Path, variant: Variant, longest: int) -> Iterator[tuple[dict[str, str], Reader]]:
-    """In which numbers an engine of ours computes, and how it reads; gone when the block ends. folder: or GGUF file"""
-    source = Source.from_checkpoint(Checkpoint.open(folder), max(longest, LENGTH))
+def ours(folder: Path, variant: Variant, longest: int, *, timed: bool = False) -> Iterator[Loaded]:
+    """One of ours; gone when the block ends. folder: or GGUF file; timed: tuned, with room for what is timed"""
+    source = Source.from_checkpoint(Checkpoint.open(folder), max(longest, LENGTH, CONTEXT if timed else 0))
     asked = variant.precision and precision_map(variant.precision, variant.group, variant.head)
     options = BuildOptions(precision=asked or None, max_batch=ROWS, kv_format=variant.kv, tiles=variant.tiles)
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "engine"
-        write_engine(source, plan_engine(source, options), out, name=folder.stem)
-        engine = Engine.open(out)
-        executor = engine.executor(n_pages=pages_for(1, longest))
-        yield named(engine), lambda ids, first: log_probabilities(executor, ids, first)
-        executor.close()
+        tuning = Tuning(TUNE_S) if timed else None
+        write_engine(source, plan_engine(source, options), out, name=folder.stem, tuning=tuning)
+        opened = Engine.open(out)
+        room = max(pages_for(w.users, w.prompt + w.new) for w in PACES) if timed else 0
+        engine = MillraceEngine(opened, usable_cores(), n_pages=max(pages_for(1, longest), room))
+        yield Loaded(named(opened), lambda ids, first: log_probabilities(engine.executor, ids, first), engine)
+        engine.executor.close()
 
 
 @contextmanager
-def llama_cpps(path: Path, longest: int, cache: int | None = None) -> Iterator[tuple[dict[str, str], Reader]]:
+def llama_cpps(path: Path, longest: int, cache: int | None = None) -> Iterator[Loaded]:
     """The same of llama.cpp.
 
     cache: the type of keys and values as of LlamaCppEngine; where it is said, attention is not fused
@@ -147,7 +187,8 @@ def llama_cpps(path: Path, longest: int, cache: int | None = None) -> Iterator[t
             context.decode(steps)
         return log_softmax(np.stack([context.logits(at, engine.vocab) for at in range(first, n)]))
 
-    yield {key: str(getattr(described, key)) for key in ("weights", "activations", "head", "kv")}, read
+    numbers = {key: str(getattr(described, key)) for key in ("weights", "activations", "head", "kv")}
+    yield Loaded(numbers, read, engine)
     context.close()
     engine.close()
 
@@ -158,24 +199,37 @@ def costs(
     variants: Sequence[Variant] = PRECISIONS,
     llama_cpp: bool = False,
     say: Say = lambda _: None,
+    *,
+    timed: bool = False,
 ) -> list[Cost]:
     """One for each variant; the first is the reference. llama_cpp: and one for it, on the same GGUF file.
 
     All engines are loaded at the same time, and memory holds the log probabilities of one sequence.
+    timed: and each is timed, in turns, before it reads
     """
     with ExitStack() as stack:
-        engines = {v.name: stack.enter_context(ours(folder, v, text.longest)) for v in variants}
+        engines = {v.name: stack.enter_context(ours(folder, v, text.longest, timed=timed)) for v in variants}
         if llama_cpp:
-            engines["llama.cpp, the file as it is"] = stack.enter_context(llama_cpps(folder, text.longest))
-        readers = {name: read for name, (_, read) in engines.items()}
+            engines[LLAMA_CPP] = stack.enter_context(llama_cpps(folder, text.longest))
+        speeds: dict[str, Speeds] = {}
+        if timed:
+            speeds = in_turns({name: e.engine for name, e in engines.items()}, _bandwidth, say=say)
+        readers = {name: e.read for name, e in engines.items()}
         found = compared(
             readers[variants[0].name], readers, text.sequences, text.first,
             lambda done, of: say(f"{len(readers)} engines, {done} of {of} sequences read"),
         )  # fmt: skip
         return [
-            Cost(name, **numbers, perplexity=s.perplexity, ratio=s.ratio, mean_kl=s.mean_kl, agreement=s.agreement)
-            for (name, (numbers, _)), s in zip(engines.items(), found.values(), strict=True)
-        ]
+            Cost(
+                name, **engines[name].numbers, perplexity=s.perplexity, ratio=s.ratio, mean_kl=s.mean_kl,
+                agreement=s.agreement, speed=speeds.get(name),
+            )
+            for name, s in found.items()
+        ]  # fmt: skip
+
+
+def _bandwidth() -> float:
+    return bandwidth(usable_isas()[0], usable_cores())
 
 
 def tiny_text() -> Text:
@@ -202,11 +256,42 @@ def given_text(folder: Path, text: Path) -> Text:
     return Text([*cut.ids], cut.first)
 
 
-def show(found: Sequence[Cost], console: Console) -> None:
-    table = Table("precision", "perplexity", "of the first's", "mean KL", "same likeliest token")
+def short_text(folder: Path, text: Path) -> Text:
+    """The beginning of a file in DOCUMENTS pieces of LENGTH tokens, each behind the beginning token where there is one;
+    every token but the first is predicted. Fewer pieces of a short text, at least one. raises RequestError"""
+    tokenizer = Checkpoint.open(folder).tokenizer
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    size = LENGTH - len(begin)
+    ids = tokenizer.encode(text.read_text(encoding="utf-8")[:CHARACTERS], add_special_tokens=False)
+    n = min(DOCUMENTS, len(ids) // size)
+    if not n:
+        raise RequestError(f"the text has {len(ids)} tokens", f"at least {size}, one piece", "give a longer text")
+    return Text([np.array(begin + ids[at : at + size], np.int32) for at in range(0, n * size, size)])
+
+
+def more(folder: Path, file: Path, text: Text, llama_cpp: bool, say: Say) -> Iterator[dict[str, Any]]:
+    """Further tables: of the short cut; then, of a GGUF file, of its copies, in the same windows as the file."""
+    cut = short_text(folder, file)
+    found = costs(folder, cut, SHORT, llama_cpp, say)
+    yield _table("the short cut", f"{len(cut.sequences)} pieces of {cut.longest} tokens", cut, found)
+    if is_gguf(folder):
+        with copies(folder) as made:
+            for name, copy in made.items():
+                found = costs(copy, text, COPIES, say=say)
+                yield _table(f"its weights as {name}", "the same windows", text, found)
+
+
+def _table(about: str, told: str, text: Text, found: Sequence[Cost]) -> dict[str, Any]:
+    return {"about": about, "text": told, "tokens": text.n_scored, "scores": [s.as_dict() for s in found]}
+
+
+def show(found: Sequence[dict[str, Any]], console: Console) -> None:
+    speeds = [w.name for w in PACES] if any("speed" in s for s in found) else []
+    table = Table("precision", "perplexity", "of the first's", "mean KL", "same likeliest token", *speeds)
     for s in found:
-        cells = f"{s.perplexity:.4f}", f"{s.ratio:.4f}", f"{s.mean_kl:.2e}", f"{s.agreement:.2%}"
-        table.add_row(s.precision, *cells)
+        cells = f"{s['perplexity']:.4f}", f"{s['ratio']:.4f}", f"{s['mean_kl']:.2e}", f"{s['agreement']:.2%}"
+        rates = [f"{s['speed'][name]['tokens_per_s']:,.0f}" for name in speeds]
+        table.add_row(s["precision"], *cells, *rates)
     console.print(table)
 
 
@@ -219,6 +304,8 @@ def main() -> None:
     )
     parser.add_argument("--model", default="tiny", help='"tiny", or the folder of a checkpoint (default: %(default)s)')
     parser.add_argument("--text", type=Path, help="a text file to read instead")
+    parser.add_argument("--no-speed", dest="speed", action="store_false", help="only answers, no times")
+    parser.add_argument("--no-more", dest="more", action="store_false", help="no other cut of the text, no copies")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result file goes")
     parser.add_argument("--json", action="store_true", help="print the result instead of a table")
     args = parser.parse_args()
@@ -233,18 +320,19 @@ def main() -> None:
     precisions = (*PRECISIONS, *STORED) if quantised_file else PRECISIONS
     beside = quantised_file and find_spec("llama_cpp") is not None
     with Console(stderr=True).status("building") as status:
-        found = costs(folder, text, precisions, beside, status.update)
+        found = costs(folder, text, precisions, beside, status.update, timed=args.speed)
         heads = costs(folder, text, HEADS, say=status.update)
+        others = [*more(folder, args.text, text, beside, status.update)] if args.text and args.more else []
     result: dict[str, Any] = {
         **provenance("benchmarks.perplexity"), "model": folder.stem, "text": told, "tokens": text.n_scored,
-        "scores": [asdict(s) for s in found], "heads": [asdict(s) for s in heads],
+        "scores": [s.as_dict() for s in found], "heads": [s.as_dict() for s in heads], "more": others,
     }  # fmt: skip
     path = write_result(f"perplexity-{folder.stem}", result, args.results)
     if args.json:
         print(json.dumps(result))
     else:
-        show(found, Console())
-        show(heads, Console())
+        for scores in (result["scores"], result["heads"], *(m["scores"] for m in others)):
+            show(scores, Console())
         print(path)
 
 

@@ -3,13 +3,12 @@
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from benchmarks.page import REAL, kl, megabytes, table
-from benchmarks.runs import Result, Speed, host, left_out, of_kind, remarks, speeds
+from benchmarks.page import SHOWN, kl, megabytes, table
+from benchmarks.runs import REAL, Result, Speed, host, left_out, of_kind, remarks, speeds
 
 ROOT = Path(__file__).parents[1]
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "speed.svg"
 BEGIN, END = "<!-- benchmarks: written by python -m benchmarks.readme -->", "<!-- end of benchmarks -->"
-_WORKLOADS = {"prefill-512": "prompt of 512", "decode-1": "1 user", "decode-16": "16 users"}
 _COLOURS = {"millrace": "#0b7285"}
 _OTHER = "#adb5bd"
 
@@ -30,9 +29,10 @@ def speed_table(result: Result) -> str:
     rows = []
     for engine, cells in by_engine(result).items():
         numbers, size = next(iter(cells.values())).numbers, megabytes(cells.values())
-        rates = [f"{cells[w].median:,.0f}" if w in cells else "" for w in _WORKLOADS]
-        rows.append([engine, numbers.weights, size, numbers.activations, numbers.head, kl(numbers), *rates])
-    header = ("", "weights", "MB", "activations", "head", "KL", *(f"{name}, tok/s" for name in _WORKLOADS.values()))
+        rates = [f"{cells[w].median:,.0f}" if w in cells else "" for w in SHOWN]
+        head = "; ".join(filter(None, (numbers.head, numbers.attention)))
+        rows.append([engine, numbers.weights, size, numbers.activations, head, kl(numbers), *rates])
+    header = ("", "weights", "MB", "activations", "head", "KL", *(f"{name}, tok/s" for name in SHOWN.values()))
     versions = ", ".join(sorted({f"{name.split('-')[0]} {e['version']}" for name, e in result["engines"].items()}))
     told = f"SmolLM2-135M-Instruct, its Q4_1 file; {host(result)}; {result['date']}; {versions}."
     builds = [f"{remark}." for remark in remarks(result)] + [f"Left out: {line}." for line in left_out(result)]
@@ -43,7 +43,7 @@ def picture(result: Result) -> str:
     """Bars for each workload, each with the KL of its numbers behind it; an SVG of its own, with no fonts to fetch."""
     engines = by_engine(result)
     parts, y = [], 34
-    for workload, name in _WORKLOADS.items():
+    for workload, name in SHOWN.items():
         shown = [(engine, cells[workload]) for engine, cells in engines.items() if workload in cells]
         most = max(s.median for _, s in shown)
         parts.append(f'<text x="0" y="{y}" font-weight="bold">{escape(name)}, tokens/s</text>')

@@ -5,12 +5,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RESULTS
 
 Result = dict[str, Any]
+REAL = "SmolLM2-135M-Instruct.Q4_1"  # the real model that is measured: a file's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,16 @@ class Numbers:
     weights: str
     activations: str
     head: str
+    attention: str = ""  # where its sums are not the plain ones; files from before this was told say nothing
 
     def __str__(self) -> str:
-        return f"{self.weights} / {self.activations} / {self.head}"
+        return " / ".join(filter(None, (self.weights, self.activations, self.head, self.attention)))
+
+    @classmethod
+    def of(cls, described: Result) -> "Numbers":
+        """As `benchmarks.names` says them."""
+        d = described
+        return cls(d["weights"], d["activations"], d["head"], d.get("attention", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +70,9 @@ def _earlier(engine: str, settings: Result) -> Numbers:
     return Numbers(settings.get("weights", _NOT_RECORDED), _NOT_RECORDED, _NOT_RECORDED)
 
 
-def results(folder: Path = RESULTS) -> list[tuple[str, Result]]:
+def results() -> list[tuple[str, Result]]:
     """(file name, content), oldest first."""
-    found = [(path.name, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    found = [(path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json"))]
     return sorted(found, key=lambda f: (f[1].get("time", f[1]["date"]), f[0]))
 
 
@@ -75,8 +82,8 @@ def kind(result: Result) -> str:
     return module.partition(".")[2] or "alone"
 
 
-def of_kind(wanted: str, folder: Path = RESULTS) -> list[tuple[str, Result]]:
-    return [(name, result) for name, result in results(folder) if kind(result) == wanted]
+def of_kind(wanted: str) -> list[tuple[str, Result]]:
+    return [(name, result) for name, result in results() if kind(result) == wanted]
 
 
 def host(result: Result) -> str:
@@ -103,7 +110,7 @@ def speeds(result: Result) -> Iterator[Speed]:
 
 def _numbers(engine: str, described: Result) -> Numbers:
     if "activations" in described:
-        return Numbers(described["weights"], described["activations"], described["head"])
+        return Numbers.of(described)
     return _earlier(engine, described.get("settings", {}))
 
 
@@ -152,13 +159,17 @@ def left_out(result: Result) -> list[str]:
     return [f"{name}: {reason}" for name, reason in result.get("left_out", {}).items()]
 
 
+def kl_of(model: str, described: Result) -> float | None:
+    """Of an engine on this model by its numbers; None where these were not measured."""
+    return accuracy().get(model, {}).get(Numbers.of(described))
+
+
 @cache
-def accuracy(folder: Path = RESULTS) -> dict[str, dict[Numbers, float]]:
+def accuracy() -> dict[str, dict[Numbers, float]]:
     """By model, the KL in nats of each set of numbers to float32, from the newest run that measured it."""
     found: dict[str, dict[Numbers, float]] = {}
-    for _, result in of_kind("perplexity", folder):
+    for _, result in of_kind("perplexity"):
         for score in result["scores"]:  # not its heads, whose reference is another
             if "activations" in score and "int8" not in score["kv"]:
-                numbers = Numbers(score["weights"], score["activations"], score["head"])
-                found.setdefault(result["model"], {})[numbers] = score["mean_kl"]
+                found.setdefault(result["model"], {})[Numbers.of(score)] = score["mean_kl"]
     return found

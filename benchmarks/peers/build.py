@@ -1,10 +1,17 @@
-"""How llama.cpp is built to be compared with: for all that this processor has, but without AMX.
+"""How llama.cpp is built to be compared with: for all that this processor has, but AMX only where it is asked for.
 
     CMAKE_ARGS="$(python -m benchmarks.peers.build)" pip install 'millrace[peers]'
+    CMAKE_ARGS="$(python -m benchmarks.peers.build --amx)" pip install 'millrace[peers]'
 
-With AMX, llama-cpp-python 0.3.36 ends in a segmentation fault on matrices in Q4_1.
+With AMX, llama-cpp-python 0.3.36 ends in a segmentation fault on matrices in Q4_1, a real model's here; of other types
+nothing of the kind is known. Which build is measured is said by the environment: the one whose packages are installed,
+or LLAMA_CPP_LIB_PATH, the `llama_cpp/lib` folder of another. Each row's settings say AMX or no AMX, as llama.cpp tells.
+
+Builds in results up to 2026-11-22 lack AVX_VNNI though it is asked for here: they are older than this list. Where
+there is AVX512_VNNI, ggml takes that for the same products.
 """
 
+import sys
 from collections.abc import Collection
 
 from millrace.machine.cpu import cpu_flags
@@ -13,22 +20,37 @@ from millrace.machine.cpu import cpu_flags
 _INSTRUCTIONS = {
     "avx": "AVX", "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "bmi2": "BMI2", "avx_vnni": "AVX_VNNI",
     "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16",
-    "amx_int8": "AMX_INT8",
 }  # fmt: skip
-_CRASHES = ("AMX_INT8",)
+_AMX = {"amx_tile": "AMX_TILE", "amx_int8": "AMX_INT8", "amx_bf16": "AMX_BF16"}  # it tells of AMX_INT8 alone
 
 
-def cmake_args(flags: Collection[str]) -> str:
+def cmake_args(flags: Collection[str], *, amx: bool = False) -> str:
     """For a processor with these flags; where it is no x86-64, whatever ggml finds out by itself."""
-    options = [f"-DGGML_{name}=ON" for flag, name in _INSTRUCTIONS.items() if flag in flags and name not in _CRASHES]
+    wanted = _INSTRUCTIONS | (_AMX if amx else {})
+    options = [f"-DGGML_{name}=ON" for flag, name in wanted.items() if flag in flags]
     return " ".join(["-DGGML_NATIVE=OFF", *options] if options else ["-DGGML_NATIVE=ON"])
+
+
+def used(system: str) -> set[str]:
+    """What a build tells in its system info."""
+    parts = (part.partition("=") for part in system.replace("CPU :", "").split("|"))
+    return {name.strip() for name, _, value in parts if value.strip() != "0"}
+
+
+def amx(system: str) -> str:
+    return "AMX" if _AMX["amx_int8"] in used(system) else "no AMX"
 
 
 def unused(system: str, flags: Collection[str]) -> list[str]:
     """What this processor has by its flags, and the build that gives `system` as its system info does without."""
-    used = {part.partition("=")[0].strip() for part in system.replace("CPU :", "").split("|")}
-    return [name for flag, name in _INSTRUCTIONS.items() if flag in flags and name not in used]
+    told = {**_INSTRUCTIONS, "amx_int8": "AMX_INT8"}
+    return [name for flag, name in told.items() if flag in flags and name not in used(system)]
+
+
+def undocumented(system: str, flags: Collection[str]) -> list[str]:
+    """What `cmake_args` asks for on such a processor, and this build lacks: it was built in another way."""
+    return [name for name in unused(system, flags) if name in _INSTRUCTIONS.values()]
 
 
 if __name__ == "__main__":
-    print(cmake_args(cpu_flags()))
+    print(cmake_args(cpu_flags(), amx="--amx" in sys.argv[1:]))

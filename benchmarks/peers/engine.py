@@ -26,6 +26,7 @@ class Description:
     kv: str
     weights_bytes: int
     read_bytes_per_step: int
+    attention: str = ""  # where its sums are not the plain ones
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -80,6 +81,7 @@ class Entry:
 
 EXTRA = "peers"
 _LLAMA = ("llama_cpp", "gguf")
+# a128: int8 activations in groups of 128, as ours have them, where the engine would take others.
 # "stored" and "file": the GGUF file that --model names, as `millrace serve` and llama.cpp run it unasked.
 CATALOGUE = {
     "millrace": Entry("millrace_engine", "stored", (), "int8"),
@@ -89,6 +91,8 @@ CATALOGUE = {
     "llama.cpp-q4_k_m": Entry("llama_cpp_engine", "Q4_K_M", _LLAMA, "int8"),
     "openvino-int4": Entry("openvino_engine", "int4", ("openvino",), "int8"),
     "openvino-int4-asym": Entry("openvino_engine", "int4-asym", ("openvino",), "int8"),
+    "openvino-int4-a128": Entry("openvino_engine", "int4@128", ("openvino",), "int8"),
+    "openvino-int4-asym-a128": Entry("openvino_engine", "int4-asym@128", ("openvino",), "int8"),
     "millrace-w8a8": Entry("millrace_engine", "w8a8", (), "int8"),
     "llama.cpp-q8_0": Entry("llama_cpp_engine", "Q8_0", _LLAMA, "int8"),
     "millrace-bf16": Entry("millrace_engine", "bf16", (), "bf16"),

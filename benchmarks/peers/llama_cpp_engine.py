@@ -6,7 +6,8 @@ attention is tried on and off in the warm-up, for long prompts a physical batch 
 llama-batched-bench; each has a stream of the KV cache of its own, which llama.cpp decodes 1.3 to 1.5 times as fast as
 one cache for all.
 
-benchmarks/peers/build.py says how it is built; the result file says what the processor has and the build leaves unused.
+benchmarks/peers/build.py says how it is built, with AMX or without, and how an environment chooses the build; the
+result file says what the processor has and the build leaves unused, and what was to be built in and is not.
 
 How it does where there is no AVX-512: LLAMA_CPP_AVX2 names the `llama_cpp/lib` folder of another llama-cpp-python,
 built from source with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON".
@@ -25,9 +26,9 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.peers import gguf_file
-from benchmarks.peers.build import unused
+from benchmarks.peers.build import amx, undocumented, unused
 from benchmarks.peers.engine import Description, Floats
-from benchmarks.peers.timing import fastest, seconds
+from benchmarks.peers.timing import best_times, seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import Phase, Workload
 from millrace.machine.cpu import cpu_flags
@@ -100,14 +101,18 @@ class LlamaCppEngine:
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._contexts: dict[Workload, Context] = {}
         self._chosen: dict[Workload, Tried] = {}
+        self._taken_s: dict[Workload, dict[Tried, float]] = {}
 
     def describe(self) -> Description:
         system = llama_cpp.llama_print_system_info().decode().strip(" |")
         settings: dict[str, Any] = {
             "system": system,
+            "amx": amx(system),
             "unused": unused(system, cpu_flags()),
+            "asked_for_and_lacking": undocumented(system, cpu_flags()),
             "tensors": gguf_file.types(self._path),
             "chosen": {w.name: asdict(tried) for w, tried in self._chosen.items()},
+            "tried": {w.name: [{**asdict(k), "seconds": t} for k, t in of.items()] for w, of in self._taken_s.items()},
         }
         types = gguf_file.types(self._path)
         return Description(
@@ -120,7 +125,8 @@ class LlamaCppEngine:
     def warm_up(self, workload: Workload) -> None:
         """Keeps the context of the setting that was fastest."""
         contexts = {tried: self.context(workload, tried) for tried in _settings(workload)}
-        chosen = fastest(contexts, lambda tried: _run(contexts[tried], workload, self.vocab))
+        taken_s = best_times(contexts, lambda tried: _run(contexts[tried], workload, self.vocab))
+        chosen, self._taken_s[workload] = min(taken_s, key=taken_s.__getitem__), taken_s
         self._chosen[workload], self._contexts[workload] = chosen, contexts.pop(chosen)
         for context in contexts.values():
             context.close()

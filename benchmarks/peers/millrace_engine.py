@@ -52,17 +52,18 @@ def _source(weights: NamedWeights) -> Source:
 
 
 class MillraceEngine:
-    def __init__(self, engine: Engine, threads: int, isa: str | None) -> None:
+    def __init__(self, engine: Engine, threads: int, isa: str | None = None, n_pages: int | None = None) -> None:
+        """n_pages: None, as many as the longest prompt of one user needs, more than the short ones of all together"""
         self._engine = engine
-        # the longest prompt of one user needs more pages than the short ones of all users together
-        self._executor: NativeExecutor = engine.executor(n_pages=pages_for(1, CONTEXT), threads=threads, isa=isa)
+        pages = pages_for(1, CONTEXT) if n_pages is None else n_pages
+        self.executor: NativeExecutor = engine.executor(n_pages=pages, threads=threads, isa=isa)
 
     def describe(self) -> Description:
         m = self._engine.manifest
         return Description(
             millrace.__version__, **named(self._engine), weights_bytes=m.cpu.weights_bytes,
             read_bytes_per_step=read_per_step(self._engine),
-            settings={"precision": m.precision, "group": m.group, "isa": self._executor.isa},
+            settings={"precision": m.precision, "group": m.group, "isa": self.executor.isa},
         )  # fmt: skip
 
     def warm_up(self, workload: Workload) -> None:
@@ -76,18 +77,18 @@ class MillraceEngine:
         return seconds(lambda: self._run(decode))
 
     def logits(self, prompt: Sequence[int]) -> Floats:
-        n, limits = len(prompt), self._executor.limits
+        n, limits = len(prompt), self.executor.limits
         step = dummy_step([n], 0, limits.n_pages, vocab=limits.vocab_size)
-        self._executor.run(replace(step, tokens=np.array(prompt, np.int32)))
-        row: Floats = self._executor.output("logits")[0].astype(np.float32)
+        self.executor.run(replace(step, tokens=np.array(prompt, np.int32)))
+        row: Floats = self.executor.output("logits")[0].astype(np.float32)
         return row
 
     def _run(self, steps: list[StepInputs]) -> None:
         for s in steps:
-            self._executor.run(s)
+            self.executor.run(s)
 
     def _steps(self, w: Workload) -> tuple[list[StepInputs], list[StepInputs]]:
-        limits = self._executor.limits
+        limits = self.executor.limits
         chunk = limits.max_step_tokens // w.users
         prompt = [
             dummy_step([min(chunk, w.prompt - at)] * w.users, at, limits.n_pages, vocab=limits.vocab_size)

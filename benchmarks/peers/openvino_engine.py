@@ -3,7 +3,8 @@
 The plain runtime rather than the server parts of OpenVINO GenAI: a stateful model, all users in one batch of equal
 lengths, which leaves nothing to schedule. In the warm-up of each workload one setting after the other is tried, first
 the activations (8 bits, dynamically quantised in groups of 32 up to whole tokens, or bfloat16), then where threads run,
-then the KV cache: what was fastest is measured, and the result file says what it was.
+then the KV cache: what was fastest is measured, and the result file has every setting with its seconds. "int4@128" has
+its activations in 8 bits and groups of 128, as ours have them, and only the rest is chosen: speed at equal groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks.peers import openvino_ir
 from benchmarks.peers.engine import Description, Floats
-from benchmarks.peers.timing import fastest, seconds
+from benchmarks.peers.timing import best_times, seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import Phase, Workload
 from millrace.checkpoint.config import ModelConfig
@@ -60,22 +61,28 @@ class Setting:
 
 
 def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "OpenVinoEngine":
-    path = folder / f"openvino-{variant}.xml"
+    """`variant`: kind of weights, or kind@group of the activations in 8 bits."""
+    kind, _, group = variant.partition("@")
+    path = folder / f"openvino-{kind}.xml"
     if not path.exists():
-        openvino_ir.write_ir(path, weights, variant)
-    return OpenVinoEngine(path, weights.config, threads)
+        openvino_ir.write_ir(path, weights, kind)
+    return OpenVinoEngine(path, weights.config, threads, int(group) if group else None)
 
 
 class OpenVinoEngine:
     """The model compiled for the settings that were chosen: all that are tried of a large one would fill the memory."""
 
-    def __init__(self, path: Path, config: ModelConfig, threads: int) -> None:
+    def __init__(self, path: Path, config: ModelConfig, threads: int, x_group: int | None = None) -> None:
+        """x_group: of the activations, in 8 bits; None: whichever is fastest"""
         self._path, self._config = path, config
         group = openvino_ir.group_of(config.hidden_size)
-        self._activations = [Setting("f32", g) for g in sorted({32, group, PER_TOKEN})] + [Setting("bf16", group)]
+        self._activations = [Setting("f32", g) for g in ([x_group] if x_group else sorted({32, group, PER_TOKEN}))]
+        if not x_group:
+            self._activations.append(Setting("bf16", group))
         self._common = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1", "INFERENCE_NUM_THREADS": str(threads)}
         self._models: dict[Setting, CompiledModel] = {}
         self._chosen: dict[Workload, Setting] = {}
+        self._tried: dict[Workload, dict[Setting, float]] = {}  # seconds
 
     def _model(self, setting: Setting) -> "CompiledModel":
         if setting not in self._models:
@@ -88,7 +95,9 @@ class OpenVinoEngine:
         looked_up = 0 if c.tie_embeddings else c.vocab_size * (c.hidden_size + 2)  # 8 bits each and a scale
         settings = {
             "weights": f"{self._kind}, groups of {openvino_ir.group_of(c.hidden_size)}; embedding and head int8",
+            "hints": self._common,
             "chosen": {w.name: asdict(s) for w, s in self._chosen.items()},
+            "tried": {w.name: [{**asdict(s), "seconds": t} for s, t in of.items()] for w, of in self._tried.items()},
         }
         return Description(
             ov.__version__, weights=f"{self._kind}, groups of {openvino_ir.group_of(c.hidden_size)}",
@@ -97,15 +106,20 @@ class OpenVinoEngine:
         )  # fmt: skip
 
     def warm_up(self, workload: Workload) -> None:
-        """One choice after the other, each from what was fastest so far."""
-        best = self._fastest(self._activations, workload)
-        best = self._fastest([best, replace(best, pinned=True), replace(best, pinned=False)], workload)
-        self._chosen[workload] = self._fastest([best, *(replace(best, kv=kind) for kind in KV_KINDS)], workload)
-
-    def _fastest(self, settings: Sequence[Setting], workload: Workload) -> Setting:
-        best = fastest(settings, lambda s: self._once(s, workload))
+        """One choice after the other, each from what was fastest so far; then what was chosen, which trying the others
+        has dropped: a counted run compiles nothing."""
+        tried = self._tried[workload] = {}
+        best = self._fastest(self._activations, workload, tried)
+        best = self._fastest([best, replace(best, pinned=True), replace(best, pinned=False)], workload, tried)
+        best = self._fastest([best, *(replace(best, kv=kind) for kind in KV_KINDS)], workload, tried)
+        self._chosen[workload] = best
         self._keep(best)
-        return best
+        self.run(workload)
+
+    def _fastest(self, settings: Sequence[Setting], workload: Workload, tried: dict[Setting, float]) -> Setting:
+        """Adds to `tried`; what was tried before is not tried again."""
+        tried |= best_times((s for s in settings if s not in tried), lambda s: self._once(s, workload))
+        return min(settings, key=tried.__getitem__)
 
     def _once(self, setting: Setting, workload: Workload) -> float:
         self._keep(setting)

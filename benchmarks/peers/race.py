@@ -18,7 +18,10 @@ from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import load
 
 Say = Callable[[str], None]
+UNCOUNTED = -1  # a round
 EXACT = "millrace-bf16"  # beside whose logits those of all others stand
+# Four bits of random weights leave 0.69 to 0.79 of it, a real model's 0.99; logits of another model about 0.
+LEAST_CORRELATION = 0.5
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class Course:
 
 
 def race(course: Course, say: Say) -> Race:
-    """One round more than asked: the first warms up and is not counted."""
+    """One round more than asked: the first, behind each engine's own warm-up, is not counted."""
     found = Race()
     logits: dict[str, Floats] = {}
     with ExitStack() as stack:
@@ -52,6 +55,8 @@ def race(course: Course, say: Say) -> Race:
             for name in list(children):
                 say(f"warm-up, {workload.name}, {name}")
                 _ask(children, name, "warm_up", workload.name, found)
+        for workload in course.workloads:
+            _turns(children, workload, UNCOUNTED, course, found, say)
         for at in range(course.rounds):
             found.load.append(round(load(), 2))
             found.peaks.append(_peaks(course.threads))
@@ -62,8 +67,21 @@ def race(course: Course, say: Say) -> Race:
                 logits[name] = np.array(described.pop("logits"), np.float32)
                 found.engines[name] = {**described, "arithmetic": CATALOGUE[name].precision}
     for name, of_exact in agreement(logits).items():
-        found.engines[name]["correlation"] = of_exact
+        _checked(found, name, of_exact)
     return found
+
+
+def _checked(found: Race, name: str, correlation: float) -> None:
+    """Notes how an engine's logits correlate with ours; one that computes another model is left out with all it did."""
+    if correlation >= LEAST_CORRELATION:
+        found.engines[name]["correlation"] = correlation
+        return
+    del found.engines[name]
+    found.samples = [s for s in found.samples if s.engine != name]
+    found.left_out[name] = (
+        f"it computes another model: its logits correlate {correlation:.3f} with those of {EXACT}, "
+        f"at least {LEAST_CORRELATION} is asked"
+    )
 
 
 def agreement(logits: Mapping[str, Floats]) -> dict[str, float]:
@@ -100,8 +118,10 @@ def _turns(children: dict[str, Child], workload: Workload, at: int, course: Cour
     names = list(children)
     first = at % max(1, len(names))
     for name in names[first:] + names[:first]:
-        say(f"round {at + 1} of {course.rounds}, {workload.name}, {name}")
-        if reply := _ask(children, name, "run", workload.name, found):
+        turn = "uncounted round" if at == UNCOUNTED else f"round {at + 1} of {course.rounds}"
+        say(f"{turn}, {workload.name}, {name}")
+        reply = _ask(children, name, "run", workload.name, found)
+        if reply and at != UNCOUNTED:
             found.samples.append(Sample(at, workload.name, name, **reply))
 
 

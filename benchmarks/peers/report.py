@@ -17,6 +17,7 @@ from benchmarks.peers.samples import Samples
 from benchmarks.peers.weights import multiply_operations
 from benchmarks.peers.workloads import Phase
 from benchmarks.record import provenance
+from benchmarks.runs import kl_of
 from benchmarks.shapes import SHAPES
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.config import ModelConfig
@@ -61,8 +62,13 @@ class Findings:
         return entries
 
     def goals(self) -> list[dict[str, Any]]:
-        s = self._samples
-        return [o.as_dict() for o in outcomes(self._course.shape, s.speedup, s.fastest, self.share)]
+        s, name = self._samples, subject_name(self._course.shape)
+        return [o.as_dict() for o in outcomes(name, s.speedup, s.fastest, self.share, lambda e: self._kl(name, e))]
+
+    def _kl(self, model: str, engine: str) -> float | None:
+        """As a run of `benchmarks.perplexity` on this model measured it for the same numbers."""
+        described = self._found.engines.get(engine)
+        return None if described is None else kl_of(model, described)
 
     def share(self, workload: str, engine: str) -> float | None:
         """Decode: of the read bandwidth, reading the weights once a step; prefill: of the instructions' peak."""

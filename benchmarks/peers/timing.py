@@ -15,7 +15,12 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def best_times(settings: Iterable[Setting], run: Callable[[Setting], float]) -> dict[Setting, float]:
+    """Seconds of each setting, by `run`, which gives them; the first run of each also warms it up."""
+    return {setting: min(run(setting) for _ in range(TRIALS)) for setting in settings}
+
+
 def fastest(settings: Iterable[Setting], run: Callable[[Setting], float]) -> Setting:
-    """`run` gives the seconds that a setting takes; the first run of each also warms it up."""
-    taken_s = {setting: min(run(setting) for _ in range(TRIALS)) for setting in settings}
+    """By `best_times`."""
+    taken_s = best_times(settings, run)
     return min(taken_s, key=taken_s.__getitem__)

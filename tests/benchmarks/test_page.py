@@ -1,12 +1,16 @@
 """What the page of performance must not keep to itself: missed goals, engines left out, how peers were built."""
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import page as pages
+from benchmarks import readme, runs
 from benchmarks.page import page
-from benchmarks.runs import kind, left_out, remarks, results
+from benchmarks.runs import REAL, kind, left_out, remarks, results
 
 MACHINE = {"cpu": "a CPU", "cores": 2}
 
@@ -24,11 +28,114 @@ def test_every_kind_of_result_and_every_engine_left_out_is_on_the_page() -> None
         assert result["commit"] in told, name
         if kind(result) == "peers":
             assert all(line in told for line in (*left_out(result), *remarks(result))), name
-    assert {kind(r) for _, r in results()} == {
+    assert {kind(r) for _, r in results()} - {"hadamard"} == {
         "alone", "contexts", "embeddings", "peers", "perplexity", "products", "serving", "start", "versions"
     }  # fmt: skip
     for shown in ("operations/s by rows", "sampling of 16 rows", "over HTTP", "decode by depth", "build, s"):
         assert shown in told
+
+
+OURS = {"weights": "int8, groups of 128", "activations": "int8, groups of 128", "head": "w8a8 g128", "kv": "bf16"}
+THEIRS = {"weights": "Q8_0", "activations": "int8, groups of 32", "head": "Q8_0", "kv": "fp16"}
+BY_TILES = "attention by tiles"
+
+
+def score(name: str, kl: float, numbers: dict[str, str], **more: Any) -> dict[str, Any]:
+    return {
+        "precision": name,
+        **numbers,
+        "perplexity": 20 + kl,
+        "ratio": 1 + kl,
+        "mean_kl": kl,
+        "agreement": 0.9,
+    } | more
+
+
+@pytest.fixture
+def two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Made-up results: answers of five engines that differ in one thing each, and a race of three."""
+    whole = {"date": "2026-01-31", "time": "2026-01-31T12:00:00Z", "commit": "abc", "machine": MACHINE}
+    speed = {
+        name: {"tokens_per_s": rate, "samples_s": [1.0, 0.5, 2.0], "read_bytes_per_s": [1e9] * 3}
+        for name, rate in (("prefill-512", 1234.0), ("decode-1", 56.0), ("decode-16", 789.0))
+    }  # fmt: skip
+    scores = [
+        score("w8a8", 0.0011, OURS, attention="", speed=speed), score("int8 kv", 0.0033, {**OURS, "kv": "int8"}),
+        score("by tiles", 0.0022, OURS, attention=BY_TILES), score("llama.cpp", 0.0044, THEIRS),
+    ]  # fmt: skip
+    more = [{"about": "the short cut", "text": "32 pieces", "tokens": 6112, "scores": [score("x", 0.0055, OURS)]}]
+    answers = {
+        **whole, "command": "python -m benchmarks.perplexity", "model": REAL, "text": "t", "tokens": 9,
+        "scores": scores, "heads": [], "more": more,
+    }  # fmt: skip
+    engines = {
+        name: {**numbers, "version": "1", "settings": settings, "weights_bytes": 5_000_000, "correlation": 0.987}
+        for name, numbers, settings in (
+            ("millrace-w8a8", {**OURS, "attention": BY_TILES}, {"isa": "amx"}),
+            ("millrace-plain", {**OURS, "attention": ""}, {}),
+            ("llama.cpp", THEIRS, {"amx": "no AMX", "tried": {"decode-1": [{"flash": True, "seconds": 0.25}]}}),
+        )
+    }  # fmt: skip
+    samples = [
+        {"engine": name, "workload": "decode-1", "seconds": s}
+        for name, taken in (("millrace-w8a8", (1, 2, 4)), ("millrace-plain", (3, 3, 3)), ("llama.cpp", (5, 5, 5)))
+        for s in taken
+    ]
+    workload = {"phase": "decode", "users": 1, "prompt": 16, "new": 64}
+    peers = {
+        **whole, "command": "python -m benchmarks.peers", "shape": REAL, "engines": engines, "samples": samples,
+        "workloads": {"decode-1": workload}, "left_out": {"openvino-int4": "it computes another model"}, "goals": [],
+    }  # fmt: skip
+    for name, result in (("perplexity", answers), ("peers", peers)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    monkeypatch.setattr(runs, "RESULTS", tmp_path)
+    runs.accuracy.cache_clear()
+    yield
+    runs.accuracy.cache_clear()
+
+
+@pytest.mark.usefixtures("two_files")
+def test_numbers_of_files_are_on_the_page_and_in_the_readme() -> None:
+    """KL goes to the row of the very same numbers: not that of an int8 cache, nor that of other sums."""
+    told, numbers = page(), "int8, groups of 128 / int8, groups of 128 / w8a8 g128"
+    for line in (
+        f"| w8a8 | {numbers} / bf16 | 20.001 | +0.11% | 0.0011 | 90.0% "
+        "| 1,234 (617-2,468) | 56 (28-112) | 789 (394-1,578) |",
+        f"| int8 kv | {numbers} / int8 | 20.003 | +0.33% | 0.0033 | 90.0% |  |  |  |",
+        f"| by tiles | {numbers} / bf16 / attention by tiles | 20.002 | +0.22% | 0.0022 | 90.0% |  |  |  |",
+        "The short cut, 32 pieces, 6,112 tokens:",
+        f"| x | {numbers} / bf16 | 20.006 | +0.55% | 0.0055 | 90.0% |",
+        f"| decode-1 | millrace-w8a8 | {numbers} / attention by tiles | 5 | 0.0022 | 32 (16-64) in 1 |",
+        f"| decode-1 | millrace-plain | {numbers} | 5 | 0.0011 | 21 (21-21) in 1 |",
+        "| decode-1 | llama.cpp | Q8_0 / int8, groups of 32 / Q8_0 | 5 | 0.0044 | 13 (13-13) in 1 |",
+        "| llama.cpp | 1 | amx: no AMX | 0.987 | 2026-01-31, 2 cores of a CPU |",
+        "| llama.cpp | decode-1 | flash True: 0.25 | 2026-01-31, 2 cores of a CPU |",
+    ):
+        assert line in told.splitlines(), line
+    table = readme.speed_table(readme.newest())
+    ours = "int8, groups of 128 | 5 | int8, groups of 128 | w8a8 g128"
+    for line in (
+        f"| millrace-w8a8 | {ours}; attention by tiles | 0.0022 |  | 32 |  |",
+        f"| millrace-plain | {ours} | 0.0011 |  | 21 |  |",
+        "| llama.cpp | Q8_0 | 5 | int8, groups of 32 | Q8_0 | 0.0044 |  | 13 |  |",
+        "Left out: openvino-int4: it computes another model.",
+    ):  # fmt: skip
+        assert line in table.splitlines(), line
+
+
+@pytest.mark.usefixtures("two_files")
+def test_a_price_of_rounding_is_on_the_page(tmp_path: Path) -> None:
+    ways = [
+        {"name": "groups of 128", "ratio": 1.0, "median_s": 0.002},
+        {"name": "groups of 32", "ratio": 1.25, "median_s": 0.0025},
+    ]
+    result = {
+        "date": "2026-01-31", "commit": "abc", "machine": MACHINE, "command": "python -m benchmarks.hadamard",
+        "prices": [{"isa": "amx", "weights": "w4", "rows": 512, "ways": ways}],
+    }  # fmt: skip
+    (tmp_path / "hadamard.json").write_text(json.dumps(result))
+    line = next(line for line in page().splitlines() if "w4 on amx, 512 rows" in line)
+    assert "| 2.000 ms with activations in groups of 128; groups of 32 +25.0% |" in line
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.81, "goal met"), (0.5, "missed")])

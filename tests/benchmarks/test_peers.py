@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import numpy as np
@@ -12,15 +13,16 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import counted
 from benchmarks.peers import race as race_module
-from benchmarks.peers.build import cmake_args, unused
+from benchmarks.peers.build import amx, cmake_args, undocumented, unused
 from benchmarks.peers.child import Child, EngineFailedError
 from benchmarks.peers.engine import CATALOGUE, Description, Entry
 from benchmarks.peers.goals import GOALS, outcomes
 from benchmarks.peers.race import EXACT, Course, Race, agreement, race
 from benchmarks.peers.report import Findings
-from benchmarks.peers.samples import Sample, Samples
+from benchmarks.peers.samples import Peaks, Sample, Samples
 from benchmarks.peers.worker import serve
 from benchmarks.peers.workloads import WORKLOADS, Workload
+from benchmarks.runs import REAL
 from benchmarks.shapes import SHAPES
 
 
@@ -69,7 +71,7 @@ def test_more_than_the_limit_is_no_measurement() -> None:
 
 def test_goals_are_about_what_is_measured() -> None:
     for goal in GOALS:
-        assert set(goal.shapes) <= set(SHAPES) and goal.workload in WORKLOADS
+        assert set(goal.shapes) <= {*SHAPES, REAL} and goal.workload in WORKLOADS
         assert {goal.ours, *goal.peers} <= set(CATALOGUE) and goal.milestone <= goal.goal
 
 
@@ -96,7 +98,7 @@ def test_a_worker_answers_line_by_line() -> None:
     serve(Fixed(), io.StringIO("".join(json.dumps(r) + "\n" for r in requests)), replies, lambda: next(rates))
     described = {
         "version": "1.0", "weights": "int4", "activations": "int8", "head": "int8", "kv": "bf16", "weights_bytes": 10,
-        "read_bytes_per_step": 10, "settings": {}, "huge_pages_bytes": ANY, "logits": [64, 2],
+        "read_bytes_per_step": 10, "attention": "", "settings": {}, "huge_pages_bytes": ANY, "logits": [64, 2],
     }  # fmt: skip
     ran = {"seconds": 0.5, "read_before": 100.0, "read_after": 110.0}
     assert [json.loads(line) for line in replies.getvalue().splitlines()] == [{}, ran, described]
@@ -108,6 +110,84 @@ def test_whoever_is_fast_must_have_computed_the_model() -> None:
     found = agreement({EXACT: exact, "rounded": noisy, "wrong": exact[::-1]})
     assert found[EXACT] == 1 and 0.98 < found["rounded"] < 1 and abs(found["wrong"]) < 0.2
     assert agreement({"rounded": noisy}) == {}, "there is nothing to compare it with"
+
+
+class Told:
+    """The process of an engine, by what it would answer: which workloads it ran, then its logits."""
+
+    def __init__(self, logits: Sequence[float]) -> None:
+        self.logits, self.ran = [*logits], [""]
+
+    def ask(self, do: str, workload: str = "") -> dict[str, Any]:
+        if do == "describe":
+            return {"logits": self.logits, "read_bytes_per_step": 1, "version": "1"}
+        self.ran.append(do)
+        return {"seconds": 1.0, "read_before": 10.0, "read_after": 10.0} if do == "run" else {}
+
+
+@pytest.mark.parametrize("noise, kept", [(0.2, True), (1.0, True), (float("inf"), False)])
+def test_a_peer_that_computes_another_model_has_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: float, kept: bool
+) -> None:
+    """Noise as large as the logits leaves 0.71 of the correlation, as four bits of random weights do."""
+    exact, other = np.random.default_rng(0).standard_normal((2, 4000))
+    logits = other if noise == float("inf") else exact + noise * other
+    processes = {
+        EXACT: Told(exact.tolist()), "millrace-w8a8": Told(exact.tolist()), "llama.cpp-q8_0": Told(logits.tolist()),
+    }  # fmt: skip
+    monkeypatch.setattr(race_module, "_start", lambda *_: dict(processes))
+    monkeypatch.setattr(race_module, "_peaks", lambda _: Peaks(1, 1))
+    course = Course("tinyllama-1.1b", list(processes), [WORKLOADS["decode-1"]], 2, 1, tmp_path)
+    found = race(course, lambda _: None)
+    result = Findings(course, found).result()
+    told = ("llama.cpp-q8_0" in result["engines"], any(e["engine"] == "llama.cpp-q8_0" for e in result["summary"]))
+    goals = {g["what"]: g["verdict"] for g in result["goals"]}
+    assert told == (kept, kept) and ("llama.cpp-q8_0" in result["left_out"]) != kept
+    assert (goals["decode-1: millrace-w8a8 to llama.cpp-q8_0"] == "not measured") != kept
+    assert kept or "computes another model: its logits correlate 0.0" in result["left_out"]["llama.cpp-q8_0"]
+    assert result["engines"][EXACT]["correlation"] == 1
+
+
+def test_a_race_has_one_round_more_than_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Told([1, 2])
+    monkeypatch.setattr(race_module, "_start", lambda *_: {"millrace-w8a8": process})
+    monkeypatch.setattr(race_module, "_peaks", lambda _: Peaks(1, 1))
+    found = race(Course("s", ["millrace-w8a8"], [WORKLOADS["decode-1"]], 3, 1, tmp_path), lambda _: None)
+    assert process.ran == ["", "warm_up", "run", "run", "run", "run"]
+    assert [s.round for s in found.samples] == [0, 1, 2] and len(found.load) == 3
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "verdict"),
+    [
+        (0.0039, 0.0001, "goal met"),
+        (0.0059, 0.005, "goal met"),
+        (0.0061, 0.005, "missed: answers are too far from float32, KL 0.0061 beside 0.005"),
+        (0.0041, None, "missed: answers are too far from float32, KL 0.0041"),
+        (None, 0.005, "not measured: no KL is known of these numbers"),
+    ],
+)
+def test_speed_counts_at_equal_quality_only(ours: float | None, theirs: float | None, verdict: str) -> None:
+    """The three goals of the real model, with a speed that would meet each."""
+    kl = {"millrace": ours, "llama.cpp": theirs}
+    found = outcomes(REAL, lambda *_: 5.0, lambda _, peers: peers[0], lambda *_: None, kl.get)
+    assert [(o.goal.workload, o.goal.goal) for o in found] == [("prefill-512", 4), ("decode-1", 1.5), ("decode-16", 3)]
+    assert {o.verdict for o in found} == {verdict}
+    assert all(o.as_dict()["kl"] == ours and o.as_dict()["kl_against"] == theirs for o in found)
+
+
+def test_openvino_is_met_at_its_best_and_at_equal_groups() -> None:
+    """Two lines, each against its own peers."""
+    speed = {"openvino-int4": 1.1, "openvino-int4-asym-a128": 1.3}
+    found = outcomes(
+        "tinyllama-1.1b", lambda _, __, theirs: speed[theirs],
+        lambda _, peers: next((p for p in peers if p in speed), None), lambda *_: 0.5,
+    )  # fmt: skip
+    told = {o.goal.how: (o.against, o.reached, o.verdict) for o in found if o.goal.how}
+    assert told == {
+        "at its best": ("openvino-int4", 1.1, "milestone met, goal missed by 4%"),
+        "at equal groups": ("openvino-int4-asym-a128", 1.3, "goal met"),
+    }
 
 
 def test_a_process_that_cannot_load_says_why(tmp_path: Path) -> None:
@@ -154,7 +234,20 @@ def test_a_build_says_what_it_leaves_unused() -> None:
     assert unused("CPU : AVX512_VNNI = 1", {"avx512f"}) == ["AVX512"], "not a part of another's name"
 
 
+def test_a_build_says_whether_it_uses_amx_and_what_was_to_be_built_in() -> None:
+    assert amx("CPU : AVX = 1 | AMX_INT8 = 1") == "AMX"
+    assert amx("CPU : AVX = 1 | AMX_INT8 = 0") == amx("CPU : AVX = 1 | ") == "no AMX"
+    flags = {"avx", "avx_vnni", "amx_int8"}
+    assert undocumented("CPU : AVX = 1", flags) == ["AVX_VNNI"], "AMX is not asked for"
+    assert undocumented("CPU : AVX = 1 | AVX_VNNI = 1", flags) == []
+
+
 def test_llama_cpp_is_built_for_this_processor_without_what_crashes() -> None:
+    flags = {"avx2", "amx_int8", "amx_tile", "amx_bf16"}
+    assert "AMX" not in cmake_args(flags)
+    assert cmake_args(flags, amx=True) == (
+        "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_AMX_TILE=ON -DGGML_AMX_INT8=ON -DGGML_AMX_BF16=ON"
+    )
     assert cmake_args({"sse3", "avx2", "avx512f", "amx_int8", "amx_tile"}) == (
         "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_AVX512=ON"
     )

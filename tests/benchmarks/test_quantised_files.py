@@ -47,13 +47,13 @@ def test_logits_are_those_of_the_file(plain: Path, tmp_path: Path, kind: str) ->
     quantise(plain, file, kind)
     quantise(file, dequantised, "F32")
     text = Text(tiny_text().sequences[:16])
-    with llama_cpps(dequantised, text.longest, llama_cpp.GGML_TYPE_F32) as (_, read):
+    with llama_cpps(dequantised, text.longest, llama_cpp.GGML_TYPE_F32) as (_, read, _):
         exact = read_whole(read, text)
-    with llama_cpps(file, text.longest) as (_, read):
+    with llama_cpps(file, text.longest) as (_, read, _):
         theirs = read_whole(read, text)
     found = []
     for variant in (Variant("fp32", "fp32"), Variant("as stored", None), Variant("bf16", "bf16")):
-        with ours(file, variant, text.longest) as (_, read):
+        with ours(file, variant, text.longest) as (_, read, _):
             found.append(read_whole(read, text))
     in_float32, stored, half = found
     assert exact.shape == stored.shape == (text.n_scored, 2048)

@@ -6,15 +6,14 @@ Nothing here is of a size that a loaded machine changes: all figures are compute
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
+from benchmarks.copies import copied, in_q8_0
 from benchmarks.perplexity import HEADS, Cost, Text, Variant, costs, given_text, llama_cpps, ours
 from millrace import LLM, SamplingParams
-from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.engine.executor import IntArray
 from millrace.evaluate.divergence import Reader
 from tests.support.shared import shared
@@ -70,34 +69,9 @@ def test_copies_in_floats_cost_no_more_in_eight_bits(dtype: str, tmp_path: Path)
 
 def test_a_copy_in_q8_0_costs_no_more(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    from benchmarks.peers.gguf_file import quantise
-
-    path, plain = tmp_path / "q8_0.gguf", tmp_path / "f32.gguf"
-    quantise(smollm2(), plain, "F32")
-    quantise(plain, path, "Q8_0")
+    path = in_q8_0(smollm2(), tmp_path)
     _, found = costs(path, few(path, wikitext(), 12), (Variant("fp32", "fp32"), Variant("w8a8", None)))
     assert found.mean_kl <= KL and found.weights == "int8, groups of 32", found
-
-
-def copied(path: Path, folder: Path, dtype: str) -> Path:
-    """A folder with the weights of a GGUF file as floats."""
-    checkpoint, kind = Checkpoint.open(path), {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype]
-    folder.mkdir()
-    for name, content in checkpoint.files.items():
-        (folder / name).write_bytes(content)
-    c = checkpoint.decoder
-    config = {
-        "architectures": [c.architecture], "model_type": c.family, "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.n_layers, "num_attention_heads": c.n_heads,
-        "num_key_value_heads": c.n_kv_heads, "vocab_size": c.vocab_size, "max_position_embeddings": c.max_context,
-        "rms_norm_eps": c.norm_eps, "rope_theta": c.rope.theta, "tie_word_embeddings": c.tie_embeddings,
-        "hidden_act": "silu", "torch_dtype": dtype, "bos_token_id": c.bos_token_id,
-        "eos_token_id": list(c.eos_token_ids),
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: checkpoint.tensors.load(name).astype(np.float32).astype(kind) for name in checkpoint.tensors}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 QUESTIONS = (
@@ -115,19 +89,26 @@ def test_chats_part_only_where_two_tokens_are_as_good(capsys: pytest.CaptureFixt
     path = smollm2()
     length = 128
     with (
-        ours(path, Variant("fp32", "fp32"), length) as (_, exact),
-        ours(path, Variant("as stored", None), length) as (_, stored),
-        llama_cpps(path, length) as (_, theirs),
+        ours(path, Variant("fp32", "fp32"), length) as (_, exact, _),
+        ours(path, Variant("as stored", None), length) as (_, stored, _),
+        llama_cpps(path, length) as (_, theirs, _),
     ):
+        parts: dict[str, dict[str, Any]] = {}
         for question, prompt in zip(QUESTIONS, prompts(path), strict=True):
             mine, other = greedy(stored, prompt), greedy(theirs, prompt)
             at = next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), None)
-            with capsys.disabled():
-                how = "the same" if at is None else f"part at token {at - len(prompt)}"
-                sys.stdout.write(f"{question!r}: {how}\n")
             if at is not None:
                 row = exact(np.array([*mine[:at], 0], np.int32), at - 1)[0]
-                assert row.argmax() == mine[at] or abs(row[mine[at]] - row[other[at]]) < NEAR, (question, at)
+                above = float(row[mine[at]] - row[other[at]])
+                parts[question] = {
+                    "at_token": at - len(prompt), "float32_says_ours": bool(row.argmax() == mine[at]),
+                    "ours_above_theirs_nats": round(above, 4),
+                }  # fmt: skip
+    with capsys.disabled():  # a night keeps it
+        told = {"chats": len(QUESTIONS), "tokens_each": NEW, "same": len(QUESTIONS) - len(parts), "parts": parts}
+        sys.stdout.write("\n" + json.dumps({"chats_beside_llama_cpp": told}) + "\n")
+    for question, found in parts.items():
+        assert found["float32_says_ours"] or abs(found["ours_above_theirs_nats"]) < NEAR, (question, found)
 
 
 def prompts(path: Path) -> list[list[int]]:
@@ -149,7 +130,7 @@ def test_chats_cost_as_little_as_with_llama_cpp() -> None:
     """A small model's chats are where roundings are seen first: near-ties decide its first words."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     path = smollm2()
-    with ours(path, Variant("fp32", "fp32"), 128) as (_, exact):
+    with ours(path, Variant("fp32", "fp32"), 128) as (_, exact, _):
         text = Text([np.array(greedy(exact, prompt), np.int32) for prompt in prompts(path)])
     variants = (Variant("fp32", "fp32"), Variant("as stored", None), Variant("bf16", "bf16"))
     found: list[Cost] = costs(path, text, variants, llama_cpp=True)

@@ -132,13 +132,13 @@ def test_a_result_is_stale_where_the_parts_own_files_have_changed(
         (["===== 1 passed in 0.02s =====", ""], {"passed": 1}),
         (["31 passed, 1 error in 71.15s (0:01:11)"], {"passed": 31, "error": 1}),
         (["3 passed in the morning"], {}),
-        (['{"cases": 3}', "3 of 4 in 2 s"], {}),
-        (["1 passed in 0.02s", '{"cases": 3}', " "], {"cases": 3}),
+        (['{"cases": 3}', "3 of 4 in 2 s"], {"cases": 3}),
+        (["....", '{"chats": {"same": 3}}', "...", "1 passed in 0.02s"], {"chats": {"same": 3}, "passed": 1}),
         (["{broken"], {}),
         ([], {}),
     ],
 )
-def test_figures_are_the_last_line(tail: list[str], figures: dict[str, int]) -> None:
+def test_figures_are_what_lines_tell(tail: list[str], figures: dict[str, int]) -> None:
     assert nightly._figures(tail) == figures
 
 
@@ -149,6 +149,33 @@ def test_a_part_of_pytest_tells_how_many_passed(tmp_path: Path) -> None:
     words = ("-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "no:cacheprovider")
     result = nightly.run(Part("tests", "two of three", ("{python}", *words, str(tmp_path / "test_x.py"))))
     assert result["green"] and result["figures"] == {"passed": 2, "skipped": 1}
+
+
+def test_tests_print_figures_of_their_own_and_libraries_talk_after_the_counts(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text(
+        "import atexit, os\n"
+        "atexit.register(os.write, 2, b'a library says goodbye\\n')\n"
+        "def test_a(capsys):\n"
+        "    with capsys.disabled():\n"
+        '        print(\'\\n{"chats": {"same": 3}}\')\n'
+        "def test_b(): pass\n"
+    )
+    words = ("-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "no:cacheprovider")
+    result = nightly.run(Part("tests", "talkative", ("{python}", *words, str(tmp_path / "test_x.py"))))
+    assert result["green"] and result["figures"] == {"passed": 2, "chats": {"same": 3}}
+
+
+@pytest.mark.parametrize(("says", "green"), [("no tests ran", False), ("3 passed in 0.1s", True), ("0 skipped", False)])
+def test_a_green_part_of_pytest_that_counts_nothing_is_red(says: str, green: bool) -> None:
+    """A stand-in for pytest that ends well, whatever it says."""
+    result = nightly.run(Part("tests", "says so", ("{python}", "-c", f"print({says!r})", "pytest")))
+    assert result["green"] == green and ("told of no test" in result.get("why", "")) != green
+
+
+def test_other_parts_count_nothing_and_their_last_line_alone_has_figures() -> None:
+    code = "print('{{\"page\": 1}}'); print('{{\"cases\": 2}}'); print(' ')"
+    result = nightly.run(Part("other", "JSON before the last", ("{python}", "-c", code)))
+    assert result["green"] and result["figures"] == {"cases": 2}
 
 
 def test_each_part_names_its_files() -> None:

@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 RESULTS, KNOWN = HERE / "results", HERE / "known.json"
 FRESH_HOURS = 20
 _TAIL_LINES = 40
+_TOLD_LINES = 100  # of a part that is pytest: counts and figures, wherever its tests print them
 # The last line that pytest writes: "2 failed, 31 passed, 4 skipped, 7 deselected in 8.15s".
 _PYTEST_LINE = re.compile(r"=*\s*(\d+ [a-z]+(, )?)+ in [\d.]+s\b.*")
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed)\b")
@@ -55,15 +56,19 @@ def run(part: Part) -> Result:
         python = str(environment(folder, part.packages, part.environment, beside_ours=True))
     command = [word.format(python=python, seed=seed) for word in part.command]
     started, now = time.monotonic(), datetime.datetime.now(datetime.UTC)
-    code, tail = _streamed(command)
-    green = code == 0
+    code, tail, told = _streamed(command)
+    figures = _figures(told if part.is_pytest else tail[-1:])
+    uncounted = part.is_pytest and code == 0 and not figures.get("passed")
+    green = code == 0 and not uncounted
     result: Result = {
         "part": part.name, "green": green, "commit": _commit(), "time": now.strftime("%Y-%m-%dT%H:%M:%S+00:00"),
-        "seconds": round(time.monotonic() - started), "figures": _figures(tail),
+        "seconds": round(time.monotonic() - started), "figures": figures,
     }  # fmt: skip
     if part.cases:  # a red night is run again as it was, until it is mended
         result["next_seed"] = seed + 1 if green else seed
         result["cases_so_far"] = int(before.get("cases_so_far", 0)) + (part.cases if green else 0)
+    if uncounted:
+        result["why"] = "pytest ended well and told of no test that passed"
     if not green:
         result |= {"exit_code": code, "tail": [_without_folders(line) for line in tail]}
     RESULTS.mkdir(exist_ok=True)
@@ -71,9 +76,10 @@ def run(part: Part) -> Result:
     return result
 
 
-def _streamed(command: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Exit code, None where its time was over; and the last lines."""
+def _streamed(command: Sequence[str]) -> tuple[int | None, list[str], list[str]]:
+    """Exit code, None where its time was over; the last lines that are not empty; the last that tell figures."""
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    told: deque[str] = deque(maxlen=_TOLD_LINES)
     until_s = time.monotonic() + 60 * MINUTES
     with subprocess.Popen(
         ["timeout", "--kill-after=10", str(60 * MINUTES), *command], cwd=ROOT, stdout=subprocess.PIPE,
@@ -82,13 +88,22 @@ def _streamed(command: Sequence[str]) -> tuple[int | None, list[str]]:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
-            tail.append(line.rstrip("\n"))
-    return (None if time.monotonic() >= until_s else process.returncode), list(tail)
+            if line.strip():
+                tail.append(line.rstrip("\n"))
+            if _told(line.rstrip("\n")):
+                told.append(line.rstrip("\n"))
+    return (None if time.monotonic() >= until_s else process.returncode), list(tail), list(told)
 
 
-def _figures(tail: Sequence[str]) -> Mapping[str, Any]:
-    """What the last line says: JSON, or pytest's counts."""
-    line = next((line for line in reversed(tail) if line.strip()), "")
+def _figures(lines: Sequence[str]) -> dict[str, Any]:
+    """What these lines tell together, each JSON or pytest's counts."""
+    found: dict[str, Any] = {}
+    for line in lines:
+        found |= _told(line)
+    return found
+
+
+def _told(line: str) -> Mapping[str, Any]:
     if _PYTEST_LINE.fullmatch(line):
         return {what: int(n) for n, what in _COUNT.findall(line)}
     try:

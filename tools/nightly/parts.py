@@ -15,7 +15,8 @@ MINUTES = 60  # that a part may take before it is stopped, which makes it red
 class Part:
     """`command` runs in the root of the repository; {python} is this interpreter, {seed} goes on where the last ended.
 
-    Its exit code decides; figures that are worth keeping it prints as one line of JSON, the last.
+    Its exit code decides; figures that are worth keeping it prints as one line of JSON, the last. Where it is pytest,
+    its tests may print such lines anywhere, and it is red if it does not tell how many passed.
     """
 
     name: str
@@ -25,6 +26,10 @@ class Part:
     packages: tuple[str, ...] = ()  # what its environment has beside ours; then {python} is that environment's
     environment: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()  # what it runs: where these changed since, its last result is stale
+
+    @property
+    def is_pytest(self) -> bool:
+        return "pytest" in self.command
 
 
 FUZZ_CASES = 100_000
