@@ -1,6 +1,9 @@
 """Settings: declared once, checked when made, and turned into options without saying anything twice."""
 
+import os
+import threading
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import click
 import pytest
@@ -11,7 +14,7 @@ from millrace.cli.serve import ServeFlags
 from millrace.compile.settings import BuildSettings
 from millrace.errors import ConfigError
 from millrace.runtime.open import RunSettings
-from millrace.settings import Settings, declared, flag_of, parse_size, plain_type, setting
+from millrace.settings import Settings, declared, flag_of, parse_size, plain_type, read_given, setting
 
 CLASSES = (BuildSettings, RunSettings, SamplingFlags, ServeFlags)
 
@@ -112,3 +115,30 @@ def test_options_come_from_the_fields() -> None:
 def test_an_option_out_of_range_is_the_setting_s_own_error() -> None:
     with pytest.raises(ConfigError, match="--number is 9"):
         parsed("--number", "9")
+
+
+def test_files_that_are_named_are_read_in_bounds(tmp_path: Path) -> None:
+    """A pipe of a shell is read to its end."""
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    assert len(read_given(tmp_path / "file", 100)) == 100 and len(read_given(tmp_path / "file", 40)) == 41
+    assert len(read_given(Path("/dev/zero"), 1 << 20)) == (1 << 20) + 1
+    ours, theirs = os.pipe()
+
+    def write() -> None:
+        os.write(theirs, b"late")
+        os.close(theirs)
+
+    writer = threading.Timer(0.1, write)
+    writer.start()
+    assert read_given(Path(f"/dev/fd/{ours}"), 100) == b"late"
+    writer.join()
+    os.close(ours)
+
+
+def test_a_silent_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.settings._PIPE_S", 0.05)
+    ours, theirs = os.pipe()
+    with pytest.raises(TimeoutError, match="nothing came out of the pipe"):
+        read_given(Path(f"/dev/fd/{ours}"), 100)
+    os.close(ours)
+    os.close(theirs)

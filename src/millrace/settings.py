@@ -3,8 +3,12 @@
 A settings class is frozen and checked once, when it is made. Sizes in bytes may be written "512M" or "2GiB".
 """
 
+import os
 import re
+import select
+import time
 from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from millrace.errors import ConfigError
@@ -28,6 +32,30 @@ class Setting:
 def setting(default: Any, help: str, **more: Any) -> Any:
     """`port: int = setting(8000, "port to listen on", low=0, high=65535)`."""
     return field(default=default, metadata={"setting": Setting(help, **more)})
+
+
+_PIPE_S = 10.0  # a pipe is waited for, since `<(...)` of a shell is one
+
+
+def read_given(path: Path, most_bytes: int) -> bytes:
+    """What a setting names; one byte more than `most_bytes` where there is more. raises OSError, also for a pipe that
+    nobody writes into: a file that somebody named cannot hold up the program."""
+    found, until = bytearray(), time.monotonic() + _PIPE_S
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        while len(found) <= most_bytes:
+            try:
+                part = os.read(file, min(most_bytes + 1 - len(found), 1 << 20))
+            except BlockingIOError:
+                if not select.select([file], [], [], max(0.0, until - time.monotonic()))[0]:
+                    raise TimeoutError(f"nothing came out of the pipe for {_PIPE_S:g} s") from None
+                continue
+            if not part:
+                break
+            found += part
+    finally:
+        os.close(file)
+    return bytes(found)
 
 
 def flag_of(name: str) -> str:

@@ -1,6 +1,8 @@
 """What a precision costs, as commands say it: measured before a build, kept in the engine, and not measured again."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -165,6 +167,39 @@ def test_a_map_names_no_auto(millrace: Millrace, tmp_path: Path) -> None:
     file.write_text('{"default": "auto"}')
     result = millrace("build", "tiny", "-o", tmp_path / "e", "--precision-map", file)
     result.assert_mistake('"auto" is unknown', "auto is chosen for the whole model")
+
+
+@pytest.mark.parametrize("option", ["--calibration", "--precision-map"])
+def test_a_pipe_that_nobody_writes_into_holds_up_nothing(millrace: Millrace, tmp_path: Path, option: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    precision = ("--precision", "w8a8") if option == "--calibration" else ()
+    result = millrace("build", "tiny", "-o", tmp_path / "e", option, tmp_path / "pipe", *precision, *SHORT)
+    result.assert_mistake("is empty" if option == "--calibration" else "cannot read")
+
+
+BAD_MAPS = {
+    "bytes": (b"[" * (2 << 20), "more than 1 MiB"),
+    "depth": (b'{"default":' * 60_000, "cannot read"),
+    "keys": (b'{"default": "w8a8", "default": "bf16"}', '"default" is there twice'),
+    "patterns": (json.dumps({"default": "w8a8", **{f"l.{i}": "bf16" for i in range(5000)}}).encode(), "at most 4,096"),
+    "length": (json.dumps({"default": "w8a8", "l" * 300: "bf16"}).encode(), "more than 200 characters"),
+    "latin": ('{"default": "Mühle"}'.encode("latin-1"), "cannot read"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MAPS)
+def test_a_map_has_bounds(millrace: Millrace, tmp_path: Path, name: str) -> None:
+    content, said = BAD_MAPS[name]
+    (tmp_path / "map.json").write_bytes(content)
+    millrace("build", "tiny", "-o", tmp_path / "e", "--precision-map", tmp_path / "map.json").assert_mistake(said)
+
+
+def test_room_is_looked_for_before_measuring(
+    millrace: Millrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 10**12 - 1000, 1000))  # type: ignore[attr-defined]
+    result = millrace("build", "tiny", "-o", tmp_path / "new" / "e", "--precision", "w4a8", *SHORT)
+    assert result.code == 1 and "1,000 are free there" in result.err and "measuring" not in result.err
 
 
 def test_encoders_have_no_price(millrace: Millrace, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from millrace.compile.passes import (
     merge_linears,
 )
 from millrace.compile.pipeline import Pass, pipeline, run_passes
-from millrace.compile.precision import precision_map
+from millrace.compile.precision import check_row_group, precision_map
 from millrace.compile.program import Bounds
 from millrace.engine.kv import KvFormat
 from millrace.errors import CheckpointError, ConfigError, GraphError
@@ -198,8 +198,12 @@ def test_products_of_other_groups_are_not_merged() -> None:
 
     assert kinds({"default": "w8a8:8"}) == [(16, 8)] * 3  # one and two of x, and each of something else
     assert sorted(kinds({"default": "w8a8", "one": "w8a8:8"})) == [(16, 8)] * 2 + [(16, 16)] * 2
-    with pytest.raises(ConfigError, match="groups of 32 beside weights in groups of 16"):
+    with pytest.raises(ConfigError, match="groups of 32 beside weights in groups of 16") as caught:
         kinds({"default": "w8a8:32"})
+    assert caught.value.expected.endswith(": 8")
+    with pytest.raises(ConfigError) as caught:
+        check_row_group("x", 8, 12)
+    assert caught.value.expected.endswith("none here")
 
 
 def test_the_head_of_a_4_bit_engine() -> None:

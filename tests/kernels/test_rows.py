@@ -38,6 +38,8 @@ def test_convert_stores_the_reference_bytes(n: int, group: int, format: RowForma
     x = normal(7, n, seed=1) * np.float32(3)
     x[2] = 0  # a scale of 0
     x[3, 0] = 1e-30
+    x[4] = 1e-37  # whose factor to integers would be infinite
+    x[4, 1::3] = 0
     stride = row_bytes(format, n, group)
     params = {"rows": 0, "n": n, "x_stride": n, "y_stride": stride, "format": format, "group": group}
     got = run_kernel("convert", {"x": x, "y": np.zeros((7, stride), np.uint8)}, params, [7], machine)["y"]

@@ -17,6 +17,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.engine.manifest import MANIFEST
 from millrace.env import Env
 from millrace.errors import ConfigError
+from millrace.settings import read_given
 from millrace.tune.pricing import pricing
 
 EPILOG = """\b
@@ -63,14 +64,29 @@ def _build(model: str, output: Path, build: BuildSettings, map_file: Path | None
         return Tables(build_engine(name, folder, output, build, env.cache, precisions, report, pricing))
 
 
+_MAP_BYTES = 1 << 20
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; raises ValueError for a key that is there twice, of which one would be ignored."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f'"{next(n for n in names if names.count(n) > 1):.80}" is there twice')
+    return found
+
+
 def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:
     if build.precision is not None:
         raise ConfigError(
             "--precision and --precision-map are both given", "one of them", "put it into the map as default"
         )
     try:
-        asked = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        data = read_given(path, _MAP_BYTES)
+        if len(data) > _MAP_BYTES:
+            raise ConfigError(f"{path} has more than {_MAP_BYTES >> 20} MiB", "a map of precisions", "correct the file")
+        asked = json.loads(data, object_pairs_hook=_once)
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", "a JSON file", "see `millrace build --help`") from error
     if not isinstance(asked, dict) or not all(isinstance(v, str) for v in asked.values()):
         raise ConfigError(f"{path} is no map of names", 'an object like {"default": "w4a8"}', "correct the file")

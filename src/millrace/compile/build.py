@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from millrace.compile.pipeline import pipeline, run_passes, unfused
 from millrace.compile.precision import PrecisionMap, keeping_the_head, plain_format, rounding_notes
 from millrace.compile.program import Bounds, Program
 from millrace.compile.report import program_table
+from millrace.compile.room import cannot_write, check_new
 from millrace.compile.settings import Progress
 from millrace.compile.source import LONGEST, Source
 from millrace.compile.tune import Tuning, tune_folder
@@ -41,7 +41,7 @@ from millrace.engine.manifest import (
     sealed,
 )  # fmt: skip
 from millrace.engine.slots import Slot, slot
-from millrace.errors import CheckpointError, ConfigError, EngineError, MachineError, plain
+from millrace.errors import CheckpointError, ConfigError, plain
 from millrace.graph.cuts import cut
 from millrace.graph.rewrite import LOGITS, head_of
 from millrace.graph.table import graph_table
@@ -258,30 +258,8 @@ def write_engine(
                 tune_folder(unfinished, tuning, progress)
             check_new(folder)  # somebody else may have been faster
     except OSError as error:
-        raise _cannot_write(folder, plan.program.weights_bytes, error) from error
+        raise cannot_write(folder, plan.program.weights_bytes, error) from error
     return manifest
-
-
-def _cannot_write(folder: Path, nbytes: int, error: OSError) -> MachineError:
-    """`nbytes`: of its weights, which are all but a few megabytes of an engine."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    what = f"the engine {folder} cannot be written: {error.strerror or error}"
-    if full:
-        free = shutil.disk_usage(folder.parent).free
-        what += f"; its weights need {nbytes:,} bytes, and {free:,} are free there"
-    return MachineError(
-        what,
-        "room for the engine, also by quotas and limits" if full else "a folder that can be written",
-        "make room, or build on another disk (-o; XDG_CACHE_HOME for the cache)" if full else "check the rights",
-    )
-
-
-def check_new(folder: Path) -> None:
-    """raises EngineError for a folder that is already there"""
-    if folder.exists():
-        raise EngineError(
-            f"{folder} is already there", "a folder that does not exist yet", "remove it, or name another"
-        )
 
 
 def _write(source: Source, plan: Plan, folder: Path, name: str, evaluation: Evaluation, progress: Progress) -> Manifest:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.encoder import EncoderConfig
-from millrace.compile.build import DEFAULT_BATCH, BuildOptions, check_new, plan_engine, settled, write_engine
+from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, settled, write_engine
 from millrace.compile.digests import checkpoint_identity
 from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.compile.pricing import AUTO, Pricing, Question, ToMeasure, check_measured, without_price
+from millrace.compile.room import check_new, check_room
 from millrace.compile.settings import BuildSettings, Progress
 from millrace.compile.source import Source
 from millrace.compile.timings import TimingCache
@@ -97,18 +98,18 @@ class Builder:
         if self.checkpoint.has_tokenizer:
             _ = self.checkpoint.tokenizer  # an engine whose tokenizer is broken is of no use to anybody
         source = replace(self.source, identity=lambda: self.identity)
-        options, evaluation = self._measured()
+        options, evaluation = self._measured(folder)
         write_engine(
             source, plan_engine(source, options), folder, name=self.name, progress=self.progress, tuning=self.tuning,
             evaluation=evaluation,
         )  # fmt: skip
 
-    def _measured(self) -> tuple[BuildOptions, Evaluation]:
+    def _measured(self, folder: Path) -> tuple[BuildOptions, Evaluation]:
         """The precision that it will have, and what that costs."""
         if self.measure.pricer is None:
             return self.options, Evaluation(self.measure.without)
         first = replace(self.options, precision=self.measure.candidates[0])
-        plan_engine(self.source, first)  # and so are mistakes
+        check_room(folder, plan_engine(self.source, first).program.weights_bytes)  # and so are mistakes
         question = Question(
             source=self.source, tokenizer=self.checkpoint.tokenizer,
             options=replace(self.options, tiles=self.measure.tiles), candidates=self.measure.candidates,

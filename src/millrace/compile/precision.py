@@ -221,6 +221,9 @@ def parse_precision(name: str) -> Precision:
         raise ConfigError(f'precision "{name}" is unknown', "one of " + ", ".join(Precision), mend) from None
 
 
+MOST_PATTERNS, _LONGEST = 4096, 200  # of a map; characters of a pattern
+
+
 def _written(precision: Precision, row_group: int) -> str:
     """As `_parse_layer` reads it."""
     return f"{precision}:{row_group}" if row_group else precision.value
@@ -255,10 +258,11 @@ def _parse_layer(value: str) -> tuple[Precision, int]:
 def check_row_group(name: str, rows: int, group: int) -> None:
     """raises ConfigError unless groups of so many activations divide the weights'"""
     if rows != group and (rows > group or group % rows or rows % 8):
+        fitting = ", ".join(str(n) for n in range(8, group, 8) if group % n == 0)
         raise ConfigError(
             f"{name}: activations in groups of {rows} beside weights in groups of {group}",
-            f"groups of activations that divide those of the weights, such as {max(8, group // 2)}",
-            "correct the precision, or give --group",
+            f"groups of activations in a multiple of 8 that divides those of the weights: {fitting or 'none here'}",
+            "correct the precision, or give another --group",
         )  # fmt: skip
 
 
@@ -271,6 +275,12 @@ def precision_map(asked: str | Mapping[str, str], group: int = DEFAULT_GROUP, he
         raise ConfigError(f"a quantisation group of {group}", "a multiple of 4, at most 4096", "use 128")
     of_head = parse_precision(head) if head else None
     asked = {"default": asked} if isinstance(asked, str) else asked
+    if len(asked) > MOST_PATTERNS or any(len(text) > _LONGEST for pair in asked.items() for text in pair):
+        raise ConfigError(
+            f"a map of {len(asked):,} precisions, or with patterns of more than {_LONGEST} characters",
+            f"at most {MOST_PATTERNS:,}, for whole groups of layers",
+            'name layers by patterns such as "layers.*.mlp.*"',
+        )  # fmt: skip
     if "default" not in asked:
         raise ConfigError("the map of precisions has no default", 'an entry "default"', 'add "default": "bf16"')
     default, rows = _parse_layer(asked["default"])

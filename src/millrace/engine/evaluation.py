@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+# Rounding may leave a KL of nothing slightly below nothing.
+Kl = Annotated[float, msgspec.Meta(ge=-0.01, le=1e4)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 AUTO_MAX_KL = 0.01  # nats a token, where nobody says otherwise
 _DIGITS = 3  # that are kept: all further ones may differ between processors, and none of them means anything
@@ -15,9 +17,9 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     None: there is no such number, since some of its answers are not finite, or its weights cannot be rounded so
     """
 
-    name: str
-    kl: float | None  # KL(float32 || this), nats a token on average
-    perplexity_ratio: float | None  # to float32's
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    kl: Kl | None  # KL(float32 || this), nats a token on average
+    perplexity_ratio: Annotated[float, msgspec.Meta(gt=0, le=1e300)] | None  # to float32's
     agreement: Share  # of the positions whose likeliest token is float32's
     weights_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]  # that a step reads at least
 
@@ -26,9 +28,9 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """For people."""
         if self.kl is None or self.perplexity_ratio is None:
             return "no KL, since its logits are not all finite"
+        ratio = f"{self.perplexity_ratio:.3f}" if self.perplexity_ratio < 1000 else f"{self.perplexity_ratio:.3g}"
         return (
-            f"KL {self.kl:.3g} nats a token, perplexity x {self.perplexity_ratio:.3f}, "
-            f"the likeliest token the same in {self.agreement:.1%}"
+            f"KL {self.kl:.3g} nats a token, perplexity x {ratio}, the likeliest token the same in {self.agreement:.1%}"
         )
 
     def within(self, bound: float) -> bool:
@@ -42,7 +44,9 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: Literal["", "bundled", "own"] = ""  # on which it was measured
     digest: str = ""  # of that text
     tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0  # predicted ones
-    max_kl: float | None = None  # None: the precision was asked for, whatever it costs
+    max_kl: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = (
+        None  # None: the precision was asked for, whatever it costs
+    )
     tried: Annotated[list[Price], msgspec.Meta(max_length=64)] = []  # the last one is the engine's
 
     @property

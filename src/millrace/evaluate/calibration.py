@@ -10,7 +10,8 @@ import numpy as np
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
-from millrace.evaluate.windows import LENGTH, Windows, windows
+from millrace.evaluate.windows import LENGTH, Windows, windows_of
+from millrace.settings import read_given
 
 TOKENS = 3 * LENGTH  # that are read, of a text however long: what a minute suffices for on a model of 1B
 SHORTEST = 16  # tokens of a window: with fewer, predictions have no context to speak of
@@ -32,8 +33,7 @@ class Calibration:
             return cls((BUNDLED / "calibration.txt").read_text(encoding="utf-8"))
         path = Path(file)
         try:
-            with path.open("rb") as opened:
-                data = opened.read(_MOST_BYTES + 1)
+            data = read_given(path, _MOST_BYTES)
         except OSError as error:
             raise ConfigError(f"cannot read --calibration {file}: {error}", "a text file", "check the path") from error
         if len(data) > _MOST_BYTES:
@@ -68,16 +68,16 @@ class Calibration:
         if max_context < SHORTEST:
             raise ConfigError(
                 f"a context of {max_context} tokens is too short to measure a precision in", f"at least {SHORTEST}",
-                "build for a longer --max-context, or leave the measuring out: --no-evaluate",
+                "build for a longer --max-context, or name a --precision",
             )  # fmt: skip
-        length, n_tokens = min(LENGTH, max_context), len(tokenizer.encode(self.content))
+        length, ids = min(LENGTH, max_context), tokenizer.encode(self.content)
         if self.file is None:
-            length = min(length, max(n_tokens, SHORTEST))
-        if n_tokens < length:
+            length = min(length, max(len(ids), SHORTEST))
+        if len(ids) < length:
             text = f"--calibration {self.file}" if self.file else "the bundled text"
             raise ConfigError(
-                f"{text} has {n_tokens} tokens of this model", f"at least {length}, one window", "give a longer text"
+                f"{text} has {len(ids)} tokens of this model", f"at least {length}, one window", "give a longer text"
             )
-        every = windows(tokenizer, self.content, length)
+        every = windows_of(tokenizer, ids, length)
         kept = np.linspace(0, len(every.ids) - 1, min(len(every.ids), TOKENS // length)).round().astype(int)
         return replace(every, ids=every.ids[kept], first=length // _UNSCORED)

@@ -1,5 +1,6 @@
 """A text as language models are measured on it: in windows that are read each for itself."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,11 +32,15 @@ def windows(tokenizer: Tokenizer, text: str, length: int = LENGTH, most: int | N
     most: windows at most. raises RequestError for a text that fills none
     source: https://github.com/ggml-org/llama.cpp/tree/master/tools/perplexity
     """
-    ids = np.asarray(tokenizer.encode(text), np.int32)
+    return windows_of(tokenizer, tokenizer.encode(text), length, most)
+
+
+def windows_of(tokenizer: Tokenizer, ids: Sequence[int], length: int, most: int | None = None) -> Windows:
+    """The same of a text's tokens."""
     found = len(ids) // length
     if not found:
         raise RequestError(f"the text has {len(ids)} tokens", f"at least {length}, one window", "give a longer text")
-    kept = ids[: min(found, most or found) * length].reshape(-1, length).copy()
+    kept = np.asarray(ids[: min(found, most or found) * length], np.int32).reshape(-1, length)
     if tokenizer.bos_token_id is not None and tokenizer.special_around[0]:
         kept[:, 0] = tokenizer.bos_token_id
     return Windows(kept, length // 2)

@@ -15,6 +15,7 @@ from millrace.kernels.declare import (
     MAX_KNOBS,
     MAX_SYMBOLS,
     MOST_HADAMARD,
+    NOTHING,
     Kernel,
     Operand,
 )
@@ -111,6 +112,7 @@ def header(interface: Path) -> str:
         "namespace millrace {",
         f'inline constexpr char kBuild[] = "{interface_digest(interface)} {declarations_digest()}";',
         f"constexpr int kMaxHeadDim = {MAX_HEAD};",
+        f"constexpr float kNothing = {NOTHING}f;",
         f"constexpr int kMostHadamard = {MOST_HADAMARD}, kHadamardBlock = {HADAMARD_BLOCK};",
         f"constexpr int kSymbols = {MAX_SYMBOLS}, kCaches = {MAX_CACHES};  // of one program, at most",
         "enum class KernelId : uint32_t { " + ", ".join(f"{n} = {i}" for i, n in enumerate(names)) + " };",

@@ -113,6 +113,7 @@ ROWS = "most(rows)"
 LEGAL_ROWS = "rows >= 0"
 
 MOST_HADAMARD = 4096  # elements of a group that is transformed: a kernel holds one beside its row
+NOTHING = 2e-34  # a group that reaches no further is all zeros as integers: the factor to these would be infinite
 HADAMARD_BLOCK = 128  # that are mixed with each other at most: of more, KL was no smaller (docs/log.md)
 LEGAL_HADAMARD = (
     f"format != {RowFormat.HADAMARD_Q8} or group > 0",

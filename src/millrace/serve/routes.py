@@ -44,6 +44,7 @@ from millrace.serve.generation import GenerationFailedError
 from millrace.serve.management import unknown_path
 from millrace.serve.openapi import Operation
 from millrace.serve.wire import CALL, Bodies, Call, RequestLog, header, log_request, read_body, unless_gone
+from millrace.settings import read_given
 
 _BEARER = b"bearer "
 _MAX_BYTES = 1 << 20
@@ -52,8 +53,7 @@ _MAX_BYTES = 1 << 20
 def read_keys(path: Path) -> tuple[str, ...]:
     """The keys of a file, one a line; empty lines and lines that begin with # are skipped. raises ConfigError"""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+        data = read_given(path, _MAX_BYTES)
         if data.startswith(
             (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         ):  # it would be part of the first key

@@ -14,6 +14,7 @@ from millrace.runtime.params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine
 from millrace.serve.fields import cache_options, decode
 from millrace.serve.protocol import Message
+from millrace.settings import read_given
 
 MAX_FILE_BYTES = 64 * 2**20
 MAX_PROMPTS = 1024
@@ -44,8 +45,7 @@ class WarmPrompt:
 def read_warm_prompts(path: Path) -> tuple[WarmPrompt, ...]:
     """raises ConfigError naming file and line"""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        data = read_given(path, MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(
             f"cannot read the prompts of {path}: {error}", "a file of JSON lines", "name another"

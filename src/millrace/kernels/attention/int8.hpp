@@ -13,7 +13,7 @@ inline void load_int8_queries(AttentionTile& t) {
   for (int r = 0; r < t.rows; ++r) {
     const float* q = t.a->q + t.tokens[r] * t.a->q_stride + t.heads[r] * D;
     F check = zero();
-    const float amax = row_magnitude(q, D, check), inverse = amax > 0.0f ? kMost / amax : 0.0f;
+    const float amax = row_magnitude(q, D, check), inverse = amax > kNothing ? kMost / amax : 0.0f;
     t.int8.q_scale[r] = (amax / kMost + sum(check)) * t.a->scale;
     I sums[2] = {splat_i(0), splat_i(0)};
     for (int d = 0; d < D; d += 16) {  // beyond the head: zeros
@@ -69,7 +69,7 @@ inline void to_int8_weights(AttentionTile& t, int r, int from, int count, int sp
       most = max(w, most);
     });
   }
-  const float largest_weight = largest(most), inverse = largest_weight > 0.0f ? 65535.0f / largest_weight : 0.0f;
+  const float largest_weight = largest(most), inverse = largest_weight > kNothing ? 65535.0f / largest_weight : 0.0f;
   t.int8.p_scale[r] = largest_weight / 65535.0f + sum(check);
   for (int i = 0; i < span; i += 16) {
     const I code = round(load(p + i) * splat(inverse));

@@ -4,6 +4,7 @@ import numpy as np
 
 from millrace.kernels.arrays import Array
 from millrace.kernels.convert.ref import to_bf16
+from millrace.kernels.declare import NOTHING
 
 
 def attention(q: Array, k: Array, v: Array, first: int | None, scale: float, *, bf16_weights: bool = False) -> Array:
@@ -40,6 +41,6 @@ def to_int16(q: Array) -> Array:
 
 def _coded(x: Array, most: int) -> Array:
     amax = np.abs(x).max(axis=-1, keepdims=True)
-    inverse = np.divide(x.dtype.type(most), amax, out=np.zeros_like(amax), where=amax > 0)
+    inverse = np.divide(x.dtype.type(most), amax, out=np.zeros_like(amax), where=amax > NOTHING)
     y: Array = np.rint(x * inverse) * (amax / x.dtype.type(most))
     return y

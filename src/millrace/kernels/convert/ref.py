@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.kernels.arrays import Array
-from millrace.kernels.declare import RowFormat
+from millrace.kernels.declare import NOTHING, RowFormat
 from millrace.kernels.layout import n_groups, padded_k, row_bytes, up
 from millrace.kernels.matmul.pack import hadamard
 
@@ -49,8 +49,8 @@ def to_q8(x: Array, group: int, transform: bool = False) -> Quantised:
     padded[:, :K] = hadamard(x, size) if transform else x
     grouped = padded.reshape(M, -1, size)
     amax = np.abs(grouped).max(axis=2)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(amax > 0, np.float32(127) / amax, np.float32(0)).astype(np.float32)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(amax > NOTHING, np.float32(127) / amax, np.float32(0)).astype(np.float32)
     codes = np.rint(grouped * inverse[:, :, None]).astype(np.int8).reshape(M, -1)[:, :K]
     return Quantised(codes, amax / np.float32(127), group, transform)
 

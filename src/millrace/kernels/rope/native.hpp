@@ -42,7 +42,7 @@ inline void write_bf16(const float* k, const float* v, const KvLayout& kv, uint8
 // code = nearest(x * (127 / amax)), as convert has it. Returns the scale, which is NaN where an x is not finite.
 inline float to_codes(const float* x, int n, int8_t* codes) {
   F check = zero();
-  const float amax = row_magnitude(x, n, check), inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
+  const float amax = row_magnitude(x, n, check), inverse = amax > kNothing ? 127.0f / amax : 0.0f;
   for (int i = 0; i < n; i += 16) store_i8(codes + i, round(load(x + i, n - i < 16 ? n - i : 16) * splat(inverse)));
   return amax / 127.0f + sum(check);
 }
