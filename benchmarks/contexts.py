@@ -21,7 +21,7 @@ from benchmarks.measure import TILES, TUNE_S, Timing, bandwidth, pages_for, pref
 from benchmarks.names import named
 from benchmarks.record import judged, provenance, write_result
 from benchmarks.shapes import SHAPES, random_source
-from millrace.checkpoint.tokenizer import Specials, Tokenizer
+from benchmarks.words import Words
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.tune import Tuning
@@ -37,22 +37,6 @@ CONTEXT = 8192
 SHALLOW, DEEP, NEW_TOKENS = 128, 4096, 32
 COLD_STEPS, CACHES = 8, 1 << 30  # steps of a round that find nothing in caches; bytes, more than those of a CPU hold
 STREAM_PROMPT, STREAM_TOKENS, ARRIVES_AT, LONG_PROMPT = 32, 300, 20, 2000
-
-
-class _Words(Tokenizer):
-    """Any token is a word: nothing is encoded here, and a stream needs text."""
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__(vocab_size, Specials(named={}, bos_token_id=None, eos_token_id=None, ids=frozenset()))
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        raise NotImplementedError("prompts are token ids")
-
-    def _token_bytes(self, token_id: int) -> bytes:
-        return b"word "
-
-    def _first_bytes(self, token_id: int) -> bytes:
-        return b"word "
 
 
 def decode_by_depth(executor: NativeExecutor, rounds: int) -> dict[str, Any]:
@@ -106,7 +90,7 @@ class Mix:
 
     def __init__(self, executor: NativeExecutor) -> None:
         self._executor = executor
-        self._loop = EngineLoop(executor, _Words(executor.limits.vocab_size), prefix_cache=False)
+        self._loop = EngineLoop(executor, Words(executor.limits.vocab_size), prefix_cache=False)
         rng = np.random.default_rng(0)
         self._prompts = [rng.integers(3, 30000, n).tolist() for n in (STREAM_PROMPT, LONG_PROMPT)]
 

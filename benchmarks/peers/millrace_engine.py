@@ -14,6 +14,7 @@ from benchmarks.peers.engine import Description, Floats
 from benchmarks.peers.timing import seconds
 from benchmarks.peers.weights import NamedWeights
 from benchmarks.peers.workloads import CONTEXT, MAX_USERS, Phase, Workload
+from benchmarks.words import Words
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
@@ -25,21 +26,27 @@ from millrace.engine.executor import StepInputs
 from millrace.engine.native import NativeExecutor
 from millrace.model.families import build_model
 from millrace.model.module import Weights
+from millrace.runtime.generate import generate
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.params import SamplingParams
 
 
 def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "MillraceEngine":
-    """`variant`: a precision, precision@isa, or "stored": what nobody asked for. Groups: the model's own, else 128.
+    """`variant`: a precision, precision@isa, or "stored": what nobody asked for; "+generate" behind it: as users of
+    `LLM.generate` see it. Groups: the model's own, else 128.
 
     Built anew each time: an old engine is not this code.
     """
-    precision, _, isa = variant.partition("@")
+    numbers, _, generates = variant.partition("+")
+    precision, _, isa = numbers.partition("@")
     built = folder / f"millrace-{variant}"
     shutil.rmtree(built, ignore_errors=True)
     source = _source(weights)
     asked = None if precision == "stored" else precision_map(precision, source.own_precision.group)
     options = BuildOptions(precision=asked, max_batch=MAX_USERS, tiles=TILES)
     write_engine(source, plan_engine(source, options), built, name=folder.name, tuning=Tuning(TUNE_S))
-    return MillraceEngine(Engine.open(built), threads, isa or None)
+    kind = GeneratingEngine if generates else MillraceEngine
+    return kind(Engine.open(built), threads, isa or None)
 
 
 def _source(weights: NamedWeights) -> Source:
@@ -99,3 +106,22 @@ class MillraceEngine:
             for i in range(w.new)
         ]
         return prompt, decode
+
+
+class GeneratingEngine(MillraceEngine):
+    """Through the scheduler, with sampling and text; decode is what further tokens take beyond the first ones."""
+
+    def __init__(self, engine: Engine, threads: int, isa: str | None = None) -> None:
+        super().__init__(engine, threads, isa)
+        self._loop = EngineLoop(self.executor, Words(self.executor.limits.vocab_size), prefix_cache=False)
+
+    def run(self, workload: Workload) -> float:
+        first = seconds(lambda: self._generate(workload, 1))
+        if workload.phase is Phase.PREFILL:
+            return first
+        return seconds(lambda: self._generate(workload, 1 + workload.new)) - first
+
+    def _generate(self, w: Workload, tokens: int) -> None:
+        ids = np.random.default_rng(0).integers(0, self.executor.limits.vocab_size, (w.users, w.prompt)).tolist()
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        generate(self._loop, [{"prompt_token_ids": row} for row in ids], [params] * w.users)
