@@ -164,11 +164,20 @@ def kl_of(model: str, described: Result) -> float | None:
     return accuracy().get(model, {}).get(Numbers.of(described))
 
 
+def _text_of(result: Result) -> tuple[str, int]:
+    return result.get("text", ""), result.get("tokens", 0)
+
+
 @cache
 def accuracy() -> dict[str, dict[Numbers, float]]:
-    """By model, the KL in nats of each set of numbers to float32, from the newest run that measured it."""
+    """By model, the KL in nats of each set of numbers to float32, from the newest run that measured it.
+
+    Of runs that read the text of the newest one, cut as that was: KL depends on both.
+    """
+    runs = [result for _, result in of_kind("perplexity")]
+    newest = {r["model"]: _text_of(r) for r in runs}
     found: dict[str, dict[Numbers, float]] = {}
-    for _, result in of_kind("perplexity"):
+    for result in (r for r in runs if _text_of(r) == newest[r["model"]]):
         for score in result["scores"]:  # not its heads, whose reference is another
             if "activations" in score and "int8" not in score["kv"]:
                 found.setdefault(result["model"], {})[Numbers.of(score)] = score["mean_kl"]

@@ -19,7 +19,7 @@ from millrace.compile.passes import (
     merge_linears,
 )
 from millrace.compile.pipeline import Pass, pipeline, run_passes
-from millrace.compile.precision import check_row_group, precision_map
+from millrace.compile.precision import check_x_group, precision_map
 from millrace.compile.program import Bounds
 from millrace.engine.kv import KvFormat
 from millrace.errors import CheckpointError, ConfigError, GraphError
@@ -179,11 +179,11 @@ def test_groups_of_activations_by_pattern() -> None:
     """They belong to the pattern that decides; the head has those of the rest where it has 8-bit activations, too."""
     chosen = precision_map({"default": "w4a8:32", "layers.*.mlp.*": "w8a8:64", "layers.1.*": "w8a8", "x": "bf16"})
     names = ("layers.1.mlp.up", "layers.1.q", "layers.0.q", "x")
-    assert [chosen.row_group_of(name) for name in names] == [64, 0, 32, 0]
-    assert chosen.row_group_of("lm_head", is_head=True) == 32
-    assert replace(chosen, head=Precision.BF16).row_group_of("lm_head", is_head=True) == 0
+    assert [chosen.x_group_of(name) for name in names] == [64, 0, 32, 0]
+    assert chosen.x_group_of("lm_head", is_head=True) == 32
+    assert replace(chosen, head=Precision.BF16).x_group_of("lm_head", is_head=True) == 0
     again = precision_map(chosen.described("lm_head"))  # as the manifest says it
-    assert again.row_group_of("lm_head", is_head=True) == 32 and again.row_groups[0] == chosen.row_groups[0]
+    assert again.x_group_of("lm_head", is_head=True) == 32 and again.x_groups[0] == chosen.x_groups[0]
 
 
 def test_products_of_other_groups_are_not_merged() -> None:
@@ -202,7 +202,7 @@ def test_products_of_other_groups_are_not_merged() -> None:
         kinds({"default": "w8a8:32"})
     assert caught.value.expected.endswith(": 8")
     with pytest.raises(ConfigError) as caught:
-        check_row_group("x", 8, 12)
+        check_x_group("x", 8, 12)
     assert caught.value.expected.endswith("none here")
 
 

@@ -22,7 +22,7 @@ from millrace.kernels.matmul.pack import Run, interleave_halves, pack_codes, pac
 from millrace.kernels.places import Packed
 
 F32, BF16, W8, W4 = WeightFormat.F32, WeightFormat.BF16, WeightFormat.W8, WeightFormat.W4
-CLASSES = [(F32, 0, 0), (BF16, 0, 0), *((f, 32, blocks) for f in (W8, W4) for blocks in (0, 8, 32))]
+CLASSES = [(F32, 0, 0), (BF16, 0, 0), *((f, 32, hadamard_group) for f in (W8, W4) for hadamard_group in (0, 8, 32))]
 K = 200  # six groups of 32, and one of 8
 
 
@@ -37,31 +37,33 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("N", [1, 32, 33, 100, 128])
-@pytest.mark.parametrize(("format", "group", "blocks"), CLASSES)
+@pytest.mark.parametrize(("format", "group", "hadamard_group"), CLASSES)
 def test_slabs_change_no_byte(
-    format: WeightFormat, group: int, blocks: int, N: int, monkeypatch: pytest.MonkeyPatch
+    format: WeightFormat, group: int, hadamard_group: int, N: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = weights(N)
-    whole = pack_matrix(w, format, group, blocks)
-    codes = rounded_codes(w, 8, 32, blocks)
+    whole = pack_matrix(w, format, group, hadamard_group)
+    codes = rounded_codes(w, 8, 32, hadamard_group)
     kept = pack_codes(codes, W8)
     monkeypatch.setattr(pack, "_SLAB", PANEL * K)
     with ThreadPoolExecutor(3) as pool:
-        assert np.array_equal(pack_matrix(w, format, group, blocks, run=pool.map), whole)
+        assert np.array_equal(pack_matrix(w, format, group, hadamard_group, run=pool.map), whole)
         if group:
-            again = rounded_codes(w, 8, 32, blocks)
+            again = rounded_codes(w, 8, 32, hadamard_group)
             assert np.array_equal(again.codes, codes.codes) and np.array_equal(again.scales, codes.scales)
             assert np.array_equal(pack_codes(codes, W8, pool.map), kept)
 
 
 @pytest.mark.parametrize("N", [1, 16, 19, 64, 75])
-@pytest.mark.parametrize(("format", "group", "blocks"), CLASSES)
+@pytest.mark.parametrize(("format", "group", "hadamard_group"), CLASSES)
 @pytest.mark.usefixtures("small_slabs")
-def test_gate_and_up_are_interleaved_slab_by_slab(format: WeightFormat, group: int, blocks: int, N: int) -> None:
+def test_gate_and_up_are_interleaved_slab_by_slab(
+    format: WeightFormat, group: int, hadamard_group: int, N: int
+) -> None:
     gate, up = weights(N, seed=1), weights(N, seed=2).astype(np.float16)  # of which there is no common type
     both = interleave_halves(gate.astype(np.float32), up.astype(np.float32))
-    whole = pack_matrix(both, format, group, blocks)
-    assert np.array_equal(pack_matrix(gate, format, group, blocks, up_=up), whole)
+    whole = pack_matrix(both, format, group, hadamard_group)
+    assert np.array_equal(pack_matrix(gate, format, group, hadamard_group, up_=up), whole)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -93,34 +95,34 @@ def peak(work: Callable[[], NDArray[np.uint8]]) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("format", "group", "blocks"), CLASSES)
+@pytest.mark.parametrize(("format", "group", "hadamard_group"), CLASSES)
 def test_memory_is_for_slabs_and_not_for_matrices(
-    format: WeightFormat, group: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+    format: WeightFormat, group: int, hadamard_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slab = 1 << 14
     monkeypatch.setattr(pack, "_SLAB", slab)
     gate, up = weights(1024, 512), weights(1024, 512)
     with ThreadPoolExecutor(2) as pool:
         pool.submit(int).result()
-        most = peak(lambda: pack_matrix(gate, format, group, blocks, up_=up, run=pool.map))
+        most = peak(lambda: pack_matrix(gate, format, group, hadamard_group, up_=up, run=pool.map))
     assert most < 2 * 7 * 4 * slab < gate.nbytes  # seven float32 for each weight of a slab, by two threads
 
 
 @pytest.mark.usefixtures("small_slabs")
-@pytest.mark.parametrize("blocks", [0, 32])
+@pytest.mark.parametrize("hadamard_group", [0, 32])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_scales_do_not_hold_is_judged_by_the_matrix(bits: int, blocks: int) -> None:
+def test_what_scales_do_not_hold_is_judged_by_the_matrix(bits: int, hadamard_group: int) -> None:
     """Not by the slab: rows next to nothing beside the others may come together."""
     w, format = weights(128), W8 if bits == 8 else W4
     tiny = (w.astype(np.float32) * np.float32(1e-7)).astype(w.dtype)
     w[32:64] = tiny[32:64]
-    pack_matrix(w, format, 32, blocks)
-    pack_matrix(w, format, 32, blocks, up_=tiny)
-    rounded_codes(w, bits, 32, blocks)
+    pack_matrix(w, format, 32, hadamard_group)
+    pack_matrix(w, format, 32, hadamard_group, up_=tiny)
+    rounded_codes(w, bits, 32, hadamard_group)
     with pytest.raises(CheckpointError, match="too small for the scales"):
-        pack_matrix(tiny, format, 32, blocks)
+        pack_matrix(tiny, format, 32, hadamard_group)
     with pytest.raises(CheckpointError, match="too small for the scales"):
-        rounded_codes(tiny, bits, 32, blocks)
+        rounded_codes(tiny, bits, 32, hadamard_group)
 
 
 def test_slabs_of_one_matrix_are_packed_by_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:

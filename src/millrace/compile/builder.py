@@ -109,7 +109,7 @@ class Builder:
         if self.measure.pricer is None:
             return self.options, Evaluation(self.measure.without)
         first = replace(self.options, precision=self.measure.candidates[0])
-        check_room(folder, plan_engine(self.source, first).program.weights_bytes)  # and so are mistakes
+        check_room(folder, plan_engine(self.source, first).program.weights_bytes)  # mistakes are said early, too
         question = Question(
             source=self.source, tokenizer=self.checkpoint.tokenizer,
             options=replace(self.options, tiles=self.measure.tiles), candidates=self.measure.candidates,

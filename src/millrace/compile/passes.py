@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix, combined
-from millrace.compile.precision import RESCORED, PrecisionMap, check_row_group, kept_as
+from millrace.compile.precision import RESCORED, PrecisionMap, check_x_group, kept_as
 from millrace.graph.rewrite import Instead, Live, head_of, make_node, rewrite
 from millrace.graph.trees import Tree, as_tree, evaluate, substitute
 from millrace.graph.types import Array, Constant, Graph, Node, Value
@@ -121,7 +121,7 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
         if node.op != "linear":
             return None
         name, is_head = node.origin[0], bool(head and node.output is head.output)
-        own = {"row_group": rows} if (rows := precisions.row_group_of(name, is_head=is_head)) else {}
+        own = {"x_group": asked} if (asked := precisions.x_group_of(name, is_head=is_head)) else {}
         attrs = {**node.attrs, "precision": precisions.of(name, is_head=is_head), **own}
         return Instead.of(make_node(LINEAR, node.inputs, attrs, node.origin))
 
@@ -155,7 +155,7 @@ def _kind(node: Node, group: int) -> object:
 
 def _asked(node: Node) -> Mapping[str, object]:
     """What was asked of a product."""
-    return {name: node.attrs[name] for name in ("precision", "row_group") if name in node.attrs}
+    return {name: node.attrs[name] for name in ("precision", "x_group") if name in node.attrs}
 
 
 def _kept(weights: Sequence[Value], precision: Precision, group: int) -> QuantisedFormat | None:
@@ -299,9 +299,9 @@ def convert_inputs(graph: Graph, group: int) -> Graph:
         precision = precision_of(node)
         kept = _kept(node.inputs[1 : 3 if node.op == "gated_linear" else 2], precision, group)
         own = kept.group if kept else group
-        rows = whole(node, "row_group") if "row_group" in node.attrs else own
-        check_row_group(node.origin[0] if node.origin else "a product", rows, own)
-        storage = precision.storage(rows, hadamard=not kept)
+        x_group = whole(node, "x_group") if "x_group" in node.attrs else own
+        check_x_group(node.origin[0] if node.origin else "a product", x_group, own)
+        storage = precision.storage(x_group, hadamard=not kept)
         if storage == DENSE:
             return None
         fresh = []

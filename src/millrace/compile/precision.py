@@ -29,7 +29,7 @@ class PrecisionMap:
     patterns: tuple[tuple[str, Precision], ...] = ()
     group: int = DEFAULT_GROUP
     head: Precision | None = None  # what was asked for the head; None: what `default` does with it
-    row_groups: tuple[tuple[str, int], ...] = ()  # where they differ from the weights', by pattern; "": of the rest
+    x_groups: tuple[tuple[str, int], ...] = ()  # where they differ from the weights', by pattern; "": of the rest
 
     def of(self, name: str, *, is_head: bool = False) -> Precision:
         for pattern, precision in self.patterns:
@@ -39,28 +39,28 @@ class PrecisionMap:
             return self.default
         return self.head or _HEAD.get(self.default, self.default)
 
-    def row_group_of(self, name: str, *, is_head: bool = False) -> int:
+    def x_group_of(self, name: str, *, is_head: bool = False) -> int:
         """How many elements share a scale in its 8-bit activations; 0: as many as in its weights, or there are none."""
         decides = next((pattern for pattern, _ in self.patterns if _matches(name, pattern)), "")
-        return dict(self.row_groups).get(decides, 0) if self.of(name, is_head=is_head).takes_bytes else 0
+        return dict(self.x_groups).get(decides, 0) if self.of(name, is_head=is_head).takes_bytes else 0
 
     @property
     def meaning(self) -> "Meaning":
         """Of a model whose head has the usual name: equal where equal engines follow, however they were asked for."""
-        rows = dict(self.row_groups)
+        rows = dict(self.x_groups)
         others = [("", self.default), *(p for p in self.patterns if p[0] != HEAD)]
         layers = tuple((pattern, precision, rows.get(pattern, 0)) for pattern, precision in others)
-        head = (self.of(HEAD, is_head=True), self.row_group_of(HEAD, is_head=True))
+        head = (self.of(HEAD, is_head=True), self.x_group_of(HEAD, is_head=True))
         meant = Meaning(layers, head, self.group)
         return meant if any(p.quantised for p in Precision if meant.uses(p)) else replace(meant, group=0)
 
     def described(self, head: str | None) -> dict[str, str]:
         """As manifests say it: `default`, the head where it differs, patterns. head: its name; None: there is none"""
-        rows = dict(self.row_groups)
+        rows = dict(self.x_groups)
         default = _written(self.default, rows.get("", 0))
         own = default
         if head is not None:
-            own = _written(self.of(head, is_head=True), self.row_group_of(head, is_head=True))
+            own = _written(self.of(head, is_head=True), self.x_group_of(head, is_head=True))
         different = {} if own == default else {HEAD: own}
         return {"default": default, **different, **{p: _written(v, rows.get(p, 0)) for p, v in self.patterns}}
 
@@ -224,9 +224,9 @@ def parse_precision(name: str) -> Precision:
 MOST_PATTERNS, _LONGEST = 4096, 200  # of a map; characters of a pattern
 
 
-def _written(precision: Precision, row_group: int) -> str:
+def _written(precision: Precision, x_group: int) -> str:
     """As `_parse_layer` reads it."""
-    return f"{precision}:{row_group}" if row_group else precision.value
+    return f"{precision}:{x_group}" if x_group else precision.value
 
 
 def _parse_layer(value: str) -> tuple[Precision, int]:
@@ -255,12 +255,12 @@ def _parse_layer(value: str) -> tuple[Precision, int]:
     return precision, int(rows)
 
 
-def check_row_group(name: str, rows: int, group: int) -> None:
+def check_x_group(name: str, x_group: int, group: int) -> None:
     """raises ConfigError unless groups of so many activations divide the weights'"""
-    if rows != group and (rows > group or group % rows or rows % 8):
+    if x_group != group and (x_group > group or group % x_group or x_group % 8):
         fitting = ", ".join(str(n) for n in range(8, group, 8) if group % n == 0)
         raise ConfigError(
-            f"{name}: activations in groups of {rows} beside weights in groups of {group}",
+            f"{name}: activations in groups of {x_group} beside weights in groups of {group}",
             f"groups of activations in a multiple of 8 that divides those of the weights: {fitting or 'none here'}",
             "correct the precision, or give another --group",
         )  # fmt: skip
@@ -287,5 +287,5 @@ def precision_map(asked: str | Mapping[str, str], group: int = DEFAULT_GROUP, he
     layers = {pattern: _parse_layer(value) for pattern, value in asked.items() if pattern != "default"}
     patterns = tuple((pattern, precision) for pattern, (precision, _) in layers.items())
     asked_rows = {"": rows, **{pattern: own for pattern, (_, own) in layers.items()}}
-    row_groups = tuple((pattern, own) for pattern, own in asked_rows.items() if own not in (0, group))
-    return PrecisionMap(default, patterns, group, of_head, row_groups)
+    x_groups = tuple((pattern, own) for pattern, own in asked_rows.items() if own not in (0, group))
+    return PrecisionMap(default, patterns, group, of_head, x_groups)

@@ -19,8 +19,8 @@ class Storage:
         return self.format == RowFormat.HADAMARD_Q8
 
     @property
-    def blocks(self) -> int:
-        """Of so many elements those are that are transformed together; 0: none are."""
+    def hadamard_group(self) -> int:
+        """Elements of the groups that are transformed; 0: none are."""
         return self.group if self.hadamard else 0
 
     def __repr__(self) -> str:

@@ -22,8 +22,8 @@ class Quantised:
     hadamard: bool = False
 
     @property
-    def blocks(self) -> int:
-        """Of so many elements those are that are transformed together; 0: none are."""
+    def hadamard_group(self) -> int:
+        """Elements of the groups that are transformed; 0: none are."""
         return self.group if self.hadamard else 0
 
     def dequantise(self) -> NDArray[np.float64]:

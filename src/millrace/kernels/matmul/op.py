@@ -72,16 +72,18 @@ def product(values: Values, x: Value, w: Value, precision: Precision, group: int
     if precision.quantised:
         held = values.held(x)
         if isinstance(held, Quantised):
-            return products.matmul_q8(held, _codes(values, w, precision.bits, group, blocks=held.blocks))
+            return products.matmul_q8(
+                held, _codes(values, w, precision.bits, group, hadamard_group=held.hadamard_group)
+            )
         return products.matmul_a16(values.rows(x), _codes(values, w, precision.bits, group))
     rows, weights = values.rows(x), values.rows(w).astype(np.float32).astype(np.float64)
     y = products.matmul_bf16(rows, weights) if precision == Precision.BF16 else products.matmul(rows, weights)
     return y.astype(np.float64)
 
 
-def _codes(values: Values, w: Value, bits: int, group: int, *, blocks: int = 0) -> QuantisedMatrix:
-    stored = stored_codes([w.constant], bits, group) if w.constant and not blocks else None
-    return stored[0] if stored else rounded_codes(values.rows(w), bits, group, blocks)
+def _codes(values: Values, w: Value, bits: int, group: int, *, hadamard_group: int = 0) -> QuantisedMatrix:
+    stored = stored_codes([w.constant], bits, group) if w.constant and not hadamard_group else None
+    return stored[0] if stored else rounded_codes(values.rows(w), bits, group, hadamard_group)
 
 
 def _reference(node: Node, values: Values) -> Held:
@@ -104,21 +106,21 @@ def _gated_reference(node: Node, values: Values) -> Held:
 class _Codes:
     """How a matrix is packed.
 
-    blocks: of rows that are transformed in groups of so many; scaling: what makes weights of its codes
+    hadamard_group: of rows that are transformed in groups of so many; scaling: what makes weights of its codes
     """
 
     format: WeightFormat
     group: int
-    blocks: int
+    hadamard_group: int
     scaling: Scaling
 
 
 def _codes_of(matrices: tuple[Value, ...], format: WeightFormat, group: int, rows: Storage) -> _Codes:
     """For rows that lie like this."""
     own = Scaling.PLAIN
-    if format in _BITS and not rows.blocks:
+    if format in _BITS and not rows.hadamard_group:
         own = scaling_of([constant_of(v) for v in matrices], _BITS[format], group)
-    return _Codes(format, group, rows.blocks, own)
+    return _Codes(format, group, rows.hadamard_group, own)
 
 
 def _pack(values: tuple[Value, ...], how: _Codes, name: str) -> Packed:
@@ -129,13 +131,13 @@ def _pack(values: tuple[Value, ...], how: _Codes, name: str) -> Packed:
     rows = 2 * up(n, 16) if gated else n
 
     def pack(run: Run) -> NDArray[np.uint8]:
-        keeps = format in _BITS and not how.blocks
+        keeps = format in _BITS and not how.hadamard_group
         codes = stored_codes(constants, _BITS[format], group) if keeps else None
         if codes:
             return pack_codes(interleave_codes(*codes) if gated else codes[0], format, run)
         w, *rest = [c.load() for c in constants]
         up_ = rest[0] if gated else None
-        return pack_matrix(w, format, group, how.blocks, up_=up_, run=run)  # type: ignore[arg-type]
+        return pack_matrix(w, format, group, how.hadamard_group, up_=up_, run=run)  # type: ignore[arg-type]
 
     origin = tuple(o for c in constants for o in c.origin)
     return Packed("+".join(origin), origin, (rows, k), name, matrix_bytes(format, rows, k, group, how.scaling), pack)
@@ -176,7 +178,7 @@ def _lower(node: Node, writer: Writer) -> None:
     writer.add("matmul", operands, params, node, BF16_BY_TILES if tiles else str(precision))
 
 
-_ASKED = frozenset({"precision", "row_group", "group"})  # by passes; the first two by users
+_ASKED = frozenset({"precision", "x_group", "group"})  # by passes; the first two by users
 
 LINEAR = Runnable(
     name="linear", inputs=(2, 4), attrs=_ASKED | {"bias", "residual", "tree", "storage"}, shapes=_shapes,

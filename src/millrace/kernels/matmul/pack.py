@@ -88,26 +88,26 @@ def quantise_matrix(w: Array, bits: int, group: int) -> QuantisedMatrix:
     return rounded_codes(w, bits, group)
 
 
-def rounded_codes(w: Array, bits: int, group: int, blocks: int = 0) -> QuantisedMatrix:
-    """As `quantise_matrix`. blocks: for rows that are transformed in groups of so many; 0: they are not"""
+def rounded_codes(w: Array, bits: int, group: int, hadamard_group: int = 0) -> QuantisedMatrix:
+    """As `quantise_matrix`. hadamard_group: for rows that are transformed in groups of so many; 0: they are not"""
     N, K = w.shape
     codes, scales, lost = np.empty((N, K), np.int8), np.empty((N, n_groups(K, group)), np.float16), 0.0
     for slab in _slabs(N, K):
-        found, energy = _rounded(w[slab], bits, group, blocks)
+        found, energy = _rounded(w[slab], bits, group, hadamard_group)
         codes[slab], scales[slab] = found.codes, found.scales
         lost += energy
     _check_lost(lost, [w], bits)
     return QuantisedMatrix(codes, scales, group, bits)
 
 
-def _rounded(w: Array, bits: int, group: int, blocks: int) -> tuple[QuantisedMatrix, float]:
+def _rounded(w: Array, bits: int, group: int, hadamard_group: int) -> tuple[QuantisedMatrix, float]:
     """A slab, and the energy of those groups whose scales float16 does not hold."""
     N, K = w.shape
     codes, scales, lost = np.empty((N, K), np.int8), np.empty((N, n_groups(K, group)), np.float16), 0.0
     for inputs, groups in _runs(K, group):
         columns = _columns(w[:, inputs], groups)
-        if blocks:
-            _transform(columns, blocks)
+        if hadamard_group:
+            _transform(columns, hadamard_group)
         found, of_groups, energy = _rounded_columns(columns, bits)
         codes[:, inputs], scales[:, groups] = _rows(found, N), of_groups.reshape(N, -1)
         lost += energy
@@ -220,11 +220,11 @@ def _slabs(N: int, K: int) -> list[slice]:
 
 
 def pack_matrix(
-    w: Array, format: WeightFormat, group: int, blocks: int = 0, *, up_: Array | None = None, run: Run = map
+    w: Array, format: WeightFormat, group: int, hadamard_group: int = 0, *, up_: Array | None = None, run: Run = map
 ) -> NDArray[np.uint8]:
     """w (N, K) -> the packed bytes, one dimension. `group` is 0 for F32 and BF16.
 
-    blocks: for rows that are transformed in groups of so many
+    hadamard_group: for rows that are transformed in groups of so many
     up_: w is the gate to this (N, K), and rows of both are interleaved
     raises CheckpointError for what is not finite
     """
@@ -236,7 +236,7 @@ def pack_matrix(
         rows = _whole_panels(_float_rows(matrices, slab))
         if bits is None:
             return _pack_floats(rows, format), 0.0
-        codes, lost = _rounded(rows, bits, group, blocks)
+        codes, lost = _rounded(rows, bits, group, hadamard_group)
         return _pack_groups(codes), lost
 
     data, lost = _packed(packed, N, K, panel_bytes(format, K, group), run)

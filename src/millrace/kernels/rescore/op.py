@@ -9,13 +9,12 @@ from millrace.graph.types import Attrs, Constant, Inputs, Node, Shape, Value
 from millrace.kernels.convert.ref import Quantised
 from millrace.kernels.layout import byte_row_bytes
 from millrace.kernels.matmul.op import precision_of
-from millrace.kernels.matmul.pack import Run, kept_format, rounded_codes, stored_codes
-from millrace.kernels.matmul.ref import matmul_q8
+from millrace.kernels.matmul.pack import Run, rounded_codes
 from millrace.kernels.operators import Held, Params, Runnable, Values, Writer, size, whole
 from millrace.kernels.places import Operands, Packed, constant_of
 from millrace.kernels.precision import HADAMARD
 from millrace.kernels.rescore.pack import pack_byte_rows
-from millrace.kernels.rescore.ref import largest
+from millrace.kernels.rescore.ref import rescore
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -27,25 +26,24 @@ def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
 
 def _reference(node: Node, values: Values) -> Held:
     logits, x, w = node.inputs
-    packed, y = values.held(x), values.rows(logits)
+    packed = values.held(x)
     assert isinstance(packed, Quantised), x
-    again = matmul_q8(packed, _byte_codes(constant_of(w), packed.group, packed.blocks))
-    return values.stored(np.where(largest(y, whole(node, "count")), again, y), node)
+    codes = _byte_codes(constant_of(w), packed.hadamard_group)
+    return values.stored(rescore(values.rows(logits), packed, codes, whole(node, "count")), node)
 
 
-def _byte_codes(constant: Constant, group: int, blocks: int) -> QuantisedMatrix:
-    """Eight bits and a scale per group, as rows hold them: the checkpoint's own where it has such, else rounded."""
-    kept = None if blocks else kept_format(constant, 8, group)
-    stored = stored_codes([constant], 8, group) if kept and kept.symmetric else None
-    return stored[0] if stored else rounded_codes(constant.load().astype(np.float32), 8, group, blocks)
+def _byte_codes(constant: Constant, group: int) -> QuantisedMatrix:
+    """For rows that are transformed in these groups: a head whose codes are kept is not computed in two steps."""
+    assert group, "rows that are not transformed"
+    return rounded_codes(constant.load().astype(np.float32), 8, group, group)
 
 
-def _pack(w: Value, group: int, blocks: int, name: str) -> Packed:
+def _pack(w: Value, group: int, name: str) -> Packed:
     """A matrix of 8-bit codes, output by output."""
     constant, n, k = constant_of(w), size(w, 0), size(w, 1)
 
     def pack(_: Run) -> NDArray[np.uint8]:
-        return pack_byte_rows(_byte_codes(constant, group, blocks))
+        return pack_byte_rows(_byte_codes(constant, group))
 
     return Packed("+".join(constant.origin), constant.origin, (n, k), name, n * byte_row_bytes(k, group), pack)
 
@@ -53,9 +51,9 @@ def _pack(w: Value, group: int, blocks: int, name: str) -> Packed:
 def _lower(node: Node, writer: Writer) -> None:
     logits, x, w = node.inputs
     view, y, count, width = writer.view(x), writer.view(logits), whole(node, "count"), node.output.width
-    group, blocks = view.storage.group, view.storage.blocks
-    name = f"w8g{group} {HADAMARD} by output" if blocks else f"w8g{group} by output"
-    place = writer.constant((w,), name, lambda: _pack(w, group, blocks, name))
+    group = view.storage.hadamard_group
+    name = f"w8g{group} {HADAMARD} by output"
+    place = writer.constant((w,), name, lambda: _pack(w, group, name))
     params: Params = {
         "rows": view.rows, "n": width, "k": x.width, "group": group, "x_stride": view.row_bytes,
         "count": min(count, width),
