@@ -197,9 +197,10 @@ def test_a_map_has_bounds(millrace: Millrace, tmp_path: Path, name: str) -> None
 def test_room_is_looked_for_before_measuring(
     millrace: Millrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 10**12 - 1000, 1000))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 10**12 - 1000, 1000))
     result = millrace("build", "tiny", "-o", tmp_path / "new" / "e", "--precision", "w4a8", *SHORT)
-    assert result.code == 1 and "1,000 are free there" in result.err and "measuring" not in result.err
+    result.assert_mistake("1,000 are free there")
+    assert "measuring" not in result.err
 
 
 def test_encoders_have_no_price(millrace: Millrace, tmp_path: Path) -> None:

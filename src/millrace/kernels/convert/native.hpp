@@ -1,6 +1,6 @@
 // convert   y = x in the row format of a matrix product: bfloat16 or int8, group by group, each zero-padded to 8
-//   int8: scale = amax / 127, code = nearest(x * (127 / amax)); an amax up to kNothing gives codes 0, since the factor of
-//   a smaller one would be infinite. A group with an element
+//   int8: scale = amax / 127, code = nearest(x * (127 / amax)); an amax up to kNothing gives scale 0 and codes 0, since
+//   the factor to these would be infinite. A group with an element
 //   that is not finite has the scale NaN, so that what follows of it is seen to be nothing
 //   int8 by Hadamard: the same of each group times a Hadamard matrix (hadamard.hpp)
 //   x (rows, n) float | y (rows, y_stride bytes): codes, then a float scale and an int32 sum of codes per group
@@ -37,7 +37,7 @@ void to_q8_row(const float* x, int64_t n, int64_t group, uint8_t* y) {
     }
     F check = zero();
     const float amax = row_magnitude(from, count, check);
-    scales[g] = amax / 127.0f + sum(check);
+    scales[g] = (amax <= kNothing ? 0.0f : amax / 127.0f) + sum(check);
     int64_t i = 0;
     const F inverse = splat(amax > kNothing ? 127.0f / amax : 0.0f);
     I total = splat_i(0);

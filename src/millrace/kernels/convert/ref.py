@@ -52,7 +52,8 @@ def to_q8(x: Array, group: int, transform: bool = False) -> Quantised:
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(amax > NOTHING, np.float32(127) / amax, np.float32(0)).astype(np.float32)
     codes = np.rint(grouped * inverse[:, :, None]).astype(np.int8).reshape(M, -1)[:, :K]
-    return Quantised(codes, amax / np.float32(127), group, transform)
+    scales = np.where(amax <= NOTHING, np.float32(0), amax / np.float32(127)).astype(np.float32)
+    return Quantised(codes, scales, group, transform)
 
 
 def pack_rows(x: Array, format: int, group: int) -> NDArray[np.uint8]:
