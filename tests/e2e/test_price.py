@@ -21,7 +21,10 @@ def test_the_price_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         ({"precision": "auto", "evaluate": False}, "precision=auto measures what precisions cost"),
         ({"precision": "auto", "evaluate": False}, "cannot be: evaluate=False was given"),
         ({"max_kl": 0.1}, "max_kl is given without precision=auto"),
-        ({"precision": "auto", "max_kl": 1e-9, "max_context": 1}, "or leave the measuring out: evaluate=False"),
+        (
+            {"precision": "auto", "max_kl": 1e-9, "max_context": 1},
+            "build for a longer max_context, or name a precision",
+        ),
         ({"precision": {"default": "auto"}}, '"auto" is unknown'),
     ],
 )

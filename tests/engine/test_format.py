@@ -8,7 +8,7 @@ from millrace.engine.manifest import FORMAT, Manifest
 from millrace.engine.tables import GraphTable, ProgramTable
 from millrace.engine.tactics import TacticTable
 
-WRITTEN = {8: "2af24180801ff948"}
+WRITTEN = {9: "f09270db33387b6a"}
 
 
 def test_other_files_are_another_format() -> None:
