@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from millrace.errors import CheckpointError
-from millrace.kernels.matmul.pack import finite, quantise_matrix
+from millrace.kernels.matmul.pack import finite, rounded_codes
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engines import build
 
@@ -57,14 +57,14 @@ def test_what_is_too_small_for_its_scales_is_refused(bits: int) -> None:
     """A matrix of which most would change; but not for the sake of groups that are next to nothing beside others."""
     w = np.random.default_rng(1).standard_normal((64, 256)).astype(np.float32)
     for size in (1e-3, 1e-4):
-        q = quantise_matrix(w * np.float32(size), bits, 32)
+        q = rounded_codes(w * np.float32(size), bits, 32)
         kept = q.codes.reshape(64, 8, 32) * q.scales.astype(np.float32)[:, :, None]
         error = np.abs(kept.reshape(64, 256) - w * np.float32(size)).max()
         assert error <= 4.5 * size / 2 ** (bits - 1) + 2 ** (bits - 1) * 2.0**-25  # a step; the rounding of scales
     for size in (1e-7, 1e-9, 1e-30):
         with pytest.raises(CheckpointError, match="too small for the scales"):
-            quantise_matrix(w * np.float32(size), bits, 32)
+            rounded_codes(w * np.float32(size), bits, 32)
     w[1:, 32:] *= np.float32(1e-9)
     w[5] = 0
-    assert quantise_matrix(w, bits, 32).codes[0].min() == -(1 << bits - 1)
-    quantise_matrix(np.zeros((32, 64), np.float32), bits, 32)
+    assert rounded_codes(w, bits, 32).codes[0].min() == -(1 << bits - 1)
+    rounded_codes(np.zeros((32, 64), np.float32), bits, 32)

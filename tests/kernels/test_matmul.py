@@ -13,7 +13,7 @@ from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import row_bytes, up
 from millrace.kernels.library import usable_isas
 from millrace.kernels.matmul import ref
-from millrace.kernels.matmul.pack import interleave_halves, pack_matrix, quantise_matrix
+from millrace.kernels.matmul.pack import interleave_halves, pack_matrix, rounded_codes
 from tests.support.one_step import Machine, run_kernel
 from tests.support.tolerance import assert_no_worse
 
@@ -58,9 +58,9 @@ def exact(kind: str, x: F32, w: F32, group: int) -> NDArray[np.floating[Any]]:
         case "bf16" | "bf16 by tiles":
             return ref.matmul_bf16(wide, w)
         case "w8a8" | "w4a8":
-            return ref.matmul_q8(to_q8(x, group), quantise_matrix(w, int(kind[1]), group))
+            return ref.matmul_q8(to_q8(x, group), rounded_codes(w, int(kind[1]), group))
         case _:
-            return ref.matmul_a16(wide, quantise_matrix(w, int(kind[1]), group))
+            return ref.matmul_a16(wide, rounded_codes(w, int(kind[1]), group))
 
 
 def plain(kind: str, x: F32, w: F32, group: int) -> F32:
@@ -71,7 +71,7 @@ def plain(kind: str, x: F32, w: F32, group: int) -> F32:
     if kind.startswith("bf16"):
         right = to_bf16(w)
     elif kind != "f32":
-        right = quantise_matrix(w, int(kind[1]), group).dequantise().astype(np.float32)
+        right = rounded_codes(w, int(kind[1]), group).dequantise().astype(np.float32)
         left = to_q8(x, group).dequantise().astype(np.float32) if kind.endswith("a8") else left
     for k in range(x.shape[1]):
         y += left[:, k, None] * right[None, :, k]

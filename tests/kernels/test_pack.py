@@ -18,7 +18,7 @@ from millrace.kernels.arrays import Array
 from millrace.kernels.declare import WeightFormat
 from millrace.kernels.layout import PANEL
 from millrace.kernels.matmul import pack
-from millrace.kernels.matmul.pack import Run, interleave_halves, pack_codes, pack_matrix, quantise_matrix, rounded_codes
+from millrace.kernels.matmul.pack import Run, interleave_halves, pack_codes, pack_matrix, rounded_codes
 from millrace.kernels.places import Packed
 
 F32, BF16, W8, W4 = WeightFormat.F32, WeightFormat.BF16, WeightFormat.W8, WeightFormat.W4
@@ -72,7 +72,7 @@ def test_codes_are_what_the_docstring_says(bits: int) -> None:
     """Beside the formula, group by group, in float64 where that cannot matter."""
     w = weights(70)
     w[3, 32:64], w[65] = 0, -w[64]
-    found = quantise_matrix(w, bits, 32)
+    found = rounded_codes(w, bits, 32)
     for row, (codes, scales) in enumerate(zip(found.codes, found.scales, strict=True)):
         for g in range(7):
             part = w[row, 32 * g : 32 * g + 32].astype(np.float64)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from millrace.kernels.convert.ref import pack_rows, to_q8
 from millrace.kernels.declare import Param, RowFormat, WeightFormat
 from millrace.kernels.layout import row_bytes
-from millrace.kernels.matmul.pack import pack_matrix, quantise_matrix
+from millrace.kernels.matmul.pack import pack_matrix, rounded_codes
 from millrace.kernels.rescore.pack import pack_byte_rows
 from millrace.kernels.rescore.ref import largest, rescore
 from tests.support.one_step import Machine, run_kernel
@@ -19,7 +19,7 @@ def _rescored(
     y: NDArray[np.float32], x: NDArray[np.float32], w: NDArray[np.float32], group: int, count: int, machine: Machine
 ) -> NDArray[np.float32]:
     N, K = w.shape
-    rows, packed = pack_rows(x, RowFormat.Q8, group), pack_byte_rows(quantise_matrix(w, 8, group))
+    rows, packed = pack_rows(x, RowFormat.Q8, group), pack_byte_rows(rounded_codes(w, 8, group))
     params = {"rows": 0, "n": N, "k": K, "group": group, "x_stride": row_bytes(RowFormat.Q8, K, group), "count": count}
     got = run_kernel("rescore", {"x": rows, "w": packed, "y": y}, params, [len(y)], machine)
     return got["y"].view(np.float32).reshape(y.shape)
@@ -36,7 +36,7 @@ def test_the_largest_get_the_bits_of_the_8_bit_product(
     got = _rescored(y, x, w, group, count, machine)
     chosen = largest(y, count)
     assert (got[~chosen] == y[~chosen]).all(), "the others keep their bits"
-    expected = rescore(y, to_q8(x, group), quantise_matrix(w, 8, group), count)
+    expected = rescore(y, to_q8(x, group), rounded_codes(w, 8, group), count)
     assert np.allclose(got, expected, rtol=2e-6, atol=2e-5)
     params: dict[str, Param] = {
         "rows": 0, "n": n, "k": k, "group": group, "x_group": group, "format": RowFormat.Q8, "weights": WeightFormat.W8,

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.engine.engine import Engine
 from millrace.errors import CheckpointError
-from millrace.kernels.matmul.pack import quantise_matrix
+from millrace.kernels.matmul.pack import rounded_codes
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 from tests.support.engines import build, last_logits
 from tests.support.gguf_files import BLOCKY, write_gguf
@@ -123,7 +123,7 @@ def test_weights_that_are_not_finite_are_no_weights(bits: int) -> None:
         w = np.ones((3, 64), np.float32)
         w[1, 40] = bad
         with pytest.raises(CheckpointError, match="not finite"):
-            quantise_matrix(w, bits, 32)
+            rounded_codes(w, bits, 32)
 
 
 def test_a_vocabulary_larger_than_the_model(tmp_path: Path) -> None:

@@ -78,18 +78,14 @@ def stored_codes(constants: Sequence[Constant], bits: int, group: int) -> list[Q
 _COARSE = 0.1  # a scale is that far from what it should be: of such groups there may be a few, next to nothing
 
 
-def quantise_matrix(w: Array, bits: int, group: int) -> QuantisedMatrix:
+def rounded_codes(w: Array, bits: int, group: int, hadamard_group: int = 0) -> QuantisedMatrix:
     """w (N, K) -> codes of `bits` (4 or 8) with one scale per `group` inputs.
 
     The scale maps the group's element of largest magnitude to -2^(bits-1), so that the whole range of codes is used.
+    hadamard_group: for rows that are transformed in groups of so many; 0: they are not
     raises CheckpointError for what is not finite, or so small that scales as float16 have them would change it
     error: |w - dequantise| <= scale/2, one scale where the opposite extreme is clipped, plus the scale's own rounding
     """
-    return rounded_codes(w, bits, group)
-
-
-def rounded_codes(w: Array, bits: int, group: int, hadamard_group: int = 0) -> QuantisedMatrix:
-    """As `quantise_matrix`. hadamard_group: for rows that are transformed in groups of so many; 0: they are not"""
     N, K = w.shape
     codes, scales, lost = np.empty((N, K), np.int8), np.empty((N, n_groups(K, group)), np.float16), 0.0
     for slab in _slabs(N, K):
