@@ -19,14 +19,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.peers.engine import CATALOGUE
-from benchmarks.peers.race import Course, Race, race
+from benchmarks.peers.race import EXACT, Course, Race, race
 from benchmarks.peers.report import Findings, show, subject_name
 from benchmarks.peers.workloads import WORKLOADS
 from benchmarks.record import RESULTS, count, write_result
 from benchmarks.shapes import SHAPES
 from millrace.machine.cpu import usable_cores
 
-OF_A_FILE = ("millrace", "llama.cpp", "millrace-bf16")  # what runs the GGUF of a real model unless others are named
+OF_A_FILE = ("millrace", "llama.cpp")  # what runs the GGUF of a real model as it is, and nothing else
 
 
 def run(course: Course, messages: Console) -> Race:
@@ -58,7 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     messages, out = Console(stderr=True), Console()
     subjects = [str(args.model)] if args.model else [*SHAPES] if args.shape == "all" else [args.shape]
-    engines = args.engines or [name for name in CATALOGUE if (name in OF_A_FILE) == bool(args.model)]
+    engines = args.engines or [name for name in CATALOGUE if name == EXACT or (name in OF_A_FILE) == bool(args.model)]
     for subject in subjects:
         name = subject_name(subject)
         course = Course(

@@ -65,11 +65,14 @@ def gguf_name(name: str) -> str:
 def quantise(source: Path, path: Path, ftype: str) -> None:
     """llama.cpp's own quantisation of a GGUF file; ftype as in llama_cpp.LLAMA_FTYPE_MOSTLY_*.
 
-    "F32" is the other way: the weights that the codes of a quantised file stand for.
+    "F32" is the other way: the weights that the codes of a quantised file stand for. "Q4_0+Q8_0": with a head of Q8_0.
     """
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
+    ftype, _, head = ftype.partition("+")
+    if head:
+        params.output_tensor_type = gguf.GGMLQuantizationType[head].value
     params.ftype = getattr(llama_cpp, "LLAMA_FTYPE_ALL_F32" if ftype == "F32" else f"LLAMA_FTYPE_MOSTLY_{ftype}")
     params.allow_requantize = ftype == "F32"
     unfinished = path.with_suffix(".unfinished")

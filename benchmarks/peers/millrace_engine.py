@@ -29,6 +29,7 @@ from millrace.model.module import Weights
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
+from millrace.runtime.scheduler import TokenBudget
 
 
 def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "MillraceEngine":
@@ -113,7 +114,9 @@ class GeneratingEngine(MillraceEngine):
 
     def __init__(self, engine: Engine, threads: int, isa: str | None = None) -> None:
         super().__init__(engine, threads, isa)
-        self._loop = EngineLoop(self.executor, Words(self.executor.limits.vocab_size), prefix_cache=False)
+        limits = self.executor.limits
+        budget = TokenBudget.unhurried(limits.max_step_tokens)  # as LLM has it
+        self._loop = EngineLoop(self.executor, Words(limits.vocab_size), budget=budget, prefix_cache=False)
 
     def run(self, workload: Workload) -> float:
         first = seconds(lambda: self._generate(workload, 1))
