@@ -105,6 +105,9 @@ void mr_chosen_tactics(const mr_engine* engine, int32_t* knobs, int32_t n_calls)
 }
 
 uint8_t* mr_activations(mr_engine* engine) { return engine->executor.activations(); }
+uint8_t* mr_kept(mr_engine* engine, int32_t cache) {
+  return cache < 0 ? nullptr : engine->executor.kept(static_cast<size_t>(cache));
+}
 const char* mr_isa(const mr_engine* engine) { return engine->executor.isa().name; }
 int64_t mr_weights_checksum(const mr_engine* engine) {
   const auto& weights = engine->executor.weights();

@@ -18,6 +18,8 @@ void each_array(SamplingScratch& s, int64_t vocab, Field field) {
   field(s.counts, vocab);
   field(s.touched, 2 * vocab);
   field(s.before, 2 * vocab);
+  field(s.allowed, vocab);
+  field(s.gathered, vocab);
   field(s.most, vocab / kLookBlock + 1);
   for (float** sums : {&s.references, &s.all_sums, &s.sums, &s.cut_sums}) field(*sums, blocks);
 }
@@ -118,12 +120,14 @@ void LanguageModel::check_rows(const mr_step& s) const {
   check_ids(s.bias_ids, s.n_bias, vocab_size_, "a bias beyond the vocabulary");
   require(s.n_bias == 0 || s.bias_values, "an array is missing");
   require(s.n_rows == 0 || (s.sampling && s.out_tokens && s.out_logprobs && s.out_ranks), "an array is missing");
+  require(s.n_masks >= 0 && (s.n_masks == 0 || s.masks), "the token masks");
   require(s.max_top >= 0 && (s.max_top == 0 || (s.out_top_ids && s.out_top_logprobs)), "max_top");
   const auto* rows = static_cast<const SamplingRow*>(s.sampling);
   for (int r = 0; r < s.n_rows; ++r) {
     const SamplingRow& row = rows[r];
     require(row.token >= 0 && row.token < s.n_tokens, "a row of no token");
     require(row.target >= -1 && row.target < vocab_size_ && (row.target < 0 || row.n_top >= 0), "a row's target");
+    require(row.mask >= 0 && row.mask <= s.n_masks && (row.mask == 0 || row.target < 0), "a row's token mask");
     require(row.n_top >= -1 && row.n_top <= s.max_top && row.n_top <= vocab_size_, "n_top");
     require(row.history_start >= 0 && row.history_prompt >= 0 && row.history_output >= 0 &&
                 int64_t{row.history_start} + row.history_prompt + row.history_output <= s.n_history,
@@ -166,7 +170,7 @@ void LanguageModel::run(const mr_step& s) {
 
 void LanguageModel::sample_rows(const mr_step& s, StepContext& c, int worker) {
   const auto* rows = static_cast<const SamplingRow*>(s.sampling);
-  const SamplingInputs inputs{s.history, s.bias_ids, s.bias_values};
+  const SamplingInputs inputs{s.history, s.bias_ids, s.bias_values, s.masks};
   SamplingScratch scratch = carve(sampling_[worker]->data(), vocab_size_);
   for (Chunk chunk(c, s.n_rows, 1); chunk.next();) {
     const int64_t r = chunk.begin, top = r * s.max_top;

@@ -58,6 +58,8 @@ typedef struct {
   int32_t max_top;
   int32_t* out_top_ids;
   float* out_top_logprobs;
+  const uint32_t* masks; /* (n_masks, ceil(V / 32)): bit t % 32 of word t / 32 says whether token t may be drawn */
+  int32_t n_masks;
 } mr_step;
 
 /* How a call of the program works when it has at most so many rows (knobs as kernels/declare.py gives them; 0: as the
@@ -85,6 +87,9 @@ void mr_destroy(mr_engine* engine);
 void mr_chosen_tactics(const mr_engine* engine, int32_t* knobs, int32_t n_calls);
 uint8_t* mr_activations(mr_engine* engine);
 const char* mr_isa(const mr_engine* engine);
+/* The pages of cache number `cache` of those that are kept: (layers, kv_pages, bytes of a page in a layer). No run may
+ * be on its way while they are read or written. */
+uint8_t* mr_kept(mr_engine* engine, int32_t cache);
 int64_t mr_weights_checksum(const mr_engine* engine); /* of the bytes in the arena, see mr_checksum */
 /* Seconds that each call of the program took since the last call; then they start again from 0. */
 void mr_profile(mr_engine* engine, int32_t enabled, double* seconds, int32_t n_calls);

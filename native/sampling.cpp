@@ -1,6 +1,7 @@
 #include "logits_row.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cfloat>
 #include <cmath>
 #include <cstring>
@@ -40,6 +41,42 @@ double natural_log(double x) {
 namespace {
 
 constexpr float kGreedyBelow = 1e-5f;  // 1/temperature would leave the range of float
+
+// What a token is drawn from: all logits of a row or, in their order, those of the tokens that its mask allows. Minus
+// infinity for the others would mean the same, but it is what a failed row has, and takes as long as a whole vocabulary.
+class Candidates {
+ public:
+  // mask: a bit for each token; null: all
+  Candidates(const float* logits, int64_t vocab, const uint32_t* mask, SamplingScratch& s)
+      : logits_(logits), ids_(mask ? s.allowed : nullptr), gathered_(s.gathered), n_(mask ? list(mask, vocab) : vocab) {
+    gather();
+  }
+
+  // Again, where the logits have changed.
+  void gather() {
+    for (int64_t i = 0; ids_ && i < n_; ++i) gathered_[i] = logits_[ids_[i]];
+  }
+
+  int64_t n() const { return n_; }
+  const float* x() const { return ids_ ? gathered_ : logits_; }
+  int32_t id(int32_t at) const { return ids_ ? ids_[at] : at; }
+
+ private:
+  int64_t list(const uint32_t* mask, int64_t vocab) {
+    int64_t n = 0;
+    for (int64_t from = 0; from < vocab; from += 32) {
+      uint32_t bits = mask[from / 32];
+      if (vocab - from < 32) bits &= (1u << (vocab - from)) - 1;
+      for (; bits; bits &= bits - 1) ids_[n++] = static_cast<int32_t>(from) + std::countr_zero(bits);
+    }
+    return n;
+  }
+
+  const float* logits_;
+  int32_t* ids_;  // null: every token is its own place
+  float* gathered_;
+  int64_t n_;
+};
 
 // Adds the biases and applies the penalties; remembers each touched logit, so that the raw ones can come back.
 class Adjusted {
@@ -273,44 +310,58 @@ int32_t token_of_row(const Row& row, const float* sums, const Cut& cut, double u
   return static_cast<int32_t>(last);
 }
 
-// u in [0, 1) chooses. -1 where a logit is not finite.
+// u in [0, 1) chooses; the place in the row. kNotFinite where a logit is not finite.
 int32_t draw(Row& row, const SamplingRow& wanted, Seen seen, double u) {
   const bool greedy = wanted.temperature < kGreedyBelow || wanted.top_k == 1;
   const bool by_maxima = greedy || (wanted.top_k > 0 && wanted.top_k < row.n) || wanted.min_p > 0;
-  if (by_maxima && seen == Seen::nothing && !row.look()) return -1;
+  if (by_maxima && seen == Seen::nothing && !row.look()) return kNotFinite;
   if (greedy) return row.first_largest();
   const std::optional<Kept> kept = Filters(row, wanted).kept(seen);
-  if (!kept) return -1;
+  if (!kept) return kNotFinite;
   return kept->sums ? token_of_row(row, kept->sums, kept->cut, u) : token_of_list(row, kept->cut, u);
 }
 
 }  // namespace
 
-// Log probabilities are of the raw logits, whatever is drawn from.
+// Log probabilities are of the raw logits of what the mask allows (as in vLLM), whatever else is done before the draw.
 Sampled sample(const SamplePasses& passes, float* logits, int64_t n, const SamplingRow& wanted, const SamplingInputs& in,
                SamplingScratch& scratch, int32_t* top_ids, float* top_logprobs) {
+  const uint32_t* mask = wanted.mask ? in.masks + (wanted.mask - 1) * ((n + 31) / 32) : nullptr;
+  if (mask && !std::isfinite(passes.look(logits, n, scratch.most))) return {kNotFinite, 0.0f, 0};  // hidden ones, too
+  Candidates allowed(logits, n, mask, scratch);
+  if (allowed.n() == 0) return {kNothingAllowed, 0.0f, 0};
   const bool log_probabilities = wanted.n_top >= 0;
-  Row raw(passes, logits, n, 1.0f, scratch), row(passes, logits, n, wanted.temperature, scratch);
+  Row raw(passes, allowed.x(), allowed.n(), 1.0f, scratch);
+  Row row(passes, allowed.x(), allowed.n(), wanted.temperature, scratch);
   float log_sum = 0;
   if (log_probabilities) {
-    if (!raw.weigh(nullptr)) return {-1, 0.0f, 0};
-    log_sum = static_cast<float>(natural_log(total(scratch.all_sums, n)));
-    if (wanted.n_top > 0) list_top(raw, wanted.n_top, top_ids, top_logprobs);
-    for (int i = 0; i < wanted.n_top; ++i) top_logprobs[i] = top_logprobs[i] - raw.m - log_sum;
+    if (!raw.weigh(nullptr)) return {kNotFinite, 0.0f, 0};
+    log_sum = static_cast<float>(natural_log(total(scratch.all_sums, raw.n)));
+    const int n_top = static_cast<int>(std::min<int64_t>(wanted.n_top, raw.n));
+    if (n_top > 0) list_top(raw, n_top, top_ids, top_logprobs);
+    for (int i = 0; i < n_top; ++i) {
+      top_ids[i] = allowed.id(top_ids[i]);
+      top_logprobs[i] = top_logprobs[i] - raw.m - log_sum;
+    }
+    std::fill(top_ids + n_top, top_ids + wanted.n_top, -1);
   }
   Sampled out{wanted.target, 0.0f, 0};
   if (wanted.target < 0) {
     Adjusted adjusted(logits, wanted, in, scratch);
+    const bool changed = adjusted.changed();
+    if (changed) allowed.gather();
     Seen seen = Seen::nothing;
-    if (log_probabilities && !adjusted.changed()) seen = wanted.temperature == 1.0f ? Seen::weights : Seen::maxima;
+    if (log_probabilities && !changed) seen = wanted.temperature == 1.0f ? Seen::weights : Seen::maxima;
     row.m = raw.m;
     const double u = uniform(wanted.seed, static_cast<uint32_t>(wanted.choice), static_cast<uint32_t>(wanted.position));
     out.token = draw(row, wanted, seen, u);
+    if (out.token >= 0) out.token = allowed.id(out.token);
     adjusted.restore();
+    if (changed) allowed.gather();
   }
   if (log_probabilities && out.token >= 0) {
     out.logprob = logits[out.token] - raw.m - log_sum;
-    out.rank = static_cast<int32_t>(passes.rank(logits, n, logits[out.token])) + 1;
+    out.rank = static_cast<int32_t>(passes.rank(raw.x, raw.n, logits[out.token])) + 1;
   }
   return out;
 }

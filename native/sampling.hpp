@@ -12,11 +12,14 @@ struct SamplingRow {
   float temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty;
   int32_t n_top, history_start, history_prompt, history_output, bias_start, bias_count;
   int32_t target;  // -1: a token is drawn; else its log probability is wanted
+  int32_t mask;    // what may be drawn: masks[mask - 1]; 0: everything
 };
 static_assert(sizeof(SamplingRow) == 80);
 
+constexpr int32_t kNotFinite = -1, kNothingAllowed = -2;  // in place of a token
+
 struct Sampled {
-  int32_t token;  // -1: the logits are not finite
+  int32_t token;
   float logprob;
   int32_t rank;
 };
@@ -25,6 +28,7 @@ struct SamplingInputs {
   const int32_t* history;
   const int32_t* bias_ids;
   const float* bias_values;
+  const uint32_t* masks;
 };
 
 // A worker's memory for sampling: allocated once, for the vocabulary.
@@ -40,9 +44,12 @@ struct SamplingScratch {
   float* all_sums;    // the weights of all,
   float* sums;        // of what is surely kept,
   float* cut_sums;    // of what is looked at
+  int32_t* allowed;   // (V) tokens that a mask allows, ascending,
+  float* gathered;    // (V) and their logits
 };
 
-// logits (V) are used as working memory. top_ids and top_logprobs take wanted.n_top entries where it is above 0.
+// logits (V) are used as working memory. top_ids and top_logprobs take wanted.n_top entries where it is above 0; where a
+// mask allows fewer tokens, the other ids are -1.
 Sampled sample(const SamplePasses& passes, float* logits, int64_t n, const SamplingRow& wanted, const SamplingInputs& in,
                SamplingScratch& scratch, int32_t* top_ids, float* top_logprobs);
 

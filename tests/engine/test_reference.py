@@ -21,7 +21,7 @@ from millrace.model.module import trace_model
 from tests.support.checkpoints import FAMILIES, random_checkpoint
 from tests.support.engines import build, last_logits, prompts_as_step
 from tests.support.gguf_files import BLOCKY, KindOf, write_gguf
-from tests.support.one_step import i32
+from tests.support.one_step import i32, packed
 
 LIMITS = ExecutorLimits(
     max_step_tokens=256, max_sequences=8, max_rows=40, max_context=256, page_tokens=64, n_pages=16, vocab_size=1003
@@ -131,11 +131,17 @@ def test_steps_sample_alike(tmp_path: Path) -> None:
         i32([9, *range(200, 240)]), i32([3, *range(40, 80)]), i32([0, 1, 41]), i32([0, 1, 2]), i32([0, 1, 3]), rows,
         i32([5, 6, 7]), i32([]), np.zeros(0, np.float32),
     )  # fmt: skip
-    for step in (replace(first), second):
+    allowed = np.random.default_rng(8).random((2, 1003)) < 0.1
+    masked_rows = rows.copy()
+    masked_rows["mask"] = [2, 1]
+    masked = replace(second, sampling=masked_rows, masks=packed(*allowed))
+    for step in (replace(first), second, masked):
         ours, theirs = executor.run(step), exact.run(step)
         assert ours.tokens.tolist() == theirs.tokens.tolist()
         assert ours.top_ids.tolist() == theirs.top_ids.tolist() and ours.ranks[-1] in (0, theirs.ranks[-1])
-        if step is second:
+        if step.masks is not None:
+            assert allowed[[1, 0], ours.tokens].all() and ours.ranks.tolist() == theirs.ranks.tolist()
+        if len(step.history):
             assert np.allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
     executor.close()
 

@@ -8,14 +8,14 @@ import pytest
 from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, StepInputs, StepOutputs
-from millrace.engine.native import NativeExecutor, NativeProgram
+from millrace.engine.native import ExecutionError, NativeExecutor, NativeProgram
 from millrace.engine.slots import Slot
 from millrace.graph.types import DType, Symbol
 from millrace.kernels.declare import Space
 from millrace.kernels.encode import Ref, encode
 from millrace.kernels.library import usable_isas
 from millrace.kernels.sample.ref import penalised, probabilities, uniform
-from tests.support.one_step import i32
+from tests.support.one_step import i32, packed
 
 V = 1500
 ROWS = 64
@@ -50,13 +50,13 @@ class Sampler:
         rows = np.zeros(len(tokens), SAMPLING)
         rows["token"], rows["target"] = np.arange(len(tokens)), -1
         plain = {"top_p": 1, "repetition_penalty": 1, "temperature": 1, "n_top": -1}
-        bias = fields.pop("bias", {})
+        bias, masks = fields.pop("bias", {}), fields.pop("masks", None)
         for name, value in {**plain, **fields, "bias_count": len(bias)}.items():
             rows[name] = value
         step = StepInputs(
             i32(tokens), i32(np.zeros(len(tokens))), i32(range(len(tokens) + 1)), i32([]),
             i32(np.zeros(len(tokens) + 1)), rows, i32(history or []), i32(list(bias)),
-            np.array(list(bias.values()), np.float32),
+            np.array(list(bias.values()), np.float32), masks,
         )  # fmt: skip
         return self.executor.run(step)
 
@@ -232,3 +232,98 @@ def test_logits_that_are_not_finite_fail_only_their_row(bad: float, isa: str) ->
     x[1, V - 1] = bad
     tokens = Sampler(x, isa)([0, 1, 0], temperature=0).tokens
     assert tokens[1] == -1 and tokens[0] == tokens[2] == x[0].argmax()
+
+
+def some(seed: int, n: int) -> NDArray[np.bool_]:
+    """(V,) with n tokens that are allowed, the last among them."""
+    allowed = np.zeros(V, np.bool_)
+    allowed[np.random.default_rng(seed).permutation(V - 1)[: n - 1]] = True
+    allowed[V - 1] = True
+    return allowed
+
+
+@pytest.mark.parametrize("fields", FILTERS, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 16, 17, 300, V - 1])
+def test_only_what_a_mask_allows_is_drawn(n: int, fields: dict[str, float]) -> None:
+    """From its own distribution: each draw is the token in whose share its random number falls."""
+    x, allowed = rows(31), some(5, n)
+    p = probabilities(np.where(allowed, x[0], -np.inf).astype(np.float32), **fields)  # type: ignore[arg-type]
+    assert p[~allowed].max() == 0
+    share, uniforms = np.cumsum(p), np.array([uniform(6, 0, at) for at in range(2 * ROWS)])
+    exact = np.minimum(np.searchsorted(share, uniforms, side="right"), np.flatnonzero(p)[-1])
+    draws = [Sampler(x, isa).many(2 * ROWS, seed=6, mask=1, masks=packed(allowed), **fields) for isa in usable_isas()]
+    assert all((d == draws[0]).all() for d in draws), "every instruction set draws the same"
+    assert (p[draws[0]] > 0).all()
+    assert (draws[0] == exact).mean() > 0.98, "the right token, save where float32 rounds a share across the number"
+
+
+def test_a_mask_that_allows_everything_changes_no_bit(isa: str) -> None:
+    said: dict[str, Any] = {"n_top": 5, "seed": [1, 2, 3], "top_p": 0.9, "bias": {8: 2.0}}
+    x = rows(32)
+    masked = Sampler(x, isa)([0, 1, 0], mask=1, masks=packed(np.ones(V, np.bool_)), **said)
+    plain = Sampler(x, isa)([0, 1, 0], **said)
+    for name in ("tokens", "logprobs", "ranks", "top_ids", "top_logprobs"):
+        assert getattr(masked, name).tobytes() == getattr(plain, name).tobytes(), name
+
+
+def test_log_probabilities_are_of_what_the_mask_allows(isa: str) -> None:
+    """As vLLM gives them: the mask comes first, penalties and temperature do not count."""
+    x, allowed = rows(33), some(7, 40)
+    out = Sampler(x, isa)([0] * 3, n_top=5, temperature=2, seed=[1, 2, 3], bias={8: 2.0}, mask=1, masks=packed(allowed))
+    wide = np.where(allowed, x[0].astype(np.float64), -np.inf)
+    logp = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+    best = np.argsort(-wide)[:5]
+    for r in range(3):
+        assert out.top_ids[r].tolist() == best.tolist() and np.allclose(out.top_logprobs[r], logp[best], atol=3e-6)
+        assert abs(out.logprobs[r] - logp[out.tokens[r]]) < 3e-6
+        assert out.ranks[r] == 1 + (wide > wide[out.tokens[r]]).sum()
+
+
+def test_alternatives_end_where_the_mask_does(isa: str) -> None:
+    out = Sampler(rows(34), isa)([0, 0], n_top=4, mask=[1, 0], masks=packed(some(8, 2)))
+    assert (out.top_ids[0, :2] >= 0).all() and out.top_ids[0, 2:].tolist() == [-1, -1] and (out.top_ids[1] >= 0).all()
+
+
+def test_a_mask_beside_penalties_and_biases(isa: str) -> None:
+    x, allowed, history = rows(35, spread=1), some(9, 60), [3, 4, V - 1, 4]
+    biased = x[0].copy()
+    biased[[3, 20]] += 5  # 3 and 20 may not come, whatever is added to them
+    allowed[[3, 20]] = False
+    y = penalised(biased, i32(history[:2]), i32(history[2:]), 1.7, 0.5, 0.3)
+    p = probabilities(np.where(allowed, y, -np.inf).astype(np.float32))
+    got = Sampler(x, isa).many(
+        2048, seed=2, history=history, history_prompt=2, history_output=2, repetition_penalty=1.7, presence_penalty=0.5,
+        frequency_penalty=0.3, bias={3: 5.0, 20: 5.0}, mask=1, masks=packed(allowed),
+    )  # fmt: skip
+    assert (p[got] > 0).all()
+    assert np.abs(np.bincount(got, minlength=V) / len(got) - p).max() < 5 * np.sqrt(p.max() / len(got))
+
+
+def test_a_mask_that_allows_nothing_fails_only_its_row(isa: str) -> None:
+    x = rows(36)
+    masks = packed(np.zeros(V, np.bool_), some(10, 3))
+    assert masks[0, -1], "what lies behind the vocabulary allows nothing"
+    tokens = Sampler(x, isa)([0, 1, 1], mask=[1, 2, 0], temperature=0, masks=masks).tokens
+    assert tokens[0] == -2 and some(10, 3)[tokens[1]] and tokens[2] == x[1].argmax()
+
+
+def test_a_mask_hides_no_logit_that_is_not_finite(isa: str) -> None:
+    x, allowed = rows(37), some(11, 9)
+    x[0, np.flatnonzero(~allowed)[100]] = np.nan
+    assert Sampler(x, isa)([0, 1], mask=1, masks=packed(allowed)).tokens.tolist()[0] == -1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mask": 2}, {"mask": -1}, {"mask": 1, "masks": None}, {"mask": 1, "target": 3, "n_top": 0},
+        {"masks": packed(np.ones(V, np.bool_))[:, :-1]}, {"masks": packed(np.ones(V, np.bool_)).astype(np.int64)},
+        {"masks": packed(np.ones(V, np.bool_))[0]}, {"masks": np.asfortranarray(packed(*[np.ones(V, np.bool_)] * 2))},
+    ],
+    ids=["beyond", "below", "of none", "of a score", "short", "of another type", "one row", "by columns"],
+)  # fmt: skip
+def test_illegal_masks_are_refused(fields: dict[str, Any]) -> None:
+    sample, good = Sampler(rows(38), usable_isas()[0]), packed(np.ones(V, np.bool_))
+    with pytest.raises(ExecutionError, match="mask"):
+        sample([0], **{"masks": good, **fields})
+    assert sample([0], mask=1, masks=good, temperature=0).tokens.tolist() == [int(rows(38)[0].argmax())]

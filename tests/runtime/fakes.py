@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Specials, Tokenizer
-from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
+from millrace.engine.executor import NOTHING_ALLOWED, Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
+from millrace.kernels.sample.ref import unpacked
+from millrace.runtime.claim import NO_CLAIM, Claim
 from millrace.runtime.generate import CompletionOutput
 from millrace.runtime.loop import EngineLoop
+from millrace.runtime.order import Policy, first_come
 from millrace.runtime.params import SEED_MASK, SamplingParams, check_prompt, resolve
-from millrace.runtime.request import AnswerText, Request, StopTables, Timings
+from millrace.runtime.request import AnswerText, Request, StopTables, Terms, Timings
 from millrace.runtime.scheduler import TokenBudget
 
 VOCAB = 97
@@ -167,8 +170,14 @@ class FakeExecutor(Executor):
             return -1
         start, count = int(row["bias_start"]), int(row["bias_count"])
         if count:
-            return int(step.bias_ids[start : start + count][np.argmax(step.bias_values[start : start + count])])
-        return next_token(history, row["temperature"] == 0, int(row["seed"]), int(row["choice"]))
+            token = int(step.bias_ids[start : start + count][np.argmax(step.bias_values[start : start + count])])
+        else:
+            token = next_token(history, row["temperature"] == 0, int(row["seed"]), int(row["choice"]))
+        if not row["mask"]:
+            return token
+        assert step.masks is not None
+        allowed = np.flatnonzero(unpacked(step.masks[row["mask"] - 1], self.limits.vocab_size))
+        return int(allowed[np.searchsorted(allowed, token) % len(allowed)]) if len(allowed) else NOTHING_ALLOWED
 
 
 def _outputs(step: StepInputs, tokens: list[int]) -> StepOutputs:
@@ -202,9 +211,10 @@ def make_loop(
     clock: Callable[[], float] | None = None,
     budget: TokenBudget | None = None,
     prefix_cache: bool = True,
+    policy: Policy = first_come,
 ) -> EngineLoop:
     defaults, clock = GenerationDefaults(eos_token_ids=(EOS,)), clock or FakeClock(0.001)
-    return EngineLoop(FakeExecutor(of, before_run), FakeTokenizer(), defaults, clock, budget, prefix_cache)
+    return EngineLoop(FakeExecutor(of, before_run), FakeTokenizer(), defaults, clock, budget, prefix_cache, policy)
 
 
 def expected_choice(prompt: Sequence[int], params: SamplingParams, choice: int, of: ExecutorLimits) -> CompletionOutput:
@@ -226,7 +236,12 @@ def expected_choice(prompt: Sequence[int], params: SamplingParams, choice: int, 
 
 
 def new_request(
-    prompt: Sequence[int], params: SamplingParams, of: ExecutorLimits, defaults: GenerationDefaults | None = None
+    prompt: Sequence[int],
+    params: SamplingParams,
+    of: ExecutorLimits,
+    defaults: GenerationDefaults | None = None,
+    claim: Claim = NO_CLAIM,
+    queued_s: float = 0.0,
 ) -> Request:
     """As the loop makes one."""
     tokenizer, tables = FakeTokenizer(), StopTables(params.stop)
@@ -236,4 +251,7 @@ def new_request(
         return AnswerText(shown, tables, params.include_stop_str_in_output)
 
     resolved = resolve(params, defaults or GenerationDefaults(), of, len(prompt))
-    return Request("r", check_prompt(prompt, of), resolved, lambda deltas: None, Timings(0.0), new_text)
+    timings = Timings(queued_s)
+    return Request(
+        "r", check_prompt(prompt, of), resolved, lambda deltas: None, timings, new_text, terms=Terms(claim=claim)
+    )

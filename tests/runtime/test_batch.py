@@ -3,10 +3,9 @@
 import numpy as np
 
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, StepOutputs
-from millrace.runtime.batch import BatchBuilder, token_logprobs
+from millrace.runtime.batch import BatchBuilder, Chunk, Step, token_logprobs
 from millrace.runtime.params import SamplingParams, TokenLogprobs
 from millrace.runtime.request import IntBuffer, Sequence
-from millrace.runtime.scheduler import Chunk, Step
 from tests.runtime.fakes import LIMITS, limits, new_request
 
 

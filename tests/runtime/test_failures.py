@@ -28,7 +28,7 @@ def failing_at(*steps: int) -> Callable[[StepInputs], None]:
     return before_run
 
 
-def test_a_failed_step_fails_its_requests_and_no_others() -> None:
+def test_p12_a_failed_step_fails_its_requests_and_no_others() -> None:
     loop = make_loop(limits(max_sequences=2, max_step_tokens=8), failing_at(3))
     inside: list[list[Delta]] = [[], []]
     outside: list[Delta] = []

@@ -8,10 +8,12 @@ import pytest
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
+from millrace.runtime.claim import NO_CLAIM, Claim
 from millrace.runtime.generate import Collector, CompletionOutput, new_output
 from millrace.runtime.loop import EngineLoop
+from millrace.runtime.order import POLICIES
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs
-from millrace.runtime.request import Request
+from millrace.runtime.request import Request, Terms
 from tests.runtime.fakes import (
     POISON,
     VOCAB,
@@ -28,10 +30,12 @@ from tests.runtime.fakes import (
 class Client:
     """Submits to a loop and collects what comes."""
 
-    def __init__(self, loop: EngineLoop, prompt: Sequence[int], params: SamplingParams) -> None:
+    def __init__(
+        self, loop: EngineLoop, prompt: Sequence[int], params: SamplingParams, claim: Claim = NO_CLAIM
+    ) -> None:
         self.deltas: list[list[Delta]] = []
         self.prompt, self.params = list(prompt), params
-        self.request: Request = loop.submit(prompt, params, self.deltas.append)
+        self.request: Request = loop.submit(prompt, params, self.deltas.append, terms=Terms(claim=claim))
 
     @property
     def outputs(self) -> list[CompletionOutput]:
@@ -101,13 +105,16 @@ def tiny_limits(rng: random.Random) -> ExecutorLimits:
 def test_any_schedule_gives_the_solo_answers(seed: int) -> None:
     rng = random.Random(seed)
     of = tiny_limits(rng)
-    loop = make_loop(of, budget=RandomBudget(of.max_step_tokens, rng) if rng.random() < 0.7 else None)
+    budget = RandomBudget(of.max_step_tokens, rng) if rng.random() < 0.7 else None
+    policy, claims = rng.choice(list(POLICIES.values())), rng.random() < 0.5
+    loop = make_loop(of, budget=budget, policy=policy)
     clients: list[Client] = []
     cancelled: set[Client] = set()
     for _ in range(80):
         if rng.random() < 0.3:
             prompt = [rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, of.max_context - 1))]
-            clients.append(Client(loop, prompt, random_params(rng, of.max_context - len(prompt))))
+            claim = Claim(priority=rng.randint(-2, 2), tenant=rng.choice("abc")) if claims else NO_CLAIM
+            clients.append(Client(loop, prompt, random_params(rng, of.max_context - len(prompt)), claim))
         if clients and rng.random() < 0.1:
             victim = rng.choice(clients)
             cancelled.add(victim)
@@ -210,7 +217,7 @@ def test_one_callback_per_request_and_step() -> None:
     assert [len(deltas) for deltas in client.deltas] == [3, 3, 3, 3]
 
 
-def test_logits_that_are_not_finite_fail_only_their_request() -> None:
+def test_p12_logits_that_are_not_finite_fail_only_their_request() -> None:
     loop = make_loop()
     good = Client(loop, [1, 2], SamplingParams(max_tokens=6, ignore_eos=True, seed=1))
     bad = Client(loop, [POISON, 2], SamplingParams(n=2, max_tokens=6, seed=1))
@@ -264,7 +271,7 @@ def test_a_bad_request_touches_nothing() -> None:
     assert loop.stats().idle and not loop.step()
 
 
-def test_health_tells_a_stuck_step_from_idleness() -> None:
+def test_p8_health_tells_a_stuck_step_from_idleness() -> None:
     clock = FakeClock()
     loop = make_loop(clock=clock)
     clock.now_s = 100.0

@@ -12,6 +12,7 @@ from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.pages import PrefixIndex
 from millrace.runtime.params import Delta, SamplingParams
+from millrace.runtime.request import Terms
 from tests.runtime.fakes import POISON, FakeClock, limits, make_loop
 
 PAGE = 4
@@ -22,7 +23,7 @@ PROMPT = list(range(1, 18))  # four full pages and one token
 
 def asked(loop: EngineLoop, prompt: list[int], **cache: Any) -> int:
     """Tokens of the prompt that were known."""
-    request = loop.submit(prompt, ONE, lambda deltas: None, cache=CacheOptions(**cache))
+    request = loop.submit(prompt, ONE, lambda deltas: None, terms=Terms(cache=CacheOptions(**cache)))
     while loop.step():
         pass
     return request.n_cached
@@ -131,16 +132,17 @@ def test_what_is_promised_counts_and_is_given_back() -> None:
     loop = make_loop(OF)
     pins = loop._scheduler.retention.pins
     requests = [
-        loop.submit([first, *PROMPT[1:]], ONE, lambda deltas: None, cache=CacheOptions(pin=True)) for first in (1, 2, 3)
+        loop.submit([first, *PROMPT[1:]], ONE, lambda deltas: None, terms=Terms(cache=CacheOptions(pin=True)))
+        for first in (1, 2, 3)
     ]
     with pytest.raises(RequestError):
-        loop.submit([4, *PROMPT[1:]], ONE, lambda deltas: None, cache=CacheOptions(pin=True))
+        loop.submit([4, *PROMPT[1:]], ONE, lambda deltas: None, terms=Terms(cache=CacheOptions(pin=True)))
     loop.cancel(requests[0])
     while loop.step():
         pass
     assert len(pins.pinned) == 8 and not pins._promised
     failed: list[Delta] = []
-    loop.submit([POISON, *PROMPT[1:]], ONE, failed.extend, cache=CacheOptions(pin=True))
+    loop.submit([POISON, *PROMPT[1:]], ONE, failed.extend, terms=Terms(cache=CacheOptions(pin=True)))
     while loop.step():
         pass
     assert failed[-1].error and len(pins.pinned) == 8 and not pins._promised
@@ -202,7 +204,7 @@ def test_pins_and_priorities_never_stall_or_leak(seed: int) -> None:
         )
         params = SamplingParams(n=rng.choice([1, 2]), max_tokens=rng.randint(1, 6), ignore_eos=True, seed=1)
         try:
-            request = loop.submit(prompt, params, ended.extend, cache=CacheOptions(**cache))
+            request = loop.submit(prompt, params, ended.extend, terms=Terms(cache=CacheOptions(**cache)))
         except RequestError as error:
             assert error.param == "cache_pin"
             continue

@@ -4,10 +4,11 @@ import pytest
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
+from millrace.runtime.batch import Step
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.request import Sequence, Stage
-from millrace.runtime.scheduler import Scheduler, Step, TokenBudget
+from millrace.runtime.scheduler import Scheduler, TokenBudget
 from tests.runtime.fakes import limits, new_request
 
 
@@ -109,7 +110,7 @@ def test_a_page_is_left_for_each_running_answer() -> None:
     assert sched.running == [first] and sched.waiting == [second]
 
 
-def test_a_sequence_as_large_as_the_pool_runs_alone_to_its_end() -> None:
+def test_p15_a_sequence_as_large_as_the_pool_runs_alone_to_its_end() -> None:
     sched = scheduler(limits(n_pages=4, page_tokens=4, max_context=64, max_step_tokens=8))
     (seq,), (other,) = queued(sched, 2), queued(sched, 2)
     for _ in range(30):

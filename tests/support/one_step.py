@@ -24,6 +24,13 @@ class Machine:
     tile_rows: int = 0  # the knob of matmul; 0: its own rule
 
 
+def packed(*allowed: NDArray[np.bool_]) -> NDArray[np.uint32]:
+    """Token masks (M, ceil(V / 32)) of rows (V,); bits behind the vocabulary are set: nobody may look at them."""
+    rows = np.stack(allowed)
+    whole = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 32)), constant_values=True)
+    return np.packbits(whole, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+
+
 def as_bytes(array: NDArray[np.generic]) -> Bytes:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 

@@ -47,18 +47,23 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         extra: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt's text. Special tokens are in it already: encode it with `add_special_tokens=False`.
 
         messages: `{"role", "content", ...}`, content a string or a list of `{"type": "text", "text": ...}`; such parts
             reach a template that loops over content as they are, any other joined by line ends. None is left out.
+        continue_final_message: end where the last message's content ends, so that the model goes on with it
         extra: further variables for the template (`enable_thinking`, `tools`, ...)
         raises RequestError (param "messages") where the template refuses or cannot render them;
             CheckpointError where it is broken, or stopped at a limit of time, memory or size
         """
+        checked = [_checked(i, message) for i, message in enumerate(messages)]
+        if continue_final_message and checked:
+            checked[-1] = _marked(checked[-1])
         request = {
-            "messages": [_checked(i, message) for i, message in enumerate(messages)],
+            "messages": checked,
             "add_generation_prompt": add_generation_prompt,
             "extra": dict(extra or {}),
             "timeout_s": self._limits.timeout_s,
@@ -74,7 +79,7 @@ class ChatTemplate:
             reply = cast(dict[str, object], json.loads(self._worker.exchange(payload, self._limits.timeout_s)))
         match reply:
             case {"text": str(text)}:
-                return text
+                return _up_to_mark(text) if continue_final_message else text
             case {"error": "messages", "what": what}:
                 raise _refused(
                     f"the model's chat template refuses these messages: {what}", "messages that it can render"
@@ -142,7 +147,29 @@ def _checked(index: int, message: Mapping[str, object]) -> dict[str, object]:
     elif content is not None and not isinstance(content, str):
         raise _refused(f"{where}.content is {str(content)[:100]}", "a string or a list of text parts")
     # OpenAI's clients send null for what is not there, and many templates would print it (transformers does the same)
-    return {key: value for key, value in message.items() if value is not None}
+    # But of a message of calls alone, templates ask whether its content is null.
+    calls = message.get("tool_calls")
+    return {key: value for key, value in message.items() if value is not None or (key == "content" and calls)}
+
+
+_MARK = "\u2063millrace: continue here\u2063"  # nobody writes that
+
+
+def _marked(message: dict[str, object]) -> dict[str, object]:
+    """With a mark where its content ends. raises RequestError where it has none that is a text"""
+    content = message.get("content")
+    if isinstance(content, list) and content:
+        return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]}
+    if not isinstance(content, str):
+        raise _refused("the last message has no content to be continued", "one with a text")
+    return {**message, "content": content + _MARK}
+
+
+def _up_to_mark(text: str) -> str:
+    before, mark, _ = text.rpartition(_MARK)
+    if not mark:
+        raise _refused("the chat template leaves out the last message, which is to be continued", "another last one")
+    return before
 
 
 def _refused(what: str, expected: str) -> RequestError:

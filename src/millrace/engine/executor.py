@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int32]
+NOT_FINITE, NOTHING_ALLOWED = -1, -2  # in place of a token
 
 # One row of StepInputs.sampling. `history_*` index into StepInputs.history; all penalties at their neutral
 # values, top_k 0, top_p 1 and min_p 0 cost nothing.
@@ -34,6 +35,7 @@ SAMPLING = np.dtype(
         ("bias_start", "<i4"),  # bias_ids/bias_values[start : start+count]
         ("bias_count", "<i4"),
         ("target", "<i4"),  # the token whose log probability is wanted (n_top >= 0); -1: one is drawn
+        ("mask", "<i4"),  # what may be drawn: masks[mask - 1]; 0: everything
     ],
     align=True,
 )
@@ -54,16 +56,19 @@ class StepInputs:
     history: IntArray  # token ids for the penalties; may be empty where no row has one
     bias_ids: IntArray
     bias_values: NDArray[np.float32]
+    # (M, ceil(V / 32)): bit t % 32 of word t / 32 says whether token t may be drawn; None: no row has a mask
+    masks: NDArray[np.uint32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """One entry per sampling row. A row whose logits are not finite has token -1: only that request failed."""
+    """One entry per sampling row. Where its logits are not finite, or its mask allows nothing, the token is NOT_FINITE
+    or NOTHING_ALLOWED: only that request failed."""
 
     tokens: IntArray  # (R,)
-    logprobs: NDArray[np.float32]  # (R,) natural log, of the raw distribution before penalties and temperature
+    logprobs: NDArray[np.float32]  # (R,) natural log, of the raw distribution (of what the mask allows) before all else
     ranks: IntArray  # (R,) rank of the chosen token, 1 = likeliest
-    top_ids: IntArray  # (R, max n_top of this step), best first
+    top_ids: IntArray  # (R, max n_top of this step), best first; -1 behind the last that a mask allows
     top_logprobs: NDArray[np.float32]
 
 

@@ -21,7 +21,7 @@ from millrace.engine.slots import DTYPES, Slot, read_slot, slot, write_slot
 from millrace.errors import ConfigError, EngineError, MachineError, RequestError, nearest
 from millrace.graph.types import Symbol
 from millrace.kernels.declare import MAX_KNOBS
-from millrace.kernels.library import CacheArgs, CreateArgs, LanguageArgs, StepArgs, library, usable_isas
+from millrace.kernels.library import CacheArgs, CreateArgs, LanguageArgs, StepArgs, bytes_at, library, usable_isas
 from millrace.machine.cpu import usable_cores
 
 MAX_THREADS = 1024
@@ -144,10 +144,7 @@ class LoadedProgram:
     def activations(self) -> NDArray[np.uint8]:
         """The planned arena itself. Who holds it keeps the memory, beyond close() too."""
         with self._native() as native:
-            address = self._lib.mr_activations(native)
-            buffer: Any = (ctypes.c_uint8 * self._program.activation_bytes).from_address(address or 0)
-            buffer.memory_of = self._core
-        return np.ctypeslib.as_array(buffer)
+            return bytes_at(self._lib.mr_activations(native) or 0, self._program.activation_bytes, self._core)
 
     def weights_checksum(self) -> int:
         with self._native() as native:
@@ -297,7 +294,7 @@ def sizes_of(
     return {symbol: found[symbol] for symbol in bounds}
 
 
-_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_INT32, _UINT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32)
 
 
 class NativeExecutor(LoadedProgram, Executor):
@@ -321,11 +318,21 @@ class NativeExecutor(LoadedProgram, Executor):
             max_context=max_context, page_tokens=PAGE_TOKENS, n_pages=n_pages, vocab_size=vocab_size,
         )  # fmt: skip
 
+    def kept(self) -> list[NDArray[np.uint8]]:
+        """The KV pages, (layers, pages, bytes) for each cache that is kept. Who holds them keeps the memory."""
+        caches = [cache for cache in self._program.caches if cache.place is None]
+        shapes = [(c.layers, self.limits.n_pages, c.page_bytes() // c.layers) for c in caches]
+        with self._native() as native:
+            at = [self._lib.mr_kept(native, i) or 0 for i in range(len(caches))]
+            return [
+                bytes_at(a, math.prod(shape), self._core).reshape(shape) for a, shape in zip(at, shapes, strict=True)
+            ]
+
     def launch(self, step: StepInputs) -> None:
         """Returns when the step is through: on a CPU nobody else could do it. The interpreter's lock is released."""
         if self._outputs is not None:
             raise ExecutionError("a step was launched, and nobody has waited for it: this executor has a depth of 1")
-        _check_arrays(step)
+        _check_arrays(step, self.limits.vocab_size)
         rows = len(step.sampling)
         most = self.limits.vocab_size  # more than that the native core refuses
         top = min(max(int(step.sampling["n_top"].max()), 0), most) if rows else 0
@@ -346,6 +353,8 @@ class NativeExecutor(LoadedProgram, Executor):
             out_tokens=out.tokens.ctypes.data, out_logprobs=out.logprobs.ctypes.data,
             out_ranks=out.ranks.ctypes.data, max_top=top,
             out_top_ids=out.top_ids.ctypes.data, out_top_logprobs=out.top_logprobs.ctypes.data,
+            masks=None if step.masks is None else step.masks.ctypes.data,
+            n_masks=0 if step.masks is None else len(step.masks),
         )  # fmt: skip
         error = ctypes.create_string_buffer(ERROR_BYTES)
         with self._native() as native:
@@ -372,7 +381,7 @@ class NativeExecutor(LoadedProgram, Executor):
         return read_slot(self.activations(), found, dict(zip(self._program.symbols, self._sizes, strict=True)))
 
 
-def _check_arrays(step: StepInputs) -> None:
+def _check_arrays(step: StepInputs, vocab_size: int) -> None:
     """What the native core cannot see of arrays given by their addresses. raises ExecutionError"""
     tokens, starts, biases = len(step.tokens), len(step.starts), len(step.bias_ids)
     for name, array, dtype, length in (
@@ -386,3 +395,6 @@ def _check_arrays(step: StepInputs) -> None:
             raise ExecutionError(f"an illegal step: {name} is {array.dtype}{list(array.shape)}, not a row of {dtype}")
         if length is not None and len(array) != length:
             raise ExecutionError(f"an illegal step: {name} has {len(array)} elements, not {length}")
+    masks, words = step.masks, -(-vocab_size // 32)
+    if masks is not None and (masks.dtype != _UINT32 or masks.shape[1:] != (words,) or not masks.flags.c_contiguous):
+        raise ExecutionError(f"an illegal step: masks are {masks.dtype}{list(masks.shape)}, not rows of {words} uint32")

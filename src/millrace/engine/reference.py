@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
+from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, Executor, ExecutorLimits, StepInputs, StepOutputs
 from millrace.engine.interpreter import Interpreter
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
 from millrace.graph.types import Graph
 from millrace.kernels.operators import Rows
-from millrace.kernels.sample.ref import draw, penalised, probabilities, uniform
+from millrace.kernels.sample.ref import draw, penalised, probabilities, uniform, unpacked
 
 
 class ReferenceExecutor(Executor):
@@ -51,7 +51,13 @@ class ReferenceExecutor(Executor):
     def _sample(self, r: int, logits: Rows, step: StepInputs, out: StepOutputs) -> None:
         row = step.sampling[r]
         if not np.isfinite(logits).all():
-            out.tokens[r] = -1
+            out.tokens[r] = NOT_FINITE
+            return
+        if row["mask"]:
+            assert step.masks is not None, "a mask of none"
+            logits = np.where(unpacked(step.masks[row["mask"] - 1], len(logits)), logits, -np.inf)
+        if not np.isfinite(logits).any():
+            out.tokens[r] = NOTHING_ALLOWED
             return
         logp = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
         adjusted = logits.copy()
@@ -72,4 +78,6 @@ class ReferenceExecutor(Executor):
         out.tokens[r], out.logprobs[r] = token, logp[token]
         out.ranks[r] = 1 + int((logits > logits[token]).sum())
         best = np.lexsort((np.arange(len(logits)), -logits))[: max(int(row["n_top"]), 0)]
+        best = best[np.isfinite(logits[best])]
+        out.top_ids[r, : max(int(row["n_top"]), 0)] = -1
         out.top_ids[r, : len(best)], out.top_logprobs[r, : len(best)] = best, logp[best]

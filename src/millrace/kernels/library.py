@@ -4,12 +4,16 @@ import ctypes as c
 import importlib.metadata
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from millrace.errors import MachineError
 from millrace.kernels.catalogue import declarations_digest
 
 INTERFACE = (
-    "e54de531a548a759"  # digest of native/millrace.h, from which the structures below are copied (a test compares both)
+    "5f09f0cd7adf7c03"  # digest of native/millrace.h, from which the structures below are copied (a test compares both)
 )
 NAME = "libmillrace.so"
 
@@ -57,6 +61,7 @@ class StepArgs(c.Structure):
         ("n_pages", c.c_int64), ("n_history", c.c_int64), ("n_bias", c.c_int64),
         ("out_tokens", c.c_void_p), ("out_logprobs", c.c_void_p), ("out_ranks", c.c_void_p),
         ("max_top", c.c_int32), ("out_top_ids", c.c_void_p), ("out_top_logprobs", c.c_void_p),
+        ("masks", c.c_void_p), ("n_masks", c.c_int32),
     )  # fmt: skip
 
 
@@ -104,6 +109,7 @@ def library() -> c.CDLL:
     lib.mr_destroy.argtypes, lib.mr_destroy.restype = [c.c_void_p], None
     lib.mr_chosen_tactics.argtypes, lib.mr_chosen_tactics.restype = [c.c_void_p, c.c_void_p, c.c_int32], None
     lib.mr_activations.argtypes, lib.mr_activations.restype = [c.c_void_p], c.c_void_p
+    lib.mr_kept.argtypes, lib.mr_kept.restype = [c.c_void_p, c.c_int32], c.c_void_p
     lib.mr_isa.argtypes, lib.mr_isa.restype = [c.c_void_p], c.c_char_p
     lib.mr_weights_checksum.argtypes, lib.mr_weights_checksum.restype = [c.c_void_p], c.c_int64
     lib.mr_profile.argtypes, lib.mr_profile.restype = [c.c_void_p, c.c_int32, c.c_void_p, c.c_int32], None
@@ -118,3 +124,10 @@ def usable_isas() -> list[str]:
     """The instruction sets that this build has and this CPU can run, best first."""
     names: bytes = library().mr_isas()
     return names.decode().split()
+
+
+def bytes_at(address: int, n: int, owner: object) -> NDArray[np.uint8]:
+    """Memory of the native core as an array; who holds it keeps its owner."""
+    buffer: Any = (c.c_uint8 * n).from_address(address)
+    buffer.memory_of = owner
+    return np.ctypeslib.as_array(buffer)

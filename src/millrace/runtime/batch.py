@@ -1,18 +1,46 @@
-"""From a scheduled step to the executor's arrays and back. Python work per sequence, none per token.
+"""A scheduled step, and its way into the executor's arrays and back. Python work per sequence, none per token.
 
 T tokens, S sequences, R sampling rows; see StepInputs. The buffers are reused: inputs are valid until the next `build`.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInputs, StepOutputs
+from millrace.runtime.grammar import masks_of
 from millrace.runtime.params import TokenLogprobs
 from millrace.runtime.request import Sequence
-from millrace.runtime.scheduler import Chunk, Step
 
 _NO_IDS = np.empty(0, dtype=np.int32)
 _NO_VALUES = np.empty(0, dtype=np.float32)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `start` .. `start + n - 1` of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    start: int
+    n: int
+    draws: bool  # the chunk reaches the sequence's last token: draw the next one
+    n_scored: int = 0  # of the prompt's tokens from `request.n_scored` on: what follows up to them is in the chunk
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of logits: first those of the scored tokens, then that of the draw."""
+        return self.n_scored + self.draws
+
+
+@dataclass(slots=True)
+class Step:
+    """T tokens in all; the chunks of running answers come first."""
+
+    chunks: list[Chunk]
+    n_tokens: int
+    n_prefill: int
+    n_scored: int = 0
 
 
 class BatchBuilder:
@@ -72,6 +100,7 @@ class BatchBuilder:
             history=_fill_history(sampling, rows, drawing),
             bias_ids=bias_ids,
             bias_values=bias_values,
+            masks=_fill_masks(sampling, rows, drawing),
         )
 
 
@@ -115,11 +144,21 @@ def _fill_bias(
     return (np.concatenate(ids), np.concatenate(values)) if ids else (_NO_IDS, _NO_VALUES)
 
 
+def _fill_masks(sampling: NDArray[np.void], rows: IntArray, drawing: list[Sequence]) -> NDArray[np.uint32] | None:
+    """What may come next in the sequences that are held to something."""
+    held = [(r, seq.matcher) for r, seq in zip(rows, drawing, strict=True) if seq.matcher is not None]
+    if not held:
+        return None
+    sampling["mask"][[r for r, _ in held]] = np.arange(len(held)) + 1
+    return masks_of([matcher for _, matcher in held])
+
+
 def token_logprobs(outputs: StepOutputs, row: int, n_top: int) -> TokenLogprobs:
-    """The log probabilities of sampling row `row`, with its `n_top` best alternatives."""
+    """The log probabilities of sampling row `row`, with its `n_top` best alternatives, or all that its mask allows."""
+    best = zip(outputs.top_ids[row, :n_top].tolist(), outputs.top_logprobs[row, :n_top].tolist(), strict=True)
     return TokenLogprobs(
         token_id=int(outputs.tokens[row]),
         logprob=float(outputs.logprobs[row]),
         rank=int(outputs.ranks[row]),
-        top=tuple(zip(outputs.top_ids[row, :n_top].tolist(), outputs.top_logprobs[row, :n_top].tolist(), strict=True)),
+        top=tuple((token, logprob) for token, logprob in best if token >= 0),
     )

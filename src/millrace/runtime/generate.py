@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import RequestError
-from millrace.runtime.cache_options import OPTIONS, PLAIN, CacheOptions
+from millrace.runtime.cache_options import OPTIONS, CacheOptions
+from millrace.runtime.grammar import Matcher
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import (
     Delta,
@@ -22,7 +23,7 @@ from millrace.runtime.params import (
     context_tokens,
     with_length,
 )
-from millrace.runtime.request import Request
+from millrace.runtime.request import FREELY, Request, Terms
 
 # text, token ids, or {"prompt_token_ids": [...]} or {"prompt": text}; beside these, cache_salt and the like
 Prompt = str | Sequence[int] | Mapping[str, object]
@@ -142,7 +143,8 @@ def generate(
             def deliver(deltas: list[Delta], i: int = i) -> None:
                 arrived.put((i, deltas))
 
-            request = loop.submit(ids, wanted, deliver, cache=prompt_cache(prompt))
+            matchers = loop.grammars.matchers(wanted.structured_outputs, wanted.n) if wanted.structured_outputs else ()
+            request = loop.submit(ids, wanted, deliver, terms=prompt_terms(prompt), matchers=matchers)
             requests.append(request)
             collectors.append(Collector(new_output(request, text), loop.tokenizer, text=wanted.detokenize))
         n_finished = n_tokens = 0
@@ -178,12 +180,15 @@ async def astream(
     text, ids = prompt_tokens(loop.tokenizer, prompt)
     wanted = with_length(wanted, len(ids), context_tokens(loop.limits)) if continues else wanted
     here, arrived = asyncio.get_running_loop(), asyncio.Queue[list[Delta]]()
+    asked, matchers = wanted.structured_outputs, list[Matcher]()
+    if asked is not None:
+        matchers = await asyncio.to_thread(loop.grammars.matchers, asked, wanted.n)
 
     def deliver(deltas: list[Delta]) -> None:  # in the engine thread
         with suppress(RuntimeError):  # the event loop is closed: nobody is left who could read
             here.call_soon_threadsafe(arrived.put_nowait, deltas)
 
-    request = loop.submit(ids, wanted, deliver, cache=prompt_cache(prompt))
+    request = loop.submit(ids, wanted, deliver, terms=prompt_terms(prompt), matchers=matchers)
     collector = Collector(new_output(request, text), loop.tokenizer, text=wanted.detokenize)
     try:
         while not collector.output.finished:
@@ -212,11 +217,11 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, Seq
     return None, value
 
 
-def prompt_cache(prompt: Prompt) -> CacheOptions:
-    """What it asks of the prefix cache. raises RequestError naming the field"""
+def prompt_terms(prompt: Prompt) -> Terms:
+    """What it asks beside its answer: of the prefix cache. raises RequestError naming the field"""
     given = prompt.items() if isinstance(prompt, Mapping) else ()
     options: dict[str, Any] = {key.removeprefix("cache_"): value for key, value in given if key in OPTIONS}
-    return CacheOptions(**options) if options else PLAIN
+    return Terms(cache=CacheOptions(**options)) if options else FREELY
 
 
 def _not_a_prompt(what: str) -> RequestError:

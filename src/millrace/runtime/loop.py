@@ -10,41 +10,24 @@ import time
 import uuid
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
 from millrace.errors import BusyError, MillraceError
-from millrace.runtime.batch import BatchBuilder, token_logprobs
-from millrace.runtime.cache_options import PLAIN, CacheOptions
+from millrace.runtime.batch import BatchBuilder, Step, token_logprobs
+from millrace.runtime.grammar import Grammars, Matcher
+from millrace.runtime.history import History, Part, RequestSeen, RequestTrace, StepSeen, traces
+from millrace.runtime.order import Policy, first_come
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, check_prompt, resolve
-from millrace.runtime.request import AnswerText, Deliver, Request, Sequence, Stage, StopTables, Timings
-from millrace.runtime.scheduler import Scheduler, Step, TokenBudget
-from millrace.runtime.stats import LoopStats
+from millrace.runtime.request import FREELY, AnswerText, Deliver, Request, Sequence, Stage, StopTables, Terms, Timings
+from millrace.runtime.scheduler import Scheduler, TokenBudget
+from millrace.runtime.stats import Counters, LoopStats
+from millrace.runtime.tier import Tier
 
 SMOOTHING = 0.1  # weight of the newest request in the mean request time
-
-
-@dataclass(slots=True)
-class Counters:
-    """The loop's own tallies, written by the engine thread only."""
-
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    steps: int = 0
-    step_tokens: int = 0
-    request_time_s: float = 0.0
-    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
-
-    def request_took(self, seconds: float) -> None:
-        old = self.request_time_s
-        self.request_time_s = seconds if not old else old + SMOOTHING * (seconds - old)
-
-
 MAX_FAILURES_IN_A_ROW = 3
-NOT_FINITE = "the model's output for this request was not finite"
 
 log = logging.getLogger(__name__)
 
@@ -127,22 +110,25 @@ class EngineLoop:
     defaults: what the model says of sampling, and its end-of-text tokens
     budget: how long a step may last while answers are running
     prefix_cache: prompts that begin as earlier ones did are computed only from where they differ
+    policy: which of those that wait goes first; tier: where pages go that the pool gives up
     """
 
     def __init__(
         self, executor: Executor, tokenizer: Tokenizer, defaults: GenerationDefaults | None = None,
         clock: Callable[[], float] = time.perf_counter, budget: TokenBudget | None = None, prefix_cache: bool = True,
+        policy: Policy = first_come, tier: Tier | None = None,
     ) -> None:  # fmt: skip
         self.tokenizer, self.thread = tokenizer, EngineThread(clock)
         self.limits: ExecutorLimits = executor.limits
         self.defaults = defaults or GenerationDefaults()
+        self.grammars = Grammars(tokenizer, self.limits.vocab_size, self.defaults.eos_token_ids)
         self._executor = executor
-        self._pool = PagePool(self.limits.n_pages)
-        self._scheduler = Scheduler(self.limits, self._pool, clock, budget, prefix_cache)
+        self._pool = PagePool(self.limits.n_pages, tier)
+        self._scheduler = Scheduler(self.limits, self._pool, clock, budget, prefix_cache, policy)
         self._batch = BatchBuilder(self.limits)
         self._live: dict[Request, None] = {}
         self._pending: dict[Request, list[Delta]] = {}  # what this step adds
-        self._counters = Counters()
+        self._counters, self.history = Counters(), History()
         self._after_step: Callable[[], None] = _nothing
         self._stepping = threading.Lock()  # several threads may wait for answers of a loop that has none of its own
         self._submitted: list[Request] = []  # guarded, as the two below, by thread.changed
@@ -154,15 +140,17 @@ class EngineLoop:
     def submit(
         self, prompt_token_ids: Ordered[int] | IntArray, params: SamplingParams, deliver: Deliver,
         request_id: str | None = None, stops: StopTables | None = None, first: int = 0,
-        cache: CacheOptions = PLAIN,
+        terms: Terms = FREELY, matchers: Ordered[Matcher] = (),
     ) -> Request:  # fmt: skip
         """Queue a request; its deltas go to `deliver`, in the engine thread, at most once a step.
 
         Every choice ends with exactly one delta that has a finish_reason.
         stops: the tables of `params.stop`, where they were made elsewhere; first: the index of its first choice
-        cache: what it asks of the prefix cache
+        terms: what it asks beside its answer
+        matchers: one for each choice, made by `grammars` of what it is held to
         raises RequestError on bad input, BusyError when the loop has stopped.
         """
+        assert len(matchers) == (params.n if params.structured_outputs else 0), "what is asked is compiled before"
         prompt = check_prompt(prompt_token_ids, self.limits)
         resolved = resolve(params, self.defaults, self.limits, len(prompt))
         prompt_ids, tables = prompt.tolist(), stops or StopTables(params.stop)
@@ -172,7 +160,8 @@ class EngineLoop:
             return AnswerText(shown, tables, params.include_stop_str_in_output)
 
         timings = Timings(queued_s=self.thread.clock())
-        request = Request(request_id or uuid.uuid4().hex, prompt, resolved, deliver, timings, new_text, first, cache)
+        own_id = request_id or uuid.uuid4().hex
+        request = Request(own_id, prompt, resolved, deliver, timings, new_text, first, terms, matchers)
         with self.thread.changed:
             self.thread.check_open()
             if request.to_keep:
@@ -217,6 +206,10 @@ class EngineLoop:
             request_time_s=counters.request_time_s,
         )
 
+    def traces(self, request_id: str) -> list[RequestTrace]:
+        """What is known of the requests of that id; none where they are forgotten, or never were."""
+        return traces(request_id, self.history, tuple(self._live))
+
     def reset_prefix_cache(self) -> bool:
         """Forget what is known of KV pages; False, and nothing done, while sequences hold some."""
         with self._stepping:
@@ -244,6 +237,8 @@ class EngineLoop:
         with self._stepping:
             self._drain_commands()
             self._scheduler.expire()
+            for request in self._scheduler.overdue():
+                self._end(request, FinishReason.ABORT, f"it waited longer than {request.claim.queue_timeout_s:g} s")
             ran = self._scheduler.has_work
             if ran:
                 self._run_step()
@@ -293,6 +288,13 @@ class EngineLoop:
         self._scheduler.commit(step, now_s - started_s)
         self._counters.steps += 1
         self._counters.step_tokens += step.n_tokens
+        parts = tuple(
+            Part(of.request.order, of.request.id, of.request.first + of.index, c.start, c.n, c.draws)
+            for c in step.chunks
+            for of in (c.sequence,)
+        )
+        n, n_waiting = self._counters.steps, len(self._scheduler.waiting)
+        self.history.steps.append(StepSeen(n, started_s, now_s - started_s, n_waiting, parts))
         self._distribute(step, outputs, now_s)
 
     def _distribute(self, step: Step, outputs: StepOutputs, now_s: float) -> None:
@@ -305,7 +307,7 @@ class EngineLoop:
             if first == row or seq.stage is Stage.GONE:  # its sibling failed a moment ago
                 continue
             if min(tokens[first:row]) < 0:
-                self._end(seq.request, FinishReason.ERROR, NOT_FINITE)
+                self._end(seq.request, FinishReason.ERROR, seq.why_not(min(tokens[first:row])))
                 continue
             resolved = seq.request.resolved
             if chunk.n_scored and (n_top := resolved.prompt_top) is not None:
@@ -350,8 +352,11 @@ class EngineLoop:
             del self._live[request]
             timings = request.timings
             timings.finished_s = self.thread.clock()
+            of, n, claim = request.order, len(request.prompt), request.claim
+            self.history.ended.append(RequestSeen(of, request.id, n, request.n_cached, timings, claim.tenant))
             if timings.first_scheduled_s is not None:
-                self._counters.request_took(timings.finished_s - timings.first_scheduled_s)
+                took_s, mean_s = timings.finished_s - timings.first_scheduled_s, self._counters.request_time_s
+                self._counters.request_time_s = mean_s + SMOOTHING * (took_s - mean_s) if mean_s else took_s
 
     def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
         """End every choice that is still open; harmless for a request that is finished."""

@@ -4,6 +4,7 @@ Of language models and encoders: what both have goes by the same name.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.checkpoint import open_chat_template
@@ -12,11 +13,14 @@ from millrace.checkpoint.tokenizer import VocabularyTokenizer, read_json_object
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.engine import Engine
 from millrace.engine.native import NativeExecutor, NativeNetwork
+from millrace.errors import ConfigError
 from millrace.machine.cpu import memory, usable_cores
 from millrace.runtime.embedding import EncoderLimits, EncoderLoop
 from millrace.runtime.loop import EngineLoop
+from millrace.runtime.order import Policy, first_come
 from millrace.runtime.plan import RunPlan, plan_encoder, plan_run
 from millrace.runtime.scheduler import TokenBudget
+from millrace.runtime.tier import PageMemory, Tier
 from millrace.settings import Settings, setting
 
 
@@ -34,6 +38,12 @@ class RunSettings(Settings):
         None, "compute threads; default: the cores that this process may use", low=1, high=1024
     )
     prefix_cache: bool = setting(True, "compute prompts only from where they differ from what KV pages still hold")
+    kv_tier: str | None = setting(
+        None,
+        "file for KV pages that memory has no room for any more, kept over restarts; off unless named",
+        metavar="FILE",
+    )
+    kv_tier_size: int = setting(4 * 2**30, "of that file at most, like 4G", size=True, low=1)
     isa: str | None = setting(
         None, "force an instruction set: amx, avx512, avx2 or scalar", choices=("amx", "avx512", "avx2", "scalar")
     )
@@ -51,10 +61,19 @@ class Opened:
     chat_template: ChatTemplate | None
     defaults: GenerationDefaults
     prefix_cache: bool = True
+    tier: Tier | None = None
 
-    def loop(self, budget: TokenBudget | None = None) -> EngineLoop:
+    def loop(self, budget: TokenBudget | None = None, policy: Policy = first_come) -> EngineLoop:
         """budget: how long a step may last while answers are running; None: as it is for a server's clients"""
-        return EngineLoop(self.executor, self.tokenizer, self.defaults, budget=budget, prefix_cache=self.prefix_cache)
+        return EngineLoop(
+            self.executor,
+            self.tokenizer,
+            self.defaults,
+            budget=budget,
+            prefix_cache=self.prefix_cache,
+            policy=policy,
+            tier=self.tier,
+        )
 
     @property
     def isa(self) -> str:
@@ -65,11 +84,11 @@ class Opened:
         return self.plan.kv_bytes
 
     def for_throughput(self) -> TokenBudget:
-        """Prompts are never cut short for the sake of running answers: nobody watches them grow."""
-        size = self.executor.limits.max_step_tokens
-        return TokenBudget(size, chunk_low=size)
+        return TokenBudget.unhurried(self.executor.limits.max_step_tokens)
 
     def close(self) -> None:
+        if self.tier is not None:
+            self.tier.close()
         self.executor.close()
         self.engine.close()
         if self.chat_template is not None:
@@ -92,7 +111,20 @@ def open_engine(name: str, engine: Engine, run: RunSettings, sequences: int | No
     # the end-of-text ids are those that were resolved when the engine was built
     defaults = replace(generation, eos_token_ids=tuple(engine.manifest.eos_token_ids))
     executor = engine.executor(n_pages=plan.n_pages, threads=run.threads or usable_cores(), isa=run.isa)
-    return Opened(name, engine, plan, executor, tokenizer, template, defaults, run.prefix_cache)
+    try:
+        tier = None if run.kv_tier is None else _tier(engine, executor, run, Path(run.kv_tier))
+    except ConfigError:
+        executor.close()
+        raise
+    return Opened(name, engine, plan, executor, tokenizer, template, defaults, run.prefix_cache, tier)
+
+
+def _tier(engine: Engine, executor: NativeExecutor, run: RunSettings, path: Path) -> Tier:
+    if not run.prefix_cache:
+        what = "--kv-tier and --no-prefix-cache are both given"
+        raise ConfigError(what, "a prefix cache, whose pages go there", "leave one out")
+    caches = engine.manifest.cpu.caches
+    return Tier(path, f"{engine.manifest.identity} {caches}", PageMemory(executor.kept()), run.kv_tier_size)
 
 
 @dataclass(frozen=True, slots=True)

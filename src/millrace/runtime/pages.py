@@ -9,9 +9,10 @@ Sources: PagedAttention, arXiv:2309.06180 section 4; RadixAttention, arXiv:2312.
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from typing import Protocol
 
 from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
@@ -67,6 +68,7 @@ class PrefixIndex:
     n_free: int = field(init=False, default=0)  # known pages that nobody owns
     n_evicted: int = field(init=False, default=0)
     next_end_s: float = field(init=False, default=math.inf)  # no priority ends before
+    given_up: Callable[[Key, int], None] | None = field(init=False, default=None)  # told of each that is evicted
     _by_key: dict[Key, _Known] = field(init=False, repr=False, default_factory=dict)
     _by_page: dict[int, _Known] = field(init=False, repr=False, default_factory=dict)
     # (priority, left, page); an entry counts while its page is a free end with this priority, left then
@@ -143,6 +145,8 @@ class PrefixIndex:
             if known is not None and _counts(known, priority, left):
                 break
         del self._by_page[page], self._by_key[known.key]
+        if self.given_up is not None:
+            self.given_up(known.key, page)
         self.n_free -= 1
         self.n_evicted += 1
         if known.before is not None:
@@ -164,16 +168,26 @@ def _counts(known: _Known, priority: int, left: int) -> bool:
     return known.free and not known.n_next and (known.priority, known.left) == (priority, left)
 
 
+class SecondTier(Protocol):
+    """Where pages go that the pool gives up: `tier.py`."""
+
+    def put(self, key: Key, page: int) -> None: ...
+    def promoted(self, pool: "PagePool", keys: Sequence[Key], owned: Pages) -> Pages: ...
+    def clear(self) -> None: ...
+
+
 @dataclass(slots=True)
 class PagePool:
     """`n_pages` pages with ids 0 .. n_pages-1, each free or with a number of owners.
 
     A page with several owners is full and never written again; only its single owner appends to a page. A page of the
-    index stays findable when nobody owns it any more: it is free but kept, until no other free page is left.
+    index stays findable when nobody owns it any more: it is free but kept, until no other free page is left; then the
+    second tier has it, where there is one.
     raises ConfigError for a pool without pages.
     """
 
     n_pages: int
+    tier: SecondTier | None = None
     index: PrefixIndex = field(init=False, default_factory=PrefixIndex)
     _empty: list[int] = field(init=False, repr=False)
     _owners: list[int] = field(init=False, repr=False)
@@ -181,6 +195,8 @@ class PagePool:
     def __post_init__(self) -> None:
         if self.n_pages < 1:
             raise ConfigError(f"room for {self.n_pages} KV pages", expected="at least 1", mend="raise the KV budget")
+        if self.tier is not None:
+            self.index.given_up = self.tier.put
         self._empty, self._owners = list(range(self.n_pages))[::-1], [0] * self.n_pages
 
     @property
@@ -231,7 +247,11 @@ class PagePool:
         """Empties the index; False, and nothing done, while pages have owners."""
         if self.n_used:
             return False
+        told, self.index.given_up = self.index.given_up, None
         self._empty += [self.index.evict() for _ in range(self.index.n_free)]
+        self.index.given_up = told
+        if self.tier is not None:
+            self.tier.clear()
         return True
 
     def _free(self, page: int) -> None:

@@ -19,6 +19,7 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray
 from millrace.errors import ContextError, RequestError, alike, nearest
 from millrace.runtime import vllm_names
+from millrace.runtime.structured import StructuredOutputsParams, structured
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # of one stop string: the search keeps a table as long, and an answer holds back as much
@@ -65,6 +66,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True  # False: RequestOutput has token_ids without their text
+    structured_outputs: StructuredOutputsParams | None = None  # what each answer is held to; also as a dict
 
     def __new__(cls, *unnamed: object, **given: object) -> "SamplingParams":
         """Looks at the names: the TypeError of a dataclass would not say what was meant."""
@@ -110,6 +112,18 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias", token, 0, None)
             _check_float("logit_bias", bias, -100.0, 100.0)
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", structured(self.structured_outputs))
+            self._check_end()
+
+    def _check_end(self) -> None:
+        """An answer that is held to something ends where that does."""
+        assert self.structured_outputs is not None
+        for name in ("ignore_eos", "min_tokens"):
+            if value := getattr(self, name):
+                asked_as = self.structured_outputs.asked_as
+                expected = f"one of them: {asked_as} says where an answer ends"
+                raise RequestError(f"{name} is {value!r} beside {asked_as}", expected, f"leave {name} out", param=name)
 
 
 _KINDS: tuple[tuple[str, type, str], ...] = (

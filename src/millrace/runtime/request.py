@@ -18,8 +18,10 @@ from typing import Protocol
 
 import numpy as np
 
-from millrace.engine.executor import IntArray
+from millrace.engine.executor import NOTHING_ALLOWED, IntArray
 from millrace.runtime.cache_options import PLAIN, CacheOptions
+from millrace.runtime.claim import NO_CLAIM, Claim
+from millrace.runtime.grammar import Matcher
 from millrace.runtime.pages import Key, Pages, root_key
 from millrace.runtime.params import Delta, FinishReason, Resolved, TokenLogprobs
 
@@ -208,12 +210,23 @@ class Stage(Enum):
     GONE = auto()  # finished or cancelled; holds no pages
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a request asks beside its answer. cache: of the prefix cache; claim: of its turn"""
+
+    cache: CacheOptions = PLAIN
+    claim: Claim = NO_CLAIM
+
+
+FREELY = Terms()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """What was submitted, and how far it is. Known by identity, since ids may come from clients.
 
     first: the index of its first choice in what its reader gets, where one reader has several requests
-    cache: what it asks of the prefix cache
+    terms: what it asks beside its answer; matchers: what each choice is held to; none where nothing is
     """
 
     id: str
@@ -223,7 +236,8 @@ class Request:
     timings: Timings
     new_text: Callable[[], AnswerText]  # of each choice
     first: int = 0
-    cache: CacheOptions = PLAIN
+    terms: Terms = FREELY
+    matchers: Ordered[Matcher] = ()
     choices: list["Sequence"] = field(init=False)
     order: int = field(init=False, default=0)  # of arrival at the scheduler
     root: Key = field(init=False)  # what the keys of its pages begin with
@@ -239,6 +253,14 @@ class Request:
         self.choices = [Sequence(self, index) for index in range(self.resolved.n)]
 
     @property
+    def cache(self) -> CacheOptions:
+        return self.terms.cache
+
+    @property
+    def claim(self) -> Claim:
+        return self.terms.claim
+
+    @property
     def is_open(self) -> bool:
         return any(seq.stage is not Stage.GONE for seq in self.choices)
 
@@ -247,7 +269,7 @@ class Sequence:
     """Choice `index` of a request."""
 
     __slots__ = (
-        *("index", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens"),
+        *("index", "matcher", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens"),
         *("keys", "leader", "leads", "n_known"),
     )
 
@@ -263,6 +285,7 @@ class Sequence:
         self.leader: Sequence | None = None  # whose prompt it waits for, because they begin alike
         self.leads: Key | None = None  # of the first page that it computes of what others may wait for
         self.text = request.new_text()
+        self.matcher = request.matchers[index] if request.matchers else None
         row = request.resolved.row.copy()
         row["choice"] = index
         self.row = row.view(np.uint8)  # the bytes of its row of SAMPLING; what changes is filled in by the batch
@@ -303,6 +326,8 @@ class Sequence:
             finish = finish or finish_by_length(n_output, resolved)
             if finish is not None:
                 text += self.text.flush()
+        if self.matcher is not None and finish is None:
+            self.matcher.take(token)
         return Delta(
             index=self.request.first + self.index,
             text=text,
@@ -311,6 +336,12 @@ class Sequence:
             finish_reason=None if finish is None else finish.reason,
             stop_reason=None if finish is None else finish.stop,
         )
+
+    def why_not(self, token: int) -> str:
+        """Why nothing was drawn, or scored: `token` is what came instead."""
+        if token == NOTHING_ALLOWED and self.matcher is not None:
+            return f"the answer cannot be held to what was asked: {self.matcher.why or 'nothing is allowed'}"
+        return "the model's output for this request was not finite"
 
     def scored(self, logprobs: tuple[TokenLogprobs, ...]) -> Delta:
         """The next tokens of the prompt, with their log probabilities."""

@@ -2,12 +2,13 @@
 
 First the sequences that lack one token (the running answers), then chunks of prompts in what the budget leaves, oldest
 first, then new ones from the queue, first come, first served. A sequence gets the pages of all its known tokens when it
-is admitted, so that only growing answers ever lack a page. Then the most recently admitted sequence gives its pages
-back and waits again with its tokens: recomputing them gives the same bits (promise 1).
+is admitted, so that only growing answers ever lack a page. Then the most recently admitted sequence (of those with the
+highest priority number) gives its pages back and waits again with its tokens: recomputing them gives the same bits
+(promise 1). Where requests claim a turn of their own, or another policy is set, `order.py` says who is first.
 
-Nothing starves: the oldest running sequence is never preempted for another, fits into the pool alone (longer requests
-were refused), so it ends; and nobody overtakes the head of the queue, save while that waits for a prompt that begins as
-its own does.
+Nothing starves: the first of the running sequences is never preempted for another, fits into the pool alone (longer
+requests were refused), so it ends; and nobody overtakes the head of the queue, save while that waits for a prompt that
+begins as its own does.
 
 Full pages go into the pool's index when a finite token was drawn from them (`verified`), and whoever is admitted finds
 there what others had computed: earlier requests, its siblings, itself before it was preempted. Two that come at the
@@ -23,6 +24,9 @@ from dataclasses import dataclass
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
+from millrace.runtime.batch import Chunk, Step
+from millrace.runtime.claim import NO_CLAIM
+from millrace.runtime.order import Order, Policy, first_come
 from millrace.runtime.pages import Key, PagePool, Pages, extend_keys, root_key
 from millrace.runtime.request import Request, Sequence, Stage
 from millrace.runtime.retention import Retention
@@ -62,6 +66,11 @@ class TokenBudget:
         if self.chunk_low < 1:
             raise ConfigError(f"chunk_low is {self.chunk_low}", "at least 1 token", "leave it at its default")
 
+    @classmethod
+    def unhurried(cls, max_step_tokens: int) -> "TokenBudget":
+        """Prompts are never cut short for the sake of running answers: nobody watches them grow."""
+        return cls(max_step_tokens, chunk_low=max_step_tokens)
+
     def prefill_tokens(self, n_decode: int) -> int:
         """Prompt tokens for a step with `n_decode` rows of running answers."""
         room = self.max_step_tokens - n_decode
@@ -91,32 +100,6 @@ def _moved(old: float | None, sample: float, weight: float) -> float:
     return old + weight * (min(sample, OUTLIER * old) - old)
 
 
-@dataclass(slots=True)
-class Chunk:
-    """Tokens `start` .. `start + n - 1` of a sequence, to be computed in this step."""
-
-    sequence: Sequence
-    start: int
-    n: int
-    draws: bool  # the chunk reaches the sequence's last token: draw the next one
-    n_scored: int = 0  # of the prompt's tokens from `request.n_scored` on: what follows up to them is in the chunk
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of logits: first those of the scored tokens, then that of the draw."""
-        return self.n_scored + self.draws
-
-
-@dataclass(slots=True)
-class Step:
-    """T tokens in all; the chunks of running answers come first."""
-
-    chunks: list[Chunk]
-    n_tokens: int
-    n_prefill: int
-    n_scored: int = 0
-
-
 class Scheduler:
     """Holds every sequence that is not finished, and all page tables.
 
@@ -130,8 +113,12 @@ class Scheduler:
         clock: Callable[[], float],
         budget: TokenBudget | None = None,
         prefix_cache: bool = True,
+        policy: Policy = first_come,
     ) -> None:
-        """prefix_cache: requests find what others have computed; else only the choices of one request do"""
+        """prefix_cache: requests find what others have computed; else only the choices of one request do
+
+        policy: which of those that wait goes first
+        """
         if limits.max_step_tokens < limits.max_sequences:
             raise ConfigError(
                 f"a step of {limits.max_step_tokens} tokens for {limits.max_sequences} sequences",
@@ -146,6 +133,7 @@ class Scheduler:
         self.n_preemptions = 0
         self.n_queried = self.n_hit = 0  # tokens of prompts: looked up, and known
         self._n_arrived = 0
+        self._order = Order(policy, clock, lambda seq: len(pool.index.find(self._findable(seq))) * limits.page_tokens)
         self.retention = Retention(limits, pool, clock, prefix_cache)
         self._leading: dict[Key, Sequence] = {}  # by the first page that it computes of its prompt
 
@@ -157,6 +145,8 @@ class Scheduler:
         """Queue its choices."""
         self._n_arrived += 1
         request.order = self._n_arrived
+        if request.claim is not NO_CLAIM or not self._order.is_plain:
+            self._order.arrives(request, (seq.request for seq in (*self.waiting, *self.running)))
         if not self.prefix_cache:  # then a chain begins with what no other request has
             request.root = root_key(request.order.to_bytes(8, "little"))
         self.waiting += request.choices
@@ -183,6 +173,10 @@ class Scheduler:
         if self.next_end_in_s == 0:
             self.retention.expire()
 
+    def overdue(self) -> list[Request]:
+        """Those that have waited as long as they would: to be ended."""
+        return [] if self._order.is_plain else self._order.overdue(self.waiting)
+
     def schedule(self) -> Step:
         """The next step; empty only where there is no work."""
         step = Step([], 0, 0)
@@ -207,24 +201,29 @@ class Scheduler:
             seq = chunk.sequence
             seq.n_computed = chunk.start + chunk.n
             seq.request.n_scored += chunk.n_scored
+            if not self._order.is_plain:
+                self._order.computed(seq, chunk.n - chunk.draws, chunk.draws)
         self.budget.observe(step.n_prefill, step_time_s)
 
     # ------------------------------------------------------------------ chunks
 
     def _take_single_tokens(self, step: Step) -> None:
         """One token of every sequence that lacks just one."""
-        at = 0
-        page_tokens = self.limits.page_tokens
-        while at < len(self.running):  # preemption shortens the list from its end
-            seq = self.running[at]
-            at += 1
-            if seq.n_left != 1:
+        page_tokens, ranked = self.limits.page_tokens, self._ranked()
+        for seq in ranked:  # preemption takes from its end
+            if seq.stage is not Stage.RUNNING or seq.n_left != 1:
                 continue
             start = seq.n_computed
-            if start >= len(seq.pages) * page_tokens and not self._grow(seq):
+            if start >= len(seq.pages) * page_tokens and not self._grow(seq, ranked):
                 break
             step.chunks.append(Chunk(seq, start, 1, True))
         step.n_tokens = len(step.chunks)
+
+    def _ranked(self) -> list[Sequence]:
+        """Those that run; who gives way to all others is the last."""
+        if self._order.is_plain:
+            return list(self.running)
+        return sorted(self.running, key=lambda seq: seq.request.claim.priority)
 
     def _take_prefill(self, step: Step, seq: Sequence, room: int) -> int:
         """How many tokens it took; 0 only where all rows for scores are taken."""
@@ -251,16 +250,16 @@ class Scheduler:
 
     def _admit(self, step: Step, room: int) -> int:
         """Starts waiting sequences in their order, with at most `room` tokens; gives how many it took."""
-        at, given = 0, room
-        while room > 0 and at < len(self.waiting) and len(self.running) < self.limits.max_sequences:
-            seq = self.waiting[at]
+        given = room
+        for seq in list(self.waiting) if self._order.is_plain else self._order.of(self.waiting):
+            if room <= 0 or len(self.running) >= self.limits.max_sequences:
+                break
             shared = self._known_prefix(seq)
             if shared is None:
-                at += 1  # what it begins with is being computed in this very moment: let others by
-                continue
+                continue  # what it begins with is being computed in this very moment: let others by
             if not self._reserve_known_tokens(seq, shared):
                 break
-            del self.waiting[at]
+            self.waiting.remove(seq)
             seq.stage = Stage.RUNNING
             self.running.append(seq)
             self._lead(seq)
@@ -284,19 +283,22 @@ class Scheduler:
         if self.pool.n_free < n + spare and self.running:
             self.pool.release(kept)
             return False
+        if self.pool.tier is not None:
+            kept = self.pool.tier.promoted(self.pool, self._findable(seq), kept)
+            n -= len(kept) - len(shared)
         own = self.pool.reserve(n)
         assert own is not None, f"{n} pages for the only sequence, {self.pool.n_free} of {self.pool.n_pages} free"
         seq.pages.extend(kept + own)
-        seq.n_known, seq.n_computed = len(shared), len(shared) * self.limits.page_tokens
+        seq.n_known, seq.n_computed = len(kept), len(kept) * self.limits.page_tokens
         return True
 
     # ------------------------------------------------------------------ shortage
 
-    def _grow(self, seq: Sequence) -> bool:
-        """One more page for `seq`, taken from the youngest if need be; False when that is `seq` itself."""
+    def _grow(self, seq: Sequence, ranked: list[Sequence]) -> bool:
+        """One more page for `seq`, taken from the last if need be; False when that is `seq` itself."""
         page = self.pool.reserve(1)
         while page is None:
-            victim = self.running[-1]
+            victim = next(last for last in reversed(ranked) if last.stage is Stage.RUNNING)
             assert len(self.running) > 1, "a sequence alone does not fit into the pool"
             self._preempt(victim)
             if victim is seq:
@@ -349,9 +351,7 @@ class Scheduler:
         seq.leader, request, page_tokens = None, seq.request, self.limits.page_tokens
         if seq.index and request.n_scored < seq.n_prompt:
             return None
-        # the last token is computed in any case, to draw the next one; a scored prompt from the first that is not
-        scored = seq.n_tokens if seq.index or request.n_scored == seq.n_prompt else request.n_scored
-        keys = self._keys(seq, (min(scored - 1, self._n_public(seq))) // page_tokens)
+        keys = self._findable(seq)
         found = self.pool.index.find(keys)
         if len(found) < len(keys):
             leader = self._leading.get(keys[len(found)])
@@ -359,6 +359,11 @@ class Scheduler:
                 seq.leader = leader
                 return None
         return found
+
+    def _findable(self, seq: Sequence) -> list[Key]:
+        """The last token is computed in any case, to draw the next one; a scored prompt from the first that is not."""
+        scored = seq.n_tokens if seq.index or seq.request.n_scored == seq.n_prompt else seq.request.n_scored
+        return self._keys(seq, min(scored - 1, self._n_public(seq)) // self.limits.page_tokens)
 
     def _keys(self, seq: Sequence, n_pages: int) -> list[Key]:
         """Of its first `n_pages`, which are full."""

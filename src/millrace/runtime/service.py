@@ -16,10 +16,11 @@ from types import TracebackType
 
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import BusyError, ConfigError, MillraceError
-from millrace.runtime.cache_options import PLAIN, CacheOptions
+from millrace.runtime.claim import Claim
+from millrace.runtime.grammar import Matcher
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
-from millrace.runtime.request import Request, StopTables
+from millrace.runtime.request import FREELY, Request, StopTables, Terms
 from millrace.runtime.stats import LoopStats
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
@@ -207,17 +208,19 @@ class AsyncEngine:
         params: Sequence[SamplingParams],
         request_id: str | None = None,
         stops: StopTables | None = None,
-        cache: CacheOptions = PLAIN,
+        terms: Terms = FREELY,
+        matchers: Sequence[Matcher] = (),
     ) -> RequestHandle:
         """Queue a request for each prompt, with its own params, or none of them.
 
         raises RequestError on bad input, BusyError when the queue is full or the engine closing.
         stops: the tables of their `stop`, where they were made beforehand, off the event loop
-        cache: what each asks of the prefix cache
+        terms: what each asks beside its answer
+        matchers: one for each choice of them all, where they are held to something
         """
         assert self._aio is not None, "submit before start"
         n_choices = sum(own.n for own in params)
-        self._check_room(n_choices)
+        self._check_room(n_choices, terms.claim)
         handle = RequestHandle(self)
         handle._n_choices = handle._unfinished = n_choices
 
@@ -227,7 +230,9 @@ class AsyncEngine:
         first = 0
         try:
             for prompt, own in zip(prompts, params, strict=True):
-                handle.requests.append(self.loop.submit(prompt, own, deliver, request_id, stops, first, cache))
+                held = matchers[first : first + own.n]
+                request = self.loop.submit(prompt, own, deliver, request_id, stops, first, terms, held)
+                handle.requests.append(request)
                 first += own.n
         except MillraceError:
             handle.cancel()
@@ -263,7 +268,7 @@ class AsyncEngine:
     ) -> None:
         await self.close()
 
-    def _check_room(self, n: int) -> None:
+    def _check_room(self, n: int, claim: Claim) -> None:
         stats = self.loop.stats()
         if self._closing:
             raise BusyError("the server is shutting down", "a server that takes requests", "try again", 5.0)
@@ -277,6 +282,25 @@ class AsyncEngine:
                 "come back later, or raise the queue limit",
                 _retry_after_s(stats),
             )
+        if claim.tenant and (n_own := self._n_waiting(claim.tenant)) + n > (
+            most := max(1, self.options.max_queued // 2)
+        ):
+            raise BusyError(
+                f"{n_own} sequences of this API key are waiting", f"at most {most}, half of the queue",
+                "come back later, or raise the queue limit", _retry_after_s(stats),
+            )  # fmt: skip
+        if claim.queue_timeout_s is not None and (wait_s := _wait_s(stats)) > claim.queue_timeout_s:
+            raise BusyError(
+                f"it would wait some {wait_s:.1f} s, as {stats.waiting} sequences do",
+                f"at most {claim.queue_timeout_s:g} s, as queue_timeout_s says",
+                "come back later, or raise queue_timeout_s",
+                _retry_after_s(stats),
+            )
+
+    def _n_waiting(self, tenant: str) -> int:
+        """Sequences of its that were in no step yet."""
+        requests = (request for handle in self._live for request in handle.requests if request.claim.tenant == tenant)
+        return sum(len(request.choices) for request in requests if request.timings.first_scheduled_s is None)
 
     def _outbox_append(self, handle: RequestHandle, deltas: list[Delta]) -> None:
         with self._lock:
@@ -304,7 +328,11 @@ class AsyncEngine:
                 self._live.discard(handle)
 
 
+def _wait_s(stats: LoopStats) -> float:
+    """Until all that wait are served, from how long a request takes and how many run side by side."""
+    return stats.request_time_s * stats.waiting / max(1, stats.running)
+
+
 def _retry_after_s(stats: LoopStats) -> float:
-    """Until half of the queue is served, from how long a request takes and how many run side by side."""
-    wait_s = stats.request_time_s * stats.waiting / (2 * max(1, stats.running))
-    return min(max(wait_s, RETRY_LOW_S), RETRY_HIGH_S)
+    """Until half of the queue is served."""
+    return min(max(_wait_s(stats) / 2, RETRY_LOW_S), RETRY_HIGH_S)

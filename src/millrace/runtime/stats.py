@@ -1,6 +1,6 @@
-"""What an engine loop says of itself."""
+"""What an engine loop counts, and says of itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.runtime.params import FinishReason
 
@@ -28,3 +28,15 @@ class LoopStats:
     idle: bool  # nothing submitted, waiting or running
     healthy: bool  # False: the loop has stopped on an error
     request_time_s: float  # smoothed, from the first step of a request to its end; 0 before the first
+
+
+@dataclass(slots=True)
+class Counters:
+    """A loop's own tallies, written by its thread only."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    step_tokens: int = 0
+    request_time_s: float = 0.0
+    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))

@@ -45,6 +45,13 @@ def draw(p: NDArray[np.float64], u: float) -> int:
     return int(kept[min(at, len(kept) - 1)])
 
 
+def unpacked(mask: NDArray[np.uint32], vocab: int) -> NDArray[np.bool_]:
+    """mask (ceil(V / 32),) -> (V,): whether each token may be drawn, which is bit t % 32 of word t / 32."""
+    tokens = np.arange(vocab)
+    allowed: NDArray[np.bool_] = (mask[tokens // 32] >> (tokens % 32).astype(np.uint32) & 1).astype(np.bool_)
+    return allowed
+
+
 def penalised(
     logits: Array,
     prompt: NDArray[np.int32],

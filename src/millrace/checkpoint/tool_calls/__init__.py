@@ -1,0 +1,1 @@
+"""How models write calls of tools, and thoughts: for prompts, for the readers of answers, for grammars."""

@@ -1,0 +1,65 @@
+"""Grammars of answers that call tools, in llguidance's Lark."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from millrace.checkpoint.tool_calls.formats import ToolFormat, quoted
+
+Special = Callable[[str], int | None]  # the id of a text that is one special token
+_MARK = re.compile(r"<[|｜][^<>|｜]+[|｜]>|\[[A-Z_]+\]")
+
+
+Schemas = Mapping[str, Mapping[str, object]]
+
+
+def calls_grammar(
+    of: ToolFormat,
+    tools: Schemas,
+    special: Special,
+    *,
+    most: int,
+    or_json: Mapping[str, object] | None = None,
+) -> str:
+    """Of answers that are calls. tools: name to the schema of its arguments; most: calls; or_json: or JSON of this"""
+    start = ["start: calls"] if or_json is None else ["start: calls | answer", f"answer: %json {json.dumps(or_json)}"]
+    return "\n".join([*start, *_calls(of, tools, special, most, "")])
+
+
+def free_grammar(of: ToolFormat, tools: Schemas, special: Special, *, most: int) -> str:
+    """Of answers that are text, and may call: what begins like a call goes on like one."""
+    opening = of.written.prologue + of.written.before
+    trigger = next((text for text in of.opens if opening.startswith(text)), "")
+    if not trigger:
+        rules = ["start: calls | TEXT", r"TEXT: /(\s*[^\s{](.|\n)*)?/"]
+    elif special(trigger) is not None:
+        rules = [f"start: TEXT ({_terms(trigger, special)} calls TEXT)?", r"TEXT: /(.|\n)*/"]
+    else:
+        head = f"head[lazy]: TEXT {json.dumps(trigger)}"
+        rules = ["start: TEXT | head calls TEXT", head, r"TEXT: /(.|\n)*/"]
+    return "\n".join([*rules, *_calls(of, tools, special, most, trigger)])
+
+
+def _calls(of: ToolFormat, tools: Schemas, special: Special, most: int, said: str) -> list[str]:
+    """The rule `calls` and those that it needs; without `said`, with which the first call begins."""
+    w = of.written
+    first = _terms((w.prologue + w.before).removeprefix(said), special)
+    further = f"({_terms(w.joiner + w.before, special)} one){{0,{most - 1}}}" if most > 1 else ""
+    each = [
+        f"call_{i}: {_terms(quoted(name) + w.middle, special)} %json {json.dumps(schema)} {_terms(w.after, special)}"
+        for i, (name, schema) in enumerate(tools.items())
+    ]
+    one = "one: " + " | ".join(f"call_{i}" for i in range(len(tools)))
+    return [f"calls: {first} one {further} {_terms(w.epilogue, special)}", one, *each]
+
+
+def _terms(text: str, special: Special) -> str:
+    """A text in Lark: special tokens by their ids, all else in quotation marks."""
+    terms, at = [], 0
+    for mark in _MARK.finditer(text):
+        token = special(mark[0])
+        if token is not None:
+            terms += [text[at : mark.start()], token]
+            at = mark.end()
+    terms.append(text[at:])
+    return " ".join(f"<[{t}]>" if isinstance(t, int) else json.dumps(t) for t in terms if t != "")

@@ -1,0 +1,78 @@
+"""What a conversation with tools becomes for the chat template."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+from millrace.checkpoint.tool_calls.formats import ToolFormat
+
+Message = Mapping[str, object]
+_TOLD = """You can call functions. These are their signatures, each a JSON object:
+<tools>
+{tools}
+</tools>
+To call a function, write a JSON object with its name and arguments within tags, and nothing behind it:
+{example}
+What it returned will be given to you within <tool_response> tags."""
+_EXAMPLE = ("name of the function", '{"name of an argument": "its value"}')
+
+
+def with_tools(messages: Sequence[Message], tools: Sequence[object], of: ToolFormat) -> list[Message]:
+    """As the template takes them: for most, arguments of calls are objects, which they write as JSON themselves.
+
+    Where the template knows no tools, they and the calls so far are told in words.
+    """
+    if of.native:
+        return [message if of.text_arguments else _with_objects(message) for message in messages]
+    plain = list(_in_words(messages, of))
+    if not tools:
+        return plain
+    told = _TOLD.format(tools="\n".join(json.dumps(tool) for tool in tools), example=of.written.calls([_EXAMPLE]))
+    if plain and plain[0]["role"] == "system":
+        return [{**plain[0], "content": f"{_text(plain[0])}\n\n{told}"}, *plain[1:]]
+    return [{"role": "system", "content": told}, *plain]
+
+
+def _with_objects(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [{**call, "function": _with_object(call["function"])} for call in calls]}
+
+
+def _with_object(function: Mapping[str, str]) -> dict[str, object]:
+    """What is no object goes to the template as the text that it is: a model may have written it so."""
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    return {**function, "arguments": arguments if isinstance(arguments, dict) else function["arguments"]}
+
+
+def _in_words(messages: Sequence[Message], of: ToolFormat) -> Iterator[Message]:
+    """Calls as text of the assistant, results as one message of the user."""
+    results: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(f"<tool_response>\n{_text(message)}\n</tool_response>")
+            continue
+        if results:
+            yield {"role": "user", "content": "\n".join(results)}
+            results = []
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list):
+            yield message
+            continue
+        written = of.written.calls(
+            [(call["function"]["name"], call["function"]["arguments"] or "{}") for call in calls]
+        )
+        said = "\n".join(filter(None, (_text(message), written)))
+        yield {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": said}
+    if results:
+        yield {"role": "user", "content": "\n".join(results)}
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return str(content or "")

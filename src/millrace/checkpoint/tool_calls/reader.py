@@ -1,0 +1,233 @@
+"""An answer as it comes, taken apart: what was thought, what is said, and which tools are called.
+
+However the text is cut into pieces, the parts together are the same. What begins like a call and is none stays text.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from millrace.checkpoint.tool_calls.formats import Reasoning, ToolFormat
+from millrace.checkpoint.tool_calls.json_parts import CallObject, JsonValue
+
+MAX_HEADER = 512  # characters of a name and what is around it
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """Of the answer's call number `index`: its name, in the first part; and more of its arguments' JSON text."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a piece of text adds to each part of an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
+
+
+def joined(a: Said, b: Said) -> Said:
+    """One after the other."""
+    return Said(a.content + b.content, a.reasoning + b.reasoning, a.calls + b.calls)
+
+
+class Reader:
+    """Of one answer.
+
+    calls: None: they are text like all else. tools: names, of which a call without a mark must have one
+    most_calls: that are wanted: those behind them are left out
+    thinks: the prompt ended within the model's thoughts
+    """
+
+    def __init__(
+        self,
+        calls: ToolFormat | None,
+        thoughts: Reasoning | None,
+        *,
+        tools: Collection[str] = (),
+        most_calls: int = sys.maxsize,
+        thinks: bool = False,
+    ) -> None:
+        self._format, self._thoughts, self._tools, self._most_calls = calls, thoughts, tools, most_calls
+        self._text = ""  # not decided yet
+        self._ended = False
+        self._state: Callable[[], bool] = self._begin_thinking if thinks else self._begin
+        self._pending: str | None = None  # what seemed to open calls, while none has begun
+        self._is_marked = False  # such a mark has been there
+        self._object, self._value = CallObject(), JsonValue()
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._parts: list[CallPart] = []
+        self.n_calls = 0
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._state in (self._begin_thinking, self._think)
+
+    def push(self, text: str) -> Said:
+        """What this adds."""
+        self._text += text
+        return self._read()
+
+    def flush(self) -> Said:
+        """No more is coming."""
+        self._ended = True
+        return self._read()
+
+    def _read(self) -> Said:
+        while self._state():
+            pass
+        said = Said("".join(self._content), "".join(self._reasoning), tuple(self._parts))
+        self._content, self._reasoning, self._parts = [], [], []
+        return said
+
+    # Each state takes what it can of the text, and says whether another may go on.
+
+    def _begin(self) -> bool:
+        text = self._text.lstrip()
+        begin = self._thoughts.begin if self._thoughts else ""
+        if begin and text.startswith(begin):
+            return self._enter(self._begin_thinking, text[len(begin) :])
+        if begin and begin.startswith(text) and not self._ended:
+            return False
+        return self._enter(self._begin_answer, self._text)
+
+    def _begin_thinking(self) -> bool:
+        text = self._text.lstrip()
+        return bool(text) and self._enter(self._think, text)
+
+    def _think(self) -> bool:
+        assert self._thoughts is not None
+        before, end, behind = self._text.partition(self._thoughts.end)
+        if end:
+            self._reasoning.append(before.rstrip())
+            return self._enter(self._pause, behind)
+        self._reasoning.append(self._certain((self._thoughts.end,)))
+        return False
+
+    def _pause(self) -> bool:
+        """Between thoughts and answer there is white space, which belongs to neither."""
+        text = self._text.lstrip()
+        return bool(text) and self._enter(self._begin_answer, text)
+
+    def _begin_answer(self) -> bool:
+        text = self._text.lstrip()
+        if self._format is None or not self._format.bare or (text and text[0] != "{") or (self._ended and not text):
+            return self._enter(self._talk, self._text)
+        self._pending = self._text[: len(self._text) - len(text)]
+        return bool(text) and self._begin_object(text)
+
+    def _talk(self) -> bool:
+        opens = self._format.opens if self._format else ()
+        found = [(at, mark) for mark in opens if (at := self._text.find(mark)) >= 0]
+        if not found:
+            self._content.append(self._certain(opens) if opens else self._take_all())
+            return False
+        at, mark = min(found)
+        self._content.append(self._text[:at].rstrip())
+        self._pending, self._is_marked = self._text[len(self._text[:at].rstrip()) : at + len(mark)], True
+        return self._enter(self._between, self._text[at + len(mark) :])
+
+    def _between(self) -> bool:
+        """Calls were opened: one begins, or there is what may stand around them, or they are over."""
+        assert self._format is not None
+        text = self._text.lstrip()
+        marks = (*self._format.opens, *self._format.between)
+        if any(m.startswith(text) and m != text for m in marks) and (self.n_calls or not self._ended):
+            return False  # an answer that ends here was cut off behind its calls
+        mark = next((m for m in marks if text.startswith(m)), None)
+        if mark is not None:
+            self._pass(len(self._text) - len(text) + len(mark))
+            return True
+        if not text:
+            return self._pending is not None and self._not_a_call(self._text)
+        if text[0] == "{" and (self._format.header is None or self._format.mixed):
+            self._pass(len(self._text) - len(text))
+            return self._begin_object(text)
+        header = self._format.header.match(text) if self._format.header else None
+        if header is not None:
+            self._call(header["name"])
+            return self._enter(self._arguments, text[header.end() :])
+        if self._format.header and len(text) < MAX_HEADER and not self._ended:
+            return False
+        return self._not_a_call(self._text)
+
+    def _begin_object(self, text: str) -> bool:
+        self._object = CallObject()
+        return self._enter(self._in_object, text)
+
+    def _in_object(self) -> bool:
+        call = self._object
+        is_begun = call.name is not None
+        call.push(self._take_all())
+        if call.name is None:
+            was_cut_off = self._ended and not call.broken and self.n_calls > 0
+            return (call.broken or self._ended) and not was_cut_off and self._not_a_call(call.text)
+        if not is_begun:
+            if not self._is_marked and call.name not in self._tools:
+                return self._not_a_call(call.text)
+            self._call(call.name)
+        is_over = call.complete or call.broken
+        self._add(call.last_arguments() if is_over else call.arguments())
+        return is_over and self._enter(self._between, call.rest)  # else it goes on, or was cut off here
+
+    def _arguments(self) -> bool:
+        end = self._value.take(self._text, 0)
+        self._add(self._text[:end])
+        self._text = self._text[end:]
+        return self._value.complete and self._enter(self._between, self._text)
+
+    def _enter(self, state: Callable[[], bool], text: str) -> bool:
+        self._state, self._text = state, text
+        return True
+
+    def _pass(self, n: int) -> None:
+        """Over characters that are no part of a call, nor of the text unless no call comes."""
+        if self._pending is not None:
+            self._pending += self._text[:n]
+        self._text = self._text[n:]
+
+    def _not_a_call(self, text: str) -> bool:
+        """It stays text, and so does what seemed to open it."""
+        seemed, self._pending = self._pending or "", None
+        self._content.append(seemed + text[:1])
+        return self._enter(self._talk, text[1:])
+
+    def _call(self, name: str) -> None:
+        self._value, self._pending = JsonValue(), None
+        if self.n_calls < self._most_calls:
+            self._parts.append(CallPart(self.n_calls, name, ""))
+        self.n_calls += 1
+
+    def _add(self, arguments: str) -> None:
+        if not arguments or self.n_calls > self._most_calls:
+            return
+        last = self._parts[-1] if self._parts else None
+        if last is not None and last.index == self.n_calls - 1:
+            self._parts[-1] = CallPart(last.index, last.name, last.arguments + arguments)
+        else:
+            self._parts.append(CallPart(self.n_calls - 1, None, arguments))
+
+    def _take_all(self) -> str:
+        text, self._text = self._text, ""
+        return text
+
+    def _certain(self, marks: Iterable[str]) -> str:
+        """What belongs to the part that is being read whatever comes; white space at its end may belong to nothing."""
+        if self._ended:
+            return self._take_all()
+        text = self._text
+        n_held = max((_overlap(text, mark) for mark in marks), default=0)
+        end = len(text[: len(text) - n_held].rstrip())
+        self._text = text[end:]
+        return text[:end]
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How much of the text's end may be the beginning of the mark."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

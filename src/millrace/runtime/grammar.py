@@ -1,0 +1,237 @@
+"""Grammars that answers are held to, through llguidance: what may come next, as a mask over the vocabulary.
+
+Compiling takes from a millisecond to some 100: it is done before a request is submitted, in the caller's thread
+(the server has one for it) and never in the engine's; what was compiled is kept by its digest. The engine's thread
+tells each answer's `Matcher` what was drawn, and asks for the masks of all rows of a step in one call.
+
+When nothing but the end is left, the mask allows the model's end-of-text tokens alone. An answer that cannot be gone on
+with (limits, or a vocabulary without a byte that is needed) fails by itself: its mask allows nothing.
+"""
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.machine.cpu import usable_cores
+from millrace.runtime.structured import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+MAX_KEPT = 64  # compiled grammars
+MAX_THREADS = 4  # for the masks of a step
+# llguidance counts work instead of time, so that a refusal does not depend on the machine.
+LEXER_FUEL = 1_000_000  # to build a lexer: some 20 ms
+STEP_FUEL, STEP_ITEMS = 200_000, 50_000  # for a mask: some 15 ms
+LEXER_STATES = 20_000  # of 1 to 2 KB each
+GRAMMAR_SIZE = 250_000  # symbols
+# As json.dumps writes: one space behind commas and colons. Free white space could go on until max_tokens.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Where one text has to come, llguidance would allow only the token with which the tokenizer spells it. It would ask
+# that for each mask, under the interpreter's lock, and it asks in text, which half a character is not.
+NO_FORCING = '%llguidance {"no_forcing": true}'
+ALL = np.uint32(0xFFFFFFFF)
+DEAD_END = "NoExtensionBias"  # no token may follow, and the answer is not complete
+NOTHING_FOLLOWS = "no token of the vocabulary can go on with it"
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """What a model says before an answer is held to anything: token ids of what stands around it.
+
+    opened: the prompt ends within them
+    """
+
+    begin: int
+    end: int
+    opened: bool
+
+
+class Matcher:
+    """Where one answer is in its grammar. It belongs to one thread at a time."""
+
+    __slots__ = ("_grammars", "_is_free", "_matcher", "_may_think", "_thoughts")
+
+    def __init__(self, grammars: "Grammars", matcher: "LLMatcher", thoughts: Thoughts | None = None) -> None:
+        self._grammars, self._matcher, self._thoughts = grammars, matcher, thoughts
+        self._is_free = thoughts is not None and thoughts.opened
+        self._may_think = thoughts is not None and not thoughts.opened
+
+    def take(self, token: int) -> None:
+        """The next token of the answer."""
+        thoughts, may_think, self._may_think = self._thoughts, self._may_think, False
+        if thoughts is not None and self._is_free:
+            self._is_free = token != thoughts.end
+        elif thoughts is not None and may_think and token == thoughts.begin:
+            self._is_free = True
+        else:
+            self._matcher.consume_token(token)  # what is refused is an error of the matcher, and told by `why`
+
+    @property
+    def why(self) -> str:
+        """The answer cannot be gone on with: what happened. "" where it can, or is complete."""
+        if not self._matcher.is_stopped():
+            return ""
+        error = self._matcher.get_error()
+        return NOTHING_FOLLOWS if error.startswith(DEAD_END) else _short(error)
+
+    def finish(self, mask: NDArray[np.uint32], ends: Sequence[int]) -> None:
+        """Make of what the grammar allows what may come. ends: tokens that end an answer, which thoughts do not"""
+        if self._is_free:
+            mask[:] = ALL
+            for token in ends:
+                mask[token // 32] &= ~np.uint32(1 << token % 32)
+        elif self.why:
+            mask[:] = 0
+        elif self._may_think and self._thoughts is not None:
+            mask[self._thoughts.begin // 32] |= np.uint32(1 << self._thoughts.begin % 32)
+
+
+def masks_of(matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
+    """(M, ceil(V / 32)): what may come next in each answer; nothing where an answer cannot be gone on with.
+
+    The matchers are of one model.
+    """
+    return matchers[0]._grammars.masks(matchers)
+
+
+class Grammars:
+    """What answers of one model are held to. Safe to use from several threads.
+
+    vocab_size: of the model's logits; eos_token_ids: those that end an answer
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._ends = [i for i in eos_token_ids if i < vocab_size]
+        self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()  # at their beginning; guarded by _lock
+        self._lock, self._opening = threading.Lock(), threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
+
+    def matchers(
+        self, asked: StructuredOutputsParams | None, n: int, thoughts: Thoughts | None = None
+    ) -> list[Matcher]:
+        """For n answers, at their beginning; none where nothing is asked. Compiles what is not known.
+
+        thoughts: may go before each, and are held to nothing
+
+        raises RequestError for what cannot be compiled, or is beyond the limits
+        """
+        if asked is None:
+            return []
+        text = asked.text()
+        key = hashlib.blake2b(f"{asked.kind} {text}".encode("utf-8", "surrogatepass"), digest_size=32).digest()
+        with self._lock:
+            known = self._kept.get(key)
+            if known is not None:
+                self._kept.move_to_end(key)
+        if known is None:
+            known = self._compiled(asked, text)
+            with self._lock:
+                self._kept[key] = known
+                while len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+        return [Matcher(self, known.deep_copy(), thoughts) for _ in range(n)]
+
+    def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
+        """As `masks_of`."""
+        assert self._executor is not None, "a matcher before its library"
+        masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.uint32)
+        numbered = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks.strides[0], len(masks))
+        for mask, matcher in zip(masks, matchers, strict=True):
+            matcher.finish(mask, self._ends)
+        return masks
+
+    def _compiled(self, asked: StructuredOutputsParams, text: str) -> "LLMatcher":
+        vocabulary = self._opened(asked)
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(
+            initial_lexer_fuel=LEXER_FUEL, step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS,
+            max_lexer_states=LEXER_STATES, max_grammar_size=GRAMMAR_SIZE, verbose_errors=False,
+        )  # fmt: skip
+        matcher = LLMatcher(vocabulary, _source(asked, text), log_level=0, limits=limits)
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()  # what cannot begin is refused before anything is computed for it
+        warnings = matcher.get_grammar_warnings() if not matcher.is_error() else []
+        if warnings:  # of what would be ignored
+            raise asked.refused(f"its {asked.kind} cannot be held to: {warnings[0]}", "a schema without that")
+        if why := Matcher(self, first).why:
+            expected = "what an answer can be held to, within the limits"
+            raise asked.refused(f"its {asked.kind} cannot be held to: {why}", expected)
+        return matcher
+
+    def _opened(self, asked: StructuredOutputsParams) -> "LLTokenizer":
+        """The vocabulary as llguidance takes it: some 100 ms for a large one, once."""
+        with self._opening:
+            if self._vocabulary is None:
+                try:
+                    from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
+                except ImportError:
+                    what = "it needs llguidance, which is not installed"
+                    mend = "pip install 'millrace[grammar]', or llguidance itself, where the model runs"
+                    raise asked.refused(what, "the extra `grammar`", mend) from None
+                if not self._ends:
+                    what = "this model has no end-of-text token, so that such an answer could not end"
+                    raise asked.refused(what, "a model with one", "choose another model")
+                wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._ends))
+                self._vocabulary = LLTokenizer(wrapped, n_vocab=self._vocab_size, eos_token=self._ends)
+                self._executor = LLExecutor(num_threads=min(MAX_THREADS, usable_cores()))
+            return self._vocabulary
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance asks for it: each token's bytes, and which are special."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+        self.tokens = [tokenizer.token_bytes(i) if i < tokenizer.vocab_size else b"" for i in range(vocab_size)]
+        self.special_token_ids = sorted(i for i in {*tokenizer.special_ids, *ends} if i < vocab_size)  # never text
+        self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_token_id
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Of a text that has to come; nobody asks where nothing is forced."""
+        return self._tokenizer.encode(text.decode(), add_special_tokens=False)
+
+
+def _source(asked: StructuredOutputsParams, text: str) -> str:
+    """It as llguidance's Lark. raises RequestError"""
+    from llguidance import grammar_from, regex_to_lark
+
+    try:
+        match asked.kind:
+            case "regex":
+                lark = f"start: /{regex_to_lark(text)}/"
+            case "choice":
+                lark = grammar_from("choice", text)
+            case "grammar":
+                lark = grammar_from("grammar", text)
+            case _:
+                lark = f"start: %json {json.dumps(in_one_layout(asked.schema()))}"
+    except ValueError as error:
+        raise asked.refused(
+            f"its {asked.kind} cannot be read: {_short(str(error))}", "what its syntax allows"
+        ) from None
+    return f"{lark}\n{NO_FORCING}\n"
+
+
+def in_one_layout(schema: Mapping[str, object]) -> dict[str, object]:
+    """A schema whose JSON is written in one way. `lenient` would have keywords ignored."""
+    said = schema.get("x-guidance")
+    return {**schema, "x-guidance": {**LAYOUT, **(said if isinstance(said, dict) else {}), "lenient": False}}
+
+
+def _short(message: str) -> str:
+    """Without the state of the parser, which follows in lines of its own."""
+    return message.strip().partition("\n")[0][:300]

@@ -1,0 +1,220 @@
+"""Grammars: what may come next, against plain counting; what cannot be held to is refused; answers in any company."""
+
+import random
+import re
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.errors import RequestError
+from millrace.kernels.sample.ref import unpacked
+from millrace.runtime import grammar
+from millrace.runtime.generate import generate
+from millrace.runtime.grammar import Grammars, Matcher, masks_of
+from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from millrace.runtime.structured import StructuredOutputsParams
+from tests.runtime.fakes import EOS, VOCAB, FakeTokenizer, limits, make_loop
+from tests.serve.support import VOCABULARY, tokenizer
+
+PIECES = FakeTokenizer().pieces
+WORDS = [
+    "a",
+    "ab",
+    "abc",
+    "ad",
+    "b",
+    "bad cab",
+    "cab",
+    "cage",
+    "dead",
+    "deaf",
+    "a bed",
+    "bed",
+    "egg\n",
+    "é",
+    "éa",
+    "界",
+]
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    return {int(i) for i in np.flatnonzero(unpacked(masks_of([matcher])[0], VOCAB))}
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_mask_allows_what_leads_to_a_choice(seed: int) -> None:
+    rng = random.Random(seed)
+    choices = [word.encode() for word in rng.sample(WORDS, rng.randint(1, 6))]
+    asked = StructuredOutputsParams(choice=[c.decode() for c in choices])
+    (matcher,), said = Grammars(FakeTokenizer(), VOCAB, [EOS]).matchers(asked, 1), b""
+    while True:
+        left = [c.removeprefix(said) for c in choices if c.startswith(said)]
+        expected = {i for i, p in enumerate(PIECES) if i != EOS and any(rest.startswith(p) for rest in left)}
+        expected |= {EOS} if b"" in left else set()
+        got = allowed(matcher)
+        assert got == expected
+        token = rng.choice(sorted(got))
+        if token == EOS:
+            break
+        said += PIECES[token]
+        matcher.take(token)
+    assert said in choices and not matcher.why
+
+
+def test_when_it_is_complete_only_the_end_is_allowed() -> None:
+    (matcher,) = Grammars(FakeTokenizer(), VOCAB, [EOS, 5]).matchers(StructuredOutputsParams(regex="a"), 1)
+    matcher.take(1)
+    assert EOS in allowed(matcher) <= {EOS, 5} and not matcher.why
+
+
+def test_masks_of_several_rows_are_those_of_each() -> None:
+    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    matchers = [grammars.matchers(StructuredOutputsParams(regex=r), 1)[0] for r in ("[a-c]+", "b", "(h|g)a", "[ab]{2}")]
+    together = masks_of(matchers)
+    assert [together[i].tolist() for i in range(4)] == [masks_of([m])[0].tolist() for m in matchers]
+
+
+def test_a_token_that_does_not_follow_leaves_nothing_allowed() -> None:
+    held, other = Grammars(FakeTokenizer(), VOCAB, [EOS]).matchers(StructuredOutputsParams(regex="ab"), 2)
+    held.take(8)
+    masks = masks_of([held, other])
+    assert held.why and not masks[0].any() and masks[1].any() and not other.why
+
+
+NEVER: dict[str, Any] = {"type": "string", "minLength": 5, "maxLength": 2}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    ({"json": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}}, "not"),
+    ({"json": {"type": "object", "propertyNames": {"pattern": "a"}}}, "propertyNames"),
+    ({"json": {"type": "string", "format": "no-such-format"}}, "no-such-format"),
+    ({"json": {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}}, "uniqueItems"),
+    ({"json": {"$ref": "https://example.com/schema.json"}}, "json cannot be held to"),
+    ({"json": {"type": "text"}}, "json cannot be held to"),
+    ({"json": NEVER}, "json cannot be held to"),
+    ({"regex": "(a"}, "regex cannot be held to"),
+    ({"regex": "a(?=b)"}, "regex cannot be held to"),
+    ({"regex": "[^\\s\\S]"}, "regex cannot be held to"),
+    ({"grammar": "start: nothing"}, "grammar cannot be held to"),
+    ({"grammar": 'start: "a" ('}, "grammar cannot be held to"),
+]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    eos = tokenizer().eos_token_id
+    assert eos is not None
+    return Grammars(tokenizer(), VOCABULARY, [eos])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("given, says", BAD, ids=[str(given)[:60] for given, _ in BAD])
+def test_what_cannot_be_held_to_is_refused_by_name(grammars: Grammars, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(says)) as error:
+        grammars.matchers(StructuredOutputsParams(**given, asked_as="guided_json"), 1)
+    assert error.value.param == "guided_json" and "\n" not in error.value.what
+
+
+@pytest.mark.parametrize("limit", ["LEXER_FUEL", "LEXER_STATES", "GRAMMAR_SIZE"])
+def test_what_explodes_ends_at_a_limit(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a lower one: llguidance builds no automaton beforehand, so that little reaches the limits we have."""
+    asked = StructuredOutputsParams(grammar="start: A B\nA: /(.*a.{300}.*b.{300}){2}/\nB: /[a-z]{2,9}/")
+    Grammars(FakeTokenizer(), VOCAB, [EOS]).matchers(asked, 1)
+    monkeypatch.setattr(grammar, limit, 2)
+    with pytest.raises(RequestError, match="its grammar cannot be held to: ") as error:
+        Grammars(FakeTokenizer(), VOCAB, [EOS]).matchers(asked, 1)
+    assert len(error.value.what) < 400
+
+
+def test_a_vocabulary_that_cannot_spell_it_is_refused() -> None:
+    with pytest.raises(RequestError, match="no token of the vocabulary"):
+        Grammars(FakeTokenizer(), VOCAB, [EOS]).matchers(StructuredOutputsParams(json_object=True), 1)
+
+
+def test_a_model_without_an_end_is_refused() -> None:
+    with pytest.raises(RequestError, match="no end-of-text token"):
+        Grammars(FakeTokenizer(), VOCAB, []).matchers(StructuredOutputsParams(regex="a"), 1)
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match=r"millrace\[grammar\]"):
+        Grammars(FakeTokenizer(), VOCAB, [EOS]).matchers(StructuredOutputsParams(regex="a"), 1)
+
+
+def test_what_was_compiled_is_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    compile_one = Grammars._compiled
+
+    def counted(self: Grammars, asked: StructuredOutputsParams, text: str) -> Any:
+        compiled.append(text)
+        return compile_one(self, asked, text)
+
+    monkeypatch.setattr(Grammars, "_compiled", counted)
+    monkeypatch.setattr(grammar, "MAX_KEPT", 2)
+    known = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    for regex in ("a", "b", "a", "c", "a", "b"):  # c takes the place of b, and b that of c
+        known.matchers(StructuredOutputsParams(regex=regex), 1)
+    assert compiled == ["a", "b", "c", "b"] and len(known._kept) == 2
+
+
+def test_several_threads_compile_at_once() -> None:
+    known, failed = Grammars(FakeTokenizer(), VOCAB, [EOS]), list[BaseException]()
+
+    def work(seed: int) -> None:
+        try:
+            for i in range(20):
+                (matcher,) = known.matchers(StructuredOutputsParams(regex=f"[a-d]{{{1 + (seed + i) % 7}}}"), 1)
+                matcher.take(1)
+                assert allowed(matcher)
+        except (AssertionError, RequestError, RuntimeError) as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+HELD = SamplingParams(n=3, seed=3, temperature=1, structured_outputs=StructuredOutputsParams(choice=WORDS[:11]))
+
+
+def test_answers_are_the_same_in_any_company() -> None:
+    """Alone, in a batch of others, and where pages are so few that sequences lose theirs and are computed again."""
+    held = [HELD, SamplingParams(seed=8, max_tokens=12, structured_outputs={"regex": "([a-h]{2} )+[a-h]"})]  # type: ignore[arg-type]
+    prompts = [[1 + i, 2, 3, 4 + i, 5] for i in range(8)]
+    params = [held[i % 2] if i % 4 < 3 else SamplingParams(seed=i, max_tokens=20) for i in range(8)]
+    alone = [generate(make_loop(), [p], q)[0].outputs for p, q in zip(prompts, params, strict=True)]
+    for of in (limits(), limits(max_sequences=3, n_pages=8, max_context=32)):
+        together = generate(make_loop(of), prompts, params)
+        assert [output.outputs for output in together] == alone
+    for outputs, asked in zip(alone, params, strict=True):
+        if asked is HELD:
+            assert all(o.text in WORDS[:11] and o.finish_reason is FinishReason.STOP for o in outputs)
+            assert all(o.token_ids[-1] == EOS for o in outputs)
+
+
+def test_max_tokens_may_cut_an_answer() -> None:
+    asked = SamplingParams(max_tokens=3, seed=1, structured_outputs=StructuredOutputsParams(regex="[a-h]{9}"))
+    (output,) = generate(make_loop(), [[1, 2]], asked)
+    assert output.outputs[0].finish_reason is FinishReason.LENGTH
+    assert re.fullmatch("[a-h]{3,6}", output.outputs[0].text)
+
+
+def test_p12_an_answer_that_cannot_go_on_fails_alone() -> None:
+    loop, got = make_loop(), dict[str, list[Delta]]()
+    plain = SamplingParams(max_tokens=5, seed=2, ignore_eos=True)
+    assert HELD.structured_outputs is not None
+    matchers = loop.grammars.matchers(HELD.structured_outputs, HELD.n)
+    matchers[1].take(8)  # what does not follow
+    loop.submit([1, 2], HELD, got.setdefault("held", []).extend, matchers=matchers)
+    loop.submit([3, 4], plain, got.setdefault("plain", []).extend)
+    while loop.step():
+        pass
+    failed = [delta for delta in got["held"] if delta.finish_reason is FinishReason.ERROR]
+    assert failed and all("cannot be held to what was asked" in (delta.error or "") for delta in failed)
+    assert got["plain"][-1].finish_reason is FinishReason.LENGTH and not loop.thread.dead_because

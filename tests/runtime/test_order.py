@@ -1,0 +1,215 @@
+"""Who goes first: priorities that age, fair shares of tenants, policies, and those who would not wait so long."""
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.errors import BusyError, ConfigError, RequestError
+from millrace.runtime.claim import Claim
+from millrace.runtime.order import AGEING_S, POLICIES, longest_prefix, policy_named, shortest_first
+from millrace.runtime.pages import PagePool
+from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.runtime.request import Sequence, Stage, Terms
+from millrace.runtime.scheduler import Scheduler
+from millrace.runtime.service import AsyncEngine, ServiceOptions
+from tests.runtime.fakes import FakeClock, limits, make_loop, new_request
+from tests.runtime.test_loop import Client, run_all
+from tests.runtime.test_scheduler import ran
+
+
+class Crowd:
+    """A scheduler with one place, whose clock stands still until it is moved."""
+
+    def __init__(self, policy: str = "fcfs", **of: int) -> None:
+        self.now_s = 0.0
+        self.limits = limits(**{"max_sequences": 1, "max_step_tokens": 32, **of})
+        self.sched = Scheduler(
+            self.limits, PagePool(self.limits.n_pages), clock=lambda: self.now_s, policy=policy_named(policy)
+        )
+
+    def joins(self, n_prompt: int = 4, first: int = 1, n: int = 1, **claim: object) -> Sequence:
+        said = Claim(**claim)  # type: ignore[arg-type]
+        prompt = [first] * n_prompt
+        params = SamplingParams(ignore_eos=True, n=n)
+        request = new_request(prompt, params, self.limits, claim=said, queued_s=self.now_s)
+        self.sched.add(request)
+        return request.choices[0]
+
+    def serve(self, n_tokens: int = 1) -> Sequence:
+        """Admits one, gives it so many tokens, and lets it go."""
+        ran(self.sched)
+        (seq,) = self.sched.running
+        while seq.n_output < n_tokens:
+            ran(self.sched)
+        self.sched.remove(seq)
+        return seq
+
+
+def test_a_lower_priority_number_goes_first_and_waiting_lowers_it() -> None:
+    crowd = Crowd()
+    late, early = crowd.joins(priority=1), crowd.joins(priority=-1)
+    plain = crowd.joins()
+    assert [crowd.serve() for _ in range(3)] == [early, plain, late]
+    old = crowd.joins(priority=2)
+    crowd.now_s += 2 * AGEING_S
+    young = crowd.joins(priority=1)
+    assert crowd.serve() is old and crowd.serve() is young
+
+
+def test_requests_without_a_claim_keep_their_order() -> None:
+    crowd = Crowd()
+    waiting = [crowd.joins() for _ in range(4)]
+    assert [crowd.serve() for _ in range(4)] == waiting
+
+
+def test_tenants_take_turns_however_many_requests_one_has() -> None:
+    crowd = Crowd()
+    many = [crowd.joins(tenant="a") for _ in range(6)]
+    assert crowd.serve() is many[0]
+    few = [crowd.joins(tenant="b") for _ in range(2)]
+    served = [crowd.serve().request.claim.tenant for _ in range(4)]
+    assert served == ["a", "b", "a", "b"], "b begins with what a had; of two that had as much, who came first"
+    assert all(seq.stage is Stage.GONE for seq in few)
+
+
+def test_a_pause_saves_nothing_up() -> None:
+    crowd = Crowd()
+    for _ in range(5):
+        crowd.joins(tenant="a")
+        crowd.serve(n_tokens=8)
+    crowd.joins(tenant="a")
+    for _ in range(4):
+        crowd.joins(tenant="new")
+    crowd.joins(tenant="a")
+    served = "".join(crowd.serve(n_tokens=8).request.claim.tenant[0] for _ in range(6))
+    assert served.index("a") <= 1, "though a had much more before"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 20), st.integers(1, 6)), min_size=4, max_size=30))
+def test_shares_of_busy_tenants_differ_by_a_request_at_most(asked: list[tuple[str, int, int]]) -> None:
+    """As in the paper: while both wait, no tenant has had more than another by more than what one request takes."""
+    crowd = Crowd()
+    sizes = {  # prompts that begin unlike, so that all of each is computed
+        crowd.joins(n_prompt, first=2 + i, tenant=tenant): (n_prompt, n)
+        for i, (tenant, n_prompt, n) in enumerate(asked)
+    }
+    had, left = {"a": 0.0, "b": 0.0}, {t: sum(tenant == t for tenant, *_ in asked) for t in "ab"}
+    largest = max(n_prompt + 2 * n for _, n_prompt, n in asked)
+    while crowd.sched.waiting:
+        ran(crowd.sched)
+        (seq,) = crowd.sched.running
+        n_prompt, n = sizes[seq]
+        while seq.n_output < n:
+            ran(crowd.sched)
+        crowd.sched.remove(seq)
+        tenant = seq.request.claim.tenant
+        had[tenant] += n_prompt + 2 * n
+        left[tenant] -= 1
+        if all(left.values()):
+            assert abs(had["a"] - had["b"]) <= 2 * largest
+
+
+def test_policies_choose_among_the_alike() -> None:
+    crowd = Crowd("shortest")
+    long, short = crowd.joins(9, first=2), crowd.joins(3, first=3)
+    urgent = crowd.joins(30, first=4, priority=-1)
+    assert [crowd.serve() for _ in range(3)] == [urgent, short, long]
+    crowd = Crowd("prefix", page_tokens=4)
+    crowd.joins(13, first=2)
+    crowd.serve()
+    other, same = crowd.joins(13, first=3), crowd.joins(13, first=2)
+    assert [crowd.serve(), crowd.serve()] == [same, other], "its pages are still there"
+    assert set(POLICIES.values()) >= {shortest_first, longest_prefix}
+    with pytest.raises(ConfigError, match="'shortes'"):
+        policy_named("shortes")
+
+
+def test_the_shortest_do_not_starve_the_long() -> None:
+    crowd = Crowd("shortest")
+    long = crowd.joins(30)
+    for _ in range(40):
+        crowd.joins(2)
+        crowd.now_s += 1.0
+        if crowd.serve() is long:
+            return
+    raise AssertionError("others went first for 40 s")
+
+
+def test_the_lowest_priority_gives_its_pages_back() -> None:
+    crowd = Crowd(n_pages=8, page_tokens=2, max_context=16, max_sequences=3)
+    first, urgent = crowd.joins(4, first=1), crowd.joins(4, first=2, priority=-1)
+    while crowd.sched.n_preemptions == 0:
+        ran(crowd.sched)
+    assert crowd.sched.running == [urgent] and crowd.sched.waiting == [first]
+
+
+@pytest.mark.parametrize(
+    "wrong, field",
+    [({"priority": 1001}, "priority"), ({"priority": True}, "priority"), ({"priority": 0.5}, "priority"),
+     ({"queue_timeout_s": 0}, "queue_timeout_s"), ({"queue_timeout_s": 1e9}, "queue_timeout_s")],
+)  # fmt: skip
+def test_claims_out_of_range_are_refused(wrong: dict[str, object], field: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        Claim(**wrong)  # type: ignore[arg-type]
+    assert refused.value.param == field
+
+
+def test_who_has_waited_long_enough_is_ended() -> None:
+    clock = FakeClock(0.5)
+    loop = make_loop(limits(max_sequences=1), clock=clock)
+    running = Client(loop, [1, 2], SamplingParams(max_tokens=40, ignore_eos=True))
+    hasty = Client(loop, [1, 3], SamplingParams(max_tokens=4), Claim(queue_timeout_s=1.0))
+    patient = Client(loop, [1, 4], SamplingParams(max_tokens=4, ignore_eos=True), Claim(queue_timeout_s=10_000.0))
+    run_all(loop)
+    (delta,) = hasty.deltas[-1]
+    assert delta.finish_reason is FinishReason.ABORT and "it waited longer than 1 s" in (delta.error or "")
+    for client in (running, patient):
+        assert client.deltas[-1][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_who_would_wait_too_long_is_told_at_once() -> None:
+    async def main() -> None:
+        def slow(step: object) -> None:
+            time.sleep(0.005)
+
+        async with AsyncEngine(make_loop(limits(max_sequences=1), slow, clock=time.perf_counter)) as engine:
+            params = SamplingParams(max_tokens=20, ignore_eos=True)
+            async for _ in engine.submit([[1, 2]], [params]):  # from which the time of a request is known
+                pass
+            handles = [engine.submit([[1, 2]], [params]) for _ in range(6)]
+            await asyncio.sleep(0.02)
+            with pytest.raises(BusyError, match="it would wait some") as refused:
+                engine.submit([[1, 2]], [params], terms=Terms(claim=Claim(queue_timeout_s=0.01)))
+            assert refused.value.retry_after_s >= 1
+            handles.append(engine.submit([[1, 2]], [params], terms=Terms(claim=Claim(queue_timeout_s=60))))
+            for handle in handles:
+                async for _ in handle:
+                    pass
+
+    asyncio.run(main())
+
+
+def test_one_tenant_may_fill_half_of_the_queue() -> None:
+    async def main() -> None:
+        def slow(step: object) -> None:
+            time.sleep(0.002)
+
+        options = ServiceOptions(max_queued=8)
+        async with AsyncEngine(make_loop(limits(max_sequences=1), slow, clock=time.perf_counter), options) as engine:
+            params = SamplingParams(max_tokens=30, ignore_eos=True)
+            flood, other = (Terms(claim=Claim(tenant=name)) for name in ("a", "b"))
+            handles = []
+            with pytest.raises(BusyError, match="of this API key are waiting"):
+                for _ in range(20):
+                    handles.append(engine.submit([[1, 2]], [params], terms=flood))
+            assert 4 <= len(handles) <= 6
+            handles += [engine.submit([[1, 3]], [params], terms=other) for _ in range(2)]
+            for handle in handles:
+                async for _ in handle:
+                    pass
+
+    asyncio.run(main())

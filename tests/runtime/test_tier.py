@@ -1,0 +1,211 @@
+"""The second tier: pages come back as they went, also after a restart; what is damaged or foreign is left out."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from millrace.errors import ConfigError
+from millrace.runtime.pages import PagePool
+from millrace.runtime.tier import HEADER, RECORD, PageMemory, Tier
+
+N_PAGES, LAYERS, PAGE_BYTES = 8, 3, 96
+RECORD_BYTES = RECORD.size + PAGE_BYTES
+
+
+def key(i: int) -> bytes:
+    return i.to_bytes(32, "little")
+
+
+def content(i: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(i).integers(0, 256, (LAYERS, PAGE_BYTES // LAYERS)).astype(np.uint8)
+
+
+class Store:
+    """A pool with its tier; chain i has the keys 100 i, 100 i + 1, ..."""
+
+    def __init__(self, path: Path, engine: str = "an engine", n_records: int = 40) -> None:
+        self.memory = np.zeros((LAYERS, N_PAGES, PAGE_BYTES // LAYERS), np.uint8)
+        self.tier = Tier(path, engine, PageMemory([self.memory]), 2 * (HEADER.size + n_records // 2 * RECORD_BYTES))
+        self.pool = PagePool(N_PAGES, self.tier)
+
+    def computes(self, chain: int, n: int) -> None:
+        """Its pages, of which nobody is the owner afterwards."""
+        pages = self.pool.reserve(n)
+        assert pages is not None
+        for at, page in enumerate(pages):
+            self.memory[:, page] = content(100 * chain + at)
+            self.pool.publish(page, key(100 * chain + at), pages[at - 1] if at else None)
+        self.pool.release(pages)
+
+    def finds(self, chain: int, n: int) -> int:
+        """How many of its first n pages, each of which must be right."""
+        keys = [key(100 * chain + at) for at in range(n)]
+        pages = self.tier.promoted(self.pool, keys, self.pool.share(self.pool.index.find(keys)))
+        for at, page in enumerate(pages):
+            assert (self.memory[:, page] == content(100 * chain + at)).all(), f"page {at} of chain {chain}"
+        self.pool.release(pages)
+        return len(pages)
+
+    def settle(self) -> None:
+        while self.tier._queued:
+            pass
+
+
+def test_what_the_pool_gives_up_is_found(tmp_path: Path) -> None:
+    store = Store(tmp_path / "tier")
+    store.computes(1, 5)
+    store.computes(2, 5)
+    assert store.pool.index.n_evicted == 2 and store.finds(2, 5) == 5
+    assert store.finds(1, 5) == 5, "two of its pages come from the file"
+    assert store.tier.n_found == 2 and store.pool.n_used == 0
+    store.tier.close()
+
+
+def test_a_restart_changes_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path / "tier")
+    for chain in range(6):
+        store.computes(chain, 4)
+    store.tier.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"tier.0", "tier.1"}
+    assert (tmp_path / "tier.0").stat().st_mode & 0o777 == 0o600
+    again = Store(tmp_path / "tier")
+    assert [again.finds(chain, 4) for chain in range(4)] == [4] * 4, "those of the last two were not given up"
+    assert again.finds(9, 4) == 0
+    again.tier.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_chains_finds_what_it_should(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    store = Store(tmp_path / "tier", n_records=rng.choice([6, 20, 400]))
+    for _ in range(200):
+        chain, n = rng.randrange(12), rng.randint(1, 6)
+        if store.finds(chain, n) == 0:
+            store.computes(chain, n)
+        if rng.random() < 0.05:
+            store.tier.close()
+            store = Store(tmp_path / "tier", n_records=400)
+        assert store.pool.n_used == 0
+    store.tier.close()
+
+
+def test_the_size_is_kept_to(tmp_path: Path) -> None:
+    store = Store(tmp_path / "tier", n_records=10)
+    for chain in range(40):
+        store.computes(chain, 4)
+        store.settle()
+    store.tier.close()
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert max(sizes) <= HEADER.size + 5 * RECORD_BYTES
+    assert sum(sizes) > 6 * RECORD_BYTES
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "a bit of a page": lambda data: _flipped(data, HEADER.size + 2 * RECORD_BYTES + RECORD.size + 7),
+    "a checksum": lambda data: _flipped(data, HEADER.size + 2 * RECORD_BYTES + 5),
+    "a mark": lambda data: _flipped(data, HEADER.size + 2 * RECORD_BYTES),
+    "a key": lambda data: _flipped(data, HEADER.size + 2 * RECORD_BYTES + 12),
+    "its end": lambda data: data[: HEADER.size + 2 * RECORD_BYTES + 50],
+    "its header": lambda data: _flipped(data, 20),
+}
+
+
+def _flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_left_out_and_said(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(tmp_path / "tier")
+    for chain in range(3):
+        store.computes(chain, 4)
+        store.settle()
+    store.tier.close()
+    path = tmp_path / "tier.0"
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    again = Store(tmp_path / "tier")
+    found = again.finds(0, 4)
+    assert found < 4, "no page of it may be given for one that is right"
+    again.computes(5, 2)
+    assert again.finds(5, 2) == 2
+    again.tier.close()
+    assert damage in ("its end", "a key") or "left out" in caplog.text or "begun anew" in caplog.text
+
+
+def test_pages_of_another_engine_are_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(tmp_path / "tier")
+    store.computes(1, 6)
+    store.computes(2, 6)
+    store.tier.close()
+    other = Store(tmp_path / "tier", engine="another")
+    assert other.finds(1, 6) == 0 and "of another engine" in caplog.text
+    other.tier.close()
+
+
+def test_one_server_a_file(tmp_path: Path) -> None:
+    store = Store(tmp_path / "tier")
+    with pytest.raises(ConfigError, match="in use by another process"):
+        Store(tmp_path / "tier")
+    store.tier.close()
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Store(tmp_path / "none" / "tier")
+    with pytest.raises(ConfigError, match="may have"):
+        Tier(tmp_path / "small", "e", PageMemory([np.zeros((2, 4, 48), np.uint8)]), 100)
+
+
+def test_a_full_disk_costs_the_tier_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path / "tier")
+
+    def full(*arguments: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for chain in range(4):
+        store.computes(chain, 4)
+    store.settle()
+    assert store.finds(3, 4) == 4 and store.finds(0, 4) == 0 and store.tier.n_dropped >= 8
+    assert caplog.text.count("cannot be written") == 1
+    monkeypatch.undo()
+    store.tier.close()
+
+
+def test_forgetting_forgets_the_tier(tmp_path: Path) -> None:
+    store = Store(tmp_path / "tier")
+    for chain in range(3):
+        store.computes(chain, 4)
+    assert store.pool.forget() and store.finds(0, 4) == 0 and len(store.tier) == 0
+    store.tier.close()
+
+
+@pytest.mark.parametrize("kind", ["a log", "another's", "a second name", "a folder's"])
+def test_what_is_not_ours_is_left_alone(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tier.1"
+    path.write_bytes(b"" if kind == "another's" else b"my precious log\n")
+    path.chmod(0o666 if kind == "another's" else 0o600)
+    if kind == "a second name":
+        (tmp_path / "other").hardlink_to(path)
+    with pytest.raises(ConfigError, match="second tier"):
+        Store(Path("/") if kind == "a folder's" else tmp_path / "tier")
+    assert kind == "another's" or path.read_bytes() == b"my precious log\n"
+
+
+def test_a_disk_that_cannot_be_read_costs_the_tier_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path / "tier")
+    for chain in range(3):
+        store.computes(chain, 4)
+    store.settle()
+
+    def broken(*arguments: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", broken)
+    assert store.finds(0, 4) == 0 and store.tier.n_damaged > 0
+    monkeypatch.undo()
+    store.tier.close()
