@@ -12,7 +12,13 @@ from millrace.runtime.open import RunSettings
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "millrace"
-PUBLIC = ["LLM", "MillraceError", "RequestOutput", "SamplingParams"]  # changing this is a CHANGELOG line
+PUBLIC = [
+    "LLM",
+    "MillraceError",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]  # changing this is a CHANGELOG line
 
 ORDER = [  # of those to come, each where it will stand: compress after evaluate, size after bench
     "errors",

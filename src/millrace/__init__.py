@@ -7,15 +7,17 @@ if TYPE_CHECKING:
     from millrace.runtime.generate import RequestOutput
     from millrace.runtime.llm import LLM
     from millrace.runtime.params import SamplingParams
+    from millrace.runtime.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "MillraceError", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "MillraceError", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 _HOMES = {
     "LLM": "millrace.runtime.llm",
     "MillraceError": "millrace.errors",
     "RequestOutput": "millrace.runtime.generate",
     "SamplingParams": "millrace.runtime.params",
+    "StructuredOutputsParams": "millrace.runtime.structured",
 }
 
 

@@ -74,7 +74,7 @@ def test_what_cannot_be_says_what_to_use(given: dict[str, Any], fragments: list[
     [
         ({"temprature": 1}, ['did you mean "temperature"?', "write temperature="]),
         ({"best_of": 4}, ['no parameter "best_of"', "to mend:  use n="]),
-        ({"guided_decoding": None}, ["a grammar"]),
+        ({"guided_decoding": None}, ["structured_outputs="]),
         ({"max_new_tokens": 16}, ["max_tokens="]),
         ({"flat_logprobs": True, "n": 2}, ['no parameter "flat_logprobs"']),
         ({"Q": 1}, ["one of: detokenize, frequency_penalty"]),

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -13,7 +12,14 @@ from millrace.runtime.embedding import EncoderLimits, checked_ids, truncated, tr
 from millrace.runtime.params import resolve
 from millrace.serve.completions import _prompts
 from millrace.serve.fields import chat_params, check_messages, completion_params, decode, texts_or_ids
-from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from millrace.serve.protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from millrace.serve.serving import Serving
 from millrace.serve.settings import ServerSettings
 from millrace.serve.tokens import detokenize, tokenize
@@ -32,7 +38,7 @@ _MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": "a"}, {"role": "user", "content": "Who?"},
 ]  # fmt: skip
 _SHOWN: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "chat_template_kwargs": {"a": 1}}
-BODIES: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
+BODIES: list[tuple[type[Body], dict[str, Any]]] = [
     (ChatRequest, {**_SAMPLING, "messages": _MESSAGES, **_SHOWN}),
     (CompletionRequest, {**_SAMPLING, "prompt": "Once", "logprobs": 2, "best_of": 2}),
     (CompletionRequest, {**_SAMPLING, "prompt": [[1, 2, 3], [4]], "echo": True}),
@@ -56,7 +62,7 @@ class Endpoints:
         self._loop = asyncio.new_event_loop()
         self._serving = Fake().model().backend(Serving(ServerSettings()))
 
-    def take(self, kind: type[msgspec.Struct], body: bytes) -> bytes | None:
+    def take(self, kind: type[Body], body: bytes) -> bytes | None:
         """What /tokenize and /detokenize answer; None elsewhere. raises MillraceError as the server would answer it"""
         asked = decode(body, kind)
         if isinstance(asked, TokenizeRequest):

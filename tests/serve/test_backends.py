@@ -148,7 +148,7 @@ def test_nobody_can_do_it() -> None:
     with site(Fake().model()) as server:
         reply = server.ask("POST", "/v9/sums", {"tokens": [1]})
         assert reply.status_code == 400 and '"fake" is a language model' in reply.json()["oops"]
-        assert "a request to /v1/chat/completions or /v1/completions or /tokenize" in reply.json()["oops"]
+        assert "a request to /v1/chat/completions or /v1/completions or /v1/responses" in reply.json()["oops"]
         assert "choose a server of another model" in reply.json()["oops"]
     with site(ADDER) as server:
         assert "is a model that adds" in server.refused("/v1/chat/completions", CHAT)["message"]

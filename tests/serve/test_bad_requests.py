@@ -12,7 +12,8 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from millrace.serve.protocol import IGNORED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, wire
+from millrace.serve.other_fields import IGNORED
+from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, wire
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import MODEL, START, Fake, Running, connect, post, running, serving_with
 
@@ -62,19 +63,23 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [  # path, body, 
     (CHAT, chat(stream=True, stream_options={"include_usages": True}), "stream_options.include_usages", "usage"),
     (CHAT, chat(max_new_tokens=3), "max_new_tokens", 'unknown field "max_new_tokens"; expected: did you mean "max_'),
     (CHAT, chat(temprature=3), "temprature", 'did you mean "temperature"?'),
-    (CHAT, chat(tools=[{"type": "function"}]), "tools", "tools is not supported yet"),
-    (CHAT, chat(tool_choice="auto", tools=[{"type": "function"}]), "tools", "tools is not supported yet"),
+    (CHAT, chat(tools=[{"type": "function"}]), "tools", "tools[0] has no function"),
+    (CHAT, chat(tools=[{"type": "function", "function": {}}]), "tools", "tools[0] has no name"),
+    (CHAT, chat(tools={}), "tools", "an array"),
+    (CHAT, chat(functions=[{"name": "f"}]), "functions", "tools takes them"),
     (CHAT, chat(function_call="auto", functions=[{}]), "functions", "functions is not supported yet"),
     (CHAT, chat(reasoning_efort="low"), "reasoning_efort", 'did you mean "reasoning_effort"?'),
     (CHAT, chat(num_predict=3), "num_predict", 'did you mean "max_tokens"?'),
     (CHAT, chat(options={"num_predict": 3}), "options", "options is not supported yet"),
     (CHAT, chat(do_sample=False), "do_sample", 'unknown field "do_sample"'),
-    (CHAT, chat(tool_choice="auto"), "tool_choice", "not supported yet"),
+    (CHAT, chat(tool_choice="required"), "tool_choice", "there are no tools"),
+    (CHAT, chat(continue_final_message=True, add_generation_prompt=True), "continue_final_message", "both true"),
     (CHAT, chat(functions=[{}]), "functions", "not supported yet"),
-    (CHAT, chat(response_format={"type": "json_object"}), "response_format", 'or send {"type":"text"}'),
+    (CHAT, chat(response_format={"type": "json"}), "response_format", "response_format.type is 'json'"),
     (CHAT, chat(modalities=["text", "audio"]), "modalities", "not supported yet"),
     (CHAT, chat(audio={"voice": "x"}), "audio", "not supported yet"),
-    (CHAT, chat(guided_json={}), "guided_json", "not supported yet"),
+    (CHAT, chat(guided_json={}), "guided_json", "this model has no end-of-text token"),
+    (CHAT, chat(json_schema={"type": "object"}), "json_schema", "structured_outputs takes it"),
     (CHAT, chat(use_beam_search=True), "use_beam_search", "not supported yet"),
     (CHAT, chat(prompt_logprobs=1), "prompt_logprobs", "with echo and logprobs"),
     (CHAT, chat(messages=[]), "messages", "there are no messages"),
@@ -83,12 +88,16 @@ FIELDS: list[tuple[str, dict[str, object], str | None, str]] = [  # path, body, 
     (CHAT, {"model": MODEL}, "messages", '"messages" is missing'),
     (CHAT, chat(messages=[{}]), "messages", '"messages[0].role" is missing'),
     (CHAT, chat(messages=[{"role": "user"}]), "messages", "messages[0] has no content"),
-    (CHAT, message(role="tool"), "messages", "messages[1].role is 'tool'"),
+    (CHAT, message(role="function"), "messages", "tool is the role today"),
     (CHAT, message(contents="x"), "messages[1].contents", 'did you mean "content"?'),
     (CHAT, message(content=5), "messages", "messages[1].content is of type integer"),
     (CHAT, message(content=[{"type": "image_url", "image_url": {}}]), "messages", "images and sound"),
     (CHAT, message(content=[{"type": "text", "text": "a", "txet": ""}]), "messages[1].content[0].txet", '"text"'),
-    (CHAT, message(tool_calls=[{"id": "x"}]), "messages[1].tool_calls", "not supported yet"),
+    (CHAT, message(tool_calls=[{"id": "x"}]), "messages", '"messages[1].tool_calls[0].function" is missing'),
+    (CHAT, message(tool_calls=[{"function": {"name": 3}}]), "messages", "function.name is of type integer"),
+    (CHAT, message(tool_calls=[{"function": {"name": "f", "argument": ""}}]),
+     "messages[1].tool_calls[0].function.argument", '"arguments"'),
+    (CHAT, message(tool_calls=[{"function": {"name": "f"}}], role="user"), "messages", "and the role user"),
     (CHAT, message(content="\udc00"), None, ""),
     (CHAT, chat(messages=[{"role": "user", "content": "word " * 700}]), "messages", "maximum context length is 512"),
     (TEXT, text(prompt=[]), "prompt", "an empty list"),
@@ -322,7 +331,7 @@ def test_advice_points_at_what_is_served(server: Running, path: str, field: str,
 def test_advice_is_not_given_at_random(server: Running, field: str) -> None:
     """A field that is like none of ours is like none: least of all one that is not supported, or ignored."""
     message = post(server.url, CHAT, {"messages": [USER], field: 1}).json()["error"]["message"]
-    assert "did you mean" not in message and "guided" not in message and "cache_prompt" not in message
+    assert "did you mean" not in message and "mirostat" not in message and "cache_prompt" not in message
 
 
 def test_a_misspelt_role_is_not_a_tool(server: Running) -> None:
@@ -330,15 +339,15 @@ def test_a_misspelt_role_is_not_a_tool(server: Running) -> None:
         message: str = post(server.url, CHAT, {"messages": [{**USER, "role": role}]}).json()["error"]["message"]
         return message
 
-    assert "correct the role" in told("usr") and "tools are not supported yet" in told("tool")
+    assert "correct the role" in told("usr") and "tool is the role today" in told("function")
 
 
 @pytest.mark.parametrize(
     ("path", "advice"),
     [
-        ("/v1/responses", "use /v1/chat/completions"), ("/v1/rerank", "not served yet"),
+        ("/v1/assistants", "use /v1/responses"), ("/v1/rerank", "not served yet"),
         ("/api/embed", "use /v1/embeddings"),
-        ("/api/chat", "use /v1/chat/completions"), ("/v1/chat/completions/chat/completions", '"/v1/chat/completions"'),
+        ("/v1/chat/completions/chat/completions", '"/v1/chat/completions"'),
         ("/chat/completions", '"/v1/chat/completions"'),
     ],
 )  # fmt: skip

@@ -16,11 +16,12 @@ def body_of(path: str, **fields: object) -> dict[str, object]:
 
 
 HINTS = {
-    "/": "/docs shows the paths", "/v1": "this is the base URL", "/v1/": "this is the base URL",
+    "/v1": "this is the base URL", "/v1/": "this is the base URL",
     "/v1/completions/": 'expected: "/v1/completions"; to mend: leave out the slash', "/health/": 'expected: "/health"',
     "/models/": 'expected: "/v1/models"', "/v1/moderations": "another server", "/v1/audio/speech": "another server",
-    "/v1/files/": "another server", "/v1/files/file-1/content": "another server", "/api/tags": "use /v1/models",
-    "/api/ps": "those of Ollama's are not", "/api/v1/chat/completions": 'expected: "/v1/chat/completions"',
+    "/v1/files/": "another server", "/v1/files/file-1/content": "another server",
+    "/api/pull": "models come with the server's start",
+    "/v1/assistants": "use /v1/responses", "/api/v1/chat/completions": 'expected: "/v1/chat/completions"',
     "/props": "use /v1/metadata", "/infill": "use /v1/completions", "/apiary": "correct the path",
     "/v1/filest": "correct the path",
 }  # fmt: skip

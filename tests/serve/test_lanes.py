@@ -96,6 +96,8 @@ def test_only_short_texts_are_tokenised_on_the_event_loop() -> None:
 class Template:
     """Renders at once, but where it is told to wait."""
 
+    source = "{{ messages }}"
+
     def __init__(self) -> None:
         self.released = threading.Event()
         self.released.set()
@@ -226,7 +228,7 @@ def test_only_what_is_small_is_done_on_the_event_loop(
 
 def test_what_changes_nothing_is_let_go_of() -> None:
     """Decoded it is many times the body, and the answer may take minutes."""
-    body = b'{"messages": [], "metadata": [{}, {}], "verbosity": "low", "tools": [], "temperature": 1}'
+    body = b'{"messages": [], "metadata": [{}, {}], "verbosity": "low", "functions": [], "temperature": 1}'
     asked = decode(body, ChatRequest)
     assert take_ignored(asked, ChatRequest) == ("verbosity",)
     held = {name: getattr(asked, name) for name in asked.__struct_fields__ if getattr(asked, name) not in (UNSET, None)}

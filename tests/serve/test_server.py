@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
-import msgspec
 import psutil  # type: ignore[import-untyped]
 import pytest
 
@@ -23,6 +22,7 @@ from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import ConfigError
 from millrace.serve import fields, routes
 from millrace.serve.logs import JsonFormatter, Logging, TextFormatter
+from millrace.serve.protocol import Body
 from millrace.serve.routes import Protocol
 from millrace.serve.server import Server, bind
 from millrace.serve.settings import ServerSettings
@@ -111,7 +111,7 @@ def test_a_request_that_is_still_being_prepared_is_answered(where: str, monkeypa
         begun.set()
         assert go.wait(10)
 
-    def decode_late(body: bytes, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    def decode_late(body: bytes, kind: type[Body]) -> Body:
         if len(body) > 100_000:
             wait()
         return decode(body, kind)

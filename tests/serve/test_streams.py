@@ -15,7 +15,6 @@ from typing import Any
 from unittest.mock import patch
 
 import httpx
-import msgspec
 import openai
 import pytest
 
@@ -25,6 +24,7 @@ from millrace.runtime.service import ServiceOptions
 from millrace.serve import routes
 from millrace.serve.fields import take_ignored
 from millrace.serve.logprobs import OffsetLogprobs
+from millrace.serve.protocol import Body
 from millrace.serve.replies import CompletionLogprobs
 from millrace.serve.serving import LARGE_STEP
 from millrace.serve.settings import ServerSettings
@@ -110,7 +110,7 @@ def test_64_streams_of_which_a_third_go_away(seed: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
-def test_a_client_that_goes_away_cancels_its_requests(stream: bool, prompt: str | list[str]) -> None:
+def test_p13_a_client_that_goes_away_cancels_its_requests(stream: bool, prompt: str | list[str]) -> None:
     with running(slowly(0.01)) as server:
         with pytest.raises(httpx.ReadTimeout):
             body = {"prompt": prompt, "max_tokens": 400, "stream": stream}
@@ -162,7 +162,7 @@ def test_a_slow_reader_is_dropped_and_others_are_not() -> None:
             assert stats.finished_total[FinishReason.ABORT] == 31
 
 
-def test_a_full_queue_is_a_429_with_retry_after() -> None:
+def test_p21_a_full_queue_is_a_429_with_retry_after() -> None:
     one_by_one = limits(vocab_size=VOCABULARY, max_sequences=1, max_context=128, n_pages=64)
     fake = Fake(limits=one_by_one, options=ServiceOptions(max_queued=2), before_run=lambda step: time.sleep(0.005))
     with running(fake) as server:
@@ -259,7 +259,7 @@ def test_what_was_rendered_is_let_go_of(path: str, stream: bool, monkeypatch: py
     held: list[list[object]] = []
     answering, seen = threading.Event(), threading.Event()
 
-    def see(asked: Any, kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    def see(asked: Any, kind: type[Body]) -> tuple[str, ...]:
         held.append(asked.messages if path.endswith("chat/completions") else asked.prompt)
         return take_ignored(asked, kind)
 

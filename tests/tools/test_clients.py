@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from tests.serve.support import MODEL, post, running
 from tools.clients.__main__ import judged
-from tools.clients.catalogue import CLIENTS, RESPONSES, SCHEMA, TOOLS, Gap
+from tools.clients.catalogue import CLIENTS, Gap
 from tools.nightly.parts import CLIENTS as NIGHTLY
 
 SCRIPTS = Path(__file__).parents[2] / "tools" / "clients" / "scripts"
@@ -32,19 +31,3 @@ def test_a_gap_that_fails_for_another_reason_is_an_error() -> None:
     crashed = {"check": "tools", "ok": False, "why": "APIConnectionError: Connection error."}
     (said,) = judged([crashed], {"tools": Gap("not yet", "tools is not supported yet")})
     assert "tools is not supported yet" in said and "APIConnectionError" in said
-
-
-def test_the_reasons_are_what_the_server_says() -> None:
-    """Read off the server itself, so that a change of its words is seen here, and not in a night."""
-    with running() as server:
-        chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
-        tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
-        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
-        asked = {
-            TOOLS: ("/v1/chat/completions", {**chat, "tools": [tool]}),
-            SCHEMA: ("/v1/chat/completions", {**chat, "response_format": form}),
-            RESPONSES: ("/v1/responses", {"model": MODEL, "input": "Hi"}),
-        }
-        for gap, (path, body) in asked.items():
-            answer = post(server.url, path, body)
-            assert answer.is_client_error and gap.says in answer.json()["error"]["message"], answer.text

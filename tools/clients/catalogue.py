@@ -16,15 +16,6 @@ class Gap:
     says: str
 
 
-TOOLS = Gap(
-    "tools are refused with the reason; structured output and tools come with grammars", "tools is not supported yet"
-)
-SCHEMA = Gap(
-    "response_format is refused with the reason; it comes with grammars", "response_format is not supported yet"
-)
-RESPONSES = Gap("/v1/responses is not there yet; /v1/chat/completions is", "/v1/responses is not served yet")
-
-
 @dataclass(frozen=True, slots=True)
 class Client:
     """`gaps`: the checks that are expected to fail.
@@ -38,15 +29,17 @@ class Client:
 
 
 CLIENTS: Mapping[str, Client] = {
-    "openai": Client(("openai==3.54.0",), {"tools": TOOLS, "structured output": SCHEMA, "responses": RESPONSES}),
-    "litellm": Client(("litellm==1.106.2", "mcp==2.3.0"), {"tools": TOOLS}),
-    "langchain": Client(("langchain-openai==1.7.3",), {"tools": TOOLS, "structured output": SCHEMA}),
+    "openai": Client(("openai==3.54.0",)),
+    "anthropic": Client(("anthropic==2.12.0",)),
+    "ollama": Client(("ollama==0.6.3",)),
+    "litellm": Client(("litellm==1.106.2", "mcp==2.3.0")),
+    "langchain": Client(("langchain-openai==1.7.3",)),
     "llama-index": Client(("llama-index-llms-openai-like==0.8.1",)),
-    "instructor": Client(("instructor==1.17.0",), {"tools": TOOLS, "json_schema": SCHEMA}),
-    "pydantic-ai": Client(("pydantic-ai-slim[openai]==2.68.0",), {"tools": TOOLS}),
-    "smolagents": Client(("smolagents[openai]==1.26.0",), {"tools": TOOLS}),
-    "openai-agents": Client(("openai-agents==0.24.0",), {"tools": TOOLS}),
-    "llm": Client(("llm==0.36",), {"schema": SCHEMA}),
+    "instructor": Client(("instructor==1.17.0",)),
+    "pydantic-ai": Client(("pydantic-ai-slim[openai]==2.68.0",)),
+    "smolagents": Client(("smolagents[openai]==1.26.0",)),
+    "openai-agents": Client(("openai-agents==0.24.0",)),
+    "llm": Client(("llm==0.36",)),
     "dspy": Client(("dspy==3.4.1",)),
     # with the small build of torch: the plain name would fetch gigabytes of CUDA
     "aiperf": Client(("torch==2.13.0", "aiperf==0.13.0")),

@@ -63,7 +63,7 @@ def _marked(mark: str) -> tuple[str, ...]:
 FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "requests")
 CLIENTS = (
     "openai", "litellm", "langchain", "llama-index", "instructor", "pydantic-ai", "smolagents", "openai-agents", "llm",
-    "dspy", "aiperf", "guidellm", "lm-eval",
+    "dspy", "aiperf", "guidellm", "lm-eval", "anthropic", "ollama",
 )  # fmt: skip
 PARTS = (
     Part(
@@ -78,6 +78,10 @@ PARTS = (
     Part(
         "timing", "tests that judge times; needs an idle machine", ("{python}", "-m", "pytest", "-m", "timing", "-s"),
         files=_marked("timing"),
+    ),
+    Part(
+        "load", "200 clients of one long prompt for ten minutes, a third of whose requests are left",
+        ("{python}", "-m", "tools.load", "tiny"), files=("tools/load",),
     ),
     *map(_fuzz, FUZZERS),
     *map(_client, CLIENTS),

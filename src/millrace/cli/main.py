@@ -27,6 +27,7 @@ COMMANDS = {
     "tune": "tune",
     "demo": "demo",
     "doctor": "doctor",
+    "verify": "verify",
     "list": "list",
     "pull": "pull",
     "rm": "rm",

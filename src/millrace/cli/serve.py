@@ -21,7 +21,8 @@ from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.process import age_s
 from millrace.runtime.open import Opened, OpenedEncoder, RunSettings
-from millrace.runtime.scheduler import TokenBudget
+from millrace.runtime.order import POLICIES, policy_named
+from millrace.runtime.scheduler import DEFAULT_GAP_LIMIT_S, TokenBudget
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
@@ -55,9 +56,6 @@ class ServeFlags(Settings):
     max_body_bytes: int = setting(ServerSettings.max_body_bytes, "largest request", size=True, low=1)
     max_connections: int | None = setting(
         None, "connections at a time; default: as many as there are files for (ulimit -n), at most 4096", low=1
-    )
-    max_queued: int = setting(
-        ServiceOptions().max_queued, "sequences that may wait, of an encoder requests; more are answered 429", low=1
     )
     drain_timeout_s: float = setting(
         ServerSettings.drain_timeout_s,
@@ -95,19 +93,35 @@ class ServeFlags(Settings):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class QueueFlags(Settings):
+    """Which requests wait, for how long, and whose turn it is."""
+
+    max_queued: int = setting(
+        ServiceOptions().max_queued, "sequences that may wait, of an encoder requests; more are answered 429", low=1
+    )
+    schedule: str = setting(
+        "fcfs", "which of the waiting goes first: fcfs, shortest (soonest done) or prefix (most of it is known)",
+        choices=tuple(POLICIES),
+    )  # fmt: skip
+    itl_ms: float = setting(
+        DEFAULT_GAP_LIMIT_S * 1e3, "no step that running answers wait for is made longer than this", low=1, high=60_000
+    )
+
+
 @click.command(epilog=EPILOG)
 @click.argument("model")
-@settings_options(ServeFlags, BuildSettings, RunSettings)
+@settings_options(ServeFlags, QueueFlags, BuildSettings, RunSettings)
 @json_option
 @click.pass_obj
 def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
-    """Serve MODEL over the OpenAI protocol.
+    """Serve MODEL to clients of OpenAI, Anthropic and Ollama.
 
     It is built first where needed. Ends with SIGTERM or Ctrl-C after the running requests are answered; a second
     signal ends it at once. With --json, one line on stdout says when and where it is ready.
     """
     flags = made(ServeFlags, given)
-    settings = flags.server()
+    settings, turns = flags.server(), made(QueueFlags, given)
     bind(settings.host, settings.port).close()  # a port that is taken is said before the model is loaded
     logging.getLogger("millrace").setLevel(flags.log_level.upper())
     build, run = made(BuildSettings, given), made(RunSettings, given)
@@ -121,10 +135,11 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
                     "leave it out: an encoder keeps nothing of a text",
                 )  # fmt: skip
             known, loop = _known(model_opened, flags.served_model_name), model_opened.loop()
-            served = EncoderModel(**known, loop=loop, max_queued=flags.max_queued)
+            served = EncoderModel(**known, loop=loop, max_queued=turns.max_queued)
         else:
-            budget = TokenBudget(model_opened.executor.limits.max_step_tokens)
-            engine = AsyncEngine(model_opened.loop(budget), ServiceOptions(max_queued=flags.max_queued))
+            budget = TokenBudget(model_opened.executor.limits.max_step_tokens, gap_limit_s=turns.itl_ms / 1e3)
+            loop_ = model_opened.loop(budget, policy_named(turns.schedule))
+            engine = AsyncEngine(loop_, ServiceOptions(max_queued=turns.max_queued))
             clock = _decode_clock(model_opened, budget, env)
             served = replace(_served(model_opened, engine, flags.served_model_name, clock), warm_prompts=warm)
         if not as_json:

@@ -11,15 +11,21 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millrace.serve.backend import Backend, Models
+from millrace.serve.messages import ANTHROPIC
+from millrace.serve.ollama import OLLAMA
 from millrace.serve.openai import OPENAI
 from millrace.serve.openapi import About, document
 from millrace.serve.routes import Edge, Endpoint, Handler, Keys, Protocol
 from millrace.serve.settings import ServerSettings
 from millrace.serve.wire import Bodies
 
-PROTOCOLS: tuple[Protocol, ...] = (OPENAI,)  # the first writes the errors of requests that are nobody's
-# the page's script and style are in the page; it may fetch this server's own document and nothing else
-_DOCS_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+PROTOCOLS: tuple[Protocol, ...] = (
+    OPENAI,
+    ANTHROPIC,
+    OLLAMA,
+)  # the first writes the errors of requests that are nobody's
+# a page's script and style are in the page; it may fetch from this server and from nowhere else
+_PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
 
 def create_app(models: Models, protocols: Sequence[Protocol] = PROTOCOLS) -> ASGIApp:
@@ -43,18 +49,22 @@ def _bodies(settings: ServerSettings) -> Bodies:
 
 
 def _documentation(models: Models, endpoints: Sequence[Endpoint]) -> list[Route]:
-    """Of what this server's models can do: /openapi.json, and /docs to read it."""
+    """Of what this server's models can do: /openapi.json, /docs to read it, and / to try it."""
     takers = {e.path: models.of_kind(e.backend or Backend) for e in endpoints}
     names = {path: able[0].model.name for path, able in takers.items() if able}
     defaults = {name: value for backend in models.backends for name, value in backend.defaults.items()}
     about = About(names, defaults, bool(models.serving.settings.api_keys))
     schema = msgspec.json.encode(document([e.operation for e in endpoints if e.path in names], about))
-    page = Path(__file__).with_name("docs.html").read_bytes()
-    headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": _DOCS_POLICY}
     return [
         Route("/openapi.json", Response(schema, media_type="application/json"), methods=["GET"]),
-        Route("/docs", Response(page, headers=headers), methods=["GET"]),
+        Route("/docs", _page("docs.html"), methods=["GET"]),
+        Route("/", _page("playground.html"), methods=["GET"]),
     ]
+
+
+def _page(name: str) -> Response:
+    headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": _PAGE_POLICY}
+    return Response(Path(__file__).with_name(name).read_bytes(), headers=headers)
 
 
 async def _nothing_there(scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +75,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "x-millrace-ignored", "retry-after"],
     )

@@ -3,15 +3,17 @@
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import Literal, cast
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from millrace.runtime.params import Delta, FinishReason, TokenLogprobs, check_context
-from millrace.serve.fields import cache_options, chat_params
-from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start
+from millrace.checkpoint.tool_calls.reader import CallPart
+from millrace.runtime.params import Delta, TokenLogprobs
+from millrace.serve.blocks import Blocks, Kind
+from millrace.serve.conversation import Conversation
+from millrace.serve.fields import chat_params, rendering_of, terms_of, wants_receipt
+from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, converse, events
 from millrace.serve.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
 from millrace.serve.protocol import ChatRequest
 from millrace.serve.replies import (
@@ -22,29 +24,28 @@ from millrace.serve.replies import (
     ChatDelta,
     ChatLogprobs,
     ChatReply,
+    FunctionDelta,
+    FunctionReply,
+    ToolCallDelta,
+    ToolCallReply,
 )
 from millrace.serve.text import TextBackend
+from millrace.serve.tools import tools_of
 from millrace.serve.wire import Call
-
-Finish = Literal["stop", "length"]
 
 
 async def chat_completions(backend: TextBackend, call: Call, asked: ChatRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    model = call.model
-    params, cache = chat_params(asked), cache_options(asked)
-    prompt = await backend.texts.encode_chat(
-        asked.messages,
-        body_bytes=call.body_bytes,
-        add_generation_prompt=asked.add_generation_prompt is not False,
-        extra=asked.chat_template_kwargs,
-        add_special_tokens=bool(asked.add_special_tokens),
-    )
-    asked.messages = []  # they may be many times the body, and the answer may take minutes
-    check_context(len(prompt), params.max_tokens, backend.model.max_context, "messages")
-    whole_bytes = None if asked.stream else CHAT_BYTES
-    generation = await start(backend, [prompt], params, call, whole_bytes=whole_bytes, cache=cache)
-    answer = _Answer(backend, generation, f"chatcmpl-{call.id}", model)
+    has_tools = asked.tools is not None or asked.tool_choice is not None
+    conversation = Conversation(
+        messages=asked.messages, params=chat_params(asked), terms=terms_of(asked), rendering=rendering_of(asked),
+        tools=tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls) if has_tools else None,
+        whole_bytes=None if asked.stream else CHAT_BYTES,
+    )  # fmt: skip
+    asked.messages, asked.tools = [], None  # what they are decoded to may be many times the body
+    call.receipt = wants_receipt(asked)
+    generation = await converse(backend, call, conversation)
+    answer = _Answer(backend, generation, f"chatcmpl-{call.id}", call.model)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
     return await answer.whole()
@@ -66,7 +67,7 @@ class _Answer:
             return 0 if piece is None else logprobs[delta.index].add(piece)
 
         async with self._generation:
-            choices = await self._generation.whole(named, self._backend)
+            choices = await self._generation.whole(self._backend, named)
             content = await self._backend.written(
                 self._generation.is_large, lambda: msgspec.json.encode(self._reply(choices, logprobs))
             )
@@ -80,10 +81,10 @@ class _Answer:
             choices=[
                 ChatChoice(
                     index=i,
-                    message=AssistantMessage(choice.text),
+                    message=_message(choice.blocks),
                     logprobs=None if self._generation.params.logprobs is None else logprobs[i].whole(),
-                    finish_reason=finish_of(choice.last),
-                    stop_reason=None if choice.last is None else choice.last.stop_reason,
+                    finish_reason=self._generation.finish_of(choice.end),
+                    stop_reason=choice.end.stop_reason,
                 )
                 for i, choice in enumerate(choices)
             ],
@@ -111,7 +112,7 @@ class _Answer:
             yield events([last])
 
     def _block(self, deltas: list[Delta], usage: StreamUsage) -> bytes:
-        choices = [self._choice(delta) for delta in deltas if _says_something(delta)]
+        choices = [choice for choice in map(self._choice, deltas) if choice is not None]
         return events(self._chunk([choice], usage) for choice in choices)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: StreamUsage) -> ChatChunk:
@@ -119,12 +120,27 @@ class _Answer:
         chunk.usage = usage.of(choices[0].index)
         return chunk
 
-    def _choice(self, delta: Delta) -> ChatChunkChoice:
-        choice = ChatChunkChoice(delta.index, ChatDelta(content=delta.text) if delta.text else ChatDelta())
+    def _choice(self, delta: Delta) -> ChatChunkChoice | None:
+        """None where there is nothing to say yet: half a character, or the beginning of a mark."""
+        said = self._generation.said(delta)
+        choice = ChatChunkChoice(delta.index, ChatDelta())
+        if said.content:
+            choice.delta.content = said.content
+        if said.reasoning:
+            choice.delta.reasoning_content = said.reasoning
+        if said.calls:
+            choice.delta.tool_calls = [self._call(part) for part in said.calls]
         choice.logprobs = self._logprobs(delta.logprobs or ())
         if delta.finish_reason is not None:
-            choice.finish_reason, choice.stop_reason = finish_of(delta), delta.stop_reason
-        return choice
+            choice.finish_reason, choice.stop_reason = self._generation.finish_of(delta), delta.stop_reason
+        is_empty = not (said.content or said.reasoning or said.calls or delta.logprobs or delta.finish_reason)
+        return None if is_empty else choice
+
+    def _call(self, part: CallPart) -> ToolCallDelta:
+        if part.name is None:
+            return ToolCallDelta(part.index, FunctionDelta(part.arguments))
+        function = FunctionDelta(part.arguments, part.name)
+        return ToolCallDelta(part.index, function, self._generation.new_call_id(), "function")
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if self._generation.params.logprobs is None:
@@ -132,12 +148,11 @@ class _Answer:
         return chat_logprobs(self._backend.model.tokenizer, tokens)
 
 
-def finish_of(delta: Delta | None) -> Finish:
-    """Of a choice's last delta; errors and aborts have been raised before."""
-    assert delta is not None and delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), delta
-    return cast(Finish, delta.finish_reason.value)
-
-
-def _says_something(delta: Delta) -> bool:
-    """Half a character alone is kept until its other half has come."""
-    return bool(delta.text or delta.logprobs or delta.finish_reason)
+def _message(blocks: Blocks) -> AssistantMessage:
+    text, calls, thoughts = blocks.text(Kind.TEXT), blocks.calls(), blocks.text(Kind.REASONING)
+    message = AssistantMessage(text or (None if calls else ""))
+    if thoughts:
+        message.reasoning_content = thoughts
+    if calls:
+        message.tool_calls = [ToolCallReply(call.call_id, FunctionReply(call.name, call.text)) for call in calls]
+    return message

@@ -3,15 +3,16 @@
 import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from typing import Literal
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
-from millrace.runtime.params import Delta, check_context
-from millrace.serve.chat import finish_of
-from millrace.serve.fields import cache_options, completion_params, texts_or_ids
+from millrace.runtime.params import Delta, FinishReason, check_context
+from millrace.serve.blocks import Kind
+from millrace.serve.fields import completion_params, terms_of, texts_or_ids, wants_receipt
 from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start, usage_of
 from millrace.serve.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
 from millrace.serve.protocol import CompletionRequest
@@ -23,7 +24,7 @@ from millrace.serve.wire import Call
 async def completions(backend: TextBackend, call: Call, asked: CompletionRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     model = call.model
-    params, cache = completion_params(asked), cache_options(asked)
+    params, terms = completion_params(asked), terms_of(asked)
     max_tokens = asked.max_tokens or None  # 0: an echo alone, which needs room for the token that is drawn
     given = _prompts(asked.prompt, params.n, max_tokens, backend)
     special = asked.add_special_tokens is not False
@@ -34,7 +35,8 @@ async def completions(backend: TextBackend, call: Call, asked: CompletionRequest
         echoes = [await backend.texts.echo(said, ids, special, params.skip_special_tokens) for said, ids in pairs]
     asked.prompt, given = "", []  # they may be many times the body, and the answer may take minutes
     whole_bytes = None if asked.stream else COMPLETION_BYTES
-    generation = await start(backend, prompts, params, call, continues=True, whole_bytes=whole_bytes, cache=cache)
+    call.receipt = wants_receipt(asked, len(prompts))
+    generation = await start(backend, prompts, params, call, terms, continues=True, whole_bytes=whole_bytes)
     answer = _Answer(backend, generation, f"cmpl-{call.id}", model, echoes, prompt_only=asked.max_tokens == 0)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
@@ -76,7 +78,7 @@ class _Answer:
             return sum(logprobs[delta.index].add(piece) for piece in self._logprobs(delta))
 
         async with self._generation:
-            choices = await self._generation.whole(named, self._backend)
+            choices = await self._generation.whole(self._backend, named)
             content = await self._backend.written(
                 self._generation.is_large, lambda: msgspec.json.encode(self._whole_reply(choices, logprobs))
             )
@@ -86,10 +88,10 @@ class _Answer:
         choices = [
             CompletionChoice(
                 index=i,
-                text=self._echo(i) + ("" if self._prompt_only else whole.text),
+                text=self._echo(i) + ("" if self._prompt_only else whole.blocks.text(Kind.TEXT)),
                 logprobs=logprobs[i].whole() if self._offsets else None,
-                finish_reason="length" if self._prompt_only else finish_of(whole.last),
-                stop_reason=None if self._prompt_only or whole.last is None else whole.last.stop_reason,
+                finish_reason="length" if self._prompt_only else _finish(whole.end),
+                stop_reason=None if self._prompt_only else whole.end.stop_reason,
             )
             for i, whole in enumerate(wholes)
         ]
@@ -146,7 +148,7 @@ class _Answer:
         if not self._prompt_only:
             choices[-1].text = delta.text
         if delta.finish_reason is not None:
-            choices[-1].finish_reason = "length" if self._prompt_only else finish_of(delta)
+            choices[-1].finish_reason = "length" if self._prompt_only else _finish(delta)
             choices[-1].stop_reason = None if self._prompt_only else delta.stop_reason
         return choices
 
@@ -164,6 +166,12 @@ class _Answer:
 
     def _echo(self, choice: int) -> str:
         return "" if self._echoes is None else self._echoes[choice // self._generation.params.n].text
+
+
+def _finish(delta: Delta) -> Literal["stop", "length"]:
+    """Of a choice's last delta; errors and aborts have been raised before."""
+    assert delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), delta
+    return "length" if delta.finish_reason is FinishReason.LENGTH else "stop"
 
 
 def _prompts(

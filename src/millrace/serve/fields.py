@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -16,24 +16,27 @@ from msgspec import UNSET
 from millrace.checkpoint.chat import normalised
 from millrace.errors import RequestError, nearest
 from millrace.runtime.cache_options import PLAIN, CacheOptions
+from millrace.runtime.claim import NO_CLAIM, Claim
 from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
+from millrace.runtime.request import FREELY, Terms
+from millrace.serve.conversation import Rendering
 from millrace.serve.errors import HttpError, not_yet
+from millrace.serve.other_fields import ELSEWHERE, IGNORED, INSTEAD, OTHER_NAMES
 from millrace.serve.protocol import (
-    ELSEWHERE,
-    IGNORED,
-    INSTEAD,
-    NOT_YET,
-    OTHER_NAMES,
+    Body,
+    CalledFunction,
     ChatRequest,
     CompletionRequest,
     Message,
     SamplingFields,
     StreamOptions,
     TextPart,
+    ToolCall,
     wire,
 )
+from millrace.serve.structured import FIELDS, structured_outputs
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=Body)
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _WRONG = re.compile(r"(?P<what>.*?) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
@@ -60,7 +63,7 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise _no_json(_no_utf8(body)) from None
     except ValueError as error:  # msgspec.DecodeError, integers with thousands of digits
         raise _no_json(str(error)) from None
-    for name, neutral in NOT_YET.get(kind, {}).items():  # in this order: of two that clients send together, the cause
+    for name, neutral in kind.NOT_YET.items():  # in this order: of two that clients send together, the cause
         value = getattr(asked, name)
         if value is not UNSET and value is not None and value not in neutral:
             raise not_yet(name, _mend(name, neutral))
@@ -80,7 +83,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def take_ignored(asked: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str, ...]:
+def take_ignored(asked: msgspec.Struct, kind: type[Body]) -> tuple[str, ...]:
     """Those of the request that change nothing, and of which the client is told so.
 
     What they hold is let go of, and so is that of every other field that `kind` does not have: decoded, it is many
@@ -118,9 +121,14 @@ def texts_or_ids(given: str | list[str | int | list[int]], field: str) -> list[s
 def check_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     """As the chat template takes them. raises RequestError where a message holds what is not supported yet"""
     for i, message in enumerate(messages):
-        for name in ("tool_calls", "function_call", "audio", "refusal"):
+        for name in ("function_call", "audio", "refusal"):
             if getattr(message, name):
-                raise not_yet(f"messages[{i}].{name}", "send messages of text only")
+                raise not_yet(f"messages[{i}].{name}", "send messages of text and tool_calls only")
+        if message.tool_calls and message.role != "assistant":
+            raise RequestError(
+                f"messages[{i}] has tool_calls, and the role {message.role}", "calls of the assistant",
+                "correct the messages", "messages",
+            )  # fmt: skip
     return normalised([_plain(message) for message in messages])
 
 
@@ -130,8 +138,37 @@ def _plain(message: Message) -> dict[str, object]:
         "role": message.role,
         "content": msgspec.to_builtins(content) if isinstance(content, list) else content,
         "name": message.name,
-        "reasoning_content": message.reasoning_content,
+        "tool_calls": [_plain_call(call) for call in message.tool_calls] if message.tool_calls else None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or message.reasoning,
     }
+
+
+def _plain_call(call: ToolCall) -> dict[str, object]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    plain: dict[str, object] = {"type": "function", "function": function}
+    return plain if call.id is None else {"id": call.id, **plain}
+
+
+class AsksRendering(Protocol):
+    """A request with these fields."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+    add_special_tokens: bool | None
+
+
+def rendering_of(asked: AsksRendering) -> Rendering:
+    """raises RequestError where they contradict one another"""
+    opens, continued = asked.add_generation_prompt, bool(asked.continue_final_message)
+    if continued and opens:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt are both true", "one of them: an answer begins once",
+            "leave add_generation_prompt out", "continue_final_message",
+        )  # fmt: skip
+    extra = asked.chat_template_kwargs or {}
+    return Rendering(extra, opens is not False and not continued, continued, bool(asked.add_special_tokens))
 
 
 def _mend(name: str, neutral: tuple[object, ...]) -> str:
@@ -151,7 +188,7 @@ def _unknown(field: str, where: str, known: Collection[str], served: Collection[
     return RequestError(f'unknown field "{where}"', expected, mend, where[:100])
 
 
-def _wrong_value(message: str, kind: type[msgspec.Struct]) -> RequestError | HttpError:
+def _wrong_value(message: str, kind: type[Body]) -> RequestError | HttpError:
     """msgspec's message in our words."""
     if unknown := _UNKNOWN.fullmatch(message):
         path, field = unknown["path"], unknown["field"]
@@ -179,15 +216,18 @@ def _type_name(kind: str) -> str:
 
 def _not_in_choices(path: str, value: str) -> RequestError:
     if path.endswith(".role"):
-        mend = "tools are not supported yet" if value.strip("'") in ("tool", "function") else "correct the role"
-        return RequestError(f"{path} is {value}", "system, developer, user or assistant", mend, "messages")
+        mend = "tool is the role today, with a tool_call_id" if value == "'function'" else "correct the role"
+        return RequestError(f"{path} is {value}", "system, developer, user, assistant or tool", mend, "messages")
+    if path.endswith(".type") and "tool_calls" in path:
+        return RequestError(f"{path} is {value}", '"function"', "correct the messages", "messages")
     return RequestError(
         f"{path} is {value}", '"text"', "send text parts only; images and sound are not supported yet", "messages"
     )
 
 
 def _fields_at(path: str) -> set[str]:
-    kind = StreamOptions if path == "stream_options" else TextPart if ".content[" in path else Message
+    called = CalledFunction if path.endswith(".function") else ToolCall if ".tool_calls[" in path else Message
+    kind = StreamOptions if path == "stream_options" else TextPart if ".content[" in path else called
     return set(kind.__struct_fields__)
 
 
@@ -263,6 +303,31 @@ class AsksCache(Protocol):
     cache_pin: bool | None
 
 
+def wants_receipt(asked: SamplingFields, n_prompts: int = 1) -> bool:
+    """raises RequestError where there cannot be one"""
+    if asked.receipt and (asked.stream or n_prompts > 1):
+        what = "stream" if asked.stream else f"{n_prompts} prompts"
+        raise RequestError(
+            f"a receipt is wanted of {what}",
+            "of one prompt, in a whole answer",
+            "leave receipt out, or ask so",
+            "receipt",
+        )
+    return bool(asked.receipt)
+
+
+def terms_of(asked: SamplingFields) -> Terms:
+    """raises RequestError naming the field"""
+    cache, claim = cache_options(asked), _claim(asked)
+    return FREELY if cache is PLAIN and claim is NO_CLAIM else Terms(cache=cache, claim=claim)
+
+
+def _claim(asked: SamplingFields) -> Claim:
+    if asked.priority is None and asked.queue_timeout_s is None:
+        return NO_CLAIM
+    return Claim(priority=asked.priority or 0, queue_timeout_s=asked.queue_timeout_s)
+
+
 def cache_options(asked: AsksCache) -> CacheOptions:
     """raises RequestError naming the field"""
     given = (asked.cache_salt, asked.cache_priority, asked.cache_ttl_s, asked.cache_pin)
@@ -296,4 +361,7 @@ def _params(asked: SamplingFields, max_tokens: int | None, n_top: int | None) ->
         logprobs=n_top,
         include_stop_str_in_output=bool(asked.include_stop_str_in_output),
         skip_special_tokens=asked.skip_special_tokens is not False,
+        structured_outputs=structured_outputs(asked)
+        if any(getattr(asked, name) is not None for name in FIELDS)
+        else None,
     )

@@ -3,25 +3,33 @@
 A stream is one write for each step of the engine, whatever the number of its tokens and choices.
 """
 
+import hashlib
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
+from millrace import __version__
+from millrace.checkpoint.tool_calls.reader import Said, joined
+from millrace.engine.executor import IntArray
 from millrace.errors import RequestError
-from millrace.runtime.cache_options import PLAIN, CacheOptions
-from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, with_length
-from millrace.runtime.request import StopTables
+from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, check_context, with_length
+from millrace.runtime.request import FREELY, StopTables, Terms
 from millrace.runtime.service import RequestHandle
-from millrace.serve.errors import ABORTED, generation_failed
+from millrace.serve.blocks import Blocks
+from millrace.serve.conversation import Conversation
+from millrace.serve.errors import ABORTED, Problem, generation_failed
 from millrace.serve.protocol import StreamOptions
-from millrace.serve.replies import Asked, PromptTokensDetails, Usage
+from millrace.serve.replies import Asked, ChatFinish, CompletionTokensDetails, PromptTokensDetails, Receipt, Usage
 from millrace.serve.serving import LARGE, LARGE_STEP
+from millrace.serve.speech import PLAIN_TEXT, Heard
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
 
@@ -30,12 +38,14 @@ from millrace.serve.wire import Call
 class Whole:
     """One choice of an answer that is held until it is complete."""
 
-    texts: list[str]
+    blocks: Blocks
     last: Delta | None = None
 
     @property
-    def text(self) -> str:
-        return "".join(self.texts)
+    def end(self) -> Delta:
+        """The last delta, which says why it ended."""
+        assert self.last is not None, "a generation is complete when each choice has ended"
+        return self.last
 
 
 class GenerationFailedError(Exception):
@@ -54,9 +64,22 @@ class Generation:
     raises GenerationFailedError from the iteration.
     """
 
-    def __init__(self, handle: RequestHandle, params: SamplingParams, call: Call, backend: TextBackend) -> None:
+    def __init__(
+        self,
+        handle: RequestHandle,
+        params: SamplingParams,
+        call: Call,
+        backend: TextBackend,
+        heard: Heard,
+    ) -> None:
+        """heard: how its answers are read"""
         self.handle = handle
         self.params = params
+        n = len(handle.requests) * params.n
+        self._readers = None if heard.new_reader is None else [heard.new_reader() for _ in range(n)]
+        self._n_thought, self._known = 0, backend.model.metadata
+        self._digests = [hashlib.blake2b(digest_size=16) for _ in range(n)] if call.receipt else []
+        self._new_call_id = short_call_id if backend.speech.calls.short_ids else call_id
         self._call, self._metrics = call, backend.metrics
         self._held = backend.unsent.share()
         self._n_generated = [0] * self.n_choices
@@ -81,7 +104,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return usage_of(self.handle.n_prompt, self.n_generated, self.handle.n_cached)
+        return usage_of(self.handle.n_prompt, self.n_generated, self.handle.n_cached, self._n_thought)
 
     def usage_so_far(self, choice: int) -> Usage:
         """Of one choice alone, in the middle of a stream, as vLLM counts it."""
@@ -91,20 +114,46 @@ class Generation:
     @property
     def asked(self) -> Asked:
         seeds = [request.resolved.seed for request in self.handle.requests]
+        if self._digests:
+            (request,) = self.handle.requests
+            engine, isa = (str(self._known.get(name, "")) for name in ("engine", "isa"))
+            answers = [digest.hexdigest() for digest in self._digests]
+            prompt = digest_of(request.prompt)
+            receipt = Receipt(self._call.log.path, __version__, engine, isa, seeds[0], prompt, answers)
+            return Asked(seeds[0], receipt=receipt)
         return Asked(seeds[0], seeds) if len(seeds) > 1 else Asked(seeds[0])
 
-    async def whole(self, named: Callable[[Delta], int], backend: TextBackend) -> list[Whole]:
+    def said(self, delta: Delta) -> Said:
+        """What a delta adds to the parts of its answer; each delta once, in order."""
+        if self._readers is None:
+            return Said(delta.text)
+        reader = self._readers[delta.index]
+        self._n_thought += len(delta.token_ids) if reader.is_thinking else 0
+        said = reader.push(delta.text)
+        return said if delta.finish_reason is None else joined(said, reader.flush())
+
+    def new_call_id(self) -> str:
+        """As the model's template takes them back."""
+        return self._new_call_id()
+
+    def finish_of(self, delta: Delta) -> ChatFinish:
+        """Of a choice's last delta; errors and aborts have been raised before."""
+        assert delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), delta
+        called = self._readers is not None and self._readers[delta.index].n_calls > 0
+        return "length" if delta.finish_reason is FinishReason.LENGTH else "tool_calls" if called else "stop"
+
+    async def whole(self, backend: TextBackend, named: Callable[[Delta], int] = lambda delta: 0) -> list[Whole]:
         """All choices, complete; gathered in a thread where that would hold up the event loop.
 
         named: takes a delta's log probabilities, and says how many bytes more it holds, which count until this is left
         raises HttpError with 503 where all answers together are too many
         """
-        choices = [Whole([]) for _ in range(self.n_choices)]
+        choices = [Whole(Blocks(self.new_call_id)) for _ in range(self.n_choices)]
 
         def take(deltas: list[Delta]) -> int:
             n_bytes = 0
             for delta in deltas:
-                choices[delta.index].texts.append(delta.text)
+                choices[delta.index].blocks.take(self.said(delta))
                 choices[delta.index].last = delta
                 n_bytes += named(delta)
             return n_bytes
@@ -149,6 +198,8 @@ class Generation:
             if not n_tokens:
                 continue
             self._n_generated[choice] += n_tokens
+            if self._digests:
+                self._digests[choice].update(np.array(delta.token_ids, "<i4").tobytes())
             last_s = self._last_s.get(choice)
             if not self._first_token_seen:
                 self._first_token_seen = True
@@ -178,21 +229,49 @@ class Generation:
                 self._metrics.finished(request.timings, len(request.prompt), n, max_tokens, longest)
 
 
+def digest_of(ids: IntArray) -> str:
+    """As in receipts."""
+    return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=16).hexdigest()
+
+
+def call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def short_call_id() -> str:
+    return uuid.uuid4().hex[:9]
+
+
+async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Generation:
+    """Have a conversation answered; its answers are read by `Generation.said`. raises MillraceError"""
+    speech, tools, params = backend.speech, asked.tools, asked.params
+    specs = tools.specs if tools else ()
+    prompt = await backend.texts.encode_chat(asked.messages, asked.rendering, tools=specs, body_bytes=call.body_bytes)
+    asked.messages = ()  # they may be many times the body, and the answer may take minutes
+    check_context(len(prompt), params.max_tokens, backend.model.max_context, "messages")
+    if tools is None and speech.thoughts is None:
+        return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)
+    params, heard = speech.params(params, tools), speech.heard(tools, speech.is_thinking(prompt))
+    return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes, heard=heard)
+
+
 async def start(
     backend: TextBackend,
     prompts: Sequence[list[int]],
     params: SamplingParams,
     call: Call,
+    terms: Terms = FREELY,
     *,
     continues: bool = False,
     whole_bytes: int | None = None,
-    cache: CacheOptions = PLAIN,
+    heard: Heard = PLAIN_TEXT,
 ) -> Generation:
     """Submit all prompts, or none.
 
     continues: they are texts, whose answers are short where no length is said
-    cache: what each asks of the prefix cache
+    terms: what each asks beside its answer
     whole_bytes: of each log probability in an answer that is held until it is complete; None: it is a stream
+    heard: how the answers are read
     raises RequestError, BusyError
     """
     engine, context = backend.model.engine, backend.model.max_context
@@ -204,7 +283,11 @@ async def start(
         )
         check_whole(n_tokens, params.logprobs, whole_bytes, backend.settings.max_unread_bytes)
     stops = await backend.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
-    return Generation(engine.submit(prompts, each, call.id, stops, cache), params, call, backend)
+    matchers = await backend.matchers(params.structured_outputs, params.n * len(prompts), heard.thoughts)
+    if call.tenant and not terms.claim.tenant:
+        terms = replace(terms, claim=replace(terms.claim, tenant=call.tenant))
+    handle = engine.submit(prompts, each, call.id, stops, terms, matchers)
+    return Generation(handle, params, call, backend, heard)
 
 
 def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int) -> None:
@@ -223,9 +306,10 @@ def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int) -> 
         )
 
 
-def usage_of(n_prompt: int, n_generated: int, n_cached: int) -> Usage:
-    """n_cached: tokens of the prompt that were found in the prefix cache"""
-    return Usage(n_prompt, n_generated, n_prompt + n_generated, PromptTokensDetails(n_cached))
+def usage_of(n_prompt: int, n_generated: int, n_cached: int, n_thought: int = 0) -> Usage:
+    """n_cached: tokens of the prompt that were found in the prefix cache; n_thought: generated, but thoughts"""
+    details = PromptTokensDetails(n_cached), CompletionTokensDetails(n_thought)
+    return Usage(n_prompt, n_generated, n_prompt + n_generated, *details)
 
 
 def _joined(a: Delta, b: Delta) -> Delta:
@@ -261,9 +345,19 @@ class StreamUsage:
         return self._generation.usage_so_far(choice) if self._always else None
 
 
-DONE = b"data: [DONE]\n\n"
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How a protocol writes a stream. failed: of an answer that cannot be finished; end: behind everything"""
+
+    content_type: bytes
+    failed: Callable[[Problem], bytes]
+    end: bytes = b""
+
+
+EVENTS = StreamForm(
+    b"text/event-stream; charset=utf-8", lambda problem: b"data: " + problem.body() + b"\n\n", b"data: [DONE]\n\n"
+)
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
@@ -283,20 +377,21 @@ class EventStream:
     connection (`connections.py`), and so the generation ends as for any client that goes away.
     """
 
-    def __init__(self, generation: Generation, blocks: AsyncIterator[bytes]) -> None:
-        self._generation, self._blocks = generation, blocks
+    def __init__(self, generation: Generation, blocks: AsyncIterator[bytes], form: StreamForm = EVENTS) -> None:
+        self._generation, self._blocks, self._form = generation, blocks, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(body: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
+        headers = [(b"content-type", self._form.content_type), *_HEADERS]
         async with self._generation:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 async for block in self._blocks:
                     if block:
                         await write(block)
             except GenerationFailedError as error:
                 log.error("answer %s failed: %s", self._generation.handle.request_id, error)
-                await write(b"data: " + error.problem.body() + b"\n\n")
-        await write(DONE, more=False)
+                await write(self._form.failed(error.problem))
+        await write(self._form.end, more=False)

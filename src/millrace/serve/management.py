@@ -27,13 +27,12 @@ from millrace.serve.text import TextBackend
 
 API_VERSION = "1.0.0"
 _VECTORS = "use /v1/embeddings"
-_CHAT, _TEXT, _OTHER = "use /v1/chat/completions", "use /v1/completions", "use another server for these"
+_TEXT, _OTHER = "use /v1/completions", "use another server for these"
 # Paths that clients of other servers ask for, with all below them, and what to use instead. The first that fits counts.
 NOT_YET = {
-    "/v1/responses": _CHAT, "/v1/messages": _CHAT, "/v1/assistants": _CHAT, "/v1/threads": _CHAT,
-    "/api/chat": _CHAT, "/api/generate": _TEXT, "/api/tags": "use /v1/models", "/api/version": "use /v1/version",
+    "/v1/assistants": "use /v1/responses", "/v1/threads": "use /v1/responses", "/v1/conversations": "use /v1/responses",
     "/api/embed": _VECTORS, "/api/embeddings": _VECTORS, "/embedding": _VECTORS,
-    "/api": "use the paths under /v1: clients of OpenAI's protocol are served, those of Ollama's are not",
+    "/api": "models come with the server's start: of Ollama's paths there are chat, generate, tags, show, ps, version",
     "/completion": _TEXT, "/infill": _TEXT, "/v1/infill": _TEXT,
     "/props": "use /v1/metadata, or /tokenizer_info for the chat template", "/slots": "use /metrics, or /load",
     "/v1/rerank": _OTHER, "/v1/score": _OTHER, "/v1/moderations": _OTHER,
@@ -42,7 +41,6 @@ NOT_YET = {
 }  # fmt: skip
 # Where a person looks who has no path yet.
 _ROOTS = {
-    "": "clients take the address with /v1 at its end as their base URL; in a browser, /docs shows the paths",
     "/v1": "this is the base URL: clients put /chat/completions behind it, and /v1/models tells what there is",
 }
 

@@ -2,15 +2,20 @@
 
 from collections.abc import Mapping
 
-import msgspec
-
-from millrace.serve import management
+from millrace.serve import management, responses, trace
 from millrace.serve.chat import chat_completions
 from millrace.serve.completions import completions
 from millrace.serve.embeddings import EncoderBackend, embeddings
 from millrace.serve.errors import Problem
 from millrace.serve.openapi import Operation
-from millrace.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from millrace.serve.protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from millrace.serve.replies import (
     ChatChunk,
     ChatReply,
@@ -27,25 +32,32 @@ from millrace.serve.replies import (
     TokenizerInfoReply,
     VersionReply,
 )
-from millrace.serve.routes import Endpoint, Posted, Protocol, get
+from millrace.serve.responses_protocol import DeletedReply, ResponseEvent, ResponseReply, ResponsesRequest
+from millrace.serve.routes import Asked, Endpoint, Posted, Protocol, get
 from millrace.serve.text import TextBackend
 from millrace.serve.tokens import detokenize, tokenize
 
-_EXAMPLES: Mapping[type[msgspec.Struct], Mapping[str, object]] = {
+_EXAMPLES: Mapping[type[Body], Mapping[str, object]] = {
     ChatRequest: {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64},
     CompletionRequest: {"prompt": "Once upon a time", "max_tokens": 64},
     EmbeddingRequest: {"input": ["The river runs past a mill.", "The wheel turns."]},
+    ResponsesRequest: {"input": "Tell me a story.", "max_output_tokens": 64},
     TokenizeRequest: {"prompt": "Once upon a time", "return_token_strs": True},
     DetokenizeRequest: {"tokens": [1, 2, 3]},
 }
 
 
 def _text(
-    path: str, handler: Posted, summary: str, request: type[msgspec.Struct], reply: type, event: type | None = None
+    path: str, handler: Posted, summary: str, request: type[Body], reply: type, event: type | None = None
 ) -> Endpoint:
     """Of a language model."""
     operation = Operation("POST", path, summary, True, request, reply, event, example=_EXAMPLES[request])
     return Endpoint(operation, handler, TextBackend)
+
+
+def _of_response(method: str, path: str, handler: Asked, summary: str, reply: type) -> Endpoint:
+    """Of one that is stored; nothing is sent but its id."""
+    return Endpoint(Operation(method, path, summary, True, None, reply), asked=handler)
 
 
 def _embeddings() -> Endpoint:
@@ -60,12 +72,25 @@ def _embeddings() -> Endpoint:
 _MAIN: tuple[Endpoint, ...] = (
     _text("/v1/chat/completions", chat_completions, "Answer a conversation", ChatRequest, ChatReply, ChatChunk),
     _text("/v1/completions", completions, "Continue a text", CompletionRequest, CompletionReply, CompletionReply),
+    _text(
+        "/v1/responses",
+        responses.create,
+        "Answer a conversation, in OpenAI's newer protocol",
+        ResponsesRequest,
+        ResponseReply,
+        ResponseEvent,
+    ),
+    get("/v1/responses/{response_id}", responses.retrieve, "A stored response", ResponseReply, protected=True),
+    _of_response("DELETE", "/v1/responses/{response_id}", responses.delete, "Forget a response", DeletedReply),
+    _of_response("POST", "/v1/responses/{response_id}/cancel", responses.cancel, "End a response", ResponseReply),
     _embeddings(),
     _text("/tokenize", tokenize, "Text or messages to token ids", TokenizeRequest, TokenizeReply),
     _text("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, DetokenizeReply),
     get("/tokenizer_info", management.tokenizer_info, "Special tokens and template", TokenizerInfoReply, True),
     get("/v1/models", management.model_list, "The model and its aliases", ModelList, protected=True),
     get("/v1/models/{model}", management.model, "One model", ModelCard, protected=True),
+    get("/v1/requests/{request_id}/trace", trace.request_trace, "What happened to a request", trace.TraceList, True),
+    get("/timeline", trace.timeline, "A page of the last steps, and who was in them", None, True),
     get("/v1/metadata", management.metadata, "Model, engine and licence", MetadataReply, protected=True),
     get("/v1/health/live", management.live, "Does the process answer?", HealthReply),
     get("/v1/health/ready", management.ready, "May requests be sent? 503: not now", HealthReply),

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from millrace import __version__
-from millrace.serve.protocol import NOT_YET, other_names
+from millrace.serve.protocol import Body, other_names
 from millrace.serve.replies import ErrorReply
 
 _STATUSES = {
@@ -31,18 +31,22 @@ _STATUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. reply: None where it is no JSON; event: of a stream, where there may be one."""
+    """One method of one path.
+
+    reply: None where it is no JSON; event: of a stream, where there may be one, of the type `stream_type`
+    """
 
     method: str
     path: str
     summary: str
     protected: bool
-    request: type[msgspec.Struct] | None
+    request: type[Body] | None
     reply: type[msgspec.Struct] | None
     event: type[msgspec.Struct] | None = None
     same_as: str | None = None  # the path of which this is another name
     example: Mapping[str, object] = field(default_factory=dict)  # a request's fields, beside the model's name
     error: type[msgspec.Struct] = ErrorReply  # as its protocol writes one
+    stream_type: str = "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,11 @@ def document(operations: Sequence[Operation], about: About) -> dict[str, Any]:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, by_type, about)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Millrace", "version": __version__, "description": "OpenAI's API and NIM's management API."},
+        "info": {
+            "title": "Millrace",
+            "version": __version__,
+            "description": "OpenAI's, Anthropic's and Ollama's APIs, and NIM's management.",
+        },
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -82,12 +90,12 @@ def document(operations: Sequence[Operation], about: About) -> dict[str, Any]:
     }
 
 
-def _add_other_fields(kind: type[msgspec.Struct], schema: dict[str, Any]) -> None:
+def _add_other_fields(kind: type[Body], schema: dict[str, Any]) -> None:
     """Fields that are no members of the struct: harmless ones, and those with a single accepted value."""
     properties = schema["properties"]
-    for name in sorted(other_names(kind) - NOT_YET.get(kind, {}).keys()):
+    for name in sorted(other_names(kind) - kind.NOT_YET.keys()):
         properties[name] = {"description": "accepted; changes nothing"}
-    for name, neutral in NOT_YET.get(kind, {}).items():
+    for name, neutral in kind.NOT_YET.items():
         properties[name] = {"enum": [None, *neutral], "description": "other values are not supported yet"}
     schema["additionalProperties"] = False
 
@@ -112,8 +120,8 @@ def _curl(operation: Operation, about: About) -> str:
     example = _example(operation, about)
     if example is not None:
         parts += ["-H", "'content-type: application/json'", "-d", shlex.quote(json.dumps(example))]
-    elif operation.method == "POST":
-        parts += ["-X", "POST"]
+    elif operation.method != "GET":
+        parts += ["-X", operation.method]
     return " ".join(parts)
 
 
@@ -141,6 +149,6 @@ def _operation(operation: Operation, by_type: dict[type[msgspec.Struct], Any], a
 
 
 def _success(operation: Operation, by_type: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
-    kinds = {"application/json": operation.reply, "text/event-stream": operation.event}
+    kinds = {"application/json": operation.reply, operation.stream_type: operation.event}
     content = {name: {"schema": by_type[kind]} for name, kind in kinds.items() if kind is not None}
     return {"description": "as asked"} | ({"content": content} if content else {})

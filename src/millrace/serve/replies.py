@@ -25,15 +25,13 @@ class PromptTokensDetails(Struct, frozen=True):
 
 
 class CompletionTokensDetails(Struct, frozen=True):
-    reasoning_tokens: int = 0
+    reasoning_tokens: int = 0  # those of the model's thoughts
     audio_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 
 
 class Usage(Struct):
-    """The details of the completion are 0 so far: an answer is one text."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -41,14 +39,30 @@ class Usage(Struct):
     completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
+class Receipt(Struct):
+    """What an answer came from, so that `millrace verify` can give it again. Digests are BLAKE2b of token ids."""
+
+    path: str
+    release: str
+    engine: str  # its identity: weights, precision, kernels' declarations
+    isa: str
+    seed: int
+    prompt: str
+    answers: list[str]  # of each choice
+
+
 class Asked(Struct):
     """What was decided where the request left it open; send `seed` to be given the same answer again."""
 
     seed: int  # of the first prompt
     seeds: list[int] | UnsetType = UNSET  # of each prompt, where there are several
+    receipt: Receipt | UnsetType = UNSET
 
 
 # ------------------------------------------------------------------ chat
+
+
+ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
 class TopLogprob(Struct, gc=False):
@@ -69,17 +83,32 @@ class ChatLogprobs(Struct, gc=False):
     refusal: None = None
 
 
+class FunctionReply(Struct):
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+
+class ToolCallReply(Struct):
+    id: str
+    function: FunctionReply
+    type: Literal["function"] = "function"
+
+
 class AssistantMessage(Struct):
-    content: str
+    """content: null where the answer is nothing but calls"""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallReply] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: ChatFinish
     stop_reason: int | str | None = None  # vLLM's: the stop token or stop string that ended it
 
 
@@ -94,16 +123,32 @@ class ChatReply(Struct):
     object: Literal["chat.completion"] = "chat.completion"
 
 
+class FunctionDelta(Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """The first of a call has its id and name, all further arguments alone."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: ChatFinish | None = None
     stop_reason: int | str | UnsetType | None = UNSET  # vLLM's, with finish_reason
 
 

@@ -3,7 +3,7 @@
 An endpoint that a client posts to names the kind of Backend that it takes; its handler gets the one that the request
 names: `async def handler(backend, call, request)`. Keys say who may ask; they are compared in constant time, and with
 every key, so that the time tells nothing. A second protocol is a second table, given to the server beside those of
-`openai.py`. A request's struct has the field `model`, by which the server finds the Backend.
+`openai.py`. A request is a `Body` with the field `model`, by which the server finds the Backend.
 
 `Edge` is the layer around all of them: it gives every request an id, lets its protocol write every error, and has the
 line written in the log.
@@ -72,24 +72,28 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 class Keys:
-    """`Authorization: Bearer <key>`, for the routes that are protected."""
+    """`Authorization: Bearer <key>`, or `x-api-key: <key>`, for the routes that are protected."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self._keys = [key.encode() for key in keys]
 
-    def check(self, scope: Scope) -> None:
-        """raises HttpError with 401"""
+    def check(self, scope: Scope) -> str:
+        """Whose key it is, "" where there are not several. raises HttpError with 401"""
         if not self._keys:
-            return
+            return ""
         given = header(scope, b"authorization") or b""
         token = given[len(_BEARER) :].strip() if given[: len(_BEARER)].lower() == _BEARER else b""
-        if not any([hmac.compare_digest(token, key) for key in self._keys]):  # a list: all of them, always
+        if not token and (other := header(scope, b"x-api-key")) is not None:  # Anthropic's clients
+            given = token = other.strip()
+        found = [hmac.compare_digest(token, key) for key in self._keys]  # a list: all of them, always
+        if not any(found):
             what = "the API key is wrong" if given else "the API key is missing"
             error = HttpError(
                 401, "invalid_api_key", what, "Authorization: Bearer <key>", "send a key that the server was given"
             )
             error.headers["www-authenticate"] = "Bearer"
             raise error
+        return f"key {found.index(True)}" if len(self._keys) > 1 else ""
 
 
 # the first: the endpoint's kind of Backend; the last: the struct that its requests are
@@ -119,8 +123,11 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
+    """any_type: bodies are JSON whatever they are called, as `curl -d` calls them a form"""
+
     endpoints: tuple[Endpoint, ...]
     write_error: ErrorWriter
+    any_type: bool = False
 
 
 def get(path: str, handler: Asked, summary: str, reply: type | None, protected: bool = False) -> Endpoint:
@@ -144,7 +151,7 @@ class Handler:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.endpoint.operation.protected:
-            self.keys.check(scope)
+            scope[CALL].tenant = self.keys.check(scope)
         if self.endpoint.asked is not None:
             await self.endpoint.asked(self.models, scope)(scope, receive, send)
         else:
@@ -157,7 +164,7 @@ class Handler:
         kind, call = self.endpoint.operation.request, scope[CALL]
         assert kind is not None, self.endpoint.path
         with self.bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
-            body = await read_body(scope, receive, self.bodies, incoming)
+            body = await read_body(scope, receive, self.bodies, incoming, self.protocol.any_type)
             admitted.enter_context(self.models.serving.admission.admitted())
             call.body_bytes = len(body)
             request = await self.models.serving.decoded(partial(decode, body, kind), len(body))
@@ -189,7 +196,7 @@ class Handler:
             400,
             "model_cannot",
             f'the model "{name or backend.model.name}" is {backend.what}, and cannot answer {self.endpoint.path}',
-            f"a request to {' or '.join(can)}" if can else "a model that can",
+            f"a request to {' or '.join(can[:3])}" if can else "a model that can",
             f"ask it there, or {mend}" if can else mend,
         ).about("model")
 

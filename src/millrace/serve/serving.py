@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -18,6 +18,7 @@ from millrace.runtime.service import happens
 from millrace.serve.errors import HttpError
 from millrace.serve.logs import Seldom
 from millrace.serve.metrics import Metrics
+from millrace.serve.responses_store import Responses
 from millrace.serve.settings import ServerSettings
 
 MAX_REFUSED = 8  # connections over the limit that wait for their 503
@@ -363,8 +364,27 @@ class Serving:
         self.admission = Admission()
         self.metrics = Metrics()
         self.unsent = Unsent(settings.max_unread_bytes)
+        self.responses = Responses()
+        self._tasks: set[asyncio.Task[None]] = set()  # of what nobody waits for
         self._bodies = Lane("bodies", settings.max_preparing)
         self._replies = Lane("replies", settings.max_preparing)
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have it done though its client is gone; it is waited for like a request. raises BusyError"""
+        admitted = contextlib.ExitStack()
+        try:
+            admitted.enter_context(self.admission.admitted())
+        except BusyError:
+            work.close()
+            raise
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+
+        def done(task: "asyncio.Task[None]") -> None:
+            self._tasks.discard(task)
+            admitted.close()
+
+        task.add_done_callback(done)
 
     async def decoded(self, work: Callable[[], T], n_bytes: int) -> T:
         """`work()` on a body of so many bytes, in a thread where they are many. raises as `off_loop`"""

@@ -18,15 +18,20 @@ from millrace import __version__
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer, check_unicode
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
+from millrace.checkpoint.tool_calls.formats import tool_format
+from millrace.checkpoint.tool_calls.prompt import with_tools
 from millrace.engine.bound import DecodeWork
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import CheckpointError, MillraceError, RequestError
 from millrace.machine.roofline import Roofline
+from millrace.runtime.grammar import Matcher, Thoughts
 from millrace.runtime.params import FinishReason, SamplingParams, context_exceeded
 from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine
 from millrace.runtime.stats import LoopStats
+from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.conversation import PLAINLY, Rendering
 from millrace.serve.errors import HttpError
 from millrace.serve.fields import check_messages
 from millrace.serve.lengths import longest_token
@@ -34,6 +39,7 @@ from millrace.serve.logprobs import Echo
 from millrace.serve.metrics import decode_metrics, engine_metrics
 from millrace.serve.protocol import Message
 from millrace.serve.serving import Lane, Serving
+from millrace.serve.speech import Speech
 from millrace.serve.warm import WarmPrompt, warm
 
 SHORT_CHARACTERS = 512  # tokenised at once: that takes less time than the way to a thread and back
@@ -113,16 +119,15 @@ class Texts:
     async def encode_chat(
         self,
         messages: Sequence[Message],
+        rendering: Rendering = PLAINLY,
         *,
+        tools: Sequence[Mapping[str, object]] = (),
         body_bytes: int = 0,
-        add_generation_prompt: bool = True,
-        extra: Mapping[str, object] | None = None,
-        add_special_tokens: bool = False,
         bounded: bool = True,
     ) -> list[int]:
         """Check, render and encode.
 
-        body_bytes: of the request that the messages came in: they are no longer than that
+        tools: as clients describe them; body_bytes: of the request that the messages came in: they are no longer
         bounded: refuse what cannot fit the context by its bytes
         raises HttpError without a template or where it cannot fit, what ChatTemplate.render raises; BusyError
         """
@@ -137,20 +142,18 @@ class Texts:
             )
         if len(messages) > self._max_context:  # each costs a token at least
             raise context_exceeded(self._max_context, f"at least {len(messages)}", None, "messages")
-        template = renderer.template
 
         def render() -> str:
             if bounded and body_bytes > LONG_CHAT_BYTES:
                 self._check_bytes("".join(_contents(messages)), "messages")
-            plain = check_messages(messages)
-            if (n_bytes := len(msgspec.json.encode(extra))) > MAX_EXTRA_BYTES:
+            if (n_bytes := len(msgspec.json.encode(rendering.extra))) > MAX_EXTRA_BYTES:
                 raise RequestError(
                     f"chat_template_kwargs has {n_bytes} bytes", f"at most {MAX_EXTRA_BYTES}", "send less", _EXTRA
                 )
-            return template.render(plain, add_generation_prompt=add_generation_prompt, extra=extra or {})
+            return renderer.render(check_messages(messages), rendering, tools)
 
         text = await renderer.lane.run(render, body_bytes)
-        return (await self.encode([text], add_special_tokens, "messages" if bounded else None))[0]
+        return (await self.encode([text], rendering.add_special_tokens, "messages" if bounded else None))[0]
 
     def close(self) -> None:
         """Without waiting for anything that runs."""
@@ -207,6 +210,20 @@ class _Renderer:
     def __init__(self, template: ChatTemplate, name: str, max_pending: int) -> None:
         self.template = template
         self.lane = Lane(name, max_pending, stop=template.close)
+        self._format = tool_format(template.source)
+
+    def render(
+        self, messages: Sequence[dict[str, object]], rendering: Rendering, tools: Sequence[Mapping[str, object]]
+    ) -> str:
+        """raises what ChatTemplate.render raises"""
+        extra = dict(rendering.extra)
+        said: Sequence[Mapping[str, object]] = messages
+        if tools or any("tool_calls" in m or m["role"] == "tool" for m in messages):
+            said = with_tools(messages, tools, self._format)
+            extra |= {"tools": list(tools)} if tools and self._format.native else {}
+        return self.template.render(
+            said, add_generation_prompt=rendering.opens, continue_final_message=rendering.continued, extra=extra
+        )
 
 
 def _contents(messages: Sequence[Message]) -> "itertools.chain[str]":
@@ -261,10 +278,12 @@ class TextBackend(Backend):
         super().__init__(model, serving)
         self.model: TextModel = model
         self.unsent, self.off_loop = serving.unsent, serving.off_loop
+        self.responses, self.in_background = serving.responses, serving.in_background
         self.texts = Texts(
             model.tokenizer, model.chat_template, serving.settings.max_preparing, model.max_context,
             model.tokenizer_folder,
         )  # fmt: skip
+        self._grammars = Lane("grammar", serving.settings.max_preparing, N_THREADS)
         self._answers = Lane("answers", self.capacity)  # those of the engine, which are not lost for want of a place
 
     @property
@@ -292,6 +311,24 @@ class TextBackend(Backend):
         """`off_loop` for what the engine has computed: there is a place for every answer."""
         return await self._answers.run(work) if is_large else work()
 
+    @cached_property
+    def speech(self) -> Speech:
+        """How the model writes calls of tools, and thoughts."""
+        template = self.model.chat_template
+        return Speech("" if template is None else template.source, self.model.tokenizer)
+
+    async def matchers(
+        self, asked: StructuredOutputsParams | None, n: int, thoughts: Thoughts | None = None
+    ) -> Sequence[Matcher]:
+        """Of what n answers are held to, compiled beside event loop and engine. raises RequestError, BusyError
+
+        thoughts: what may go before each
+        """
+        if asked is None:
+            return ()
+        grammars = self.model.engine.loop.grammars
+        return await self._grammars.run(lambda: grammars.matchers(asked, n, thoughts))
+
     def start(self) -> None:
         self.model.engine.start()
 
@@ -305,9 +342,8 @@ class TextBackend(Backend):
         line = prompt.line
         if line.messages is None:
             return (await self.texts.encode([line.prompt or ""], True, "prompt"))[0]
-        return await self.texts.encode_chat(
-            line.messages, body_bytes=prompt.n_bytes, add_generation_prompt=False, extra=line.chat_template_kwargs
-        )
+        rendering = Rendering(line.chat_template_kwargs or {}, opens=False)
+        return await self.texts.encode_chat(line.messages, rendering, body_bytes=prompt.n_bytes)
 
     def pulse(self) -> LoopStats:
         return self.model.engine.stats()
@@ -321,9 +357,11 @@ class TextBackend(Backend):
     async def abort(self, within_s: float) -> None:
         await self.model.engine.close(within_s)
         self.texts.close()
+        self._grammars.close()
 
     def close(self) -> None:
         self.texts.close()
+        self._grammars.close()
         self._answers.close()
 
     @property

@@ -5,10 +5,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
+from millrace.serve.fields import rendering_of
 from millrace.serve.protocol import DetokenizeRequest, TokenizeRequest
 from millrace.serve.replies import DetokenizeReply, TokenizeReply
 from millrace.serve.serving import LARGE
 from millrace.serve.text import TextBackend
+from millrace.serve.tools import tools_of
 from millrace.serve.wire import Call
 
 
@@ -24,14 +26,11 @@ async def tokenize(backend: TextBackend, call: Call, asked: TokenizeRequest) -> 
     if asked.prompt is not None:
         ids = (await backend.texts.encode([asked.prompt], asked.add_special_tokens is not False))[0]
     else:
+        tools = tools_of(asked.tools, None, None)
         ids = await backend.texts.encode_chat(
-            asked.messages or [],
-            body_bytes=call.body_bytes,
-            add_generation_prompt=asked.add_generation_prompt is not False,
-            extra=asked.chat_template_kwargs,
-            add_special_tokens=bool(asked.add_special_tokens),
-            bounded=False,
-        )
+            asked.messages or [], rendering_of(asked), tools=tools.specs if tools else (),
+            body_bytes=call.body_bytes, bounded=False,
+        )  # fmt: skip
     call.log.prompt_tokens = len(ids)
 
     def reply() -> bytes:

@@ -11,9 +11,10 @@ import msgspec
 from millrace.errors import ConfigError, MillraceError
 from millrace.runtime.cache_options import CacheOptions
 from millrace.runtime.params import FinishReason, SamplingParams
+from millrace.runtime.request import Terms
 from millrace.runtime.service import AsyncEngine
 from millrace.serve.fields import cache_options, decode
-from millrace.serve.protocol import Message
+from millrace.serve.protocol import Body, Message
 from millrace.settings import read_given
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -22,7 +23,7 @@ _EXPECTED = '"a text", {"prompt": "a text"} or {"messages": [...]}, one a line'
 log = logging.getLogger(__name__)
 
 
-class WarmLine(msgspec.Struct, kw_only=True):
+class WarmLine(Body, kw_only=True):
     """What a line may hold: a prompt or a conversation so far, and how it is kept."""
 
     prompt: str | None = None
@@ -87,7 +88,7 @@ async def warm(
     for prompt in prompts:
         try:
             ids = await tokens(prompt)
-            async with engine.submit([ids], [params], "warm-prompt", cache=prompt.cache) as handle:
+            async with engine.submit([ids], [params], "warm-prompt", terms=Terms(cache=prompt.cache)) as handle:
                 async for deltas in handle:
                     for delta in deltas:
                         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):

@@ -135,6 +135,8 @@ class Call:
     body_bytes: int = 0
     ignored: tuple[str, ...] = ()  # fields of the request that change nothing
     model: str = ""  # the name that it asked for, or that of the model which answers
+    receipt: bool = False  # asked for
+    tenant: str = ""  # whose key it came with, where there are several
 
 
 @dataclass(slots=True, eq=False)
@@ -219,12 +221,15 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-async def read_body(scope: Scope, receive: Receive, bodies: Bodies, incoming: Incoming) -> bytes:
-    """The whole body. Whatever is larger is refused before it is held in memory.
+async def read_body(
+    scope: Scope, receive: Receive, bodies: Bodies, incoming: Incoming, any_type: bool = False
+) -> bytes:
+    """The whole body. Whatever is larger is refused before it is held in memory. any_type: whatever it is called
 
     raises HttpError with 413, 415, 408 or 503; ClientGoneError
     """
-    _check_content_type(header(scope, b"content-type"))
+    if not any_type:
+        _check_content_type(header(scope, b"content-type"))
     announced = header(scope, b"content-length")
     if announced is not None and int(announced) > bodies.max_bytes:  # the HTTP parser lets only digits through
         raise _too_large(f"{int(announced)} bytes", bodies.max_bytes)

@@ -2,12 +2,12 @@
 
 import instructor
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from report import BASE, MODEL, check
 
 
 class City(BaseModel):
-    name: str
+    name: str = Field(max_length=20)  # or a small model goes on for ever
 
 
 def asked(mode: instructor.Mode) -> City:

@@ -1,5 +1,8 @@
 """LangChain's ChatOpenAI and OpenAI."""
 
+from typing import Literal
+
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from report import BASE, MODEL, check
 
@@ -29,14 +32,26 @@ def _() -> None:
 
 @check("tools")
 def _() -> None:
-    def now() -> str:
-        """The time."""
-        return "noon"
+    def add(a: Literal[1, 2, 3], b: Literal[1, 2, 3]) -> int:
+        """The sum of two numbers."""
+        return a + b
 
-    chat.bind_tools([now]).invoke("What time is it?")
+    patient = ChatOpenAI(model=MODEL, base_url=BASE, api_key="none", max_tokens=200)
+    forced = patient.bind_tools([add], tool_choice="add")
+    (call,) = forced.invoke("What is 1 + 2?").tool_calls
+    assert call["name"] == "add" and set(call["args"]) == {"a", "b"}
+    streamed = None
+    for part in forced.stream("What is 1 + 2?"):
+        streamed = part if streamed is None else streamed + part
+    assert streamed.tool_calls[0]["name"] == "add"
+    question = HumanMessage("What is 1 + 2?")
+    called = AIMessage("", tool_calls=[call])
+    assert patient.bind_tools([add]).invoke([question, called, ToolMessage("3", tool_call_id=call["id"])])
 
 
 @check("structured output")
 def _() -> None:
-    schema = {"title": "city", "type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-    chat.with_structured_output(schema, method="json_schema").invoke("A city?")
+    name = {"type": "string", "maxLength": 20}  # or a small model goes on for ever
+    schema = {"title": "city", "type": "object", "properties": {"name": name}, "required": ["name"]}
+    patient = ChatOpenAI(model=MODEL, base_url=BASE, api_key="none", max_tokens=100)
+    assert patient.with_structured_output(schema, method="json_schema").invoke("A city?")["name"]

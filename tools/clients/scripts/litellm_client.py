@@ -53,4 +53,6 @@ def _() -> None:
 @check("tools")
 def _() -> None:
     tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
-    litellm.completion(model=f"openai/{MODEL}", tools=[tool], **ASK)
+    asked = {**ASK, "max_tokens": 100, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    message = litellm.completion(model=f"openai/{MODEL}", **asked).choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["now"]

@@ -80,6 +80,13 @@ def _() -> None:
 def _() -> None:
     tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
     client.chat.completions.create(model=MODEL, messages=HELLO, tools=[tool], tool_choice="auto", max_tokens=8)
+    forced = {"type": "function", "function": {"name": "now"}}
+    asked = {"model": MODEL, "messages": HELLO, "tools": [tool], "max_tokens": 100}
+    message = client.chat.completions.create(**asked, tool_choice=forced).choices[0].message
+    (call,) = message.tool_calls
+    assert call.function.name == "now" and call.function.arguments == "{}"
+    talk = [*HELLO, message, {"role": "tool", "tool_call_id": call.id, "content": "noon"}]
+    assert client.chat.completions.create(**{**asked, "messages": talk}, tool_choice="none").choices[0].message.content
 
 
 @check("structured output")
@@ -90,4 +97,15 @@ def _() -> None:
 
 @check("responses")
 def _() -> None:
-    client.responses.create(model=MODEL, input="Hello", max_output_tokens=16)
+    first = client.responses.create(model=MODEL, input="Hello", max_output_tokens=16)
+    assert client.responses.create(
+        model=MODEL, input="Go on", previous_response_id=first.id, max_output_tokens=16
+    ).output_text
+    with client.responses.stream(model=MODEL, input="Hello", max_output_tokens=16) as stream:
+        assert stream.get_final_response().output_text
+    tool = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
+    called = client.responses.create(
+        model=MODEL, input="What time is it?", tools=[tool], tool_choice="required", parallel_tool_calls=False,
+        max_output_tokens=100,
+    )  # fmt: skip
+    assert [item.name for item in called.output] == ["now"]

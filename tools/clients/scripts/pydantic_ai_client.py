@@ -2,6 +2,7 @@
 
 import asyncio
 
+from pydantic import BaseModel, Field
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -40,4 +41,13 @@ def _() -> None:
     def now() -> str:
         return "noon"
 
-    with_tool.run_sync("What time is it?")
+    assert with_tool.run_sync("What time is it?").output
+
+
+@check("an object by a tool")
+def _() -> None:
+    class City(BaseModel):
+        name: str = Field(max_length=20)
+
+    city = Agent(model, output_type=City, model_settings={"max_tokens": 100}).run_sync("Name a city.").output
+    assert isinstance(city, City)

@@ -1,7 +1,7 @@
 """smolagents' OpenAI model, alone and in an agent that writes code."""
 
 from report import BASE, MODEL, check
-from smolagents import ChatMessage, MessageRole, OpenAIServerModel, ToolCallingAgent
+from smolagents import ChatMessage, MessageRole, OpenAIServerModel, Tool, ToolCallingAgent
 
 model = OpenAIServerModel(model_id=MODEL, api_base=BASE, api_key="none", max_tokens=24)
 HELLO = [ChatMessage(role=MessageRole.USER, content="What is the capital of France?")]
@@ -30,7 +30,15 @@ def _() -> None:
 
 @check("tools")
 def _() -> None:
-    agent = ToolCallingAgent(tools=[], model=model, max_steps=1, verbosity_level=0)
-    steps = list(agent.run("What is 1 + 1?", stream=True))
-    failed = [s.error for s in steps if getattr(s, "error", None)]
-    assert not failed, failed[0]
+    class Now(Tool):
+        name, description, inputs, output_type = "now", "The time.", {}, "string"
+
+        def forward(self) -> str:
+            return "noon"
+
+    patient = OpenAIServerModel(model_id=MODEL, api_base=BASE, api_key="none", max_tokens=200)
+    message = patient.generate(HELLO, tools_to_call_from=[Now()])
+    assert message.tool_calls and message.tool_calls[0].function.name == "now"
+    agent = ToolCallingAgent(tools=[Now()], model=patient, max_steps=1, verbosity_level=0)
+    steps = [step for step in agent.run("What time is it?", stream=True) if getattr(step, "tool_calls", None)]
+    assert steps, "no tool was called"

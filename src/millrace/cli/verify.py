@@ -1,0 +1,108 @@
+"""`millrace verify`: an answer with a receipt, given once more, and compared token by token."""
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace import __version__
+from millrace.bench.server_process import ServerProcess
+from millrace.cli.options import json_option
+from millrace.cli.screen import note, print_json
+from millrace.errors import ConfigError, plain
+from millrace.settings import read_given
+
+EPILOG = """\b
+Example:
+  curl -s localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
+    -d @request.json > response.json      # with "receipt": true in request.json
+  millrace verify tiny request.json response.json"""
+MAX_BYTES = 64 * 2**20
+TIMEOUT_S = 600.0
+PATHS = ("/v1/chat/completions", "/v1/completions")
+RECEIPT = ("path", "release", "engine", "seed", "prompt", "answers")
+
+
+@click.command(epilog=EPILOG)
+@click.argument("model")
+@click.argument("request_file", type=click.Path(path_type=Path))
+@click.argument("response_file", type=click.Path(path_type=Path))
+@json_option
+def command(model: str, request_file: Path, response_file: Path, as_json: bool) -> None:
+    """Give the answer of a receipt once more.
+
+    MODEL is served for a moment, and asked the same with the receipt's seed. The answer must be the same to the last
+    token, and so must what the response makes of it, whatever ran beside it then: on the same engine that is promised.
+    The exit code is 2 where it is not.
+    """
+    asked, response = _object(request_file), _object(response_file)
+    receipt = _receipt(response)
+    with ServerProcess(model, ("--log-level", "warning"), start_s=TIMEOUT_S) as server:
+        again = _ask(server.url + receipt["path"], {**asked, "model": None, "seed": receipt["seed"], "receipt": True})
+    now = again["millrace"]["receipt"]
+    differs = [name for name in ("engine", "prompt", "answers") if now[name] != receipt[name]]
+    if _told(again) != _told(response):  # the digests are of tokens: what was made of them counts, too
+        differs.append("choices")
+    if as_json:
+        print_json({"same": not differs, "differs": differs, "receipt": receipt, "again": now})
+    if differs:
+        raise ConfigError(*_why(differs, receipt, now))
+    if not as_json:
+        n = len(receipt["answers"])
+        note(f"the same: {n} answer{'s' if n > 1 else ''} of the engine {receipt['engine']}, seed {receipt['seed']}")
+
+
+def _why(differs: list[str], receipt: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:
+    if "engine" in differs:
+        what = f"the receipt is of the engine {plain(str(receipt['engine']))}, and this one is {now['engine']}"
+        releases = f" (release {plain(str(receipt['release']))}; this is {__version__})"
+        return what + releases, "the same engine", "name the engine folder that answered, or build it with that release"
+    if "prompt" in differs:
+        return "the request has another prompt", "the request that was answered", "name the file of that request"
+    if "answers" in differs:
+        mend = "name the request as it was asked; where it is that, report it: on the same engine this must not happen"
+        return "the answer is another one", "the same tokens", mend
+    return "the response's choices are not what its tokens say", "the response as it came", "do not trust that file"
+
+
+def _told(response: dict[str, Any]) -> Any:
+    """What the choices say, but for the ids of calls, which are drawn anew."""
+    told = json.loads(json.dumps(response.get("choices")))
+    for choice in told if isinstance(told, list) else ():
+        message = choice.get("message") if isinstance(choice, dict) else None
+        for call in (message.get("tool_calls") or ()) if isinstance(message, dict) else ():
+            if isinstance(call, dict):
+                call.pop("id", None)
+    return told
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_given(path, MAX_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "a JSON object", "name another file") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is no JSON object", "a request, or its response", "name another file")
+    return found
+
+
+def _receipt(response: dict[str, Any]) -> dict[str, Any]:
+    told = response.get("millrace")
+    receipt = told.get("receipt") if isinstance(told, dict) else None
+    if not isinstance(receipt, dict) or any(name not in receipt for name in RECEIPT) or receipt["path"] not in PATHS:
+        raise ConfigError("the response has no receipt", "millrace.receipt in it", 'ask with "receipt": true')
+    return receipt
+
+
+def _ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            answer: dict[str, Any] = json.load(reply)
+            return answer
+    except urllib.error.HTTPError as error:
+        said = plain(error.read(4096).decode("utf-8", "replace"))
+        raise ConfigError(f"the request is refused: {said}", "the request that was answered", "name its file") from None

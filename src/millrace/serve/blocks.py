@@ -1,0 +1,110 @@
+"""An answer as blocks, one after the other: thoughts, text, calls. Two protocols have them: Responses and Messages.
+
+Each block is opened, added to, and closed before the next begins.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from millrace.checkpoint.tool_calls.reader import CallPart, Said
+
+
+class Kind(Enum):
+    REASONING = auto()
+    TEXT = auto()
+    CALL = auto()
+
+
+@dataclass(slots=True)
+class Block:
+    """name, call_id: of a call, whose text is its arguments' JSON"""
+
+    index: int
+    kind: Kind
+    name: str = ""
+    call_id: str = ""
+    pieces: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of a call, for protocols that have objects only: what is none is handed on under a name of its own."""
+        try:
+            given = json.loads(self.text)
+        except (ValueError, RecursionError):
+            given = None
+        return given if isinstance(given, dict) else {"_not_an_object": self.text}
+
+
+class Turn(Enum):
+    OPENED = auto()
+    ADDED = auto()
+    CLOSED = auto()
+
+
+Happening = tuple[Turn, Block, str]  # the text that was added
+
+
+class Blocks:
+    """Of one answer, as far as it has come."""
+
+    def __init__(self, new_call_id: Callable[[], str]) -> None:
+        self.all: list[Block] = []
+        self._new_call_id = new_call_id
+
+    def add(self, said: Said) -> Iterator[Happening]:
+        """What it does to the blocks. What goes on with a call comes before all else that was said with it."""
+        calls = said.calls
+        if calls and calls[0].name is None:
+            yield self._more(calls[0].arguments)
+            calls = calls[1:]
+        for kind, text in ((Kind.REASONING, said.reasoning), (Kind.TEXT, said.content)):
+            if text:
+                if self._open is None or self._open.kind is not kind:
+                    yield from self._begin(kind)
+                yield self._more(text)
+        for part in calls:
+            yield from self._begin(Kind.CALL, part)
+            if part.arguments:
+                yield self._more(part.arguments)
+
+    def take(self, said: Said) -> None:
+        """`add` for whoever wants the blocks alone."""
+        for _ in self.add(said):
+            pass
+
+    def text(self, kind: Kind) -> str:
+        """Of all blocks of a kind."""
+        return "".join(block.text for block in self.all if block.kind is kind)
+
+    def calls(self) -> list[Block]:
+        return [block for block in self.all if block.kind is Kind.CALL]
+
+    def close(self) -> Iterator[Happening]:
+        """The answer is over, or another block begins."""
+        if self._open is not None:
+            self._open.closed = True
+            yield Turn.CLOSED, self.all[-1], ""
+
+    @property
+    def _open(self) -> Block | None:
+        return self.all[-1] if self.all and not self.all[-1].closed else None
+
+    def _begin(self, kind: Kind, part: CallPart | None = None) -> Iterator[Happening]:
+        yield from self.close()
+        block = Block(len(self.all), kind)
+        if part is not None:
+            block.name, block.call_id = part.name or "", self._new_call_id()
+        self.all.append(block)
+        yield Turn.OPENED, block, ""
+
+    def _more(self, text: str) -> Happening:
+        self.all[-1].pieces.append(text)
+        return Turn.ADDED, self.all[-1], text

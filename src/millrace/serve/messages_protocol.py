@@ -1,0 +1,106 @@
+"""What Anthropic's clients may ask, and what goes back to them. source: the Messages API's reference, 2023-06-01"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from millrace.serve.protocol import Body, described
+
+
+class InMessage(Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class CountRequest(Body, kw_only=True):
+    """What a conversation's prompt is made of."""
+
+    OTHERS: ClassVar = frozenset(
+        ["metadata", "service_tier", "context_management", "container", "inference_geo", "betas", "cache_control"]
+    )
+    NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "mcp_servers": ([],), "output_config": ({},), "output_format": (),
+    }  # fmt: skip
+
+    model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
+    messages: Annotated[list[InMessage], described("turns of user and assistant")]
+    system: Annotated[str | list[dict[str, Any]] | None, described("what goes before them")] = None
+    tools: Annotated[list[dict[str, Any]] | None, described('{"name", "description", "input_schema"} of each tool')] = (
+        None
+    )
+    tool_choice: Annotated[
+        dict[str, Any] | None, described('{"type": "auto" | "any" | "tool" | "none", "name": ...}')
+    ] = None
+    thinking: Annotated[
+        dict[str, Any] | None, described('{"type": "enabled" | "disabled"}, for templates with enable_thinking')
+    ] = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    max_tokens: Annotated[int, described("tokens of the answer at most", low=1)]
+    temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
+    top_p: Annotated[float | None, described("the likeliest tokens that together are so probable")] = None
+    top_k: Annotated[int | None, described("so many of the likeliest tokens")] = None
+    stop_sequences: Annotated[list[str] | None, described("texts that end the answer and are left out")] = None
+    stream: Annotated[bool | None, described("server-sent events instead of one answer", False)] = None
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class OutUsage(Struct):
+    """input_tokens: without those that were found in the prefix cache"""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class OutBlock(Struct):
+    """Of one type each: text; thinking, with a signature that is empty here; tool_use."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    input: dict[str, Any] | UnsetType = UNSET
+
+
+class OutMessage(Struct):
+    id: str
+    model: str
+    content: list[OutBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: OutUsage
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+
+
+class MessageEvent(Struct):
+    """One event of a stream: of the type in its `type`, with what such an event carries."""
+
+    type: str
+    message: OutMessage | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: OutBlock | UnsetType = UNSET
+    delta: dict[str, Any] | UnsetType = UNSET
+    usage: dict[str, int] | UnsetType = UNSET
+
+
+class CountReply(Struct):
+    input_tokens: int
+
+
+class AnthropicError(Struct):
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(Struct):
+    error: AnthropicError
+    type: Literal["error"] = "error"

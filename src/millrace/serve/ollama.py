@@ -1,0 +1,303 @@
+"""Ollama's protocol, so that desktop clients work: /api/chat, generate, tags, show, ps and version.
+
+Streams are lines of JSON. source: Ollama's docs/api.md, 0.12
+"""
+
+import datetime
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Struct
+from starlette.responses import Response
+from starlette.types import ASGIApp, Scope
+
+from millrace import __version__
+from millrace.errors import RequestError, nearest
+from millrace.runtime.params import Delta, SamplingParams, check_context
+from millrace.runtime.structured import StructuredOutputsParams
+from millrace.serve.backend import Backend, Models
+from millrace.serve.blocks import Blocks, Kind
+from millrace.serve.conversation import PLAINLY, Conversation, Rendering
+from millrace.serve.errors import Problem
+from millrace.serve.generation import EventStream, Generation, StreamForm, converse, start
+from millrace.serve.ollama_protocol import (
+    OllamaChatRequest,
+    OllamaDetails,
+    OllamaError,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaModel,
+    OllamaModels,
+    OllamaReply,
+    OllamaRequest,
+    OllamaShowReply,
+    OllamaShowRequest,
+    OllamaVersion,
+    OutCall,
+    OutFunction,
+    OutOllamaMessage,
+)
+from millrace.serve.openapi import Operation
+from millrace.serve.protocol import Body, CalledFunction, Message, ToolCall
+from millrace.serve.routes import Endpoint, Posted, Protocol, get
+from millrace.serve.serving import LARGE_BODY
+from millrace.serve.text import TextBackend
+from millrace.serve.tools import Tools, tools_of
+from millrace.serve.wire import Call
+
+Options = Mapping[str, Any]
+# Ollama's name of a sampling parameter -> ours
+_OPTIONS = {
+    "num_predict": "max_tokens", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "seed": "seed", "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}  # fmt: skip
+# Of memory, threads and samplers that are off here: they change nothing.
+_HARMLESS = frozenset(
+    [
+        *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock", "low_vram"),
+        *("num_keep", "repeat_last_n", "tfs_z", "typical_p", "mirostat", "mirostat_eta", "mirostat_tau"),
+        *("penalize_newline", "vocab_only", "f16_kv"),
+    ]
+)
+
+
+def write_error(problem: Problem) -> bytes:
+    return msgspec.json.encode(OllamaError(problem.message))
+
+
+LINES = "application/x-ndjson"
+_STREAM = StreamForm(LINES.encode(), lambda problem: write_error(problem) + b"\n")
+
+
+async def chat(backend: TextBackend, call: Call, asked: OllamaChatRequest) -> ASGIApp:
+    """The response, or the stream that will be one; without messages, the model is there. raises MillraceError"""
+    if not asked.messages:
+        return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), message=OutOllamaMessage("")))
+    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(asked))
+    asked.messages, asked.options, asked.tools = [], None, None  # decoded they may be many times the body
+    generation = await converse(backend, call, conversation)
+    return await _Answer(generation, call, is_chat=True).response(backend, asked.stream is not False)
+
+
+async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateRequest) -> ASGIApp:
+    """A prompt as the user's message; with `raw`, as it is; without one, the model is there. raises MillraceError"""
+    if not asked.prompt:
+        return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), response=""))
+    params = _params(asked)
+    if asked.raw:
+        (ids,) = await backend.texts.encode([asked.prompt], True, "prompt")
+        check_context(len(ids), params.max_tokens, backend.model.max_context, "prompt")
+        generation = await start(backend, [ids], params, call)
+    else:
+        system = [Message("system", asked.system)] if asked.system else []
+        messages = [*system, Message("user", asked.prompt)]
+        conversation = Conversation(messages=messages, params=params, rendering=_rendering(asked.think))
+        generation = await converse(backend, call, conversation)
+    return await _Answer(generation, call, is_chat=False).response(backend, asked.stream is not False)
+
+
+def _conversation(asked: OllamaChatRequest) -> Conversation:
+    return Conversation(
+        messages=[_message(i, message) for i, message in enumerate(asked.messages)], params=_params(asked),
+        tools=_tools(asked.tools), rendering=_rendering(asked.think),
+    )  # fmt: skip
+
+
+def _loaded(call: Call, asked: OllamaRequest, reply: OllamaReply) -> Response:
+    """Clients ask so when a model is chosen, or to be let go of; this server's is there as long as the server is."""
+    reply.done, reply.done_reason = True, "unload" if asked.keep_alive in (0, "0", "0s") else "load"
+    return Response(msgspec.json.encode(reply) + b"\n", media_type=LINES if asked.stream is not False else None)
+
+
+class _Answer:
+    """One answer under way. Calls of tools are told when they are complete: they are objects here."""
+
+    def __init__(self, generation: Generation, call: Call, is_chat: bool) -> None:
+        self._generation, self._call, self._is_chat = generation, call, is_chat
+        self._blocks = Blocks(generation.new_call_id)
+        self._n_told = 0  # calls
+
+    async def response(self, backend: TextBackend, streams: bool) -> ASGIApp:
+        """raises GenerationFailedError"""
+        if streams:
+            return EventStream(self._generation, self._lines(), _STREAM)
+        async with self._generation:
+            (whole,) = await self._generation.whole(backend)
+            blocks = self._blocks = whole.blocks
+            reply = self._line(blocks.text(Kind.TEXT), blocks.text(Kind.REASONING), whole.end)
+        return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    async def _lines(self) -> AsyncIterator[bytes]:
+        async for deltas in self._generation:
+            for delta in deltas:
+                said = self._generation.said(delta)
+                self._blocks.take(said)
+                if delta.finish_reason is not None:
+                    for _ in self._blocks.close():
+                        pass
+                if said.content or said.reasoning or self._n_complete > self._n_told:
+                    yield msgspec.json.encode(self._line(said.content, said.reasoning)) + b"\n"
+                if delta.finish_reason is not None:
+                    yield msgspec.json.encode(self._line("", "", delta)) + b"\n"
+
+    @property
+    def _n_complete(self) -> int:
+        return sum(call.closed for call in self._blocks.calls())
+
+    def _line(self, content: str, thinking: str, last: Delta | None = None) -> OllamaReply:
+        reply = OllamaReply(model=self._call.model, created_at=_now())
+        thoughts = thinking or UNSET
+        if self._is_chat:
+            calls = self._blocks.calls()[self._n_told : None if last is not None else self._n_complete]
+            self._n_told += len(calls)
+            told = [OutCall(OutFunction(c.name, c.arguments), c.call_id) for c in calls]
+            reply.message = OutOllamaMessage(content, thinking=thoughts, tool_calls=told or UNSET)
+        else:
+            reply.response, reply.thinking = content, thoughts
+        if last is not None:
+            self._count(reply, last)
+        return reply
+
+    def _count(self, reply: OllamaReply, last: Delta) -> None:
+        """What it took, in the last line."""
+        reply.done, finish = True, self._generation.finish_of(last)
+        reply.done_reason = "length" if finish == "length" else "stop"
+        timings, usage = self._generation.handle.requests[0].timings, self._generation.usage
+        begun = timings.first_scheduled_s or timings.queued_s
+        first, end = timings.first_token_s or begun, timings.last_token_s or begun
+        reply.total_duration = int((time.perf_counter() - self._call.arrived_s) * 1e9)
+        reply.load_duration = 0
+        reply.prompt_eval_count, reply.prompt_eval_duration = usage.prompt_tokens, int((first - begun) * 1e9)
+        reply.eval_count, reply.eval_duration = usage.completion_tokens, int((end - first) * 1e9)
+
+
+def tags(models: Models, scope: Scope) -> Response:
+    """The language models, in Ollama's shape."""
+    return _json(OllamaModels([_model(b, name) for b in models.of_kind(TextBackend) for name in b.model.names]))
+
+
+async def show(backend: TextBackend, call: Call, asked: OllamaShowRequest) -> ASGIApp:
+    template = backend.model.chat_template
+    details, thinks = _details(backend), ["thinking"] if backend.speech.thoughts else []
+    architecture = details.family
+    info = {"general.architecture": architecture, f"{architecture}.context_length": backend.model.max_context}
+    return _json(
+        OllamaShowReply(
+            details, info, ["completion", *(["tools"] if template else []), *thinks],
+            "" if template is None else template.source, _time(backend.model.created),
+            license=str(backend.model.metadata.get("license", "")),
+        )
+    )  # fmt: skip
+
+
+def version(models: Models, scope: Scope) -> Response:
+    return _json(OllamaVersion(__version__))
+
+
+def _params(asked: OllamaRequest) -> SamplingParams:
+    """raises RequestError naming the option"""
+    given: dict[str, Any] = {}
+    for name, value in (asked.options or {}).items():
+        if name in _OPTIONS and value is not None:
+            given[_OPTIONS[name]] = value
+        elif name not in _HARMLESS and name not in _OPTIONS:
+            raise RequestError(
+                f"options has no {name!r:.60}", nearest(name, [*_OPTIONS, *_HARMLESS]), "correct options", "options"
+            )
+    if given.get("max_tokens") in (-1, -2):  # to the end of the context, which is what happens
+        del given["max_tokens"]
+    if isinstance(given.get("stop"), list):
+        given["stop"] = tuple(given["stop"])
+    try:
+        return SamplingParams(**given, structured_outputs=_form(asked.format))
+    except RequestError as error:
+        theirs = next((theirs for theirs, ours in _OPTIONS.items() if ours == error.param), error.param)
+        raise RequestError(f"options: {error.what}", error.expected, error.mend, theirs) from None
+
+
+def _form(asked: str | Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+    if asked is None or asked == "":
+        return None
+    if isinstance(asked, str):
+        if asked != "json":
+            raise RequestError(f"format is {asked!r:.60}", '"json", or a JSON schema', "correct format", "format")
+        return StructuredOutputsParams(json_object=True, asked_as="format")
+    return StructuredOutputsParams(json=asked, asked_as="format")
+
+
+def _rendering(think: bool | str | None) -> Rendering:
+    return PLAINLY if think is None else Rendering({"enable_thinking": bool(think)})
+
+
+def _message(i: int, message: OllamaMessage) -> Message:
+    if message.images:
+        raise RequestError(f"messages[{i}] has images", "text", "send text only", "messages")
+    calls = [
+        ToolCall(CalledFunction(call.function.name, json.dumps(call.function.arguments)), call.id)
+        for call in message.tool_calls or ()
+    ]
+    content = message.content or (None if calls else "")
+    return Message(
+        message.role, content, name=message.tool_name, tool_calls=calls or None, tool_call_id=message.tool_call_id,
+        reasoning_content=message.thinking,
+    )  # fmt: skip
+
+
+def _tools(given: list[dict[str, Any]] | None) -> Tools | None:
+    return tools_of(given, None, None) if given else None
+
+
+def _model(backend: TextBackend, name: str) -> OllamaModel:
+    digest = str(backend.model.metadata.get("engine", ""))
+    return OllamaModel(name, name, _time(backend.model.created), digest, _details(backend))
+
+
+def _details(backend: Backend) -> OllamaDetails:
+    known = backend.model.metadata
+    family = str(known.get("architecture", ""))
+    return OllamaDetails(family, [family], str(known.get("precision", "")))
+
+
+def _now() -> str:
+    return _time(time.time())
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def _json(reply: Struct) -> Response:
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+def _posted(
+    path: str, handler: Posted, what: str, request: type[Body], reply: type[Struct], example: Mapping[str, object]
+) -> Endpoint:
+    event = reply if "stream" in request.__struct_fields__ else None
+    operation = Operation(
+        "POST", path, what, True, request, reply, event, example=example, error=OllamaError, stream_type=LINES
+    )  # fmt: skip
+    return Endpoint(operation, handler, TextBackend)
+
+
+_BRIEFLY = {"options": {"num_predict": 64}}
+_CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], **_BRIEFLY}
+_PROMPT = {"prompt": "Tell me a story.", **_BRIEFLY}
+OLLAMA = Protocol(
+    (
+        _posted(
+            "/api/chat", chat, "Answer a conversation, as Ollama's clients ask", OllamaChatRequest, OllamaReply, _CHAT
+        ),
+        _posted("/api/generate", generate, "Answer a prompt", OllamaGenerateRequest, OllamaReply, _PROMPT),
+        _posted("/api/show", show, "What is known of a model", OllamaShowRequest, OllamaShowReply, {}),
+        get("/api/tags", tags, "The models", OllamaModels, protected=True),
+        get("/api/ps", tags, "The models, which are all loaded", OllamaModels, protected=True),
+        get("/api/version", version, "Release", OllamaVersion),
+    ),
+    write_error,
+    any_type=True,
+)

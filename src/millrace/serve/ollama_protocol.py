@@ -1,0 +1,148 @@
+"""What Ollama's clients may ask, and what goes back to them. source: Ollama's docs/api.md, 0.12"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from millrace.serve.protocol import Body, described
+
+
+class OllamaRequest(Body, kw_only=True):
+    NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "images": ([],), "suffix": ("",), "template": ("",), "context": ([],), "logprobs": (False,),
+        "top_logprobs": (0,),
+    }  # fmt: skip
+    OTHERS: ClassVar = frozenset(["truncate", "shift"])
+
+    model: Annotated[str | None, described("one of /api/tags; may be left out")] = None
+    options: Annotated[dict[str, Any] | None, described("num_predict, temperature, top_k, top_p, seed, stop, ...")] = (
+        None
+    )
+    format: Annotated[str | dict[str, Any] | None, described('"json", or a JSON schema')] = None
+    keep_alive: Annotated[float | str | None, described("the model stays as long as the server does")] = None
+    think: Annotated[bool | str | None, described("for templates with enable_thinking")] = None
+    stream: Annotated[bool | None, described("lines of JSON instead of one answer", True)] = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None:  # the tag that clients put behind every name
+            self.model = self.model.removesuffix(":latest")
+
+
+class OllamaFunction(Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: dict[str, Any]
+    index: int | None = None
+
+
+class OllamaCall(Struct, forbid_unknown_fields=True):
+    function: OllamaFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class OllamaMessage(Struct, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    images: list[Any] | None = None
+
+
+class OllamaChatRequest(OllamaRequest, kw_only=True):
+    messages: Annotated[list[OllamaMessage], described("the conversation so far")]
+    tools: Annotated[list[dict[str, Any]] | None, described("functions that may be called")] = None
+
+
+class OllamaGenerateRequest(OllamaRequest, kw_only=True):
+    prompt: Annotated[str, described("what the user says; with raw, the whole prompt")] = ""
+    system: Annotated[str | None, described("what goes before it")] = None
+    raw: Annotated[bool | None, described("no chat template", False)] = None
+
+
+class OutFunction(Struct):
+    name: str
+    arguments: dict[str, Any]
+
+
+class OutCall(Struct):
+    function: OutFunction
+    id: str
+
+
+class OutOllamaMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OutCall] | UnsetType = UNSET
+
+
+class OllamaReply(Struct, kw_only=True):
+    """A line of a stream, or all of it. Durations are nanoseconds; those and the counts are in the last one."""
+
+    model: str
+    created_at: str
+    message: OutOllamaMessage | UnsetType = UNSET
+    response: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    done: bool = False
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class OllamaDetails(Struct):
+    family: str
+    families: list[str]
+    quantization_level: str
+    parent_model: str = ""
+    format: str = "millrace"
+    parameter_size: str = ""
+
+
+class OllamaModel(Struct):
+    name: str
+    model: str
+    modified_at: str
+    digest: str
+    details: OllamaDetails
+    size: int = 0
+
+
+class OllamaModels(Struct):
+    models: list[OllamaModel]
+
+
+class OllamaShowRequest(Body, kw_only=True):
+    OTHERS: ClassVar = frozenset(["verbose", "name"])
+
+    model: Annotated[str | None, described("one of /api/tags")] = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            self.model = self.model.removesuffix(":latest")
+
+
+class OllamaShowReply(Struct):
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    template: str
+    modified_at: str
+    parameters: str = ""
+    license: str = ""
+    modelfile: str = ""
+
+
+class OllamaVersion(Struct):
+    version: str
+
+
+class OllamaError(Struct):
+    error: str

@@ -1,0 +1,297 @@
+"""POST /v1/responses: OpenAI's newer protocol, whole, as a stream of events, or in the background.
+
+What is stored can be asked for, cancelled and deleted by its id, and gone on from by the next request.
+"""
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp, Scope
+
+from millrace.errors import RequestError
+from millrace.runtime.params import Delta
+from millrace.serve.backend import Models
+from millrace.serve.blocks import Block, Blocks, Kind, Turn
+from millrace.serve.conversation import Conversation, Rendering
+from millrace.serve.errors import Problem
+from millrace.serve.generation import EventStream, Generation, GenerationFailedError, StreamForm, converse
+from millrace.serve.protocol import CalledFunction, Message, ToolCall
+from millrace.serve.responses_input import check_told, messages_of, params_of, tools_of_response
+from millrace.serve.responses_protocol import (
+    CallItem,
+    DeletedReply,
+    IncompleteDetails,
+    InputTokensDetails,
+    Item,
+    MessageItem,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
+    ResponseError,
+    ResponseEvent,
+    ResponseReply,
+    ResponsesRequest,
+    ResponseUsage,
+)
+from millrace.serve.responses_store import Kept, Responses
+from millrace.serve.serving import LARGE_BODY
+from millrace.serve.text import TextBackend
+from millrace.serve.wire import CALL, Call
+
+
+async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> ASGIApp:
+    """The response, or the stream that will be one. raises MillraceError"""
+    before = (
+        backend.responses.get(asked.previous_response_id, call.tenant, "previous_response_id")
+        if asked.previous_response_id
+        else None
+    )
+    if asked.background and asked.store is False:
+        raise RequestError(
+            "background is true, and store is false",
+            "a response that is kept, to be asked for",
+            "leave store out",
+            "store",
+        )
+    new = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(messages_of, asked.input))
+    said = [*(before.messages if before else ()), *new]
+    system = [Message("system", asked.instructions)] if asked.instructions else []
+    conversation = Conversation(
+        messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
+        rendering=Rendering(asked.chat_template_kwargs or {}),
+    )  # fmt: skip
+    asked.input = ""  # decoded it may be many times the body, and the answer may take minutes
+    check_told(asked)
+    generation = await converse(backend, call, conversation)
+    answer = _Answer(generation, asked, call.model)
+    n_bytes = call.body_bytes + (before.n_bytes if before else 0)
+    store = None if asked.store is False else backend.responses
+    kept = _kept(answer, said, n_bytes, call.tenant, store)
+    if asked.stream:
+        return EventStream(generation, _followed(answer, kept), _form(answer))
+    if asked.background:
+        backend.in_background(_answered(answer, kept))
+        return _json(answer.reply)
+    await _answered(answer, kept, raises=True)
+    return _json(answer.reply)
+
+
+async def _answered(answer: "_Answer", kept: AbstractContextManager[None], raises: bool = False) -> None:
+    """raises: GenerationFailedError, unless it was cancelled"""
+    with contextlib.suppress(*(() if raises else (GenerationFailedError,))), kept:
+        async with answer.generation:
+            async for deltas in answer.generation:
+                answer.take(deltas)
+
+
+async def _followed(answer: "_Answer", kept: AbstractContextManager[None]) -> AsyncIterator[bytes]:
+    with kept:
+        async for block in answer.stream():
+            yield block
+    if answer.reply.status == "cancelled":
+        yield answer.last_event()
+
+
+@contextlib.contextmanager
+def _kept(answer: "_Answer", said: list[Message], n_bytes: int, tenant: str, store: Responses | None) -> Iterator[None]:
+    """While it is being answered, and after: for whoever asks for it by its id. store: None: for nobody"""
+    kept = Kept(answer.reply, said, n_bytes, tenant, answer.cancel)
+    if store is not None:
+        store.keep(kept)
+    try:
+        yield
+    except GenerationFailedError as error:
+        if not answer.is_cancelled:
+            answer.fail(error.problem)
+            raise
+    finally:
+        answer.end()
+        message = answer.message
+        kept.cancel, kept.messages = None, [*said, message]
+        if store is not None:
+            store.changed(kept, n_bytes + answer.n_bytes)
+
+
+def retrieve(models: Models, scope: Scope) -> Response:
+    """A stored response, complete or not."""
+    return _json(_stored(models, scope).reply)
+
+
+def cancel(models: Models, scope: Scope) -> Response:
+    """End a response that is being answered; one that is complete stays what it is."""
+    kept = _stored(models, scope)
+    if kept.cancel is not None:
+        kept.cancel()
+    return _json(kept.reply)
+
+
+def delete(models: Models, scope: Scope) -> Response:
+    response_id = _stored(models, scope).reply.id
+    models.serving.responses.delete(response_id)
+    return _json(DeletedReply(response_id))
+
+
+def _stored(models: Models, scope: Scope) -> Kept:
+    """The one that is asked for; others' are not there. raises HttpError with 404"""
+    call: Call = scope[CALL]
+    return models.serving.responses.get(scope["path_params"]["response_id"], call.tenant)
+
+
+class _Answer:
+    """One response under way: its reply is what is known so far."""
+
+    def __init__(self, generation: Generation, asked: ResponsesRequest, model: str) -> None:
+        self.generation = generation
+        self._blocks = Blocks(generation.new_call_id)
+        self._n_events, self.is_cancelled = 0, False
+        self._item_ids: list[str] = []
+        params = generation.params
+        self.reply = ResponseReply(
+            id=f"resp_{uuid.uuid4().hex}", created_at=int(time.time()), model=model, status="in_progress", output=[],
+            instructions=asked.instructions, max_output_tokens=asked.max_output_tokens,
+            previous_response_id=asked.previous_response_id, temperature=params.temperature, top_p=params.top_p,
+            text=asked.text or {"format": {"type": "text"}}, tools=asked.tools or [],
+            tool_choice=asked.tool_choice or "auto", parallel_tool_calls=asked.parallel_tool_calls is not False,
+            reasoning=asked.reasoning or {"effort": None, "summary": None}, store=asked.store is not False,
+            background=bool(asked.background), metadata=asked.metadata or {}, user=asked.user,
+        )  # fmt: skip
+
+    def take(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self._blocks.take(self.generation.said(delta))
+            if delta.finish_reason is not None:
+                self._finish(delta)
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Blocks of events. raises GenerationFailedError"""
+        head = self._event("response.created", response=self.reply) + self._event(
+            "response.in_progress", response=self.reply
+        )
+        async for deltas in self.generation:
+            yield head + b"".join(self._more(deltas))
+            head = b""
+
+    def fail(self, problem: Problem) -> None:
+        self.reply.status, self.reply.error = "failed", ResponseError(problem.code or "server_error", problem.message)
+
+    def cancel(self) -> None:
+        """By a request of its own."""
+        self.is_cancelled, self.reply.status = True, "cancelled"
+        self.generation.handle.cancel()
+
+    def end(self) -> None:
+        """Nobody answers it any more: where it is not complete, what there is remains."""
+        if self.reply.status == "in_progress":
+            self.reply.status = "cancelled"
+        if not self.reply.output:
+            self._settle()
+
+    def last_event(self) -> bytes:
+        """Of a stream that does not come to a regular end."""
+        kind = "failed" if self.reply.status == "failed" else "incomplete"
+        return self._event(f"response.{kind}", response=self.reply)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(len(block.text) for block in self._blocks.all)
+
+    @property
+    def message(self) -> Message:
+        """As the next request's conversation has it."""
+        calls = [ToolCall(CalledFunction(block.name, block.text), block.call_id) for block in self._blocks.calls()]
+        text, thoughts = self._blocks.text(Kind.TEXT), self._blocks.text(Kind.REASONING)
+        content = text if text or not calls else None
+        return Message("assistant", content, tool_calls=calls or None, reasoning_content=thoughts or None)
+
+    def _more(self, deltas: list[Delta]) -> Iterator[bytes]:
+        for delta in deltas:
+            for happened in self._blocks.add(self.generation.said(delta)):
+                yield from self._events(*happened)
+            if delta.finish_reason is not None:
+                for happened in self._blocks.close():
+                    yield from self._events(*happened)
+                self._finish(delta)
+                yield self._event(f"response.{self.reply.status}", response=self.reply)
+
+    def _finish(self, last: Delta) -> None:
+        is_cut_off = self.generation.finish_of(last) == "length"
+        self._settle(is_cut_off)
+        self.reply.status = "incomplete" if is_cut_off else "completed"
+        self.reply.incomplete_details = IncompleteDetails("max_output_tokens") if is_cut_off else None
+
+    def _settle(self, is_cut_off: bool = False) -> None:
+        """What there is goes into the reply, with what it took."""
+        blocks = self._blocks.all
+        self.reply.output = [
+            self._item(block, "incomplete" if is_cut_off and block is blocks[-1] else "completed") for block in blocks
+        ]
+        usage = self.generation.usage
+        self.reply.usage = ResponseUsage(
+            usage.prompt_tokens, InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens, OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
+            usage.total_tokens,
+        )  # fmt: skip
+
+    def _item(self, block: Block, status: str, text: str | None = None) -> Item:
+        """text: another one than the block's"""
+        while len(self._item_ids) <= block.index:
+            self._item_ids.append(uuid.uuid4().hex)
+        own_id, text = self._item_ids[block.index], block.text if text is None else text
+        match block.kind:
+            case Kind.TEXT:
+                return MessageItem(f"msg_{own_id}", [OutputText(text)] if text else [], status)
+            case Kind.REASONING:
+                return ReasoningItem(f"rs_{own_id}", [ReasoningText(text)] if text else [], status)
+            case Kind.CALL:
+                return CallItem(f"fc_{own_id}", block.call_id, block.name, text, status)
+
+    def _events(self, turn: Turn, block: Block, text: str) -> Iterator[bytes]:
+        item = self._item(
+            block, "completed" if turn is Turn.CLOSED else "in_progress", None if turn is Turn.CLOSED else ""
+        )
+        i, item_id = block.index, item.id
+        at = {"output_index": i, "item_id": item_id}
+        if block.kind is not Kind.CALL:
+            at["content_index"] = 0
+        name = {Kind.TEXT: "output_text", Kind.REASONING: "reasoning_text", Kind.CALL: "function_call_arguments"}[
+            block.kind
+        ]
+        part = OutputText if block.kind is Kind.TEXT else ReasoningText
+        logprobs = {"logprobs": list[object]()} if block.kind is Kind.TEXT else {}
+        match turn:
+            case Turn.OPENED:
+                yield self._event("response.output_item.added", output_index=i, item=item)
+                if block.kind is not Kind.CALL:
+                    yield self._event("response.content_part.added", **at, part=part(""))
+            case Turn.ADDED:
+                yield self._event(f"response.{name}.delta", **at, delta=text, **logprobs)
+            case Turn.CLOSED:
+                if block.kind is Kind.CALL:
+                    yield self._event(f"response.{name}.done", **at, name=block.name, arguments=block.text)
+                else:
+                    yield self._event(f"response.{name}.done", **at, text=block.text, **logprobs)
+                    yield self._event("response.content_part.done", **at, part=part(block.text))
+                yield self._event("response.output_item.done", output_index=i, item=item)
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        event = ResponseEvent(type=kind, sequence_number=self._n_events, **fields)  # type: ignore[arg-type]
+        self._n_events += 1
+        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _form(answer: _Answer) -> StreamForm:
+    def failed(problem: Problem) -> bytes:
+        return answer.last_event()
+
+    return StreamForm(b"text/event-stream; charset=utf-8", failed)
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(reply), media_type="application/json")

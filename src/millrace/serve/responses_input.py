@@ -1,0 +1,139 @@
+"""What a request for a response says, in the words of the one path that answers: messages, tools, parameters."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from millrace.errors import RequestError, nearest
+from millrace.runtime.params import SamplingParams
+from millrace.runtime.structured import StructuredOutputsParams
+from millrace.serve.errors import not_yet
+from millrace.serve.protocol import CalledFunction, Message, ToolCall
+from millrace.serve.responses_protocol import ResponsesRequest
+from millrace.serve.structured import response_format
+from millrace.serve.tools import Tools, tools_of
+
+MAX_TOLD_BYTES = 128 * 1024
+_ROLES = ("system", "developer", "user", "assistant")
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_FUNCTION = {"type", "name", "description", "parameters", "strict"}
+_FORMAT = {"type", "name", "schema", "strict", "description"}
+
+
+def params_of(asked: ResponsesRequest) -> SamplingParams:
+    """raises RequestError naming the field as the client wrote it"""
+    try:
+        return SamplingParams(
+            max_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed,
+            structured_outputs=_form(asked.text),
+        )  # fmt: skip
+    except RequestError as error:
+        if error.param != "max_tokens":
+            raise
+        what, mend = (text.replace("max_tokens", "max_output_tokens") for text in (error.what, error.mend))
+        raise RequestError(what, error.expected, mend, "max_output_tokens") from None
+
+
+def check_told(asked: ResponsesRequest) -> None:
+    """What is given back as it came is kept as long as the response. raises RequestError where it is large"""
+    for name in ("reasoning", "text", "metadata", "chat_template_kwargs"):
+        n_bytes = len(msgspec.json.encode(getattr(asked, name)))
+        if n_bytes > MAX_TOLD_BYTES:
+            raise RequestError(f"{name} has {n_bytes} bytes", f"at most {MAX_TOLD_BYTES}", f"shorten {name}", name)
+
+
+def _form(text: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+    """`text.format` is a chat's `response_format` with the schema's fields one level higher."""
+    for name in text or ():
+        if name not in ("format", "verbosity"):
+            raise RequestError(f"text has no {name!r:.60}", '"format"', "correct text", "text")
+    given = (text or {}).get("format")
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise RequestError(f"text.format is of type {type(given).__name__}", "an object", "correct text", "text")
+    for name in given:
+        if name not in _FORMAT:
+            raise RequestError(f"text.format has no {name!r:.60}", nearest(name, _FORMAT), "correct text", "text")
+    described = {name: value for name, value in given.items() if name != "type"}
+    return response_format({"type": given.get("type"), **({"json_schema": described} if described else {})})
+
+
+def tools_of_response(asked: ResponsesRequest) -> Tools | None:
+    """Functions stand one level higher here than in a chat. raises RequestError naming the field"""
+    given: list[dict[str, object]] = []
+    for i, tool in enumerate(asked.tools or ()):
+        if tool.get("type") != "function":
+            raise not_yet(f"tools[{i}] of the type {tool.get('type')!r:.60}", 'send tools of the type "function"')
+        for name in tool:
+            if name not in _FUNCTION:
+                raise RequestError(
+                    f"tools[{i}] has no {name!r:.60}", nearest(name, _FUNCTION), "correct tools", "tools"
+                )
+        function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+        given.append({"type": "function", "function": function})
+    choice: object = asked.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return tools_of(given, choice, asked.parallel_tool_calls)
+
+
+def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
+    """raises RequestError naming the item"""
+    if isinstance(given, str):
+        return [Message("user", given)]
+    messages: list[Message] = []
+    thoughts = ""  # of the assistant's next message
+    for i, item in enumerate(given):
+        where = f"input[{i}]"
+        match item:
+            case {"type": "reasoning"}:
+                thoughts = _texts(item.get("content") or [], f"{where}.content")
+                continue
+            case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+                call = ToolCall(CalledFunction(name, arguments), call_id)
+                last = messages[-1] if messages else None
+                if last is not None and last.role == "assistant":  # the calls of one turn are one message
+                    last.tool_calls = last.tool_calls or []
+                    last.tool_calls.append(call)
+                else:
+                    messages.append(Message("assistant", None, tool_calls=[call], reasoning_content=thoughts or None))
+            case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
+                messages.append(Message("tool", _texts(output, f"{where}.output"), tool_call_id=call_id))
+            case {"role": str(role), "content": content} if item.get("type", "message") == "message":
+                if role not in _ROLES:
+                    raise _wrong(f"{where}.role is {role!r:.60}", ", ".join(_ROLES))
+                text = _texts(content, f"{where}.content")
+                is_ours = role == "assistant"
+                messages.append(Message(role, text, reasoning_content=(thoughts or None) if is_ours else None))  # type: ignore[arg-type]
+            case {"type": "item_reference"}:
+                raise RequestError(f"{where} is an item_reference", "the item itself", "send the item", "input")
+            case _:
+                raise _wrong(f"{where} is {item!r:.100}", "a message, a function_call, or a function_call_output")
+        thoughts = ""
+    if not messages:
+        raise _wrong("input has no messages", "at least one")
+    return messages
+
+
+def _texts(content: object, where: str) -> str:
+    """A text, or parts of it."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(f"{where} is of type {type(content).__name__}", "a text, or parts of it")
+    texts = []
+    for i, part in enumerate(content):
+        match part:
+            case {"type": str(kind), "text": str(text)} if kind in _TEXTS:
+                texts.append(text)
+            case {"type": "refusal", "refusal": str(text)}:
+                texts.append(text)
+            case _:
+                raise _wrong(f"{where}[{i}] is {part!r:.100}", '{"type": "input_text", "text": ...}')
+    return "\n".join(texts)
+
+
+def _wrong(what: str, expected: str) -> RequestError:
+    return RequestError(what, expected, "correct input; images, files and sound are not read", "input")

@@ -1,0 +1,167 @@
+"""OpenAI's Responses: what clients may ask, and what goes back. source: the API reference of /v1/responses"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from millrace.runtime.params import MAX_LOGPROBS
+from millrace.serve.other_fields import HARMLESS, IGNORED
+from millrace.serve.protocol import Body, described
+
+
+class ResponsesRequest(Body, kw_only=True):
+    """metadata, user and store are given back, as they were sent."""
+
+    OTHERS: ClassVar = (HARMLESS | IGNORED | {"include", "max_tool_calls", "stream_options"}) - {
+        *("store", "metadata", "user", "reasoning", "truncation"),
+    }
+    NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "truncation": ("disabled",), "conversation": (), "prompt": (), "context_management": (),
+    }  # fmt: skip
+
+    model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
+    input: Annotated[str | list[dict[str, Any]], described("a text, or items: messages, calls and their outputs")]
+    instructions: Annotated[str | None, described("a system message for this response alone")] = None
+    previous_response_id: Annotated[str | None, described("a stored response, which this one goes on from")] = None
+    max_output_tokens: Annotated[int | None, described("tokens of the answer at most", low=1)] = None
+    temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
+    top_p: Annotated[float | None, described("the likeliest tokens that together are so probable")] = None
+    top_logprobs: Annotated[int | None, described("alternatives per token", 0, 0, MAX_LOGPROBS)] = None
+    text: Annotated[
+        dict[str, Any] | None, described('{"format": {"type": "text" | "json_object" | "json_schema"}}')
+    ] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, described('{"type": "function", "name", "description", "parameters"} of each tool')
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        described('"none", "auto", "required" or {"type": "function", "name": ...}', "auto"),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, described("an answer may have several calls", True)] = None
+    reasoning: Annotated[dict[str, Any] | None, described("taken; models think as their templates say")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, described("further variables for the chat template")] = None
+    seed: Annotated[int | None, described("the same seed, the same answer")] = None
+    store: Annotated[bool | None, described("keep the response for a while, to be asked for or gone on from", True)] = (
+        None
+    )
+    background: Annotated[bool | None, described("answer at once, and be asked for the result later", False)] = None
+    stream: Annotated[bool | None, described("server-sent events instead of one answer", False)] = None
+    metadata: Annotated[dict[str, str] | None, described("given back")] = None
+    user: Annotated[str | None, described("given back")] = None
+
+
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class MessageItem(Struct, tag_field="type", tag="message"):
+    id: str
+    content: list[OutputText]
+    status: str
+    role: Literal["assistant"] = "assistant"
+
+
+class CallItem(Struct, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+class ReasoningItem(Struct, tag_field="type", tag="reasoning"):
+    id: str
+    content: list[ReasoningText]
+    status: str
+    summary: list[Any] = []
+
+
+Item = MessageItem | CallItem | ReasoningItem
+
+
+class InputTokensDetails(Struct):
+    cached_tokens: int
+
+
+class OutputTokensDetails(Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct):
+    reason: Literal["max_output_tokens"]
+
+
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class ResponseReply(Struct, kw_only=True):
+    id: str
+    created_at: int
+    model: str
+    status: Status
+    output: list[Item]
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    usage: ResponseUsage | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: dict[str, Any]
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    store: bool
+    background: bool
+    metadata: dict[str, str]
+    user: str | None = None
+    truncation: Literal["disabled"] = "disabled"
+    object: Literal["response"] = "response"
+
+
+class ResponseEvent(Struct, kw_only=True):
+    """One event of a stream: of the type in its `type`, with what such an event carries."""
+
+    type: str
+    sequence_number: int
+    response: ResponseReply | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    item: Item | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+    code: str | UnsetType = UNSET
+    message: str | UnsetType = UNSET
+
+
+class DeletedReply(Struct):
+    id: str
+    deleted: bool = True
+    object: Literal["response.deleted"] = "response.deleted"

@@ -1,0 +1,147 @@
+"""What a conversation says of tools: read, checked, and what an answer that has to call one is held to."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from millrace.checkpoint.tool_calls.formats import ToolFormat
+from millrace.checkpoint.tool_calls.lark import calls_grammar, free_grammar
+from millrace.errors import RequestError, nearest
+from millrace.runtime.grammar import in_one_layout
+from millrace.runtime.structured import StructuredOutputsParams
+from millrace.serve.errors import not_yet
+
+MAX_TOOLS = 128  # as OpenAI
+MAX_TOOL_BYTES = 256 * 1024  # of all of them, as JSON: they are held as long as their answer takes
+MOST_CALLS = 16  # of one answer: a small model would go on for ever
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
+_TOOL = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
+_CHOICES = '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+_OF_FUNCTION = {"name": str, "description": str, "parameters": dict, "strict": bool}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """Those of one conversation.
+
+    specs: as clients write them, and chat templates read them
+    must: one of them is called at least; only: this one; parallel: an answer may have several calls
+    """
+
+    specs: Sequence[Mapping[str, object]]
+    schemas: Mapping[str, Mapping[str, object]]  # of the arguments, by the tool's name
+    strict: bool = False  # calls that the model makes by itself keep to the schemas
+    must: bool = False
+    only: str | None = None
+    parallel: bool = True
+
+    @property
+    def most(self) -> int:
+        """Calls that an answer may have."""
+        return MOST_CALLS if self.parallel and self.only is None else 1
+
+    def form(
+        self, of: ToolFormat, special: Callable[[str], int | None], beside: StructuredOutputsParams | None
+    ) -> StructuredOutputsParams | None:
+        """What the answer is held to; beside: what a text would be. raises RequestError where both cannot be"""
+        schemas = {self.only: self.schemas[self.only]} if self.only else self.schemas
+        held = {name: in_one_layout(schema) for name, schema in schemas.items()}
+        if self.must:
+            if beside is not None:
+                raise RequestError(
+                    f"tool_choice asks for a call, and {beside.asked_as} for another form", "one of them",
+                    f'leave {beside.asked_as} out, or set tool_choice to "auto"', "tool_choice",
+                )  # fmt: skip
+            return StructuredOutputsParams(grammar=calls_grammar(of, held, special, most=self.most), asked_as="tools")
+        if beside is not None:
+            if beside.kind not in ("json", "json_object"):
+                raise RequestError(
+                    f"{beside.asked_as} stands beside tools", "a JSON schema beside tools", "leave one of them out",
+                    beside.asked_as,
+                )  # fmt: skip
+            schema = in_one_layout(beside.schema())
+            text = calls_grammar(of, held, special, most=self.most, or_json=schema)
+            return StructuredOutputsParams(grammar=text, asked_as=beside.asked_as)
+        if not self.strict:
+            return None
+        return StructuredOutputsParams(grammar=free_grammar(of, held, special, most=self.most), asked_as="tools")
+
+
+def tools_of(tools: Sequence[Mapping[str, object]] | None, choice: object, parallel: bool | None) -> Tools | None:
+    """OpenAI's three fields; None where nothing may be called. raises RequestError naming the field"""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice is set, but there are no tools", "both", "send tools", "tool_choice")
+        return None
+    if len(tools) > MAX_TOOLS:
+        raise _wrong(f"tools has {len(tools)} of them", f"at most {MAX_TOOLS}")
+    if (n_bytes := len(msgspec.json.encode(tools))) > MAX_TOOL_BYTES:
+        raise _wrong(f"tools has {n_bytes} bytes", f"at most {MAX_TOOL_BYTES}")
+    functions = [_function(i, tool) for i, tool in enumerate(tools)]
+    schemas: dict[str, Mapping[str, object]] = {}
+    for i, function in enumerate(functions):
+        name = str(function["name"])
+        if name in schemas:
+            raise _wrong(f"tools[{i}] has the name {name!r} again", "one tool of each name")
+        schemas[name] = _schema(function.get("parameters"))
+    must, only = _chosen(choice, schemas)
+    if choice == "none":
+        return None
+    strict = any(function.get("strict") for function in functions)
+    return Tools(
+        specs=tools, schemas=schemas, strict=strict, must=must, only=only, parallel=parallel is not False
+    )  # fmt: skip
+
+
+def _function(i: int, tool: Mapping[str, object]) -> Mapping[str, object]:
+    kind = tool.get("type")
+    if kind != "function":
+        raise _wrong(f"tools[{i}].type is {kind!r:.60}", '"function": this server has no tools of its own')
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise _wrong(f"tools[{i}] has no function", _TOOL)
+    for given, known, where in (
+        (tool, ("type", "function"), f"tools[{i}]"), (function, _OF_FUNCTION, f"tools[{i}].function")
+    ):  # fmt: skip
+        for field_name in given:
+            if field_name not in known:
+                raise _wrong(f"{where} has no {field_name!r:.60}", nearest(str(field_name), known))
+    for key, wanted in _OF_FUNCTION.items():
+        value = function.get(key)
+        if value is not None and not isinstance(value, wanted):
+            raise _wrong(f"tools[{i}].function.{key} is of type {type(value).__name__}", _TOOL)
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        what = f"tools[{i}] has no name" if not name else f"tools[{i}].function.name is {name!r:.80}"
+        raise _wrong(what, "1 to 64 letters, digits and _ . : / -")
+    return function
+
+
+def _schema(parameters: object) -> Mapping[str, object]:
+    """Of a call's arguments, which are always an object, and none but those that are named unless it is said."""
+    given = parameters if isinstance(parameters, Mapping) else {}
+    return {"type": "object", "properties": {}, "additionalProperties": False, **given}
+
+
+def _chosen(choice: object, schemas: Mapping[str, object]) -> tuple[bool, str | None]:
+    """(one must be called, which one)"""
+    match choice:
+        case None | "none" | "auto":
+            return False, None
+        case "required":
+            return True, None
+        case {"type": "function", "function": {"name": str(name)}}:
+            if name not in schemas:
+                raise RequestError(
+                    f"tool_choice names {name!r:.80}", nearest(name, schemas), "name one of tools", "tool_choice"
+                )
+            return True, name
+        case {"type": str(kind)} if kind != "function":
+            raise not_yet(f'tool_choice of the type "{kind[:60]}"', f"send {_CHOICES}")
+    raise RequestError(f"tool_choice is {choice!r:.80}", _CHOICES, "correct tool_choice", "tool_choice")
+
+
+def _wrong(what: str, expected: str) -> RequestError:
+    return RequestError(what, expected, "correct tools", "tools")

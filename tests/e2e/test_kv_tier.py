@@ -1,0 +1,46 @@
+"""KV pages in a file: the same tokens with a hit, a miss, after eviction and after a restart."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace import LLM, SamplingParams
+from millrace.errors import ConfigError
+from millrace.runtime.open import Opened
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+PROMPTS = [
+    f"{word} and the miller went to the mill and the river ran past it. " * 12 for word in ("Fox", "Owl", "Cat", "Hen")
+]
+
+
+def asked(llm: LLM, prompts: list[str]) -> list[tuple[list[int], int]]:
+    """Of each, one after the other: its tokens, and how many of its prompt were known."""
+    answers = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+    return [(answer.outputs[0].token_ids, answer.num_cached_tokens or 0) for answer in answers]
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_bits_do_not_depend_on_where_pages_were(kv: str, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"kv_cache_dtype": kv, "max_context": 512, "max_batch": 1, "tune": 0}
+    with LLM("tiny", **common, prefix_cache=False) as llm:
+        plain = [tokens for tokens, _ in asked(llm, PROMPTS)]
+        small = llm._opened.engine.page_bytes * 8
+    common |= {"kv_memory": small, "kv_tier": str(tmp_path / "tier"), "kv_tier_size": 64 * 2**20}
+    with LLM("tiny", **common) as llm:
+        first = asked(llm, PROMPTS)
+        again = asked(llm, PROMPTS)
+        assert isinstance(llm._opened, Opened) and llm._opened.tier is not None and llm._opened.tier.n_found > 0, (
+            "eight pages hold one of them"
+        )
+    with LLM("tiny", **common) as llm:
+        restarted = asked(llm, PROMPTS)
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again] == plain
+    assert [tokens for tokens, _ in restarted] == plain
+    assert all(n > 128 for _, n in again) and all(n > 128 for _, n in restarted[:3])
+
+
+def test_it_needs_the_prefix_cache(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prefix"):
+        LLM("tiny", max_context=256, tune=0, prefix_cache=False, kv_tier=str(tmp_path / "tier"))

@@ -1,0 +1,15 @@
+"""The load of the nights, for some seconds: many clients of one long prompt, of whom a third goes away."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.load.__main__ import main
+
+
+def test_200_clients_of_one_prompt(tiny_engine: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = main([str(tiny_engine), "--seconds", "4", "--questions", "12"])
+    outcome = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert code == 0, outcome
+    assert outcome["wrong"] == 0 and outcome["left"] > 20 and outcome["tokens_reused"] > 0.8

@@ -1,0 +1,100 @@
+"""What a server shows of itself: traces of requests, the timeline, the playground's page, receipts."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.live import Live
+from tests.support.command_line import run_process
+
+CHAT = "/v1/chat/completions"
+
+
+def ask(tiny: Live, request_id: str, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "Tell me of a mill. " * 24}], "max_tokens": 6, "seed": 1, **fields}
+    return httpx.post(tiny.url + CHAT, json=body, headers={"x-request-id": request_id}, timeout=60)
+
+
+def test_a_trace_adds_up(tiny: Live) -> None:
+    usage = ask(tiny, "trace-1", cache_salt="a").json()["usage"]
+    (first,) = httpx.get(tiny.url + "/v1/requests/trace-1/trace").json()["data"]
+    assert first["id"] == "trace-1" and first["prompt_tokens"] == usage["prompt_tokens"]
+    assert first["generated_tokens"] == usage["completion_tokens"] == sum(s["drawn_tokens"] for s in first["steps"])
+    # every token but the last drawn one was computed: those of the prompt, and each drawn one to draw the next
+    computed = sum(s["prompt_tokens"] + s["drawn_tokens"] for s in first["steps"])
+    assert computed == usage["prompt_tokens"] + usage["completion_tokens"] - 1 and first["cached_tokens"] == 0
+    assert 0 <= first["queued_ms"] <= first["first_token_ms"] <= first["total_ms"]
+    times = [step["at_ms"] for step in first["steps"]]
+    assert times == sorted(times) and all(step["took_ms"] > 0 for step in first["steps"])
+    ask(tiny, "trace-2", cache_salt="a")
+    (second,) = httpx.get(tiny.url + "/v1/requests/trace-2/trace").json()["data"]
+    assert second["cached_tokens"] > 0 and second["prefill_saved_ms"] > 0
+    assert sum(s["prompt_tokens"] for s in second["steps"]) + second["cached_tokens"] + 1 == usage["prompt_tokens"]
+
+
+def test_requests_of_one_id_are_told_apart(tiny: Live) -> None:
+    """Clients choose ids: a reply about one is bounded."""
+    for seed in range(12):
+        ask(tiny, "again", seed=seed, max_tokens=1 + seed % 3)
+    found = httpx.get(tiny.url + "/v1/requests/again/trace").json()["data"]
+    assert [one["generated_tokens"] for one in found] == [1 + seed % 3 for seed in range(4, 12)]
+    assert all(sum(step["drawn_tokens"] for step in one["steps"]) == one["generated_tokens"] for one in found)
+
+
+def test_an_unknown_request_has_no_trace(tiny: Live) -> None:
+    reply = httpx.get(tiny.url + "/v1/requests/none/trace")
+    assert reply.status_code == 404 and "x-request-id" in reply.json()["error"]["message"]
+
+
+def test_the_timeline_shows_who_was_in_which_step(tiny: Live) -> None:
+    ask(tiny, "<b>line", n=2)  # an id that is not sane is replaced
+    ask(tiny, "line-7", n=2)
+    page = httpx.get(tiny.url + "/timeline")
+    assert page.headers["content-type"].startswith("text/html") and "<script" not in page.text
+    assert "line-7 0" in page.text and "line-7 1" in page.text and "prompt tokens" in page.text
+    assert not re.search(r"(src|href)=.http", page.text)
+
+
+def test_the_playground_needs_nobody_else(tiny: Live) -> None:
+    page = httpx.get(tiny.url + "/")
+    assert page.status_code == 200 and "connect-src 'self'" in page.headers["content-security-policy"]
+    assert not re.search(r"https?://", page.text), "no CDN"
+    for path in set(re.findall(r'(?:fetch\(|href=)["`](/[\w/.]*)', page.text)) - {"/v1/requests/"}:
+        assert httpx.get(tiny.url + path).status_code in (200, 405), path
+
+
+def test_an_answer_with_a_receipt(tiny: Live) -> None:
+    reply = ask(tiny, "r-1", receipt=True, n=2).json()["millrace"]
+    receipt = reply["receipt"]
+    assert receipt["path"] == CHAT and receipt["seed"] == reply["seed"] == 1 and len(receipt["answers"]) == 2
+    assert len(set(receipt["answers"])) == 2 and receipt["engine"] and receipt["release"]
+    again = ask(tiny, "r-2", receipt=True, n=2).json()["millrace"]["receipt"]
+    assert again == receipt
+    other = ask(tiny, "r-3", receipt=True, n=2, seed=2).json()["millrace"]["receipt"]
+    assert other["prompt"] == receipt["prompt"] and other["answers"] != receipt["answers"]
+    refused = ask(tiny, "r-4", receipt=True, stream=True)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "receipt"
+
+
+def test_a_receipt_is_verified_by_a_server_of_its_own(tiny: Live, tiny_engine: Path, tmp_path: Path) -> None:
+    request: dict[str, Any] = {"prompt": "Once upon a", "max_tokens": 8, "receipt": True}
+    response = tiny.post("/v1/completions", request).json()
+    asked, told = tmp_path / "request.json", tmp_path / "response.json"
+    asked.write_text(json.dumps(request))
+    told.write_text(json.dumps(response))
+    command = ["verify", str(tiny_engine), str(asked), str(told)]
+    done = run_process(command, tmp_path / "cache")
+    assert done.code == 0 and "the same: 1 answer" in done.err
+    told.write_text(json.dumps({**response, "choices": [{**response["choices"][0], "text": "another"}]}))
+    done = run_process(command, tmp_path / "cache")
+    assert done.code == 2 and "choices are not what its tokens say" in done.err
+    response["millrace"]["receipt"]["answers"] = ["0" * 32]
+    told.write_text(json.dumps(response))
+    done = run_process(command, tmp_path / "cache")
+    assert done.code == 2 and "the answer is another one" in done.err
+    told.write_text("{}")
+    done = run_process(command, tmp_path / "cache")
+    assert done.code == 2 and "the response has no receipt" in done.err

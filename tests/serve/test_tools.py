@@ -1,0 +1,105 @@
+"""The fields that tell of tools: how they are said, what is wrong with some, and what answers are held to."""
+
+import json
+from typing import Any
+
+import pytest
+
+from millrace.checkpoint.tool_calls.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS
+from millrace.errors import RequestError
+from millrace.runtime.structured import StructuredOutputsParams
+from millrace.serve.tools import MAX_TOOLS, Tools, tools_of
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add", "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}  # fmt: skip
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+NAMED = {"type": "function", "function": {"name": "now"}}
+
+
+def tools(given: Any = (ADD, NOW), choice: object = None, parallel: bool | None = None) -> Tools:
+    found = tools_of(given, choice, parallel)
+    assert found is not None
+    return found
+
+
+def test_what_is_asked() -> None:
+    auto = tools()
+    assert auto.schemas["add"] == {"additionalProperties": False, **ADD["function"]["parameters"]}
+    assert auto.specs == (ADD, NOW)
+    open_ended = {"type": "function", "function": {"name": "f", "parameters": {"additionalProperties": True}}}
+    assert tools([open_ended]).schemas["f"]["additionalProperties"] is True
+    assert auto.schemas["now"] == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert (auto.must, auto.only, auto.most, auto.strict) == (False, None, 16, False)
+    assert tools(choice="required").must and tools(choice="required", parallel=False).most == 1
+    named = tools(choice=NAMED)
+    assert named.must and named.only == "now" and named.most == 1
+    assert tools([{**ADD, "function": {**ADD["function"], "strict": True}}]).strict
+    for nothing in (tools_of(None, None, None), tools_of([], "none", True), tools_of([ADD], "none", None)):
+        assert nothing is None
+
+
+BAD: list[tuple[Any, Any, str, str]] = [
+    ([{}], None, "tools", "tools[0].type is None"),
+    ([{"type": "web_search"}], None, "tools", "tools[0].type is 'web_search'"),
+    ([{"type": "function"}], None, "tools", "tools[0] has no function"),
+    ([{"type": "function", "function": {}}], None, "tools", "tools[0] has no name"),
+    ([{"type": "function", "function": {"name": ""}}], None, "tools", "tools[0] has no name"),
+    ([{"type": "function", "function": {"name": "a b"}}], None, "tools", "name is 'a b'"),
+    ([{"type": "function", "function": {"name": "a" * 65}}], None, "tools", "name is 'aaaa"),
+    ([{"type": "function", "function": {"name": 3}}], None, "tools", "name is of type int"),
+    ([{"type": "function", "function": {"name": "a", "parameters": []}}], None, "tools", "parameters is of type list"),
+    ([{"type": "function", "function": {"name": "a", "parametres": {}}}], None, "tools", "has no 'parametres'"),
+    ([{"type": "function", "name": "a"}], None, "tools", "tools[0] has no function"),
+    ([ADD, ADD], None, "tools", "has the name 'add' again"),
+    ([ADD] * (MAX_TOOLS + 1), None, "tools", "tools has 129 of them"),
+    (None, "required", "tool_choice", "there are no tools"),
+    ([ADD], "any", "tool_choice", "tool_choice is 'any'"),
+    ([ADD], 3, "tool_choice", "tool_choice is 3"),
+    ([ADD], {"type": "function", "function": {"name": "ad"}}, "tool_choice", "names 'ad'"),
+    ([ADD], {"type": "function"}, "tool_choice", "tool_choice is {"),
+    ([ADD], {"type": "allowed_tools"}, 'tool_choice of the type "allowed_tools"', "not supported yet"),
+]
+
+
+@pytest.mark.parametrize("given, choice, param, says", BAD)
+def test_each_mistake_is_named(given: Any, choice: Any, param: str, says: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        tools_of(given, choice, None)
+    assert refused.value.param == param and says in str(refused.value) and refused.value.expected
+
+
+def lark(of: Any, asked: Tools, special: Any = lambda text: None, beside: Any = None) -> str:
+    form = asked.form(of, special, beside)
+    assert form is not None and isinstance(form.grammar, str)
+    return form.grammar
+
+
+def test_what_a_call_that_must_be_is_held_to() -> None:
+    assert tools().form(HERMES, lambda text: None, None) is None, "a model that may call is free to"
+    one = lark(HERMES, tools(choice=NAMED))
+    assert '"<tool_call>\\n{\\"name\\": \\""' in one and '"now\\", \\"arguments\\": "' in one and "add\\" not in one
+    assert "{0," not in one and "one: call_0\n" in one
+    assert "{0,15}" in lark(HERMES, tools(choice="required")) and "call_1" in lark(LLAMA, tools(choice="required"))
+    ids = {"[TOOL_CALLS]": 9, "[ARGS]": 32}
+    assert lark(MISTRAL, tools(choice=NAMED), ids.get).splitlines()[1].startswith('calls: <[9]> " [{\\"name')
+    newer = lark(MISTRAL_ARGS, tools(choice=NAMED), ids.get)
+    assert "calls: <[9]> one" in newer and 'call_0: "now" <[32]> %json' in newer
+
+
+def test_forms_beside_tools() -> None:
+    schema = StructuredOutputsParams(json={"type": "object", "title": "T"}, asked_as="response_format")
+    both = lark(HERMES, tools(), beside=schema)
+    assert both.startswith("start: calls | answer\nanswer: %json ") and '"title": "T"' in both
+    for choice, beside in (("required", schema), (None, StructuredOutputsParams(regex="a"))):
+        with pytest.raises(RequestError):
+            tools(choice=choice).form(HERMES, lambda text: None, beside)
+
+
+def test_names_are_written_as_json() -> None:
+    odd = [{"type": "function", "function": {"name": "a/b.c:d-e"}}]
+    assert json.dumps("a/b.c:d-e")[1:-1] in lark(HERMES, tools(odd, "required"))

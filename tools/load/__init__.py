@@ -1,0 +1,1 @@
+"""Load on a server of ours, for as long as one likes."""
