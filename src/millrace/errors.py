@@ -1,7 +1,7 @@
 """Every mistake that a caller can make ends in one of these: what was wrong, what was expected, how to mend it."""
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 # Bytes, in UTF-8, of each part of a message; of what is longer the middle is left out.
 LONGEST, _HEAD, _TAIL = 1000, 600, 390
@@ -101,6 +101,13 @@ class BusyError(MillraceError):
         super().__init__(what, expected, mend)
         self.args = (self.what, self.expected, self.mend, retry_after_s)
         self.retry_after_s = retry_after_s
+
+
+def check_names(given: Iterable[object], known: Collection[str], where: str, param: str) -> None:
+    """What a client may name in `where`, of its field `param`. raises RequestError for the first that is not known"""
+    for name in given:
+        if name not in known:
+            raise RequestError(f"{where} has no {name!r:.60}", nearest(str(name), known), f"correct {param}", param)
 
 
 # Characters of a name, and names: comparing takes long with many of either.

@@ -10,8 +10,9 @@ from starlette.types import ASGIApp
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.runtime.embedding import EncoderLimits, checked_ids, truncated, truncation
 from millrace.runtime.params import resolve
-from millrace.serve.completions import _prompts
 from millrace.serve.fields import chat_params, check_messages, completion_params, decode, texts_or_ids
+from millrace.serve.openai.completions import _prompts
+from millrace.serve.openai.tokens import detokenize, tokenize
 from millrace.serve.protocol import (
     Body,
     ChatRequest,
@@ -22,7 +23,6 @@ from millrace.serve.protocol import (
 )
 from millrace.serve.serving import Serving
 from millrace.serve.settings import ServerSettings
-from millrace.serve.tokens import detokenize, tokenize
 from millrace.serve.wire import Call, RequestLog
 from tests.serve.support import Fake
 

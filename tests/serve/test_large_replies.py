@@ -12,10 +12,10 @@ import pytest
 
 from millrace.engine.executor import StepInputs
 from millrace.runtime.params import TokenLogprobs
-from millrace.serve import chat as chat_module
-from millrace.serve import completions as completions_module
 from millrace.serve import logprobs
 from millrace.serve.logprobs import OffsetLogprobs, WholeChat, WholeCompletion, chat_logprobs
+from millrace.serve.openai import chat as chat_module
+from millrace.serve.openai import completions as completions_module
 from millrace.serve.serving import LARGE_STEP
 from millrace.serve.settings import ServerSettings
 from tests.runtime.fakes import limits

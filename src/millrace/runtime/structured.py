@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.errors import RequestError, nearest
+from millrace.errors import RequestError, check_names
 
 MAX_BYTES = 128 * 1024  # of a schema, a regular expression or a grammar, in UTF-8; of all choices together
 MAX_DEPTH = 32  # objects and lists of a schema inside one another; each level of an answer takes two of them
@@ -134,8 +134,5 @@ def structured(given: object, asked_as: str = ASKED_AS) -> StructuredOutputsPara
     expected = f"an object with one of {', '.join(_KINDS)}"
     if not isinstance(given, Mapping):
         raise RequestError(f"{asked_as} is of type {type(given).__name__}", expected, f"correct {asked_as}", asked_as)
-    for name in given:
-        if name not in _KINDS:
-            what, near = f"{asked_as} has no {name!r:.60}", nearest(str(name), _KINDS)
-            raise RequestError(what, near, "correct the name, or leave it out", asked_as)
+    check_names(given, _KINDS, asked_as, asked_as)
     return StructuredOutputsParams(**given, asked_as=asked_as)

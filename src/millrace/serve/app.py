@@ -10,10 +10,10 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from millrace.serve.anthropic.endpoints import ANTHROPIC
 from millrace.serve.backend import Backend, Models
-from millrace.serve.messages import ANTHROPIC
-from millrace.serve.ollama import OLLAMA
-from millrace.serve.openai import OPENAI
+from millrace.serve.ollama.endpoints import OLLAMA
+from millrace.serve.openai.endpoints import OPENAI
 from millrace.serve.openapi import About, document
 from millrace.serve.routes import Edge, Endpoint, Handler, Keys, Protocol
 from millrace.serve.settings import ServerSettings

@@ -2,8 +2,8 @@
 
 A kind of engine is one file: a `ServedModel`, which says what to serve, and its Backend, which serves it. `text.py` has
 those of language models, `embeddings.py` those of encoders. Another kind is another such file, anywhere; its endpoints
-name its Backend, in the table of their protocol (`openai.py`, or one that is given to the server). Nothing else of the
-server knows what kinds there are.
+name its Backend, in the table of their protocol (`openai/endpoints.py`, or one that is given to the server). Nothing
+else of the server knows what kinds there are.
 """
 
 from abc import ABC, abstractmethod

@@ -79,7 +79,7 @@ class Generation:
         self._readers = None if heard.new_reader is None else [heard.new_reader() for _ in range(n)]
         self._n_thought, self._known = 0, backend.model.metadata
         self._digests = [hashlib.blake2b(digest_size=16) for _ in range(n)] if call.receipt else []
-        self._new_call_id = short_call_id if backend.speech.calls.short_ids else call_id
+        self.new_call_id = short_call_id if backend.speech.calls.short_ids else call_id
         self._call, self._metrics = call, backend.metrics
         self._held = backend.unsent.share()
         self._n_generated = [0] * self.n_choices
@@ -131,10 +131,6 @@ class Generation:
         self._n_thought += len(delta.token_ids) if reader.is_thinking else 0
         said = reader.push(delta.text)
         return said if delta.finish_reason is None else joined(said, reader.flush())
-
-    def new_call_id(self) -> str:
-        """As the model's template takes them back."""
-        return self._new_call_id()
 
     def finish_of(self, delta: Delta) -> ChatFinish:
         """Of a choice's last delta; errors and aborts have been raised before."""
@@ -368,6 +364,10 @@ log = logging.getLogger(__name__)
 def events(replies: Iterable[msgspec.Struct]) -> bytes:
     """Each reply as one event."""
     return b"".join(b"data: " + _ENCODER.encode(reply) + b"\n\n" for reply in replies)
+
+
+def named_event(name: str, reply: msgspec.Struct) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode(reply) + b"\n\n"
 
 
 class EventStream:

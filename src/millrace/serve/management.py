@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -22,6 +21,7 @@ from millrace.serve.replies import (
     ModelList,
     TokenizerInfoReply,
     VersionReply,
+    json_reply,
 )
 from millrace.serve.text import TextBackend
 
@@ -46,25 +46,25 @@ _ROOTS = {
 
 
 def model_list(models: Models, scope: Scope) -> Response:
-    return _json(ModelList([_card(b, name) for b in models.backends for name in b.model.names]))
+    return json_reply(ModelList([_card(b, name) for b in models.backends for name in b.model.names]))
 
 
 def model(models: Models, scope: Scope) -> Response:
     name: str = scope["path_params"]["model"]
-    return _json(_card(models.get(name), name))
+    return json_reply(_card(models.get(name), name))
 
 
 def live(models: Models, scope: Scope) -> Response:
     """The process answers; nothing is said of the engine."""
-    return _json(HealthReply("live", "live"))
+    return json_reply(HealthReply("live", "live"))
 
 
 def ready(models: Models, scope: Scope) -> Response:
     """NIM's: 200 when requests may be sent, 503 with the reason otherwise."""
     health: Health = models.heartbeat.ready()
     if health.ok:
-        return _json(HealthReply(f"{', '.join(b.model.name for b in models.backends)} is ready", "ready"))
-    return _json(HealthReply(health.message, "not_ready"), 503)
+        return json_reply(HealthReply(f"{', '.join(b.model.name for b in models.backends)} is ready", "ready"))
+    return json_reply(HealthReply(health.message, "not_ready"), 503)
 
 
 def health(models: Models, scope: Scope) -> Response:
@@ -75,7 +75,7 @@ def health(models: Models, scope: Scope) -> Response:
 
 def load(models: Models, scope: Scope) -> Response:
     """vLLM's: how many requests are being answered, this one left out."""
-    return _json(LoadReply(models.serving.load.n - 1))
+    return json_reply(LoadReply(models.serving.load.n - 1))
 
 
 def tokenizer_info(models: Models, scope: Scope) -> Response:
@@ -88,7 +88,7 @@ def tokenizer_info(models: Models, scope: Scope) -> Response:
         )  # fmt: skip
     model = able[0].model
     tokenizer, template = model.tokenizer, model.chat_template
-    return _json(
+    return json_reply(
         TokenizerInfoReply(
             type(tokenizer).__name__,
             tokenizer.vocab_size,
@@ -104,11 +104,11 @@ def metrics(models: Models, scope: Scope) -> Response:
 
 
 def version(models: Models, scope: Scope) -> Response:
-    return _json(VersionReply(__version__, API_VERSION))
+    return json_reply(VersionReply(__version__, API_VERSION))
 
 
 def engine_version(models: Models, scope: Scope) -> Response:
-    return _json(EngineVersionReply(__version__))
+    return json_reply(EngineVersionReply(__version__))
 
 
 def metadata(models: Models, scope: Scope) -> Response:
@@ -123,7 +123,7 @@ def metadata(models: Models, scope: Scope) -> Response:
         repository_override="",
         millrace=dict(known),
     )
-    return Response(msgspec.json.encode(reply, enc_hook=str), media_type="application/json")
+    return json_reply(reply)
 
 
 def unknown_path(path: str, known: Collection[str]) -> HttpError:
@@ -151,7 +151,3 @@ def unknown_path(path: str, known: Collection[str]) -> HttpError:
 
 def _card(backend: Backend, name: str) -> ModelCard:
     return ModelCard(name, backend.model.created, backend.model.name, backend.model.max_context)
-
-
-def _json(reply: msgspec.Struct, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(reply), status, media_type="application/json")

@@ -5,7 +5,14 @@ UNSET leaves a key out; None writes null.
 
 from typing import Any, Literal
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from starlette.responses import Response
+
+
+def json_reply(reply: Struct, status: int = 200) -> Response:
+    """enc_hook: paths and the like, in what engines say of themselves, are shown as text"""
+    return Response(msgspec.json.encode(reply, enc_hook=str), status, media_type="application/json")
 
 
 class ErrorBody(Struct):

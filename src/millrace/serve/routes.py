@@ -3,7 +3,7 @@
 An endpoint that a client posts to names the kind of Backend that it takes; its handler gets the one that the request
 names: `async def handler(backend, call, request)`. Keys say who may ask; they are compared in constant time, and with
 every key, so that the time tells nothing. A second protocol is a second table, given to the server beside those of
-`openai.py`. A request is a `Body` with the field `model`, by which the server finds the Backend.
+`openai/endpoints.py`. A request is a `Body` with the field `model`, by which the server finds the Backend.
 
 `Edge` is the layer around all of them: it gives every request an id, lets its protocol write every error, and has the
 line written in the log.

@@ -18,7 +18,7 @@ from millrace.runtime.service import happens
 from millrace.serve.errors import HttpError
 from millrace.serve.logs import Seldom
 from millrace.serve.metrics import Metrics
-from millrace.serve.responses_store import Responses
+from millrace.serve.responses.store import Responses
 from millrace.serve.settings import ServerSettings
 
 MAX_REFUSED = 8  # connections over the limit that wait for their 503

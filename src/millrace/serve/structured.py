@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from millrace.errors import RequestError, nearest
+from millrace.errors import RequestError, check_names
 from millrace.runtime.structured import StructuredOutputsParams, structured
 from millrace.serve.protocol import SamplingFields
 
@@ -61,9 +61,7 @@ def response_format(value: object) -> StructuredOutputsParams | None:
 def _object(value: object, path: str, known: set[str], expected: str) -> Mapping[str, object]:
     if not isinstance(value, dict):
         raise _wrong(f"{path} is of type {type(value).__name__}", expected)
-    for name in value:
-        if name not in known:
-            raise _wrong(f"{path} has no {name!r:.60}", nearest(str(name), known))
+    check_names(value, known, path, "response_format")
     return value
 
 

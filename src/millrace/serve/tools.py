@@ -8,7 +8,7 @@ import msgspec
 
 from millrace.checkpoint.tool_calls.formats import ToolFormat
 from millrace.checkpoint.tool_calls.lark import calls_grammar, free_grammar
-from millrace.errors import RequestError, nearest
+from millrace.errors import RequestError, check_names, nearest
 from millrace.runtime.grammar import in_one_layout
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.errors import not_yet
@@ -105,9 +105,7 @@ def _function(i: int, tool: Mapping[str, object]) -> Mapping[str, object]:
     for given, known, where in (
         (tool, ("type", "function"), f"tools[{i}]"), (function, _OF_FUNCTION, f"tools[{i}].function")
     ):  # fmt: skip
-        for field_name in given:
-            if field_name not in known:
-                raise _wrong(f"{where} has no {field_name!r:.60}", nearest(str(field_name), known))
+        check_names(given, known, where, "tools")
     for key, wanted in _OF_FUNCTION.items():
         value = function.get(key)
         if value is not None and not isinstance(value, wanted):

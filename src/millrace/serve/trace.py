@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Scope
@@ -13,6 +12,7 @@ from millrace.report.scale import Scale
 from millrace.runtime.history import RequestTrace, StepSeen
 from millrace.serve.backend import Models
 from millrace.serve.errors import HttpError
+from millrace.serve.replies import json_reply
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import CALL, Call
 
@@ -65,7 +65,7 @@ def request_trace(models: Models, scope: Scope) -> Response:
             404, "request_not_found", f'nothing is known of the request "{request_id[:100]}"',
             "one of the last few hundred", "send the x-request-id that came with the answer",
         )  # fmt: skip
-    return Response(msgspec.json.encode(TraceList([_trace(one) for one in found])), media_type="application/json")
+    return json_reply(TraceList([_trace(one) for one in found]))
 
 
 def _trace(trace: RequestTrace) -> TraceReply:

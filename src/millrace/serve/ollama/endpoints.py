@@ -23,7 +23,7 @@ from millrace.serve.blocks import Blocks, Kind
 from millrace.serve.conversation import PLAINLY, Conversation, Rendering
 from millrace.serve.errors import Problem
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, start
-from millrace.serve.ollama_protocol import (
+from millrace.serve.ollama.protocol import (
     OllamaChatRequest,
     OllamaDetails,
     OllamaError,
@@ -42,6 +42,7 @@ from millrace.serve.ollama_protocol import (
 )
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import Body, CalledFunction, Message, ToolCall
+from millrace.serve.replies import json_reply
 from millrace.serve.routes import Endpoint, Posted, Protocol, get
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
@@ -129,7 +130,7 @@ class _Answer:
             (whole,) = await self._generation.whole(backend)
             blocks = self._blocks = whole.blocks
             reply = self._line(blocks.text(Kind.TEXT), blocks.text(Kind.REASONING), whole.end)
-        return Response(msgspec.json.encode(reply), media_type="application/json")
+        return json_reply(reply)
 
     async def _lines(self) -> AsyncIterator[bytes]:
         async for deltas in self._generation:
@@ -177,7 +178,7 @@ class _Answer:
 
 def tags(models: Models, scope: Scope) -> Response:
     """The language models, in Ollama's shape."""
-    return _json(OllamaModels([_model(b, name) for b in models.of_kind(TextBackend) for name in b.model.names]))
+    return json_reply(OllamaModels([_model(b, name) for b in models.of_kind(TextBackend) for name in b.model.names]))
 
 
 async def show(backend: TextBackend, call: Call, asked: OllamaShowRequest) -> ASGIApp:
@@ -185,7 +186,7 @@ async def show(backend: TextBackend, call: Call, asked: OllamaShowRequest) -> AS
     details, thinks = _details(backend), ["thinking"] if backend.speech.thoughts else []
     architecture = details.family
     info = {"general.architecture": architecture, f"{architecture}.context_length": backend.model.max_context}
-    return _json(
+    return json_reply(
         OllamaShowReply(
             details, info, ["completion", *(["tools"] if template else []), *thinks],
             "" if template is None else template.source, _time(backend.model.created),
@@ -195,7 +196,7 @@ async def show(backend: TextBackend, call: Call, asked: OllamaShowRequest) -> AS
 
 
 def version(models: Models, scope: Scope) -> Response:
-    return _json(OllamaVersion(__version__))
+    return json_reply(OllamaVersion(__version__))
 
 
 def _params(asked: OllamaRequest) -> SamplingParams:
@@ -268,10 +269,6 @@ def _now() -> str:
 
 def _time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
-
-
-def _json(reply: Struct) -> Response:
-    return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
 def _posted(

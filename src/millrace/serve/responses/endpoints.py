@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
@@ -20,10 +19,11 @@ from millrace.serve.backend import Models
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
 from millrace.serve.conversation import Conversation, Rendering
 from millrace.serve.errors import Problem
-from millrace.serve.generation import EventStream, Generation, GenerationFailedError, StreamForm, converse
+from millrace.serve.generation import EventStream, Generation, GenerationFailedError, StreamForm, converse, named_event
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
-from millrace.serve.responses_input import check_told, messages_of, params_of, tools_of_response
-from millrace.serve.responses_protocol import (
+from millrace.serve.replies import json_reply
+from millrace.serve.responses.input import check_told, messages_of, params_of, tools_of_response
+from millrace.serve.responses.protocol import (
     CallItem,
     DeletedReply,
     IncompleteDetails,
@@ -40,7 +40,7 @@ from millrace.serve.responses_protocol import (
     ResponsesRequest,
     ResponseUsage,
 )
-from millrace.serve.responses_store import Kept, Responses
+from millrace.serve.responses.store import Kept, Responses
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import CALL, Call
@@ -78,9 +78,9 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
         return EventStream(generation, _followed(answer, kept), _form(answer))
     if asked.background:
         backend.in_background(_answered(answer, kept))
-        return _json(answer.reply)
+        return json_reply(answer.reply)
     await _answered(answer, kept, raises=True)
-    return _json(answer.reply)
+    return json_reply(answer.reply)
 
 
 async def _answered(answer: "_Answer", kept: AbstractContextManager[None], raises: bool = False) -> None:
@@ -121,7 +121,7 @@ def _kept(answer: "_Answer", said: list[Message], n_bytes: int, tenant: str, sto
 
 def retrieve(models: Models, scope: Scope) -> Response:
     """A stored response, complete or not."""
-    return _json(_stored(models, scope).reply)
+    return json_reply(_stored(models, scope).reply)
 
 
 def cancel(models: Models, scope: Scope) -> Response:
@@ -129,13 +129,13 @@ def cancel(models: Models, scope: Scope) -> Response:
     kept = _stored(models, scope)
     if kept.cancel is not None:
         kept.cancel()
-    return _json(kept.reply)
+    return json_reply(kept.reply)
 
 
 def delete(models: Models, scope: Scope) -> Response:
     response_id = _stored(models, scope).reply.id
     models.serving.responses.delete(response_id)
-    return _json(DeletedReply(response_id))
+    return json_reply(DeletedReply(response_id))
 
 
 def _stored(models: Models, scope: Scope) -> Kept:
@@ -283,7 +283,7 @@ class _Answer:
     def _event(self, kind: str, **fields: object) -> bytes:
         event = ResponseEvent(type=kind, sequence_number=self._n_events, **fields)  # type: ignore[arg-type]
         self._n_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+        return named_event(kind, event)
 
 
 def _form(answer: _Answer) -> StreamForm:
@@ -291,7 +291,3 @@ def _form(answer: _Answer) -> StreamForm:
         return answer.last_event()
 
     return StreamForm(b"text/event-stream; charset=utf-8", failed)
-
-
-def _json(reply: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(reply), media_type="application/json")

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
-from millrace.serve import management, responses, trace
-from millrace.serve.chat import chat_completions
-from millrace.serve.completions import completions
+from millrace.serve import management, trace
 from millrace.serve.embeddings import EncoderBackend, embeddings
 from millrace.serve.errors import Problem
+from millrace.serve.openai.chat import chat_completions
+from millrace.serve.openai.completions import completions
+from millrace.serve.openai.tokens import detokenize, tokenize
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import (
     Body,
@@ -32,10 +33,10 @@ from millrace.serve.replies import (
     TokenizerInfoReply,
     VersionReply,
 )
-from millrace.serve.responses_protocol import DeletedReply, ResponseEvent, ResponseReply, ResponsesRequest
+from millrace.serve.responses import endpoints as responses
+from millrace.serve.responses.protocol import DeletedReply, ResponseEvent, ResponseReply, ResponsesRequest
 from millrace.serve.routes import Asked, Endpoint, Posted, Protocol, get
 from millrace.serve.text import TextBackend
-from millrace.serve.tokens import detokenize, tokenize
 
 _EXAMPLES: Mapping[type[Body], Mapping[str, object]] = {
     ChatRequest: {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64},

@@ -8,16 +8,11 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 
 import msgspec
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from millrace.errors import RequestError, nearest
+from millrace.errors import RequestError, check_names
 from millrace.runtime.params import Delta, SamplingParams
-from millrace.serve.blocks import Block, Blocks, Kind, Turn
-from millrace.serve.conversation import PLAINLY, Conversation, Rendering
-from millrace.serve.errors import Problem, not_yet
-from millrace.serve.generation import EventStream, Generation, StreamForm, converse
-from millrace.serve.messages_protocol import (
+from millrace.serve.anthropic.protocol import (
     AnthropicError,
     AnthropicErrorReply,
     CountReply,
@@ -30,8 +25,13 @@ from millrace.serve.messages_protocol import (
     OutUsage,
     StopReason,
 )
+from millrace.serve.blocks import Block, Blocks, Kind, Turn
+from millrace.serve.conversation import PLAINLY, Conversation, Rendering
+from millrace.serve.errors import Problem, not_yet
+from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
+from millrace.serve.replies import json_reply
 from millrace.serve.routes import Endpoint, Protocol
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
@@ -67,7 +67,7 @@ async def messages(backend: TextBackend, call: Call, asked: MessagesRequest) -> 
     async with generation:
         (whole,) = await generation.whole(backend)
         answer.blocks = whole.blocks
-        return Response(msgspec.json.encode(answer.message(whole.end)), media_type="application/json")
+        return json_reply(answer.message(whole.end))
 
 
 async def count_tokens(backend: TextBackend, call: Call, asked: CountRequest) -> ASGIApp:
@@ -80,7 +80,7 @@ async def count_tokens(backend: TextBackend, call: Call, asked: CountRequest) ->
     ids = await backend.texts.encode_chat(
         conversation.messages, conversation.rendering, tools=specs, body_bytes=call.body_bytes, bounded=False
     )
-    return Response(msgspec.json.encode(CountReply(len(ids))), media_type="application/json")
+    return json_reply(CountReply(len(ids)))
 
 
 def _let_go(asked: CountRequest) -> None:
@@ -122,9 +122,7 @@ def _tools(asked: CountRequest) -> Tools | None:
     for i, tool in enumerate(asked.tools or ()):
         if tool.get("type") not in (None, "custom"):
             raise not_yet(f"tools[{i}] of the type {tool['type']!r:.60}", "send tools with an input_schema")
-        for name in tool:
-            if name not in _TOOL:
-                raise RequestError(f"tools[{i}] has no {name!r:.60}", nearest(name, _TOOL), "correct tools", "tools")
+        check_names(tool, _TOOL, f"tools[{i}]", "tools")
         function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
         function["parameters"] = tool.get("input_schema")
         given.append(
@@ -285,9 +283,7 @@ def _started(block: Block, content: OutBlock) -> MessageEvent:
 
 
 def _events(replies: Iterable[MessageEvent]) -> bytes:
-    return b"".join(
-        b"event: " + reply.type.encode() + b"\ndata: " + msgspec.json.encode(reply) + b"\n\n" for reply in replies
-    )
+    return b"".join(named_event(reply.type, reply) for reply in replies)
 
 
 _EXAMPLE = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64}

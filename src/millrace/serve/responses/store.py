@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from millrace.serve.errors import HttpError
 from millrace.serve.protocol import Message
-from millrace.serve.responses_protocol import ResponseReply
+from millrace.serve.responses.protocol import ResponseReply
 
 MAX_KEPT = 1000
 MAX_KEPT_BYTES = 64 * 2**20  # of the bodies that began them, and of their answers' texts

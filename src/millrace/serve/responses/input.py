@@ -5,12 +5,12 @@ from typing import Any
 
 import msgspec
 
-from millrace.errors import RequestError, nearest
+from millrace.errors import RequestError, check_names
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.errors import not_yet
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
-from millrace.serve.responses_protocol import ResponsesRequest
+from millrace.serve.responses.protocol import ResponsesRequest
 from millrace.serve.structured import response_format
 from millrace.serve.tools import Tools, tools_of
 
@@ -45,17 +45,13 @@ def check_told(asked: ResponsesRequest) -> None:
 
 def _form(text: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
     """`text.format` is a chat's `response_format` with the schema's fields one level higher."""
-    for name in text or ():
-        if name not in ("format", "verbosity"):
-            raise RequestError(f"text has no {name!r:.60}", '"format"', "correct text", "text")
+    check_names(text or (), ("format", "verbosity"), "text", "text")
     given = (text or {}).get("format")
     if given is None:
         return None
     if not isinstance(given, Mapping):
         raise RequestError(f"text.format is of type {type(given).__name__}", "an object", "correct text", "text")
-    for name in given:
-        if name not in _FORMAT:
-            raise RequestError(f"text.format has no {name!r:.60}", nearest(name, _FORMAT), "correct text", "text")
+    check_names(given, _FORMAT, "text.format", "text")
     described = {name: value for name, value in given.items() if name != "type"}
     return response_format({"type": given.get("type"), **({"json_schema": described} if described else {})})
 
@@ -66,11 +62,7 @@ def tools_of_response(asked: ResponsesRequest) -> Tools | None:
     for i, tool in enumerate(asked.tools or ()):
         if tool.get("type") != "function":
             raise not_yet(f"tools[{i}] of the type {tool.get('type')!r:.60}", 'send tools of the type "function"')
-        for name in tool:
-            if name not in _FUNCTION:
-                raise RequestError(
-                    f"tools[{i}] has no {name!r:.60}", nearest(name, _FUNCTION), "correct tools", "tools"
-                )
+        check_names(tool, _FUNCTION, f"tools[{i}]", "tools")
         function = {name: value for name, value in tool.items() if name != "type" and value is not None}
         given.append({"type": "function", "function": function})
     choice: object = asked.tool_choice
