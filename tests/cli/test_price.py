@@ -36,7 +36,7 @@ def test_a_lossy_precision_is_obeyed_and_its_price_said(millrace: Millrace, tmp_
         and "w4a8 g128, lm_head w8a8 costs KL 0." in built.out
         and "of the bundled text, beside fp32" in built.out
     )
-    assert "measuring fp32, the reference ..." in built.err
+    assert "measuring fp32, the reference, piece by piece ..." in built.err
     m = read_manifest(out)
     assert m.precision["default"] == "w4a8" and m.evaluation.price and m.evaluation.price.kl and m.evaluation.tokens
     assert m.evaluation.said in millrace("inspect", out).out
@@ -113,7 +113,7 @@ def test_a_built_engine_is_not_measured_again(millrace: Millrace, cache: Path, m
     measured: list[object] = []
     monkeypatch.setattr(PrecisionPricer, "answer", lambda self, question: measured.append(question))
     again = millrace(*asked)
-    assert again.code == 0 and "costs KL" not in again.err and not measured
+    assert again.code == 0 and "note: w8a8 g128 costs KL" in again.err and not measured, "who runs it is told"
     assert len(json.loads(millrace("list", "--json").out)) == 1
 
 

@@ -37,8 +37,8 @@ def test_a_line_about_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> N
     for rows in range(5):
         report("timing kernels" if rows == 0 else f"timing kernels with {rows} rows", rows, 5)
     assert capsys.readouterr().err.splitlines() == [
-        "building m into e ...", "  1 GiB of 4 GiB", "  2 GiB of 4 GiB", "  3 GiB of 4 GiB", "  4 GiB of 4 GiB",
-        "timing kernels ...",
+        "building m into e ...", "  layers.10: 1 GiB of 4 GiB", "  layers.20: 2 GiB of 4 GiB",
+        "  layers.30: 3 GiB of 4 GiB", "  layers.40: 4 GiB of 4 GiB", "timing kernels ...",
     ]  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def test_progress_counts_on_to_its_total(tiny: Checkpoint) -> None:
     done, totals = [d for _, d, _ in seen], {t for _, _, t in seen}
     assert done == sorted(done) and totals == {3 * 11} and done[0] == 0 and done[-1] < 3 * 11
     assert [w for w, d, _ in seen if d in (0, 11, 22)] == [
-        "measuring fp32, the reference", f"measuring {FOUR}", "measuring w8a8 g32",
+        f"measuring {name}, piece by piece" for name in ("fp32, the reference", FOUR, "w8a8 g32")
     ]  # fmt: skip
 
 

@@ -143,7 +143,7 @@ class Lines:
             note(f"{plain(what)} ...")
         elif self._clock() - self._said_s >= self.EVERY_S:
             self._said_s = self._clock()
-            note(f"  {_so_far(done, total)}")
+            note(f"  {plain(what)}: {_so_far(done, total)}")
         self._done, self._total = done, total
 
 

@@ -75,6 +75,7 @@ def find_engine(
     if (folder / MANIFEST).is_file():
         engine = Engine.open(folder)
         _refuse_build_settings(build, folder)
+        _say_price(engine, say)
         return engine.manifest.model_name, engine
     checkpoint = Checkpoint.open(folder)
     if not checkpoint.has_tokenizer:
@@ -87,11 +88,16 @@ def find_engine(
     if say and fresh:  # later runs would only repeat it; `millrace inspect` shows it again
         for note in engine.manifest.notes:
             say(note)
-        if engine.manifest.evaluation.price is not None:
-            say(engine.manifest.evaluation.said)
+    _say_price(engine, say)
     if say and not fresh and build.tune not in (0, BuildSettings.tune):
         say(f"this engine is there already, and is not timed again: millrace tune {engine.folder}")
     return name, engine
+
+
+def _say_price(engine: Engine, say: Say | None) -> None:
+    """Every time: who runs an engine need not be the one who built it."""
+    if say and engine.manifest.evaluation.price is not None:
+        say(engine.manifest.evaluation.said)
 
 
 def _refuse_build_settings(build: BuildSettings, folder: Path) -> None:

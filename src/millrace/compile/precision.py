@@ -217,7 +217,7 @@ def parse_precision(name: str) -> Precision:
     try:
         return Precision(name)
     except ValueError:
-        mend = _MEANT.get(name.lower(), "choose one of them")
+        mend = _MEANT.get(name.lower(), "choose one of them, or auto for the whole model")
         raise ConfigError(f'precision "{name}" is unknown', "one of " + ", ".join(Precision), mend) from None
 
 

@@ -7,7 +7,7 @@ from millrace.engine.kv import KV_CACHE_DTYPES
 from millrace.errors import ConfigError
 from millrace.settings import Settings, setting
 
-Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # what is being done, how much is done, of how much
 Say = Callable[[str], None]
 
 

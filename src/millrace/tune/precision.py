@@ -113,9 +113,9 @@ class _Race:
     def _read(self, pieces: Sequence[Program], name: str) -> ReadText:
         def advance() -> None:
             self._done += 1
-            self._question.progress(f"measuring {name}", self._done, self._total)
+            self._question.progress(f"measuring {name}, piece by piece", self._done, self._total)
 
-        self._question.progress(f"measuring {name}", self._done, self._total)
+        self._question.progress(f"measuring {name}, piece by piece", self._done, self._total)
         found = read(pieces, self._text, self.vocab_size, advance)
         self._done += 1  # the last one, whose turn is beside the others' last ones
         return found
@@ -154,7 +154,9 @@ def _none_within(tried: Sequence[Price], bound: float) -> ConfigError:
             "check the checkpoint",
         )  # fmt: skip
     best = min(finite, key=lambda p: p.kl or 0)
+    exact = "" if any(p.kl == 0 for p in finite) else "; fp32 is what the others are measured against"
     return ConfigError(
         f"no precision keeps within --max-kl {bound:g}: the best is {best.name} with KL {best.kl:.3g}",
-        f"a bound of at least {best.kl:.3g} nats a token", "raise --max-kl, or name a --precision, which is obeyed",
+        f"a bound of at least {best.kl:.3g} nats a token",
+        f"raise --max-kl, or name a --precision, which is obeyed{exact}",
     )  # fmt: skip
