@@ -1,4 +1,4 @@
-"""The two walks of docs/architecture.md, walked: the files that really run on a request's way, and on a weight's."""
+"""The walks of docs/architecture.md, walked: the files that really run on a request's way, and on weights'."""
 
 import re
 import sys
@@ -9,6 +9,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from gguf import GGMLQuantizationType as Kind
+
 import millrace
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
@@ -17,10 +19,12 @@ from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
 from tests.e2e.live import live
+from tests.support.checkpoints import random_checkpoint
+from tests.support.gguf_files import BLOCKY, write_gguf
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = str(Path(millrace.__file__).parent) + "/"
-MOST = {"request": 22, "weight": 12}
+MOST = {"request": 22, "weight": 12, "stored matrix": 10}
 
 
 def told(walk: str) -> list[str]:
@@ -84,3 +88,15 @@ def test_the_way_of_a_weight(tmp_path: Path) -> None:
     after = {"compile/build.py", "engine/engine.py", "engine/native.py"}
     assert before <= deciding and after <= handing
     assert packing == set(listed) - before - after and len(listed) == len(set(listed)) <= MOST["weight"]
+
+
+def test_the_way_of_a_stored_matrix(tmp_path: Path) -> None:
+    """Integers of a file, of several matrices: their reading and packing, file by file."""
+    listed = told("stored matrix")
+    folder = random_checkpoint(tmp_path / "c", "llama", seed=3, **BLOCKY)
+    path = write_gguf(tmp_path / "m.gguf", folder, Kind.Q4_1)
+    plan = plan_engine(Source.from_checkpoint(Checkpoint.open(path)), BuildOptions())
+    (packed,) = [p for p in plan.program.weights if "layers.0.self_attn.q_proj" in p.name]
+    with walked() as packing:
+        packed.pack(map)
+    assert packing == set(listed) and len(listed) == len(set(listed)) <= MOST["stored matrix"]

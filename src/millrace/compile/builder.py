@@ -13,14 +13,14 @@ from millrace.checkpoint.encoder import EncoderConfig
 from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, settled, write_engine
 from millrace.compile.digests import checkpoint_identity
 from millrace.compile.precision import PrecisionMap, precision_map
-from millrace.compile.pricing import AUTO, Pricing, Question, ToMeasure, check_measured, without_price
+from millrace.compile.pricing import AUTO, Pricing, Question, ToMeasure, check_measured, to_measure
 from millrace.compile.room import check_new, check_room
 from millrace.compile.settings import BuildSettings, Progress
 from millrace.compile.source import Source
 from millrace.compile.timings import TimingCache
 from millrace.compile.tune import Tuning
 from millrace.engine.engine import Engine
-from millrace.engine.evaluation import AUTO_MAX_KL, Evaluation
+from millrace.engine.evaluation import Evaluation
 from millrace.engine.kv import KV_CACHE_DTYPES
 from millrace.engine.manifest import FORMAT
 from millrace.errors import ConfigError
@@ -68,7 +68,7 @@ class Builder:
             kv_format=KV_CACHE_DTYPES[build.kv_cache_dtype] if build.kv_cache_dtype else None,
             tiles=build.bf16_sums == "tiles" if build.bf16_sums else "amx" in usable_isas(),
         )
-        measure = _to_measure(build, checkpoint, source, options, pricing)
+        measure = to_measure(build, checkpoint, source, options, pricing)
         check_measured(build, measure)
         timings = None if cache is None else TimingCache(cache / "timings.json")
         tuning = Tuning(build.tune, cache=timings) if build.tune else None
@@ -145,37 +145,6 @@ def _check_encoder(build: BuildSettings, precision: PrecisionMap | None) -> None
             f"precision {other} is not measured for encoders", "one of " + ", ".join(OF_ENCODERS),
             "choose one of these: w8a8 is the smallest",
         )  # fmt: skip
-
-
-def _to_measure(
-    build: BuildSettings, checkpoint: Checkpoint, source: Source, options: BuildOptions, pricing: Pricing | None
-) -> ToMeasure:
-    """raises ConfigError where `auto` is asked for and nothing can be measured, or shall be"""
-    auto = build.precision == AUTO
-    if isinstance(checkpoint.config, EncoderConfig):
-        without = "an encoder gives vectors, and no distribution of tokens"
-    elif not checkpoint.has_tokenizer:
-        without = "the checkpoint has no tokenizer to read a text with"
-    elif not build.evaluate:
-        without = "--no-evaluate was given"
-    elif pricing is None:
-        without = Evaluation().not_measured
-    else:
-        without = ""
-    if auto and without:
-        raise ConfigError(
-            f"--precision auto measures what precisions cost, and here that cannot be: {without}",
-            "a language model with its tokenizer, and measuring",
-            "name a precision, or leave it out for the model's own",
-        )  # fmt: skip
-    without = (not auto and without_price(source, options)) or without
-    if without or pricing is None:
-        return ToMeasure(without=without)
-    pricer, asked, tiles = pricing(build), settled(source, options).precision, build.bf16_sums == "tiles"
-    if not auto:
-        return ToMeasure(candidates=(asked,), pricer=pricer, tiles=tiles)
-    bound = AUTO_MAX_KL if build.max_kl is None else build.max_kl
-    return ToMeasure(candidates=pricer.candidates(asked), max_kl=bound, pricer=pricer, tiles=tiles)
 
 
 def asked_precision(

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.encoder import EncoderConfig
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.build import BuildOptions, settled
 from millrace.compile.precision import PrecisionMap
@@ -15,6 +17,7 @@ from millrace.errors import ConfigError
 from millrace.kernels.precision import Precision
 
 AUTO = "auto"
+AUTO_MAX_KL = 0.01  # nats a token, where nobody says otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ class ToMeasure:
         return "" if self.pricer is None else f"measured {self.max_kl} {self.tiles} {self.pricer.digest}"
 
 
-def without_price(source: Source, options: BuildOptions) -> str:
+def _without_price(source: Source, options: BuildOptions) -> str:
     """Why such an engine has no price: it computes what the checkpoint stores, or what all are measured against."""
     own, asked = settled(source, replace(options, precision=None, kv_format=None)), settled(source, options)
     if (asked.precision.meaning, asked.kv_format) == (own.precision.meaning, own.kv_format):
@@ -79,6 +82,37 @@ def without_price(source: Source, options: BuildOptions) -> str:
     if (asked.precision.meaning, asked.kv_format) == (exact, KvFormat.F32):
         return "fp32 is what other precisions are measured against"
     return ""
+
+
+def to_measure(
+    build: BuildSettings, checkpoint: Checkpoint, source: Source, options: BuildOptions, pricing: Pricing | None
+) -> ToMeasure:
+    """raises ConfigError where `auto` is asked for and nothing can be measured, or shall be"""
+    auto = build.precision == AUTO
+    if isinstance(checkpoint.config, EncoderConfig):
+        without = "an encoder gives vectors, and no distribution of tokens"
+    elif not checkpoint.has_tokenizer:
+        without = "the checkpoint has no tokenizer to read a text with"
+    elif not build.evaluate:
+        without = "--no-evaluate was given"
+    elif pricing is None:
+        without = Evaluation().not_measured
+    else:
+        without = ""
+    if auto and without:
+        raise ConfigError(
+            f"--precision auto measures what precisions cost, and here that cannot be: {without}",
+            "a language model with its tokenizer, and measuring",
+            "name a precision, or leave it out for the model's own",
+        )  # fmt: skip
+    without = (not auto and _without_price(source, options)) or without
+    if without or pricing is None:
+        return ToMeasure(without=without)
+    pricer, asked, tiles = pricing(build), settled(source, options).precision, build.bf16_sums == "tiles"
+    if not auto:
+        return ToMeasure(candidates=(asked,), pricer=pricer, tiles=tiles)
+    bound = AUTO_MAX_KL if build.max_kl is None else build.max_kl
+    return ToMeasure(candidates=pricer.candidates(asked), max_kl=bound, pricer=pricer, tiles=tiles)
 
 
 def check_measured(build: BuildSettings, what: ToMeasure) -> None:

@@ -7,7 +7,6 @@ import msgspec
 # Rounding may leave a KL of nothing slightly below nothing.
 Kl = Annotated[float, msgspec.Meta(ge=-0.01, le=1e4)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-AUTO_MAX_KL = 0.01  # nats a token, where nobody says otherwise
 _DIGITS = 3  # that are kept: all further ones may differ between processors, and none of them means anything
 
 
