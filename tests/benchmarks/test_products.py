@@ -10,10 +10,14 @@ from millrace.kernels.library import usable_isas
 @pytest.mark.parametrize("precision, nbytes", [("w4a8", 64 * 128 // 2 + 64 * 2), ("bf16", 64 * 128 * 2)])
 def test_rates_follow_from_the_time(precision: str, nbytes: int) -> None:
     assert product_bytes(precision, 64, 128) == nbytes
-    result = run(usable_isas()[0], precision, 1, 64, 128, [1, 3])
+    isa = usable_isas()[0]
+    result = run(isa, precision, 1, 64, 128, [1, 3])
     assert [p["rows"] for p in result["products"]] == [1, 3] and result["weights_bytes"] == nbytes
     for p in result["products"]:
         assert p["operations_per_s"] == pytest.approx(2 * p["rows"] * 64 * 128 / p["median_s"])
         assert p["weights_bytes_per_s"] == pytest.approx(nbytes / p["median_s"])
-        assert p["operations_per_s"] < p["peak_per_s"]
+        if isa in ("amx", "avx512"):
+            assert p["operations_per_s"] < p["peak_per_s"]
+        else:  # these have no instructions that multiply such numbers, so none of them has a peak
+            assert p["peak_per_s"] == 0
     assert len(table(result).splitlines()) == 3
