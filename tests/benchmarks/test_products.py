@@ -16,8 +16,8 @@ def test_rates_follow_from_the_time(precision: str, nbytes: int) -> None:
     for p in result["products"]:
         assert p["operations_per_s"] == pytest.approx(2 * p["rows"] * 64 * 128 / p["median_s"])
         assert p["weights_bytes_per_s"] == pytest.approx(nbytes / p["median_s"])
-        if isa in ("amx", "avx512"):
+        if precision == "bf16" and isa not in ("amx", "avx512"):
+            assert p["peak_per_s"] == 0, "no instruction multiplies such numbers"
+        else:
             assert p["operations_per_s"] < p["peak_per_s"]
-        else:  # these have no instructions that multiply such numbers, so none of them has a peak
-            assert p["peak_per_s"] == 0
     assert len(table(result).splitlines()) == 3
