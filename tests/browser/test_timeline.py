@@ -11,6 +11,7 @@ from tests.browser.looks import CONTRAST, contrasts, nameless, overflow
 pytest.importorskip("playwright", reason="playwright is not installed")
 
 BLOCKS = """() => ({
+  right: document.querySelector("svg[role=img]").getBoundingClientRect().right,
   labels: [...document.querySelectorAll("svg text")].map((e) => [e.textContent, e.getBoundingClientRect().toJSON()]),
   blocks: [...document.querySelectorAll("rect.block")].map((e) => e.getBoundingClientRect().toJSON()),
 })"""
@@ -37,6 +38,7 @@ def test_a_run_is_drawn(tiny: str, open_page: Open, size: tuple[int, int], schem
         (label,) = (box for text, box in drawn["labels"] if text == f"{name} {row}")
         beside = [box for box in drawn["blocks"] if abs(box["y"] - label["y"]) < 6]
         assert len(beside) >= 5 and all(box["width"] > 0 and box["x"] > label["x"] + label["width"] for box in beside)
+    assert all(box["x"] + box["width"] <= drawn["right"] for _, box in drawn["labels"]), "no label is cut"
     assert nameless(page) == [] and overflow(page) == 0
     assert min(contrasts(page).values()) >= CONTRAST, contrasts(page)
 
