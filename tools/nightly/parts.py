@@ -37,6 +37,9 @@ FUZZ_CASES = 100_000
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
 BESIDE_LLAMA_CPP = ("tests/checkpoint/gguf", "tests/benchmarks")
 
+# Of the server, and how they look. Chromium is the distribution's: apt-get install -y chromium.
+PAGES = ("src/millrace/serve/playground.html", "src/millrace/serve/timeline.html", "src/millrace/report")
+
 
 def _fuzz(target: str) -> Part:
     command = ("{python}", "-m", "tests.fuzz", target, "--cases", str(FUZZ_CASES), "--seed", "{seed}")
@@ -74,6 +77,11 @@ PARTS = (
     Part(
         "slow-tests", "tests that take minutes", ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known"),
         files=(*_marked("nightly"), "docs/extending"),
+    ),
+    Part(
+        "playground", "the server's pages in Chromium, by keyboard, on a desktop's and a phone's screen",
+        ("{python}", "-m", "pytest", "--skips", "none", "tests/browser"),
+        packages=("playwright==1.65.2",), files=("tests/browser", *PAGES),
     ),
     Part(
         "timing", "tests that judge times; needs an idle machine", ("{python}", "-m", "pytest", "-m", "timing", "-s"),

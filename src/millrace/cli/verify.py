@@ -32,11 +32,12 @@ RECEIPT = ("path", "release", "engine", "seed", "prompt", "answers")
 @click.argument("response_file", type=click.Path(path_type=Path))
 @json_option
 def command(model: str, request_file: Path, response_file: Path, as_json: bool) -> None:
-    """Give the answer of a receipt once more.
+    """Give an answer with a receipt once more, and compare.
 
-    MODEL is served for a moment, and asked the same with the receipt's seed. The answer must be the same to the last
-    token, and so must what the response makes of it, whatever ran beside it then: on the same engine that is promised.
-    The exit code is 2 where it is not.
+    MODEL is the engine that answered: its folder, or its name where it was served without flags that change the build.
+    It is served for a moment and sent REQUEST_FILE, the body that was asked, with the seed of the receipt in
+    RESPONSE_FILE. Engine, prompt, every token, and what the response says of them must be the same, whatever ran
+    beside it then. The exit code is 2, with the reason, where one is not. docs/receipts.md says when that can be.
     """
     asked, response = _object(request_file), _object(response_file)
     receipt = _receipt(response)
