@@ -25,7 +25,10 @@ PROTOCOLS: tuple[Protocol, ...] = (
     OLLAMA,
 )  # the first writes the errors of requests that are nobody's
 # a page's script and style are in the page; it may fetch from this server and from nowhere else
-_PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"  # a page that takes an API key is in nobody else's frame
+)
 
 
 def create_app(models: Models, protocols: Sequence[Protocol] = PROTOCOLS) -> ASGIApp:
