@@ -128,6 +128,7 @@ class FakeExecutor(Executor):
         pass
 
     def _store(self, step: StepInputs) -> None:
+        self._copy(step)
         holders: dict[int, int] = {}
         for page in step.pages.tolist():
             assert 0 <= page < self.limits.n_pages
@@ -143,6 +144,20 @@ class FakeExecutor(Executor):
             self._positions[where[slots == 0]] = -1  # a fresh page: what it held is somebody else's
             assert (self._positions[where, slots] == -1).all(), "a position is written once"
             self._tokens[where, slots], self._positions[where, slots] = step.tokens[lo:hi], positions
+
+    def _copy(self, step: StepInputs) -> None:
+        """Whole pages, what is behind the shared tokens included: it is there to be written over."""
+        begun = {}  # page -> the slot at which its sequence writes it
+        for s in range(len(step.starts) - 1):
+            at = int(step.positions[step.starts[s]])
+            begun[int(self._table(step, s)[at // self.limits.page_tokens])] = at % self.limits.page_tokens
+        for source, target in () if step.copies is None else step.copies.tolist():
+            assert source != target and source not in begun, "a page that is being written is no source"
+            held = self._positions[source]
+            assert (np.diff(held) == 1).all() and held[0] % self.limits.page_tokens == 0, "a source is a full page"
+            self._tokens[target], self._positions[target] = self._tokens[source], held
+            assert begun[target] > 0, "all of the copied page is written over"
+            self._positions[target, begun[target] :] = -1
 
     def _table(self, step: StepInputs, s: int) -> IntArray:
         return step.pages[step.page_starts[s] : step.page_starts[s + 1]]
