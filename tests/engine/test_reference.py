@@ -160,7 +160,8 @@ def test_a_copied_page_has_the_bits_of_a_computed_one(kv: KvFormat, tmp_path: Pa
         empty = i32([])
         return StepInputs(
             i32(tokens), i32(range(first, first + len(tokens))), i32([0, len(tokens)]), i32(pages),
-            i32([0, len(pages)]), row, empty, empty, np.zeros(0, np.float32), copies=None if copies is None else i32(copies),
+            i32([0, len(pages)]), row, empty, empty, np.zeros(0, np.float32),
+            copies=None if copies is None else i32(copies),
         )  # fmt: skip
 
     for executor in (native, reference(folder, "fp32", fused=False, kv=kv)):

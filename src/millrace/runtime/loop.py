@@ -197,6 +197,7 @@ class EngineLoop:
             prefix_queries_total=scheduler.n_queried,
             prefix_hits_total=scheduler.n_hit,
             pages_evicted_total=self._pool.index.n_evicted,
+            tier=self._pool.tier.stats if self._pool.tier else None,
             steps_total=counters.steps,
             step_tokens_total=counters.step_tokens,
             finished_total=dict(counters.finished),
@@ -290,8 +291,7 @@ class EngineLoop:
         self._counters.step_tokens += step.n_tokens
         parts = tuple(
             Part(of.request.order, of.request.id, of.request.first + of.index, c.start, c.n, c.draws)
-            for c in step.chunks
-            for of in (c.sequence,)
+            for c, of in ((chunk, chunk.sequence) for chunk in step.chunks)
         )
         n, n_waiting = self._counters.steps, len(self._scheduler.waiting)
         self.history.steps.append(StepSeen(n, started_s, now_s - started_s, n_waiting, parts))

@@ -19,6 +19,7 @@ import numpy as np
 
 from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
+from millrace.runtime.stats import TierStats
 
 Pages = tuple[int, ...]
 Key = bytes
@@ -218,6 +219,8 @@ class SecondTier(Protocol):
     def put(self, key: Key, page: int) -> None: ...
     def promoted(self, pool: "PagePool", keys: Sequence[Key], owned: Pages) -> Pages: ...
     def clear(self) -> None: ...
+    @property
+    def stats(self) -> TierStats: ...
 
 
 @dataclass(slots=True)

@@ -6,6 +6,18 @@ from millrace.runtime.params import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """One moment of a second tier of KV pages. Totals are of pages since the start, and only grow."""
+
+    pages: int  # that can be found in its files
+    bytes: int  # of both
+    stored_total: int
+    found_total: int
+    damaged_total: int
+    dropped_total: int  # not kept: too many came at a time, or the disk is full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopStats:
     """One moment of the loop. Totals only grow; times are in seconds."""
 
@@ -21,6 +33,7 @@ class LoopStats:
     prefix_queries_total: int  # tokens of prompts that were looked up in the prefix cache
     prefix_hits_total: int  # of these, those that were found, and so not computed
     pages_evicted_total: int
+    tier: TierStats | None  # where there is one
     steps_total: int
     step_tokens_total: int  # computed by the executor, recomputation included
     finished_total: dict[FinishReason, int]  # choices
