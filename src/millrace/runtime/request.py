@@ -204,6 +204,10 @@ class Timings:
     n_preemptions: int = 0
     n_output_tokens: int = 0  # of all choices
 
+    def held_s(self, now_s: float) -> float:
+        """Since the first step; 0 before."""
+        return 0.0 if self.first_scheduled_s is None else now_s - self.first_scheduled_s
+
 
 class Stage(Enum):
     WAITING = auto()  # holds no pages

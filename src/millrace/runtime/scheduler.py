@@ -204,7 +204,8 @@ class Scheduler:
 
     def _take_single_tokens(self, step: Step) -> None:
         """One token of every sequence that lacks just one."""
-        page_tokens, ranked = self.limits.page_tokens, self._ranked()
+        page_tokens = self.limits.page_tokens
+        ranked = list(self.running) if self._order.is_plain else self._order.kept_first(self.running)
         for seq in ranked:  # preemption takes from its end
             if seq.stage is not Stage.RUNNING or seq.n_left != 1:
                 continue
@@ -213,12 +214,6 @@ class Scheduler:
                 break
             step.chunks.append(Chunk(seq, start, 1, True))
         step.n_tokens = len(step.chunks)
-
-    def _ranked(self) -> list[Sequence]:
-        """Those that run; who gives way to all others is the last."""
-        if self._order.is_plain:
-            return list(self.running)
-        return sorted(self.running, key=lambda seq: seq.request.claim.priority)
 
     def _take_prefill(self, step: Step, seq: Sequence, room: int) -> int:
         """How many tokens it took; 0 only where all rows for scores are taken."""

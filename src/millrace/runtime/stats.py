@@ -40,7 +40,9 @@ class LoopStats:
     last_step_s: float  # since the loop last showed progress
     idle: bool  # nothing submitted, waiting or running
     healthy: bool  # False: the loop has stopped on an error
-    request_time_s: float  # smoothed, from the first step of a request to its end; 0 before the first
+    running_s: float  # since the first step of each that runs, of all together
+    held_s_total: float  # the same, of those that ran and ended, until then
+    left_total: int  # how many these are, whatever their end
 
 
 @dataclass(slots=True)
@@ -51,5 +53,6 @@ class Counters:
     generation_tokens: int = 0
     steps: int = 0
     step_tokens: int = 0
-    request_time_s: float = 0.0
+    held_s: float = 0.0
+    left: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
