@@ -277,6 +277,15 @@ void Executor::find_sequences(const int32_t* sizes) {
   own_page_starts_[sizes[1]] = static_cast<int32_t>(page);
 }
 
+void Executor::copy_page(int32_t from, int32_t to) {
+  for (size_t i = 0; i < caches_.size(); ++i) {
+    const KvLayout& kv = caches_[i].layout;
+    if (passing_[i]) continue;
+    const auto bytes = static_cast<size_t>(kv.heads * kv.block_bytes());  // the heads of a page lie side by side
+    for (int layer = 0; layer < kv.layers; ++layer) std::memcpy(kv.keys(layer, to, 0), kv.keys(layer, from, 0), bytes);
+  }
+}
+
 void Executor::run(const RunInputs& inputs, const Last& last) {
   std::fill(next_task_.begin(), next_task_.end(), 0);
   if (!tactics_.empty()) choose_tactics(inputs.sizes);

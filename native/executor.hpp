@@ -49,6 +49,7 @@ class Executor {
   bool keeps() const { return !kept_.empty(); }  // anything between runs
   bool keeps_all() const { return kept_.size() == caches_.size(); }
   int64_t kept_pages() const { return kept_pages_; }
+  void copy_page(int32_t from, int32_t to);  // in all caches that are kept
   uint8_t* kept(size_t cache) const { return cache < kept_.size() ? kept_[cache]->data() : nullptr; }
   const std::vector<Call>& program() const { return program_; }
   const std::vector<Tactic>& chosen_tactics() const { return chosen_; }

@@ -112,6 +112,8 @@ void LanguageModel::check(const mr_step& s) const {
       require(t == s.starts[q] || s.positions[t] == s.positions[t - 1] + 1, "positions are not consecutive");
     }
   }
+  check_ids(s.copies, 2 * int64_t{s.n_copies}, executor_.kept_pages(), "a copy of a page that does not exist");
+  for (int i = 0; i < s.n_copies; ++i) require(s.copies[2 * i] != s.copies[2 * i + 1], "a page copied to itself");
   check_rows(s);
 }
 
@@ -156,6 +158,7 @@ void LanguageModel::write_inputs(const mr_step& s) {
 void LanguageModel::run(const mr_step& s) {
   check(s);
   write_inputs(s);
+  for (int i = 0; i < s.n_copies; ++i) executor_.copy_page(s.copies[2 * i], s.copies[2 * i + 1]);
   int32_t sizes[kSymbols] = {};
   sizes[kT] = s.n_tokens;
   sizes[kS] = s.n_sequences;

@@ -60,6 +60,8 @@ typedef struct {
   float* out_top_logprobs;
   const uint32_t* masks; /* (n_masks, ceil(V / 32)): bit t % 32 of word t / 32 says whether token t may be drawn */
   int32_t n_masks;
+  const int32_t* copies; /* (n_copies, 2): KV pages, from and to, that are copied before anything is stored */
+  int32_t n_copies;
 } mr_step;
 
 /* How a call of the program works when it has at most so many rows (knobs as kernels/declare.py gives them; 0: as the

@@ -49,6 +49,9 @@ def test_what_it_cannot_do(millrace: Millrace, model: Path, tmp_path: Path) -> N
     ):  # fmt: skip
         millrace("build", model, "-o", tmp_path / "never", *options).assert_mistake(says)
     millrace("serve", model, "--tune", "0", "--kv-memory", "1G", "--port", "0").assert_mistake("--kv-memory")
+    millrace("serve", model, "--tune", "0", "--kv-tier", "kv", "--port", "0").assert_mistake(
+        "--kv-tier is given for an"
+    )
 
 
 def test_serve(millrace: Millrace, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ def test_a_hub_id_without_a_network(millrace: Millrace) -> None:
         (["--isa", "sse2"], ['--isa is "sse2"', "avx512, avx2, scalar"]),
         (["--threads", "0"], ["--threads is 0", "1 to 1024"]),
         (["--kv-memory", "lots"], ['--kv-memory is "lots"', "512M"]),
+        (["--kv-tier-size", "1G"], ["--kv-tier-size is given, and --kv-tier is not", "name it with --kv-tier"]),
         (["--kv-memory", "64K"], ["--kv-memory 64 KiB"]),
         (["--kv-memory", "1k"], ["--kv-memory 1 KiB"]),
         (["--max-tokens", "5000"], ["--max-tokens of 5000", "ask for --max-tokens of at most"]),

@@ -8,6 +8,7 @@ import pytest
 from millrace import LLM, SamplingParams
 from millrace.errors import ConfigError
 from millrace.runtime.open import Opened
+from millrace.runtime.stats import LoopStats
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPTS = [
@@ -39,6 +40,27 @@ def test_bits_do_not_depend_on_where_pages_were(kv: str, tmp_path: Path) -> None
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again] == plain
     assert [tokens for tokens, _ in restarted] == plain
     assert all(n > 128 for _, n in again) and all(n > 128 for _, n in restarted[:3])
+
+
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
+def test_preempted_answers_come_back_from_the_tier(kv: str, tmp_path: Path) -> None:
+    """Four that grow to 300 tokens each in twelve pages: tokens as each has alone, with pages that were in the file."""
+    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    prompts = [prompt[:250] for prompt in PROMPTS]
+    common: dict[str, Any] = {"kv_cache_dtype": kv, "max_context": 512, "max_batch": 4, "tune": 0}
+    with LLM("tiny", **common, prefix_cache=False) as llm:
+        plain = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+        small = llm._opened.engine.page_bytes * 12
+    with LLM("tiny", **common, kv_memory=small, kv_tier=str(tmp_path / "tier"), kv_tier_size=64 * 2**20) as llm:
+        assert [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)] == plain
+        stats = llm._loop.stats()
+        assert isinstance(stats, LoopStats)
+        assert stats.preemptions_total > 0 and stats.tier is not None and stats.tier.found_total > 0
+
+
+def test_its_size_needs_its_file() -> None:
+    with pytest.raises(ConfigError, match="size is given, and"):
+        LLM("tiny", max_context=256, tune=0, kv_tier_size=2**20)
 
 
 def test_it_needs_the_prefix_cache(tmp_path: Path) -> None:

@@ -194,3 +194,26 @@ def test_100_kb_prompts_do_not_stretch_a_stream(
         say(f"{status}: median {median * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms, p99/median {ratio:.2f}")
     say(f"alone: median {quantile(alone, 0.5) * 1e3:.1f} ms, p99 {quantile(alone, 0.99) * 1e3:.1f} ms")
     assert min(seen)[0] < 2
+
+
+@pytest.mark.timing
+def test_refused_100_kb_prompts_beside_a_stream_are_hardly_felt(
+    large_checkpoint: Path, tmp_path: Path, cache: Path
+) -> None:
+    """p99 of the gaps is at most 1.15 x that of the same stream without them: five pairs, one after the other."""
+    plain: list[float] = []
+    beside: list[float] = []
+    engine = built(large_checkpoint, tmp_path / "engine", "fp32", 8192)
+    with served(engine, cache, "--kv-memory", "1700M") as (url, _):
+        assert httpx.post(url + TEXT, json={"prompt": KILOBYTES_100, "max_tokens": 1}, timeout=30).status_code == 400
+        gaps_s(url, 100)
+        for _ in range(5):
+            plain += gaps_s(url, 250)
+            before = metric(url, "vllm:iteration_tokens_total_sum{")
+            with attacker(url) as begin:
+                beside += gaps_s(url, 250, begin)
+            assert metric(url, "vllm:iteration_tokens_total_sum{") - before < 1000, "they were not refused"
+            wait_for_pages(url)
+    for name, gaps in (("alone", plain), ("beside refused prompts", beside)):
+        say(f"{name}: median {quantile(gaps, 0.5) * 1e3:.1f} ms, p99 {quantile(gaps, 0.99) * 1e3:.1f} ms")
+    assert quantile(beside, 0.99) <= 1.15 * quantile(plain, 0.99)

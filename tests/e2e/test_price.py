@@ -8,9 +8,9 @@ from millrace import LLM
 from millrace.errors import ConfigError
 
 
-def test_the_price_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_whoever_opens_it_hears_of_the_price(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "millrace")
-    for times in (1, 1):
+    for times in (1, 2):
         LLM("tiny", precision="w8a8", max_context=64, tune=0).close()
         assert [r.message.startswith("w8a8 g128 costs KL 0.") for r in caplog.records] == [True] * times
 

@@ -113,6 +113,8 @@ def test_illegal_steps_are_refused_and_the_next_one_runs(engine: Engine) -> None
         illegal(good, positions=i32([0, 1, 2, -1])), illegal(good, starts=i32([0, 4, 4])),
         illegal(good, starts=i32([0, 3, 5])), illegal(good, pages=i32([0, 4])), illegal(good, pages=i32([-1, 1])),
         illegal(good, page_starts=i32([0, 1, 3])), illegal(good, sampling=rows),
+        illegal(good, copies=i32([[0, 4]])), illegal(good, copies=i32([[-1, 2]])), illegal(good, copies=i32([[2, 2]])),
+        illegal(good, copies=i32([2, 3])), illegal(good, copies=np.zeros((1, 2), np.int64)),
     ):  # fmt: skip
         with pytest.raises(ExecutionError, match="illegal step"):
             executor.run(bad)

@@ -146,6 +146,36 @@ def test_steps_sample_alike(tmp_path: Path) -> None:
     executor.close()
 
 
+@pytest.mark.parametrize("kv", KvFormat)
+def test_a_copied_page_has_the_bits_of_a_computed_one(kv: KvFormat, tmp_path: Path) -> None:
+    """Of a page that goes on otherwise, 30 tokens are taken over, in both executors; its other 34 mean nothing."""
+    folder = random_checkpoint(tmp_path / "checkpoint", "llama", seed=6)
+    native = build(folder, tmp_path / "engine", "fp32", kv=kv).executor(n_pages=16)
+    known, rest = list(range(100, 170)), list(range(300, 350))
+
+    def last_of(tokens: list[int], first: int, pages: list[int], copies: list[list[int]] | None = None) -> StepInputs:
+        row = np.zeros(1, SAMPLING)
+        row["token"], row["position"], row["n_top"], row["target"] = len(tokens) - 1, first + len(tokens), 8, -1
+        row["top_p"], row["repetition_penalty"] = 1, 1
+        empty = i32([])
+        return StepInputs(
+            i32(tokens), i32(range(first, first + len(tokens))), i32([0, len(tokens)]), i32(pages),
+            i32([0, len(pages)]), row, empty, empty, np.zeros(0, np.float32),
+            copies=None if copies is None else i32(copies),
+        )  # fmt: skip
+
+    for executor in (native, reference(folder, "fp32", fused=False, kv=kv)):
+        executor.run(last_of(known, 0, [3, 4]))
+        plain = executor.run(last_of(known[:30] + rest, 0, [7, 8]))
+        copied = executor.run(last_of(rest, 30, [9, 5], [[3, 9]]))
+        lost = executor.run(last_of(rest, 30, [11, 12]))
+        for of, equal in ((copied, True), (lost, False)):
+            assert (of.top_logprobs.tobytes() == plain.top_logprobs.tobytes()) == equal
+        again = executor.run(last_of([known[69]], 69, [3, 4]))
+        assert again.tokens == executor.run(last_of(known, 0, [13, 14])).tokens, "the source is as it was"
+        executor.close()
+
+
 def test_philox_is_the_published_one() -> None:
     """Random123's known answer for philox4x32-10: counter and key all ones bits -> 408f276d 41c83b0e ..."""
     ones = 2**32 - 1

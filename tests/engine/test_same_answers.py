@@ -137,6 +137,26 @@ def test_p1_known_prefixes_change_nothing(engines: dict[str, Engine], precision:
         executor.close()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "w4a8 over int8"])
+def test_p1_pages_found_in_part_change_nothing(engines: dict[str, Engine], precision: str) -> None:
+    """In each KV format: the rest of a page is copied from one that goes on otherwise, seven pages or many."""
+    engine, rng = engines[precision], random.Random(9)
+    base = [1, *(rng.randrange(3, 512) for _ in range(199))]
+    cuts = (9, 60, 63, 72, 100, 127, 150, 191)
+    prompts = [base, *(base[:cut] + [3 + cut] * 3 for cut in cuts)]
+    params = [SamplingParams(max_tokens=8, ignore_eos=True, seed=i, temperature=i % 2, logprobs=2) for i in range(9)]
+    tokenizer, answers, known = open_tokenizer(engine.folder), [], []
+    for pages, cache in ((64, False), (64, True), (5, True)):
+        executor = engine.executor(n_pages=pages, threads=2)
+        loop = EngineLoop(executor, tokenizer, GenerationDefaults(), prefix_cache=cache)
+        outputs = [generate(loop, [{"prompt_token_ids": p}], s)[0] for p, s in zip(prompts, params, strict=True)]
+        answers.append([(list(o.outputs[0].token_ids), o.outputs[0].logprobs) for o in outputs])
+        known.append([o.num_cached_tokens for o in outputs[1:]])
+        executor.close()
+    assert answers[1] == answers[2] == answers[0]
+    assert known[1] == list(cuts) and sum(n or 0 for n in known[2]) > 0
+
+
 def stored_types(name: str) -> Kind:
     """Of a tensor: every way of weights with minimums or two levels, some of them side by side."""
     kinds = {

@@ -8,6 +8,7 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from millrace.runtime.order import Policy, first_come
 from millrace.runtime.params import SEED_MASK, SamplingParams, check_prompt, resolve
 from millrace.runtime.request import AnswerText, Request, StopTables, Terms, Timings
 from millrace.runtime.scheduler import TokenBudget
+from millrace.runtime.tier import HEADER, RECORD, PageMemory, Tier
 
 VOCAB = 97
 EOS = 0
@@ -127,7 +129,12 @@ class FakeExecutor(Executor):
     def close(self) -> None:
         pass
 
+    def kept(self) -> list[NDArray[np.uint8]]:
+        """As of a native executor: its memory of each page, (1, pages, bytes) for tokens and positions."""
+        return [a.view(np.uint8)[None] for a in (self._tokens, self._positions)]
+
     def _store(self, step: StepInputs) -> None:
+        self._copy(step)
         holders: dict[int, int] = {}
         for page in step.pages.tolist():
             assert 0 <= page < self.limits.n_pages
@@ -143,6 +150,20 @@ class FakeExecutor(Executor):
             self._positions[where[slots == 0]] = -1  # a fresh page: what it held is somebody else's
             assert (self._positions[where, slots] == -1).all(), "a position is written once"
             self._tokens[where, slots], self._positions[where, slots] = step.tokens[lo:hi], positions
+
+    def _copy(self, step: StepInputs) -> None:
+        """Whole pages, what is behind the shared tokens included: it is there to be written over."""
+        begun = {}  # page -> the slot at which its sequence writes it
+        for s in range(len(step.starts) - 1):
+            at = int(step.positions[step.starts[s]])
+            begun[int(self._table(step, s)[at // self.limits.page_tokens])] = at % self.limits.page_tokens
+        for source, target in () if step.copies is None else step.copies.tolist():
+            assert source != target and source not in begun, "a page that is being written is no source"
+            held = self._positions[source]
+            assert (np.diff(held) == 1).all() and held[0] % self.limits.page_tokens == 0, "a source is a full page"
+            self._tokens[target], self._positions[target] = self._tokens[source], held
+            assert begun[target] > 0, "all of the copied page is written over"
+            self._positions[target, begun[target] :] = -1
 
     def _table(self, step: StepInputs, s: int) -> IntArray:
         return step.pages[step.page_starts[s] : step.page_starts[s + 1]]
@@ -212,9 +233,19 @@ def make_loop(
     budget: TokenBudget | None = None,
     prefix_cache: bool = True,
     policy: Policy = first_come,
+    tier: Path | None = None,
 ) -> EngineLoop:
+    """tier: the file of a second tier of KV pages"""
     defaults, clock = GenerationDefaults(eos_token_ids=(EOS,)), clock or FakeClock(0.001)
-    return EngineLoop(FakeExecutor(of, before_run), FakeTokenizer(), defaults, clock, budget, prefix_cache, policy)
+    executor = FakeExecutor(of, before_run)
+    found = None if tier is None else fake_tier(executor, tier)
+    return EngineLoop(executor, FakeTokenizer(), defaults, clock, budget, prefix_cache, policy, found)
+
+
+def fake_tier(executor: FakeExecutor, path: Path) -> Tier:
+    """With room for 1,000 pages."""
+    memory = PageMemory(executor.kept())
+    return Tier(path, "a fake", memory, 2 * HEADER.size + 1000 * (RECORD.size + memory.page_bytes))
 
 
 def expected_choice(prompt: Sequence[int], params: SamplingParams, choice: int, of: ExecutorLimits) -> CompletionOutput:

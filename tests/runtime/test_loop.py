@@ -237,7 +237,8 @@ def test_timings_are_readings_of_the_clock_in_order() -> None:
     readings = [timings.queued_s, timings.first_scheduled_s, timings.first_token_s, timings.last_token_s]
     assert None not in readings and timings.finished_s is not None
     assert all(a < b for a, b in zip(readings, [*readings[1:], timings.finished_s], strict=True) if a and b)
-    assert timings.n_output_tokens == 3 and loop.stats().request_time_s > 0
+    assert timings.n_output_tokens == 3 and loop.stats().left_total == 1
+    assert 0 < loop.stats().held_s_total <= timings.finished_s and loop.stats().running_s == 0
 
 
 def test_logprobs_come_as_asked() -> None:

@@ -1,6 +1,7 @@
 """Who goes first: priorities that age, fair shares of tenants, policies, and those who would not wait so long."""
 
 import asyncio
+import random
 import time
 
 import pytest
@@ -8,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.errors import BusyError, ConfigError, RequestError
-from millrace.runtime.claim import Claim
+from millrace.runtime.claim import MAX_PRIORITY, Claim
 from millrace.runtime.order import AGEING_S, POLICIES, longest_prefix, policy_named, shortest_first
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import FinishReason, SamplingParams
 from millrace.runtime.request import Sequence, Stage, Terms
 from millrace.runtime.scheduler import Scheduler
-from millrace.runtime.service import AsyncEngine, ServiceOptions
+from millrace.runtime.service import AsyncEngine, ServiceOptions, Turnover
 from tests.runtime.fakes import FakeClock, limits, make_loop, new_request
 from tests.runtime.test_loop import Client, run_all
 from tests.runtime.test_scheduler import ran
@@ -57,6 +58,74 @@ def test_a_lower_priority_number_goes_first_and_waiting_lowers_it() -> None:
     crowd.now_s += 2 * AGEING_S
     young = crowd.joins(priority=1)
     assert crowd.serve() is old and crowd.serve() is young
+
+
+def test_whatever_is_claimed_ageing_overtakes_it() -> None:
+    """The highest number waits while lowest ones come without end: 200 of ten seconds, and it is first."""
+    crowd = Crowd()
+    crowd.joins(priority=-MAX_PRIORITY)
+    late = crowd.joins(priority=MAX_PRIORITY)
+    while crowd.now_s <= 2 * MAX_PRIORITY * AGEING_S:
+        crowd.joins(priority=-MAX_PRIORITY)
+        if crowd.serve() is late:
+            break
+        crowd.now_s += AGEING_S / 2
+    assert late.stage is Stage.GONE and 0.9 * 2 * MAX_PRIORITY * AGEING_S < crowd.now_s == 2 * MAX_PRIORITY * AGEING_S
+
+
+@pytest.mark.parametrize("between_s, keeps", [(0.0, "urgent"), (1.9 * AGEING_S, "urgent"), (2.1 * AGEING_S, "first")])
+def test_who_has_waited_long_enough_keeps_its_pages_too(between_s: float, keeps: str) -> None:
+    """Or whoever was overtaken by ageing would be the first to give way again, and again."""
+    crowd = Crowd(n_pages=8, page_tokens=2, max_context=16, max_sequences=3)
+    first = crowd.joins(4, first=1, priority=1)
+    crowd.now_s += between_s
+    urgent = crowd.joins(4, first=2, priority=-1)
+    while crowd.sched.n_preemptions == 0:
+        ran(crowd.sched)
+    kept, gone = (first, urgent) if keeps == "first" else (urgent, first)
+    assert crowd.sched.running == [kept] and crowd.sched.waiting == [gone]
+
+
+def test_a_greedy_tenant_gives_every_place_that_falls_free_to_others() -> None:
+    """It holds all four and has twenty more waiting: each that ends makes room for the other one."""
+    crowd = Crowd(max_sequences=4)
+    greedy = [crowd.joins(tenant="greedy") for _ in range(24)]
+    for _ in range(30):
+        ran(crowd.sched)
+    assert crowd.sched.running == greedy[:4]
+    for _ in range(4):
+        crowd.joins(tenant="other")
+    ran(crowd.sched)  # in which the greedy one has more
+    for n_others in range(1, 5):
+        crowd.sched.remove(crowd.sched.running[0])
+        ran(crowd.sched)
+        assert sum(seq.request.claim.tenant == "other" for seq in crowd.sched.running) == n_others
+
+
+@pytest.mark.parametrize("n_places", [1, 4, 7])
+def test_the_wait_is_judged_as_it_turns_out(n_places: int) -> None:
+    """Within a factor of two, by the clock: with answers of one length, of many, and just grown tenfold."""
+    clock, rng = FakeClock(), random.Random(n_places)
+
+    def a_second(step: object) -> None:
+        clock.now_s += 1.0
+
+    loop, turnover = make_loop(limits(max_sequences=n_places), a_second, clock=clock), Turnover(n_places)
+    assert turnover.wait_s(loop.stats()) == 0, "all places are free"
+    for lengths, n_steps in (([8] * 40, 30), ([rng.randint(4, 12) for _ in range(60)], 20), ([80] * 3 * n_places, 65)):
+        for n in lengths:
+            Client(loop, [1, 2], SamplingParams(max_tokens=n, ignore_eos=True))
+        for _ in range(n_steps):
+            loop.step()
+            turnover.wait_s(loop.stats())
+        judged_s = turnover.wait_s(loop.stats())
+        last = Client(loop, [1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
+        run_all(loop)
+        turnover.wait_s(loop.stats())
+        timings = last.request.timings
+        assert timings.first_scheduled_s is not None
+        waited_s = timings.first_scheduled_s - timings.queued_s
+        assert waited_s / 2 <= judged_s <= 2 * waited_s
 
 
 def test_requests_without_a_claim_keep_their_order() -> None:
@@ -149,13 +218,15 @@ def test_the_lowest_priority_gives_its_pages_back() -> None:
 
 @pytest.mark.parametrize(
     "wrong, field",
-    [({"priority": 1001}, "priority"), ({"priority": True}, "priority"), ({"priority": 0.5}, "priority"),
+    [({"priority": 101}, "priority"), ({"priority": -101}, "priority"),
+     ({"priority": True}, "priority"), ({"priority": 0.5}, "priority"),
      ({"queue_timeout_s": 0}, "queue_timeout_s"), ({"queue_timeout_s": 1e9}, "queue_timeout_s")],
 )  # fmt: skip
 def test_claims_out_of_range_are_refused(wrong: dict[str, object], field: str) -> None:
     with pytest.raises(RequestError) as refused:
         Claim(**wrong)  # type: ignore[arg-type]
     assert refused.value.param == field
+    assert field != "priority" or "an integer from -100, which goes first, to 100" in str(refused.value)
 
 
 def test_who_has_waited_long_enough_is_ended() -> None:

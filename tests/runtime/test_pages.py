@@ -231,6 +231,49 @@ def test_keys_tell_tokens_order_and_root_apart() -> None:
     assert more == base, "begun before, and gone on with"
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_page_that_shares_most_is_found(seed: int) -> None:
+    """Against a plain search of all that is known; at most 16 are looked at, and here no more begin alike."""
+    rng, pool, size = random.Random(seed), PagePool(16), 16
+    known: dict[int, tuple[Key, list[int]]] = {}  # what is there, by the key before it
+    roots = [root_key(b"a"), root_key(b"b")]
+    for _ in range(200):
+        after, tokens = rng.choice(roots), [rng.randrange(2) for _ in range(size)]
+        if rng.random() < 0.7:
+            asked = np.array(tokens[: rng.randint(0, size)], np.int32)
+            common = {p: shared(own, asked.tolist()) for p, (root, own) in known.items() if root == after}
+            most = max(common.values(), default=0)
+            page, n = pool.index.find_part(after, asked, size)
+            assert n == (most if most >= 2 else 0) and (not n or common[page] == n)
+            continue
+        pages = pool.reserve(1)
+        assert pages is not None
+        known.pop(pages[0], None)
+        keys: list[Key] = []
+        extend_keys(keys, after, np.array(tokens, np.int32), 1, size)
+        if pool.publish(pages[0], keys[0], None) == pages[0]:
+            pool.index.tell(pages[0], after, np.array(tokens, np.int32))
+            known[pages[0]] = after, tokens
+        pool.release(pool.index.find(keys))
+    assert pool.index.n_evicted > 0
+    assert pool.forget() and not pool.index._alike
+
+
+def shared(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_no_more_than_16_pages_are_looked_at() -> None:
+    pool, root = PagePool(40), root_key()
+    pages = pool.reserve(40)
+    assert pages is not None
+    for i, page in enumerate(pages):  # the first shares most
+        tokens = np.array([1] * (15 if i == 0 else 8) + [2 + i] * (1 if i == 0 else 8), np.int32)
+        pool.publish(page, bytes([i]) * 32, None)
+        pool.index.tell(page, root, tokens)
+    assert pool.index.find_part(root, np.array([1] * 15, np.int32), 16) == (pages[-1], 8), "the newest that are alike"
+
+
 def test_no_page_is_given_twice() -> None:
     pool = PagePool(5)
     first, second = pool.reserve(3), pool.reserve(2)

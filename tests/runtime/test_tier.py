@@ -4,14 +4,21 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError
+from millrace.runtime.generate import generate
+from millrace.runtime.loop import EngineLoop
 from millrace.runtime.pages import PagePool
+from millrace.runtime.params import SamplingParams
 from millrace.runtime.tier import HEADER, RECORD, PageMemory, Tier
+from tests.runtime.fakes import limits, make_loop
 
 N_PAGES, LAYERS, PAGE_BYTES = 8, 3, 96
 RECORD_BYTES = RECORD.size + PAGE_BYTES
@@ -103,6 +110,86 @@ def test_the_size_is_kept_to(tmp_path: Path) -> None:
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
     assert max(sizes) <= HEADER.size + 5 * RECORD_BYTES
     assert sum(sizes) > 6 * RECORD_BYTES
+
+
+@pytest.mark.parametrize("n_halves", [2, 3, 4])
+def test_after_a_restart_the_older_half_goes_first(tmp_path: Path, n_halves: int) -> None:
+    """Both halves are full, and whichever was begun last is kept."""
+    store = Store(tmp_path / "tier", n_records=8)
+    for chain in range(
+        n_halves + 2
+    ):  # of four pages, a half each; what the pool still holds of the last two is not there
+        store.computes(chain, 4)
+        store.settle()
+    store.tier.close()
+    again = Store(tmp_path / "tier", n_records=8)
+    stats = again.tier.stats
+    assert stats.pages == 8 and stats.bytes == sum(p.stat().st_size for p in tmp_path.iterdir())
+    newer = {key(100 * (n_halves - 1) + at) for at in range(4)}
+    assert newer < again.tier._places.keys()
+    for chain in (90, 91, 92):  # the third puts a page of the first there
+        again.computes(chain, 4)
+    again.settle()
+    assert newer < again.tier._places.keys(), "the half that was begun last is still there"
+    assert again.tier.stats.pages == 8 and again.tier.stats.stored_total == 4
+    again.tier.close()
+
+
+def test_a_generation_that_cannot_be_is_begun_anew(tmp_path: Path) -> None:
+    store = Store(tmp_path / "tier", n_records=8)
+    for chain in range(4):
+        store.computes(chain, 4)
+    store.tier.close()
+    path = tmp_path / "tier.0"
+    data = path.read_bytes()
+    path.write_bytes(data[: HEADER.size - 8] + b"\xff" * 8 + data[HEADER.size :])
+    again = Store(tmp_path / "tier", n_records=8)
+    assert again.tier.stats.pages == 4
+    for chain in range(10, 16):
+        again.computes(chain, 4)
+    again.tier.close()
+
+
+def asked(loop: EngineLoop, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    return [list(o.outputs[0].token_ids) for o in generate(loop, [{"prompt_token_ids": p} for p in prompts], params)]
+
+
+def test_a_preempted_sequence_comes_back_from_the_tier(tmp_path: Path) -> None:
+    """Swapping: what others' answers took of its pages is in the file, and nothing is computed twice."""
+    of = limits(page_tokens=4, n_pages=18, max_context=60, max_sequences=2, max_step_tokens=32)
+    prompts, params = [[2] * 9, [3] * 9], SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
+    plain = [asked(make_loop(limits(page_tokens=4), prefix_cache=False), [p], params)[0] for p in prompts]
+    n_computed = []
+    for tier in (None, tmp_path / "tier"):
+        loop = make_loop(of, tier=tier)
+        assert asked(loop, prompts, params) == plain
+        stats = loop.stats()
+        assert stats.preemptions_total > 0 and stats.pages_evicted_total > 0 and stats.pages_used == 0
+        n_computed.append(stats.step_tokens_total)
+        if isinstance(loop._pool.tier, Tier):
+            assert stats.tier is not None and stats.tier.found_total > 0
+            loop._pool.tier.close()
+    recomputed, swapped = n_computed
+    least = 2 * (9 + 40 - 1)
+    assert least <= swapped < least + 2 * 4 < recomputed, "but for the page that was not full, and the last token"
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_p1_the_tier_changes_no_answer(data: st.DataObject) -> None:
+    """Any requests with few pages for them, parts of pages copied, and a restart with what the files hold."""
+    part = st.sampled_from([[1, 2, 3, 4, 5, 6], [11, 12, 13], [21, 22, 23, 24, 25]])
+    prompt = st.lists(part, min_size=1, max_size=5).map(lambda parts: [t for p in parts for t in p])
+    prompts = data.draw(st.lists(prompt, min_size=2, max_size=8))
+    params = SamplingParams(max_tokens=data.draw(st.integers(1, 16)), ignore_eos=True, temperature=0)
+    of = limits(page_tokens=4, n_pages=data.draw(st.sampled_from([13, 18])), max_context=52, max_sequences=3)
+    plain = [asked(make_loop(limits(page_tokens=4), prefix_cache=False), [p], params)[0] for p in prompts]
+    with TemporaryDirectory() as folder:
+        for _ in range(2):
+            loop = make_loop(of, tier=Path(folder) / "tier")
+            assert asked(loop, prompts, params) == plain == asked(loop, prompts, params)
+            assert loop.stats().pages_used == 0 and isinstance(loop._pool.tier, Tier)
+            loop._pool.tier.close()
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {

@@ -27,7 +27,7 @@ from millrace.runtime.stats import LoopStats
 from millrace.serve.server import Server
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import TextModel
-from tests.runtime.fakes import FakeExecutor, limits
+from tests.runtime.fakes import FakeExecutor, fake_tier, limits
 from tests.support.server import in_thread, wait_until_idle
 from tests.support.vocabularies import CHATML, save_byte_level
 
@@ -55,12 +55,14 @@ class Fake:
     template_timeout_s: float = 2.0
     aliases: tuple[str, ...] = ()
     folder: Path | None = None  # of the tokenizer's files, for processes of long texts
+    tier: Path | None = None  # the file of a second tier of KV pages
 
     def model(self) -> TextModel:
         size = self.limits.max_step_tokens  # whole prompts at once: as many sequences as can be, so that pages run out
         budget = TokenBudget(size, chunk_low=size)
         executor = FakeExecutor(self.limits, self.before_run)
-        loop = EngineLoop(executor, tokenizer(), clock=time.perf_counter, budget=budget)
+        tier = None if self.tier is None else fake_tier(executor, self.tier)
+        loop = EngineLoop(executor, tokenizer(), clock=time.perf_counter, budget=budget, tier=tier)
         return TextModel(
             name=MODEL,
             aliases=self.aliases,

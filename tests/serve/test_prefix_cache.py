@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
+from millrace.runtime.tier import HEADER, RECORD
 from tests.serve.support import ROOMY, Fake, Running, post, running, until
 from tests.serve.test_management import metrics, value
 
@@ -48,7 +50,7 @@ def events(reply: httpx.Response) -> list[dict[str, Any]]:
 
 def test_usage_says_what_was_found(server: Running) -> None:
     assert cached(server, PROMPT) == 0 and cached(server, PROMPT) == 40
-    assert cached(server, PROMPT[:40]) == 36, "the last token is computed, and so its page"
+    assert cached(server, PROMPT[:40]) == 39, "the last token is computed, the rest of its page copied"
     assert cached(server, [*PROMPT[:20], 1]) == 20
     assert cached(server, [PROMPT, PROMPT, [4]], n=2) == 80, "of all prompts, each counted once"
     echo = completion(server, PROMPT, echo=True, max_tokens=0)["usage"]
@@ -87,6 +89,21 @@ def test_metrics_tell_queries_hits_and_what_is_kept(server: Running) -> None:
     assert value(samples, "vllm:kv_cache_usage_perc") == 0 == value(samples, "millrace:kv_pages_used")
     assert value(samples, "millrace:kv_pages_kept") >= 10
     assert value(samples, "millrace:kv_pages_evicted_total") == 0
+
+
+def test_metrics_tell_of_the_second_tier(server: Running, tmp_path: Path) -> None:
+    assert not [name for name in metrics(server) if "kv_tier" in str(name)], "there is none"
+    with running(Fake(limits=replace(ROOMY, max_context=64, n_pages=16), tier=tmp_path / "tier")) as served:
+        for first in (1, 2, 1):
+            cached(served, [first, *PROMPT])
+        samples = metrics(served)
+        names = ("pages", "stored_total", "found_total", "damaged_total", "dropped_total", "bytes")
+        pages, stored, found, damaged, dropped, n_bytes = (value(samples, f"millrace:kv_tier_{n}") for n in names)
+        assert pages == stored > 0 and found > 0 and damaged == dropped == 0
+        record = (value(samples, "millrace:kv_tier_bytes") - 2 * HEADER.size) / pages
+        assert (
+            n_bytes == sum(path.stat().st_size for path in tmp_path.iterdir()) and record == RECORD.size + 2 * 8 * PAGE
+        )
 
 
 def test_requests_say_with_whom_and_how_long(server: Running) -> None:

@@ -58,6 +58,8 @@ class StepInputs:
     bias_values: NDArray[np.float32]
     # (M, ceil(V / 32)): bit t % 32 of word t / 32 says whether token t may be drawn; None: no row has a mask
     masks: NDArray[np.uint32] | None = None
+    # (C, 2) from and to: full pages that are copied into others, of this step's sequences, before anything is stored
+    copies: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)

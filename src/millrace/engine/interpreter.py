@@ -52,6 +52,11 @@ class Interpreter(Values):
             self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
         return {p.name: self.rows(p.value) for p in self._graph.outputs}
 
+    def copy_page(self, source: int, target: int) -> None:
+        """What is kept in one becomes the other's, too."""
+        for pages in self._pages.values():
+            pages.keys[target], pages.values[target] = pages.keys[source], pages.values[source]
+
     def forget(self) -> None:
         """All keys and values."""
         self._pages.clear()

@@ -324,9 +324,8 @@ class NativeExecutor(LoadedProgram, Executor):
         shapes = [(c.layers, self.limits.n_pages, c.page_bytes() // c.layers) for c in caches]
         with self._native() as native:
             at = [self._lib.mr_kept(native, i) or 0 for i in range(len(caches))]
-            return [
-                bytes_at(a, math.prod(shape), self._core).reshape(shape) for a, shape in zip(at, shapes, strict=True)
-            ]
+            pairs = zip(at, shapes, strict=True)
+            return [bytes_at(a, math.prod(shape), self._core).reshape(shape) for a, shape in pairs]
 
     def launch(self, step: StepInputs) -> None:
         """Returns when the step is through: on a CPU nobody else could do it. The interpreter's lock is released."""
@@ -337,12 +336,9 @@ class NativeExecutor(LoadedProgram, Executor):
         most = self.limits.vocab_size  # more than that the native core refuses
         top = min(max(int(step.sampling["n_top"].max()), 0), most) if rows else 0
         out = StepOutputs(
-            tokens=np.zeros(rows, np.int32),
-            logprobs=np.zeros(rows, np.float32),
-            ranks=np.zeros(rows, np.int32),
-            top_ids=np.zeros((rows, top), np.int32),
-            top_logprobs=np.zeros((rows, top), np.float32),
-        )
+            tokens=np.zeros(rows, np.int32), logprobs=np.zeros(rows, np.float32), ranks=np.zeros(rows, np.int32),
+            top_ids=np.zeros((rows, top), np.int32), top_logprobs=np.zeros((rows, top), np.float32),
+        )  # fmt: skip
         args = StepArgs(
             n_tokens=len(step.tokens), n_sequences=len(step.starts) - 1, n_rows=rows,
             tokens=step.tokens.ctypes.data, positions=step.positions.ctypes.data, starts=step.starts.ctypes.data,
@@ -355,6 +351,8 @@ class NativeExecutor(LoadedProgram, Executor):
             out_top_ids=out.top_ids.ctypes.data, out_top_logprobs=out.top_logprobs.ctypes.data,
             masks=None if step.masks is None else step.masks.ctypes.data,
             n_masks=0 if step.masks is None else len(step.masks),
+            copies=None if step.copies is None else step.copies.ctypes.data,
+            n_copies=0 if step.copies is None else len(step.copies),
         )  # fmt: skip
         error = ctypes.create_string_buffer(ERROR_BYTES)
         with self._native() as native:
@@ -395,6 +393,8 @@ def _check_arrays(step: StepInputs, vocab_size: int) -> None:
             raise ExecutionError(f"an illegal step: {name} is {array.dtype}{list(array.shape)}, not a row of {dtype}")
         if length is not None and len(array) != length:
             raise ExecutionError(f"an illegal step: {name} has {len(array)} elements, not {length}")
-    masks, words = step.masks, -(-vocab_size // 32)
+    masks, words, copies = step.masks, -(-vocab_size // 32), step.copies
+    if copies is not None and (copies.dtype != _INT32 or copies.shape[1:] != (2,) or not copies.flags.c_contiguous):
+        raise ExecutionError(f"an illegal step: copies are {copies.dtype}{list(copies.shape)}, not pairs of int32")
     if masks is not None and (masks.dtype != _UINT32 or masks.shape[1:] != (words,) or not masks.flags.c_contiguous):
         raise ExecutionError(f"an illegal step: masks are {masks.dtype}{list(masks.shape)}, not rows of {words} uint32")

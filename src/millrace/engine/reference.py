@@ -38,6 +38,8 @@ class ReferenceExecutor(Executor):
 
     def logits(self, step: StepInputs) -> Rows:
         """(R, V) for the sampled rows, after keys and values were stored."""
+        for source, target in () if step.copies is None else step.copies:
+            self.interpreter.copy_page(int(source), int(target))
         tables = [step.pages[a:b] for a, b in zip(step.page_starts[:-1], step.page_starts[1:], strict=True)]
         inputs = {
             "tokens": step.tokens, "positions": step.positions, "lengths": np.diff(step.starts),

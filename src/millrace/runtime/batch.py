@@ -64,6 +64,7 @@ class BatchBuilder:
         starts, page_starts = [0], [0]
         drawing: list[Sequence] = []
         draws: list[tuple[int, int, int]] = []  # (row, token of the step, position to draw)
+        copies: list[tuple[int, int]] = []
         for chunk in step.chunks:
             seq, start, end = chunk.sequence, chunk.start, chunk.start + chunk.n
             self._tokens[n_tokens : n_tokens + chunk.n] = seq.tokens.array[start:end]
@@ -73,6 +74,8 @@ class BatchBuilder:
             n_own = -(-end // self._page_tokens)
             self._pages[n_pages : n_pages + n_own] = seq.pages.array[:n_own]
             n_pages += n_own
+            if seq.source is not None:
+                copies.append((seq.source, int(seq.pages.array[start // self._page_tokens])))
             page_starts.append(n_pages)
             if chunk.n_scored:
                 _score(self._sampling[R : R + chunk.n_scored], chunk, n_tokens - chunk.n)
@@ -101,6 +104,7 @@ class BatchBuilder:
             bias_ids=bias_ids,
             bias_values=bias_values,
             masks=_fill_masks(sampling, rows, drawing),
+            copies=np.array(copies, dtype=np.int32) if copies else None,
         )
 
 

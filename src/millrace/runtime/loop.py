@@ -26,7 +26,6 @@ from millrace.runtime.scheduler import Scheduler, TokenBudget
 from millrace.runtime.stats import Counters, LoopStats
 from millrace.runtime.tier import Tier
 
-SMOOTHING = 0.1  # weight of the newest request in the mean request time
 MAX_FAILURES_IN_A_ROW = 3
 
 log = logging.getLogger(__name__)
@@ -181,7 +180,7 @@ class EngineLoop:
 
     def stats(self) -> LoopStats:
         """A snapshot, cheap enough for every request."""
-        counters, scheduler = self._counters, self._scheduler
+        counters, scheduler, now_s = self._counters, self._scheduler, self.thread.clock()
         with self.thread.changed:
             n_waiting, idle = self._n_submitted + len(scheduler.waiting), self._is_idle()
         return LoopStats(
@@ -197,13 +196,16 @@ class EngineLoop:
             prefix_queries_total=scheduler.n_queried,
             prefix_hits_total=scheduler.n_hit,
             pages_evicted_total=self._pool.index.n_evicted,
+            tier=self._pool.tier.stats if self._pool.tier else None,
             steps_total=counters.steps,
             step_tokens_total=counters.step_tokens,
             finished_total=dict(counters.finished),
             last_step_s=self.thread.silent_s,
             idle=idle,
             healthy=not self.thread.dead_because,
-            request_time_s=counters.request_time_s,
+            running_s=sum(seq.request.timings.held_s(now_s) for seq in tuple(scheduler.running)),
+            held_s_total=counters.held_s,
+            left_total=counters.left,
         )
 
     def traces(self, request_id: str) -> list[RequestTrace]:
@@ -288,11 +290,8 @@ class EngineLoop:
         self._scheduler.commit(step, now_s - started_s)
         self._counters.steps += 1
         self._counters.step_tokens += step.n_tokens
-        parts = tuple(
-            Part(of.request.order, of.request.id, of.request.first + of.index, c.start, c.n, c.draws)
-            for c in step.chunks
-            for of in (c.sequence,)
-        )
+        chunks = ((c, c.sequence, c.sequence.request) for c in step.chunks)
+        parts = tuple(Part(r.order, r.id, r.first + seq.index, c.start, c.n, c.draws) for c, seq, r in chunks)
         n, n_waiting = self._counters.steps, len(self._scheduler.waiting)
         self.history.steps.append(StepSeen(n, started_s, now_s - started_s, n_waiting, parts))
         self._distribute(step, outputs, now_s)
@@ -346,6 +345,9 @@ class EngineLoop:
         self._pending.setdefault(request, []).append(delta)
         if reason is None:
             return
+        if seq.stage is Stage.RUNNING:
+            self._counters.left += 1
+            self._counters.held_s += request.timings.held_s(self.thread.clock())
         self._scheduler.remove(seq)
         self._counters.finished[reason] += 1
         if not request.is_open:
@@ -354,9 +356,6 @@ class EngineLoop:
             timings.finished_s = self.thread.clock()
             of, n, claim = request.order, len(request.prompt), request.claim
             self.history.ended.append(RequestSeen(of, request.id, n, request.n_cached, timings, claim.tenant))
-            if timings.first_scheduled_s is not None:
-                took_s, mean_s = timings.finished_s - timings.first_scheduled_s, self._counters.request_time_s
-                self._counters.request_time_s = mean_s + SMOOTHING * (took_s - mean_s) if mean_s else took_s
 
     def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
         """End every choice that is still open; harmless for a request that is finished."""

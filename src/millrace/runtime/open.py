@@ -23,6 +23,8 @@ from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.tier import PageMemory, Tier
 from millrace.settings import Settings, setting
 
+TIER_BYTES = 4 * 2**30  # of a second tier, unless its size is said
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
@@ -43,10 +45,16 @@ class RunSettings(Settings):
         "file for KV pages that memory has no room for any more, kept over restarts; off unless named",
         metavar="FILE",
     )
-    kv_tier_size: int = setting(4 * 2**30, "of that file at most, like 4G", size=True, low=1)
+    kv_tier_size: int | None = setting(None, "of that file at most; default: 4G", size=True, low=1)
     isa: str | None = setting(
         None, "force an instruction set: amx, avx512, avx2 or scalar", choices=("amx", "avx512", "avx2", "scalar")
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_tier_size is not None and self.kv_tier is None:
+            what = "--kv-tier-size is given, and --kv-tier is not: there is no second tier of KV pages"
+            raise ConfigError(what, "the file whose size it is", "name it with --kv-tier, or leave --kv-tier-size out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +132,9 @@ def _tier(engine: Engine, executor: NativeExecutor, run: RunSettings, path: Path
         what = "--kv-tier and --no-prefix-cache are both given"
         raise ConfigError(what, "a prefix cache, whose pages go there", "leave one out")
     caches = engine.manifest.cpu.caches
-    return Tier(path, f"{engine.manifest.identity} {caches}", PageMemory(executor.kept()), run.kv_tier_size)
+    return Tier(
+        path, f"{engine.manifest.identity} {caches}", PageMemory(executor.kept()), run.kv_tier_size or TIER_BYTES
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +162,9 @@ class OpenedEncoder:
 
 
 def open_encoder(name: str, engine: Engine, run: RunSettings) -> OpenedEncoder:
-    """As open_engine. raises MachineError; ConfigError for --kv-memory"""
+    """As open_engine. raises MachineError; ConfigError for --kv-memory and --kv-tier"""
+    if run.kv_tier is not None:
+        raise ConfigError("--kv-tier is given for an encoder", "nothing: it keeps no keys and values", "leave it out")
     plan_encoder(engine, memory(), run.kv_memory)
     tokenizer, limits = open_tokenizer(engine.folder), EncoderLimits.of(engine)
     network = engine.network(threads=run.threads or usable_cores(), isa=run.isa)

@@ -70,6 +70,10 @@ class Order:
         now_s = self._clock()
         return sorted(waiting, key=lambda seq: self._rank(seq, now_s))
 
+    def kept_first(self, running: list[Sequence]) -> list[Sequence]:
+        """Who gives way to all others where pages run short is the last; time counts as for those that wait."""
+        return sorted(running, key=lambda seq: seq.request.claim.priority + seq.request.timings.queued_s / AGEING_S)
+
     def computed(self, seq: Sequence, n_prompt: int, n_drawn: int) -> None:
         """Tokens of it were."""
         tenant = seq.request.claim.tenant

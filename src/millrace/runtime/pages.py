@@ -12,10 +12,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import Protocol
+
+import numpy as np
 
 from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
+from millrace.runtime.stats import TierStats
 
 Pages = tuple[int, ...]
 Key = bytes
@@ -23,6 +27,11 @@ KEY_BYTES = (
     32  # 256 bits: two texts of one key cannot be found, and tenants with their own salts cannot probe each other
 )
 DEFAULT_PRIORITY, MAX_PRIORITY = 35, 100  # TensorRT-LLM's
+# A page is copied where at least an eighth of it is shared, 8 of 64 tokens. By these it is found: of the pages behind a
+# system prompt, as many as there are chats, few are looked at. And the few tokens with which a template begins every
+# chat would make a hit of each request.
+LEAST_SHARED = 1 / 8
+MAX_LOOKED_AT = 16  # pages that begin alike, the newest first
 
 
 def root_key(*parts: bytes) -> Key:
@@ -55,6 +64,7 @@ class _Known:
     left: int = 0  # when its last owner left it: a count of such moments
     priority: int = DEFAULT_PRIORITY
     until_s: float | None = None  # when its priority ends
+    begins: bytes | None = None  # by which it is found in part: the key before it, and its first tokens
 
 
 @dataclass(slots=True)
@@ -75,6 +85,7 @@ class PrefixIndex:
     _ends: list[tuple[int, int, int]] = field(init=False, repr=False, default_factory=list)
     _until: list[tuple[float, int]] = field(init=False, repr=False, default_factory=list)  # (until_s, page), a heap
     _n_left: int = field(init=False, repr=False, default=0)
+    _alike: dict[bytes, dict[int, IntArray]] = field(init=False, repr=False, default_factory=dict)  # page -> its tokens
 
     def __contains__(self, page: int) -> bool:
         return page in self._by_page
@@ -102,6 +113,27 @@ class PrefixIndex:
             parent.n_next += 1
         self._by_key[key] = self._by_page[page] = _Known(page, key, parent)
         return page
+
+    def tell(self, page: int, after: Key, tokens: IntArray) -> None:
+        """What is in a page of the index: from now on it is found in part, too. after: the key before its own"""
+        known = self._by_page[page]
+        if known.begins is None:
+            known.begins = _beginning(after, tokens, len(tokens))
+            self._alike.setdefault(known.begins, {})[page] = tokens.copy()
+
+    def find_part(self, after: Key, tokens: IntArray, page_tokens: int) -> tuple[int, int]:
+        """The page behind `after` that has most of these tokens in common from its first on, and how many they are.
+
+        0 of them where it would be less than LEAST_SHARED of a page. Own it, as its reader owns all before it.
+        """
+        best = 0, 0
+        if len(tokens) >= _n_least(page_tokens):
+            alike = self._alike.get(_beginning(after, tokens, page_tokens), {})
+            for page, known in islice(reversed(alike.items()), MAX_LOOKED_AT):
+                differs = np.flatnonzero(known[: len(tokens)] != tokens)
+                best = max(best, (int(differs[0]) if len(differs) else len(tokens), page))
+        n, page = best
+        return page, n
 
     def left(self, page: int) -> None:
         """It has no owner any more."""
@@ -145,6 +177,11 @@ class PrefixIndex:
             if known is not None and _counts(known, priority, left):
                 break
         del self._by_page[page], self._by_key[known.key]
+        if known.begins is not None:
+            alike = self._alike[known.begins]
+            del alike[page]
+            if not alike:
+                del self._alike[known.begins]
         if self.given_up is not None:
             self.given_up(known.key, page)
         self.n_free -= 1
@@ -168,12 +205,22 @@ def _counts(known: _Known, priority: int, left: int) -> bool:
     return known.free and not known.n_next and (known.priority, known.left) == (priority, left)
 
 
+def _n_least(page_tokens: int) -> int:
+    return max(1, int(LEAST_SHARED * page_tokens))
+
+
+def _beginning(after: Key, tokens: IntArray, page_tokens: int) -> bytes:
+    return after + tokens[: _n_least(page_tokens)].tobytes()
+
+
 class SecondTier(Protocol):
     """Where pages go that the pool gives up: `tier.py`."""
 
     def put(self, key: Key, page: int) -> None: ...
     def promoted(self, pool: "PagePool", keys: Sequence[Key], owned: Pages) -> Pages: ...
     def clear(self) -> None: ...
+    @property
+    def stats(self) -> TierStats: ...
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ until that is decided. Until `min_tokens` are out, all but the length is passed 
 are not touched, so what is drawn is what would have been drawn without it.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from millrace.engine.executor import NOTHING_ALLOWED, IntArray
 from millrace.runtime.cache_options import PLAIN, CacheOptions
 from millrace.runtime.claim import NO_CLAIM, Claim
 from millrace.runtime.grammar import Matcher
-from millrace.runtime.pages import Key, Pages, root_key
+from millrace.runtime.pages import Key, Pages, extend_keys, root_key
 from millrace.runtime.params import Delta, FinishReason, Resolved, TokenLogprobs
 
 
@@ -203,6 +204,10 @@ class Timings:
     n_preemptions: int = 0
     n_output_tokens: int = 0  # of all choices
 
+    def held_s(self, now_s: float) -> float:
+        """Since the first step; 0 before."""
+        return 0.0 if self.first_scheduled_s is None else now_s - self.first_scheduled_s
+
 
 class Stage(Enum):
     WAITING = auto()  # holds no pages
@@ -270,7 +275,7 @@ class Sequence:
 
     __slots__ = (
         *("index", "matcher", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens"),
-        *("keys", "leader", "leads", "n_known"),
+        *("keys", "leader", "leads", "n_known", "source"),
     )
 
     def __init__(self, request: Request, index: int) -> None:
@@ -283,6 +288,7 @@ class Sequence:
         self.keys: list[Key] = []  # of its first full pages, as far as anybody wanted to know
         self.n_known = 0  # of its pages, so many from the first on are in the index
         self.leader: Sequence | None = None  # whose prompt it waits for, because they begin alike
+        self.source: int | None = None  # a page that the next step copies into its first own one; it is a co-owner
         self.leads: Key | None = None  # of the first page that it computes of what others may wait for
         self.text = request.new_text()
         self.matcher = request.matchers[index] if request.matchers else None
@@ -307,6 +313,30 @@ class Sequence:
     def n_left(self) -> int:
         """Tokens to compute before the next one can be drawn."""
         return len(self.tokens) - self.n_computed
+
+    def page_keys(self, n_pages: int, page_tokens: int) -> list[Key]:
+        """Of its first `n_pages`, which are full."""
+        if len(self.keys) < n_pages:
+            if not self.keys:  # the prompt of its siblings is its own
+                self.keys += self.request.choices[0].keys[: self.n_prompt // page_tokens]
+            extend_keys(self.keys, self.request.root, self.tokens.array, n_pages, page_tokens)
+        return self.keys[:n_pages]
+
+    def content(self, i: int, page_tokens: int) -> tuple[Key, IntArray]:
+        """The key before its page `i`, all before which are full, and the tokens that are in it."""
+        after = self.page_keys(i, page_tokens)[-1] if i else self.request.root
+        return after, self.tokens.array[i * page_tokens : (i + 1) * page_tokens]
+
+    def is_sooner_behind(self, leader: "Sequence", n_keys: int, n_known: int, page_tokens: int) -> bool:
+        """Whether it has its next token sooner when the leader's prompt is computed first, then the rest of its own.
+
+        n_keys: of the pages that it could share; n_known: of those that it can share now
+        """
+        own, other = self.keys, leader.keys
+        n_common = bisect_left(range(min(n_keys, len(other))), True, key=lambda i: own[i] != other[i])
+        n_own, n_saved = self.n_tokens - n_known * page_tokens, (n_common - n_known) * page_tokens
+        # waiting: leader.n_left + n_own - n_saved; side by side, with half of each step: twice n_own
+        return leader.n_left <= n_own + n_saved
 
     def take(self, token: int, logprobs: TokenLogprobs | None) -> Delta:
         """Append a drawn token, and say what that adds, and whether it ends the answer.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
-from millrace.runtime.pages import Key, PagePool, Pages, extend_keys
+from millrace.runtime.pages import Key, PagePool, Pages
 from millrace.runtime.params import context_tokens
 from millrace.runtime.request import Request
 from millrace.runtime.request import Sequence as Choice
@@ -116,6 +116,4 @@ class Retention:
 
     def _keys(self, request: Request) -> list[Key]:
         """Of the full pages of its prompt."""
-        keys, n_pages = request.choices[0].keys, len(request.prompt) // self._page_tokens
-        extend_keys(keys, request.root, request.prompt, n_pages, self._page_tokens)
-        return keys[:n_pages]
+        return request.choices[0].page_keys(len(request.prompt) // self._page_tokens, self._page_tokens)

@@ -11,14 +11,14 @@ requests were refused), so it ends; and nobody overtakes the head of the queue, 
 begins as its own does.
 
 Full pages go into the pool's index when a finite token was drawn from them (`verified`), and whoever is admitted finds
-there what others had computed: earlier requests, its siblings, itself before it was preempted. Two that come at the
-same time with the same beginning: the second waits for the first, where it is sooner done so. A prompt whose log
-probabilities are wanted takes a row of logits for each token, by its first choice: its chunks are as short as the rows
-that are left.
+there what others had computed: earlier requests, its siblings, itself before it was preempted; of a page that goes on
+otherwise it takes a copy. Two that come at the same time with the same beginning: the second waits for the first, where
+it is sooner done so. A prompt whose log probabilities are wanted takes a row of logits for each token, by its first
+choice: its chunks are as short as the rows that are left.
 """
 
 import math
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,14 +27,12 @@ from millrace.errors import ConfigError
 from millrace.runtime.batch import Chunk, Step
 from millrace.runtime.claim import NO_CLAIM
 from millrace.runtime.order import Order, Policy, first_come
-from millrace.runtime.pages import Key, PagePool, Pages, extend_keys, root_key
+from millrace.runtime.pages import Key, PagePool, Pages, root_key
 from millrace.runtime.request import Request, Sequence, Stage
 from millrace.runtime.retention import Retention
 
 DEFAULT_GAP_LIMIT_S = 0.1
-DEFAULT_STRETCH = (
-    1.9  # plain steps that one with prefill may last: in a mix, the longest gap stays below two usual ones
-)
+DEFAULT_STRETCH = 1.9  # plain steps that one with prefill may last: so the longest gap stays below two usual ones
 DEFAULT_CHUNK_LOW = 4  # so that long prompts always go on; more could outlast the stretch where attention is deep
 SMOOTHING = 0.2  # weight of the newest step
 OUTLIER = 4.0  # one measurement moves a cost by at most this factor towards itself: a step may have been descheduled
@@ -108,13 +106,9 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: ExecutorLimits,
-        pool: PagePool,
-        clock: Callable[[], float],
-        budget: TokenBudget | None = None,
-        prefix_cache: bool = True,
-        policy: Policy = first_come,
-    ) -> None:
+        limits: ExecutorLimits, pool: PagePool, clock: Callable[[], float], budget: TokenBudget | None = None,
+        prefix_cache: bool = True, policy: Policy = first_come,
+    ) -> None:  # fmt: skip
         """prefix_cache: requests find what others have computed; else only the choices of one request do
 
         policy: which of those that wait goes first
@@ -199,6 +193,7 @@ class Scheduler:
         """The step was computed; tokens are appended after this."""
         for chunk in step.chunks:
             seq = chunk.sequence
+            self._drop_source(seq)
             seq.n_computed = chunk.start + chunk.n
             seq.request.n_scored += chunk.n_scored
             if not self._order.is_plain:
@@ -209,7 +204,8 @@ class Scheduler:
 
     def _take_single_tokens(self, step: Step) -> None:
         """One token of every sequence that lacks just one."""
-        page_tokens, ranked = self.limits.page_tokens, self._ranked()
+        page_tokens = self.limits.page_tokens
+        ranked = list(self.running) if self._order.is_plain else self._order.kept_first(self.running)
         for seq in ranked:  # preemption takes from its end
             if seq.stage is not Stage.RUNNING or seq.n_left != 1:
                 continue
@@ -218,12 +214,6 @@ class Scheduler:
                 break
             step.chunks.append(Chunk(seq, start, 1, True))
         step.n_tokens = len(step.chunks)
-
-    def _ranked(self) -> list[Sequence]:
-        """Those that run; who gives way to all others is the last."""
-        if self._order.is_plain:
-            return list(self.running)
-        return sorted(self.running, key=lambda seq: seq.request.claim.priority)
 
     def _take_prefill(self, step: Step, seq: Sequence, room: int) -> int:
         """How many tokens it took; 0 only where all rows for scores are taken."""
@@ -286,11 +276,34 @@ class Scheduler:
         if self.pool.tier is not None:
             kept = self.pool.tier.promoted(self.pool, self._findable(seq), kept)
             n -= len(kept) - len(shared)
+            for i in range(len(shared), len(kept)):
+                self.pool.index.tell(kept[i], *seq.content(i, self.limits.page_tokens))
+        seq.n_known, seq.n_computed = len(kept), len(kept) * self.limits.page_tokens
+        seq.n_computed += self._share_part(seq, n)
         own = self.pool.reserve(n)
         assert own is not None, f"{n} pages for the only sequence, {self.pool.n_free} of {self.pool.n_pages} free"
         seq.pages.extend(kept + own)
-        seq.n_known, seq.n_computed = len(kept), len(kept) * self.limits.page_tokens
         return True
+
+    def _share_part(self, seq: Sequence, n: int) -> int:
+        """How many tokens behind its known pages are in another one, to be copied; `n` own pages must be left then."""
+        if seq.index == 0 and seq.request.n_scored < seq.n_prompt:
+            return 0  # its next step may have no row of logits for it, and so no part in it
+        after, tokens = seq.content(seq.n_known, self.limits.page_tokens)
+        n_most = max(0, min(seq.n_tokens - 1, self._n_public(seq)) - seq.n_computed)  # the last token is computed
+        page, n_shared = self.pool.index.find_part(after, tokens[:n_most], self.limits.page_tokens)
+        if n_shared:
+            self.pool.share((page,))  # until the step that copies it: it must not become another's page meanwhile
+            if self.pool.n_free < n:
+                self.pool.release((page,))
+                return 0
+            seq.source = page
+        return n_shared
+
+    def _drop_source(self, seq: Sequence) -> None:
+        if seq.source is not None:
+            self.pool.release((seq.source,))
+            seq.source = None
 
     # ------------------------------------------------------------------ shortage
 
@@ -317,6 +330,7 @@ class Scheduler:
 
     def _give_back(self, seq: Sequence) -> None:
         self._stop_leading(seq)
+        self._drop_source(seq)
         self.pool.release(seq.pages.array.tolist())
         seq.pages.clear()
         seq.n_known = seq.n_computed = 0
@@ -330,9 +344,10 @@ class Scheduler:
             return  # nothing new: so it is for most tokens
         n_full = min(seq.n_computed, self._n_public(seq)) // page_tokens
         if n_full > seq.n_known:
-            keys, pages = self._keys(seq, n_full), seq.pages.array
+            keys, pages = seq.page_keys(n_full, page_tokens), seq.pages.array
             for i in range(seq.n_known, n_full):
                 pages[i] = self.pool.publish(int(pages[i]), keys[i], int(pages[i - 1]) if i else None)
+                self.pool.index.tell(int(pages[i]), *seq.content(i, page_tokens))
             seq.n_known = n_full
         self._stop_leading(seq)
         if seq.request.to_keep:
@@ -340,9 +355,8 @@ class Scheduler:
 
     def _n_public(self, seq: Sequence) -> int:
         """So many of its tokens are of use to others: all, or without the prefix cache its prompt, to its siblings."""
-        if self.prefix_cache:
-            return seq.n_tokens
-        return seq.n_prompt if len(seq.request.choices) > 1 else 0
+        own = seq.n_prompt if len(seq.request.choices) > 1 else 0
+        return seq.n_tokens if self.prefix_cache else own
 
     def _known_prefix(self, seq: Sequence) -> Pages | None:
         """Computed pages that `seq` may share; None while it gets on sooner by waiting for more of them."""
@@ -355,7 +369,7 @@ class Scheduler:
         found = self.pool.index.find(keys)
         if len(found) < len(keys):
             leader = self._leading.get(keys[len(found)])
-            if leader is not None and _is_worth_waiting(leader, seq, keys, len(found) * page_tokens, page_tokens):
+            if leader is not None and seq.is_sooner_behind(leader, len(keys), len(found), page_tokens):
                 seq.leader = leader
                 return None
         return found
@@ -363,38 +377,18 @@ class Scheduler:
     def _findable(self, seq: Sequence) -> list[Key]:
         """The last token is computed in any case, to draw the next one; a scored prompt from the first that is not."""
         scored = seq.n_tokens if seq.index or seq.request.n_scored == seq.n_prompt else seq.request.n_scored
-        return self._keys(seq, min(scored - 1, self._n_public(seq)) // self.limits.page_tokens)
-
-    def _keys(self, seq: Sequence, n_pages: int) -> list[Key]:
-        """Of its first `n_pages`, which are full."""
-        known, page_tokens = seq.keys, self.limits.page_tokens
-        if len(known) < n_pages:
-            if not known:  # the prompt of its siblings is its own
-                known += seq.request.choices[0].keys[: seq.n_prompt // page_tokens]
-            extend_keys(known, seq.request.root, seq.tokens.array, n_pages, page_tokens)
-        return known[:n_pages]
+        return seq.page_keys(min(scored - 1, self._n_public(seq)) // self.limits.page_tokens, self.limits.page_tokens)
 
     def _lead(self, seq: Sequence) -> None:
         """Others that begin alike may wait for what it computes beyond the pages that were known."""
         if seq.index == 0 and seq.request.n_scored < seq.n_prompt:
             return  # to score a prompt takes many steps: nobody waits so long
         n_full = min(seq.n_tokens, self._n_public(seq)) // self.limits.page_tokens
-        if n_full > seq.n_known and (key := self._keys(seq, n_full)[seq.n_known]) not in self._leading:
-            self._leading[key] = seq
-            seq.leads = key
+        if n_full > seq.n_known:
+            key = seq.page_keys(n_full, self.limits.page_tokens)[seq.n_known]
+            seq.leads = key if self._leading.setdefault(key, seq) is seq else None
 
     def _stop_leading(self, seq: Sequence) -> None:
         if seq.leads is not None:
             del self._leading[seq.leads]
             seq.leads = None
-
-
-def _is_worth_waiting(leader: Sequence, seq: Sequence, keys: list[Key], n_known: int, page_tokens: int) -> bool:
-    """Whether `seq` has its next token sooner when the leader's prompt is computed first, and only the rest of its own.
-
-    keys: of the pages that it could share; n_known: tokens that it can share now
-    """
-    n_common = bisect_left(range(min(len(keys), len(leader.keys))), True, key=lambda i: keys[i] != leader.keys[i])
-    n_own, n_saved = seq.n_tokens - n_known, n_common * page_tokens - n_known
-    # waiting: leader.n_left + n_own - n_saved; side by side, with half of each step: twice n_own
-    return leader.n_left <= n_own + n_saved

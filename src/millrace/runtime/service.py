@@ -24,6 +24,7 @@ from millrace.runtime.request import FREELY, Request, StopTables, Terms
 from millrace.runtime.stats import LoopStats
 
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
+LEAST_LEFT = 4  # sequences whose times are remembered at least
 MAX_AT_ONCE = 512  # tokens that a reader gets in one go: who was slow must not hold up the others when it reads again
 STOP_S = 5.0  # for the step in progress, at the end, where nobody says otherwise
 SWITCH_INTERVAL_S = 0.0005  # the engine thread gets the interpreter back quickly after each native call
@@ -179,6 +180,31 @@ class RequestHandle:
         self._unfinished = 0
 
 
+class Turnover:
+    """How long sequences keep their places, and so how long those wait that have none.
+
+    The mean of those that ended last, or that of those that run, so far, where this is more: a mean of what has ended
+    knows of the short ones first, and of longer answers only when a whole batch of them is through.
+    """
+
+    def __init__(self, n_places: int) -> None:
+        self._n_places, self._most = n_places, max(LEAST_LEFT, n_places)
+        self._held_s = self._n_left = 0.0  # of about the last `_most` that ended
+        self._seen = 0.0, 0
+
+    def wait_s(self, stats: LoopStats) -> float:
+        """Until who comes now has a place, behind all that wait; 0 where one is free, or nobody has had one yet."""
+        (held_s, n_left), self._seen = self._seen, (stats.held_s_total, stats.left_total)
+        self._held_s += stats.held_s_total - held_s
+        self._n_left += stats.left_total - n_left
+        if self._n_left > self._most:
+            self._held_s, self._n_left = self._held_s * self._most / self._n_left, self._most
+        n_running = max(1, stats.running)
+        keeps_s = max(self._held_s / max(1.0, self._n_left), stats.running_s / n_running)
+        n_before = stats.waiting + 1 if stats.waiting or stats.running >= self._n_places else 0
+        return keeps_s * n_before / n_running
+
+
 class AsyncEngine:
     """`async with AsyncEngine(loop) as engine:` starts the engine thread and stops it at the end."""
 
@@ -192,6 +218,7 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._outbox: list[tuple[RequestHandle, list[Delta]]] = []  # guarded by _lock
         self._flush_due = False  # guarded by _lock
+        self._turnover = Turnover(loop.limits.max_sequences)
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -275,26 +302,28 @@ class AsyncEngine:
         if not stats.healthy:
             raise BusyError("the engine has stopped", "a running engine", "restart the server; its log says why", 30.0)
         free_slots = max(0, self.limits.max_sequences - stats.running)
+        wait_s = self._turnover.wait_s(stats)
+        retry_s = min(max(wait_s / 2, RETRY_LOW_S), RETRY_HIGH_S)  # until half of the queue is served
         if stats.waiting + n > self.options.max_queued + free_slots:
             raise BusyError(
                 f"{stats.waiting} sequences are waiting",
                 f"at most {self.options.max_queued}",
                 "come back later, or raise the queue limit",
-                _retry_after_s(stats),
+                retry_s,
             )
         if claim.tenant and (n_own := self._n_waiting(claim.tenant)) + n > (
             most := max(1, self.options.max_queued // 2)
         ):
             raise BusyError(
                 f"{n_own} sequences of this API key are waiting", f"at most {most}, half of the queue",
-                "come back later, or raise the queue limit", _retry_after_s(stats),
+                "come back later, or raise the queue limit", retry_s,
             )  # fmt: skip
-        if claim.queue_timeout_s is not None and (wait_s := _wait_s(stats)) > claim.queue_timeout_s:
+        if claim.queue_timeout_s is not None and wait_s > claim.queue_timeout_s:
             raise BusyError(
                 f"it would wait some {wait_s:.1f} s, as {stats.waiting} sequences do",
                 f"at most {claim.queue_timeout_s:g} s, as queue_timeout_s says",
                 "come back later, or raise queue_timeout_s",
-                _retry_after_s(stats),
+                retry_s,
             )
 
     def _n_waiting(self, tenant: str) -> int:
@@ -326,13 +355,3 @@ class AsyncEngine:
             handle._receive(deltas, self.options.max_undelivered_tokens)
             if handle.finished:
                 self._live.discard(handle)
-
-
-def _wait_s(stats: LoopStats) -> float:
-    """Until all that wait are served, from how long a request takes and how many run side by side."""
-    return stats.request_time_s * stats.waiting / max(1, stats.running)
-
-
-def _retry_after_s(stats: LoopStats) -> float:
-    """Until half of the queue is served."""
-    return min(max(_wait_s(stats) / 2, RETRY_LOW_S), RETRY_HIGH_S)

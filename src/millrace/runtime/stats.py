@@ -6,6 +6,18 @@ from millrace.runtime.params import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """One moment of a second tier of KV pages. Totals are of pages since the start, and only grow."""
+
+    pages: int  # that can be found in its files
+    bytes: int  # of both
+    stored_total: int
+    found_total: int
+    damaged_total: int
+    dropped_total: int  # not kept: too many came at a time, or the disk is full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopStats:
     """One moment of the loop. Totals only grow; times are in seconds."""
 
@@ -21,13 +33,16 @@ class LoopStats:
     prefix_queries_total: int  # tokens of prompts that were looked up in the prefix cache
     prefix_hits_total: int  # of these, those that were found, and so not computed
     pages_evicted_total: int
+    tier: TierStats | None  # where there is one
     steps_total: int
     step_tokens_total: int  # computed by the executor, recomputation included
     finished_total: dict[FinishReason, int]  # choices
     last_step_s: float  # since the loop last showed progress
     idle: bool  # nothing submitted, waiting or running
     healthy: bool  # False: the loop has stopped on an error
-    request_time_s: float  # smoothed, from the first step of a request to its end; 0 before the first
+    running_s: float  # since the first step of each that runs, of all together
+    held_s_total: float  # the same, of those that ran and ended, until then
+    left_total: int  # how many these are, whatever their end
 
 
 @dataclass(slots=True)
@@ -38,5 +53,6 @@ class Counters:
     generation_tokens: int = 0
     steps: int = 0
     step_tokens: int = 0
-    request_time_s: float = 0.0
+    held_s: float = 0.0
+    left: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))

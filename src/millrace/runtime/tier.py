@@ -1,7 +1,8 @@
 """A second tier of KV pages: what the pool gives up goes into a file, and is found there again, also after a restart.
 
 Two files of records of one size, `NAME.0` and `NAME.1`, of which one is written behind its end; when that holds half of
-what is allowed, the other is begun anew, so the oldest half goes at once. Each record has the page's key, the bytes of
+what is allowed, the other is begun anew, so the oldest half goes at once: a generation in each one's header says which
+that is, also after a restart. Each record has the page's key, the bytes of
 the page in all caches, and a checksum. A record that is damaged or not complete is left out, and that is said once. The
 first bytes name the engine: pages of another one are of no use, and their file is begun anew.
 
@@ -27,10 +28,12 @@ from numpy.typing import NDArray
 
 from millrace.errors import ConfigError
 from millrace.runtime.pages import Key, PagePool, Pages
+from millrace.runtime.stats import TierStats
 
 PageBytes = NDArray[np.uint8]
 MAGIC = b"millrace kv 1\n\0\0"
-HEADER = struct.Struct("<16s32sQ8x")  # magic, engine, bytes of a page
+HEADER = struct.Struct("<16s32sQQ")  # magic, engine, bytes of a page; generation: the higher, the later begun
+GENERATION_BYTES, MAX_GENERATION = 8, 2**62
 RECORD = struct.Struct("<4sI32s")  # mark, checksum of key and page, key
 MARK = b"page"
 MAX_QUEUED = 64
@@ -65,6 +68,7 @@ class _Segment:
     file: int
     n: int
     keys: list[Key]
+    generation: int = 0
 
 
 class Tier:
@@ -85,7 +89,8 @@ class Tier:
             )  # fmt: skip
         if not path.name:
             raise ConfigError(f"the second tier of KV pages is {path}", "a file", "name one with --kv-tier")
-        self._header = HEADER.pack(MAGIC, hashlib.blake2b(engine.encode(), digest_size=32).digest(), page_bytes)
+        digest = hashlib.blake2b(engine.encode(), digest_size=32).digest()
+        self._header = HEADER.pack(MAGIC, digest, page_bytes, 0)[:-GENERATION_BYTES]
         self._places: dict[Key, tuple[int, int]] = {}  # segment, record; guarded by _lock, as the rest
         self._queued: dict[Key, PageBytes] = {}
         self._lock = threading.Lock()
@@ -97,7 +102,8 @@ class Tier:
         except OSError as error:
             what = f"the second tier of KV pages cannot be opened: {error}"
             raise ConfigError(what, "a file that can be written", "name another with --kv-tier") from None
-        self._active = min((0, 1), key=lambda i: (self._segments[i].n >= self._most_records, -self._segments[i].n))
+        of = self._segments  # the one begun last; of two that were never begun anew, the one that is not full
+        self._active = max((0, 1), key=lambda i: (of[i].generation, of[i].n < self._most_records, of[i].n))
         self._work: queue.Queue[tuple[int, Key, PageBytes] | None] = queue.Queue(MAX_QUEUED)
         self._writer = threading.Thread(target=self._write_all, name="millrace-kv-tier", daemon=True)
         self._writer.start()
@@ -106,6 +112,15 @@ class Tier:
         """Pages that can be found."""
         with self._lock:
             return len(self._places.keys() | self._queued.keys())
+
+    @property
+    def stats(self) -> TierStats:
+        """For any thread, and without waiting for one that reads the disk."""
+        n_bytes = sum(HEADER.size + segment.n * self._record_bytes for segment in self._segments)
+        return TierStats(
+            pages=len(self._places), bytes=n_bytes, stored_total=self.n_stored, found_total=self.n_found,
+            damaged_total=self.n_damaged, dropped_total=self.n_dropped,
+        )  # fmt: skip
 
     def put(self, key: Key, page: int) -> None:
         """Keep a page that the pool gives up, where it is not there already. Never waits."""
@@ -148,7 +163,7 @@ class Tier:
             self._queued.clear()
             self._places.clear()
             for segment in self._segments:
-                self._begin(segment)
+                self._begin(segment, 0)
 
     def close(self) -> None:
         """After what is queued was written."""
@@ -195,10 +210,11 @@ class Tier:
             raise ConfigError(what, "a file for each server", "name another with --kv-tier") from None
         segment, begin = _Segment(path, file, 0, []), os.pread(file, HEADER.size, 0)
         _check_ours(path, os.fstat(file), begin)
-        if begin != self._header:
+        segment.generation = int.from_bytes(begin[len(self._header) :], "little")
+        if begin[: len(self._header)] != self._header or segment.generation > MAX_GENERATION:
             if begin:
                 log.warning("%s is of another engine, or none of ours: it is begun anew", path)
-            self._begin(segment)
+            self._begin(segment, 0)
             return segment
         n = min((os.fstat(file).st_size - HEADER.size) // self._record_bytes, self._most_records)
         for record in range(n):
@@ -211,10 +227,10 @@ class Tier:
             segment.n += 1
         return segment
 
-    def _begin(self, segment: _Segment) -> None:
+    def _begin(self, segment: _Segment, generation: int) -> None:
         os.ftruncate(segment.file, 0)
-        os.pwrite(segment.file, self._header, 0)
-        segment.n, segment.keys = 0, []
+        os.pwrite(segment.file, self._header + generation.to_bytes(GENERATION_BYTES, "little"), 0)
+        segment.n, segment.keys, segment.generation = 0, [], generation
 
     def _write_all(self) -> None:
         while (item := self._work.get()) is not None:
@@ -233,13 +249,13 @@ class Tier:
     def _write(self, age: int, key: Key, data: PageBytes) -> None:
         segment = self._segments[self._active]
         if segment.n >= self._most_records:
-            self._active = 1 - self._active
+            last, self._active = segment.generation, 1 - self._active
             segment = self._segments[self._active]
             with self._lock:
                 for old in segment.keys:
                     if self._places.get(old, (None,))[0] == self._active:
                         del self._places[old]
-                self._begin(segment)
+                self._begin(segment, last + 1)
         record = RECORD.pack(MARK, _checksum(key, data), key) + data.tobytes()
         at = HEADER.size + segment.n * self._record_bytes
         if os.pwrite(segment.file, record, at) != len(record):

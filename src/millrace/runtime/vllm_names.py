@@ -23,7 +23,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "quantization": ((None,), 'precision="w8a8" or another of fp32, bf16, w8a8, w8a16, w4a8, w4a16'),
     "gpu_memory_utilization": ((), 'kv_memory="4G", the memory of the KV cache on this machine'),
     "kv_cache_memory_bytes": ((), "kv_memory="),
-    "swap_space": ((0,), "kv_memory=, for more room: KV pages are computed again instead of swapped"),
+    "swap_space": ((0,), "kv_tier=, a file for KV pages that memory has no room for, or kv_memory=, for more room"),
     "cpu_offload_gb": ((0,), "nothing: the weights are in this machine's memory already"),
     "enforce_eager": ((False, True, None), "False: there are no CUDA graphs to do without"),
     "max_num_batched_tokens": ((None,), "max_batch=, for fewer sequences at a time; steps have 512 tokens"),

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.runtime.request import Timings
-from millrace.runtime.stats import LoopStats
+from millrace.runtime.stats import LoopStats, TierStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name",)
@@ -190,9 +190,22 @@ def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iter
     yield gauge(model, "millrace:kv_pages_pinned", said, stats.pages_pinned)
     said = "KV pages whose content was given up for others"
     yield counter(model, "millrace:kv_pages_evicted", said, stats.pages_evicted_total)
+    if stats.tier is not None:
+        yield from _tier_metrics(model, stats.tier)
     yield gauge(model, "millrace:engine_healthy", "1 while the engine loop runs", stats.healthy)
     silent_s = 0.0 if stats.idle else stats.last_step_s
     yield gauge(model, "millrace:engine_silent_seconds", "Since the last step; 0 when idle", silent_s)
+
+
+def _tier_metrics(model: str, tier: TierStats) -> Iterator[Metric]:
+    yield gauge(model, "millrace:kv_tier_pages", "KV pages that the second tier's files hold", tier.pages)
+    yield gauge(model, "millrace:kv_tier_bytes", "Of the second tier's two files", tier.bytes)
+    yield counter(model, "millrace:kv_tier_stored", "KV pages written to the second tier", tier.stored_total)
+    yield counter(model, "millrace:kv_tier_found", "KV pages that came back from there", tier.found_total)
+    said = "Records of KV pages that were damaged, and so left out"
+    yield counter(model, "millrace:kv_tier_damaged", said, tier.damaged_total)
+    said = "KV pages that were not written: too many at a time, or the disk refused them"
+    yield counter(model, "millrace:kv_tier_dropped", said, tier.dropped_total)
 
 
 def decode_metrics(model: str, bound_s: float, step_s: float | None) -> Iterator[Metric]:
