@@ -1,5 +1,6 @@
 """What goes wrong, as HTTP says it: a status and a Problem, which each protocol writes in its own way."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from millrace.errors import BusyError, CheckpointError, ContextError, MillraceError, RequestError
+from millrace.runtime.params import Delta, FinishReason
 from millrace.serve.replies import ErrorBody, ErrorReply
 
 # OpenAI's words for what a client may do about it; any other status below 500 is the request's own fault
@@ -110,6 +112,20 @@ def generation_failed(why: str | None, *, status: int = 500) -> Problem:
     """An answer that the engine could not finish."""
     message = f"The answer could not be finished: {why or ABORTED}"
     return Problem(status, message, code="generation_failed", retry_after_s=5.0 if status == 503 else None)
+
+
+class GenerationFailedError(Exception):
+    """The engine ended a choice with an error, or aborted it though its client is still there.
+
+    fault: the request's own, where that was why
+    """
+
+    def __init__(self, delta: Delta, fault: RequestError | None = None) -> None:
+        super().__init__(delta.error or ABORTED)
+        aborted = delta.finish_reason is FinishReason.ABORT
+        failed = generation_failed(delta.error, status=503 if aborted else 500)
+        self.problem = failed if fault is None else problem_of(fault, accepting=True)
+        self.log_level = logging.ERROR if fault is None else logging.INFO
 
 
 def not_yet(field: str, mend: str) -> RequestError:

@@ -20,12 +20,13 @@ from millrace import __version__
 from millrace.checkpoint.tool_calls.reader import Said, joined
 from millrace.engine.executor import IntArray
 from millrace.errors import RequestError
+from millrace.runtime.grammar import fault
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, check_context, with_length
 from millrace.runtime.request import FREELY, StopTables, Terms
 from millrace.runtime.service import RequestHandle
 from millrace.serve.blocks import Blocks
 from millrace.serve.conversation import Conversation
-from millrace.serve.errors import ABORTED, Problem, generation_failed
+from millrace.serve.errors import GenerationFailedError, Problem
 from millrace.serve.protocol import StreamOptions
 from millrace.serve.replies import Asked, ChatFinish, CompletionTokensDetails, PromptTokensDetails, Receipt, Usage
 from millrace.serve.serving import LARGE, LARGE_STEP
@@ -46,15 +47,6 @@ class Whole:
         """The last delta, which says why it ended."""
         assert self.last is not None, "a generation is complete when each choice has ended"
         return self.last
-
-
-class GenerationFailedError(Exception):
-    """The engine ended a choice with an error, or aborted it though its client is still there."""
-
-    def __init__(self, delta: Delta) -> None:
-        super().__init__(delta.error or ABORTED)
-        aborted = delta.finish_reason is FinishReason.ABORT
-        self.problem = generation_failed(delta.error, status=503 if aborted else 500)
 
 
 class Generation:
@@ -184,7 +176,10 @@ class Generation:
         for delta in deltas:
             if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self._reasons.add(delta.finish_reason.value)
-                raise GenerationFailedError(delta)
+                of = self.handle.requests[delta.index // self.params.n]
+                raise GenerationFailedError(
+                    delta, fault(self.params.structured_outputs, of.matchers, delta.error or "")
+                )
         return deltas
 
     def _measure(self, deltas: list[Delta]) -> None:
@@ -392,6 +387,6 @@ class EventStream:
                     if block:
                         await write(block)
             except GenerationFailedError as error:
-                log.error("answer %s failed: %s", self._generation.handle.request_id, error)
+                log.log(error.log_level, "answer %s failed: %s", self._generation.handle.request_id, error)
                 await write(self._form.failed(error.problem))
         await write(self._form.end, more=False)

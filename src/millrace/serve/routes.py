@@ -35,12 +35,12 @@ from millrace.serve.errors import (
     CLIENT_CLOSED,
     ClientGoneError,
     ErrorWriter,
+    GenerationFailedError,
     HttpError,
     Problem,
     problem_of,
 )
 from millrace.serve.fields import decode, take_ignored
-from millrace.serve.generation import GenerationFailedError
 from millrace.serve.management import unknown_path
 from millrace.serve.openapi import Operation
 from millrace.serve.wire import CALL, Bodies, Call, RequestLog, header, log_request, read_body, unless_gone
@@ -245,7 +245,7 @@ class Edge:
             call.log.status = CLIENT_CLOSED
             return
         except GenerationFailedError as error:
-            log.error("request %s failed: %s", call.id, error)
+            log.log(error.log_level, "request %s failed: %s", call.id, error)
             problem = error.problem
         except HTTPException as error:
             problem, headers = self._of_route(scope, error), dict(error.headers or {})

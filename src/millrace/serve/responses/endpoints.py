@@ -18,8 +18,8 @@ from millrace.runtime.params import Delta
 from millrace.serve.backend import Models
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
 from millrace.serve.conversation import Conversation, Rendering
-from millrace.serve.errors import Problem
-from millrace.serve.generation import EventStream, Generation, GenerationFailedError, StreamForm, converse, named_event
+from millrace.serve.errors import GenerationFailedError, Problem
+from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
 from millrace.serve.replies import json_reply
 from millrace.serve.responses.input import check_told, messages_of, params_of, tools_of_response
