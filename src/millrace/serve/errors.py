@@ -2,8 +2,9 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 import msgspec
@@ -62,6 +63,14 @@ class Problem:
         return msgspec.json.encode(
             ErrorReply(error=ErrorBody(message=self.message, type=self.type, param=self.param, code=self.code))
         )
+
+    def named(self, names: Mapping[str, str]) -> "Problem":
+        """In a protocol's words. names: of fields, ours to theirs; what is about none of them stays as it is"""
+        if self.param is None or self.param not in names:
+            return self
+        ours = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+        message = re.sub(rf"(?<![\w.])({ours})(?!\w)", lambda found: names[found[0]], self.message)
+        return replace(self, message=message, param=names[self.param])
 
     def response(self, write: "ErrorWriter", headers: Mapping[str, str]) -> Response:
         all_headers = dict(headers)

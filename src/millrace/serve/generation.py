@@ -3,6 +3,7 @@
 A stream is one write for each step of the engine, whatever the number of its tokens and choices.
 """
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -372,15 +373,18 @@ class EventStream:
     connection (`connections.py`), and so the generation ends as for any client that goes away.
     """
 
-    def __init__(self, generation: Generation, blocks: AsyncIterator[bytes], form: StreamForm = EVENTS) -> None:
-        self._generation, self._blocks, self._form = generation, blocks, form
+    def __init__(
+        self, generation: Generation, blocks: AsyncIterator[bytes], form: StreamForm = EVENTS, *, goes_on: bool = False
+    ) -> None:
+        """goes_on: somebody else sees to the generation, whatever becomes of this connection"""
+        self._generation, self._blocks, self._form, self._goes_on = generation, blocks, form, goes_on
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(body: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
         headers = [(b"content-type", self._form.content_type), *_HEADERS]
-        async with self._generation:
+        async with contextlib.nullcontext() if self._goes_on else self._generation:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 async for block in self._blocks:

@@ -3,10 +3,12 @@
 What is stored can be asked for, cancelled and deleted by its id, and gone on from by the next request.
 """
 
+import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -19,6 +21,7 @@ from millrace.serve.backend import Models
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
 from millrace.serve.conversation import Conversation, Rendering
 from millrace.serve.errors import GenerationFailedError, Problem
+from millrace.serve.fields import terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
 from millrace.serve.replies import json_reply
@@ -45,14 +48,12 @@ from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import CALL, Call
 
+MAX_BEHIND_BYTES = 2**20  # of events that wait for the reader of a response in the background
+
 
 async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    before = (
-        backend.responses.get(asked.previous_response_id, call.tenant, "previous_response_id")
-        if asked.previous_response_id
-        else None
-    )
+    before = backend.responses.before(asked.previous_response_id, call.tenant) if asked.previous_response_id else None
     if asked.background and asked.store is False:
         raise RequestError(
             "background is true, and store is false",
@@ -61,11 +62,11 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
             "store",
         )
     new = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(messages_of, asked.input))
-    said = [*(before.messages if before else ()), *new]
+    said = [*((before.messages if before else None) or ()), *new]
     system = [Message("system", asked.instructions)] if asked.instructions else []
     conversation = Conversation(
         messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
-        rendering=Rendering(asked.chat_template_kwargs or {}),
+        rendering=Rendering(asked.chat_template_kwargs or {}), terms=terms_of(asked),
     )  # fmt: skip
     asked.input = ""  # decoded it may be many times the body, and the answer may take minutes
     check_told(asked)
@@ -74,6 +75,10 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
     n_bytes = call.body_bytes + (before.n_bytes if before else 0)
     store = None if asked.store is False else backend.responses
     kept = _kept(answer, said, n_bytes, call.tenant, store)
+    if asked.stream and asked.background:
+        feed = Feed()
+        backend.in_background(_fed(answer, kept, feed))
+        return EventStream(generation, feed.blocks(answer.left_behind), _form(answer), goes_on=True)
     if asked.stream:
         return EventStream(generation, _followed(answer, kept), _form(answer))
     if asked.background:
@@ -99,6 +104,59 @@ async def _followed(answer: "_Answer", kept: AbstractContextManager[None]) -> As
         yield answer.last_event()
 
 
+async def _fed(answer: "_Answer", kept: AbstractContextManager[None], feed: "Feed") -> None:
+    """As `_answered`, with its events for whoever still reads them."""
+    try:
+        async with answer.generation:
+            async for block in _followed(answer, kept):
+                feed.put(block)
+    except GenerationFailedError:
+        feed.put(answer.last_event())
+    finally:
+        feed.end()
+
+
+class Feed:
+    """Events of an answer that goes on whatever becomes of their reader: one who is too far behind gets no more."""
+
+    def __init__(self) -> None:
+        self._blocks, self._n_bytes = deque[bytes](), 0
+        self._changed, self._ended, self._left_behind = asyncio.Event(), False, False
+
+    def put(self, block: bytes) -> None:
+        if self._ended or self._left_behind:
+            return
+        if self._n_bytes > MAX_BEHIND_BYTES:
+            self._left_behind = True
+            self._blocks.clear()
+        else:
+            self._blocks.append(block)
+            self._n_bytes += len(block)
+        self._changed.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._changed.set()
+
+    async def blocks(self, left_behind: Callable[[], bytes]) -> AsyncIterator[bytes]:
+        """left_behind: what is said to one who is too far behind"""
+        try:
+            while True:
+                while self._blocks:
+                    block = self._blocks.popleft()
+                    self._n_bytes -= len(block)
+                    yield block
+                if self._left_behind:
+                    yield left_behind()
+                if self._left_behind or self._ended:
+                    return
+                self._changed.clear()
+                await self._changed.wait()
+        finally:  # gone, or at the end: nothing is kept for nobody
+            self._left_behind = True
+            self._blocks.clear()
+
+
 @contextlib.contextmanager
 def _kept(answer: "_Answer", said: list[Message], n_bytes: int, tenant: str, store: Responses | None) -> Iterator[None]:
     """While it is being answered, and after: for whoever asks for it by its id. store: None: for nobody"""
@@ -113,8 +171,7 @@ def _kept(answer: "_Answer", said: list[Message], n_bytes: int, tenant: str, sto
             raise
     finally:
         answer.end()
-        message = answer.message
-        kept.cancel, kept.messages = None, [*said, message]
+        kept.cancel, kept.messages = None, [*said, answer.message] if answer.has_said else None
         if store is not None:
             store.changed(kept, n_bytes + answer.n_bytes)
 
@@ -174,6 +231,9 @@ class _Answer:
         head = self._event("response.created", response=self.reply) + self._event(
             "response.in_progress", response=self.reply
         )
+        if self.reply.background:  # whoever is cut off early has to know its id
+            yield head
+            head = b""
         async for deltas in self.generation:
             yield head + b"".join(self._more(deltas))
             head = b""
@@ -197,6 +257,16 @@ class _Answer:
         """Of a stream that does not come to a regular end."""
         kind = "failed" if self.reply.status == "failed" else "incomplete"
         return self._event(f"response.{kind}", response=self.reply)
+
+    def left_behind(self) -> bytes:
+        """To a reader of a response in the background, which takes too little."""
+        message = f"too much was left unread; the answer goes on: ask for /v1/responses/{self.reply.id}"
+        return self._event("error", code="reader_too_slow", message=message)
+
+    @property
+    def has_said(self) -> bool:
+        """Something: a conversation can go on from it."""
+        return bool(self._blocks.all) or self.reply.status in ("completed", "incomplete")
 
     @property
     def n_bytes(self) -> int:

@@ -14,6 +14,11 @@ from millrace.serve.responses.protocol import ResponsesRequest
 from millrace.serve.structured import response_format
 from millrace.serve.tools import Tools, tools_of
 
+# Our fields, as clients know them here.
+NAMES = {
+    "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+}  # fmt: skip
 MAX_TOLD_BYTES = 128 * 1024
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -22,17 +27,11 @@ _FORMAT = {"type", "name", "schema", "strict", "description"}
 
 
 def params_of(asked: ResponsesRequest) -> SamplingParams:
-    """raises RequestError naming the field as the client wrote it"""
-    try:
-        return SamplingParams(
-            max_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed,
-            structured_outputs=_form(asked.text),
-        )  # fmt: skip
-    except RequestError as error:
-        if error.param != "max_tokens":
-            raise
-        what, mend = (text.replace("max_tokens", "max_output_tokens") for text in (error.what, error.mend))
-        raise RequestError(what, error.expected, mend, "max_output_tokens") from None
+    """raises RequestError"""
+    return SamplingParams(
+        max_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed,
+        structured_outputs=_form(asked.text),
+    )  # fmt: skip
 
 
 def check_told(asked: ResponsesRequest) -> None:

@@ -7,10 +7,10 @@ from msgspec import UNSET, Struct, UnsetType
 
 from millrace.runtime.params import MAX_LOGPROBS
 from millrace.serve.other_fields import HARMLESS, IGNORED
-from millrace.serve.protocol import Body, described
+from millrace.serve.protocol import TermsFields, described
 
 
-class ResponsesRequest(Body, kw_only=True):
+class ResponsesRequest(TermsFields, kw_only=True):
     """metadata, user and store are given back, as they were sent."""
 
     OTHERS: ClassVar = (HARMLESS | IGNORED | {"include", "max_tool_calls", "stream_options"}) - {

@@ -14,10 +14,10 @@ MAX_KEPT_BYTES = 64 * 2**20  # of the bodies that began them, and of their answe
 
 @dataclass(slots=True)
 class Kept:
-    """messages: the conversation up to and with the answer; cancel: while it is being answered"""
+    """messages: the conversation up to and with the answer, None where there is none; cancel: while it is answered"""
 
     reply: ResponseReply
-    messages: Sequence[Message]
+    messages: Sequence[Message] | None
     n_bytes: int
     tenant: str  # whose it is
     cancel: Callable[[], None] | None = None
@@ -56,6 +56,25 @@ class Responses:
             )  # fmt: skip
             raise error.about(param) if param else error
         self._kept.move_to_end(response_id)
+        return kept
+
+    def before(self, response_id: str, tenant: str) -> Kept:
+        """The one that another goes on from. raises HttpError: 404 as `get`, 409 while it is being answered
+
+        400 where it failed or was cancelled before it said anything.
+        """
+        kept, param = self.get(response_id, tenant, "previous_response_id"), "previous_response_id"
+        if kept.cancel is not None:
+            raise HttpError(
+                409, "response_in_progress", f'the response "{response_id[:100]}" is still being answered',
+                "one that has come to its end", "wait until its status is no longer in_progress, or cancel it",
+            ).about(param)  # fmt: skip
+        if kept.messages is None:
+            raise HttpError(
+                400, "response_without_answer",
+                f'the response "{response_id[:100]}" is {kept.reply.status}, and has no answer', "one with an answer",
+                "go on from the one before it, or ask again",
+            ).about(param)  # fmt: skip
         return kept
 
     def delete(self, response_id: str) -> None:
