@@ -1,9 +1,12 @@
 """What every protocol takes and says alike: terms of a request, fields by their own names, responses that go on."""
 
 import asyncio
+import contextlib
+import gc
 import json
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +15,11 @@ import pytest
 
 from millrace.runtime.cache_options import CacheOptions
 from millrace.runtime.loop import EngineLoop
+from millrace.serve import tools as tools_module
+from millrace.serve.errors import HttpError
+from millrace.serve.responses import store as store_module
 from millrace.serve.responses.endpoints import MAX_BEHIND_BYTES, Feed
+from millrace.serve.responses.store import OVERHEAD_BYTES, Kept, Responses
 from tests.serve.support import Fake, Running, post, serving_with, until
 
 RESPONSES = "/v1/responses"
@@ -203,3 +210,82 @@ def test_one_without_an_answer_cannot_be_gone_on_from(gated: Running, gate: thre
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["code"] == "response_without_answer" and "cancelled" in error["message"]
     assert error["param"] == "previous_response_id"
+
+
+# ------------------------------------------------------------------ what is stored of them
+
+
+def test_stored_responses_take_the_memory_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a body whose lists are 20 times as large decoded; with tools that are not told to the model."""
+    stores, keep = dict[int, Responses](), Responses.keep
+
+    def seen(self: Responses, kept: Kept) -> None:
+        stores[id(self)] = self
+        keep(self, kept)
+
+    monkeypatch.setattr(Responses, "keep", seen)
+    function = {"type": "function", "name": "f", "parameters": {"x": [[]] * 20_000}}
+    body = {"input": "Hi", "max_output_tokens": 2, "tools": [function], "tool_choice": "none", "metadata": {"a": "b"}}
+    with serving_with() as own:
+        for _ in range(3):  # what is made once
+            assert post(own.url, RESPONSES, body).status_code == 200
+        (store,) = stores.values()
+        tracemalloc.start()
+        try:
+            before_bytes, (before, _) = store.n_bytes, tracemalloc.get_traced_memory()
+            replies = [post(own.url, RESPONSES, body).json() for _ in range(20)]
+            assert replies[0]["tools"] == [function] and stored(own, replies[0]["id"]) == replies[0]
+            del replies[1:]
+            gc.collect()
+            counted, grown = store.n_bytes - before_bytes, tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+    assert counted >= 20 * 60_000 and grown < 2 * counted + 3 * 2**20, (counted, grown)
+
+
+TOOL: dict[str, Any] = {"description": "x" * 70_000, "parameters": {"type": "object"}}
+LARGE: list[tuple[str, dict[str, Any], Any]] = [
+    ("/v1/chat/completions", {"type": "function", "function": {"name": "f", **TOOL}}, "none"),
+    (RESPONSES, {"type": "function", "name": "f", **TOOL}, "none"),
+    ("/v1/messages", {"name": "f", "description": TOOL["description"], "input_schema": {}}, {"type": "none"}),
+]
+
+
+@pytest.mark.parametrize("way, tool, choice", LARGE, ids=[way for way, _, _ in LARGE])
+def test_large_tools_are_read_beside_the_event_loop(
+    server: Running, way: str, tool: dict[str, Any], choice: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, checked = list[str](), tools_module._function
+
+    def watched(i: int, tool: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return checked(i, tool)
+
+    monkeypatch.setattr(tools_module, "_function", watched)
+    assert ask(server, way, tools=[tool], tool_choice=choice).status_code == 200
+    assert threads == ["millrace-replies"]
+
+
+def kept(n: int, n_bytes: int, answered: bool = True) -> Kept:
+    return Kept(f"resp_{n}", "", b"x" * (n_bytes - OVERHEAD_BYTES), cancel=None if answered else lambda: None)
+
+
+def test_the_store_is_bounded_in_bytes_and_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_KEPT", 5)
+    monkeypatch.setattr(store_module, "MAX_KEPT_BYTES", 10_000)
+    store = Responses()
+    store.keep(kept(0, 4000, answered=False))
+    for n in (1, 2):
+        store.keep(kept(n, 3000))
+    assert store.get("resp_1", "").id == "resp_1" and store.n_bytes == 10_000
+    store.keep(kept(3, 3000))  # in the place of 2, which was not asked for
+    for n, there in enumerate((True, True, False, True)):
+        with contextlib.nullcontext() if there else pytest.raises(HttpError, match="no response"):
+            store.get(f"resp_{n}", "")
+    one = store.get("resp_3", "")
+    one.said = b"x" * 20_000
+    store.changed(one)
+    assert store.n_bytes == 4000, "it is too large itself; what is being answered stays"
+    for n in range(10, 20):
+        store.keep(kept(n, OVERHEAD_BYTES))
+    assert [n for n in range(10, 20) if f"resp_{n}" in store._kept] == [16, 17, 18, 19]

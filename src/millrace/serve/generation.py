@@ -30,7 +30,7 @@ from millrace.serve.conversation import Conversation
 from millrace.serve.errors import GenerationFailedError, Problem
 from millrace.serve.protocol import StreamOptions
 from millrace.serve.replies import Asked, ChatFinish, CompletionTokensDetails, PromptTokensDetails, Receipt, Usage
-from millrace.serve.serving import LARGE, LARGE_STEP
+from millrace.serve.serving import LARGE, LARGE_BODY, LARGE_STEP
 from millrace.serve.speech import PLAIN_TEXT, Heard
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
@@ -243,7 +243,9 @@ async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Gen
     check_context(len(prompt), params.max_tokens, backend.model.max_context, "messages")
     if tools is None and speech.thoughts is None:
         return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)
-    params, heard = speech.params(params, tools), speech.heard(tools, speech.is_thinking(prompt))
+    is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
+    params = await backend.off_loop(is_large, partial(speech.params, params, tools))
+    heard, asked.tools = speech.heard(tools, speech.is_thinking(prompt)), None  # of them names are enough from here on
     return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes, heard=heard)
 
 

@@ -50,14 +50,14 @@ class TextPart(Struct, forbid_unknown_fields=True, gc=False):
     type: Literal["text"]
 
 
-class CalledFunction(Struct, forbid_unknown_fields=True, gc=False):
+class CalledFunction(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """arguments: JSON, as a text"""
 
     name: str
     arguments: str = ""
 
 
-class ToolCall(Struct, forbid_unknown_fields=True, gc=False):
+class ToolCall(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """Of an assistant's message, as it was given to the client."""
 
     function: CalledFunction
@@ -66,7 +66,7 @@ class ToolCall(Struct, forbid_unknown_fields=True, gc=False):
     index: int | None = None  # which some clients keep from a stream
 
 
-class Message(Struct, forbid_unknown_fields=True, gc=False):
+class Message(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """`developer` is today's name of `system`, and is given to the chat template as such."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
@@ -25,7 +26,7 @@ from millrace.serve.fields import terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
 from millrace.serve.replies import json_reply
-from millrace.serve.responses.input import check_told, messages_of, params_of, tools_of_response
+from millrace.serve.responses.input import messages_of, params_of, told_of, tools_of_response
 from millrace.serve.responses.protocol import (
     CallItem,
     DeletedReply,
@@ -61,20 +62,12 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
             "leave store out",
             "store",
         )
-    new = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(messages_of, asked.input))
-    said = [*((before.messages if before else None) or ()), *new]
-    system = [Message("system", asked.instructions)] if asked.instructions else []
-    conversation = Conversation(
-        messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
-        rendering=Rendering(asked.chat_template_kwargs or {}), terms=terms_of(asked),
-    )  # fmt: skip
-    asked.input = ""  # decoded it may be many times the body, and the answer may take minutes
-    check_told(asked)
+    is_large = call.body_bytes + (len(before.said) if before else 0) > LARGE_BODY
+    conversation, said, reply = await backend.off_loop(is_large, partial(_read, asked, before, call.model))
+    _let_go(asked)
     generation = await converse(backend, call, conversation)
-    answer = _Answer(generation, asked, call.model)
-    n_bytes = call.body_bytes + (before.n_bytes if before else 0)
-    store = None if asked.store is False else backend.responses
-    kept = _kept(answer, said, n_bytes, call.tenant, store)
+    answer = _Answer(generation, reply)
+    kept = _kept(answer, Kept(reply.id, call.tenant, said), backend.responses if reply.store else None)
     if asked.stream and asked.background:
         feed = Feed()
         backend.in_background(_fed(answer, kept, feed))
@@ -86,6 +79,32 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
         return json_reply(answer.reply)
     await _answered(answer, kept, raises=True)
     return json_reply(answer.reply)
+
+
+def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Conversation, bytes, ResponseReply]:
+    """The conversation, its messages but the system's as JSON, and the reply that will be. raises RequestError"""
+    said = [*(before.messages() if before else ()), *messages_of(asked.input)]
+    system = [Message("system", asked.instructions)] if asked.instructions else []
+    conversation = Conversation(
+        messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
+        rendering=Rendering(asked.chat_template_kwargs or {}), terms=terms_of(asked),
+    )  # fmt: skip
+    told = told_of(asked)
+    reply = ResponseReply(
+        id=f"resp_{uuid.uuid4().hex}", created_at=int(time.time()), model=model, status="in_progress", output=[],
+        instructions=asked.instructions, max_output_tokens=asked.max_output_tokens,
+        previous_response_id=asked.previous_response_id, temperature=asked.temperature, top_p=asked.top_p,
+        text=told["text"], tools=told["tools"], tool_choice=told["tool_choice"], reasoning=told["reasoning"],
+        metadata=told["metadata"], parallel_tool_calls=asked.parallel_tool_calls is not False,
+        store=asked.store is not False, background=bool(asked.background), user=asked.user,
+    )  # fmt: skip
+    return conversation, msgspec.json.encode(said) if reply.store else b"[]", reply
+
+
+def _let_go(asked: ResponsesRequest) -> None:
+    """What it is decoded to may be many times the body, and the answer may take minutes."""
+    asked.input, asked.tools, asked.text, asked.reasoning, asked.metadata = "", None, None, None, None
+    asked.instructions = asked.chat_template_kwargs = asked.tool_choice = None
 
 
 async def _answered(answer: "_Answer", kept: AbstractContextManager[None], raises: bool = False) -> None:
@@ -158,10 +177,16 @@ class Feed:
 
 
 @contextlib.contextmanager
-def _kept(answer: "_Answer", said: list[Message], n_bytes: int, tenant: str, store: Responses | None) -> Iterator[None]:
+def _kept(answer: "_Answer", kept: Kept, store: Responses | None) -> Iterator[None]:
     """While it is being answered, and after: for whoever asks for it by its id. store: None: for nobody"""
-    kept = Kept(answer.reply, said, n_bytes, tenant, answer.cancel)
+
+    def cancel() -> None:
+        answer.cancel()
+        kept.write(answer.reply)
+
     if store is not None:
+        kept.cancel = cancel
+        kept.write(answer.reply)
         store.keep(kept)
     try:
         yield
@@ -171,14 +196,17 @@ def _kept(answer: "_Answer", said: list[Message], n_bytes: int, tenant: str, sto
             raise
     finally:
         answer.end()
-        kept.cancel, kept.messages = None, [*said, answer.message] if answer.has_said else None
         if store is not None:
-            store.changed(kept, n_bytes + answer.n_bytes)
+            kept.cancel = None
+            kept.write(answer.reply)
+            if answer.has_said:
+                kept.add(answer.message)
+            store.changed(kept)
 
 
 def retrieve(models: Models, scope: Scope) -> Response:
     """A stored response, complete or not."""
-    return json_reply(_stored(models, scope).reply)
+    return _told(_stored(models, scope))
 
 
 def cancel(models: Models, scope: Scope) -> Response:
@@ -186,13 +214,17 @@ def cancel(models: Models, scope: Scope) -> Response:
     kept = _stored(models, scope)
     if kept.cancel is not None:
         kept.cancel()
-    return json_reply(kept.reply)
+    return _told(kept)
 
 
 def delete(models: Models, scope: Scope) -> Response:
-    response_id = _stored(models, scope).reply.id
+    response_id = _stored(models, scope).id
     models.serving.responses.delete(response_id)
     return json_reply(DeletedReply(response_id))
+
+
+def _told(kept: Kept) -> Response:
+    return Response(kept.reply, media_type="application/json")
 
 
 def _stored(models: Models, scope: Scope) -> Kept:
@@ -204,21 +236,11 @@ def _stored(models: Models, scope: Scope) -> Kept:
 class _Answer:
     """One response under way: its reply is what is known so far."""
 
-    def __init__(self, generation: Generation, asked: ResponsesRequest, model: str) -> None:
-        self.generation = generation
+    def __init__(self, generation: Generation, reply: ResponseReply) -> None:
+        self.generation, self.reply = generation, reply
         self._blocks = Blocks(generation.new_call_id)
         self._n_events, self.is_cancelled = 0, False
         self._item_ids: list[str] = []
-        params = generation.params
-        self.reply = ResponseReply(
-            id=f"resp_{uuid.uuid4().hex}", created_at=int(time.time()), model=model, status="in_progress", output=[],
-            instructions=asked.instructions, max_output_tokens=asked.max_output_tokens,
-            previous_response_id=asked.previous_response_id, temperature=params.temperature, top_p=params.top_p,
-            text=asked.text or {"format": {"type": "text"}}, tools=asked.tools or [],
-            tool_choice=asked.tool_choice or "auto", parallel_tool_calls=asked.parallel_tool_calls is not False,
-            reasoning=asked.reasoning or {"effort": None, "summary": None}, store=asked.store is not False,
-            background=bool(asked.background), metadata=asked.metadata or {}, user=asked.user,
-        )  # fmt: skip
 
     def take(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -267,10 +289,6 @@ class _Answer:
     def has_said(self) -> bool:
         """Something: a conversation can go on from it."""
         return bool(self._blocks.all) or self.reply.status in ("completed", "incomplete")
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(len(block.text) for block in self._blocks.all)
 
     @property
     def message(self) -> Message:
