@@ -148,6 +148,36 @@ def test_in_a_stream_it_is_an_event(holding: Running, few_states: None) -> None:
     assert reply.text.endswith("data: [DONE]\n\n")
 
 
+def schema(n: int) -> dict[str, Any]:
+    return {"type": "string", "pattern": f"^{EXPLODES % n}$"}
+
+
+def test_a_response_that_explodes_has_failed_with_the_reason(holding: Running, few_states: None) -> None:
+    """Streamed, and in the background; the field is named as it was sent."""
+    form = {"format": {"type": "json_schema", "name": "a", "schema": schema(305)}}
+    body = {"input": "Hi", "text": form, "max_output_tokens": 200, "seed": 1}
+    text = post(holding.url, "/v1/responses", {**body, "stream": True}).text
+    *_, last = (json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: "))
+    assert last["type"] == "response.failed"
+    own = post(holding.url, "/v1/responses", {**body, "background": True}).json()["id"]
+    holding.wait_until_idle()
+    found = httpx.get(f"{holding.url}/v1/responses/{own}").json()
+    whole = post(holding.url, "/v1/responses", body)
+    assert whole.status_code == 400 and whole.json()["error"]["param"] == "text.format"
+    for error in (last["response"]["error"], found["error"], whole.json()["error"]):
+        assert error["code"] == "invalid_value" and "too many states" in error["message"]
+        assert error["message"].startswith("text.format: its json cannot be held to any more")
+
+
+def test_ollamas_clients_are_told_too(holding: Running, few_states: None) -> None:
+    body = {"messages": HI, "format": schema(306), "options": {"num_predict": 200, "seed": 1}}
+    whole = post(holding.url, "/api/chat", {**body, "stream": False})
+    streamed = post(holding.url, "/api/chat", body)
+    assert whole.status_code == 400 and streamed.status_code == 200
+    for error in (whole.json()["error"], json.loads(streamed.text.splitlines()[-1])["error"]):
+        assert error.startswith("format: its json cannot be held to any more") and "too many states" in error
+
+
 def test_another_failure_of_such_an_answer_is_the_servers(few_states: None) -> None:
     def fails(step: Any) -> None:
         if step.masks is not None:

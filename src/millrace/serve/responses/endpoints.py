@@ -8,15 +8,16 @@ import contextlib
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
-from millrace.errors import RequestError
+from millrace.errors import BusyError, RequestError
 from millrace.runtime.params import Delta
 from millrace.serve.backend import Models
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
@@ -26,7 +27,7 @@ from millrace.serve.fields import terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
 from millrace.serve.replies import json_reply
-from millrace.serve.responses.input import messages_of, params_of, told_of, tools_of_response
+from millrace.serve.responses.input import NAMES, messages_of, params_of, told_of, tools_of_response
 from millrace.serve.responses.protocol import (
     CallItem,
     DeletedReply,
@@ -70,12 +71,12 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
     kept = _kept(answer, Kept(reply.id, call.tenant, said), backend.responses if reply.store else None)
     if asked.stream and asked.background:
         feed = Feed()
-        backend.in_background(_fed(answer, kept, feed))
+        _in_background(backend, generation, _fed(answer, kept, feed))
         return EventStream(generation, feed.blocks(answer.left_behind), _form(answer), goes_on=True)
     if asked.stream:
         return EventStream(generation, _followed(answer, kept), _form(answer))
     if asked.background:
-        backend.in_background(_answered(answer, kept))
+        _in_background(backend, generation, _answered(answer, kept))
         return json_reply(answer.reply)
     await _answered(answer, kept, raises=True)
     return json_reply(answer.reply)
@@ -121,6 +122,15 @@ async def _followed(answer: "_Answer", kept: AbstractContextManager[None]) -> As
             yield block
     if answer.reply.status == "cancelled":
         yield answer.last_event()
+
+
+def _in_background(backend: TextBackend, generation: Generation, work: Coroutine[Any, Any, None]) -> None:
+    """raises BusyError, and then nobody answers it"""
+    try:
+        backend.in_background(work)
+    except BusyError:
+        generation.handle.cancel()
+        raise
 
 
 async def _fed(answer: "_Answer", kept: AbstractContextManager[None], feed: "Feed") -> None:
@@ -192,7 +202,7 @@ def _kept(answer: "_Answer", kept: Kept, store: Responses | None) -> Iterator[No
         yield
     except GenerationFailedError as error:
         if not answer.is_cancelled:
-            answer.fail(error.problem)
+            answer.fail(error.problem.named(NAMES))
             raise
     finally:
         answer.end()
