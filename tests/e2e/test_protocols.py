@@ -1,6 +1,7 @@
 """One model behind four protocols, driven by their own clients: the same answers, streams that say what replies say."""
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ import httpx
 import ollama
 import openai
 import pytest
+from safetensors import safe_open
 
+from millrace.compile.find import BUNDLED
 from millrace.serve.settings import ServerSettings
 from tests.e2e.live import MODEL, Live, live
 
@@ -146,6 +149,19 @@ def test_ollama_knows_tools_and_formats(llama: ollama.Client) -> None:
     assert llama.show(MODEL).capabilities == ["completion", "tools"]
     raw = llama.generate(model=MODEL, prompt="Once upon a", raw=True, options={"num_predict": 3, "temperature": 0})
     assert raw.eval_count == 3
+
+
+def test_what_ollamas_clients_show_of_a_model_is_true(tiny: Live, tiny_engine: Path, llama: ollama.Client) -> None:
+    with safe_open(BUNDLED / "tiny" / "model.safetensors", "np") as file:
+        n_parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    (model,) = llama.list().models
+    assert model.size == (tiny_engine / "weights.bin").stat().st_size
+    for details in (model.details, llama.show(MODEL).details):
+        assert details and details.family == "llama" and details.quantization_level == "w4a8, w8a8"
+        assert details.parameter_size == f"{n_parameters / 1e6:.2f}M"
+    info = llama.show(MODEL).modelinfo or {}
+    assert info["general.parameter_count"] == n_parameters
+    assert info["llama.context_length"] == tiny.opened.engine.manifest.max_context
 
 
 def test_schemas_of_responses_are_kept_to(tiny_client: openai.OpenAI) -> None:

@@ -17,6 +17,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.checkpoint.chat import ChatLimits, ChatTemplate
+from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.executor import ExecutorLimits, StepInputs
@@ -56,13 +57,16 @@ class Fake:
     aliases: tuple[str, ...] = ()
     folder: Path | None = None  # of the tokenizer's files, for processes of long texts
     tier: Path | None = None  # the file of a second tier of KV pages
+    ends: bool = False  # the model has an end-of-text token; else answers end by their length, or at a stop
 
     def model(self) -> TextModel:
         size = self.limits.max_step_tokens  # whole prompts at once: as many sequences as can be, so that pages run out
         budget = TokenBudget(size, chunk_low=size)
         executor = FakeExecutor(self.limits, self.before_run)
         tier = None if self.tier is None else fake_tier(executor, self.tier)
-        loop = EngineLoop(executor, tokenizer(), clock=time.perf_counter, budget=budget, tier=tier)
+        ends = [tokenizer().eos_token_id] if self.ends else []
+        defaults = GenerationDefaults(eos_token_ids=tuple(end for end in ends if end is not None))
+        loop = EngineLoop(executor, tokenizer(), defaults, clock=time.perf_counter, budget=budget, tier=tier)
         return TextModel(
             name=MODEL,
             aliases=self.aliases,

@@ -20,7 +20,6 @@ HINTS = {
     "/v1/completions/": 'expected: "/v1/completions"; to mend: leave out the slash', "/health/": 'expected: "/health"',
     "/models/": 'expected: "/v1/models"', "/v1/moderations": "another server", "/v1/audio/speech": "another server",
     "/v1/files/": "another server", "/v1/files/file-1/content": "another server",
-    "/api/pull": "models come with the server's start",
     "/v1/assistants": "use /v1/responses", "/api/v1/chat/completions": 'expected: "/v1/chat/completions"',
     "/props": "use /v1/metadata", "/infill": "use /v1/completions", "/apiary": "correct the path",
     "/v1/filest": "correct the path",
@@ -30,6 +29,22 @@ HINTS = {
 @pytest.mark.parametrize("path", HINTS)
 def test_a_path_that_is_not_there_says_where_to_go(server: Running, path: str) -> None:
     check(httpx.get(server.url + path), 404, HINTS[path])
+
+
+@pytest.mark.parametrize("path", ["/api/pull", "/api/embed", "/api", "/api/chat/x"])
+def test_below_api_it_is_said_as_ollama_says_it(server: Running, path: str) -> None:
+    for reply in (httpx.get(server.url + path), post(server.url, path, {})):
+        assert reply.status_code == 404 and list(reply.json()) == ["error"]
+        assert "not served yet" in reply.json()["error"], reply.text
+    wrong_method = httpx.get(server.url + "/api/chat")
+    assert wrong_method.status_code == 405 and "one of POST" in wrong_method.json()["error"]
+
+
+def test_below_messages_it_is_said_as_anthropic_says_it(server: Running) -> None:
+    reply = post(server.url, "/v1/messages/batches", {})
+    assert reply.status_code == 404 and reply.json()["type"] == "error"
+    assert reply.json()["error"]["type"] == "not_found_error" and "batches" in reply.json()["error"]["message"]
+    check(httpx.get(server.url + "/v1/messagesx"), 404, "correct the path")
 
 
 def test_paths_that_hints_name_are_there(server: Running) -> None:

@@ -45,7 +45,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        done = self.answers > self.clients and self.left > 0
+        done = self.answers > (self.clients if self.seconds >= SETTLED_S else 0) and self.left > 0
         grows = self.seconds >= SETTLED_S and self.grown_bytes >= MOST_GROWTH_BYTES
         return done and not self.wrong and not self.pages_used and not grows
 

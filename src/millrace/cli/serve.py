@@ -180,7 +180,7 @@ def _known(model: Opened | OpenedEncoder, name: str | None) -> dict[str, Any]:
         "created": int(time.time()), "max_context": m.max_context,
         "metadata": {
             "source": m.source, "engine": m.identity, "architecture": m.architecture, "precision": m.precision,
-            "isa": model.isa,
+            "isa": model.isa, "parameters": m.n_parameters, "weights_bytes": m.cpu.weights_bytes,
         },
     }  # fmt: skip
 

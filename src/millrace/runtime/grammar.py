@@ -5,11 +5,13 @@ Compiling takes from a millisecond to some 100: it is done before a request is s
 tells each answer's `Matcher` what was drawn, and asks for the masks of all rows of a step in one call.
 
 When nothing but the end is left, the mask allows the model's end-of-text tokens alone. An answer that cannot be gone on
-with (limits, or a vocabulary without a byte that is needed) fails by itself: its mask allows nothing.
+with (limits, or a vocabulary without a byte that is needed) fails by itself: its mask allows nothing, and `fault` makes
+an error of the request of it.
 """
 
 import hashlib
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.errors import RequestError
 from millrace.machine.cpu import usable_cores
 from millrace.runtime.structured import StructuredOutputsParams
 
@@ -40,7 +43,10 @@ LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 NO_FORCING = '%llguidance {"no_forcing": true}'
 ALL = np.uint32(0xFFFFFFFF)
 DEAD_END = "NoExtensionBias"  # no token may follow, and the answer is not complete
+LIMITED = "what an answer can be held to, within the limits"
 NOTHING_FOLLOWS = "no token of the vocabulary can go on with it"
+MAX_WHY = 200  # characters of each part of what llguidance says
+_OUR_PLACE = re.compile(r"^at 1\(8\): ")  # behind `start: `, which clients who send no grammar have not written
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,20 @@ def masks_of(matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
     return matchers[0]._grammars.masks(matchers)
 
 
+def fault(asked: StructuredOutputsParams | None, matchers: Sequence[Matcher], failed_with: str) -> RequestError | None:
+    """Of a request whose answer failed in the middle, where it failed because it cannot be held to what was asked.
+
+    matchers: of its answers, which nobody uses any more; failed_with: what the engine said
+    """
+    why = next((matcher.why for matcher in matchers if matcher.why and matcher.why in failed_with), "")
+    if asked is None or not why:
+        return None
+    mend = f"bound what {asked.asked_as} repeats, or simplify it"
+    return asked.refused(
+        f"its {asked.kind} cannot be held to any more in the middle of the answer: {why}", LIMITED, mend
+    )
+
+
 class Grammars:
     """What answers of one model are held to. Safe to use from several threads.
 
@@ -116,6 +136,7 @@ class Grammars:
         self._lock, self._opening = threading.Lock(), threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
+        self._why_not = ""  # there is no vocabulary
 
     def matchers(
         self, asked: StructuredOutputsParams | None, n: int, thoughts: Thoughts | None = None
@@ -168,27 +189,39 @@ class Grammars:
         if warnings:  # of what would be ignored
             raise asked.refused(f"its {asked.kind} cannot be held to: {warnings[0]}", "a schema without that")
         if why := Matcher(self, first).why:
-            expected = "what an answer can be held to, within the limits"
-            raise asked.refused(f"its {asked.kind} cannot be held to: {why}", expected)
+            raise asked.refused(f"its {asked.kind} cannot be held to: {why}", LIMITED)
         return matcher
 
-    def _opened(self, asked: StructuredOutputsParams) -> "LLTokenizer":
-        """The vocabulary as llguidance takes it: some 100 ms for a large one, once."""
+    def prepare(self) -> None:
+        """The vocabulary, as llguidance takes it: some 0.2 s for a large one, once. Nothing without the library."""
         with self._opening:
-            if self._vocabulary is None:
-                try:
-                    from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
-                except ImportError:
-                    what = "it needs llguidance, which is not installed"
-                    mend = "pip install 'millrace[grammar]', or llguidance itself, where the model runs"
-                    raise asked.refused(what, "the extra `grammar`", mend) from None
-                if not self._ends:
-                    what = "this model has no end-of-text token, so that such an answer could not end"
-                    raise asked.refused(what, "a model with one", "choose another model")
-                wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._ends))
+            if self._vocabulary is not None or not self._ends:
+                return
+            try:
+                from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
+            except ImportError:
+                return
+            wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._ends))
+            try:
                 self._vocabulary = LLTokenizer(wrapped, n_vocab=self._vocab_size, eos_token=self._ends)
-                self._executor = LLExecutor(num_threads=min(MAX_THREADS, usable_cores()))
+            except ValueError as error:
+                self._why_not = _short(str(error))
+            self._executor = LLExecutor(num_threads=min(MAX_THREADS, usable_cores()))
+
+    def _opened(self, asked: StructuredOutputsParams) -> "LLTokenizer":
+        """raises RequestError where the model or the machine cannot hold an answer to anything"""
+        self.prepare()
+        if self._vocabulary is not None:
             return self._vocabulary
+        if not self._ends:
+            what = "this model has no end-of-text token, so that such an answer could not end"
+            raise asked.refused(what, "a model with one", "choose another model")
+        if self._why_not:
+            what = f"this model's vocabulary cannot be used for it: {self._why_not}"
+            raise asked.refused(what, "a vocabulary that llguidance reads", "choose another model")
+        what = "it needs llguidance, which is not installed"
+        mend = "pip install 'millrace[grammar]', or llguidance itself, where the model runs"
+        raise asked.refused(what, "the extra `grammar`", mend)
 
 
 class _Vocabulary:
@@ -233,5 +266,16 @@ def in_one_layout(schema: Mapping[str, object]) -> dict[str, object]:
 
 
 def _short(message: str) -> str:
-    """Without the state of the parser, which follows in lines of its own."""
-    return message.strip().partition("\n")[0][:300]
+    """What llguidance says, in one line, without our own source of the grammar that follows.
+
+    Of a regular expression the first line quotes it, and the reason stands further down.
+    """
+    lines = _OUR_PLACE.sub("", message.strip()).splitlines() or [""]
+    reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
+    return " ".join(part for part in (_bounded(lines[0]), _bounded(reason.removeprefix("error: "))) if part)
+
+
+def _bounded(line: str) -> str:
+    """Its beginning and its end: what was wrong may stand behind a text that is quoted whole."""
+    half = MAX_WHY // 2
+    return line if len(line) <= MAX_WHY else f"{line[:half]} ... {line[-half:]}"

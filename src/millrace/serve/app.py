@@ -42,7 +42,7 @@ def create_app(models: Models, protocols: Sequence[Protocol] = PROTOCOLS) -> ASG
         for endpoint in protocol.endpoints
     ]
     router = Router([*routes, *_documentation(models, endpoints)], redirect_slashes=False, default=_nothing_there)
-    app: ASGIApp = Edge(router, models, {endpoint.path for endpoint in endpoints}, protocols[0].write_error)
+    app: ASGIApp = Edge(router, models, protocols)
     return _with_cors(app, settings.cors_origins) if settings.cors_origins else app
 
 

@@ -26,7 +26,8 @@ class ServedModel(ABC):
     """One model as a server is told of it.
 
     metadata: shown by /v1/metadata as it is; of its keys the server itself reads "source" (where the checkpoint came
-        from), "license" (its name) and "engine" (the engine's identity, part of `system_fingerprint`)
+        from), "license" (its name), "engine" (the engine's identity, part of `system_fingerprint`), and for Ollama's
+        clients "architecture", "precision" (of each part), "parameters" and "weights_bytes" (their numbers)
     """
 
     name: str

@@ -1,14 +1,17 @@
 """What goes wrong, as HTTP says it: a status and a Problem, which each protocol writes in its own way."""
 
+import logging
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 import msgspec
 from starlette.responses import Response
 
 from millrace.errors import BusyError, CheckpointError, ContextError, MillraceError, RequestError
+from millrace.runtime.params import Delta, FinishReason
 from millrace.serve.replies import ErrorBody, ErrorReply
 
 # OpenAI's words for what a client may do about it; any other status below 500 is the request's own fault
@@ -61,6 +64,14 @@ class Problem:
             ErrorReply(error=ErrorBody(message=self.message, type=self.type, param=self.param, code=self.code))
         )
 
+    def named(self, names: Mapping[str, str]) -> "Problem":
+        """In a protocol's words. names: of fields, ours to theirs; what is about none of them stays as it is"""
+        if self.param is None or self.param not in names:
+            return self
+        ours = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+        message = re.sub(rf"(?<![\w.])({ours})(?!\w)", lambda found: names[found[0]], self.message)
+        return replace(self, message=message, param=names[self.param])
+
     def response(self, write: "ErrorWriter", headers: Mapping[str, str]) -> Response:
         all_headers = dict(headers)
         if self.retry_after_s is not None:
@@ -110,6 +121,20 @@ def generation_failed(why: str | None, *, status: int = 500) -> Problem:
     """An answer that the engine could not finish."""
     message = f"The answer could not be finished: {why or ABORTED}"
     return Problem(status, message, code="generation_failed", retry_after_s=5.0 if status == 503 else None)
+
+
+class GenerationFailedError(Exception):
+    """The engine ended a choice with an error, or aborted it though its client is still there.
+
+    fault: the request's own, where that was why
+    """
+
+    def __init__(self, delta: Delta, fault: RequestError | None = None) -> None:
+        super().__init__(delta.error or ABORTED)
+        aborted = delta.finish_reason is FinishReason.ABORT
+        failed = generation_failed(delta.error, status=503 if aborted else 500)
+        self.problem = failed if fault is None else problem_of(fault, accepting=True)
+        self.log_level = logging.ERROR if fault is None else logging.INFO
 
 
 def not_yet(field: str, mend: str) -> RequestError:

@@ -30,6 +30,7 @@ from millrace.serve.protocol import (
     Message,
     SamplingFields,
     StreamOptions,
+    TermsFields,
     TextPart,
     ToolCall,
     wire,
@@ -316,13 +317,13 @@ def wants_receipt(asked: SamplingFields, n_prompts: int = 1) -> bool:
     return bool(asked.receipt)
 
 
-def terms_of(asked: SamplingFields) -> Terms:
+def terms_of(asked: TermsFields) -> Terms:
     """raises RequestError naming the field"""
     cache, claim = cache_options(asked), _claim(asked)
     return FREELY if cache is PLAIN and claim is NO_CLAIM else Terms(cache=cache, claim=claim)
 
 
-def _claim(asked: SamplingFields) -> Claim:
+def _claim(asked: TermsFields) -> Claim:
     if asked.priority is None and asked.queue_timeout_s is None:
         return NO_CLAIM
     return Claim(priority=asked.priority or 0, queue_timeout_s=asked.queue_timeout_s)

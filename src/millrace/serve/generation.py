@@ -3,6 +3,7 @@
 A stream is one write for each step of the engine, whatever the number of its tokens and choices.
 """
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -20,15 +21,16 @@ from millrace import __version__
 from millrace.checkpoint.tool_calls.reader import Said, joined
 from millrace.engine.executor import IntArray
 from millrace.errors import RequestError
+from millrace.runtime.grammar import fault
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, check_context, with_length
 from millrace.runtime.request import FREELY, StopTables, Terms
 from millrace.runtime.service import RequestHandle
 from millrace.serve.blocks import Blocks
 from millrace.serve.conversation import Conversation
-from millrace.serve.errors import ABORTED, Problem, generation_failed
+from millrace.serve.errors import GenerationFailedError, Problem
 from millrace.serve.protocol import StreamOptions
 from millrace.serve.replies import Asked, ChatFinish, CompletionTokensDetails, PromptTokensDetails, Receipt, Usage
-from millrace.serve.serving import LARGE, LARGE_STEP
+from millrace.serve.serving import LARGE, LARGE_BODY, LARGE_STEP
 from millrace.serve.speech import PLAIN_TEXT, Heard
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
@@ -46,15 +48,6 @@ class Whole:
         """The last delta, which says why it ended."""
         assert self.last is not None, "a generation is complete when each choice has ended"
         return self.last
-
-
-class GenerationFailedError(Exception):
-    """The engine ended a choice with an error, or aborted it though its client is still there."""
-
-    def __init__(self, delta: Delta) -> None:
-        super().__init__(delta.error or ABORTED)
-        aborted = delta.finish_reason is FinishReason.ABORT
-        self.problem = generation_failed(delta.error, status=503 if aborted else 500)
 
 
 class Generation:
@@ -184,7 +177,10 @@ class Generation:
         for delta in deltas:
             if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self._reasons.add(delta.finish_reason.value)
-                raise GenerationFailedError(delta)
+                of = self.handle.requests[delta.index // self.params.n]
+                raise GenerationFailedError(
+                    delta, fault(self.params.structured_outputs, of.matchers, delta.error or "")
+                )
         return deltas
 
     def _measure(self, deltas: list[Delta]) -> None:
@@ -247,7 +243,9 @@ async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Gen
     check_context(len(prompt), params.max_tokens, backend.model.max_context, "messages")
     if tools is None and speech.thoughts is None:
         return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)
-    params, heard = speech.params(params, tools), speech.heard(tools, speech.is_thinking(prompt))
+    is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
+    params = await backend.off_loop(is_large, partial(speech.params, params, tools))
+    heard, asked.tools = speech.heard(tools, speech.is_thinking(prompt)), None  # of them names are enough from here on
     return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes, heard=heard)
 
 
@@ -377,21 +375,24 @@ class EventStream:
     connection (`connections.py`), and so the generation ends as for any client that goes away.
     """
 
-    def __init__(self, generation: Generation, blocks: AsyncIterator[bytes], form: StreamForm = EVENTS) -> None:
-        self._generation, self._blocks, self._form = generation, blocks, form
+    def __init__(
+        self, generation: Generation, blocks: AsyncIterator[bytes], form: StreamForm = EVENTS, *, goes_on: bool = False
+    ) -> None:
+        """goes_on: somebody else sees to the generation, whatever becomes of this connection"""
+        self._generation, self._blocks, self._form, self._goes_on = generation, blocks, form, goes_on
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(body: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
         headers = [(b"content-type", self._form.content_type), *_HEADERS]
-        async with self._generation:
+        async with contextlib.nullcontext() if self._goes_on else self._generation:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 async for block in self._blocks:
                     if block:
                         await write(block)
             except GenerationFailedError as error:
-                log.error("answer %s failed: %s", self._generation.handle.request_id, error)
+                log.log(error.log_level, "answer %s failed: %s", self._generation.handle.request_id, error)
                 await write(self._form.failed(error.problem))
         await write(self._form.end, more=False)

@@ -50,14 +50,14 @@ class TextPart(Struct, forbid_unknown_fields=True, gc=False):
     type: Literal["text"]
 
 
-class CalledFunction(Struct, forbid_unknown_fields=True, gc=False):
+class CalledFunction(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """arguments: JSON, as a text"""
 
     name: str
     arguments: str = ""
 
 
-class ToolCall(Struct, forbid_unknown_fields=True, gc=False):
+class ToolCall(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """Of an assistant's message, as it was given to the client."""
 
     function: CalledFunction
@@ -66,7 +66,7 @@ class ToolCall(Struct, forbid_unknown_fields=True, gc=False):
     index: int | None = None  # which some clients keep from a stream
 
 
-class Message(Struct, forbid_unknown_fields=True, gc=False):
+class Message(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """`developer` is today's name of `system`, and is given to the chat template as such."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -95,7 +95,31 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: Annotated[bool | None, described("accepted; nothing is padded")] = None
 
 
-class SamplingFields(Body, kw_only=True):
+class TermsFields(Body, kw_only=True):
+    """What a request asks beside its answer, in every protocol that has one."""
+
+    cache_salt: Annotated[
+        str | None,
+        described(f"only requests with the same one share KV pages; at most {MAX_SALT_CHARACTERS} characters"),
+    ] = None
+    cache_priority: Annotated[
+        int | None,
+        described("of the prompt's KV pages: when room is needed, lower ones go first", DEFAULT_PRIORITY, 0, 100),
+    ] = None
+    cache_ttl_s: Annotated[
+        float | None,
+        described("seconds until cache_priority or cache_pin end; left out: never, or an hour", high=MAX_TTL_S),
+    ] = None
+    cache_pin: Annotated[bool | None, described("keep the prompt's KV pages whatever comes", False)] = None
+    priority: Annotated[
+        int | None, described("lower goes first where requests wait", 0, -MAX_PRIORITY, MAX_PRIORITY)
+    ] = None
+    queue_timeout_s: Annotated[
+        float | None, described("seconds that it may wait for its first step; else 429, or 503", high=MAX_WAIT_S)
+    ] = None
+
+
+class SamplingFields(TermsFields, kw_only=True):
     """What chat and completions have in common. Left out: the model's generation_config decides, then the default."""
 
     OTHERS: ClassVar = HARMLESS | IGNORED
@@ -137,25 +161,6 @@ class SamplingFields(Body, kw_only=True):
     logit_bias: Annotated[
         dict[int, float] | None,
         described(f"token id to a number added to its logit, -100 to 100; at most {MAX_BIASED_TOKENS}"),
-    ] = None
-    cache_salt: Annotated[
-        str | None,
-        described(f"only requests with the same one share KV pages; at most {MAX_SALT_CHARACTERS} characters"),
-    ] = None
-    cache_priority: Annotated[
-        int | None,
-        described("of the prompt's KV pages: when room is needed, lower ones go first", DEFAULT_PRIORITY, 0, 100),
-    ] = None
-    cache_ttl_s: Annotated[
-        float | None,
-        described("seconds until cache_priority or cache_pin end; left out: never, or an hour", high=MAX_TTL_S),
-    ] = None
-    cache_pin: Annotated[bool | None, described("keep the prompt's KV pages whatever comes", False)] = None
-    priority: Annotated[
-        int | None, described("lower goes first where requests wait", 0, -MAX_PRIORITY, MAX_PRIORITY)
-    ] = None
-    queue_timeout_s: Annotated[
-        float | None, described("seconds that it may wait for its first step; else 429, or 503", high=MAX_WAIT_S)
     ] = None
     response_format: Annotated[
         dict[str, Any] | None,

@@ -15,9 +15,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,12 @@ from millrace.serve.errors import (
     CLIENT_CLOSED,
     ClientGoneError,
     ErrorWriter,
+    GenerationFailedError,
     HttpError,
     Problem,
     problem_of,
 )
 from millrace.serve.fields import decode, take_ignored
-from millrace.serve.generation import GenerationFailedError
 from millrace.serve.management import unknown_path
 from millrace.serve.openapi import Operation
 from millrace.serve.wire import CALL, Bodies, Call, RequestLog, header, log_request, read_body, unless_gone
@@ -103,12 +103,16 @@ Asked = Callable[[Models, Scope], Response]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One route: what it does, and what the documentation says about it."""
+    """One route: what it does, and what the documentation says about it.
+
+    names: of our fields, as errors have to name them to its clients, where they know them by others
+    """
 
     operation: Operation
     posted: Posted | None = None
     backend: type[Backend] | None = None  # with `posted`: the models that can answer
     asked: Asked | None = None  # one of the two
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -123,11 +127,19 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """any_type: bodies are JSON whatever they are called, as `curl -d` calls them a form"""
+    """any_type: bodies are JSON whatever they are called, as `curl -d` calls them a form
+
+    below: paths below this one are its own, whether there are such or not
+    """
 
     endpoints: tuple[Endpoint, ...]
     write_error: ErrorWriter
     any_type: bool = False
+    below: str = ""
+
+    def owns(self, path: str) -> bool:
+        """No client of its own puts /v1 there: that one has a base URL of OpenAI's too long."""
+        return bool(self.below) and f"{path}/".startswith(f"{self.below}/") and not path.startswith(f"{self.below}/v1/")
 
 
 def get(path: str, handler: Asked, summary: str, reply: type | None, protected: bool = False) -> Endpoint:
@@ -168,7 +180,7 @@ class Handler:
             admitted.enter_context(self.models.serving.admission.admitted())
             call.body_bytes = len(body)
             request = await self.models.serving.decoded(partial(decode, body, kind), len(body))
-        call.ignored = take_ignored(request, kind)
+        call.ignored, call.names = take_ignored(request, kind), self.endpoint.names
         return request
 
     async def _answer(self, request: Any, scope: Scope, receive: Receive, send: Send) -> None:
@@ -208,9 +220,10 @@ log = logging.getLogger(__name__)
 class Edge:
     """An ASGI application around the routes."""
 
-    def __init__(self, routes: ASGIApp, models: Models, paths: Collection[str], write_error: ErrorWriter) -> None:
-        """paths: those of the routes, for whoever asks for another one; write_error: of requests of no protocol"""
-        self._routes, self._models, self._paths, self._write_error = routes, models, paths, write_error
+    def __init__(self, routes: ASGIApp, models: Models, protocols: Sequence[Protocol]) -> None:
+        """The first protocol writes the errors of requests of none."""
+        self._routes, self._models, self._protocols = routes, models, protocols
+        self._paths = {endpoint.path for protocol in protocols for endpoint in protocol.endpoints}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]  # the server speaks neither websockets nor lifespan
@@ -245,7 +258,7 @@ class Edge:
             call.log.status = CLIENT_CLOSED
             return
         except GenerationFailedError as error:
-            log.error("request %s failed: %s", call.id, error)
+            log.log(error.log_level, "request %s failed: %s", call.id, error)
             problem = error.problem
         except HTTPException as error:
             problem, headers = self._of_route(scope, error), dict(error.headers or {})
@@ -259,9 +272,15 @@ class Edge:
             problem = BUG
         call.log.error = problem.brief
         if call.log.status is None:  # otherwise the response is under way, and can only be cut off
-            handler = scope.get("endpoint")
-            write = handler.protocol.write_error if isinstance(handler, Handler) else self._write_error
-            await problem.response(write, headers)(scope, receive, send)
+            await problem.named(call.names).response(self._writer(scope), headers)(scope, receive, send)
+
+    def _writer(self, scope: Scope) -> ErrorWriter:
+        """Of the protocol in which it was asked."""
+        handler = scope.get("endpoint")
+        if isinstance(handler, Handler):
+            return handler.protocol.write_error
+        path = call_path(scope)
+        return next((p for p in self._protocols if p.owns(path)), self._protocols[0]).write_error
 
     def _of_route(self, scope: Scope, error: HTTPException) -> Problem:
         path = call_path(scope)

@@ -61,7 +61,8 @@ class Speech:
         return replace(params, skip_special_tokens=False) if shown else params
 
     def heard(self, tools: Tools | None, is_thinking: bool) -> Heard:
-        return Heard(partial(self._reader, tools, is_thinking), self._free_thoughts(is_thinking))
+        names, most = (frozenset(tools.schemas), tools.most) if tools else (None, 0)
+        return Heard(partial(self._reader, names, most, is_thinking), self._free_thoughts(is_thinking))
 
     def _free_thoughts(self, is_thinking: bool) -> Thoughts | None:
         """What an answer that is held to a form may say before."""
@@ -71,11 +72,11 @@ class Speech:
         assert begin is not None and end is not None
         return Thoughts(begin, end, is_thinking)
 
-    def _reader(self, tools: Tools | None, is_thinking: bool) -> Reader:
-        """Of one answer."""
+    def _reader(self, tools: frozenset[str] | None, most_calls: int, is_thinking: bool) -> Reader:
+        """Of one answer. tools: their names"""
         if tools is None:
             return Reader(None, self.thoughts, thinks=is_thinking)
-        return Reader(self.calls, self.thoughts, tools=tools.schemas, most_calls=tools.most, thinks=is_thinking)
+        return Reader(self.calls, self.thoughts, tools=tools, most_calls=most_calls, thinks=is_thinking)
 
     def _id(self, text: str) -> int | None:
         return self._tokenizer.token_id(text) if isinstance(self._tokenizer, VocabularyTokenizer) else None

@@ -333,8 +333,9 @@ class TextBackend(Backend):
         self.model.engine.start()
 
     async def warm_up(self) -> str | None:
-        """A request and a chat, side by side; then the prompts that are to be known."""
-        trouble, _ = await asyncio.gather(self._warm_up_engine(), self._warm_up_template())
+        """A request, a chat and the vocabulary of grammars, side by side; then the prompts that are to be known."""
+        grammars = self._grammars.run(self.model.engine.loop.grammars.prepare)
+        trouble, *_ = await asyncio.gather(self._warm_up_engine(), self._warm_up_template(), grammars)
         return trouble or await warm(self.model.warm_prompts, self._warm_tokens, self.model.engine)
 
     async def _warm_tokens(self, prompt: WarmPrompt) -> list[int]:

@@ -5,9 +5,9 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
 import httptools
@@ -134,6 +134,7 @@ class Call:
     log: RequestLog
     body_bytes: int = 0
     ignored: tuple[str, ...] = ()  # fields of the request that change nothing
+    names: Mapping[str, str] = field(default_factory=dict)  # once it is read: our fields -> as its client knows them
     model: str = ""  # the name that it asked for, or that of the model which answers
     receipt: bool = False  # asked for
     tenant: str = ""  # whose key it came with, where there are several

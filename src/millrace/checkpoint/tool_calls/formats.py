@@ -70,7 +70,8 @@ LLAMA = ToolFormat(
     written=Written(before='{"name": "', middle='", "parameters": ', after="}", joiner="; "),
     opens=("<|python_tag|>",), between=(";", ","), bare=True,
 )  # fmt: skip
-_MISTRAL_HEADER = re.compile(r"(?P<name>[\w.:/-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+# Possessive: what has been matched is not tried shorter, which would take as many steps as the square of white space.
+_MISTRAL_HEADER = re.compile(r"(?P<name>[\w.:/-]++)\s*+(?:\[CALL_ID\]\w*+\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 _MISTRAL_AROUND = ("[", ",", "]", "[/TOOL_CALLS]")
 MISTRAL = ToolFormat(
     name="mistral",
@@ -86,7 +87,7 @@ MISTRAL_ARGS = ToolFormat(
 _CALLS, _ENDS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_HEADER = re.compile(
-    rf"(?:function{_SEP})?(?P<name>[^\s{{<｜]+)\s*(?:{_SEP})?\s*(?:```json\s*)?(?=\{{)"
+    rf"(?:function{_SEP})?(?P<name>[^\s{{<｜]++)\s*+(?:{_SEP})?\s*+(?:```json\s*+)?(?=\{{)"
 )  # fmt: skip
 _DEEPSEEK_AROUND = (_CALL, _END, _ENDS, "```")
 DEEPSEEK = ToolFormat(

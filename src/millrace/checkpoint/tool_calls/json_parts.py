@@ -62,31 +62,38 @@ class JsonValue:
 class CallObject:
     """`{"name": "f", "arguments": {...}}`, with the keys in any order and under any of their usual names.
 
-    text: all that it was given; name: None, not known yet; broken: it is no such object
+    Each character is looked at once, however the text is cut.
+    name: None, not known yet; broken: it is no such object
+    rest: of the last piece, behind a complete object, or from where it broke; n_taken: characters in front of that
     """
 
     def __init__(self) -> None:
-        self.text, self.name = "", None
+        self.name: str | None = None
         self.complete, self.broken = False, False
-        self._at = 0
+        self.rest, self.n_taken = "", 0
+        self._pieces: list[str] = []  # all that it was given
+        self._opened = False
         self._key: str | None = None  # whose value is due
-        self._value: JsonValue | None = None  # under way,
-        self._from = 0  # which begins here
+        self._is_behind_colon = False
+        self._value: JsonValue | None = None  # a key or a value under way
+        self._streams = False  # it is an object of arguments
+        self._read: list[str] = []  # of it, where it counts when it is complete
         self._arguments: list[str] = []  # of what may be given away once the name is known
         self._any_arguments = False
 
-    name: str | None
+    @property
+    def text(self) -> str:
+        """All that it was given."""
+        return "".join(self._pieces)
 
     def push(self, text: str) -> None:
         """What comes next; what is behind the object remains in `rest`."""
-        self.text += text
-        while not self.complete and not self.broken and self._goes_on():
-            pass
-
-    @property
-    def rest(self) -> str:
-        """Behind a complete object."""
-        return self.text[self._at :]
+        self._pieces.append(text)
+        at = 0
+        while at < len(text) and not (self.complete or self.broken):
+            at = self._take(text, at)
+        self.rest = text[at:]
+        self.n_taken += at
 
     def arguments(self) -> str:
         """What is new of them; nothing before the name is known."""
@@ -100,63 +107,52 @@ class CallObject:
         """What is still to be said at the end: a call without arguments has none of them."""
         return self.arguments() or ("" if self._any_arguments else "{}")
 
-    def _goes_on(self) -> bool:
-        """One part further; False: more has to come, or this is no call."""
+    def _take(self, text: str, at: int) -> int:
+        """One part further; where the next begins."""
         if self._value is not None:
-            return self._more_of_value(self._value)
-        self._at = self._behind_blank(self._at)
-        if self._at == len(self.text):
-            return False
-        first = self.text[self._at]
+            return self._more_of_value(self._value, text, at)
+        at = behind_blank(text, at)
+        if at == len(text):
+            return at
+        first = text[at]
         if self._key is not None:
-            return self._colon(first)
-        if self._at == self._behind_blank(0):
-            self.broken = first != "{"
-            self._at += 1
-            return not self.broken
-        return self._next_key(first)
-
-    def _next_key(self, first: str) -> bool:
+            return self._to_value(first, at)
+        if not self._opened:
+            self._opened, self.broken = True, first != "{"
+            return at + 1
         if first == "}":
-            self._at += 1
             self.complete, self.broken = True, self.name is None
-            return False
+            return at + 1
         if first == ",":
-            self._at += 1
-            return True
-        if first != '"':
-            self.broken = True
-            return False
-        value = JsonValue()
-        end = value.take(self.text, self._at)
-        if not value.complete:
-            return False
-        key = _loaded(self.text[self._at : end])
-        self.broken, self._key, self._at = not isinstance(key, str), key, end
-        return not self.broken
+            return at + 1
+        self.broken = first != '"'
+        self._value = None if self.broken else JsonValue()
+        return at
 
-    def _colon(self, first: str) -> bool:
-        if first != ":":
-            self.broken = True
-            return False
-        begin = self._behind_blank(self._at + 1)
-        if begin == len(self.text):
-            return False
-        self._at = self._from = begin
-        self._value = JsonValue()
-        return True
+    def _to_value(self, first: str, at: int) -> int:
+        """From a key to the first character of its value."""
+        if not self._is_behind_colon:
+            self.broken = first != ":"
+            self._is_behind_colon = True
+            return at + (not self.broken)
+        self._value, self._is_behind_colon = JsonValue(), False
+        self._streams = self._key in ARGUMENTS and first == "{"
+        return at
 
-    def _more_of_value(self, value: JsonValue) -> bool:
-        before, self._at = self._at, value.take(self.text, self._at)
-        streams = self._key in ARGUMENTS and self.text[self._from] == "{"
-        if streams:
-            self._arguments.append(self.text[before : self._at])
-        if not value.complete:
-            return False
-        if not streams:
-            self._whole(_loaded(self.text[self._from : self._at]))
-        self._key = self._value = None
-        return not self.broken
+    def _more_of_value(self, value: JsonValue, text: str, at: int) -> int:
+        end = value.take(text, at)
+        (self._arguments if self._streams else self._read).append(text[at:end])
+        if value.complete:
+            read, self._value = "".join(self._read), None
+            self._read = []
+            if self._key is None:
+                key = _loaded(read)
+                self.broken, self._key = not isinstance(key, str), key
+            else:
+                if not self._streams:
+                    self._whole(_loaded(read))
+                self._key, self._streams = None, False
+        return end
 
     def _whole(self, value: Any) -> None:
         """A value that counts when it is complete."""
@@ -167,10 +163,12 @@ class CallObject:
         elif self._key in ARGUMENTS and value is not None:
             self.broken = True
 
-    def _behind_blank(self, at: int) -> int:
-        blank = _BLANK.match(self.text, at)
-        assert blank is not None
-        return blank.end()
+
+def behind_blank(text: str, at: int) -> int:
+    """Where white space ends that begins there, if any does."""
+    blank = _BLANK.match(text, at)
+    assert blank is not None
+    return blank.end()
 
 
 def _loaded(text: str) -> Any:

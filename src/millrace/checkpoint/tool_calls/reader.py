@@ -1,16 +1,20 @@
 """An answer as it comes, taken apart: what was thought, what is said, and which tools are called.
 
 However the text is cut into pieces, the parts together are the same. What begins like a call and is none stays text.
+The work grows with the text and no faster: white space that decides nothing is set aside unread; what turns out to be
+no call is read once more, in pieces, and not again and again.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from millrace.checkpoint.tool_calls.formats import Reasoning, ToolFormat
-from millrace.checkpoint.tool_calls.json_parts import CallObject, JsonValue
+from millrace.checkpoint.tool_calls.json_parts import CallObject, JsonValue, behind_blank
 
 MAX_HEADER = 512  # characters of a name and what is around it
+MAX_AGAIN = 256 * 1024  # characters of an answer's calls that were none, which are read twice; behind it has no calls
+_WINDOW = 4096  # characters that are looked at together: taking some off copies the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,13 @@ class Reader:
     ) -> None:
         self._format, self._thoughts, self._tools, self._most_calls = calls, thoughts, tools, most_calls
         self._text = ""  # not decided yet
-        self._ended = False
+        self._coming: list[tuple[str, int]] = []  # what follows it, the next at the end: each from there on
+        self._waits = False  # it is white space, with which no state does more than wait
+        self._blanks: list[str] = []  # white space behind it that decides nothing
+        self._flushed = False
         self._state: Callable[[], bool] = self._begin_thinking if thinks else self._begin
-        self._pending: str | None = None  # what seemed to open calls, while none has begun
+        self._pending: list[str] | None = None  # what seemed to open calls, while none has begun
+        self._n_again = 0  # characters
         self._is_marked = False  # such a mark has been there
         self._object, self._value = CallObject(), JsonValue()
         self._content: list[str] = []
@@ -71,19 +79,44 @@ class Reader:
 
     def push(self, text: str) -> Said:
         """What this adds."""
-        self._text += text
+        if self._waits and text.isspace():
+            self._blanks.append(text)
+            return _NOTHING
+        self._come("".join([*self._blanks, text]))
         return self._read()
 
     def flush(self) -> Said:
         """No more is coming."""
-        self._ended = True
+        self._flushed = True
+        self._come("".join(self._blanks))
         return self._read()
 
+    @property
+    def _ended(self) -> bool:
+        """There is nothing behind the text."""
+        return self._flushed and not self._coming
+
+    def _come(self, text: str) -> None:
+        """This follows what is not decided yet."""
+        self._blanks = []
+        self._coming.append((text, 0))
+        self._advance()
+
+    def _advance(self) -> bool:
+        if not self._coming:
+            return False
+        text, at = self._coming.pop()
+        self._text += text[at : at + _WINDOW]
+        if at + _WINDOW < len(text):
+            self._coming.append((text, at + _WINDOW))
+        return True
+
     def _read(self) -> Said:
-        while self._state():
+        while self._state() or self._advance():
             pass
         said = Said("".join(self._content), "".join(self._reasoning), tuple(self._parts))
         self._content, self._reasoning, self._parts = [], [], []
+        self._waits = self._text.isspace()
         return said
 
     # Each state takes what it can of the text, and says whether another may go on.
@@ -119,43 +152,51 @@ class Reader:
         text = self._text.lstrip()
         if self._format is None or not self._format.bare or (text and text[0] != "{") or (self._ended and not text):
             return self._enter(self._talk, self._text)
-        self._pending = self._text[: len(self._text) - len(text)]
+        self._pending = [self._text[: len(self._text) - len(text)]]
         return bool(text) and self._begin_object(text)
 
     def _talk(self) -> bool:
-        opens = self._format.opens if self._format else ()
+        opens = self._format.opens if self._format and self._n_again < MAX_AGAIN else ()
         found = [(at, mark) for mark in opens if (at := self._text.find(mark)) >= 0]
         if not found:
             self._content.append(self._certain(opens) if opens else self._take_all())
             return False
         at, mark = min(found)
         self._content.append(self._text[:at].rstrip())
-        self._pending, self._is_marked = self._text[len(self._text[:at].rstrip()) : at + len(mark)], True
+        self._pending, self._is_marked = [self._text[len(self._text[:at].rstrip()) : at + len(mark)]], True
         return self._enter(self._between, self._text[at + len(mark) :])
 
     def _between(self) -> bool:
         """Calls were opened: one begins, or there is what may stand around them, or they are over."""
         assert self._format is not None
-        text = self._text.lstrip()
-        marks = (*self._format.opens, *self._format.between)
-        if any(m.startswith(text) and m != text for m in marks) and (self.n_calls or not self._ended):
+        marks, at = (*self._format.opens, *self._format.between), behind_blank(self._text, 0)
+        while not self._may_begin(marks, at):
+            mark = next((m for m in marks if self._text.startswith(m, at)), None)
+            if mark is None:
+                break
+            self._pass(at + len(mark))
+            at = behind_blank(self._text, 0)
+        else:
             return False  # an answer that ends here was cut off behind its calls
-        mark = next((m for m in marks if text.startswith(m)), None)
-        if mark is not None:
-            self._pass(len(self._text) - len(text) + len(mark))
-            return True
+        text = self._text[at:]
         if not text:
-            return self._pending is not None and self._not_a_call(self._text)
+            return self._pending is not None and self._not_a_call(self._text, 1)
         if text[0] == "{" and (self._format.header is None or self._format.mixed):
-            self._pass(len(self._text) - len(text))
+            self._pass(at)
             return self._begin_object(text)
-        header = self._format.header.match(text) if self._format.header else None
+        header = self._format.header.match(text[:MAX_HEADER]) if self._format.header else None
         if header is not None:
             self._call(header["name"])
             return self._enter(self._arguments, text[header.end() :])
         if self._format.header and len(text) < MAX_HEADER and not self._ended:
             return False
-        return self._not_a_call(self._text)
+        return self._not_a_call(self._text, MAX_HEADER if self._format.header else 1)
+
+    def _may_begin(self, marks: Sequence[str], at: int) -> bool:
+        """From there on the text may be the beginning of a mark, or there is none."""
+        n = len(self._text) - at
+        short = n < MAX_HEADER and any(len(m) > n and m.startswith(self._text[at:]) for m in marks)
+        return short and bool(self.n_calls or not self._ended)
 
     def _begin_object(self, text: str) -> bool:
         self._object = CallObject()
@@ -167,10 +208,10 @@ class Reader:
         call.push(self._take_all())
         if call.name is None:
             was_cut_off = self._ended and not call.broken and self.n_calls > 0
-            return (call.broken or self._ended) and not was_cut_off and self._not_a_call(call.text)
+            return (call.broken or self._ended) and not was_cut_off and self._not_a_call(call.text, call.n_taken)
         if not is_begun:
             if not self._is_marked and call.name not in self._tools:
-                return self._not_a_call(call.text)
+                return self._not_a_call(call.text, call.n_taken)
             self._call(call.name)
         is_over = call.complete or call.broken
         self._add(call.last_arguments() if is_over else call.arguments())
@@ -189,14 +230,17 @@ class Reader:
     def _pass(self, n: int) -> None:
         """Over characters that are no part of a call, nor of the text unless no call comes."""
         if self._pending is not None:
-            self._pending += self._text[:n]
+            self._pending.append(self._text[:n])
         self._text = self._text[n:]
 
-    def _not_a_call(self, text: str) -> bool:
-        """It stays text, and so does what seemed to open it."""
-        seemed, self._pending = self._pending or "", None
-        self._content.append(seemed + text[:1])
-        return self._enter(self._talk, text[1:])
+    def _not_a_call(self, text: str, n_read: int) -> bool:
+        """It stays text, and so does what seemed to open it. n_read: characters of it, however it was cut"""
+        seemed, self._pending = self._pending or [], None
+        self._n_again += n_read
+        self._content += [*seemed, text[:1]]
+        self._enter(self._talk, "")
+        self._coming.append((text, 1))
+        return self._advance()
 
     def _call(self, name: str) -> None:
         self._value, self._pending = JsonValue(), None
@@ -226,6 +270,9 @@ class Reader:
         end = len(text[: len(text) - n_held].rstrip())
         self._text = text[end:]
         return text[:end]
+
+
+_NOTHING = Said()
 
 
 def _overlap(text: str, mark: str) -> int:

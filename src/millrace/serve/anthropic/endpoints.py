@@ -28,6 +28,7 @@ from millrace.serve.anthropic.protocol import (
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
 from millrace.serve.conversation import PLAINLY, Conversation, Rendering
 from millrace.serve.errors import Problem, not_yet
+from millrace.serve.fields import terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
@@ -102,7 +103,9 @@ def conversation_of(asked: CountRequest, params: SamplingParams) -> Conversation
         said.append(Message("system", _text(asked.system, "system")))
     for i, message in enumerate(asked.messages):
         said += _messages(message, f"messages[{i}].content")
-    return Conversation(messages=said, params=params, tools=_tools(asked), rendering=_rendering(asked.thinking))
+    return Conversation(
+        messages=said, params=params, tools=_tools(asked), rendering=_rendering(asked.thinking), terms=terms_of(asked)
+    )  # fmt: skip
 
 
 def _rendering(thinking: Mapping[str, object] | None) -> Rendering:
@@ -295,7 +298,7 @@ ANTHROPIC = Protocol(
                 "POST", "/v1/messages", "Answer a conversation, as Anthropic's clients ask", True, MessagesRequest,
                 OutMessage, MessageEvent, example=_EXAMPLE, error=AnthropicErrorReply,
             ),
-            messages, TextBackend,
+            messages, TextBackend, names={"stop": "stop_sequences"},
         ),
         Endpoint(
             Operation(
@@ -306,4 +309,5 @@ ANTHROPIC = Protocol(
         ),
     ),
     write_error,
+    below="/v1/messages",
 )  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from millrace.serve.protocol import Body, described
+from millrace.serve.protocol import TermsFields, described
 
 
 class InMessage(Struct, forbid_unknown_fields=True):
@@ -13,8 +13,8 @@ class InMessage(Struct, forbid_unknown_fields=True):
     content: str | list[dict[str, Any]]
 
 
-class CountRequest(Body, kw_only=True):
-    """What a conversation's prompt is made of."""
+class CountRequest(TermsFields, kw_only=True):
+    """What a conversation's prompt is made of. Terms change no count: a client may send both endpoints the same."""
 
     OTHERS: ClassVar = frozenset(
         ["metadata", "service_tier", "context_management", "container", "inference_geo", "betas", "cache_control"]

@@ -22,6 +22,7 @@ from millrace.serve.backend import Backend, Models
 from millrace.serve.blocks import Blocks, Kind
 from millrace.serve.conversation import PLAINLY, Conversation, Rendering
 from millrace.serve.errors import Problem
+from millrace.serve.fields import terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, start
 from millrace.serve.ollama.protocol import (
     OllamaChatRequest,
@@ -56,6 +57,7 @@ _OPTIONS = {
     "seed": "seed", "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }  # fmt: skip
+_NAMES = {ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()}
 # Of memory, threads and samplers that are off here: they change nothing.
 _HARMLESS = frozenset(
     [
@@ -92,11 +94,13 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
     if asked.raw:
         (ids,) = await backend.texts.encode([asked.prompt], True, "prompt")
         check_context(len(ids), params.max_tokens, backend.model.max_context, "prompt")
-        generation = await start(backend, [ids], params, call)
+        generation = await start(backend, [ids], params, call, terms_of(asked))
     else:
         system = [Message("system", asked.system)] if asked.system else []
         messages = [*system, Message("user", asked.prompt)]
-        conversation = Conversation(messages=messages, params=params, rendering=_rendering(asked.think))
+        conversation = Conversation(
+            messages=messages, params=params, rendering=_rendering(asked.think), terms=terms_of(asked)
+        )  # fmt: skip
         generation = await converse(backend, call, conversation)
     return await _Answer(generation, call, is_chat=False).response(backend, asked.stream is not False)
 
@@ -104,7 +108,7 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
 def _conversation(asked: OllamaChatRequest) -> Conversation:
     return Conversation(
         messages=[_message(i, message) for i, message in enumerate(asked.messages)], params=_params(asked),
-        tools=_tools(asked.tools), rendering=_rendering(asked.think),
+        tools=_tools(asked.tools), rendering=_rendering(asked.think), terms=terms_of(asked),
     )  # fmt: skip
 
 
@@ -186,6 +190,8 @@ async def show(backend: TextBackend, call: Call, asked: OllamaShowRequest) -> AS
     details, thinks = _details(backend), ["thinking"] if backend.speech.thoughts else []
     architecture = details.family
     info = {"general.architecture": architecture, f"{architecture}.context_length": backend.model.max_context}
+    if isinstance(n := backend.model.metadata.get("parameters"), int):
+        info["general.parameter_count"] = n
     return json_reply(
         OllamaShowReply(
             details, info, ["completion", *(["tools"] if template else []), *thinks],
@@ -200,7 +206,7 @@ def version(models: Models, scope: Scope) -> Response:
 
 
 def _params(asked: OllamaRequest) -> SamplingParams:
-    """raises RequestError naming the option"""
+    """raises RequestError"""
     given: dict[str, Any] = {}
     for name, value in (asked.options or {}).items():
         if name in _OPTIONS and value is not None:
@@ -213,11 +219,7 @@ def _params(asked: OllamaRequest) -> SamplingParams:
         del given["max_tokens"]
     if isinstance(given.get("stop"), list):
         given["stop"] = tuple(given["stop"])
-    try:
-        return SamplingParams(**given, structured_outputs=_form(asked.format))
-    except RequestError as error:
-        theirs = next((theirs for theirs, ours in _OPTIONS.items() if ours == error.param), error.param)
-        raise RequestError(f"options: {error.what}", error.expected, error.mend, theirs) from None
+    return SamplingParams(**given, structured_outputs=_form(asked.format))
 
 
 def _form(asked: str | Mapping[str, Any] | None) -> StructuredOutputsParams | None:
@@ -254,13 +256,22 @@ def _tools(given: list[dict[str, Any]] | None) -> Tools | None:
 
 def _model(backend: TextBackend, name: str) -> OllamaModel:
     digest = str(backend.model.metadata.get("engine", ""))
-    return OllamaModel(name, name, _time(backend.model.created), digest, _details(backend))
+    n_bytes = backend.model.metadata.get("weights_bytes")
+    size = n_bytes if isinstance(n_bytes, int) else 0
+    return OllamaModel(name, name, _time(backend.model.created), digest, _details(backend), size)
 
 
 def _details(backend: Backend) -> OllamaDetails:
     known = backend.model.metadata
-    family = str(known.get("architecture", ""))
-    return OllamaDetails(family, [family], str(known.get("precision", "")))
+    family = str(known.get("architecture", "")).partition("For")[0].lower()  # llama, of LlamaForCausalLM
+    precision, n = known.get("precision"), known.get("parameters")
+    kinds = dict.fromkeys(map(str, precision.values())) if isinstance(precision, Mapping) else []
+    return OllamaDetails(family, [family], ", ".join(kinds), parameter_size=_count(n) if isinstance(n, int) else "")
+
+
+def _count(n: int) -> str:
+    """As Ollama writes it: 1.1B, 134.52M."""
+    return f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.2f}M" if n >= 1e6 else f"{n / 1e3:.0f}K"
 
 
 def _now() -> str:
@@ -278,7 +289,8 @@ def _posted(
     operation = Operation(
         "POST", path, what, True, request, reply, event, example=example, error=OllamaError, stream_type=LINES
     )  # fmt: skip
-    return Endpoint(operation, handler, TextBackend)
+    names = {**_NAMES, "messages": "prompt"} if request is OllamaGenerateRequest else _NAMES
+    return Endpoint(operation, handler, TextBackend, names=names)
 
 
 _BRIEFLY = {"options": {"num_predict": 64}}
@@ -297,4 +309,5 @@ OLLAMA = Protocol(
     ),
     write_error,
     any_type=True,
+    below="/api",
 )

@@ -5,10 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from millrace.serve.protocol import Body, described
+from millrace.serve.protocol import Body, TermsFields, described
 
 
-class OllamaRequest(Body, kw_only=True):
+class OllamaRequest(TermsFields, kw_only=True):
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "images": ([],), "suffix": ("",), "template": ("",), "context": ([],), "logprobs": (False,),
         "top_logprobs": (0,),

@@ -29,6 +29,7 @@ from millrace.serve.replies import (
     ToolCallDelta,
     ToolCallReply,
 )
+from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
 from millrace.serve.tools import tools_of
 from millrace.serve.wire import Call
@@ -36,12 +37,7 @@ from millrace.serve.wire import Call
 
 async def chat_completions(backend: TextBackend, call: Call, asked: ChatRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    has_tools = asked.tools is not None or asked.tool_choice is not None
-    conversation = Conversation(
-        messages=asked.messages, params=chat_params(asked), terms=terms_of(asked), rendering=rendering_of(asked),
-        tools=tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls) if has_tools else None,
-        whole_bytes=None if asked.stream else CHAT_BYTES,
-    )  # fmt: skip
+    conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(_conversation, asked))
     asked.messages, asked.tools = [], None  # what they are decoded to may be many times the body
     call.receipt = wants_receipt(asked)
     generation = await converse(backend, call, conversation)
@@ -49,6 +45,16 @@ async def chat_completions(backend: TextBackend, call: Call, asked: ChatRequest)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))
     return await answer.whole()
+
+
+def _conversation(asked: ChatRequest) -> Conversation:
+    """raises RequestError"""
+    has_tools = asked.tools is not None or asked.tool_choice is not None
+    return Conversation(
+        messages=asked.messages, params=chat_params(asked), terms=terms_of(asked), rendering=rendering_of(asked),
+        tools=tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls) if has_tools else None,
+        whole_bytes=None if asked.stream else CHAT_BYTES,
+    )  # fmt: skip
 
 
 class _Answer:

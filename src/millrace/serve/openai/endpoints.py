@@ -34,6 +34,7 @@ from millrace.serve.replies import (
     VersionReply,
 )
 from millrace.serve.responses import endpoints as responses
+from millrace.serve.responses.input import NAMES
 from millrace.serve.responses.protocol import DeletedReply, ResponseEvent, ResponseReply, ResponsesRequest
 from millrace.serve.routes import Asked, Endpoint, Posted, Protocol, get
 from millrace.serve.text import TextBackend
@@ -49,11 +50,16 @@ _EXAMPLES: Mapping[type[Body], Mapping[str, object]] = {
 
 
 def _text(
-    path: str, handler: Posted, summary: str, request: type[Body], reply: type, event: type | None = None
+    path: str,
+    handler: Posted,
+    summary: str,
+    request: type[Body],
+    reply: type,
+    event: type | None = None,
 ) -> Endpoint:
     """Of a language model."""
     operation = Operation("POST", path, summary, True, request, reply, event, example=_EXAMPLES[request])
-    return Endpoint(operation, handler, TextBackend)
+    return Endpoint(operation, handler, TextBackend, names=NAMES if request is ResponsesRequest else {})
 
 
 def _of_response(method: str, path: str, handler: Asked, summary: str, reply: type) -> Endpoint:

@@ -3,26 +3,31 @@
 What is stored can be asked for, cancelled and deleted by its id, and gone on from by the next request.
 """
 
+import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
-from millrace.errors import RequestError
+from millrace.errors import BusyError, RequestError
 from millrace.runtime.params import Delta
 from millrace.serve.backend import Models
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
 from millrace.serve.conversation import Conversation, Rendering
-from millrace.serve.errors import Problem
-from millrace.serve.generation import EventStream, Generation, GenerationFailedError, StreamForm, converse, named_event
+from millrace.serve.errors import GenerationFailedError, Problem
+from millrace.serve.fields import terms_of
+from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
 from millrace.serve.replies import json_reply
-from millrace.serve.responses.input import check_told, messages_of, params_of, tools_of_response
+from millrace.serve.responses.input import NAMES, messages_of, params_of, told_of, tools_of_response
 from millrace.serve.responses.protocol import (
     CallItem,
     DeletedReply,
@@ -45,14 +50,12 @@ from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import CALL, Call
 
+MAX_BEHIND_BYTES = 2**20  # of events that wait for the reader of a response in the background
+
 
 async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
-    before = (
-        backend.responses.get(asked.previous_response_id, call.tenant, "previous_response_id")
-        if asked.previous_response_id
-        else None
-    )
+    before = backend.responses.before(asked.previous_response_id, call.tenant) if asked.previous_response_id else None
     if asked.background and asked.store is False:
         raise RequestError(
             "background is true, and store is false",
@@ -60,27 +63,49 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
             "leave store out",
             "store",
         )
-    new = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(messages_of, asked.input))
-    said = [*(before.messages if before else ()), *new]
-    system = [Message("system", asked.instructions)] if asked.instructions else []
-    conversation = Conversation(
-        messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
-        rendering=Rendering(asked.chat_template_kwargs or {}),
-    )  # fmt: skip
-    asked.input = ""  # decoded it may be many times the body, and the answer may take minutes
-    check_told(asked)
+    is_large = call.body_bytes + (len(before.said) if before else 0) > LARGE_BODY
+    conversation, said, reply = await backend.off_loop(is_large, partial(_read, asked, before, call.model))
+    _let_go(asked)
     generation = await converse(backend, call, conversation)
-    answer = _Answer(generation, asked, call.model)
-    n_bytes = call.body_bytes + (before.n_bytes if before else 0)
-    store = None if asked.store is False else backend.responses
-    kept = _kept(answer, said, n_bytes, call.tenant, store)
+    answer = _Answer(generation, reply)
+    kept = _kept(answer, Kept(reply.id, call.tenant, said), backend.responses if reply.store else None)
+    if asked.stream and asked.background:
+        feed = Feed()
+        _in_background(backend, generation, _fed(answer, kept, feed))
+        return EventStream(generation, feed.blocks(answer.left_behind), _form(answer), goes_on=True)
     if asked.stream:
         return EventStream(generation, _followed(answer, kept), _form(answer))
     if asked.background:
-        backend.in_background(_answered(answer, kept))
+        _in_background(backend, generation, _answered(answer, kept))
         return json_reply(answer.reply)
     await _answered(answer, kept, raises=True)
     return json_reply(answer.reply)
+
+
+def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Conversation, bytes, ResponseReply]:
+    """The conversation, its messages but the system's as JSON, and the reply that will be. raises RequestError"""
+    said = [*(before.messages() if before else ()), *messages_of(asked.input)]
+    system = [Message("system", asked.instructions)] if asked.instructions else []
+    conversation = Conversation(
+        messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
+        rendering=Rendering(asked.chat_template_kwargs or {}), terms=terms_of(asked),
+    )  # fmt: skip
+    told = told_of(asked)
+    reply = ResponseReply(
+        id=f"resp_{uuid.uuid4().hex}", created_at=int(time.time()), model=model, status="in_progress", output=[],
+        instructions=asked.instructions, max_output_tokens=asked.max_output_tokens,
+        previous_response_id=asked.previous_response_id, temperature=asked.temperature, top_p=asked.top_p,
+        text=told["text"], tools=told["tools"], tool_choice=told["tool_choice"], reasoning=told["reasoning"],
+        metadata=told["metadata"], parallel_tool_calls=asked.parallel_tool_calls is not False,
+        store=asked.store is not False, background=bool(asked.background), user=asked.user,
+    )  # fmt: skip
+    return conversation, msgspec.json.encode(said) if reply.store else b"[]", reply
+
+
+def _let_go(asked: ResponsesRequest) -> None:
+    """What it is decoded to may be many times the body, and the answer may take minutes."""
+    asked.input, asked.tools, asked.text, asked.reasoning, asked.metadata = "", None, None, None, None
+    asked.instructions = asked.chat_template_kwargs = asked.tool_choice = None
 
 
 async def _answered(answer: "_Answer", kept: AbstractContextManager[None], raises: bool = False) -> None:
@@ -99,29 +124,99 @@ async def _followed(answer: "_Answer", kept: AbstractContextManager[None]) -> As
         yield answer.last_event()
 
 
+def _in_background(backend: TextBackend, generation: Generation, work: Coroutine[Any, Any, None]) -> None:
+    """raises BusyError, and then nobody answers it"""
+    try:
+        backend.in_background(work)
+    except BusyError:
+        generation.handle.cancel()
+        raise
+
+
+async def _fed(answer: "_Answer", kept: AbstractContextManager[None], feed: "Feed") -> None:
+    """As `_answered`, with its events for whoever still reads them."""
+    try:
+        async with answer.generation:
+            async for block in _followed(answer, kept):
+                feed.put(block)
+    except GenerationFailedError:
+        feed.put(answer.last_event())
+    finally:
+        feed.end()
+
+
+class Feed:
+    """Events of an answer that goes on whatever becomes of their reader: one who is too far behind gets no more."""
+
+    def __init__(self) -> None:
+        self._blocks, self._n_bytes = deque[bytes](), 0
+        self._changed, self._ended, self._left_behind = asyncio.Event(), False, False
+
+    def put(self, block: bytes) -> None:
+        if self._ended or self._left_behind:
+            return
+        if self._n_bytes > MAX_BEHIND_BYTES:
+            self._left_behind = True
+            self._blocks.clear()
+        else:
+            self._blocks.append(block)
+            self._n_bytes += len(block)
+        self._changed.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._changed.set()
+
+    async def blocks(self, left_behind: Callable[[], bytes]) -> AsyncIterator[bytes]:
+        """left_behind: what is said to one who is too far behind"""
+        try:
+            while True:
+                while self._blocks:
+                    block = self._blocks.popleft()
+                    self._n_bytes -= len(block)
+                    yield block
+                if self._left_behind:
+                    yield left_behind()
+                if self._left_behind or self._ended:
+                    return
+                self._changed.clear()
+                await self._changed.wait()
+        finally:  # gone, or at the end: nothing is kept for nobody
+            self._left_behind = True
+            self._blocks.clear()
+
+
 @contextlib.contextmanager
-def _kept(answer: "_Answer", said: list[Message], n_bytes: int, tenant: str, store: Responses | None) -> Iterator[None]:
+def _kept(answer: "_Answer", kept: Kept, store: Responses | None) -> Iterator[None]:
     """While it is being answered, and after: for whoever asks for it by its id. store: None: for nobody"""
-    kept = Kept(answer.reply, said, n_bytes, tenant, answer.cancel)
+
+    def cancel() -> None:
+        answer.cancel()
+        kept.write(answer.reply)
+
     if store is not None:
+        kept.cancel = cancel
+        kept.write(answer.reply)
         store.keep(kept)
     try:
         yield
     except GenerationFailedError as error:
         if not answer.is_cancelled:
-            answer.fail(error.problem)
+            answer.fail(error.problem.named(NAMES))
             raise
     finally:
         answer.end()
-        message = answer.message
-        kept.cancel, kept.messages = None, [*said, message]
         if store is not None:
-            store.changed(kept, n_bytes + answer.n_bytes)
+            kept.cancel = None
+            kept.write(answer.reply)
+            if answer.has_said:
+                kept.add(answer.message)
+            store.changed(kept)
 
 
 def retrieve(models: Models, scope: Scope) -> Response:
     """A stored response, complete or not."""
-    return json_reply(_stored(models, scope).reply)
+    return _told(_stored(models, scope))
 
 
 def cancel(models: Models, scope: Scope) -> Response:
@@ -129,13 +224,17 @@ def cancel(models: Models, scope: Scope) -> Response:
     kept = _stored(models, scope)
     if kept.cancel is not None:
         kept.cancel()
-    return json_reply(kept.reply)
+    return _told(kept)
 
 
 def delete(models: Models, scope: Scope) -> Response:
-    response_id = _stored(models, scope).reply.id
+    response_id = _stored(models, scope).id
     models.serving.responses.delete(response_id)
     return json_reply(DeletedReply(response_id))
+
+
+def _told(kept: Kept) -> Response:
+    return Response(kept.reply, media_type="application/json")
 
 
 def _stored(models: Models, scope: Scope) -> Kept:
@@ -147,21 +246,11 @@ def _stored(models: Models, scope: Scope) -> Kept:
 class _Answer:
     """One response under way: its reply is what is known so far."""
 
-    def __init__(self, generation: Generation, asked: ResponsesRequest, model: str) -> None:
-        self.generation = generation
+    def __init__(self, generation: Generation, reply: ResponseReply) -> None:
+        self.generation, self.reply = generation, reply
         self._blocks = Blocks(generation.new_call_id)
         self._n_events, self.is_cancelled = 0, False
         self._item_ids: list[str] = []
-        params = generation.params
-        self.reply = ResponseReply(
-            id=f"resp_{uuid.uuid4().hex}", created_at=int(time.time()), model=model, status="in_progress", output=[],
-            instructions=asked.instructions, max_output_tokens=asked.max_output_tokens,
-            previous_response_id=asked.previous_response_id, temperature=params.temperature, top_p=params.top_p,
-            text=asked.text or {"format": {"type": "text"}}, tools=asked.tools or [],
-            tool_choice=asked.tool_choice or "auto", parallel_tool_calls=asked.parallel_tool_calls is not False,
-            reasoning=asked.reasoning or {"effort": None, "summary": None}, store=asked.store is not False,
-            background=bool(asked.background), metadata=asked.metadata or {}, user=asked.user,
-        )  # fmt: skip
 
     def take(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -174,6 +263,9 @@ class _Answer:
         head = self._event("response.created", response=self.reply) + self._event(
             "response.in_progress", response=self.reply
         )
+        if self.reply.background:  # whoever is cut off early has to know its id
+            yield head
+            head = b""
         async for deltas in self.generation:
             yield head + b"".join(self._more(deltas))
             head = b""
@@ -198,9 +290,15 @@ class _Answer:
         kind = "failed" if self.reply.status == "failed" else "incomplete"
         return self._event(f"response.{kind}", response=self.reply)
 
+    def left_behind(self) -> bytes:
+        """To a reader of a response in the background, which takes too little."""
+        message = f"too much was left unread; the answer goes on: ask for /v1/responses/{self.reply.id}"
+        return self._event("error", code="reader_too_slow", message=message)
+
     @property
-    def n_bytes(self) -> int:
-        return sum(len(block.text) for block in self._blocks.all)
+    def has_said(self) -> bool:
+        """Something: a conversation can go on from it."""
+        return bool(self._blocks.all) or self.reply.status in ("completed", "incomplete")
 
     @property
     def message(self) -> Message:

@@ -14,6 +14,16 @@ from millrace.serve.responses.protocol import ResponsesRequest
 from millrace.serve.structured import response_format
 from millrace.serve.tools import Tools, tools_of
 
+# Our fields, as clients know them here.
+NAMES = {
+    "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+}  # fmt: skip
+# What is given back, and as what where it was left out.
+_TOLD: Mapping[str, object] = {
+    "text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto",
+    "reasoning": {"effort": None, "summary": None}, "metadata": {},
+}  # fmt: skip
 MAX_TOLD_BYTES = 128 * 1024
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -22,25 +32,24 @@ _FORMAT = {"type", "name", "schema", "strict", "description"}
 
 
 def params_of(asked: ResponsesRequest) -> SamplingParams:
-    """raises RequestError naming the field as the client wrote it"""
-    try:
-        return SamplingParams(
-            max_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed,
-            structured_outputs=_form(asked.text),
-        )  # fmt: skip
-    except RequestError as error:
-        if error.param != "max_tokens":
-            raise
-        what, mend = (text.replace("max_tokens", "max_output_tokens") for text in (error.what, error.mend))
-        raise RequestError(what, error.expected, mend, "max_output_tokens") from None
+    """raises RequestError"""
+    return SamplingParams(
+        max_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed,
+        structured_outputs=_form(asked.text),
+    )  # fmt: skip
 
 
-def check_told(asked: ResponsesRequest) -> None:
-    """What is given back as it came is kept as long as the response. raises RequestError where it is large"""
-    for name in ("reasoning", "text", "metadata", "chat_template_kwargs"):
-        n_bytes = len(msgspec.json.encode(getattr(asked, name)))
-        if n_bytes > MAX_TOLD_BYTES:
-            raise RequestError(f"{name} has {n_bytes} bytes", f"at most {MAX_TOLD_BYTES}", f"shorten {name}", name)
+def told_of(asked: ResponsesRequest) -> dict[str, msgspec.Raw]:
+    """What is given back as it came, as JSON: it is kept as long as the response.
+
+    raises RequestError where it is large; tools have a bound of their own
+    """
+    told = {name: msgspec.json.encode(getattr(asked, name) or default) for name, default in _TOLD.items()}
+    for name, written in {**told, "chat_template_kwargs": msgspec.json.encode(asked.chat_template_kwargs)}.items():
+        if name != "tools" and len(written) > MAX_TOLD_BYTES:
+            what = f"{name} has {len(written)} bytes"
+            raise RequestError(what, f"at most {MAX_TOLD_BYTES}", f"shorten {name}", name)
+    return {name: msgspec.Raw(written) for name, written in told.items()}
 
 
 def _form(text: Mapping[str, Any] | None) -> StructuredOutputsParams | None:

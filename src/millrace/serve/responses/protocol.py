@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from millrace.runtime.params import MAX_LOGPROBS
 from millrace.serve.other_fields import HARMLESS, IGNORED
-from millrace.serve.protocol import Body, described
+from millrace.serve.protocol import TermsFields, described
 
 
-class ResponsesRequest(Body, kw_only=True):
+class ResponsesRequest(TermsFields, kw_only=True):
     """metadata, user and store are given back, as they were sent."""
 
     OTHERS: ClassVar = (HARMLESS | IGNORED | {"include", "max_tool_calls", "stream_options"}) - {
@@ -115,6 +115,8 @@ Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"
 
 
 class ResponseReply(Struct, kw_only=True):
+    """Raw: JSON as it was sent; decoded it would be many times as large, as long as the answer takes."""
+
     id: str
     created_at: int
     model: str
@@ -128,14 +130,14 @@ class ResponseReply(Struct, kw_only=True):
     previous_response_id: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    text: dict[str, Any]
-    tools: list[dict[str, Any]]
-    tool_choice: str | dict[str, Any]
+    text: Raw
+    tools: Raw
+    tool_choice: Raw
     parallel_tool_calls: bool
-    reasoning: dict[str, Any]
+    reasoning: Raw
     store: bool
     background: bool
-    metadata: dict[str, str]
+    metadata: Raw
     user: str | None = None
     truncation: Literal["disabled"] = "disabled"
     object: Literal["response"] = "response"

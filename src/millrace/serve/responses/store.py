@@ -1,26 +1,52 @@
-"""Responses that are kept for a while: to be asked for, cancelled, or gone on from. Bounded in number and in bytes."""
+"""Responses that are kept for a while: to be asked for, cancelled, or gone on from. Bounded in number and in bytes.
+
+They are kept as JSON, and decoded when somebody goes on from one: decoded, a tool or a message is many times as large.
+"""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from millrace.serve.errors import HttpError
 from millrace.serve.protocol import Message
-from millrace.serve.responses.protocol import ResponseReply
+from millrace.serve.responses.protocol import ResponseReply, Status
 
 MAX_KEPT = 1000
-MAX_KEPT_BYTES = 64 * 2**20  # of the bodies that began them, and of their answers' texts
+MAX_KEPT_BYTES = 64 * 2**20
+OVERHEAD_BYTES = 1024  # of one beside its JSON
 
 
 @dataclass(slots=True)
 class Kept:
-    """messages: the conversation up to and with the answer; cancel: while it is being answered"""
+    """said: the conversation as a JSON list of Message, with the answer once there is one
 
-    reply: ResponseReply
-    messages: Sequence[Message]
-    n_bytes: int
+    cancel: while it is being answered
+    """
+
+    id: str
     tenant: str  # whose it is
+    said: bytes
+    reply: bytes = b""  # JSON
+    status: Status = "in_progress"
+    has_answer: bool = False
     cancel: Callable[[], None] | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.said) + len(self.reply) + OVERHEAD_BYTES
+
+    def write(self, reply: ResponseReply) -> None:
+        """What is known of it now."""
+        self.reply, self.status = msgspec.json.encode(reply), reply.status
+
+    def add(self, answer: Message) -> None:
+        """At the end of the conversation, which is not empty."""
+        self.said, self.has_answer = self.said[:-1] + b"," + msgspec.json.encode(answer) + b"]", True
+
+    def messages(self) -> list[Message]:
+        return msgspec.json.decode(self.said, type=list[Message])
 
 
 class Responses:
@@ -28,22 +54,22 @@ class Responses:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Kept] = OrderedDict()
-        self._n_bytes = 0
+        self._counted: dict[str, int] = {}  # bytes of each
+        self.n_bytes = 0  # of all of them
 
     def keep(self, kept: Kept) -> None:
-        self._kept[kept.reply.id] = kept
-        self._n_bytes += kept.n_bytes
+        self._kept[kept.id], self._counted[kept.id] = kept, kept.n_bytes
+        self.n_bytes += kept.n_bytes
         for other in list(self._kept.values()):
-            if len(self._kept) <= MAX_KEPT and self._n_bytes <= MAX_KEPT_BYTES:
+            if len(self._kept) <= MAX_KEPT and self.n_bytes <= MAX_KEPT_BYTES:
                 return
             if other.cancel is None:  # what is still being answered is somebody's
-                self._forget(other.reply.id)
+                self._forget(other.id)
 
-    def changed(self, kept: Kept, n_bytes: int) -> None:
-        """It has so many bytes now. Nothing where it was deleted."""
-        if self._kept.get(kept.reply.id) is kept:
-            self._forget(kept.reply.id)
-            kept.n_bytes = n_bytes
+    def changed(self, kept: Kept) -> None:
+        """It has another size now. Nothing where it was deleted."""
+        if self._kept.get(kept.id) is kept:
+            self._forget(kept.id)
             self.keep(kept)
 
     def get(self, response_id: str, tenant: str, param: str | None = None) -> Kept:
@@ -58,6 +84,25 @@ class Responses:
         self._kept.move_to_end(response_id)
         return kept
 
+    def before(self, response_id: str, tenant: str) -> Kept:
+        """The one that another goes on from. raises HttpError: 404 as `get`, 409 while it is being answered
+
+        400 where it failed or was cancelled before it said anything.
+        """
+        kept, param = self.get(response_id, tenant, "previous_response_id"), "previous_response_id"
+        if kept.cancel is not None:
+            raise HttpError(
+                409, "response_in_progress", f'the response "{response_id[:100]}" is still being answered',
+                "one that has come to its end", "wait until its status is no longer in_progress, or cancel it",
+            ).about(param)  # fmt: skip
+        if not kept.has_answer:
+            raise HttpError(
+                400, "response_without_answer",
+                f'the response "{response_id[:100]}" is {kept.status}, and has no answer', "one with an answer",
+                "go on from the one before it, or ask again",
+            ).about(param)  # fmt: skip
+        return kept
+
     def delete(self, response_id: str) -> None:
         kept = self._kept[response_id]
         if kept.cancel is not None:
@@ -65,5 +110,5 @@ class Responses:
         self._forget(response_id)
 
     def _forget(self, response_id: str) -> None:
-        kept = self._kept.pop(response_id, None)
-        self._n_bytes -= kept.n_bytes if kept else 0
+        self._kept.pop(response_id, None)
+        self.n_bytes -= self._counted.pop(response_id, 0)
