@@ -28,6 +28,7 @@ COMMANDS = {
     "demo": "demo",
     "doctor": "doctor",
     "verify": "verify",
+    "eval": "eval",
     "list": "list",
     "pull": "pull",
     "rm": "rm",

@@ -1,0 +1,181 @@
+"""How likely texts are to go on in given ways: what multiple-choice tasks ask of a language model.
+
+Contexts that begin alike are computed once from there: those of one call share the whole pages of KV cache that all of
+them begin with. Any number of sequences go through a step, each in pages of its own.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInputs
+from millrace.errors import RequestError
+from millrace.evaluate.divergence import LogProbs, Runs, log_softmax
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A context of at least one token, and the ways in which it may go on, of at least one token each."""
+
+    context: Sequence[int]
+    endings: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """logprob: of the whole ending, natural; greedy: each of its tokens is the likeliest at its place"""
+
+    logprob: float
+    greedy: bool
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """ids are read; row i of those that are asked for gives what follows ids[first + i]."""
+
+    ids: IntArray
+    first: int
+    targets: list[tuple[int, int, int]]  # (number of the ending, row, token)
+    asked: int
+    at: int = 0  # tokens that are done, the shared ones among them
+    pages: list[int] = field(default_factory=list)  # its own, behind the shared ones
+
+
+def likelihoods(executor: Runs, asked: Sequence[Asked]) -> Iterator[tuple[int, list[Likelihood]]]:
+    """(number of a context, its endings' in their order), as soon as each is known, in any order.
+
+    raises RequestError, before anything runs, where one is longer than the executor's context or pages, or has a token
+    that is none
+    """
+    sequences = list(_sequences(asked))
+    _check(executor.limits, sequences)
+    found = [[Likelihood(0.0, True) for _ in one.endings] for one in asked]
+    n_open = Counter(s.asked for s in sequences)
+    for ended, told in _Run(executor, sequences).steps() if sequences else ():
+        for s, first, logprobs in told:
+            for ending, row, token in s.targets:
+                if first <= row < first + len(logprobs):
+                    line, old = logprobs[row - first], found[s.asked][ending]
+                    best = old.greedy and bool(line.argmax() == token)
+                    found[s.asked][ending] = Likelihood(old.logprob + float(line[token]), best)
+        for s in ended:
+            n_open[s.asked] -= 1
+            if not n_open[s.asked]:
+                yield s.asked, found[s.asked]
+
+
+def _sequences(asked: Sequence[Asked]) -> Iterator[_Sequence]:
+    """Endings of one token are read off one row; of longer ones each is a sequence of its own."""
+    for i, one in enumerate(asked):
+        if not len(one.context) or not all(map(len, one.endings)):
+            raise RequestError("a context or an ending is empty", "at least one token of each", "leave it out")
+        first, short = len(one.context) - 1, [k for k, e in enumerate(one.endings) if len(e) == 1]
+        if short:
+            targets = [(k, 0, int(one.endings[k][0])) for k in short]
+            yield _Sequence(np.asarray(one.context, np.int32), first, targets, i)
+        for k, ending in enumerate(one.endings):
+            if len(ending) > 1:
+                ids = np.asarray([*one.context, *ending[:-1]], np.int32)
+                yield _Sequence(ids, first, [(k, row, int(token)) for row, token in enumerate(ending)], i)
+
+
+def _check(limits: ExecutorLimits, sequences: Sequence[_Sequence]) -> None:
+    room = min(limits.max_context, limits.n_pages * limits.page_tokens)
+    for s in sequences:
+        tokens = [int(s.ids.min()), int(s.ids.max()), *(token for _, _, token in s.targets)]
+        if len(s.ids) > room or min(tokens) < 0 or max(tokens) >= limits.vocab_size:
+            raise RequestError(
+                f"a text of {len(s.ids)} tokens, which go from {min(tokens)} to {max(tokens)}",
+                f"at most {room} tokens, of a vocabulary of {limits.vocab_size}",
+                "shorten it, with this model's tokenizer",
+            )
+
+
+class _Run:
+    """Steps over all sequences: what all begin with first, then in each step as much of the next ones as fits."""
+
+    def __init__(self, executor: Runs, sequences: Sequence[_Sequence]) -> None:
+        self._executor, self._limits, self._waiting = executor, executor.limits, deque(sequences)
+        size = self._limits.page_tokens
+        self._n_shared = _shared(sequences) // size * size
+        self._free = list(range(self._n_shared // size, self._limits.n_pages))
+        self._shared_pages = list(range(self._n_shared // size))
+        self._begin = sequences[0].ids[: self._n_shared] if self._n_shared else np.zeros(0, np.int32)
+
+    def steps(self) -> Iterator[tuple[list[_Sequence], list[tuple[_Sequence, int, LogProbs]]]]:
+        """Of each step: the sequences that it ended, and (sequence, number of the first row, log probabilities)."""
+        for at in range(0, self._n_shared, self._limits.max_step_tokens):
+            end = min(self._n_shared, at + self._limits.max_step_tokens)
+            self._executor.run(_step([(self._begin[at:end], at, self._shared_pages)], []))
+        for s in self._waiting:
+            s.at = self._n_shared
+        while self._waiting:
+            parts = self._next()
+            tokens, rows, wanted = 0, list[int](), list[tuple[_Sequence, int, int]]()
+            for s, end in parts:
+                first = max(s.at, s.first)
+                rows += range(tokens + first - s.at, tokens + end - s.at)
+                wanted.append((s, first - s.first, max(0, end - first)))
+                tokens += end - s.at
+            pages = self._shared_pages
+            self._executor.run(_step([(s.ids[s.at : end], s.at, [*pages, *s.pages]) for s, end in parts], rows))
+            logits = log_softmax(self._executor.output("logits")) if rows else np.zeros((0, 0), np.float32)
+            at, told, done = 0, list[tuple[_Sequence, int, LogProbs]](), list[_Sequence]()
+            for (s, row, n), (_, end) in zip(wanted, parts, strict=True):
+                if n:
+                    told.append((s, row, logits[at : at + n]))
+                at, s.at = at + n, end
+                if end == len(s.ids):
+                    done.append(s)
+                    self._free += s.pages
+                    self._waiting.popleft()
+            yield done, told
+
+    def _next(self) -> list[tuple[_Sequence, int]]:
+        """(sequence, where this step ends it), in their order; all but the last are ended by it."""
+        limits, parts = self._limits, list[tuple[_Sequence, int]]()
+        tokens, rows = limits.max_step_tokens, min(limits.max_rows, limits.max_step_tokens)
+        for s in list(self._waiting)[: limits.max_sequences]:
+            end = min(len(s.ids), s.at + tokens, max(s.first, s.at) + rows)
+            needed = -(-end // limits.page_tokens) - len(self._shared_pages) - len(s.pages)
+            if end == s.at or needed > len(self._free):
+                break
+            s.pages += (self._free.pop() for _ in range(needed))
+            parts.append((s, end))
+            tokens -= end - s.at
+            rows -= max(0, end - max(s.first, s.at))
+            if end < len(s.ids):
+                break
+        return parts
+
+
+def _shared(sequences: Sequence[_Sequence]) -> int:
+    """Tokens that all begin with, but for those whose rows are asked for."""
+    first, *others = sequences
+    n = min(s.first for s in sequences)
+    for s in others:
+        differs = np.flatnonzero(s.ids[:n] != first.ids[:n])
+        n = int(differs[0]) if len(differs) else n
+    return n if others else 0
+
+
+def _step(parts: Sequence[tuple[IntArray, int, Sequence[int]]], rows: Sequence[int]) -> StepInputs:
+    """parts: (tokens, position of the first, the sequence's pages)"""
+    sampling = np.zeros(len(rows), SAMPLING)
+    sampling["token"], sampling["target"] = rows, -1
+    sampling["top_p"], sampling["repetition_penalty"], sampling["n_top"] = 1, 1, -1
+    empty = np.zeros(0, np.int32)
+    return StepInputs(
+        tokens=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int32),
+        positions=np.concatenate([np.arange(at, at + len(tokens), dtype=np.int32) for tokens, at, _ in parts]),
+        starts=_sums(len(tokens) for tokens, _, _ in parts),
+        pages=np.concatenate([np.asarray(pages, np.int32) for _, _, pages in parts]),
+        page_starts=_sums(len(pages) for _, _, pages in parts), sampling=sampling, history=empty, bias_ids=empty,
+        bias_values=np.zeros(0, np.float32),
+    )  # fmt: skip
+
+
+def _sums(counts: Iterable[int]) -> IntArray:
+    return np.cumsum([0, *counts]).astype(np.int32)

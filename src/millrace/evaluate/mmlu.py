@@ -1,0 +1,172 @@
+"""MMLU (Hendrycks et al., 2021, arXiv 2009.03300): 57 subjects, four choices, two definitions that are often mixed up.
+
+`lm-eval`: lm-evaluation-harness, tasks/mmlu/default. No BOS; a prompt that is too long loses its beginning; the
+answer's token is what the tokenizer makes of prompt and " A" together.
+`original`: evaluate.py of hendrycks/test. The subject has a space before it, so there are two; the prompt begins as the
+tokenizer has it (with a BOS where there is one); a prompt that is too long loses examples.
+Both count the share of questions, not the mean of subjects. Nothing is downloaded: a folder has dev/ and test/.
+"""
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.errors import ConfigError, nearest
+from millrace.evaluate.likelihood import Asked
+from millrace.settings import read_given
+
+LM_EVAL, ORIGINAL = "lm-eval", "original"
+DEFINITIONS = (LM_EVAL, ORIGINAL)
+LETTERS = "ABCD"
+MAX_SHOTS = 5  # as many as dev/ has of each subject
+_COLUMNS = ("question", "choice0", "choice1", "choice2", "choice3", "answer")
+_MOST_BYTES, _MOST_SUBJECTS = 16 << 20, 1000
+_EXPECTED = f"CSV with the header {','.join(_COLUMNS)}, or six columns without one, as they are published"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question; answer: 0 to 3."""
+
+    question: str
+    choices: tuple[str, str, str, str]
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """dev: the examples that stand before each question"""
+
+    name: str
+    dev: tuple[Item, ...]
+    test: tuple[Item, ...]
+
+    @property
+    def title(self) -> str:
+        return self.name.replace("_", " ")
+
+    def first(self, n: int | None) -> "Subject":
+        return self if n is None else replace(self, test=self.test[:n])
+
+
+def read_subjects(folder: Path, names: Sequence[str] = ()) -> list[Subject]:
+    """All that test/ has, or those that are named, by name. raises ConfigError for what is no such folder"""
+    found = _files(folder, "test")
+    examples = _files(folder, "dev")
+    for name in names:
+        if name not in found:
+            raise ConfigError(f"{folder} has no subject {name!r:.60}", nearest(name, found), "correct --subject")
+    chosen = sorted(names or found)
+    for name in chosen:
+        if name not in examples:
+            raise ConfigError(f"{folder}/dev has no examples of {name}", f"{name}_dev.csv", "complete the folder")
+    return [Subject(name, tuple(_items(examples[name])), tuple(_items(found[name]))) for name in chosen]
+
+
+def asked(
+    subject: Subject, tokenizer: Tokenizer, definition: str, shots: int, room: int
+) -> Iterator[tuple[Asked, bool]]:
+    """Each question of the subject as tokens, and whether it had to be cut. room: tokens that may be read"""
+    head = f"The following are multiple choice questions (with answers) about {subject.title}.\n\n"
+    if definition == ORIGINAL:
+        head = head.replace("about ", "about  ", 1)
+    examples = [f"{_posed(item, definition)} {LETTERS[item.answer]}\n\n" for item in subject.dev[:shots]]
+    for item in subject.test:
+        posed = _posed(item, definition)
+        if definition == LM_EVAL:
+            yield _cut_at_the_left(_joint(tokenizer, head + "".join(examples), posed), room)
+        else:
+            yield _with_fewer_examples(tokenizer, head, examples, posed, room)
+
+
+def _posed(item: Item, definition: str) -> str:
+    question = item.question.strip() if definition == LM_EVAL else item.question
+    return question + "".join(f"\n{a}. {c}" for a, c in zip(LETTERS, item.choices, strict=True)) + "\nAnswer:"
+
+
+def _joint(tokenizer: Tokenizer, before: str, posed: str) -> Asked:
+    """Context and answer are encoded together, and the answer is what stands behind the context's tokens: that is the
+    same with the question alone, whose end is that of the whole context."""
+    ids, n = (
+        tokenizer.encode(before + posed, add_special_tokens=False),
+        len(tokenizer.encode(posed, add_special_tokens=False)),
+    )
+    return Asked(ids, [tokenizer.encode(f"{posed} {a}", add_special_tokens=False)[n:] for a in LETTERS])
+
+
+def _cut_at_the_left(one: Asked, room: int) -> tuple[Asked, bool]:
+    most = room - max(map(len, one.endings)) + 1
+    return (one, False) if len(one.context) <= most else (Asked(one.context[-most:], one.endings), True)
+
+
+def _with_fewer_examples(
+    tokenizer: Tokenizer, head: str, examples: Sequence[str], posed: str, room: int
+) -> tuple[Asked, bool]:
+    endings = _answers(tokenizer)
+    for n in range(len(examples), -1, -1):
+        ids = tokenizer.encode(head + "".join(examples[:n]) + posed)
+        if len(ids) < room:
+            return Asked(ids, endings), n < len(examples)
+    return Asked(ids[-(room - 1) :], endings), True
+
+
+def _answers(tokenizer: Tokenizer) -> list[list[int]]:
+    """Of " A" to " D" the last token, which is the letter whatever the tokenizer makes of the space."""
+    return [tokenizer.encode(f"Answer: {a}", add_special_tokens=False)[-1:] for a in LETTERS]
+
+
+def _files(folder: Path, split: str) -> Mapping[str, Path]:
+    inside = folder / split
+    if not inside.is_dir():
+        raise ConfigError(
+            f"{folder} has no folder {split}",
+            "dev/ and test/ with a CSV file a subject",
+            "give MMLU's folder: --data DIR",
+        )
+    ending = f"_{split}.csv"
+    found = {path.name.removesuffix(ending): path for path in sorted(inside.iterdir()) if path.name.endswith(ending)}
+    if not 0 < len(found) <= _MOST_SUBJECTS:
+        raise ConfigError(
+            f"{inside} has {len(found)} files SUBJECT{ending}",
+            f"1 to {_MOST_SUBJECTS:,} of them",
+            "complete the folder",
+        )
+    return found
+
+
+def _items(path: Path) -> Iterator[Item]:
+    try:
+        data = read_given(path, _MOST_BYTES)
+        text = data.decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}", "a CSV file", "check the folder") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: byte at {error.start}", "UTF-8", "convert it with iconv") from None
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB", _EXPECTED, "give MMLU's own files")
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    n = 0
+    try:
+        for i, row in enumerate(rows):
+            if i == 0 and tuple(row) == _COLUMNS:
+                continue
+            n += 1
+            yield _item(path, rows.line_num, row)
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{rows.line_num}: {error}", _EXPECTED, "correct the file") from None
+    if not n:
+        raise ConfigError(f"{path} has no questions", _EXPECTED, "complete the file")
+
+
+def _item(path: Path, line: int, row: Sequence[str]) -> Item:
+    if len(row) != len(_COLUMNS):
+        raise ConfigError(f"{path}:{line} has {len(row)} columns", _EXPECTED, "correct the file")
+    question, a, b, c, d, answer = row
+    if answer in LETTERS and len(answer) == 1:
+        return Item(question, (a, b, c, d), LETTERS.index(answer))
+    if answer not in ("0", "1", "2", "3"):
+        raise ConfigError(f"{path}:{line} has the answer {answer!r:.60}", "0 to 3, or A to D", "correct the file")
+    return Item(question, (a, b, c, d), int(answer))

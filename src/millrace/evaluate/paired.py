@@ -1,0 +1,57 @@
+"""Shares with their intervals, and two models beside each other on the same questions."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_Z = 1.959963984540054  # 95 % of a normal distribution, both sides
+
+
+def wilson(n_right: int, n: int) -> tuple[float, float]:
+    """95 % of a share: never beyond 0 and 1, and right for few questions (Wilson, 1927)."""
+    if n == 0:
+        return 0.0, 1.0
+    share, z2 = n_right / n, _Z * _Z
+    centre, half = share + z2 / (2 * n), _Z * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, (centre - half) / (1 + z2 / n)), min(1.0, (centre + half) / (1 + z2 / n))
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """gained: wrong before, right now; lost: the other way; changed: another choice, right or wrong"""
+
+    n: int
+    gained: int
+    lost: int
+    changed: int
+
+    @property
+    def difference(self) -> float:
+        """Of the shares, now less before."""
+        return (self.gained - self.lost) / self.n
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % of the difference; its standard error is sqrt(gained + lost - (gained - lost)^2 / n) / n, of pairs."""
+        error = math.sqrt(self.gained + self.lost - (self.gained - self.lost) ** 2 / self.n) / self.n
+        return self.difference - _Z * error, self.difference + _Z * error
+
+    @property
+    def p_value(self) -> float:
+        """McNemar's exact test: how likely as uneven a split of the flips is, were both models equally good."""
+        n, least = self.gained + self.lost, min(self.gained, self.lost)
+        if n == 0:
+            return 1.0
+        tail = sum(math.exp(_log_choose(n, k) - n * math.log(2)) for k in range(least + 1))
+        return min(1.0, 2 * tail)
+
+
+def paired(now: Sequence[int], before: Sequence[int], right: Sequence[int]) -> Paired:
+    """What each chose, and what is right, question by question."""
+    gained = sum(n == r != b for n, b, r in zip(now, before, right, strict=True))
+    lost = sum(b == r != n for n, b, r in zip(now, before, right, strict=True))
+    return Paired(len(right), gained, lost, sum(n != b for n, b in zip(now, before, strict=True)))
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
