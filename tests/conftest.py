@@ -14,6 +14,7 @@ from tests.support.shared import NOT_BESIDE, SHARED
 KNOWN = {
     "llama-cpp-python is not installed": "`make nightly`, part llama-cpp",
     "extra: peers": "`make nightly`, part llama-cpp",
+    "lm-eval is not installed": "`make nightly`, part mmlu",
     "playwright is not installed": "`make nightly`, part playground",
     "no IPv6 here": "machines with IPv6",
     "AVX2 is x86-64's": "x86-64",

@@ -79,6 +79,11 @@ PARTS = (
         files=(*_marked("nightly"), "docs/extending"),
     ),
     Part(
+        "mmlu", "questions of all 57 subjects beside lm-eval on transformers, one by one",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", "tests/nightly/test_mmlu.py"),
+        packages=("lm-eval==0.4.13", "accelerate==1.15.0"), files=("tests/nightly/test_mmlu.py",),
+    ),
+    Part(
         "playground", "the server's pages in Chromium, by keyboard, on a desktop's and a phone's screen",
         ("{python}", "-m", "pytest", "--skips", "none", "tests/browser"),
         packages=("playwright==1.65.2",), files=("tests/browser", *PAGES),
