@@ -10,7 +10,7 @@ from millrace.errors import ConfigError
 from millrace.evaluate.kept import About, Chosen, Kept, read
 
 ABOUT = About("m", "engine-1", "default w8a8", "mmlu, lm-eval, 5 shots", "data-1")
-SOME = [Chosen(f"law/{i}", i % 4, 0, [-0.5, -1.0, -2.0, -3.25], cut=i == 2) for i in range(3)]
+SOME = [Chosen("law", i, i % 4, 0, [-0.5, -1.0, -2.0, -3.25], cut=i == 2) for i in range(3)]
 
 
 def written(path: Path) -> Path:
@@ -23,7 +23,7 @@ def written(path: Path) -> Path:
 def test_what_was_added_is_found_again(tmp_path: Path) -> None:
     path = written(tmp_path / "deeper" / "results.jsonl")
     with closing(Kept(path, replace(ABOUT, model="another name"))) as kept:
-        assert kept.chosen == {one.id: one for one in SOME}
+        assert kept.chosen == {one.key: one for one in SOME}
     assert [one.right for one in SOME] == [True, False, False]
 
 
@@ -34,9 +34,9 @@ def test_wherever_a_line_was_cut_the_others_are_there(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         n = whole[:size].count(b"\n") - 1
         with closing(Kept(path, ABOUT)) as kept:
-            assert list(kept.chosen) == [one.id for one in SOME[:n]]
+            assert list(kept.chosen) == [one.key for one in SOME[:n]]
             kept.add(SOME[n])
-        assert list(read(path)[1].values()) == SOME[: n + 1]
+        assert list(read(path).chosen.values()) == SOME[: n + 1]
 
 
 @pytest.mark.parametrize("field", ["engine", "precision", "task", "data"])
@@ -62,6 +62,6 @@ def test_files_that_are_something_else(tmp_path: Path, content: bytes, line: int
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = written(tmp_path / "results")
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:2], b'{"id": 3}\n', *lines[2:]]))
+    path.write_bytes(b"".join([*lines[:2], b'{"group": 3}\n', *lines[2:]]))
     with pytest.raises(ConfigError, match="results:3 is no line of results"):
         read(path)

@@ -8,7 +8,8 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
-from millrace.evaluate.mmlu import LM_EVAL, ORIGINAL, asked, read_subjects
+from millrace.evaluate.choice import Posed
+from millrace.evaluate.mmlu import LM_EVAL, ORIGINAL, Mmlu, Subject, read_subjects
 
 HEADER = "question,choice0,choice1,choice2,choice3,answer\n"
 DEV = '" What is 1 + 1? ",1,2,3,4,1\n"Which, then?",a,b,c,d,3\n'
@@ -28,6 +29,14 @@ def folder(path: Path, dev: str = HEADER + DEV, test: str = HEADER + TEST) -> Pa
     return path
 
 
+def asked(subject: Subject, tokenizer: Tokenizer, definition: str, shots: int, room: int) -> Posed:
+    """The only question that there is."""
+    (group,) = Mmlu((subject,), definition, shots).groups(tokenizer, room)
+    (posed,) = group.posed()
+    assert (group.name, group.n, posed.number, posed.answer) == (subject.name, 1, 0, subject.test[0].answer)
+    return posed
+
+
 @pytest.mark.parametrize(
     ("definition", "text"),
     [
@@ -41,8 +50,9 @@ def folder(path: Path, dev: str = HEADER + DEV, test: str = HEADER + TEST) -> Pa
 )  # fmt: skip
 def test_the_prompt(tmp_path: Path, tokenizer: Tokenizer, definition: str, text: str) -> None:
     (subject,) = read_subjects(folder(tmp_path))
-    ((one, cut),) = asked(subject, tokenizer, definition, 5, 8192)
-    assert tokenizer.decode(one.context) == text and not cut and subject.test[0].answer == 0
+    posed = asked(subject, tokenizer, definition, 5, 8192)
+    one, cut = posed.question, posed.cut
+    assert tokenizer.decode(one.context) == text and not cut
     bos = definition == ORIGINAL
     assert one.context == tokenizer.encode(text, add_special_tokens=bos)
     for ending, letter in zip(one.endings, "ABCD", strict=True):
@@ -52,20 +62,23 @@ def test_the_prompt(tmp_path: Path, tokenizer: Tokenizer, definition: str, text:
 def test_fewer_shots(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (subject,) = read_subjects(folder(tmp_path))
     for shots, n in ((0, 1), (1, 2), (2, 3)):
-        ((one, _),) = asked(subject, tokenizer, LM_EVAL, shots, 8192)
+        one = asked(subject, tokenizer, LM_EVAL, shots, 8192).question
         assert tokenizer.decode(one.context).count("\nAnswer:") == n
 
 
 def test_prompts_that_are_too_long(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """One definition leaves out the beginning, token by token, the other whole examples, the last ones first."""
     (subject,) = read_subjects(folder(tmp_path))
-    ((whole, _),) = asked(subject, tokenizer, LM_EVAL, 5, 8192)
+    whole = asked(subject, tokenizer, LM_EVAL, 5, 8192).question
     n = len(whole.context)
-    ((fits, cut),) = asked(subject, tokenizer, LM_EVAL, 5, n)
+    posed = asked(subject, tokenizer, LM_EVAL, 5, n)
+    fits, cut = posed.question, posed.cut
     assert fits == whole and not cut
-    ((short, cut),) = asked(subject, tokenizer, LM_EVAL, 5, n - 7)
+    posed = asked(subject, tokenizer, LM_EVAL, 5, n - 7)
+    short, cut = posed.question, posed.cut
     assert cut and list(short.context) == list(whole.context)[7:]
-    ((one, cut),) = asked(subject, tokenizer, ORIGINAL, 5, n - 7)
+    posed = asked(subject, tokenizer, ORIGINAL, 5, n - 7)
+    one, cut = posed.question, posed.cut
     text = tokenizer.decode(one.context)
     assert cut and "about  high school sums" in text and "1 + 1" in text and "Which, then" not in text
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.copies import copied
-from millrace.evaluate.kept import read
+from millrace.evaluate.kept import Key, read
 from tests.support.shared import NOT_BESIDE, SHARED
 from tools.nightly.packages import smollm2
 
@@ -47,7 +47,7 @@ def tasks(lm_eval: Any, folder: Path) -> list[str]:
     return names
 
 
-def theirs(lm_eval: Any, model: Path, folder: Path) -> dict[str, list[float]]:
+def theirs(lm_eval: Any, model: Path, folder: Path) -> dict[Key, list[float]]:
     from lm_eval.tasks import TaskManager
 
     names = tasks(lm_eval, folder)
@@ -57,7 +57,7 @@ def theirs(lm_eval: Any, model: Path, folder: Path) -> dict[str, list[float]]:
         tasks=names, limit=LIMIT, task_manager=manager, batch_size=1, bootstrap_iters=0,
     )  # fmt: skip
     return {
-        f"{name}/{sample['doc_id']}": [float(logprob) for ((logprob, _),) in sample["resps"]]
+        (name, int(sample["doc_id"])): [float(logprob) for ((logprob, _),) in sample["resps"]]
         for name, samples in found["samples"].items() for sample in samples
     }  # fmt: skip
 
@@ -70,7 +70,7 @@ def test_every_question_is_answered_as_lm_eval_does(tmp_path: Path) -> None:
     asked = ["--data", str(MMLU), "--limit", str(LIMIT), "--out", str(out), "--precision", "fp32", "--tune", "0"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     subprocess.run([sys.executable, "-m", "millrace", "eval", str(model), *asked], check=True, env=environment)
-    expected, (_, chosen, _) = theirs(lm_eval, model, tmp_path / "tasks"), read(out)
+    expected, chosen = theirs(lm_eval, model, tmp_path / "tasks"), read(out).chosen
     assert len(expected) == 57 * LIMIT and expected.keys() == chosen.keys()
     for name, logprobs in expected.items():
         assert chosen[name].logprobs == pytest.approx(logprobs, abs=2e-3), name

@@ -6,36 +6,33 @@ from dataclasses import dataclass
 
 from millrace.evaluate.divergence import Runs
 from millrace.evaluate.kept import Chosen, Kept
-from millrace.evaluate.likelihood import Asked, likelihoods
+from millrace.evaluate.likelihood import Question, likelihoods
 
 Progress = Callable[[str, int, int], None]  # what is being done, questions done, questions in all
 
 
 @dataclass(frozen=True, slots=True)
 class Posed:
-    """One question as tokens; answer: the number of the right ending; cut: something of it had to be left out"""
+    """One question of a group; answer: the number of the right ending; cut: something of it had to be left out"""
 
-    id: str
-    asked: Asked
+    number: int
+    question: Question
     answer: int
     cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Questions that begin alike, which is computed once for each run over them."""
+    """`n` questions that begin alike, which is computed once."""
 
     name: str
     n: int
     posed: Callable[[], Iterable[Posed]]  # made when their turn has come: tokens of all would take memory
 
 
-def digest(parts: Iterable[object]) -> str:
-    """Of what decides the questions."""
-    found = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        found.update(repr(part).encode() + b"\0")
-    return found.hexdigest()
+def digest(what: object) -> str:
+    """Of what decides the questions, by how it is written out."""
+    return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 
 
 def answer(executor: Runs, groups: Sequence[Group], kept: Kept, progress: Progress) -> None:
@@ -46,17 +43,14 @@ def answer(executor: Runs, groups: Sequence[Group], kept: Kept, progress: Progre
     done, total = 0, sum(group.n for group in groups)
     for group in groups:
         progress(group.name, done, total)
-        posed = [one for one in group.posed() if one.id not in kept.chosen] if _is_open(group, kept) else []
-        done += group.n - len(posed)
-        for i, each in likelihoods(executor, [one.asked for one in posed]):
-            logprobs = [round(one.logprob, 6) for one in each]
-            kept.add(Chosen(posed[i].id, posed[i].answer, _best(logprobs), logprobs, posed[i].cut))
+        known = [number for number in range(group.n) if (group.name, number) in kept.chosen]
+        done += len(known)
+        posed = [one for one in group.posed() if one.number not in known] if len(known) < group.n else []
+        for i, each in likelihoods(executor, [one.question for one in posed]):
+            logprobs, one = [round(found.logprob, 6) for found in each], posed[i]
+            kept.add(Chosen(group.name, one.number, one.answer, _best(logprobs), logprobs, one.cut))
             done += 1
             progress(group.name, done, total)
-
-
-def _is_open(group: Group, kept: Kept) -> bool:
-    return any(f"{group.name}/{i}" not in kept.chosen for i in range(group.n))
 
 
 def _best(logprobs: Sequence[float]) -> int:

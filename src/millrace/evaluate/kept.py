@@ -6,14 +6,17 @@ a question.
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from millrace.errors import ConfigError
+from millrace.evaluate.paired import Paired, paired
 from millrace.settings import read_given
 
 _MOST_BYTES = 1 << 28
 VERSION = 1
+Key = tuple[str, int]  # a group, and the number of a question in it
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,15 +37,44 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Chosen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """logprobs: of each choice; cut: the prompt was longer than the context"""
 
-    id: str
+    group: str
+    number: int
     answer: int
     chosen: int
     logprobs: list[float]
     cut: bool = False
 
     @property
+    def key(self) -> Key:
+        return self.group, self.number
+
+    @property
     def right(self) -> bool:
         return self.chosen == self.answer
+
+
+class Results(NamedTuple):
+    """What a model chose; n_bytes: of the file that hold it whole, for its last line may have been cut"""
+
+    about: About
+    chosen: dict[Key, Chosen]
+    n_bytes: int = 0
+
+    @property
+    def n_right(self) -> int:
+        return sum(one.right for one in self.chosen.values())
+
+    def beside(self, before: "Results") -> Paired:
+        """The same questions, one by one. raises ConfigError where they did not answer the same"""
+        about, of = self.about, before.about
+        if (about.task, about.data) != (of.task, of.data) or self.chosen.keys() != before.chosen.keys():
+            raise ConfigError(
+                f"the results of {of.model} are of other questions: {of.task}, {len(before.chosen):,} answered",
+                f"{about.task}, {len(self.chosen):,} answered", "evaluate both in the same way",
+            )  # fmt: skip
+        mine = list(self.chosen.values())
+        theirs = [before.chosen[one.key].chosen for one in mine]
+        return paired([one.chosen for one in mine], theirs, [one.answer for one in mine])
 
 
 class Kept:
@@ -50,7 +82,7 @@ class Kept:
 
     def __init__(self, path: Path, about: About) -> None:
         """Goes on with a file of the same, begins one that is not there. raises ConfigError for what is another"""
-        self.path, self.chosen = path, dict[str, Chosen]()
+        self.path, self.chosen = path, dict[Key, Chosen]()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -68,32 +100,32 @@ class Kept:
 
     def add(self, found: Chosen) -> None:
         """Written at once: what was answered is not lost."""
-        self.chosen[found.id] = found
+        self.chosen[found.key] = found
         os.write(self._file, msgspec.json.encode(found) + b"\n")
 
     def close(self) -> None:
         os.close(self._file)
 
 
-def read(path: Path) -> tuple[About, dict[str, Chosen], int]:
-    """What is known, and the bytes that hold it: the last line may have been cut. raises ConfigError for other files"""
+def read(path: Path) -> Results:
+    """raises ConfigError for files of another kind"""
     try:
         data = read_given(path, _MOST_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", "results of `millrace eval`", "check the path") from error
     head, *lines = data[: data.rfind(b"\n") + 1].splitlines() or [b""]
-    found, number = dict[str, Chosen](), 1
+    found, number = dict[Key, Chosen](), 1
     try:
         about = msgspec.json.decode(head, type=About)
         for line in lines:
             number += 1
             one = msgspec.json.decode(line, type=Chosen)
-            found[one.id] = one
+            found[one.key] = one
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path}:{number} is no line of results: {error}", "a file that `millrace eval` wrote", "name another one"
         ) from None
-    return about, found, data.rfind(b"\n") + 1
+    return Results(about, found, data.rfind(b"\n") + 1)
 
 
 def _of_another(path: Path, found: About, wanted: About) -> ConfigError:

@@ -16,7 +16,7 @@ from millrace.evaluate.divergence import LogProbs, Runs, log_softmax
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Question:
     """A context of at least one token, and the ways in which it may go on, of at least one token each."""
 
     context: Sequence[int]
@@ -43,7 +43,7 @@ class _Sequence:
     pages: list[int] = field(default_factory=list)  # its own, behind the shared ones
 
 
-def likelihoods(executor: Runs, asked: Sequence[Asked]) -> Iterator[tuple[int, list[Likelihood]]]:
+def likelihoods(executor: Runs, asked: Sequence[Question]) -> Iterator[tuple[int, list[Likelihood]]]:
     """(number of a context, its endings' in their order), as soon as each is known, in any order.
 
     raises RequestError, before anything runs, where one is longer than the executor's context or pages, or has a token
@@ -66,7 +66,7 @@ def likelihoods(executor: Runs, asked: Sequence[Asked]) -> Iterator[tuple[int, l
                 yield s.asked, found[s.asked]
 
 
-def _sequences(asked: Sequence[Asked]) -> Iterator[_Sequence]:
+def _sequences(asked: Sequence[Question]) -> Iterator[_Sequence]:
     """Endings of one token are read off one row; of longer ones each is a sequence of its own."""
     for i, one in enumerate(asked):
         if not len(one.context) or not all(map(len, one.endings)):

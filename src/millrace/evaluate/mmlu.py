@@ -10,12 +10,15 @@ Both count the share of questions, not the mean of subjects. Nothing is download
 import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import ConfigError, nearest
-from millrace.evaluate.likelihood import Asked
+from millrace.evaluate.choice import Group, Posed, digest
+from millrace.evaluate.likelihood import Question
 from millrace.settings import read_given
 
 LM_EVAL, ORIGINAL = "lm-eval", "original"
@@ -48,69 +51,89 @@ class Subject:
     def title(self) -> str:
         return self.name.replace("_", " ")
 
-    def first(self, n: int | None) -> "Subject":
-        return self if n is None else replace(self, test=self.test[:n])
+
+@dataclass(frozen=True, slots=True)
+class Mmlu:
+    """The task: whose questions, how they are posed, and how many examples stand before each."""
+
+    subjects: tuple[Subject, ...]
+    definition: str = LM_EVAL
+    shots: int = MAX_SHOTS
+
+    @property
+    def name(self) -> str:
+        return f"mmlu, {self.definition}, {self.shots} shots"
+
+    @property
+    def digest(self) -> str:
+        return digest(self.subjects)
+
+    def groups(self, tokenizer: Tokenizer, room: int) -> list[Group]:
+        """A group a subject, whose questions begin with the same examples. room: tokens that may be read"""
+        return [
+            Group(subject.name, len(subject.test), partial(self._posed, subject, tokenizer, room))
+            for subject in self.subjects
+        ]
+
+    def _posed(self, subject: Subject, tokenizer: Tokenizer, room: int) -> Iterator[Posed]:
+        head = f"The following are multiple choice questions (with answers) about {subject.title}.\n\n"
+        if self.definition == ORIGINAL:
+            head = head.replace("about ", "about  ", 1)
+        examples = [f"{_text(item, self.definition)} {LETTERS[item.answer]}\n\n" for item in subject.dev[: self.shots]]
+        for i, item in enumerate(subject.test):
+            text = _text(item, self.definition)
+            if self.definition == LM_EVAL:
+                question, cut = _cut_at_the_left(_joint(tokenizer, head + "".join(examples), text), room)
+            else:
+                question, cut = _with_fewer_examples(tokenizer, head, examples, text, room)
+            yield Posed(i, question, item.answer, cut)
 
 
-def read_subjects(folder: Path, names: Sequence[str] = ()) -> list[Subject]:
-    """All that test/ has, or those that are named, by name. raises ConfigError for what is no such folder"""
-    found = _files(folder, "test")
-    examples = _files(folder, "dev")
+def read_subjects(folder: Path, names: Sequence[str] = (), limit: int | None = None) -> tuple[Subject, ...]:
+    """All that test/ has, or those that are named, by name. limit: the first so many questions of each
+
+    raises ConfigError for what is no such folder
+    """
+    found, examples = _files(folder, "test"), _files(folder, "dev")
     for name in names:
         if name not in found:
             raise ConfigError(f"{folder} has no subject {name!r:.60}", nearest(name, found), "correct --subject")
-    chosen = sorted(names or found)
+    chosen = sorted(set(names) or found)
     for name in chosen:
         if name not in examples:
             raise ConfigError(f"{folder}/dev has no examples of {name}", f"{name}_dev.csv", "complete the folder")
-    return [Subject(name, tuple(_items(examples[name])), tuple(_items(found[name]))) for name in chosen]
+    return tuple(Subject(n, tuple(_items(examples[n])), tuple(islice(_items(found[n]), limit))) for n in chosen)
 
 
-def asked(
-    subject: Subject, tokenizer: Tokenizer, definition: str, shots: int, room: int
-) -> Iterator[tuple[Asked, bool]]:
-    """Each question of the subject as tokens, and whether it had to be cut. room: tokens that may be read"""
-    head = f"The following are multiple choice questions (with answers) about {subject.title}.\n\n"
-    if definition == ORIGINAL:
-        head = head.replace("about ", "about  ", 1)
-    examples = [f"{_posed(item, definition)} {LETTERS[item.answer]}\n\n" for item in subject.dev[:shots]]
-    for item in subject.test:
-        posed = _posed(item, definition)
-        if definition == LM_EVAL:
-            yield _cut_at_the_left(_joint(tokenizer, head + "".join(examples), posed), room)
-        else:
-            yield _with_fewer_examples(tokenizer, head, examples, posed, room)
-
-
-def _posed(item: Item, definition: str) -> str:
+def _text(item: Item, definition: str) -> str:
     question = item.question.strip() if definition == LM_EVAL else item.question
     return question + "".join(f"\n{a}. {c}" for a, c in zip(LETTERS, item.choices, strict=True)) + "\nAnswer:"
 
 
-def _joint(tokenizer: Tokenizer, before: str, posed: str) -> Asked:
+def _joint(tokenizer: Tokenizer, before: str, posed: str) -> Question:
     """Context and answer are encoded together, and the answer is what stands behind the context's tokens: that is the
     same with the question alone, whose end is that of the whole context."""
     ids, n = (
         tokenizer.encode(before + posed, add_special_tokens=False),
         len(tokenizer.encode(posed, add_special_tokens=False)),
     )
-    return Asked(ids, [tokenizer.encode(f"{posed} {a}", add_special_tokens=False)[n:] for a in LETTERS])
+    return Question(ids, [tokenizer.encode(f"{posed} {a}", add_special_tokens=False)[n:] for a in LETTERS])
 
 
-def _cut_at_the_left(one: Asked, room: int) -> tuple[Asked, bool]:
+def _cut_at_the_left(one: Question, room: int) -> tuple[Question, bool]:
     most = room - max(map(len, one.endings)) + 1
-    return (one, False) if len(one.context) <= most else (Asked(one.context[-most:], one.endings), True)
+    return (one, False) if len(one.context) <= most else (Question(one.context[-most:], one.endings), True)
 
 
 def _with_fewer_examples(
     tokenizer: Tokenizer, head: str, examples: Sequence[str], posed: str, room: int
-) -> tuple[Asked, bool]:
+) -> tuple[Question, bool]:
     endings = _answers(tokenizer)
     for n in range(len(examples), -1, -1):
         ids = tokenizer.encode(head + "".join(examples[:n]) + posed)
         if len(ids) < room:
-            return Asked(ids, endings), n < len(examples)
-    return Asked(ids[-(room - 1) :], endings), True
+            return Question(ids, endings), n < len(examples)
+    return Question(ids[-(room - 1) :], endings), True
 
 
 def _answers(tokenizer: Tokenizer) -> list[list[int]]:
