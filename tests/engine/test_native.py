@@ -177,7 +177,7 @@ def test_who_forgets_close_loses_nothing(engine: Engine) -> None:
     before = n_threads()
     for _ in range(3):
         engine.network(threads=3).run(packed(texts((2, 3))))
-    assert n_threads() == before
+    assert n_threads() <= before, "or fewer: what other tests began may have ended"
 
 
 def test_an_error_that_is_kept_keeps_no_memory(engine: Engine) -> None:
@@ -186,7 +186,7 @@ def test_an_error_that_is_kept_keeps_no_memory(engine: Engine) -> None:
     with pytest.raises(ExecutionError) as error:
         loaded.run(wrong)
     loaded.close()
-    assert n_threads() == before and "length" in str(error.value)
+    assert n_threads() <= before and "length" in str(error.value)
 
 
 def test_a_forked_child_is_told(engine: Engine) -> None:
