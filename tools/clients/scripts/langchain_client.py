@@ -46,7 +46,11 @@ def _() -> None:
     assert streamed.tool_calls[0]["name"] == "add"
     question = HumanMessage("What is 1 + 2?")
     called = AIMessage("", tool_calls=[call])
-    assert patient.bind_tools([add]).invoke([question, called, ToolMessage("3", tool_call_id=call["id"])])
+    result = ToolMessage(str(add(**call["args"])), tool_call_id=call["id"])
+    answer = patient.bind_tools([add]).invoke([question, called, result])
+    assert isinstance(answer, AIMessage) and (answer.content or answer.tool_calls)
+    shorter = patient.bind_tools([add]).invoke([question])
+    assert answer.usage_metadata["input_tokens"] > shorter.usage_metadata["input_tokens"], "call and result were read"
 
 
 @check("structured output")
