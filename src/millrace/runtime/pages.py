@@ -26,7 +26,7 @@ Key = bytes
 KEY_BYTES = (
     32  # 256 bits: two texts of one key cannot be found, and tenants with their own salts cannot probe each other
 )
-DEFAULT_PRIORITY, MAX_PRIORITY = 35, 100  # TensorRT-LLM's
+DEFAULT_PRIORITY, MAX_CACHE_PRIORITY = 35, 100  # TensorRT-LLM's
 # A page is copied where at least an eighth of it is shared, 8 of 64 tokens. By these it is found: of the pages behind a
 # system prompt, as many as there are chats, few are looked at. And the few tokens with which a template begins every
 # chat would make a hit of each request.

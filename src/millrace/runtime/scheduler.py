@@ -139,7 +139,7 @@ class Scheduler:
         """Queue its choices."""
         self._n_arrived += 1
         request.order = self._n_arrived
-        if request.claim is not NO_CLAIM or not self._order.is_plain:
+        if request.claim != NO_CLAIM or not self._order.is_plain:
             self._order.arrives(request, (seq.request for seq in (*self.waiting, *self.running)))
         if not self.prefix_cache:  # then a chain begins with what no other request has
             request.root = root_key(request.order.to_bytes(8, "little"))
