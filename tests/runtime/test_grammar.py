@@ -222,4 +222,6 @@ def test_p12_an_answer_that_cannot_go_on_fails_alone() -> None:
         pass
     failed = [delta for delta in got["held"] if delta.finish_reason is FinishReason.ERROR]
     assert failed and all("cannot be held to what was asked" in (delta.error or "") for delta in failed)
+    assert all(delta.fault and delta.fault.param == "structured_outputs" for delta in failed)
     assert got["plain"][-1].finish_reason is FinishReason.LENGTH and not loop.thread.dead_because
+    assert all(delta.fault is None for delta in got["plain"])

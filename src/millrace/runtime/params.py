@@ -206,6 +206,7 @@ class Delta:
     stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for end-of-text
     error: str | None = None  # with FinishReason.ERROR: what happened, for the caller
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the next tokens of the prompt; the first has none
+    fault: RequestError | None = None  # with `error`: it is the request's own, and of a field that it has
 
     @property
     def n_tokens(self) -> int:
