@@ -24,7 +24,7 @@ from millrace.errors import RequestError
 from millrace.runtime.cache_options import PLAIN, CacheOptions
 from millrace.runtime.claim import NO_CLAIM, Claim
 from millrace.runtime.grammar import Matcher
-from millrace.runtime.pages import Key, Pages, extend_keys, root_key
+from millrace.runtime.pages import Content, Key, Pages, extend_keys, root_key
 from millrace.runtime.params import Delta, FinishReason, Resolved, TokenLogprobs
 
 
@@ -323,8 +323,8 @@ class Sequence:
             extend_keys(self.keys, self.request.root, self.tokens.array, n_pages, page_tokens)
         return self.keys[:n_pages]
 
-    def content(self, i: int, page_tokens: int) -> tuple[Key, IntArray]:
-        """The key before its page `i`, all before which are full, and the tokens that are in it."""
+    def content(self, i: int, page_tokens: int) -> Content:
+        """Of its page `i`, all before which are full."""
         after = self.page_keys(i, page_tokens)[-1] if i else self.request.root
         return after, self.tokens.array[i * page_tokens : (i + 1) * page_tokens]
 
