@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInputs, StepOutputs
+from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInputs, StepOutputs, plain_rows
 from millrace.runtime.grammar import masks_of
 from millrace.runtime.params import TokenLogprobs
 from millrace.runtime.request import Sequence
@@ -112,8 +112,8 @@ def _score(rows: NDArray[np.void], chunk: Chunk, start: int) -> None:
     """The rows of a chunk that begins at token `start` of the step: each of the prompt's next tokens, after its own."""
     request = chunk.sequence.request
     first = request.n_scored
-    rows[:] = np.zeros((), SAMPLING)
-    rows["top_p"], rows["repetition_penalty"], rows["n_top"] = 1, 1, request.resolved.prompt_top
+    rows[:] = plain_rows(len(rows))
+    rows["n_top"] = request.resolved.prompt_top
     rows["token"] = np.arange(len(rows)) + (start + first - 1 - chunk.start)
     rows["target"] = request.prompt[first : first + len(rows)]
 
