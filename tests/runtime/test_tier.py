@@ -170,6 +170,7 @@ def test_a_preempted_sequence_comes_back_from_the_tier(tmp_path: Path) -> None:
     n_computed = []
     for tier in (None, tmp_path / "tier"):
         loop = make_loop(of, tier=tier)
+        assert (loop.stats().tier is None) == (tier is None), "an empty one is seen, too"
         assert asked(loop, prompts, params) == plain
         stats = loop.stats()
         assert stats.preemptions_total > 0 and stats.pages_evicted_total > 0 and stats.pages_used == 0

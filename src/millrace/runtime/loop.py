@@ -196,7 +196,7 @@ class EngineLoop:
             prefix_queries_total=scheduler.n_queried,
             prefix_hits_total=scheduler.n_hit,
             pages_evicted_total=self._pool.index.n_evicted,
-            tier=self._pool.tier.stats if self._pool.tier else None,
+            tier=None if self._pool.tier is None else self._pool.tier.stats,
             steps_total=counters.steps,
             step_tokens_total=counters.step_tokens,
             finished_total=dict(counters.finished),
