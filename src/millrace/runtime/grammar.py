@@ -64,13 +64,10 @@ class Thoughts:
 class Matcher:
     """Where one answer is in its grammar. It belongs to one thread at a time."""
 
-    __slots__ = ("_asked", "_grammars", "_is_free", "_matcher", "_may_think", "_thoughts")
+    __slots__ = ("_asked", "_is_free", "_matcher", "_may_think", "_thoughts")
 
-    def __init__(
-        self, grammars: "Grammars", asked: StructuredOutputsParams, matcher: "LLMatcher",
-        thoughts: Thoughts | None = None,
-    ) -> None:  # fmt: skip
-        self._grammars, self._asked, self._matcher, self._thoughts = grammars, asked, matcher, thoughts
+    def __init__(self, asked: StructuredOutputsParams, matcher: "LLMatcher", thoughts: Thoughts | None = None) -> None:
+        self._asked, self._matcher, self._thoughts = asked, matcher, thoughts
         self._is_free = thoughts is not None and thoughts.opened
         self._may_think = thoughts is not None and not thoughts.opened
 
@@ -112,14 +109,6 @@ class Matcher:
             mask[self._thoughts.begin // 32] |= np.uint32(1 << self._thoughts.begin % 32)
 
 
-def masks_of(matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
-    """(M, ceil(V / 32)): what may come next in each answer; nothing where an answer cannot be gone on with.
-
-    The matchers are of one model.
-    """
-    return matchers[0]._grammars.masks(matchers)
-
-
 class Grammars:
     """What answers of one model are held to. Safe to use from several threads.
 
@@ -158,10 +147,13 @@ class Grammars:
                 self._kept[key] = known
                 while len(self._kept) > MAX_KEPT:
                     self._kept.popitem(last=False)
-        return [Matcher(self, asked, known.deep_copy(), thoughts) for _ in range(n)]
+        return [Matcher(asked, known.deep_copy(), thoughts) for _ in range(n)]
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
-        """As `masks_of`."""
+        """(M, ceil(V / 32)): what may come next in each answer; nothing where an answer cannot be gone on with.
+
+        matchers: of this object
+        """
         assert self._executor is not None, "a matcher before its library"
         masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.uint32)
         numbered = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
@@ -185,7 +177,7 @@ class Grammars:
         warnings = matcher.get_grammar_warnings() if not matcher.is_error() else []
         if warnings:  # of what would be ignored
             raise asked.refused(f"its {asked.kind} cannot be held to: {warnings[0]}", "a schema without that")
-        if why := Matcher(self, asked, first).why:
+        if why := Matcher(asked, first).why:
             raise asked.refused(f"its {asked.kind} cannot be held to: {why}", LIMITED)
         return matcher
 

@@ -124,7 +124,7 @@ class EngineLoop:
         self._executor = executor
         self._pool = PagePool(self.limits.n_pages, tier)
         self._scheduler = Scheduler(self.limits, self._pool, clock, budget, prefix_cache, policy)
-        self._batch = BatchBuilder(self.limits)
+        self._batch = BatchBuilder(self.limits, self.grammars)
         self._live: dict[Request, None] = {}
         self._pending: dict[Request, list[Delta]] = {}  # what this step adds
         self._counters, self.history = Counters(), History()
