@@ -4,9 +4,12 @@ import numpy as np
 
 from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs, StepOutputs
 from millrace.runtime.batch import BatchBuilder, Chunk, Step, token_logprobs
+from millrace.runtime.grammar import Grammars
 from millrace.runtime.params import SamplingParams, TokenLogprobs
 from millrace.runtime.request import IntBuffer, Sequence
-from tests.runtime.fakes import LIMITS, limits, new_request
+from tests.runtime.fakes import EOS, LIMITS, VOCAB, FakeTokenizer, limits, new_request
+
+GRAMMARS = Grammars(FakeTokenizer(), VOCAB, [EOS])
 
 
 def sequence(prompt: list[int], params: SamplingParams, pages: list[int]) -> Sequence:
@@ -16,7 +19,7 @@ def sequence(prompt: list[int], params: SamplingParams, pages: list[int]) -> Seq
 
 
 def build(chunks: list[Chunk], of: ExecutorLimits = LIMITS) -> StepInputs:
-    return BatchBuilder(of).build(Step(chunks, sum(c.n for c in chunks), 0))
+    return BatchBuilder(of, GRAMMARS).build(Step(chunks, sum(c.n for c in chunks), 0))
 
 
 def test_prefill_and_decode_rows_are_packed() -> None:
@@ -54,7 +57,7 @@ def test_the_largest_step_fits_the_buffers() -> None:
 
 
 def test_a_row_is_clean_whatever_was_in_it_before() -> None:
-    builder = BatchBuilder(LIMITS)
+    builder = BatchBuilder(LIMITS, GRAMMARS)
     fined = sequence([3], SamplingParams(seed=9, frequency_penalty=0.5, logit_bias={4: 1.0}), [40])
     plain = sequence([5], SamplingParams(seed=9), [41])
     builder.build(Step([Chunk(fined, 0, 1, True)], 1, 0))

@@ -13,7 +13,7 @@ from millrace.errors import RequestError
 from millrace.kernels.sample.ref import unpacked
 from millrace.runtime import grammar
 from millrace.runtime.generate import generate
-from millrace.runtime.grammar import Grammars, Matcher, masks_of
+from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.structured import StructuredOutputsParams
 from tests.runtime.fakes import EOS, VOCAB, FakeTokenizer, limits, make_loop
@@ -40,8 +40,8 @@ WORDS = [
 ]
 
 
-def allowed(matcher: Matcher) -> set[int]:
-    return {int(i) for i in np.flatnonzero(unpacked(masks_of([matcher])[0], VOCAB))}
+def allowed(grammars: Grammars, matcher: Matcher) -> set[int]:
+    return {int(i) for i in np.flatnonzero(unpacked(grammars.masks([matcher])[0], VOCAB))}
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -49,12 +49,13 @@ def test_a_mask_allows_what_leads_to_a_choice(seed: int) -> None:
     rng = random.Random(seed)
     choices = [word.encode() for word in rng.sample(WORDS, rng.randint(1, 6))]
     asked = StructuredOutputsParams(choice=[c.decode() for c in choices])
-    (matcher,), said = Grammars(FakeTokenizer(), VOCAB, [EOS]).matchers(asked, 1), b""
+    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    (matcher,), said = grammars.matchers(asked, 1), b""
     while True:
         left = [c.removeprefix(said) for c in choices if c.startswith(said)]
         expected = {i for i, p in enumerate(PIECES) if i != EOS and any(rest.startswith(p) for rest in left)}
         expected |= {EOS} if b"" in left else set()
-        got = allowed(matcher)
+        got = allowed(grammars, matcher)
         assert got == expected
         token = rng.choice(sorted(got))
         if token == EOS:
@@ -65,22 +66,24 @@ def test_a_mask_allows_what_leads_to_a_choice(seed: int) -> None:
 
 
 def test_when_it_is_complete_only_the_end_is_allowed() -> None:
-    (matcher,) = Grammars(FakeTokenizer(), VOCAB, [EOS, 5]).matchers(StructuredOutputsParams(regex="a"), 1)
+    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS, 5])
+    (matcher,) = grammars.matchers(StructuredOutputsParams(regex="a"), 1)
     matcher.take(1)
-    assert EOS in allowed(matcher) <= {EOS, 5} and not matcher.why
+    assert EOS in allowed(grammars, matcher) <= {EOS, 5} and not matcher.why
 
 
 def test_masks_of_several_rows_are_those_of_each() -> None:
     grammars = Grammars(FakeTokenizer(), VOCAB, [EOS])
     matchers = [grammars.matchers(StructuredOutputsParams(regex=r), 1)[0] for r in ("[a-c]+", "b", "(h|g)a", "[ab]{2}")]
-    together = masks_of(matchers)
-    assert [together[i].tolist() for i in range(4)] == [masks_of([m])[0].tolist() for m in matchers]
+    together = grammars.masks(matchers)
+    assert [together[i].tolist() for i in range(4)] == [grammars.masks([m])[0].tolist() for m in matchers]
 
 
 def test_a_token_that_does_not_follow_leaves_nothing_allowed() -> None:
-    held, other = Grammars(FakeTokenizer(), VOCAB, [EOS]).matchers(StructuredOutputsParams(regex="ab"), 2)
+    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    held, other = grammars.matchers(StructuredOutputsParams(regex="ab"), 2)
     held.take(8)
-    masks = masks_of([held, other])
+    masks = grammars.masks([held, other])
     assert held.why and not masks[0].any() and masks[1].any() and not other.why
 
 
@@ -173,7 +176,7 @@ def test_several_threads_compile_at_once() -> None:
             for i in range(20):
                 (matcher,) = known.matchers(StructuredOutputsParams(regex=f"[a-d]{{{1 + (seed + i) % 7}}}"), 1)
                 matcher.take(1)
-                assert allowed(matcher)
+                assert allowed(known, matcher)
         except (AssertionError, RequestError, RuntimeError) as error:
             failed.append(error)
 
@@ -222,4 +225,6 @@ def test_p12_an_answer_that_cannot_go_on_fails_alone() -> None:
         pass
     failed = [delta for delta in got["held"] if delta.finish_reason is FinishReason.ERROR]
     assert failed and all("cannot be held to what was asked" in (delta.error or "") for delta in failed)
+    assert all(delta.fault and delta.fault.param == "structured_outputs" for delta in failed)
     assert got["plain"][-1].finish_reason is FinishReason.LENGTH and not loop.thread.dead_because
+    assert all(delta.fault is None for delta in got["plain"])

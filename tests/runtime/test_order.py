@@ -60,6 +60,15 @@ def test_a_lower_priority_number_goes_first_and_waiting_lowers_it() -> None:
     assert crowd.serve() is old and crowd.serve() is young
 
 
+def test_who_claims_the_default_claims_nothing() -> None:
+    """As clients write it that say every field: the order of arrival stays plain, and costs nothing."""
+    crowd = Crowd()
+    crowd.joins(priority=0)
+    assert crowd.sched._order.is_plain
+    crowd.joins(priority=1)
+    assert not crowd.sched._order.is_plain
+
+
 def test_whatever_is_claimed_ageing_overtakes_it() -> None:
     """The highest number waits while lowest ones come without end: 200 of ten seconds, and it is first."""
     crowd = Crowd()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.runtime.pages import DEFAULT_PRIORITY, Key, PagePool, Pages, extend_keys, root_key
+from millrace.runtime.pages import DEFAULT_PRIORITY, Content, Key, PagePool, Pages, extend_keys, root_key
 
 Chain = tuple[int, ...]  # a token a page
 
@@ -17,6 +17,10 @@ def keys_of(chain: Chain) -> list[Key]:
     keys: list[Key] = []
     extend_keys(keys, root_key(), np.array(chain, dtype=np.int32), len(chain), 1)
     return keys
+
+
+def content_of(chain: Chain, i: int) -> Content:
+    return [root_key(), *keys_of(chain)][i], np.array(chain[i : i + 1], np.int32)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -107,7 +111,9 @@ class Play:
         keys, before = keys_of(owner.chain), set(owner.pages)
         for i in range(owner.n_known, self.rng.randint(owner.n_known, len(owner.chain))):
             chain, own = owner.chain[: i + 1], owner.pages[i]
-            owner.pages[i] = self.pool.publish(own, keys[i], owner.pages[i - 1] if i else None)
+            last = owner.pages[i - 1] if i else None
+            owner.pages[i] = self.pool.publish(own, keys[i], last, content_of(chain, i))
+            assert self.pool.index.find_part(*content_of(chain, i), 1) == (owner.pages[i], 1), "in part, too"
             assert owner.pages[i] == self.ref.page_of.setdefault(chain, own)
             self.ref.priority.setdefault(chain, DEFAULT_PRIORITY)
             self.ref.left.pop(chain, None)
@@ -165,11 +171,11 @@ def test_p7_whatever_is_free_can_be_evicted() -> None:
     pool = PagePool(4)
     first, second = pool.reserve(2), pool.reserve(2)
     assert first is not None and second is not None
-    a, b = keys_of((1, 2))
-    assert pool.publish(first[0], a, None) == first[0]
+    (a, b), (of_a, of_b) = keys_of((1, 2)), (content_of((1, 2), i) for i in (0, 1))
+    assert pool.publish(first[0], a, None, of_a) == first[0]
     pool.release(first)
-    assert pool.publish(second[0], a, None) == first[0], "known already: its own is given back"
-    assert pool.publish(second[1], b, first[0]) == second[1]
+    assert pool.publish(second[0], a, None, of_a) == first[0], "known already: its own is given back"
+    assert pool.publish(second[1], b, first[0], of_b) == second[1]
     assert pool.n_free == 2 and pool.reserve(2) is not None and pool.reserve(1) is None
     pool.release((first[0], second[1]))
     assert pool.n_free == 2 and pool.reserve(3) is None
@@ -181,7 +187,7 @@ def test_entries_that_count_no_more_do_not_pile_up() -> None:
     pages = pool.reserve(8)
     assert pages is not None
     for i, page in enumerate(pages):
-        pool.publish(page, keys_of((i,))[0], None)
+        pool.publish(page, keys_of((i,))[0], None, content_of((i,), 0))
     pool.release(pages)
     for _ in range(1000):
         pool.release(pool.share(pages[:4]))
@@ -207,7 +213,7 @@ def test_10000_admissions_to_a_full_index_do_the_same_work(monkeypatch: pytest.M
         assert own is not None
         held = [*shared, *own]
         for k in range(len(shared), 3):
-            held[k] = pool.publish(held[k], keys[k], held[k - 1] if k else None)
+            held[k] = pool.publish(held[k], keys[k], held[k - 1] if k else None, content_of(chain, k))
         pool.release(held)
         if i % 1000 == 999:
             looks.append(n_looks)
@@ -243,16 +249,15 @@ def test_the_page_that_shares_most_is_found(seed: int) -> None:
             asked = np.array(tokens[: rng.randint(0, size)], np.int32)
             common = {p: shared(own, asked.tolist()) for p, (root, own) in known.items() if root == after}
             most = max(common.values(), default=0)
-            page, n = pool.index.find_part(after, asked, size)
-            assert n == (most if most >= 2 else 0) and (not n or common[page] == n)
+            found = pool.index.find_part(after, asked, size)
+            assert (found is None) == (most < 2) and (found is None or found[1] == common[found[0]] == most)
             continue
         pages = pool.reserve(1)
         assert pages is not None
         known.pop(pages[0], None)
         keys: list[Key] = []
         extend_keys(keys, after, np.array(tokens, np.int32), 1, size)
-        if pool.publish(pages[0], keys[0], None) == pages[0]:
-            pool.index.tell(pages[0], after, np.array(tokens, np.int32))
+        if pool.publish(pages[0], keys[0], None, (after, np.array(tokens, np.int32))) == pages[0]:
             known[pages[0]] = after, tokens
         pool.release(pool.index.find(keys))
     assert pool.index.n_evicted > 0
@@ -269,8 +274,7 @@ def test_no_more_than_16_pages_are_looked_at() -> None:
     assert pages is not None
     for i, page in enumerate(pages):  # the first shares most
         tokens = np.array([1] * (15 if i == 0 else 8) + [2 + i] * (1 if i == 0 else 8), np.int32)
-        pool.publish(page, bytes([i]) * 32, None)
-        pool.index.tell(page, root, tokens)
+        pool.publish(page, bytes([i]) * 32, None, (root, tokens))
     assert pool.index.find_part(root, np.array([1] * 15, np.int32), 16) == (pages[-1], 8), "the newest that are alike"
 
 

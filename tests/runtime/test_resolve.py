@@ -5,7 +5,7 @@ import pytest
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.errors import RequestError
-from millrace.runtime.params import Resolved, SamplingParams, check_prompt, context_tokens, resolve
+from millrace.runtime.params import Resolved, SamplingParams, check_prompt, resolve
 from tests.runtime.fakes import LIMITS, VOCAB, limits
 
 NOTHING = GenerationDefaults()
@@ -43,7 +43,7 @@ def test_max_tokens_unset_is_the_rest_of_the_context() -> None:
 
 def test_a_pool_smaller_than_the_context_is_the_context() -> None:
     small = limits(n_pages=5, page_tokens=4)
-    assert context_tokens(small) == 20
+    assert small.context_tokens == 20
     with pytest.raises(RequestError, match="the prompt has 20 tokens"):
         check_prompt([1] * 20, small)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from millrace.errors import ConfigError
 from millrace.runtime.generate import generate
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.pages import PagePool
+from millrace.runtime.pages import Content, PagePool
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.tier import HEADER, RECORD, PageMemory, Tier
 from tests.runtime.fakes import limits, make_loop
@@ -32,6 +32,11 @@ def content(i: int) -> NDArray[np.uint8]:
     return np.random.default_rng(i).integers(0, 256, (LAYERS, PAGE_BYTES // LAYERS)).astype(np.uint8)
 
 
+def told(i: int) -> Content:
+    """Of its tokens, four in a page."""
+    return b"before" + key(i), np.arange(i, i + 4, dtype=np.int32)
+
+
 class Store:
     """A pool with its tier; chain i has the keys 100 i, 100 i + 1, ..."""
 
@@ -46,14 +51,17 @@ class Store:
         assert pages is not None
         for at, page in enumerate(pages):
             self.memory[:, page] = content(100 * chain + at)
-            self.pool.publish(page, key(100 * chain + at), pages[at - 1] if at else None)
+            i = 100 * chain + at
+            self.pool.publish(page, key(i), pages[at - 1] if at else None, told(i))
         self.pool.release(pages)
 
     def finds(self, chain: int, n: int) -> int:
         """How many of its first n pages, each of which must be right."""
         keys = [key(100 * chain + at) for at in range(n)]
-        pages = self.tier.promoted(self.pool, keys, self.pool.share(self.pool.index.find(keys)))
+        owned = self.pool.share(self.pool.index.find(keys))
+        pages = self.pool.promote(keys, owned, lambda at: told(100 * chain + at))
         for at, page in enumerate(pages):
+            assert self.pool.index.find_part(*told(100 * chain + at), 4) == (page, 4), "in part, too"
             assert (self.memory[:, page] == content(100 * chain + at)).all(), f"page {at} of chain {chain}"
         self.pool.release(pages)
         return len(pages)
@@ -162,6 +170,7 @@ def test_a_preempted_sequence_comes_back_from_the_tier(tmp_path: Path) -> None:
     n_computed = []
     for tier in (None, tmp_path / "tier"):
         loop = make_loop(of, tier=tier)
+        assert (loop.stats().tier is None) == (tier is None), "an empty one is seen, too"
         assert asked(loop, prompts, params) == plain
         stats = loop.stats()
         assert stats.preemptions_total > 0 and stats.pages_evicted_total > 0 and stats.pages_used == 0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from millrace.engine.executor import SAMPLING, StepInputs
+from millrace.engine.executor import StepInputs, plain_rows
 
 _Int = np.int32
 
@@ -13,9 +13,8 @@ def dummy_step(lengths: Sequence[int], first: int, n_pages: int, *, seed: int = 
     """Sequences of so many new random tokens each, from position `first`; one greedy row each; n_pages shared out."""
     rng = np.random.default_rng(seed)
     pages_each = n_pages // len(lengths)
-    rows = np.zeros(len(lengths), SAMPLING)
-    rows["token"], rows["target"] = np.cumsum(lengths) - 1, -1
-    rows["top_p"], rows["repetition_penalty"], rows["n_top"] = 1, 1, -1
+    rows = plain_rows(len(lengths))
+    rows["token"] = np.cumsum(lengths) - 1
     empty = np.zeros(0, _Int)
     return StepInputs(
         tokens=rng.integers(0, vocab, sum(lengths)).astype(_Int),

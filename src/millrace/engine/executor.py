@@ -5,7 +5,7 @@ belongs to whom is the runtime's business) and nothing else between steps.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,13 @@ SAMPLING = np.dtype(
     ],
     align=True,
 )
+
+
+def plain_rows(n: int) -> NDArray[np.void]:
+    """(n,) of SAMPLING that draw the likeliest token and say no more of it. Which token each follows is filled in."""
+    rows = np.zeros(n, SAMPLING)
+    rows["top_p"], rows["repetition_penalty"], rows["n_top"], rows["target"] = 1, 1, -1, -1
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,10 @@ class ExecutorLimits:
     page_tokens: int  # tokens in one KV page
     n_pages: int  # KV pages in all, ids 0 .. n_pages-1
     vocab_size: int
+    context_tokens: int = field(init=False)  # of one sequence: max_context, or all KV pages where those hold less
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "context_tokens", min(self.max_context, self.n_pages * self.page_tokens))
 
 
 class Executor(ABC):

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.executor import SAMPLING, ExecutorLimits, StepInputs
+from millrace.engine.executor import ExecutorLimits, StepInputs, plain_rows
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import RequestError
 
@@ -94,7 +94,7 @@ def log_probabilities(executor: Runs, ids: NDArray[np.int32], first: int) -> Log
     raises RequestError where the executor's context, pages or vocabulary are too small
     """
     limits = executor.limits
-    n, room = len(ids), min(limits.max_context, limits.n_pages * limits.page_tokens)
+    n, room = len(ids), limits.context_tokens
     if n > room or ids.max() >= limits.vocab_size:
         raise RequestError(
             f"a window of {n} tokens, the largest of them {ids.max()}",
@@ -125,9 +125,8 @@ def log_softmax(logits: NDArray[np.generic]) -> LogProbs:
 
 def step_of(ids: NDArray[np.int32], at: int, end: int, rows: Sequence[int]) -> StepInputs:
     """Tokens at .. end of the one sequence that there is. rows: those whose logits are wanted"""
-    sampling = np.zeros(len(rows), SAMPLING)
-    sampling["token"], sampling["target"] = rows, -1
-    sampling["top_p"], sampling["repetition_penalty"], sampling["n_top"] = 1, 1, -1
+    sampling = plain_rows(len(rows))
+    sampling["token"] = rows
     pages = np.arange(-(-end // PAGE_TOKENS), dtype=np.int32)
     empty = np.zeros(0, np.int32)
     return StepInputs(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInputs, StepOutputs
-from millrace.runtime.grammar import masks_of
+from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInputs, StepOutputs, plain_rows
+from millrace.runtime.grammar import Grammars
 from millrace.runtime.params import TokenLogprobs
 from millrace.runtime.request import Sequence
 
@@ -44,9 +44,10 @@ class Step:
 
 
 class BatchBuilder:
-    """Owns the buffers of one engine loop, sized for its largest step."""
+    """Owns the buffers of one engine loop, sized for its largest step. grammars: that answers are held to"""
 
-    def __init__(self, limits: ExecutorLimits) -> None:
+    def __init__(self, limits: ExecutorLimits, grammars: Grammars) -> None:
+        self._grammars = grammars
         S, T, R = limits.max_sequences, limits.max_step_tokens, limits.max_rows
         self._page_tokens = limits.page_tokens
         self._offsets = np.arange(max(T, limits.max_context), dtype=np.int32)  # slices of it are positions
@@ -103,7 +104,7 @@ class BatchBuilder:
             history=_fill_history(sampling, rows, drawing),
             bias_ids=bias_ids,
             bias_values=bias_values,
-            masks=_fill_masks(sampling, rows, drawing),
+            masks=_fill_masks(sampling, rows, drawing, self._grammars),
             copies=np.array(copies, dtype=np.int32) if copies else None,
         )
 
@@ -112,8 +113,8 @@ def _score(rows: NDArray[np.void], chunk: Chunk, start: int) -> None:
     """The rows of a chunk that begins at token `start` of the step: each of the prompt's next tokens, after its own."""
     request = chunk.sequence.request
     first = request.n_scored
-    rows[:] = np.zeros((), SAMPLING)
-    rows["top_p"], rows["repetition_penalty"], rows["n_top"] = 1, 1, request.resolved.prompt_top
+    rows[:] = plain_rows(len(rows))
+    rows["n_top"] = request.resolved.prompt_top
     rows["token"] = np.arange(len(rows)) + (start + first - 1 - chunk.start)
     rows["target"] = request.prompt[first : first + len(rows)]
 
@@ -148,13 +149,15 @@ def _fill_bias(
     return (np.concatenate(ids), np.concatenate(values)) if ids else (_NO_IDS, _NO_VALUES)
 
 
-def _fill_masks(sampling: NDArray[np.void], rows: IntArray, drawing: list[Sequence]) -> NDArray[np.uint32] | None:
+def _fill_masks(
+    sampling: NDArray[np.void], rows: IntArray, drawing: list[Sequence], grammars: Grammars
+) -> NDArray[np.uint32] | None:
     """What may come next in the sequences that are held to something."""
     held = [(r, seq.matcher) for r, seq in zip(rows, drawing, strict=True) if seq.matcher is not None]
     if not held:
         return None
     sampling["mask"][[r for r, _ in held]] = np.arange(len(held)) + 1
-    return masks_of([matcher for _, matcher in held])
+    return grammars.masks([matcher for _, matcher in held])
 
 
 def token_logprobs(outputs: StepOutputs, row: int, n_top: int) -> TokenLogprobs:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 from millrace.errors import RequestError
-from millrace.runtime.pages import MAX_PRIORITY
+from millrace.runtime.pages import MAX_CACHE_PRIORITY
 
 MAX_SALT_CHARACTERS = 256
 MAX_TTL_S = 7 * 86400.0
@@ -31,8 +31,12 @@ class CacheOptions:
             raise _refused("salt", what, f"a text of at most {MAX_SALT_CHARACTERS} characters", "send a digest of it")
         if not isinstance(self.pin, bool):
             raise _refused("pin", _is(self.pin), "true or false")
-        if self.priority is not None and not (_is_number(self.priority, int) and 0 <= self.priority <= MAX_PRIORITY):
-            raise _refused("priority", _is(self.priority), f"an integer from 0, which goes first, to {MAX_PRIORITY}")
+        if self.priority is not None and not (
+            _is_number(self.priority, int) and 0 <= self.priority <= MAX_CACHE_PRIORITY
+        ):
+            raise _refused(
+                "priority", _is(self.priority), f"an integer from 0, which goes first, to {MAX_CACHE_PRIORITY}"
+            )
         if self.ttl_s is not None and not (_is_number(self.ttl_s, int | float) and 0 < self.ttl_s <= MAX_TTL_S):
             raise _refused("ttl_s", _is(self.ttl_s), f"seconds: above 0, and at most {MAX_TTL_S:.0f}, which is a week")
         if self.pin and self.priority is not None:

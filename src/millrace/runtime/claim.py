@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from millrace.errors import RequestError
 
-MAX_PRIORITY = 100  # of 10 s each: whoever claims least goes first of its tenant's after 2,000 s
+MAX_PRIORITY = 100  # either way: by ageing (`order.py`), whoever claims least is first of its tenant's in the end
 MAX_WAIT_S = 86400.0
 
 

@@ -20,7 +20,6 @@ from millrace.runtime.params import (
     FinishReason,
     SamplingParams,
     TokenLogprobs,
-    context_tokens,
     with_length,
 )
 from millrace.runtime.request import FREELY, Request, Terms
@@ -138,7 +137,7 @@ def generate(
     try:
         for i, (prompt, wanted) in enumerate(zip(prompts, _one_each(params, len(prompts)), strict=True)):
             text, ids = prompt_tokens(loop.tokenizer, prompt)
-            wanted = with_length(wanted, len(ids), context_tokens(loop.limits)) if continues else wanted
+            wanted = with_length(wanted, len(ids), loop.limits.context_tokens) if continues else wanted
 
             def deliver(deltas: list[Delta], i: int = i) -> None:
                 arrived.put((i, deltas))
@@ -178,7 +177,7 @@ async def astream(
     assert loop.thread.running, "a stream needs somebody who steps"
     wanted = params or SamplingParams()
     text, ids = prompt_tokens(loop.tokenizer, prompt)
-    wanted = with_length(wanted, len(ids), context_tokens(loop.limits)) if continues else wanted
+    wanted = with_length(wanted, len(ids), loop.limits.context_tokens) if continues else wanted
     here, arrived = asyncio.get_running_loop(), asyncio.Queue[list[Delta]]()
     asked, matchers = wanted.structured_outputs, list[Matcher]()
     if asked is not None:

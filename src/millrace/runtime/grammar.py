@@ -5,8 +5,8 @@ Compiling takes from a millisecond to some 100: it is done before a request is s
 tells each answer's `Matcher` what was drawn, and asks for the masks of all rows of a step in one call.
 
 When nothing but the end is left, the mask allows the model's end-of-text tokens alone. An answer that cannot be gone on
-with (limits, or a vocabulary without a byte that is needed) fails by itself: its mask allows nothing, and `fault` makes
-an error of the request of it.
+with (limits, or a vocabulary without a byte that is needed) fails by itself: its mask allows nothing, and its `fault`
+is an error of the request.
 """
 
 import hashlib
@@ -64,10 +64,10 @@ class Thoughts:
 class Matcher:
     """Where one answer is in its grammar. It belongs to one thread at a time."""
 
-    __slots__ = ("_grammars", "_is_free", "_matcher", "_may_think", "_thoughts")
+    __slots__ = ("_asked", "_is_free", "_matcher", "_may_think", "_thoughts")
 
-    def __init__(self, grammars: "Grammars", matcher: "LLMatcher", thoughts: Thoughts | None = None) -> None:
-        self._grammars, self._matcher, self._thoughts = grammars, matcher, thoughts
+    def __init__(self, asked: StructuredOutputsParams, matcher: "LLMatcher", thoughts: Thoughts | None = None) -> None:
+        self._asked, self._matcher, self._thoughts = asked, matcher, thoughts
         self._is_free = thoughts is not None and thoughts.opened
         self._may_think = thoughts is not None and not thoughts.opened
 
@@ -89,6 +89,14 @@ class Matcher:
         error = self._matcher.get_error()
         return NOTHING_FOLLOWS if error.startswith(DEAD_END) else _short(error)
 
+    @property
+    def fault(self) -> RequestError | None:
+        """The request's, where its answer cannot be gone on with."""
+        if not (why := self.why):
+            return None
+        what = f"its {self._asked.kind} cannot be held to any more in the middle of the answer: {why}"
+        return self._asked.refused(what, LIMITED, f"bound what {self._asked.asked_as} repeats, or simplify it")
+
     def finish(self, mask: NDArray[np.uint32], ends: Sequence[int]) -> None:
         """Make of what the grammar allows what may come. ends: tokens that end an answer, which thoughts do not"""
         if self._is_free:
@@ -99,28 +107,6 @@ class Matcher:
             mask[:] = 0
         elif self._may_think and self._thoughts is not None:
             mask[self._thoughts.begin // 32] |= np.uint32(1 << self._thoughts.begin % 32)
-
-
-def masks_of(matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
-    """(M, ceil(V / 32)): what may come next in each answer; nothing where an answer cannot be gone on with.
-
-    The matchers are of one model.
-    """
-    return matchers[0]._grammars.masks(matchers)
-
-
-def fault(asked: StructuredOutputsParams | None, matchers: Sequence[Matcher], failed_with: str) -> RequestError | None:
-    """Of a request whose answer failed in the middle, where it failed because it cannot be held to what was asked.
-
-    matchers: of its answers, which nobody uses any more; failed_with: what the engine said
-    """
-    why = next((matcher.why for matcher in matchers if matcher.why and matcher.why in failed_with), "")
-    if asked is None or not why:
-        return None
-    mend = f"bound what {asked.asked_as} repeats, or simplify it"
-    return asked.refused(
-        f"its {asked.kind} cannot be held to any more in the middle of the answer: {why}", LIMITED, mend
-    )
 
 
 class Grammars:
@@ -161,10 +147,13 @@ class Grammars:
                 self._kept[key] = known
                 while len(self._kept) > MAX_KEPT:
                     self._kept.popitem(last=False)
-        return [Matcher(self, known.deep_copy(), thoughts) for _ in range(n)]
+        return [Matcher(asked, known.deep_copy(), thoughts) for _ in range(n)]
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
-        """As `masks_of`."""
+        """(M, ceil(V / 32)): what may come next in each answer; nothing where an answer cannot be gone on with.
+
+        matchers: of this object
+        """
         assert self._executor is not None, "a matcher before its library"
         masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.uint32)
         numbered = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
@@ -188,7 +177,7 @@ class Grammars:
         warnings = matcher.get_grammar_warnings() if not matcher.is_error() else []
         if warnings:  # of what would be ignored
             raise asked.refused(f"its {asked.kind} cannot be held to: {warnings[0]}", "a schema without that")
-        if why := Matcher(self, first).why:
+        if why := Matcher(asked, first).why:
             raise asked.refused(f"its {asked.kind} cannot be held to: {why}", LIMITED)
         return matcher
 
@@ -251,7 +240,7 @@ def _source(asked: StructuredOutputsParams, text: str) -> str:
             case "grammar":
                 lark = grammar_from("grammar", text)
             case _:
-                lark = f"start: %json {json.dumps(in_one_layout(asked.schema()))}"
+                lark = f"start: %json {json.dumps(in_one_layout(json.loads(text)))}"
     except ValueError as error:
         raise asked.refused(
             f"its {asked.kind} cannot be read: {_short(str(error))}", "what its syntax allows"

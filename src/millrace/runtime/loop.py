@@ -14,7 +14,7 @@ from collections.abc import Sequence as Ordered
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
-from millrace.errors import BusyError, MillraceError
+from millrace.errors import BusyError, MillraceError, RequestError
 from millrace.runtime.batch import BatchBuilder, Step, token_logprobs
 from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.history import History, Part, RequestSeen, RequestTrace, StepSeen, traces
@@ -124,7 +124,7 @@ class EngineLoop:
         self._executor = executor
         self._pool = PagePool(self.limits.n_pages, tier)
         self._scheduler = Scheduler(self.limits, self._pool, clock, budget, prefix_cache, policy)
-        self._batch = BatchBuilder(self.limits)
+        self._batch = BatchBuilder(self.limits, self.grammars)
         self._live: dict[Request, None] = {}
         self._pending: dict[Request, list[Delta]] = {}  # what this step adds
         self._counters, self.history = Counters(), History()
@@ -196,7 +196,7 @@ class EngineLoop:
             prefix_queries_total=scheduler.n_queried,
             prefix_hits_total=scheduler.n_hit,
             pages_evicted_total=self._pool.index.n_evicted,
-            tier=self._pool.tier.stats if self._pool.tier else None,
+            tier=None if self._pool.tier is None else self._pool.tier.stats,
             steps_total=counters.steps,
             step_tokens_total=counters.step_tokens,
             finished_total=dict(counters.finished),
@@ -306,7 +306,7 @@ class EngineLoop:
             if first == row or seq.stage is Stage.GONE:  # its sibling failed a moment ago
                 continue
             if min(tokens[first:row]) < 0:
-                self._end(seq.request, FinishReason.ERROR, seq.why_not(min(tokens[first:row])))
+                self._end(seq.request, FinishReason.ERROR, *seq.why_not(min(tokens[first:row])))
                 continue
             resolved = seq.request.resolved
             if chunk.n_scored and (n_top := resolved.prompt_top) is not None:
@@ -357,12 +357,12 @@ class EngineLoop:
             of, n, claim = request.order, len(request.prompt), request.claim
             self.history.ended.append(RequestSeen(of, request.id, n, request.n_cached, timings, claim.tenant))
 
-    def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
+    def _end(self, request: Request, reason: FinishReason, why: str | None, fault: RequestError | None = None) -> None:
         """End every choice that is still open; harmless for a request that is finished."""
         if request in self._live:
             for seq in request.choices:
                 if seq.stage is not Stage.GONE:
-                    self._add(seq, seq.end(reason, error))
+                    self._add(seq, seq.end(reason, why, fault))
 
     def _end_everything(self, reason: FinishReason, error: str) -> None:
         self._drain_commands()

@@ -9,6 +9,7 @@ source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): a t
 not bring along what it did not use.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from millrace.errors import ConfigError, nearest
@@ -72,7 +73,8 @@ class Order:
 
     def kept_first(self, running: list[Sequence]) -> list[Sequence]:
         """Who gives way to all others where pages run short is the last; time counts as for those that wait."""
-        return sorted(running, key=lambda seq: seq.request.claim.priority + seq.request.timings.queued_s / AGEING_S)
+        now_s = self._clock()
+        return sorted(running, key=lambda seq: _aged(seq.request, now_s))
 
     def computed(self, seq: Sequence, n_prompt: int, n_drawn: int) -> None:
         """Tokens of it were."""
@@ -92,6 +94,11 @@ class Order:
         ]
 
     def _rank(self, seq: Sequence, now_s: float) -> tuple[float, int, float, tuple[int, int]]:
-        claim, waited_s = seq.request.claim, max(0.0, now_s - seq.request.timings.queued_s)
-        aged = claim.priority - int(waited_s / AGEING_S)
-        return self._had.get(claim.tenant, 0.0), aged, self._policy(seq, self._known), seq.order
+        had = self._had.get(seq.request.claim.tenant, 0.0)
+        aged = math.ceil(_aged(seq.request, now_s))  # whole ones: else no two were alike, and the policy never asked
+        return had, aged, self._policy(seq, self._known), seq.order
+
+
+def _aged(request: Request, now_s: float) -> float:
+    """Its priority, which waiting has lowered."""
+    return request.claim.priority - max(0.0, now_s - request.timings.queued_s) / AGEING_S

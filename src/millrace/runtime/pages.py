@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 
 from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
-from millrace.runtime.stats import TierStats
+from millrace.runtime.tier import Tier
 
 Pages = tuple[int, ...]
 Key = bytes
+Content = tuple[Key, IntArray]  # of a full page: the key before its own, and the tokens that are in it
 KEY_BYTES = (
     32  # 256 bits: two texts of one key cannot be found, and tenants with their own salts cannot probe each other
 )
-DEFAULT_PRIORITY, MAX_PRIORITY = 35, 100  # TensorRT-LLM's
+DEFAULT_PRIORITY, MAX_CACHE_PRIORITY = 35, 100  # TensorRT-LLM's
 # A page is copied where at least an eighth of it is shared, 8 of 64 tokens. By these it is found: of the pages behind a
 # system prompt, as many as there are chats, few are looked at. And the few tokens with which a template begins every
 # chat would make a hit of each request.
@@ -78,7 +78,6 @@ class PrefixIndex:
     n_free: int = field(init=False, default=0)  # known pages that nobody owns
     n_evicted: int = field(init=False, default=0)
     next_end_s: float = field(init=False, default=math.inf)  # no priority ends before
-    given_up: Callable[[Key, int], None] | None = field(init=False, default=None)  # told of each that is evicted
     _by_key: dict[Key, _Known] = field(init=False, repr=False, default_factory=dict)
     _by_page: dict[int, _Known] = field(init=False, repr=False, default_factory=dict)
     # (priority, left, page); an entry counts while its page is a free end with this priority, left then
@@ -121,19 +120,17 @@ class PrefixIndex:
             known.begins = _beginning(after, tokens, len(tokens))
             self._alike.setdefault(known.begins, {})[page] = tokens.copy()
 
-    def find_part(self, after: Key, tokens: IntArray, page_tokens: int) -> tuple[int, int]:
+    def find_part(self, after: Key, tokens: IntArray, page_tokens: int) -> tuple[int, int] | None:
         """The page behind `after` that has most of these tokens in common from its first on, and how many they are.
 
-        0 of them where it would be less than LEAST_SHARED of a page. Own it, as its reader owns all before it.
+        None where they would be less than LEAST_SHARED of a page. Own it, as its reader owns all before it.
         """
-        best = 0, 0
-        if len(tokens) >= _n_least(page_tokens):
-            alike = self._alike.get(_beginning(after, tokens, page_tokens), {})
-            for page, known in islice(reversed(alike.items()), MAX_LOOKED_AT):
-                differs = np.flatnonzero(known[: len(tokens)] != tokens)
-                best = max(best, (int(differs[0]) if len(differs) else len(tokens), page))
-        n, page = best
-        return page, n
+        if len(tokens) < _n_least(page_tokens):
+            return None
+        alike = self._alike.get(_beginning(after, tokens, page_tokens), {})
+        newest = islice(reversed(alike.items()), MAX_LOOKED_AT)
+        best = max(((_n_common(known, tokens), page) for page, known in newest), default=None)
+        return None if best is None else (best[1], best[0])
 
     def left(self, page: int) -> None:
         """It has no owner any more."""
@@ -169,8 +166,8 @@ class PrefixIndex:
                 self.retain(page, DEFAULT_PRIORITY)
         self.next_end_s = self._until[0][0] if self._until else math.inf
 
-    def evict(self) -> int:
-        """Forgets the free page that is to go first. There must be one."""
+    def evict(self) -> tuple[int, Key]:
+        """Forgets the free page that is to go first, and says what it was known by. There must be one."""
         while True:
             priority, left, page = heappop(self._ends)
             known = self._by_page.get(page)
@@ -182,14 +179,12 @@ class PrefixIndex:
             del alike[page]
             if not alike:
                 del self._alike[known.begins]
-        if self.given_up is not None:
-            self.given_up(known.key, page)
         self.n_free -= 1
         self.n_evicted += 1
         if known.before is not None:
             known.before.n_next -= 1
             self._note_end(known.before)
-        return page
+        return page, known.key
 
     def _note_end(self, known: _Known) -> None:
         if not known.free or known.n_next:
@@ -209,18 +204,14 @@ def _n_least(page_tokens: int) -> int:
     return max(1, int(LEAST_SHARED * page_tokens))
 
 
+def _n_common(known: IntArray, tokens: IntArray) -> int:
+    """known: a full page, tokens: no more than that"""
+    differs = np.flatnonzero(known[: len(tokens)] != tokens)
+    return int(differs[0]) if len(differs) else len(tokens)
+
+
 def _beginning(after: Key, tokens: IntArray, page_tokens: int) -> bytes:
     return after + tokens[: _n_least(page_tokens)].tobytes()
-
-
-class SecondTier(Protocol):
-    """Where pages go that the pool gives up: `tier.py`."""
-
-    def put(self, key: Key, page: int) -> None: ...
-    def promoted(self, pool: "PagePool", keys: Sequence[Key], owned: Pages) -> Pages: ...
-    def clear(self) -> None: ...
-    @property
-    def stats(self) -> TierStats: ...
 
 
 @dataclass(slots=True)
@@ -234,7 +225,7 @@ class PagePool:
     """
 
     n_pages: int
-    tier: SecondTier | None = None
+    tier: Tier | None = None
     index: PrefixIndex = field(init=False, default_factory=PrefixIndex)
     _empty: list[int] = field(init=False, repr=False)
     _owners: list[int] = field(init=False, repr=False)
@@ -242,8 +233,6 @@ class PagePool:
     def __post_init__(self) -> None:
         if self.n_pages < 1:
             raise ConfigError(f"room for {self.n_pages} KV pages", expected="at least 1", mend="raise the KV budget")
-        if self.tier is not None:
-            self.index.given_up = self.tier.put
         self._empty, self._owners = list(range(self.n_pages))[::-1], [0] * self.n_pages
 
     @property
@@ -259,7 +248,7 @@ class PagePool:
         assert n >= 0, f"reserving {n} pages"
         if n > self.n_free:
             return None
-        return self._own(tuple(self._empty.pop() if self._empty else self.index.evict() for _ in range(n)))
+        return self._own(tuple(self._empty.pop() if self._empty else self._give_up() for _ in range(n)))
 
     def share(self, pages: Iterable[int]) -> Pages:
         """Give every page one more owner: of its owners' pages, or of those in the index."""
@@ -278,28 +267,51 @@ class PagePool:
             if not self._owners[p]:
                 self._free(p)
 
-    def publish(self, page: int, key: Key, before: int | None) -> int:
+    def publish(self, page: int, key: Key, before: int | None, content: Content) -> int:
         """Put a full page into the index, behind `before` of the same owner; gives the owner's page from now on.
 
-        That is another one where the key was known already: then `page` is given back for a share of that.
+        That is another one where the key was known already: then `page` is given back for a share of that. It is found
+        by its key, and in part by its content.
         """
         assert self._owners[page] and (before is None or self._owners[before]), f"page {page} or {before} is nobody's"
         known = self.index.add(page, key, before)
+        self.index.tell(known, *content)
         if known != page:
             self.share((known,))
             self.release((page,))
         return known
 
+    def promote(self, keys: Sequence[Key], owned: Pages, content: Callable[[int], Content]) -> Pages:
+        """`owned`, which are the first pages of a chain, and behind them those of the second tier, for the same owner.
+
+        content: of the chain's i-th page. There must be a free page for each of the chain.
+        """
+        pages = list(owned)
+        for i in range(len(owned), len(keys)):
+            if self.tier is None or keys[i] not in self.tier:
+                break
+            reserved = self.reserve(1)
+            assert reserved is not None, "a page of the chain has no room"
+            if not self.tier.fill(keys[i], reserved[0]):
+                self.release(reserved)
+                break
+            pages.append(self.publish(reserved[0], keys[i], pages[-1] if pages else None, content(i)))
+        return tuple(pages)
+
     def forget(self) -> bool:
         """Empties the index; False, and nothing done, while pages have owners."""
         if self.n_used:
             return False
-        told, self.index.given_up = self.index.given_up, None
-        self._empty += [self.index.evict() for _ in range(self.index.n_free)]
-        self.index.given_up = told
+        self._empty += [self.index.evict()[0] for _ in range(self.index.n_free)]
         if self.tier is not None:
             self.tier.clear()
         return True
+
+    def _give_up(self) -> int:
+        page, key = self.index.evict()
+        if self.tier is not None:
+            self.tier.put(key, page)
+        return page
 
     def _free(self, page: int) -> None:
         if page in self.index:

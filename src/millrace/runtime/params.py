@@ -206,6 +206,7 @@ class Delta:
     stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for end-of-text
     error: str | None = None  # with FinishReason.ERROR: what happened, for the caller
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the next tokens of the prompt; the first has none
+    fault: RequestError | None = None  # with `error`: it is the request's own, and of a field that it has
 
     @property
     def n_tokens(self) -> int:
@@ -235,11 +236,6 @@ class Resolved:
     bias_values: NDArray[np.float32]  # (B,)
     needs_history: bool  # a penalty looks at the tokens so far
     row: NDArray[np.void]  # (1,) of SAMPLING: what the executor is told of every draw
-
-
-def context_tokens(limits: ExecutorLimits) -> int:
-    """The longest prompt + output of one sequence: the planned context, or all KV pages where those hold less."""
-    return min(limits.max_context, limits.n_pages * limits.page_tokens)
 
 
 def check_context(n_prompt: int, max_tokens: int | None, context: int, param: str = "prompt") -> None:
@@ -272,7 +268,7 @@ def context_exceeded(context: int, n_prompt: str, max_tokens: int | None, param:
 def check_prompt(token_ids: Sequence[int] | IntArray, limits: ExecutorLimits) -> IntArray:
     """The prompt as an array of its own (N,); RequestError when empty, not token ids, or without room for an answer."""
     where = "prompt"
-    check_context(len(token_ids), None, context_tokens(limits))  # before the conversion: a prompt of 100 MB ends here
+    check_context(len(token_ids), None, limits.context_tokens)  # before the conversion: a prompt of 100 MB ends here
     try:
         wide = np.asarray(token_ids)
     except ValueError:  # lists of different lengths
@@ -309,7 +305,7 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, limits: Execut
 
     raises RequestError where the lengths do not fit the context, or an id is outside the vocabulary.
     """
-    context = context_tokens(limits)
+    context = limits.context_tokens
     check_context(n_prompt, params.max_tokens, context)
     max_tokens = context - n_prompt if params.max_tokens is None else params.max_tokens
     if params.min_tokens > max_tokens:

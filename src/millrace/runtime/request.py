@@ -20,10 +20,11 @@ from typing import Protocol
 import numpy as np
 
 from millrace.engine.executor import NOTHING_ALLOWED, IntArray
+from millrace.errors import RequestError
 from millrace.runtime.cache_options import PLAIN, CacheOptions
 from millrace.runtime.claim import NO_CLAIM, Claim
 from millrace.runtime.grammar import Matcher
-from millrace.runtime.pages import Key, Pages, extend_keys, root_key
+from millrace.runtime.pages import Content, Key, Pages, extend_keys, root_key
 from millrace.runtime.params import Delta, FinishReason, Resolved, TokenLogprobs
 
 
@@ -322,8 +323,8 @@ class Sequence:
             extend_keys(self.keys, self.request.root, self.tokens.array, n_pages, page_tokens)
         return self.keys[:n_pages]
 
-    def content(self, i: int, page_tokens: int) -> tuple[Key, IntArray]:
-        """The key before its page `i`, all before which are full, and the tokens that are in it."""
+    def content(self, i: int, page_tokens: int) -> Content:
+        """Of its page `i`, all before which are full."""
         after = self.page_keys(i, page_tokens)[-1] if i else self.request.root
         return after, self.tokens.array[i * page_tokens : (i + 1) * page_tokens]
 
@@ -367,16 +368,18 @@ class Sequence:
             stop_reason=None if finish is None else finish.stop,
         )
 
-    def why_not(self, token: int) -> str:
-        """Why nothing was drawn, or scored: `token` is what came instead."""
+    def why_not(self, token: int) -> tuple[str, RequestError | None]:
+        """Why nothing was drawn, or scored: `token` is what came instead. And the request's own fault, where it is."""
         if token == NOTHING_ALLOWED and self.matcher is not None:
-            return f"the answer cannot be held to what was asked: {self.matcher.why or 'nothing is allowed'}"
-        return "the model's output for this request was not finite"
+            why = f"the answer cannot be held to what was asked: {self.matcher.why or 'nothing is allowed'}"
+            return why, self.matcher.fault
+        return "the model's output for this request was not finite", None
 
     def scored(self, logprobs: tuple[TokenLogprobs, ...]) -> Delta:
         """The next tokens of the prompt, with their log probabilities."""
         return Delta(index=self.request.first + self.index, text="", token_ids=(), prompt_logprobs=logprobs)
 
-    def end(self, reason: FinishReason, error: str | None) -> Delta:
+    def end(self, reason: FinishReason, error: str | None, fault: RequestError | None = None) -> Delta:
         """The last delta of an answer that ends without a token: aborted or failed."""
-        return Delta(self.request.first + self.index, self.text.flush(), (), finish_reason=reason, error=error)
+        index, text = self.request.first + self.index, self.text.flush()
+        return Delta(index, text, (), finish_reason=reason, error=error, fault=fault)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
 from millrace.runtime.pages import Key, PagePool, Pages
-from millrace.runtime.params import context_tokens
 from millrace.runtime.request import Request
 from millrace.runtime.request import Sequence as Choice
 
@@ -72,7 +71,7 @@ class Retention:
     """
 
     def __init__(self, limits: ExecutorLimits, pool: PagePool, clock: Callable[[], float], on: bool) -> None:
-        n_context = -(-context_tokens(limits) // limits.page_tokens)  # pages that any request may need
+        n_context = -(-limits.context_tokens // limits.page_tokens)  # pages that any request may need
         self.pins = Pins(pool, max(0, min(pool.n_pages // 2, pool.n_pages - n_context)))
         self._index, self._clock, self._page_tokens, self._on = pool.index, clock, limits.page_tokens, on
 

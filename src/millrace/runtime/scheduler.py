@@ -139,7 +139,7 @@ class Scheduler:
         """Queue its choices."""
         self._n_arrived += 1
         request.order = self._n_arrived
-        if request.claim is not NO_CLAIM or not self._order.is_plain:
+        if request.claim != NO_CLAIM or not self._order.is_plain:
             self._order.arrives(request, (seq.request for seq in (*self.waiting, *self.running)))
         if not self.prefix_cache:  # then a chain begins with what no other request has
             request.root = root_key(request.order.to_bytes(8, "little"))
@@ -273,11 +273,8 @@ class Scheduler:
         if self.pool.n_free < n + spare and self.running:
             self.pool.release(kept)
             return False
-        if self.pool.tier is not None:
-            kept = self.pool.tier.promoted(self.pool, self._findable(seq), kept)
-            n -= len(kept) - len(shared)
-            for i in range(len(shared), len(kept)):
-                self.pool.index.tell(kept[i], *seq.content(i, self.limits.page_tokens))
+        kept = self.pool.promote(self._findable(seq), kept, lambda i: seq.content(i, self.limits.page_tokens))
+        n -= len(kept) - len(shared)
         seq.n_known, seq.n_computed = len(kept), len(kept) * self.limits.page_tokens
         seq.n_computed += self._share_part(seq, n)
         own = self.pool.reserve(n)
@@ -291,13 +288,15 @@ class Scheduler:
             return 0  # its next step may have no row of logits for it, and so no part in it
         after, tokens = seq.content(seq.n_known, self.limits.page_tokens)
         n_most = max(0, min(seq.n_tokens - 1, self._n_public(seq)) - seq.n_computed)  # the last token is computed
-        page, n_shared = self.pool.index.find_part(after, tokens[:n_most], self.limits.page_tokens)
-        if n_shared:
-            self.pool.share((page,))  # until the step that copies it: it must not become another's page meanwhile
-            if self.pool.n_free < n:
-                self.pool.release((page,))
-                return 0
-            seq.source = page
+        found = self.pool.index.find_part(after, tokens[:n_most], self.limits.page_tokens)
+        if found is None:
+            return 0
+        page, n_shared = found
+        self.pool.share((page,))  # until the step that copies it: it must not become another's page meanwhile
+        if self.pool.n_free < n:
+            self.pool.release((page,))
+            return 0
+        seq.source = page
         return n_shared
 
     def _drop_source(self, seq: Sequence) -> None:
@@ -346,8 +345,8 @@ class Scheduler:
         if n_full > seq.n_known:
             keys, pages = seq.page_keys(n_full, page_tokens), seq.pages.array
             for i in range(seq.n_known, n_full):
-                pages[i] = self.pool.publish(int(pages[i]), keys[i], int(pages[i - 1]) if i else None)
-                self.pool.index.tell(int(pages[i]), *seq.content(i, page_tokens))
+                before, content = int(pages[i - 1]) if i else None, seq.content(i, page_tokens)
+                pages[i] = self.pool.publish(int(pages[i]), keys[i], before, content)
             seq.n_known = n_full
         self._stop_leading(seq)
         if seq.request.to_keep:

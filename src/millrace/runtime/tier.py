@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError
-from millrace.runtime.pages import Key, PagePool, Pages
 from millrace.runtime.stats import TierStats
 
+Key = bytes  # 32, as `pages.py` makes them
 PageBytes = NDArray[np.uint8]
 MAGIC = b"millrace kv 1\n\0\0"
 HEADER = struct.Struct("<16s32sQQ")  # magic, engine, bytes of a page; generation: the higher, the later begun
@@ -79,8 +79,7 @@ class Tier:
 
     def __init__(self, path: Path, engine: str, pages: PageMemory, most_bytes: int) -> None:
         page_bytes = pages.page_bytes
-        self._copy, self._fill = pages.read_page, pages.write_page
-        self._page_bytes, self._record_bytes = page_bytes, RECORD.size + page_bytes
+        self._memory, self._record_bytes = pages, RECORD.size + page_bytes
         self._most_records = (most_bytes // 2 - HEADER.size) // self._record_bytes
         if self._most_records < 1:
             raise ConfigError(
@@ -113,6 +112,10 @@ class Tier:
         with self._lock:
             return len(self._places.keys() | self._queued.keys())
 
+    def __contains__(self, key: Key) -> bool:
+        with self._lock:
+            return key in self._places or key in self._queued
+
     @property
     def stats(self) -> TierStats:
         """For any thread, and without waiting for one that reads the disk."""
@@ -124,9 +127,9 @@ class Tier:
 
     def put(self, key: Key, page: int) -> None:
         """Keep a page that the pool gives up, where it is not there already. Never waits."""
-        if self._has(key):
+        if key in self:
             return
-        data = self._copy(page)
+        data = self._memory.read_page(page)
         with self._lock:
             self._queued[key] = data
         try:
@@ -136,25 +139,14 @@ class Tier:
                 del self._queued[key]
                 self.n_dropped += 1
 
-    def promoted(self, pool: PagePool, keys: Sequence[Key], owned: Pages) -> Pages:
-        """`owned`, which are the first pages of a chain, and behind them those that are here, for the same owner.
-
-        They are known in the pool from now on. There must be a free page for each of the chain.
-        """
-        pages = list(owned)
-        for key in keys[len(owned) :]:
-            if not self._has(key):
-                break
-            reserved = pool.reserve(1)
-            assert reserved is not None, "a page of the chain has no room"
-            data = self._read(key)
-            if data is None:
-                pool.release(reserved)
-                break
-            self._fill(reserved[0], data)
-            pages.append(pool.publish(reserved[0], key, pages[-1] if pages else None))
-            self.n_found += 1
-        return tuple(pages)
+    def fill(self, key: Key, page: int) -> bool:
+        """Write what is kept into a page; False, and nothing done, where it is damaged, or not there."""
+        data = self._read(key)
+        if data is None:
+            return False
+        self._memory.write_page(page, data)
+        self.n_found += 1
+        return True
 
     def clear(self) -> None:
         """Forget all."""
@@ -171,10 +163,6 @@ class Tier:
         self._writer.join()
         for segment in self._segments:
             os.close(segment.file)
-
-    def _has(self, key: Key) -> bool:
-        with self._lock:
-            return key in self._places or key in self._queued
 
     def _read(self, key: Key) -> PageBytes | None:
         """None for a record that is damaged, or gone."""

@@ -21,7 +21,6 @@ from millrace import __version__
 from millrace.checkpoint.tool_calls.reader import Said, joined
 from millrace.engine.executor import IntArray
 from millrace.errors import RequestError
-from millrace.runtime.grammar import fault
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, check_context, with_length
 from millrace.runtime.request import FREELY, StopTables, Terms
 from millrace.runtime.service import RequestHandle
@@ -177,10 +176,7 @@ class Generation:
         for delta in deltas:
             if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self._reasons.add(delta.finish_reason.value)
-                of = self.handle.requests[delta.index // self.params.n]
-                raise GenerationFailedError(
-                    delta, fault(self.params.structured_outputs, of.matchers, delta.error or "")
-                )
+                raise GenerationFailedError(delta, delta.fault)
         return deltas
 
     def _measure(self, deltas: list[Delta]) -> None:
@@ -316,6 +312,7 @@ def _joined(a: Delta, b: Delta) -> Delta:
         finish_reason=b.finish_reason,
         stop_reason=b.stop_reason,
         error=b.error,
+        fault=b.fault,
         prompt_logprobs=_both(a.prompt_logprobs, b.prompt_logprobs),
     )
 

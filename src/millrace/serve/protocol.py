@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, Struct, defstruct
 
 from millrace.runtime.cache_options import MAX_SALT_CHARACTERS, MAX_TTL_S
 from millrace.runtime.claim import MAX_PRIORITY, MAX_WAIT_S
-from millrace.runtime.pages import DEFAULT_PRIORITY
+from millrace.runtime.pages import DEFAULT_PRIORITY, MAX_CACHE_PRIORITY
 from millrace.runtime.params import (
     LEAST,
     MAX_BIASED_TOKENS,
@@ -104,8 +104,11 @@ class TermsFields(Body, kw_only=True):
     ] = None
     cache_priority: Annotated[
         int | None,
-        described("of the prompt's KV pages: when room is needed, lower ones go first", DEFAULT_PRIORITY, 0, 100),
-    ] = None
+        described(
+            "of the prompt's KV pages: when room is needed, lower ones go first",
+            DEFAULT_PRIORITY, 0, MAX_CACHE_PRIORITY,
+        ),
+    ] = None  # fmt: skip
     cache_ttl_s: Annotated[
         float | None,
         described("seconds until cache_priority or cache_pin end; left out: never, or an hour", high=MAX_TTL_S),
