@@ -21,7 +21,7 @@ from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
 from millrace.runtime.request import FREELY, Terms
 from millrace.serve.conversation import Rendering
 from millrace.serve.errors import HttpError, not_yet
-from millrace.serve.other_fields import ELSEWHERE, IGNORED, INSTEAD, OTHER_NAMES
+from millrace.serve.other_fields import ELSEWHERE, INSTEAD, OTHER_NAMES
 from millrace.serve.protocol import (
     Body,
     CalledFunction,
@@ -65,11 +65,15 @@ def decode(body: bytes, kind: type[T]) -> T:
     except ValueError as error:  # msgspec.DecodeError, integers with thousands of digits
         raise _no_json(str(error)) from None
     for name, neutral in kind.NOT_YET.items():  # in this order: of two that clients send together, the cause
-        value = getattr(asked, name)
-        if value is not UNSET and value is not None and value not in neutral:
-            raise not_yet(name, _mend(name, neutral))
+        check_neutral(name, getattr(asked, name), neutral)
     assert isinstance(asked, kind)
     return asked
+
+
+def check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
+    """raises RequestError where it asks for what is not supported yet"""
+    if value is not UNSET and value is not None and value not in neutral:
+        raise not_yet(name, _mend(name, neutral))
 
 
 @contextmanager
@@ -84,17 +88,13 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def take_ignored(asked: msgspec.Struct, kind: type[Body]) -> tuple[str, ...]:
+def take_ignored(asked: Body, kind: type[Body]) -> tuple[str, ...]:
     """Those of the request that change nothing, and of which the client is told so.
 
     What they hold is let go of, and so is that of every other field that `kind` does not have: decoded, it is many
     times the body, and an answer may take minutes.
     """
-    told = {n for n in IGNORED & set(asked.__struct_fields__) if getattr(asked, n) not in (UNSET, None)}
-    if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:  # of two, today's name counts
-        if asked.max_tokens not in (None, asked.max_completion_tokens):
-            told.add("max_tokens")
-        asked.max_tokens = None
+    told = asked.ignored()
     for name in set(asked.__struct_fields__) - set(kind.__struct_fields__):
         setattr(asked, name, UNSET)
     return tuple(sorted(told))
@@ -270,7 +270,7 @@ def chat_params(asked: ChatRequest) -> SamplingParams:
     try:
         return _params(asked, max_tokens, (n_top or 0) if asked.logprobs else None)
     except RequestError as error:
-        if error.param == "max_tokens" and asked.max_tokens is None:
+        if error.param == "max_tokens" and (asked.max_completion_tokens is not None or asked.max_tokens is None):
             what, mend = (s.replace("max_tokens", "max_completion_tokens") for s in (error.what, error.mend))
             raise RequestError(what, error.expected, mend, "max_completion_tokens") from None
         raise

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from millrace.serve.other_fields import IGNORED_OPTIONS
 from millrace.serve.protocol import Body, TermsFields, described
 
 
@@ -14,6 +15,7 @@ class OllamaRequest(TermsFields, kw_only=True):
         "top_logprobs": (0,),
     }  # fmt: skip
     OTHERS: ClassVar = frozenset(["truncate", "shift"])
+    UNUSED: ClassVar = frozenset(["keep_alive"])
 
     model: Annotated[str | None, described("one of /api/tags; may be left out")] = None
     options: Annotated[dict[str, Any] | None, described("num_predict, temperature, top_k, top_p, seed, stop, ...")] = (
@@ -27,6 +29,11 @@ class OllamaRequest(TermsFields, kw_only=True):
     def __post_init__(self) -> None:
         if self.model is not None:  # the tag that clients put behind every name
             self.model = self.model.removesuffix(":latest")
+
+    def ignored(self) -> set[str]:
+        options = (self.options or {}).items()
+        of_options = {f"options.{name}" for name, value in options if name in IGNORED_OPTIONS and value is not None}
+        return super().ignored() | of_options
 
 
 class OllamaFunction(Struct, forbid_unknown_fields=True):

@@ -38,9 +38,11 @@ from millrace.serve.wire import Call
 async def chat_completions(backend: TextBackend, call: Call, asked: ChatRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(_conversation, asked))
-    asked.messages, asked.tools = [], None  # what they are decoded to may be many times the body
-    call.receipt = wants_receipt(asked)
+    asked.let_go()
+    with_receipt = wants_receipt(asked)
     generation = await converse(backend, call, conversation)
+    if with_receipt:
+        generation.keep_receipt()
     answer = _Answer(backend, generation, f"chatcmpl-{call.id}", call.model)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))

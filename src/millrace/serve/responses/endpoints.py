@@ -65,7 +65,7 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
         )
     is_large = call.body_bytes + (len(before.said) if before else 0) > LARGE_BODY
     conversation, said, reply = await backend.off_loop(is_large, partial(_read, asked, before, call.model))
-    _let_go(asked)
+    asked.let_go()
     generation = await converse(backend, call, conversation)
     answer = _Answer(generation, reply)
     kept = _kept(answer, Kept(reply.id, call.tenant, said), backend.responses if reply.store else None)
@@ -100,12 +100,6 @@ def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Con
         store=asked.store is not False, background=bool(asked.background), user=asked.user,
     )  # fmt: skip
     return conversation, msgspec.json.encode(said) if reply.store else b"[]", reply
-
-
-def _let_go(asked: ResponsesRequest) -> None:
-    """What it is decoded to may be many times the body, and the answer may take minutes."""
-    asked.input, asked.tools, asked.text, asked.reasoning, asked.metadata = "", None, None, None, None
-    asked.instructions = asked.chat_template_kwargs = asked.tool_choice = None
 
 
 async def _answered(answer: "_Answer", kept: AbstractContextManager[None], raises: bool = False) -> None:
