@@ -76,7 +76,7 @@ def test_an_option_that_ollama_does_not_know_is_refused(server: Running) -> None
     assert 'did you mean "num_ctx"?' in ask(server, OLLAMA_CHAT, options={"num_ctxs": 5}).json()["error"]
 
 
-_KINDS = {e.operation.request for p in PROTOCOLS for e in p.endpoints}
+_KINDS = (e.operation.request for p in PROTOCOLS for e in p.endpoints)
 KINDS = {kind.__name__: kind for kind in _KINDS if kind is not None}
 NEEDED = {"messages": "[]", "prompt": '""', "input": '""', "tokens": "[]", "max_tokens": "1"}
 # They say something about accounts and billing, or about caches of their servers: nobody misses them.

@@ -107,6 +107,8 @@ async def _answered(answer: "_Answer", kept: AbstractContextManager[None], raise
     with contextlib.suppress(*(() if raises else (GenerationFailedError,))), kept:
         async with answer.generation:
             async for deltas in answer.generation:
+                if answer.is_cancelled:  # what was said by then is settled
+                    break
                 answer.take(deltas)
 
 
@@ -184,9 +186,19 @@ class Feed:
 def _kept(answer: "_Answer", kept: Kept, store: Responses | None) -> Iterator[None]:
     """While it is being answered, and after: for whoever asks for it by its id. store: None: for nobody"""
 
+    def settle() -> None:
+        """Once: whoever cancels it may go on from it at once."""
+        answer.end()
+        if store is not None and kept.is_under_way:
+            kept.cancel = None
+            kept.write(answer.reply)
+            if answer.has_said:
+                kept.add(answer.message)
+            store.changed(kept)
+
     def cancel() -> None:
         answer.cancel()
-        kept.write(answer.reply)
+        settle()
 
     if store is not None:
         kept.cancel = cancel
@@ -199,13 +211,7 @@ def _kept(answer: "_Answer", kept: Kept, store: Responses | None) -> Iterator[No
             answer.fail(error.problem.named(NAMES))
             raise
     finally:
-        answer.end()
-        if store is not None:
-            kept.cancel = None
-            kept.write(answer.reply)
-            if answer.has_said:
-                kept.add(answer.message)
-            store.changed(kept)
+        settle()
 
 
 def retrieve(models: Models, scope: Scope) -> Response:
@@ -216,8 +222,7 @@ def retrieve(models: Models, scope: Scope) -> Response:
 def cancel(models: Models, scope: Scope) -> Response:
     """End a response that is being answered; one that is complete stays what it is."""
     kept = _stored(models, scope)
-    if kept.cancel is not None:
-        kept.cancel()
+    kept.end()
     return _told(kept)
 
 
@@ -261,6 +266,8 @@ class _Answer:
             yield head
             head = b""
         async for deltas in self.generation:
+            if self.is_cancelled:  # what was said by then is settled
+                return
             yield head + b"".join(self._more(deltas))
             head = b""
 
@@ -268,15 +275,15 @@ class _Answer:
         self.reply.status, self.reply.error = "failed", ResponseError(problem.code or "server_error", problem.message)
 
     def cancel(self) -> None:
-        """By a request of its own."""
-        self.is_cancelled, self.reply.status = True, "cancelled"
+        """By a request of its own. Nothing more is taken; one that is complete stays it."""
+        self.is_cancelled = True
         self.generation.handle.cancel()
 
     def end(self) -> None:
         """Nobody answers it any more: where it is not complete, what there is remains."""
         if self.reply.status == "in_progress":
             self.reply.status = "cancelled"
-        if not self.reply.output:
+        if self.reply.usage is None:
             self._settle()
 
     def last_event(self) -> bytes:
