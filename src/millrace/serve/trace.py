@@ -110,7 +110,7 @@ def timeline(models: Models, scope: Scope) -> Response:
 
 
 def _drawn(steps: Iterable[StepSeen]) -> dict[str, object]:
-    """A row for each sequence, a block for each of its steps: prompt tokens, a token drawn, or output computed again."""
+    """A row for each sequence, a block for each of its steps: prompt tokens, a token drawn, or output once more."""
     steps = list(steps)
     if not steps:
         return {"rows": [], "height": TOP, "ticks": [], "n_steps": 0, "n_left_out": 0, "waiting": []}
