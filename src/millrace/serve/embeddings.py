@@ -19,7 +19,7 @@ from millrace.errors import BusyError, MillraceError, RequestError
 from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors, checked_ids, truncated, truncation
 from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
 from millrace.serve.backend import Backend, ServedModel
-from millrace.serve.fields import texts_or_ids
+from millrace.serve.fields import let_go, texts_or_ids
 from millrace.serve.metrics import counter, gauge
 from millrace.serve.protocol import EmbeddingRequest
 from millrace.serve.replies import Embedding, EmbeddingReply, EmbeddingUsage
@@ -131,7 +131,7 @@ async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingReques
     _check(asked, backend)
     texts = await _token_ids(backend, asked)
     in_base64 = asked.encoding_format == "base64"
-    asked.let_go()
+    let_go(asked)
     n_tokens = sum(map(len, texts))
     call.log.prompt_tokens = n_tokens
     held = backend.unsent.share()

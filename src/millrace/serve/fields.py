@@ -21,7 +21,7 @@ from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
 from millrace.runtime.request import FREELY, Terms
 from millrace.serve.conversation import Rendering
 from millrace.serve.errors import HttpError, not_yet
-from millrace.serve.other_fields import ELSEWHERE, INSTEAD, OTHER_NAMES
+from millrace.serve.other_fields import ELSEWHERE, HARMLESS, INSTEAD, OTHER_NAMES
 from millrace.serve.protocol import (
     Body,
     CalledFunction,
@@ -94,10 +94,26 @@ def take_ignored(asked: Body, kind: type[Body]) -> tuple[str, ...]:
     What they hold is let go of, and so is that of every other field that `kind` does not have: decoded, it is many
     times the body, and an answer may take minutes.
     """
-    told = asked.ignored()
+    told = {n for n in (kind.OTHERS | kind.UNUSED) - HARMLESS if getattr(asked, n) not in (UNSET, None)}
+    for name, unused in kind.UNUSED_WITHIN.items():
+        told |= {
+            f"{name}.{n}" for n, value in (getattr(asked, name) or {}).items() if n in unused and value is not None
+        }
+    if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:  # of two, today's name counts
+        if asked.max_tokens not in (None, asked.max_completion_tokens):
+            told.add("max_tokens")
+        asked.max_tokens = None
     for name in set(asked.__struct_fields__) - set(kind.__struct_fields__):
         setattr(asked, name, UNSET)
     return tuple(sorted(told))
+
+
+def let_go(asked: Body) -> None:
+    """Of its texts, lists and objects: decoded they may be many times the body, and an answer may take minutes."""
+    for name in asked.__struct_fields__:
+        held = getattr(asked, name)
+        if isinstance(held, (str, list, dict)):
+            setattr(asked, name, type(held)())
 
 
 def texts_or_ids(given: str | list[str | int | list[int]], field: str) -> list[str] | list[list[int]]:
@@ -270,7 +286,7 @@ def chat_params(asked: ChatRequest) -> SamplingParams:
     try:
         return _params(asked, max_tokens, (n_top or 0) if asked.logprobs else None)
     except RequestError as error:
-        if error.param == "max_tokens" and (asked.max_completion_tokens is not None or asked.max_tokens is None):
+        if error.param == "max_tokens" and asked.max_tokens is None:
             what, mend = (s.replace("max_tokens", "max_completion_tokens") for s in (error.what, error.mend))
             raise RequestError(what, error.expected, mend, "max_completion_tokens") from None
         raise

@@ -37,24 +37,14 @@ class Body(Struct):
     """What a client posts.
 
     NOT_YET: fields that would change the answer, with the values that ask for what happens anyway; others are refused
-    OTHERS: fields that are taken with any value, and change nothing; UNUSED: such ones among the struct's own
+    OTHERS: fields that are taken with any value, and change nothing
+    UNUSED: such ones among the struct's own; UNUSED_WITHIN: such ones of an object that is a field
     """
 
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     OTHERS: ClassVar[frozenset[str]] = frozenset()
     UNUSED: ClassVar[frozenset[str]] = frozenset()
-
-    def ignored(self) -> set[str]:
-        """As it was decoded: what is set and changes nothing, so that the client is told; HARMLESS goes unsaid."""
-        told = (self.OTHERS | self.UNUSED) - HARMLESS
-        return {name for name in told if getattr(self, name) not in (UNSET, None)}
-
-    def let_go(self) -> None:
-        """Of texts, lists and objects: decoded they may be many times the body, and an answer may take minutes."""
-        for name in self.__struct_fields__:
-            held = getattr(self, name)
-            if isinstance(held, (str, list, dict)):
-                setattr(self, name, type(held)())
+    UNUSED_WITHIN: ClassVar[Mapping[str, frozenset[str]]] = {}
 
 
 # gc=False: what comes from JSON holds no cycles, and hundreds of thousands of messages would keep the collector busy
@@ -229,11 +219,6 @@ class ChatRequest(SamplingFields, kw_only=True):
         dict[str, Any] | None, described("further variables for the chat template, such as enable_thinking")
     ] = None
     add_special_tokens: Annotated[bool | None, described("in front of what the template wrote", False)] = None
-
-    def ignored(self) -> set[str]:
-        """Of two names for the length, today's counts."""
-        old, new = self.max_tokens, self.max_completion_tokens
-        return super().ignored() | ({"max_tokens"} if old is not None and new not in (None, old) else set())
 
 
 class CompletionRequest(SamplingFields, kw_only=True):

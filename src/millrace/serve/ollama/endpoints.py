@@ -22,7 +22,7 @@ from millrace.serve.backend import Backend, Models
 from millrace.serve.blocks import Blocks, Kind
 from millrace.serve.conversation import PLAINLY, Conversation, Rendering
 from millrace.serve.errors import Problem
-from millrace.serve.fields import check_neutral, terms_of
+from millrace.serve.fields import check_neutral, let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, start
 from millrace.serve.ollama.protocol import (
     OllamaChatRequest,
@@ -74,7 +74,7 @@ async def chat(backend: TextBackend, call: Call, asked: OllamaChatRequest) -> AS
     if not asked.messages:
         return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), message=OutOllamaMessage("")))
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(asked))
-    asked.let_go()
+    let_go(asked)
     generation = await converse(backend, call, conversation)
     return await _Answer(generation, call, is_chat=True).response(backend, asked.stream is not False)
 
@@ -86,7 +86,7 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
     params = _params(asked)
     if asked.raw:
         terms, (ids,) = terms_of(asked), await backend.texts.encode([asked.prompt], True, "prompt")
-        asked.let_go()
+        let_go(asked)
         check_context(len(ids), params.max_tokens, backend.model.max_context, "prompt")
         generation = await start(backend, [ids], params, call, terms)
     else:
@@ -96,7 +96,7 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
             messages=messages, params=params, rendering=_rendering(asked.think), terms=terms_of(asked)
         )  # fmt: skip
         del messages
-        asked.let_go()
+        let_go(asked)
         generation = await converse(backend, call, conversation)
     return await _Answer(generation, call, is_chat=False).response(backend, asked.stream is not False)
 

@@ -16,6 +16,7 @@ class OllamaRequest(TermsFields, kw_only=True):
     }  # fmt: skip
     OTHERS: ClassVar = frozenset(["truncate", "shift"])
     UNUSED: ClassVar = frozenset(["keep_alive"])
+    UNUSED_WITHIN: ClassVar = {"options": IGNORED_OPTIONS}
 
     model: Annotated[str | None, described("one of /api/tags; may be left out")] = None
     options: Annotated[dict[str, Any] | None, described("num_predict, temperature, top_k, top_p, seed, stop, ...")] = (
@@ -29,11 +30,6 @@ class OllamaRequest(TermsFields, kw_only=True):
     def __post_init__(self) -> None:
         if self.model is not None:  # the tag that clients put behind every name
             self.model = self.model.removesuffix(":latest")
-
-    def ignored(self) -> set[str]:
-        options = (self.options or {}).items()
-        of_options = {f"options.{name}" for name, value in options if name in IGNORED_OPTIONS and value is not None}
-        return super().ignored() | of_options
 
 
 class OllamaFunction(Struct, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from millrace.errors import RequestError
 from millrace.runtime.params import Delta, FinishReason, check_context
 from millrace.serve.blocks import Kind
-from millrace.serve.fields import completion_params, terms_of, texts_or_ids, wants_receipt
+from millrace.serve.fields import completion_params, let_go, terms_of, texts_or_ids, wants_receipt
 from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start, usage_of
 from millrace.serve.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
 from millrace.serve.protocol import CompletionRequest
@@ -33,7 +33,7 @@ async def completions(backend: TextBackend, call: Call, asked: CompletionRequest
     if asked.echo:
         pairs = zip(given, prompts, strict=True)
         echoes = [await backend.texts.echo(said, ids, special, params.skip_special_tokens) for said, ids in pairs]
-    asked.let_go()
+    let_go(asked)
     given = []
     whole_bytes = None if asked.stream else COMPLETION_BYTES
     with_receipt = wants_receipt(asked, len(prompts))

@@ -23,7 +23,7 @@ from millrace.serve.backend import Models
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
 from millrace.serve.conversation import Conversation, Rendering
 from millrace.serve.errors import GenerationFailedError, Problem
-from millrace.serve.fields import terms_of
+from millrace.serve.fields import let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
 from millrace.serve.replies import json_reply
@@ -65,7 +65,7 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
         )
     is_large = call.body_bytes + (len(before.said) if before else 0) > LARGE_BODY
     conversation, said, reply = await backend.off_loop(is_large, partial(_read, asked, before, call.model))
-    asked.let_go()
+    let_go(asked)
     generation = await converse(backend, call, conversation)
     answer = _Answer(generation, reply)
     kept = _kept(answer, Kept(reply.id, call.tenant, said), backend.responses if reply.store else None)

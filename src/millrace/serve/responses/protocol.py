@@ -14,6 +14,7 @@ class ResponsesRequest(TermsFields, kw_only=True):
 
     OTHERS: ClassVar = (HARMLESS | IGNORED | {"stream_options"}) - {"store", "metadata", "user", "reasoning"}
     UNUSED: ClassVar = frozenset(["include", "reasoning"])
+    UNUSED_WITHIN: ClassVar = {"text": frozenset(["verbosity"])}
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "truncation": ("disabled",), "conversation": (), "prompt": (), "context_management": (), "max_tool_calls": (),
         "top_logprobs": (0,),
@@ -48,10 +49,6 @@ class ResponsesRequest(TermsFields, kw_only=True):
     stream: Annotated[bool | None, described("server-sent events instead of one answer", False)] = None
     metadata: Annotated[dict[str, str] | None, described("given back")] = None
     user: Annotated[str | None, described("given back")] = None
-
-    def ignored(self) -> set[str]:
-        has_verbosity = (self.text or {}).get("verbosity") is not None
-        return super().ignored() | ({"text.verbosity"} if has_verbosity else set())
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):
