@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from millrace.bench.server_process import ServerProcess
+from tests.support.cache import own_cache
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request
@@ -37,11 +38,7 @@ def browser() -> Iterator["Browser"]:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """XDG_CACHE_HOME, and no hub: nothing touches the user's engine cache."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.setenv("HF_HUB_OFFLINE", "1")
+    with own_cache(tmp_path_factory) as folder:
         yield folder
 
 

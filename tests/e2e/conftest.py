@@ -13,6 +13,7 @@ from millrace.compile.find import BUNDLED
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
 from tests.e2e.live import Live, live
+from tests.support.cache import own_cache
 from tests.support.checkpoints import random_checkpoint
 from tests.support.shared import shared
 
@@ -27,11 +28,7 @@ def built(checkpoint: Path, out: Path, precision: str, max_context: int | None =
 
 @pytest.fixture(scope="package", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """XDG_CACHE_HOME, and no hub."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.setenv("HF_HUB_OFFLINE", "1")
+    with own_cache(tmp_path_factory) as folder:
         yield folder
 
 

@@ -140,6 +140,22 @@ def test_any_schedule_gives_the_solo_answers(seed: int) -> None:
                 assert got == want
 
 
+def test_the_history_tells_the_prompt_from_output_that_is_computed_again() -> None:
+    of = limits(n_pages=12, page_tokens=2, max_context=24, max_sequences=6)
+    loop = make_loop(of, prefix_cache=False)
+    clients = [Client(loop, [i] * 7, SamplingParams(max_tokens=12, ignore_eos=True, seed=i)) for i in range(3)]
+    run_all(loop)
+    again, n_preempted = 0, loop.stats().preemptions_total
+    for client in clients:
+        parts = [part for step in loop.history.steps for part in step.parts if part.request == client.request.order]
+        assert all(p.n_prompt == len([at for at in range(p.start, p.start + p.n) if at < 7]) for p in parts)
+        n_starts = sum(part.start == 0 for part in parts)  # nothing is cached: each computes the prompt from its start
+        assert sum(part.n_prompt for part in parts) == 7 * n_starts
+        assert n_starts == 1 + client.request.timings.n_preemptions and sum(part.draws for part in parts) == 12
+        again += sum(part.n - part.n_prompt for part in parts) - 11  # of 12 that are drawn, the last is not computed
+    assert n_preempted > 0 and again > 0
+
+
 def test_the_random_schedules_do_preempt() -> None:
     """The test above would prove little if its pools were never short."""
     of = limits(n_pages=12, page_tokens=2, max_context=24, max_sequences=6)

@@ -197,6 +197,24 @@ def test_one_that_is_being_answered_cannot_be_gone_on_from(gated: Running, gate:
     assert post(gated.url, RESPONSES, {**LATER, "background": False, "previous_response_id": own}).status_code == 200
 
 
+def test_one_that_was_cancelled_can_be_gone_on_from_at_once(gated: Running, gate: threading.Semaphore) -> None:
+    """While its last step is still being computed; what comes of that changes nothing."""
+    own = post(gated.url, RESPONSES, {**LATER, "max_output_tokens": 60}).json()["id"]
+    gate.release(8)
+    until(lambda: gated.stats().generation_tokens_total >= 5)
+    cancelled = httpx.post(f"{gated.url}{RESPONSES}/{own}/cancel").json()
+    said = cancelled["output"][0]["content"][0]["text"]
+    after = post(gated.url, RESPONSES, {**LATER, "previous_response_id": own})
+    assert cancelled["status"] == "cancelled" and said and after.status_code == 200, after.text
+    gate.release(1000)
+    ended(gated, after.json()["id"])
+    assert stored(gated, own) == cancelled
+    hi = {"role": "user", "content": LATER["input"]}
+    talk = [hi, {"role": "assistant", "content": said}, hi]
+    whole = post(gated.url, RESPONSES, {**LATER, "background": False, "input": talk}).json()
+    assert whole["output"][0]["content"] == stored(gated, after.json()["id"])["output"][0]["content"] != []
+
+
 def test_one_without_an_answer_cannot_be_gone_on_from(gated: Running, gate: threading.Semaphore) -> None:
     """It is cancelled within its prompt, which takes two steps."""
     own = post(gated.url, RESPONSES, {**LATER, "input": "abcdefgh " * 12}).json()["id"]
@@ -267,7 +285,7 @@ def test_large_tools_are_read_beside_the_event_loop(
 
 
 def kept(n: int, n_bytes: int, answered: bool = True) -> Kept:
-    return Kept(f"resp_{n}", "", b"x" * (n_bytes - OVERHEAD_BYTES), cancel=None if answered else lambda: None)
+    return Kept(f"resp_{n}", "", b"x" * (n_bytes - OVERHEAD_BYTES), status="completed" if answered else "in_progress")
 
 
 def test_the_store_is_bounded_in_bytes_and_in_number(monkeypatch: pytest.MonkeyPatch) -> None:

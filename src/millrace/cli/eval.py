@@ -70,10 +70,8 @@ def _results(
         precision = ", ".join(f"{name} {p}" for name, p in m.precision.items())
         about = About(found.name, m.identity, precision, task.name, task.digest)
         kept = Kept(out or env.cache / "eval" / f"{digest((about.engine, about.task, about.data))}.jsonl", about)
-        limits = found.executor.limits
-        room = min(limits.max_context, limits.n_pages * limits.page_tokens)
         try:
-            answer(found.executor, task.groups(found.tokenizer, room), kept, report)
+            answer(found.executor, task.groups(found.tokenizer, found.executor.limits.context_tokens), kept, report)
         finally:
             kept.close()
     return Results(about, kept.chosen)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInputs
+from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, plain_rows
 from millrace.errors import RequestError
 from millrace.evaluate.divergence import LogProbs, Runs, log_softmax
 
@@ -82,7 +82,7 @@ def _sequences(asked: Sequence[Question]) -> Iterator[_Sequence]:
 
 
 def _check(limits: ExecutorLimits, sequences: Sequence[_Sequence]) -> None:
-    room = min(limits.max_context, limits.n_pages * limits.page_tokens)
+    room = limits.context_tokens
     for s in sequences:
         tokens = [int(s.ids.min()), int(s.ids.max()), *(token for _, _, token in s.targets)]
         if len(s.ids) > room or min(tokens) < 0 or max(tokens) >= limits.vocab_size:
@@ -163,9 +163,8 @@ def _shared(sequences: Sequence[_Sequence]) -> int:
 
 def _step(parts: Sequence[tuple[IntArray, int, Sequence[int]]], rows: Sequence[int]) -> StepInputs:
     """parts: (tokens, position of the first, the sequence's pages)"""
-    sampling = np.zeros(len(rows), SAMPLING)
-    sampling["token"], sampling["target"] = rows, -1
-    sampling["top_p"], sampling["repetition_penalty"], sampling["n_top"] = 1, 1, -1
+    sampling = plain_rows(len(rows))
+    sampling["token"] = rows
     empty = np.zeros(0, np.int32)
     return StepInputs(
         tokens=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int32),

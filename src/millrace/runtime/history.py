@@ -13,13 +13,17 @@ MOST_TRACES, MOST_STEPS = 8, 512  # that are told at a time: the last ones of an
 
 
 class Part(NamedTuple):
-    """Of a step: `n` tokens of a choice from `start` on, after which the next one was drawn or not."""
+    """Of a step: `n` tokens of a choice from `start` on, after which the next one was drawn or not.
+
+    n_prompt: of them in the prompt; the others are output, to draw the next one or again after a preemption
+    """
 
     request: int  # the order in which requests came
     request_id: str
     choice: int
     start: int
     n: int
+    n_prompt: int
     draws: bool
 
 

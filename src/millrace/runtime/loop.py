@@ -17,7 +17,7 @@ from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOut
 from millrace.errors import BusyError, MillraceError, RequestError
 from millrace.runtime.batch import BatchBuilder, Step, token_logprobs
 from millrace.runtime.grammar import Grammars, Matcher
-from millrace.runtime.history import History, Part, RequestSeen, RequestTrace, StepSeen, traces
+from millrace.runtime.history import History, RequestSeen, RequestTrace, StepSeen, traces
 from millrace.runtime.order import Policy, first_come
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, check_prompt, resolve
@@ -290,8 +290,7 @@ class EngineLoop:
         self._scheduler.commit(step, now_s - started_s)
         self._counters.steps += 1
         self._counters.step_tokens += step.n_tokens
-        chunks = ((c, c.sequence, c.sequence.request) for c in step.chunks)
-        parts = tuple(Part(r.order, r.id, r.first + seq.index, c.start, c.n, c.draws) for c, seq, r in chunks)
+        parts = tuple(chunk.seen for chunk in step.chunks)
         n, n_waiting = self._counters.steps, len(self._scheduler.waiting)
         self.history.steps.append(StepSeen(n, started_s, now_s - started_s, n_waiting, parts))
         self._distribute(step, outputs, now_s)

@@ -1,4 +1,4 @@
-"""An answer as blocks, one after the other: thoughts, text, calls. Two protocols have them: Responses and Messages.
+"""An answer as blocks, one after the other: thoughts, text, calls. All four protocols read answers so.
 
 Each block is opened, added to, and closed before the next begins.
 """

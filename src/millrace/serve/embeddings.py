@@ -19,7 +19,7 @@ from millrace.errors import BusyError, MillraceError, RequestError
 from millrace.runtime.embedding import EncoderLoop, EncoderStats, Vectors, checked_ids, truncated, truncation
 from millrace.runtime.service import RETRY_HIGH_S, RETRY_LOW_S, ServiceOptions, ends
 from millrace.serve.backend import Backend, ServedModel
-from millrace.serve.fields import texts_or_ids
+from millrace.serve.fields import let_go, texts_or_ids
 from millrace.serve.metrics import counter, gauge
 from millrace.serve.protocol import EmbeddingRequest
 from millrace.serve.replies import Embedding, EmbeddingReply, EmbeddingUsage
@@ -130,7 +130,8 @@ async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingReques
     """A vector for each text of the request, in their order. raises MillraceError"""
     _check(asked, backend)
     texts = await _token_ids(backend, asked)
-    asked.input = ""  # it may be many times the body, and the answer may take a while
+    in_base64 = asked.encoding_format == "base64"
+    let_go(asked)
     n_tokens = sum(map(len, texts))
     call.log.prompt_tokens = n_tokens
     held = backend.unsent.share()
@@ -140,7 +141,6 @@ async def embeddings(backend: EncoderBackend, call: Call, asked: EmbeddingReques
         reply = EmbeddingReply(f"embd-{call.id}", int(time.time()), call.model, [], EmbeddingUsage(n_tokens, n_tokens))
 
         def written() -> bytes:
-            in_base64 = asked.encoding_format == "base64"
             reply.data = [Embedding(i, _base64(v) if in_base64 else v.tolist()) for i, v in enumerate(vectors)]
             return msgspec.json.encode(reply)
 

@@ -21,7 +21,7 @@ from millrace.runtime.params import MAX_LOGPROBS, SamplingParams
 from millrace.runtime.request import FREELY, Terms
 from millrace.serve.conversation import Rendering
 from millrace.serve.errors import HttpError, not_yet
-from millrace.serve.other_fields import ELSEWHERE, IGNORED, INSTEAD, OTHER_NAMES
+from millrace.serve.other_fields import ELSEWHERE, HARMLESS, INSTEAD, OTHER_NAMES
 from millrace.serve.protocol import (
     Body,
     CalledFunction,
@@ -65,11 +65,15 @@ def decode(body: bytes, kind: type[T]) -> T:
     except ValueError as error:  # msgspec.DecodeError, integers with thousands of digits
         raise _no_json(str(error)) from None
     for name, neutral in kind.NOT_YET.items():  # in this order: of two that clients send together, the cause
-        value = getattr(asked, name)
-        if value is not UNSET and value is not None and value not in neutral:
-            raise not_yet(name, _mend(name, neutral))
+        check_neutral(name, getattr(asked, name), neutral)
     assert isinstance(asked, kind)
     return asked
+
+
+def check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
+    """raises RequestError where it asks for what is not supported yet"""
+    if value is not UNSET and value is not None and value not in neutral:
+        raise not_yet(name, _mend(name, neutral))
 
 
 @contextmanager
@@ -84,13 +88,17 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def take_ignored(asked: msgspec.Struct, kind: type[Body]) -> tuple[str, ...]:
+def take_ignored(asked: Body, kind: type[Body]) -> tuple[str, ...]:
     """Those of the request that change nothing, and of which the client is told so.
 
     What they hold is let go of, and so is that of every other field that `kind` does not have: decoded, it is many
     times the body, and an answer may take minutes.
     """
-    told = {n for n in IGNORED & set(asked.__struct_fields__) if getattr(asked, n) not in (UNSET, None)}
+    told = {n for n in (kind.OTHERS | kind.UNUSED) - HARMLESS if getattr(asked, n) not in (UNSET, None)}
+    for name, unused in kind.UNUSED_WITHIN.items():
+        told |= {
+            f"{name}.{n}" for n, value in (getattr(asked, name) or {}).items() if n in unused and value is not None
+        }
     if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:  # of two, today's name counts
         if asked.max_tokens not in (None, asked.max_completion_tokens):
             told.add("max_tokens")
@@ -98,6 +106,14 @@ def take_ignored(asked: msgspec.Struct, kind: type[Body]) -> tuple[str, ...]:
     for name in set(asked.__struct_fields__) - set(kind.__struct_fields__):
         setattr(asked, name, UNSET)
     return tuple(sorted(told))
+
+
+def let_go(asked: Body) -> None:
+    """Of its texts, lists and objects: decoded they may be many times the body, and an answer may take minutes."""
+    for name in asked.__struct_fields__:
+        held = getattr(asked, name)
+        if isinstance(held, (str, list, dict)):
+            setattr(asked, name, type(held)())
 
 
 def texts_or_ids(given: str | list[str | int | list[int]], field: str) -> list[str] | list[list[int]]:

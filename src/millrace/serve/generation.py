@@ -57,12 +57,7 @@ class Generation:
     """
 
     def __init__(
-        self,
-        handle: RequestHandle,
-        params: SamplingParams,
-        call: Call,
-        backend: TextBackend,
-        heard: Heard,
+        self, handle: RequestHandle, params: SamplingParams, call: Call, backend: TextBackend, heard: Heard
     ) -> None:
         """heard: how its answers are read"""
         self.handle = handle
@@ -70,7 +65,7 @@ class Generation:
         n = len(handle.requests) * params.n
         self._readers = None if heard.new_reader is None else [heard.new_reader() for _ in range(n)]
         self._n_thought, self._known = 0, backend.model.metadata
-        self._digests = [hashlib.blake2b(digest_size=16) for _ in range(n)] if call.receipt else []
+        self._digests: list[hashlib.blake2b] = []  # of each choice's tokens, for a receipt
         self.new_call_id = short_call_id if backend.speech.calls.short_ids else call_id
         self._call, self._metrics = call, backend.metrics
         self._held = backend.unsent.share()
@@ -78,6 +73,10 @@ class Generation:
         self._last_s: dict[int, float] = {}  # when each choice last got a token
         self._first_token_seen = False
         self._reasons: set[str] = set()
+
+    def keep_receipt(self) -> None:
+        """Before the first token: `asked` will have it."""
+        self._digests = [hashlib.blake2b(digest_size=16) for _ in range(self.n_choices)]
 
     @property
     def n_choices(self) -> int:

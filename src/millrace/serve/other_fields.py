@@ -17,21 +17,33 @@ HARMLESS: frozenset[str] = frozenset(
         "prompt_cache_retention",
     ]
 )
+# Of memory and threads: llama.cpp's names, and Ollama's.
+_MEMORY: frozenset[str] = frozenset(
+    [
+        *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock"),
+        *("low_vram", "f16_kv", "vocab_only"),
+    ]
+)
+# Of llama.cpp's samplers that are off.
+_OF_SAMPLERS: frozenset[str] = frozenset(
+    [
+        *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"),
+        *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    ]
+)
+# Those that Ollama's clients send in `options`, and llama.cpp's beside the other fields.
+IGNORED_OPTIONS = _MEMORY | _OF_SAMPLERS
 # Other servers know them: OpenAI's for reasoning models, vLLM's, SGLang's and llama.cpp's for caches and batches,
 # Ollama's for memory, LiteLLM's and OpenRouter's for routing. Any value is taken, changes no answer here, and is named
 # in the header `x-millrace-ignored` and in the log.
-IGNORED: frozenset[str] = frozenset(
+IGNORED: frozenset[str] = IGNORED_OPTIONS | frozenset(
     [
         *("reasoning_effort", "verbosity", "reasoning", "include_reasoning", "separate_reasoning", "stream_reasoning"),
         *("think", "thinking", "prediction"),
         *("request_id", "kv_transfer_params", "mm_processor_kwargs", "rid", "cache_prompt", "id_slot"),
         *("timings_per_token", "return_progress"),
-        *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock", "keep_alive"),
-        *("provider", "route", "models", "transforms", "usage", "session_id", "trace", "tags"),
+        *("keep_alive", "provider", "route", "models", "transforms", "usage", "session_id", "trace", "tags"),
         *("caching", "drop_params", "num_retries", "timeout", "request_timeout", "fallbacks"),
-        # of llama.cpp's samplers that are off
-        *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"),
-        *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
     ]
 )
 # What others call a field of ours.
@@ -98,6 +110,7 @@ LLAMA_NOT_YET: Mapping[str, tuple[object, ...]] = {
     "eta_cutoff": (0,),
     "no_repeat_ngram_size": (0,),
     "penalize_nl": (False,),
+    "penalize_newline": (True,),
     "repeat_last_n": (-1,),
     "n_keep": (0, -1),
     "num_keep": (0, -1),

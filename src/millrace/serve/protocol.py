@@ -38,10 +38,13 @@ class Body(Struct):
 
     NOT_YET: fields that would change the answer, with the values that ask for what happens anyway; others are refused
     OTHERS: fields that are taken with any value, and change nothing
+    UNUSED: such ones among the struct's own; UNUSED_WITHIN: such ones of an object that is a field
     """
 
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     OTHERS: ClassVar[frozenset[str]] = frozenset()
+    UNUSED: ClassVar[frozenset[str]] = frozenset()
+    UNUSED_WITHIN: ClassVar[Mapping[str, frozenset[str]]] = {}
 
 
 # gc=False: what comes from JSON holds no cycles, and hundreds of thousands of messages would keep the collector busy

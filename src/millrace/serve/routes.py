@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
@@ -43,6 +42,7 @@ from millrace.serve.errors import (
 from millrace.serve.fields import decode, take_ignored
 from millrace.serve.management import unknown_path
 from millrace.serve.openapi import Operation
+from millrace.serve.protocol import Body
 from millrace.serve.wire import CALL, Bodies, Call, RequestLog, header, log_request, read_body, unless_gone
 from millrace.settings import read_given
 
@@ -171,7 +171,7 @@ class Handler:
                 request = await self._read(scope, receive, admitted)
                 await unless_gone(receive, self._answer(request, scope, receive, send))
 
-    async def _read(self, scope: Scope, receive: Receive, admitted: ExitStack) -> msgspec.Struct:
+    async def _read(self, scope: Scope, receive: Receive, admitted: ExitStack) -> Body:
         """The request, checked; admitted as soon as it is there. Its body is let go of: an answer may take minutes."""
         kind, call = self.endpoint.operation.request, scope[CALL]
         assert kind is not None, self.endpoint.path

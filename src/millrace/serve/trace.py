@@ -27,7 +27,7 @@ class StepReply(Struct):
     step: int
     at_ms: float
     took_ms: float
-    prompt_tokens: int
+    prompt_tokens: int  # computed in it; output that is computed again after a preemption is none
     drawn_tokens: int
     all_tokens: int  # with those of others in the same step
     others: int  # sequences beside this request's
@@ -74,7 +74,7 @@ def _trace(trace: RequestTrace) -> TraceReply:
     steps = [
         StepReply(
             step.number, _ms(step.began_s - queued_s), _ms(step.took_s),
-            sum(part.n - part.draws for part in parts), sum(part.draws for part in parts),
+            sum(part.n_prompt for part in parts), sum(part.draws for part in parts),
             sum(part.n for part in step.parts), len(step.parts) - len(parts), step.waiting,
         )
         for step, parts in trace.steps
@@ -110,7 +110,7 @@ def timeline(models: Models, scope: Scope) -> Response:
 
 
 def _drawn(steps: Iterable[StepSeen]) -> dict[str, object]:
-    """A row for each sequence, a block for each of its steps: prompt tokens computed, or a token drawn."""
+    """A row for each sequence, a block for each of its steps: prompt tokens, a token drawn, or output once more."""
     steps = list(steps)
     if not steps:
         return {"rows": [], "height": TOP, "ticks": [], "n_steps": 0, "n_left_out": 0, "waiting": []}
@@ -120,10 +120,11 @@ def _drawn(steps: Iterable[StepSeen]) -> dict[str, object]:
     for step, begin_s in zip(steps, begins, strict=True):
         at, width = x.at(begin_s), max(0.8, x.at(begin_s + step.took_s) - x.at(begin_s))
         for part in step.parts:
-            n_prompt = part.n - part.draws
-            what = f"{n_prompt} prompt tokens" if n_prompt else "a token"
+            again = "a token" if part.draws else f"{part.n} tokens again"
+            what = f"{part.n_prompt} prompt tokens" if part.n_prompt else again
             title = f"step {step.number}: {what}, {step.took_s * 1e3:.1f} ms, {len(step.parts)} sequences"
-            block: dict[str, object] = {"x": at, "width": round(width, 2), "kind": 1 if n_prompt else 0, "title": title}
+            kind = 1 if part.n_prompt else 0
+            block: dict[str, object] = {"x": at, "width": round(width, 2), "kind": kind, "title": title}
             blocks.setdefault((part.request_id, part.choice), []).append(block)
     shown = list(blocks.items())[-SHOWN_ROWS:]
     rows = [

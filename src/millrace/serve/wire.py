@@ -136,7 +136,6 @@ class Call:
     ignored: tuple[str, ...] = ()  # fields of the request that change nothing
     names: Mapping[str, str] = field(default_factory=dict)  # once it is read: our fields -> as its client knows them
     model: str = ""  # the name that it asked for, or that of the model which answers
-    receipt: bool = False  # asked for
     tenant: str = ""  # whose key it came with, where there are several
 
 

@@ -28,7 +28,7 @@ from millrace.serve.anthropic.protocol import (
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
 from millrace.serve.conversation import PLAINLY, Conversation, Rendering
 from millrace.serve.errors import Problem, not_yet
-from millrace.serve.fields import terms_of
+from millrace.serve.fields import let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
@@ -60,7 +60,7 @@ async def messages(backend: TextBackend, call: Call, asked: MessagesRequest) -> 
     """The response, or the stream that will be one. raises MillraceError"""
     params = _params(asked)
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: conversation_of(asked, params))
-    _let_go(asked)
+    let_go(asked)
     generation = await converse(backend, call, conversation)
     answer = _Answer(generation, call.model)
     if asked.stream:
@@ -76,17 +76,12 @@ async def count_tokens(backend: TextBackend, call: Call, asked: CountRequest) ->
     conversation = await backend.off_loop(
         call.body_bytes > LARGE_BODY, lambda: conversation_of(asked, SamplingParams())
     )
-    _let_go(asked)
+    let_go(asked)
     specs = conversation.tools.specs if conversation.tools else ()
     ids = await backend.texts.encode_chat(
         conversation.messages, conversation.rendering, tools=specs, body_bytes=call.body_bytes, bounded=False
     )
     return json_reply(CountReply(len(ids)))
-
-
-def _let_go(asked: CountRequest) -> None:
-    """What it is decoded to may be many times the body, and the answer may take minutes."""
-    asked.messages, asked.system, asked.tools, asked.tool_choice, asked.thinking = [], None, None, None, None
 
 
 def _params(asked: MessagesRequest) -> SamplingParams:

@@ -22,7 +22,7 @@ from millrace.serve.backend import Backend, Models
 from millrace.serve.blocks import Blocks, Kind
 from millrace.serve.conversation import PLAINLY, Conversation, Rendering
 from millrace.serve.errors import Problem
-from millrace.serve.fields import terms_of
+from millrace.serve.fields import check_neutral, let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, start
 from millrace.serve.ollama.protocol import (
     OllamaChatRequest,
@@ -42,6 +42,7 @@ from millrace.serve.ollama.protocol import (
     OutOllamaMessage,
 )
 from millrace.serve.openapi import Operation
+from millrace.serve.other_fields import IGNORED_OPTIONS, LLAMA_NOT_YET
 from millrace.serve.protocol import Body, CalledFunction, Message, ToolCall
 from millrace.serve.replies import json_reply
 from millrace.serve.routes import Endpoint, Posted, Protocol, get
@@ -58,14 +59,6 @@ _OPTIONS = {
     "frequency_penalty": "frequency_penalty",
 }  # fmt: skip
 _NAMES = {ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()}
-# Of memory, threads and samplers that are off here: they change nothing.
-_HARMLESS = frozenset(
-    [
-        *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock", "low_vram"),
-        *("num_keep", "repeat_last_n", "tfs_z", "typical_p", "mirostat", "mirostat_eta", "mirostat_tau"),
-        *("penalize_newline", "vocab_only", "f16_kv"),
-    ]
-)
 
 
 def write_error(problem: Problem) -> bytes:
@@ -81,7 +74,7 @@ async def chat(backend: TextBackend, call: Call, asked: OllamaChatRequest) -> AS
     if not asked.messages:
         return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), message=OutOllamaMessage("")))
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(asked))
-    asked.messages, asked.options, asked.tools = [], None, None  # decoded they may be many times the body
+    let_go(asked)
     generation = await converse(backend, call, conversation)
     return await _Answer(generation, call, is_chat=True).response(backend, asked.stream is not False)
 
@@ -92,15 +85,18 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
         return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), response=""))
     params = _params(asked)
     if asked.raw:
-        (ids,) = await backend.texts.encode([asked.prompt], True, "prompt")
+        terms, (ids,) = terms_of(asked), await backend.texts.encode([asked.prompt], True, "prompt")
+        let_go(asked)
         check_context(len(ids), params.max_tokens, backend.model.max_context, "prompt")
-        generation = await start(backend, [ids], params, call, terms_of(asked))
+        generation = await start(backend, [ids], params, call, terms)
     else:
         system = [Message("system", asked.system)] if asked.system else []
         messages = [*system, Message("user", asked.prompt)]
         conversation = Conversation(
             messages=messages, params=params, rendering=_rendering(asked.think), terms=terms_of(asked)
         )  # fmt: skip
+        del messages
+        let_go(asked)
         generation = await converse(backend, call, conversation)
     return await _Answer(generation, call, is_chat=False).response(backend, asked.stream is not False)
 
@@ -209,12 +205,14 @@ def _params(asked: OllamaRequest) -> SamplingParams:
     """raises RequestError"""
     given: dict[str, Any] = {}
     for name, value in (asked.options or {}).items():
-        if name in _OPTIONS and value is not None:
-            given[_OPTIONS[name]] = value
-        elif name not in _HARMLESS and name not in _OPTIONS:
-            raise RequestError(
-                f"options has no {name!r:.60}", nearest(name, [*_OPTIONS, *_HARMLESS]), "correct options", "options"
-            )
+        if name in _OPTIONS:
+            if value is not None:
+                given[_OPTIONS[name]] = value
+        elif name in LLAMA_NOT_YET:
+            check_neutral(f"options.{name}", value, LLAMA_NOT_YET[name])
+        elif name not in IGNORED_OPTIONS:
+            expected = nearest(name, [*_OPTIONS, *LLAMA_NOT_YET, *IGNORED_OPTIONS], _OPTIONS)
+            raise RequestError(f"options has no {name!r:.60}", expected, "correct options", "options")
     if given.get("max_tokens") in (-1, -2):  # to the end of the context, which is what happens
         del given["max_tokens"]
     if isinstance(given.get("stop"), list):

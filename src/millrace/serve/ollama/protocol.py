@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from millrace.serve.other_fields import IGNORED_OPTIONS
 from millrace.serve.protocol import Body, TermsFields, described
 
 
@@ -14,6 +15,8 @@ class OllamaRequest(TermsFields, kw_only=True):
         "top_logprobs": (0,),
     }  # fmt: skip
     OTHERS: ClassVar = frozenset(["truncate", "shift"])
+    UNUSED: ClassVar = frozenset(["keep_alive"])
+    UNUSED_WITHIN: ClassVar = {"options": IGNORED_OPTIONS}
 
     model: Annotated[str | None, described("one of /api/tags; may be left out")] = None
     options: Annotated[dict[str, Any] | None, described("num_predict, temperature, top_k, top_p, seed, stop, ...")] = (

@@ -12,7 +12,7 @@ from millrace.checkpoint.tool_calls.reader import CallPart
 from millrace.runtime.params import Delta, TokenLogprobs
 from millrace.serve.blocks import Blocks, Kind
 from millrace.serve.conversation import Conversation
-from millrace.serve.fields import chat_params, rendering_of, terms_of, wants_receipt
+from millrace.serve.fields import chat_params, let_go, rendering_of, terms_of, wants_receipt
 from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, converse, events
 from millrace.serve.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
 from millrace.serve.protocol import ChatRequest
@@ -38,9 +38,11 @@ from millrace.serve.wire import Call
 async def chat_completions(backend: TextBackend, call: Call, asked: ChatRequest) -> ASGIApp:
     """The response, or the stream that will be one. raises MillraceError"""
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, partial(_conversation, asked))
-    asked.messages, asked.tools = [], None  # what they are decoded to may be many times the body
-    call.receipt = wants_receipt(asked)
+    let_go(asked)
+    with_receipt = wants_receipt(asked)
     generation = await converse(backend, call, conversation)
+    if with_receipt:
+        generation.keep_receipt()
     answer = _Answer(backend, generation, f"chatcmpl-{call.id}", call.model)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from millrace.errors import RequestError
 from millrace.runtime.params import Delta, FinishReason, check_context
 from millrace.serve.blocks import Kind
-from millrace.serve.fields import completion_params, terms_of, texts_or_ids, wants_receipt
+from millrace.serve.fields import completion_params, let_go, terms_of, texts_or_ids, wants_receipt
 from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start, usage_of
 from millrace.serve.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
 from millrace.serve.protocol import CompletionRequest
@@ -33,10 +33,13 @@ async def completions(backend: TextBackend, call: Call, asked: CompletionRequest
     if asked.echo:
         pairs = zip(given, prompts, strict=True)
         echoes = [await backend.texts.echo(said, ids, special, params.skip_special_tokens) for said, ids in pairs]
-    asked.prompt, given = "", []  # they may be many times the body, and the answer may take minutes
+    let_go(asked)
+    given = []
     whole_bytes = None if asked.stream else COMPLETION_BYTES
-    call.receipt = wants_receipt(asked, len(prompts))
+    with_receipt = wants_receipt(asked, len(prompts))
     generation = await start(backend, prompts, params, call, terms, continues=True, whole_bytes=whole_bytes)
+    if with_receipt:
+        generation.keep_receipt()
     answer = _Answer(backend, generation, f"cmpl-{call.id}", model, echoes, prompt_only=asked.max_tokens == 0)
     if asked.stream:
         return EventStream(generation, answer.stream(StreamUsage(asked.stream_options, generation)))

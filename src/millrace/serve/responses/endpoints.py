@@ -23,7 +23,7 @@ from millrace.serve.backend import Models
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
 from millrace.serve.conversation import Conversation, Rendering
 from millrace.serve.errors import GenerationFailedError, Problem
-from millrace.serve.fields import terms_of
+from millrace.serve.fields import let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
 from millrace.serve.replies import json_reply
@@ -65,7 +65,7 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
         )
     is_large = call.body_bytes + (len(before.said) if before else 0) > LARGE_BODY
     conversation, said, reply = await backend.off_loop(is_large, partial(_read, asked, before, call.model))
-    _let_go(asked)
+    let_go(asked)
     generation = await converse(backend, call, conversation)
     answer = _Answer(generation, reply)
     kept = _kept(answer, Kept(reply.id, call.tenant, said), backend.responses if reply.store else None)
@@ -102,17 +102,13 @@ def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Con
     return conversation, msgspec.json.encode(said) if reply.store else b"[]", reply
 
 
-def _let_go(asked: ResponsesRequest) -> None:
-    """What it is decoded to may be many times the body, and the answer may take minutes."""
-    asked.input, asked.tools, asked.text, asked.reasoning, asked.metadata = "", None, None, None, None
-    asked.instructions = asked.chat_template_kwargs = asked.tool_choice = None
-
-
 async def _answered(answer: "_Answer", kept: AbstractContextManager[None], raises: bool = False) -> None:
     """raises: GenerationFailedError, unless it was cancelled"""
     with contextlib.suppress(*(() if raises else (GenerationFailedError,))), kept:
         async with answer.generation:
             async for deltas in answer.generation:
+                if answer.is_cancelled:  # what was said by then is settled
+                    break
                 answer.take(deltas)
 
 
@@ -190,9 +186,19 @@ class Feed:
 def _kept(answer: "_Answer", kept: Kept, store: Responses | None) -> Iterator[None]:
     """While it is being answered, and after: for whoever asks for it by its id. store: None: for nobody"""
 
+    def settle() -> None:
+        """Once: whoever cancels it may go on from it at once."""
+        answer.end()
+        if store is not None and kept.is_under_way:
+            kept.cancel = None
+            kept.write(answer.reply)
+            if answer.has_said:
+                kept.add(answer.message)
+            store.changed(kept)
+
     def cancel() -> None:
         answer.cancel()
-        kept.write(answer.reply)
+        settle()
 
     if store is not None:
         kept.cancel = cancel
@@ -205,13 +211,7 @@ def _kept(answer: "_Answer", kept: Kept, store: Responses | None) -> Iterator[No
             answer.fail(error.problem.named(NAMES))
             raise
     finally:
-        answer.end()
-        if store is not None:
-            kept.cancel = None
-            kept.write(answer.reply)
-            if answer.has_said:
-                kept.add(answer.message)
-            store.changed(kept)
+        settle()
 
 
 def retrieve(models: Models, scope: Scope) -> Response:
@@ -222,8 +222,7 @@ def retrieve(models: Models, scope: Scope) -> Response:
 def cancel(models: Models, scope: Scope) -> Response:
     """End a response that is being answered; one that is complete stays what it is."""
     kept = _stored(models, scope)
-    if kept.cancel is not None:
-        kept.cancel()
+    kept.end()
     return _told(kept)
 
 
@@ -267,6 +266,8 @@ class _Answer:
             yield head
             head = b""
         async for deltas in self.generation:
+            if self.is_cancelled:  # what was said by then is settled
+                return
             yield head + b"".join(self._more(deltas))
             head = b""
 
@@ -274,15 +275,15 @@ class _Answer:
         self.reply.status, self.reply.error = "failed", ResponseError(problem.code or "server_error", problem.message)
 
     def cancel(self) -> None:
-        """By a request of its own."""
-        self.is_cancelled, self.reply.status = True, "cancelled"
+        """By a request of its own. Nothing more is taken; one that is complete stays it."""
+        self.is_cancelled = True
         self.generation.handle.cancel()
 
     def end(self) -> None:
         """Nobody answers it any more: where it is not complete, what there is remains."""
         if self.reply.status == "in_progress":
             self.reply.status = "cancelled"
-        if not self.reply.output:
+        if self.reply.usage is None:
             self._settle()
 
     def last_event(self) -> bytes:

@@ -24,6 +24,7 @@ _TOLD: Mapping[str, object] = {
     "text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto",
     "reasoning": {"effort": None, "summary": None}, "metadata": {},
 }  # fmt: skip
+_LOGPROBS = "message.output_text.logprobs"
 MAX_TOLD_BYTES = 128 * 1024
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -33,6 +34,8 @@ _FORMAT = {"type", "name", "schema", "strict", "description"}
 
 def params_of(asked: ResponsesRequest) -> SamplingParams:
     """raises RequestError"""
+    if _LOGPROBS in (asked.include or ()):
+        raise not_yet("include", f'leave "{_LOGPROBS}" out of it')
     return SamplingParams(
         max_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed,
         structured_outputs=_form(asked.text),

@@ -5,7 +5,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from millrace.runtime.params import MAX_LOGPROBS
 from millrace.serve.other_fields import HARMLESS, IGNORED
 from millrace.serve.protocol import TermsFields, described
 
@@ -13,11 +12,12 @@ from millrace.serve.protocol import TermsFields, described
 class ResponsesRequest(TermsFields, kw_only=True):
     """metadata, user and store are given back, as they were sent."""
 
-    OTHERS: ClassVar = (HARMLESS | IGNORED | {"include", "max_tool_calls", "stream_options"}) - {
-        *("store", "metadata", "user", "reasoning", "truncation"),
-    }
+    OTHERS: ClassVar = (HARMLESS | IGNORED | {"stream_options"}) - {"store", "metadata", "user", "reasoning"}
+    UNUSED: ClassVar = frozenset(["include", "reasoning"])
+    UNUSED_WITHIN: ClassVar = {"text": frozenset(["verbosity"])}
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "truncation": ("disabled",), "conversation": (), "prompt": (), "context_management": (),
+        "truncation": ("disabled",), "conversation": (), "prompt": (), "context_management": (), "max_tool_calls": (),
+        "top_logprobs": (0,),
     }  # fmt: skip
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
@@ -27,7 +27,6 @@ class ResponsesRequest(TermsFields, kw_only=True):
     max_output_tokens: Annotated[int | None, described("tokens of the answer at most", low=1)] = None
     temperature: Annotated[float | None, described("0 is greedy", 1.0, 0, 100)] = None
     top_p: Annotated[float | None, described("the likeliest tokens that together are so probable")] = None
-    top_logprobs: Annotated[int | None, described("alternatives per token", 0, 0, MAX_LOGPROBS)] = None
     text: Annotated[
         dict[str, Any] | None, described('{"format": {"type": "text" | "json_object" | "json_schema"}}')
     ] = None
@@ -40,6 +39,7 @@ class ResponsesRequest(TermsFields, kw_only=True):
     ] = None
     parallel_tool_calls: Annotated[bool | None, described("an answer may have several calls", True)] = None
     reasoning: Annotated[dict[str, Any] | None, described("taken; models think as their templates say")] = None
+    include: Annotated[list[str] | None, described("taken; logprobs are not supported yet")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("further variables for the chat template")] = None
     seed: Annotated[int | None, described("the same seed, the same answer")] = None
     store: Annotated[bool | None, described("keep the response for a while, to be asked for or gone on from", True)] = (

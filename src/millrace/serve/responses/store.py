@@ -22,7 +22,7 @@ OVERHEAD_BYTES = 1024  # of one beside its JSON
 class Kept:
     """said: the conversation as a JSON list of Message, with the answer once there is one
 
-    cancel: while it is being answered
+    status alone says whether it is under way; cancel: how to end it then
     """
 
     id: str
@@ -37,9 +37,18 @@ class Kept:
     def n_bytes(self) -> int:
         return len(self.said) + len(self.reply) + OVERHEAD_BYTES
 
+    @property
+    def is_under_way(self) -> bool:
+        return self.status == "in_progress"
+
     def write(self, reply: ResponseReply) -> None:
         """What is known of it now."""
         self.reply, self.status = msgspec.json.encode(reply), reply.status
+
+    def end(self) -> None:
+        """What was said stays; nothing where it has ended."""
+        if self.is_under_way and self.cancel is not None:
+            self.cancel()
 
     def add(self, answer: Message) -> None:
         """At the end of the conversation, which is not empty."""
@@ -63,7 +72,7 @@ class Responses:
         for other in list(self._kept.values()):
             if len(self._kept) <= MAX_KEPT and self.n_bytes <= MAX_KEPT_BYTES:
                 return
-            if other.cancel is None:  # what is still being answered is somebody's
+            if not other.is_under_way:  # what is still being answered is somebody's
                 self._forget(other.id)
 
     def changed(self, kept: Kept) -> None:
@@ -90,7 +99,7 @@ class Responses:
         400 where it failed or was cancelled before it said anything.
         """
         kept, param = self.get(response_id, tenant, "previous_response_id"), "previous_response_id"
-        if kept.cancel is not None:
+        if kept.is_under_way:
             raise HttpError(
                 409, "response_in_progress", f'the response "{response_id[:100]}" is still being answered',
                 "one that has come to its end", "wait until its status is no longer in_progress, or cancel it",
@@ -104,9 +113,7 @@ class Responses:
         return kept
 
     def delete(self, response_id: str) -> None:
-        kept = self._kept[response_id]
-        if kept.cancel is not None:
-            kept.cancel()
+        self._kept[response_id].end()
         self._forget(response_id)
 
     def _forget(self, response_id: str) -> None:
