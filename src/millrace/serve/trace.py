@@ -43,7 +43,7 @@ class TraceReply(Struct):
     total_ms: float | None
     prompt_tokens: int
     cached_tokens: int  # of them: their pages were known, so that nothing was computed
-    prefill_saved_ms: float | None  # by that, at the pace of this request's own prompt
+    prefill_saved_ms: float | None  # by that, at the pace of prompts in this server, of late; None where there was none
     generated_tokens: int
     preemptions: int
     steps: list[StepReply]
@@ -59,16 +59,19 @@ def request_trace(models: Models, scope: Scope) -> Response:
     request_id: str = scope["path_params"]["request_id"]
     call: Call = scope[CALL]
     loops = [backend.model.engine.loop for backend in models.of_kind(TextBackend)]
-    found = [trace for loop in loops for trace in loop.traces(request_id) if trace.seen.tenant == call.tenant]
+    found = [
+        _trace(trace, _prompt_token_s(tuple(loop.history.steps)))
+        for loop in loops for trace in loop.traces(request_id) if trace.seen.tenant == call.tenant
+    ]  # fmt: skip
     if not found:
         raise HttpError(
             404, "request_not_found", f'nothing is known of the request "{request_id[:100]}"',
             "one of the last few hundred", "send the x-request-id that came with the answer",
         )  # fmt: skip
-    return json_reply(TraceList([_trace(one) for one in found]))
+    return json_reply(TraceList(found))
 
 
-def _trace(trace: RequestTrace) -> TraceReply:
+def _trace(trace: RequestTrace, token_s: float | None) -> TraceReply:
     seen, timings = trace.seen, trace.seen.timings
     queued_s = timings.queued_s
     steps = [
@@ -79,14 +82,22 @@ def _trace(trace: RequestTrace) -> TraceReply:
         )
         for step, parts in trace.steps
     ]  # fmt: skip
-    computed = sum(step.prompt_tokens for step in steps)
-    prefill_ms = sum(step.took_ms * step.prompt_tokens / step.all_tokens for step in steps)
-    saved = round(prefill_ms / computed * seen.n_cached, 3) if computed else None
+    saved = None if token_s is None else _ms(seen.n_cached * token_s)
     return TraceReply(
         seen.id, _since(queued_s, timings.first_scheduled_s), _since(queued_s, timings.first_token_s),
         _since(queued_s, timings.finished_s), seen.n_prompt, seen.n_cached, saved, timings.n_output_tokens,
         timings.n_preemptions, steps,
     )  # fmt: skip
+
+
+def _prompt_token_s(steps: Sequence[StepSeen]) -> float | None:
+    """What a token of a prompt took of late: steps are shared by their tokens, so long prompts decide."""
+    n_prompt = took_s = 0.0
+    for step in steps:
+        n_own = sum(part.n_prompt for part in step.parts)
+        n_prompt += n_own
+        took_s += step.took_s * n_own / max(1, sum(part.n for part in step.parts))
+    return took_s / n_prompt if n_prompt else None
 
 
 def _since(start_s: float, end_s: float | None) -> float | None:

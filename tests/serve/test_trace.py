@@ -1,0 +1,31 @@
+"""What a trace makes of the steps that a loop remembers."""
+
+import pytest
+
+from millrace.runtime.history import Part, RequestSeen, RequestTrace, StepSeen
+from millrace.runtime.request import Timings
+from millrace.serve.trace import _prompt_token_s, _trace
+
+# 1,000 tokens of a prompt alone; then the last token of one that was known, beside 15 answers; then answers alone.
+ANSWERS = tuple(Part(i, f"other-{i}", 0, 50, 1, 0, True) for i in range(15))
+LONG = StepSeen(1, 10.0, 0.2, 0, (Part(20, "long", 0, 0, 1000, 1000, True),))
+KNOWN = Part(21, "known", 0, 1000, 1, 1, True)
+SHORT = StepSeen(2, 10.2, 0.016, 0, (KNOWN, *ANSWERS))
+PLAIN = StepSeen(3, 10.3, 5.0, 0, ANSWERS)
+
+
+def test_a_hit_saved_what_a_miss_takes() -> None:
+    """By the pace of all prompts, not by that of the token that a hit leaves over: its step is not its own."""
+    pace = _prompt_token_s([LONG, SHORT, PLAIN])
+    assert pace == pytest.approx((0.2 + 0.016 / 16) / 1001)
+    seen = RequestSeen(21, "known", 1001, 1000, Timings(10.1, 10.2, 10.216, n_output_tokens=1), "")
+    told = _trace(RequestTrace(seen, [(SHORT, [KNOWN])]), pace)
+    assert told.prefill_saved_ms == pytest.approx(1000 * 201 / 1001, abs=1e-3)
+    (step,) = told.steps
+    assert (step.prompt_tokens, step.drawn_tokens, step.all_tokens, step.others) == (1, 1, 16, 15)
+
+
+def test_without_a_prompt_nothing_is_known() -> None:
+    assert _prompt_token_s([PLAIN]) is None and _prompt_token_s([]) is None
+    seen = RequestSeen(0, "other-0", 50, 0, Timings(0.0), "")
+    assert _trace(RequestTrace(seen, []), None).prefill_saved_ms is None
