@@ -57,5 +57,5 @@ def _() -> None:
 def _() -> None:
     name = {"type": "string", "maxLength": 20}  # or a small model goes on for ever
     schema = {"title": "city", "type": "object", "properties": {"name": name}, "required": ["name"]}
-    patient = ChatOpenAI(model=MODEL, base_url=BASE, api_key="none", max_tokens=100)
+    patient = ChatOpenAI(model=MODEL, base_url=BASE, api_key="none", max_tokens=300)  # 20 characters, escaped
     assert patient.with_structured_output(schema, method="json_schema").invoke("A city?")["name"]
