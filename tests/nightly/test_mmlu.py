@@ -15,7 +15,7 @@ from millrace.evaluate.kept import Key, read
 from tests.support.shared import NOT_BESIDE, SHARED
 from tools.nightly.packages import smollm2
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3300)]
 LIMIT = 6  # of each of the 57 subjects: 342 questions
 MMLU = SHARED / "data" / "mmlu"
 
