@@ -1,5 +1,6 @@
 """`millrace eval`: how right a model's answers are, on questions that lie on this disk."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,9 @@ def _results(
         m = found.engine.manifest
         precision = ", ".join(f"{name} {p}" for name, p in m.precision.items())
         about = About(found.name, m.identity, precision, task.name, task.digest)
-        kept = Kept(out or env.cache / "eval" / f"{digest((about.engine, about.task, about.data))}.jsonl", about)
-        try:
+        path = out or env.cache / "eval" / f"{digest((about.engine, about.task, about.data))}.jsonl"
+        with closing(Kept(path, about)) as kept:
             answer(found.executor, task.groups(found.tokenizer, found.executor.limits.context_tokens), kept, report)
-        finally:
-            kept.close()
     return Results(about, kept.chosen)
 
 

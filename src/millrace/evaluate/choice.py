@@ -4,11 +4,10 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from millrace.compile.settings import Progress
 from millrace.evaluate.divergence import Runs
 from millrace.evaluate.kept import Chosen, Kept
 from millrace.evaluate.likelihood import Question, likelihoods
-
-Progress = Callable[[str, int, int], None]  # what is being done, questions done, questions in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def answer(executor: Runs, groups: Sequence[Group], kept: Kept, progress: Progre
     done, total = 0, sum(group.n for group in groups)
     for group in groups:
         progress(group.name, done, total)
-        known = [number for number in range(group.n) if (group.name, number) in kept.chosen]
+        known = {number for number in range(group.n) if (group.name, number) in kept.chosen}
         done += len(known)
         posed = [one for one in group.posed() if one.number not in known] if len(known) < group.n else []
         for i, each in likelihoods(executor, [one.question for one in posed]):

@@ -1,13 +1,13 @@
 """Engines beside a reference on the same text: perplexity, KL divergence, and how often the likeliest token agrees."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.executor import ExecutorLimits, StepInputs, plain_rows
+from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, plain_rows
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import RequestError
 
@@ -125,12 +125,23 @@ def log_softmax(logits: NDArray[np.generic]) -> LogProbs:
 
 def step_of(ids: NDArray[np.int32], at: int, end: int, rows: Sequence[int]) -> StepInputs:
     """Tokens at .. end of the one sequence that there is. rows: those whose logits are wanted"""
+    return packed_step([(ids[at:end], at, range(-(-end // PAGE_TOKENS)))], rows)
+
+
+def packed_step(parts: Sequence[tuple[IntArray, int, Sequence[int]]], rows: Sequence[int]) -> StepInputs:
+    """parts: of each sequence (its tokens, position of the first, its pages); rows: tokens whose logits are wanted"""
     sampling = plain_rows(len(rows))
     sampling["token"] = rows
-    pages = np.arange(-(-end // PAGE_TOKENS), dtype=np.int32)
     empty = np.zeros(0, np.int32)
     return StepInputs(
-        tokens=ids[at:end], positions=np.arange(at, end, dtype=np.int32), starts=np.array([0, end - at], np.int32),
-        pages=pages, page_starts=np.array([0, len(pages)], np.int32), sampling=sampling, history=empty, bias_ids=empty,
+        tokens=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int32),
+        positions=np.concatenate([np.arange(at, at + len(tokens), dtype=np.int32) for tokens, at, _ in parts]),
+        starts=_sums(len(tokens) for tokens, _, _ in parts),
+        pages=np.concatenate([np.asarray(pages, np.int32) for _, _, pages in parts]),
+        page_starts=_sums(len(pages) for _, _, pages in parts), sampling=sampling, history=empty, bias_ids=empty,
         bias_values=np.zeros(0, np.float32),
     )  # fmt: skip
+
+
+def _sums(counts: Iterable[int]) -> IntArray:
+    return np.cumsum([0, *counts]).astype(np.int32)

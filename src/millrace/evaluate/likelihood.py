@@ -5,14 +5,14 @@ them begin with. Any number of sequences go through a step, each in pages of its
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, plain_rows
+from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import RequestError
-from millrace.evaluate.divergence import LogProbs, Runs, log_softmax
+from millrace.evaluate.divergence import LogProbs, Runs, log_softmax, packed_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class _Run:
         """Of each step: the sequences that it ended, and (sequence, number of the first row, log probabilities)."""
         for at in range(0, self._n_shared, self._limits.max_step_tokens):
             end = min(self._n_shared, at + self._limits.max_step_tokens)
-            self._executor.run(_step([(self._begin[at:end], at, self._shared_pages)], []))
+            self._executor.run(packed_step([(self._begin[at:end], at, self._shared_pages)], []))
         for s in self._waiting:
             s.at = self._n_shared
         while self._waiting:
@@ -120,7 +120,7 @@ class _Run:
                 wanted.append((s, first - s.first, max(0, end - first)))
                 tokens += end - s.at
             pages = self._shared_pages
-            self._executor.run(_step([(s.ids[s.at : end], s.at, [*pages, *s.pages]) for s, end in parts], rows))
+            self._executor.run(packed_step([(s.ids[s.at : end], s.at, [*pages, *s.pages]) for s, end in parts], rows))
             logits = log_softmax(self._executor.output("logits")) if rows else np.zeros((0, 0), np.float32)
             at, told, done = 0, list[tuple[_Sequence, int, LogProbs]](), list[_Sequence]()
             for (s, row, n), (_, end) in zip(wanted, parts, strict=True):
@@ -159,22 +159,3 @@ def _shared(sequences: Sequence[_Sequence]) -> int:
         differs = np.flatnonzero(s.ids[:n] != first.ids[:n])
         n = int(differs[0]) if len(differs) else n
     return n if others else 0
-
-
-def _step(parts: Sequence[tuple[IntArray, int, Sequence[int]]], rows: Sequence[int]) -> StepInputs:
-    """parts: (tokens, position of the first, the sequence's pages)"""
-    sampling = plain_rows(len(rows))
-    sampling["token"] = rows
-    empty = np.zeros(0, np.int32)
-    return StepInputs(
-        tokens=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int32),
-        positions=np.concatenate([np.arange(at, at + len(tokens), dtype=np.int32) for tokens, at, _ in parts]),
-        starts=_sums(len(tokens) for tokens, _, _ in parts),
-        pages=np.concatenate([np.asarray(pages, np.int32) for _, _, pages in parts]),
-        page_starts=_sums(len(pages) for _, _, pages in parts), sampling=sampling, history=empty, bias_ids=empty,
-        bias_values=np.zeros(0, np.float32),
-    )  # fmt: skip
-
-
-def _sums(counts: Iterable[int]) -> IntArray:
-    return np.cumsum([0, *counts]).astype(np.int32)
