@@ -1,13 +1,16 @@
 """Clients that close their side behind a request (`nc -N`) are answered; who has gone is noticed all the same."""
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from millrace.engine.executor import StepInputs
 from millrace.runtime.params import FinishReason
 from millrace.serve import server as server_module
+from millrace.serve.connections import Connection
 from tests.serve.support import Fake, Running, connect, everything, http_requests, serving_with, until
 from tests.serve.test_pipelines import LIVE, completion
 
@@ -29,7 +32,19 @@ def ask(server: Running, *requests: bytes) -> bytes:
 
 def test_an_answer_before_the_next_sweep_is_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "SWEEP_TICKS", 1_000_000)  # none comes, however busy the machine is
-    with serving_with() as server:
+    goes_on, as_ever = threading.Event(), Connection.eof_received
+
+    def noted(self: Connection) -> bool:
+        goes_on.set()
+        return as_ever(self)
+
+    def wait(step: StepInputs) -> None:
+        goes_on.wait(10)
+
+    monkeypatch.setattr(Connection, "eof_received", noted)
+    goes_on.set()  # for the warm-up
+    with serving_with(Fake(before_run=wait)) as server:
+        goes_on.clear()  # no answer before the client's end has been seen
         said = ask(server, completion(max_tokens=1))
     assert said.startswith(b"HTTP/1.1 200 ") and said.count(b"HTTP/1.1 ") == 1
     assert b"connection: close\r\n" in said and b'"completion_tokens":1' in said
