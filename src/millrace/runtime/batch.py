@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInputs, StepOutputs, plain_rows
 from millrace.runtime.grammar import Grammars
-from millrace.runtime.history import Part
 from millrace.runtime.params import TokenLogprobs
 from millrace.runtime.request import Sequence
 
@@ -34,11 +33,11 @@ class Chunk:
         return self.n_scored + self.draws
 
     @property
-    def seen(self) -> Part:
-        """As the history keeps it."""
+    def seen(self) -> tuple[int, int, int, int, int, bool]:
+        """As the history keeps it: history.PART."""
         seq, request = self.sequence, self.sequence.request
         n_prompt = min(self.n, max(0, seq.n_prompt - self.start))
-        return Part(request.order, request.id, request.first + seq.index, self.start, self.n, n_prompt, self.draws)
+        return request.order, request.first + seq.index, self.start, self.n, n_prompt, self.draws
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOut
 from millrace.errors import BusyError, MillraceError, RequestError
 from millrace.runtime.batch import BatchBuilder, Step, token_logprobs
 from millrace.runtime.grammar import Grammars, Matcher
-from millrace.runtime.history import History, RequestSeen, RequestTrace, StepSeen, traces
+from millrace.runtime.history import History, RequestSeen, RequestTrace, traces
 from millrace.runtime.order import Policy, first_come
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, check_prompt, resolve
@@ -290,9 +290,7 @@ class EngineLoop:
         self._scheduler.commit(step, now_s - started_s)
         self._counters.steps += 1
         self._counters.step_tokens += step.n_tokens
-        parts = tuple(chunk.seen for chunk in step.chunks)
-        n, n_waiting = self._counters.steps, len(self._scheduler.waiting)
-        self.history.steps.append(StepSeen(n, started_s, now_s - started_s, n_waiting, parts))
+        self.history.add(self._counters.steps, (started_s, now_s), len(self._scheduler.waiting), step.chunks)
         self._distribute(step, outputs, now_s)
 
     def _distribute(self, step: Step, outputs: StepOutputs, now_s: float) -> None:
@@ -387,6 +385,8 @@ class EngineLoop:
         pending, self._pending = self._pending, {}
         for request, deltas in pending.items():
             request.deliver(deltas)
+            if not request.is_open:
+                request.let_go()
         if pending:
             self._after_step()
 
