@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.runtime.batch import Chunk
 from millrace.runtime.request import Request, Timings
 
 STEPS_KEPT = 4096
@@ -55,12 +54,6 @@ class History:
 
     steps: deque[StepSeen] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     ended: deque[RequestSeen] = field(default_factory=lambda: deque(maxlen=REQUESTS_KEPT))
-
-    def add(self, number: int, from_to_s: tuple[float, float], n_waiting: int, chunks: Sequence[Chunk]) -> None:
-        """A step that was computed."""
-        parts = np.array([chunk.seen for chunk in chunks], PART)
-        ids = tuple(chunk.sequence.request.id for chunk in chunks)
-        self.steps.append(StepSeen(number, from_to_s[0], from_to_s[1] - from_to_s[0], n_waiting, parts, ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOut
 from millrace.errors import BusyError, MillraceError, RequestError
 from millrace.runtime.batch import BatchBuilder, Step, token_logprobs
 from millrace.runtime.grammar import Grammars, Matcher
-from millrace.runtime.history import History, RequestSeen, RequestTrace, traces
+from millrace.runtime.history import History, RequestSeen, RequestTrace, StepSeen, traces
 from millrace.runtime.order import Policy, first_come
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, check_prompt, resolve
@@ -290,7 +290,9 @@ class EngineLoop:
         self._scheduler.commit(step, now_s - started_s)
         self._counters.steps += 1
         self._counters.step_tokens += step.n_tokens
-        self.history.add(self._counters.steps, (started_s, now_s), len(self._scheduler.waiting), step.chunks)
+        n, n_waiting = self._counters.steps, len(self._scheduler.waiting)
+        ids = tuple(chunk.sequence.request.id for chunk in step.chunks)
+        self.history.steps.append(StepSeen(n, started_s, now_s - started_s, n_waiting, step.parts(), ids))
         self._distribute(step, outputs, now_s)
 
     def _distribute(self, step: Step, outputs: StepOutputs, now_s: float) -> None:
