@@ -51,7 +51,7 @@ def step_s(llm: LLM, params: Sequence[SamplingParams]) -> float:
     seen = llm._loop.history.steps
     seen.clear()
     llm.generate(prompts, list(params))
-    full = [step for step in seen if sum(part.draws for part in step.parts) == ROWS and len(step.parts) == ROWS]
+    full = [step for step in seen if step.parts["draws"].sum() == len(step.parts) == ROWS]
     between = [b.began_s - a.began_s for a, b in itertools.pairwise(full) if b.number == a.number + 1]
     return statistics.median(between)
 

@@ -113,9 +113,9 @@ def test_other_flags(millrace: Millrace, built_tiny: Path, flags: list[str], fra
     millrace("serve", built_tiny, *flags).assert_mistake(fragment)
 
 
-@pytest.mark.parametrize(("flags", "found"), [((), 64), (("--no-prefix-cache",), 0)])
+@pytest.mark.parametrize(("flags", "found"), [((), True), (("--no-prefix-cache",), False)])
 def test_prompts_of_a_file_are_known_from_the_start(
-    built_tiny: Path, tmp_path: Path, flags: tuple[str, ...], found: int
+    built_tiny: Path, tmp_path: Path, flags: tuple[str, ...], found: bool
 ) -> None:
     prompt = "Once there was a mill by a river. " * 12
     file = tmp_path / "prompts.jsonl"
@@ -126,8 +126,8 @@ def test_prompts_of_a_file_are_known_from_the_start(
         asked = urllib.request.Request(f"{server.url}/v1/completions", body, {"content-type": "application/json"})
         with urllib.request.urlopen(asked, timeout=20) as reply:
             usage = json.loads(reply.read())["usage"]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    assert cached == (usage["prompt_tokens"] // 64 * 64 if found else 0) and cached >= found
+    n_new = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+    assert 1 <= n_new <= 8 if found else n_new == usage["prompt_tokens"], "all but `It turned.`"
 
 
 def process(arguments: list[str], cache: Path, out: int, err: int) -> "subprocess.Popen[bytes]":

@@ -12,7 +12,7 @@ PROMPT = {"prompt_token_ids": [1, *range(3, 203)]}
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [({}, 192), ({"prefix_cache": False}, 0), ({"enable_prefix_caching": False}, 0)],
+    [({}, 200), ({"prefix_cache": False}, 0), ({"enable_prefix_caching": False}, 0)],
 )
 def test_it_is_on_unless_turned_off(given: dict[str, Any], found: int) -> None:
     with LLM("tiny", precision="w4a8", evaluate=False, tune=0, **given) as llm:

@@ -160,9 +160,12 @@ class FakeExecutor(Executor):
         for source, target in () if step.copies is None else step.copies.tolist():
             assert source != target and source not in begun, "a page that is being written is no source"
             held = self._positions[source]
-            assert (np.diff(held) == 1).all() and held[0] % self.limits.page_tokens == 0, "a source is a full page"
-            self._tokens[target], self._positions[target] = self._tokens[source], held
             assert begun[target] > 0, "all of the copied page is written over"
+            shared = held[: begun[target]]
+            assert (np.diff(shared) == 1).all() and shared[0] % self.limits.page_tokens == 0, (
+                "a source has what is read"
+            )
+            self._tokens[target], self._positions[target] = self._tokens[source], held
             self._positions[target, begun[target] :] = -1
 
     def _table(self, step: StepInputs, s: int) -> IntArray:

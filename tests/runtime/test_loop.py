@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from millrace.engine.executor import ExecutorLimits
@@ -147,12 +148,14 @@ def test_the_history_tells_the_prompt_from_output_that_is_computed_again() -> No
     run_all(loop)
     again, n_preempted = 0, loop.stats().preemptions_total
     for client in clients:
-        parts = [part for step in loop.history.steps for part in step.parts if part.request == client.request.order]
-        assert all(p.n_prompt == len([at for at in range(p.start, p.start + p.n) if at < 7]) for p in parts)
-        n_starts = sum(part.start == 0 for part in parts)  # nothing is cached: each computes the prompt from its start
-        assert sum(part.n_prompt for part in parts) == 7 * n_starts
-        assert n_starts == 1 + client.request.timings.n_preemptions and sum(part.draws for part in parts) == 12
-        again += sum(part.n - part.n_prompt for part in parts) - 11  # of 12 that are drawn, the last is not computed
+        parts = np.concatenate([step.parts for step in loop.history.steps])
+        parts = parts[parts["request"] == client.request.order]
+        for p in parts:
+            assert p["n_prompt"] == len([at for at in range(p["start"], p["start"] + p["n"]) if at < 7])
+        n_starts = sum(parts["start"] == 0)  # nothing is cached: each computes the prompt from its start
+        assert sum(parts["n_prompt"]) == 7 * n_starts
+        assert n_starts == 1 + client.request.timings.n_preemptions and sum(parts["draws"]) == 12
+        again += sum(parts["n"] - parts["n_prompt"]) - 11  # of 12 that are drawn, the last is not computed
     assert n_preempted > 0 and again > 0
 
 

@@ -20,7 +20,7 @@ def keys_of(chain: Chain) -> list[Key]:
 
 
 def content_of(chain: Chain, i: int) -> Content:
-    return [root_key(), *keys_of(chain)][i], np.array(chain[i : i + 1], np.int32)
+    return Content([root_key(), *keys_of(chain)][i], np.array(chain[i : i + 1], np.int32), 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -113,9 +113,9 @@ class Play:
             chain, own = owner.chain[: i + 1], owner.pages[i]
             last = owner.pages[i - 1] if i else None
             owner.pages[i] = self.pool.publish(own, keys[i], last, content_of(chain, i))
-            assert self.pool.index.find_part(*content_of(chain, i), 1) == (owner.pages[i], 1), "in part, too"
+            assert self.pool.index.find_part(content_of(chain, i)) == (owner.pages[i], 1), "in part, too"
             assert owner.pages[i] == self.ref.page_of.setdefault(chain, own)
-            self.ref.priority.setdefault(chain, DEFAULT_PRIORITY)
+            self.ref.priority.setdefault(chain, min(DEFAULT_PRIORITY, self.ref.priority.get(chain[:-1], 100)))
             self.ref.left.pop(chain, None)
             owner.n_known = i + 1
         assert len(set(owner.pages)) == len(owner.pages) == len(before)
@@ -249,7 +249,7 @@ def test_the_page_that_shares_most_is_found(seed: int) -> None:
             asked = np.array(tokens[: rng.randint(0, size)], np.int32)
             common = {p: shared(own, asked.tolist()) for p, (root, own) in known.items() if root == after}
             most = max(common.values(), default=0)
-            found = pool.index.find_part(after, asked, size)
+            found = pool.index.find_part(Content(after, asked, size))
             assert (found is None) == (most < 2) and (found is None or found[1] == common[found[0]] == most)
             continue
         pages = pool.reserve(1)
@@ -257,7 +257,7 @@ def test_the_page_that_shares_most_is_found(seed: int) -> None:
         known.pop(pages[0], None)
         keys: list[Key] = []
         extend_keys(keys, after, np.array(tokens, np.int32), 1, size)
-        if pool.publish(pages[0], keys[0], None, (after, np.array(tokens, np.int32))) == pages[0]:
+        if pool.publish(pages[0], keys[0], None, Content(after, np.array(tokens, np.int32), size)) == pages[0]:
             known[pages[0]] = after, tokens
         pool.release(pool.index.find(keys))
     assert pool.index.n_evicted > 0
@@ -274,8 +274,10 @@ def test_no_more_than_16_pages_are_looked_at() -> None:
     assert pages is not None
     for i, page in enumerate(pages):  # the first shares most
         tokens = np.array([1] * (15 if i == 0 else 8) + [2 + i] * (1 if i == 0 else 8), np.int32)
-        pool.publish(page, bytes([i]) * 32, None, (root, tokens))
-    assert pool.index.find_part(root, np.array([1] * 15, np.int32), 16) == (pages[-1], 8), "the newest that are alike"
+        pool.publish(page, bytes([i]) * 32, None, Content(root, tokens, 16))
+    assert pool.index.find_part(Content(root, np.array([1] * 15, np.int32), 16)) == (pages[-1], 8), (
+        "the newest that are alike"
+    )
 
 
 def test_no_page_is_given_twice() -> None:

@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,8 +53,20 @@ def test_one_of_lower_priority_goes_first() -> None:
     loop = make_loop(OF)
     asked(loop, [1, *range(60, 76)])
     asked(loop, PROMPT, priority=0)
-    crowd(loop, 4)  # room for all but one page
+    crowd(loop, 3)  # room for all but one page, with the last of each, of one token
     assert asked(loop, [1, *range(60, 76)]) == 16 and asked(loop, PROMPT) < 16, "though it is the younger one"
+
+
+def test_an_answer_does_not_hold_a_prompt_that_is_to_go_first() -> None:
+    """Its pages stand behind those of the prompt, which could not go before them."""
+    loop = make_loop(OF)
+    for prompt, priority in ([1, *range(60, 76)], None), (PROMPT, 0):
+        cache = CacheOptions(priority=priority)
+        loop.submit(prompt, replace(ONE, max_tokens=9, ignore_eos=True), lambda deltas: None, terms=Terms(cache=cache))
+        while loop.step():
+            pass
+    crowd(loop, 3)  # with 14 pages of two prompts and answers, five more than there is room for
+    assert asked(loop, [1, *range(60, 76)]) == 16 and asked(loop, PROMPT) < 16
 
 
 def test_a_priority_ends_with_its_time() -> None:

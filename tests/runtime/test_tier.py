@@ -34,7 +34,7 @@ def content(i: int) -> NDArray[np.uint8]:
 
 def told(i: int) -> Content:
     """Of its tokens, four in a page."""
-    return b"before" + key(i), np.arange(i, i + 4, dtype=np.int32)
+    return Content(b"before" + key(i), np.arange(i, i + 4, dtype=np.int32), 4)
 
 
 class Store:
@@ -61,7 +61,7 @@ class Store:
         owned = self.pool.share(self.pool.index.find(keys))
         pages = self.pool.promote(keys, owned, lambda at: told(100 * chain + at))
         for at, page in enumerate(pages):
-            assert self.pool.index.find_part(*told(100 * chain + at), 4) == (page, 4), "in part, too"
+            assert self.pool.index.find_part(told(100 * chain + at)) == (page, 4), "in part, too"
             assert (self.memory[:, page] == content(100 * chain + at)).all(), f"page {at} of chain {chain}"
         self.pool.release(pages)
         return len(pages)

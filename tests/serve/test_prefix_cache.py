@@ -1,5 +1,6 @@
 """The prefix cache as clients see it: in usage, in /metrics, in what they may ask of it."""
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 from millrace.runtime.tier import HEADER, RECORD
-from tests.serve.support import ROOMY, Fake, Running, post, running, until
+from tests.serve.support import ROOMY, Fake, Running, post, running, tokenizer, until
 from tests.serve.test_management import metrics, value
 
 PAGE = 4  # tokens, of the fake engine
@@ -49,12 +50,12 @@ def events(reply: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_usage_says_what_was_found(server: Running) -> None:
-    assert cached(server, PROMPT) == 0 and cached(server, PROMPT) == 40
+    assert cached(server, PROMPT) == 0 and cached(server, PROMPT) == 41, "all but the token that is computed to draw"
     assert cached(server, PROMPT[:40]) == 39, "the last token is computed, the rest of its page copied"
     assert cached(server, [*PROMPT[:20], 1]) == 20
-    assert cached(server, [PROMPT, PROMPT, [4]], n=2) == 80, "of all prompts, each counted once"
+    assert cached(server, [PROMPT, PROMPT, [4]], n=2) == 82, "of all prompts, each counted once"
     echo = completion(server, PROMPT, echo=True, max_tokens=0)["usage"]
-    assert echo["prompt_tokens_details"]["cached_tokens"] == 40 and echo["completion_tokens"] == 0
+    assert echo["prompt_tokens_details"]["cached_tokens"] == 41 and echo["completion_tokens"] == 0
 
 
 def test_a_chats_second_turn_finds_the_first(server: Running) -> None:
@@ -66,12 +67,31 @@ def test_a_chats_second_turn_finds_the_first(server: Running) -> None:
     assert n_first - 2 * PAGE <= second["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens"]
 
 
+@pytest.mark.parametrize("n_words", [2, 6, 14])
+def test_a_chat_of_20_short_turns_costs_its_new_tokens(n_words: int) -> None:
+    """Over HTTP, in pages of 64: turns of some 25, 45 and 85 tokens, template and answers included."""
+    rng, messages = random.Random(n_words), list[dict[str, str]]()
+    of = replace(ROOMY, page_tokens=64, max_context=4096, n_pages=128, max_step_tokens=512)
+    (letter,) = tokenizer().encode("q")
+    said = {**ANSWER, "max_tokens": 2 * n_words, "logit_bias": {str(letter): 100}}
+    with running(Fake(limits=of)) as served:
+        before = served.stats().step_tokens_total
+        for _ in range(20):
+            text = " ".join("".join(rng.choices("abcdefgh", k=4)) for _ in range(n_words))
+            messages.append({"role": "user", "content": text})
+            reply = post(served.url, "/v1/chat/completions", {"messages": messages, **said}).json()
+            messages.append(reply["choices"][0]["message"])
+            assert tokenizer().encode(str(messages[-1]["content"])) == [letter] * 2 * n_words, "or it is another answer"
+        cost = (served.stats().step_tokens_total - before) / reply["usage"]["total_tokens"]
+    assert cost <= 1.3, f"{reply['usage']['total_tokens']} new tokens: {cost:.3f} times that computed"
+
+
 def test_streams_say_it_too(server: Running) -> None:
     cached(server, PROMPT)
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": PROMPT, **ANSWER, "stream": True, "stream_options": options}
     usages = [event["usage"] for event in events(post(server.url, "/v1/completions", body))]
-    assert len(usages) > 1 and {u["prompt_tokens_details"]["cached_tokens"] for u in usages} == {40}
+    assert len(usages) > 1 and {u["prompt_tokens_details"]["cached_tokens"] for u in usages} == {41}
 
 
 def test_metrics_tell_queries_hits_and_what_is_kept(server: Running) -> None:
@@ -84,7 +104,7 @@ def test_metrics_tell_queries_hits_and_what_is_kept(server: Running) -> None:
     for _ in range(3):
         cached(server, PROMPT)
     queries, hits, prompts = (now - then for now, then in zip(read(), before, strict=True))
-    assert (queries, hits, prompts) == (3 * 42, 2 * 40, 3 * 42)
+    assert (queries, hits, prompts) == (3 * 42, 2 * 41, 3 * 42)
     samples = metrics(server)
     assert value(samples, "vllm:kv_cache_usage_perc") == 0 == value(samples, "millrace:kv_pages_used")
     assert value(samples, "millrace:kv_pages_kept") >= 10
@@ -107,10 +127,10 @@ def test_metrics_tell_of_the_second_tier(server: Running, tmp_path: Path) -> Non
 
 
 def test_requests_say_with_whom_and_how_long(server: Running) -> None:
-    assert [cached(server, PROMPT, cache_salt=salt) for salt in ("a", "b", "a", None)] == [0, 0, 40, 0]
-    assert cached(server, PROMPT, cache_salt="b", cache_pin=True, cache_ttl_s=60) == 40
+    assert [cached(server, PROMPT, cache_salt=salt) for salt in ("a", "b", "a", None)] == [0, 0, 41, 0]
+    assert cached(server, PROMPT, cache_salt="b", cache_pin=True, cache_ttl_s=60) == 41
     assert value(metrics(server), "millrace:kv_pages_pinned") == 10
-    assert cached(server, PROMPT, cache_priority=90, cache_ttl_s=0.5) == 40
+    assert cached(server, PROMPT, cache_priority=90, cache_ttl_s=0.5) == 41
     pinned = post(server.url, "/v1/completions", {"prompt": PROMPT, **ANSWER, "cache_salt": "b"})
     assert "x-millrace-ignored" not in pinned.headers
     messages = [{"role": "user", "content": "Tell me of the mill by the river."}]

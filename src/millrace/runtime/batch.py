@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInputs, StepOutputs, plain_rows
 from millrace.runtime.grammar import Grammars
-from millrace.runtime.history import Part
+from millrace.runtime.history import PART, Parts
 from millrace.runtime.params import TokenLogprobs
 from millrace.runtime.request import Sequence
 
@@ -33,13 +33,6 @@ class Chunk:
         """Rows of logits: first those of the scored tokens, then that of the draw."""
         return self.n_scored + self.draws
 
-    @property
-    def seen(self) -> Part:
-        """As the history keeps it."""
-        seq, request = self.sequence, self.sequence.request
-        n_prompt = min(self.n, max(0, seq.n_prompt - self.start))
-        return Part(request.order, request.id, request.first + seq.index, self.start, self.n, n_prompt, self.draws)
-
 
 @dataclass(slots=True)
 class Step:
@@ -49,6 +42,16 @@ class Step:
     n_tokens: int
     n_prefill: int
     n_scored: int = 0
+
+    def parts(self) -> Parts:
+        """As the history keeps them."""
+        return np.array([_seen(chunk, chunk.sequence) for chunk in self.chunks], PART)
+
+
+def _seen(chunk: Chunk, seq: Sequence) -> tuple[int, int, int, int, int, bool]:
+    """The fields of a PART."""
+    n_prompt = min(chunk.n, max(0, seq.n_prompt - chunk.start))
+    return seq.request.order, seq.request.first + seq.index, chunk.start, chunk.n, n_prompt, chunk.draws
 
 
 class BatchBuilder:

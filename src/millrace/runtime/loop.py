@@ -290,9 +290,9 @@ class EngineLoop:
         self._scheduler.commit(step, now_s - started_s)
         self._counters.steps += 1
         self._counters.step_tokens += step.n_tokens
-        parts = tuple(chunk.seen for chunk in step.chunks)
         n, n_waiting = self._counters.steps, len(self._scheduler.waiting)
-        self.history.steps.append(StepSeen(n, started_s, now_s - started_s, n_waiting, parts))
+        ids = tuple(chunk.sequence.request.id for chunk in step.chunks)
+        self.history.steps.append(StepSeen(n, started_s, now_s - started_s, n_waiting, step.parts(), ids))
         self._distribute(step, outputs, now_s)
 
     def _distribute(self, step: Step, outputs: StepOutputs, now_s: float) -> None:
@@ -387,6 +387,8 @@ class EngineLoop:
         pending, self._pending = self._pending, {}
         for request, deltas in pending.items():
             request.deliver(deltas)
+            if not request.is_open:
+                request.let_go()
         if pending:
             self._after_step()
 

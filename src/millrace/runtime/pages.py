@@ -3,7 +3,8 @@
 A full page may be put into the index under a key that says all that its content depends on: a digest of its tokens and
 of the key of the page before it. So the pages of a prompt form a chain, chains with the same beginning a tree, and to
 look a prompt up is to walk from its root as far as pages are known. Nobody could reach a page whose chain is broken
-before it, so pages go from the ends of chains: that of the lowest priority, of these the one left alone longest.
+before it, so pages go from the ends of chains: that of the lowest priority, of these the one left alone longest. The
+last page of a chain may be one that nobody filled: only what goes on from its tokens finds it, by a copy.
 Sources: PagedAttention, arXiv:2309.06180 section 4; RadixAttention, arXiv:2312.07104 section 3.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +24,6 @@ from millrace.runtime.tier import Tier
 
 Pages = tuple[int, ...]
 Key = bytes
-Content = tuple[Key, IntArray]  # of a full page: the key before its own, and the tokens that are in it
 KEY_BYTES = (
     32  # 256 bits: two texts of one key cannot be found, and tenants with their own salts cannot probe each other
 )
@@ -34,6 +35,29 @@ LEAST_SHARED = 1 / 8
 MAX_LOOKED_AT = 16  # pages that begin alike, the newest first
 
 
+class Content(NamedTuple):
+    """What is in a page: the key before its own, its tokens, and how many it has room for."""
+
+    after: Key
+    tokens: IntArray
+    room: int
+
+    @property
+    def key(self) -> Key:
+        """Its own, which says all before it, too. Another number of tokens is another key."""
+        return next_key(self.after, self.tokens.data.cast("B"))
+
+    @property
+    def n_least(self) -> int:
+        """So many tokens must be shared for a copy."""
+        return max(1, int(LEAST_SHARED * self.room))
+
+    @property
+    def beginning(self) -> bytes:
+        """By which it is found in part: the key before it, and its first tokens."""
+        return self.after + self.tokens[: self.n_least].tobytes()
+
+
 def root_key(*parts: bytes) -> Key:
     """What a chain begins with: each thing beside the tokens that decides keys and values, or who may find them."""
     root = hashlib.blake2b(digest_size=KEY_BYTES, person=b"millrace.root")
@@ -43,13 +67,18 @@ def root_key(*parts: bytes) -> Key:
     return root.digest()
 
 
+def next_key(after: Key, tokens: bytes | memoryview) -> Key:
+    """Of a page with these tokens, int32, behind the page of key `after`."""
+    key = hashlib.blake2b(after, digest_size=KEY_BYTES)
+    key.update(tokens)
+    return key.digest()
+
+
 def extend_keys(keys: list[Key], root: Key, tokens: IntArray, n_pages: int, page_tokens: int) -> None:
     """Append to `keys`, those of the first pages of `tokens`, until there are `n_pages`."""
     data, page_bytes = tokens.data.cast("B"), page_tokens * tokens.itemsize
     for i in range(len(keys), n_pages):
-        key = hashlib.blake2b(keys[-1] if keys else root, digest_size=KEY_BYTES)
-        key.update(data[i * page_bytes : (i + 1) * page_bytes])
-        keys.append(key.digest())
+        keys.append(next_key(keys[-1] if keys else root, data[i * page_bytes : (i + 1) * page_bytes]))
 
 
 @dataclass(slots=True, eq=False)
@@ -64,12 +93,16 @@ class _Known:
     left: int = 0  # when its last owner left it: a count of such moments
     priority: int = DEFAULT_PRIORITY
     until_s: float | None = None  # when its priority ends
-    begins: bytes | None = None  # by which it is found in part: the key before it, and its first tokens
+    content: Content | None = None  # by which it is found in part
+
+    @property
+    def is_full(self) -> bool:
+        return self.content is None or len(self.content.tokens) == self.content.room
 
 
 @dataclass(slots=True)
 class PrefixIndex:
-    """Full pages by their keys, and the order in which those that nobody owns are given up.
+    """Pages by their keys, and the order in which those that nobody owns are given up.
 
     Whoever owns a page owns all before it, so what is free can be given up from its end. All take constant time a page,
     but for the order of those that are free ends, which is a heap.
@@ -84,7 +117,9 @@ class PrefixIndex:
     _ends: list[tuple[int, int, int]] = field(init=False, repr=False, default_factory=list)
     _until: list[tuple[float, int]] = field(init=False, repr=False, default_factory=list)  # (until_s, page), a heap
     _n_left: int = field(init=False, repr=False, default=0)
-    _alike: dict[bytes, dict[int, IntArray]] = field(init=False, repr=False, default_factory=dict)  # page -> its tokens
+    _alike: dict[bytes, dict[int, _Known]] = field(
+        init=False, repr=False, default_factory=dict
+    )  # by page, oldest first
 
     def __contains__(self, page: int) -> bool:
         return page in self._by_page
@@ -111,26 +146,51 @@ class PrefixIndex:
         if parent is not None:
             parent.n_next += 1
         self._by_key[key] = self._by_page[page] = _Known(page, key, parent)
+        if parent is not None and parent.priority < DEFAULT_PRIORITY:  # it must not hold what is to go first
+            self.retain(page, parent.priority, parent.until_s)
         return page
 
-    def tell(self, page: int, after: Key, tokens: IntArray) -> None:
-        """What is in a page of the index: from now on it is found in part, too. after: the key before its own"""
+    def tell(self, page: int, content: Content) -> None:
+        """What is in a page of the index: from now on it is found in part, too."""
         known = self._by_page[page]
-        if known.begins is None:
-            known.begins = _beginning(after, tokens, len(tokens))
-            self._alike.setdefault(known.begins, {})[page] = tokens.copy()
+        if known.content is None:
+            known.content = content._replace(tokens=content.tokens.copy())
+            self._alike.setdefault(content.beginning, {})[page] = known
 
-    def find_part(self, after: Key, tokens: IntArray, page_tokens: int) -> tuple[int, int] | None:
-        """The page behind `after` that has most of these tokens in common from its first on, and how many they are.
+    def find_part(self, wanted: Content) -> tuple[int, int] | None:
+        """The page behind `wanted.after` that has most of its tokens in common from the first on, and how many.
 
         None where they would be less than LEAST_SHARED of a page. Own it, as its reader owns all before it.
         """
-        if len(tokens) < _n_least(page_tokens):
-            return None
-        alike = self._alike.get(_beginning(after, tokens, page_tokens), {})
-        newest = islice(reversed(alike.items()), MAX_LOOKED_AT)
-        best = max(((_n_common(known, tokens), page) for page, known in newest), default=None)
+        alike = ((_n_common(tokens, wanted.tokens), page) for page, tokens in self._beginning_as(wanted))
+        best = max(alike, default=None)
         return None if best is None else (best[1], best[0])
+
+    def is_worth_knowing(self, content: Content) -> bool:
+        """A page that is not full, has enough to be found by, and more than any that is known."""
+        found, n = self.find_part(content), len(content.tokens)
+        return content.n_least <= n < content.room and (found is None or found[1] < n)
+
+    def forget_beginnings(self, content: Content) -> list[int]:
+        """Takes pages out of the index that nobody owns and that have the first of these tokens, and nothing else."""
+        n = len(content.tokens)
+        alike = [(page, len(tokens)) for page, tokens in self._beginning_as(content) if len(tokens) < n]
+        gone = [page for page, n_own in alike if self._by_page[page].free and self._has(page, content.tokens[:n_own])]
+        for page in gone:
+            self._forget(self._by_page[page])
+        return gone
+
+    def _has(self, page: int, tokens: IntArray) -> bool:
+        content = self._by_page[page].content
+        return content is not None and np.array_equal(content.tokens, tokens)
+
+    def _beginning_as(self, content: Content) -> list[tuple[int, IntArray]]:
+        """The newest pages that begin alike, and their tokens."""
+        if len(content.tokens) < content.n_least:
+            return []
+        alike = self._alike.get(content.beginning, {})
+        newest = islice(reversed(alike.items()), MAX_LOOKED_AT)
+        return [(page, known.content.tokens) for page, known in newest if known.content is not None]
 
     def left(self, page: int) -> None:
         """It has no owner any more."""
@@ -166,25 +226,30 @@ class PrefixIndex:
                 self.retain(page, DEFAULT_PRIORITY)
         self.next_end_s = self._until[0][0] if self._until else math.inf
 
-    def evict(self) -> tuple[int, Key]:
-        """Forgets the free page that is to go first, and says what it was known by. There must be one."""
+    def evict(self) -> tuple[int, Key | None]:
+        """Forgets the free page that is to go first, and says what it was known by; None: it was not full."""
         while True:
             priority, left, page = heappop(self._ends)
             known = self._by_page.get(page)
             if known is not None and _counts(known, priority, left):
                 break
-        del self._by_page[page], self._by_key[known.key]
-        if known.begins is not None:
-            alike = self._alike[known.begins]
-            del alike[page]
-            if not alike:
-                del self._alike[known.begins]
-        self.n_free -= 1
+        self._forget(known)
         self.n_evicted += 1
+        return page, known.key if known.is_full else None
+
+    def _forget(self, known: _Known) -> None:
+        """A free end."""
+        del self._by_page[known.page], self._by_key[known.key]
+        if known.content is not None:
+            beginning = known.content.beginning
+            alike = self._alike[beginning]
+            del alike[known.page]
+            if not alike:
+                del self._alike[beginning]
+        self.n_free -= 1
         if known.before is not None:
             known.before.n_next -= 1
             self._note_end(known.before)
-        return page, known.key
 
     def _note_end(self, known: _Known) -> None:
         if not known.free or known.n_next:
@@ -200,18 +265,10 @@ def _counts(known: _Known, priority: int, left: int) -> bool:
     return known.free and not known.n_next and (known.priority, known.left) == (priority, left)
 
 
-def _n_least(page_tokens: int) -> int:
-    return max(1, int(LEAST_SHARED * page_tokens))
-
-
 def _n_common(known: IntArray, tokens: IntArray) -> int:
-    """known: a full page, tokens: no more than that"""
-    differs = np.flatnonzero(known[: len(tokens)] != tokens)
-    return int(differs[0]) if len(differs) else len(tokens)
-
-
-def _beginning(after: Key, tokens: IntArray, page_tokens: int) -> bytes:
-    return after + tokens[: _n_least(page_tokens)].tobytes()
+    n = min(len(known), len(tokens))
+    differs = np.flatnonzero(known[:n] != tokens[:n])
+    return int(differs[0]) if len(differs) else n
 
 
 @dataclass(slots=True)
@@ -268,17 +325,18 @@ class PagePool:
                 self._free(p)
 
     def publish(self, page: int, key: Key, before: int | None, content: Content) -> int:
-        """Put a full page into the index, behind `before` of the same owner; gives the owner's page from now on.
+        """Put a page into the index, behind `before` of the same owner; gives the owner's page from now on.
 
         That is another one where the key was known already: then `page` is given back for a share of that. It is found
-        by its key, and in part by its content.
+        by its key, and in part by its content. One that is not full is never written again, as any other.
         """
         assert self._owners[page] and (before is None or self._owners[before]), f"page {page} or {before} is nobody's"
         known = self.index.add(page, key, before)
-        self.index.tell(known, *content)
+        self.index.tell(known, content)
         if known != page:
             self.share((known,))
             self.release((page,))
+        self._empty += self.index.forget_beginnings(content)
         return known
 
     def promote(self, keys: Sequence[Key], owned: Pages, content: Callable[[int], Content]) -> Pages:
@@ -309,7 +367,7 @@ class PagePool:
 
     def _give_up(self) -> int:
         page, key = self.index.evict()
-        if self.tier is not None:
+        if self.tier is not None and key is not None:
             self.tier.put(key, page)
         return page
 

@@ -153,6 +153,10 @@ def _borders(stop: str) -> list[int]:
 Deliver = Callable[[list[Delta]], None]  # called in the engine thread, at most once a step per request
 
 
+def _nobody(deltas: list[Delta]) -> None:
+    raise AssertionError("a request that has ended has nothing to say")
+
+
 class IntBuffer:
     """A growing int32 array that is sliced without copying: the tokens of a sequence, or its page table."""
 
@@ -270,13 +274,20 @@ class Request:
     def is_open(self) -> bool:
         return any(seq.stage is not Stage.GONE for seq in self.choices)
 
+    def let_go(self) -> None:
+        """It has ended and all is delivered: of choices and reader, which know it, it knows no more.
+
+        Else its tokens would stay until the interpreter looks for cycles: under load for some 2,500 requests.
+        """
+        self.choices, self.deliver = [], _nobody
+
 
 class Sequence:
     """Choice `index` of a request."""
 
     __slots__ = (
         *("index", "matcher", "n_computed", "n_prompt", "pages", "request", "row", "stage", "text", "tokens"),
-        *("keys", "leader", "leads", "n_known", "source"),
+        *("keys", "leader", "leads", "n_finite", "n_known", "source"),
     )
 
     def __init__(self, request: Request, index: int) -> None:
@@ -287,6 +298,7 @@ class Sequence:
         self.n_computed = 0
         self.pages = IntBuffer()
         self.keys: list[Key] = []  # of its first full pages, as far as anybody wanted to know
+        self.n_finite = 0  # of its computed tokens, those that a finite one was drawn from
         self.n_known = 0  # of its pages, so many from the first on are in the index
         self.leader: Sequence | None = None  # whose prompt it waits for, because they begin alike
         self.source: int | None = None  # a page that the next step copies into its first own one; it is a co-owner
@@ -323,10 +335,10 @@ class Sequence:
             extend_keys(self.keys, self.request.root, self.tokens.array, n_pages, page_tokens)
         return self.keys[:n_pages]
 
-    def content(self, i: int, page_tokens: int) -> Content:
-        """Of its page `i`, all before which are full."""
+    def content(self, i: int, page_tokens: int, n_tokens: int | None = None) -> Content:
+        """Of its page `i`, all before which are full. n_tokens: as if it had so many"""
         after = self.page_keys(i, page_tokens)[-1] if i else self.request.root
-        return after, self.tokens.array[i * page_tokens : (i + 1) * page_tokens]
+        return Content(after, self.tokens.array[:n_tokens][i * page_tokens : (i + 1) * page_tokens], page_tokens)
 
     def is_sooner_behind(self, leader: "Sequence", n_keys: int, n_known: int, page_tokens: int) -> bool:
         """Whether it has its next token sooner when the leader's prompt is computed first, then the rest of its own.

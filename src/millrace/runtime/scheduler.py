@@ -27,7 +27,7 @@ from millrace.errors import ConfigError
 from millrace.runtime.batch import Chunk, Step
 from millrace.runtime.claim import NO_CLAIM
 from millrace.runtime.order import Order, Policy, first_come
-from millrace.runtime.pages import Key, PagePool, Pages, root_key
+from millrace.runtime.pages import Content, Key, PagePool, Pages, root_key
 from millrace.runtime.request import Request, Sequence, Stage
 from millrace.runtime.retention import Retention
 
@@ -286,9 +286,8 @@ class Scheduler:
         """How many tokens behind its known pages are in another one, to be copied; `n` own pages must be left then."""
         if seq.index == 0 and seq.request.n_scored < seq.n_prompt:
             return 0  # its next step may have no row of logits for it, and so no part in it
-        after, tokens = seq.content(seq.n_known, self.limits.page_tokens)
-        n_most = max(0, min(seq.n_tokens - 1, self._n_public(seq)) - seq.n_computed)  # the last token is computed
-        found = self.pool.index.find_part(after, tokens[:n_most], self.limits.page_tokens)
+        n_most = max(0, min(seq.n_tokens - 1, self._n_public(seq)))  # the last token is computed
+        found = self.pool.index.find_part(seq.content(seq.n_known, self.limits.page_tokens, n_most))
         if found is None:
             return 0
         page, n_shared = found
@@ -330,27 +329,33 @@ class Scheduler:
     def _give_back(self, seq: Sequence) -> None:
         self._stop_leading(seq)
         self._drop_source(seq)
+        last = seq.content(seq.n_known, self.limits.page_tokens, min(seq.n_finite, self._n_public(seq)))
+        if self.pool.index.is_worth_knowing(last):  # as a chat's next turn goes on behind it
+            self._publish(seq, last.key, last)
         self.pool.release(seq.pages.array.tolist())
         seq.pages.clear()
-        seq.n_known = seq.n_computed = 0
+        seq.n_known = seq.n_computed = seq.n_finite = 0
 
     # ------------------------------------------------------------------ prefixes that are known
 
     def verified(self, seq: Sequence) -> None:
         """What was drawn from its computed tokens is finite, and so are they: others may find their full pages."""
         page_tokens = self.limits.page_tokens
+        seq.n_finite = seq.n_computed
         if seq.n_computed < (seq.n_known + 1) * page_tokens and seq.leads is None and not seq.request.to_keep:
             return  # nothing new: so it is for most tokens
         n_full = min(seq.n_computed, self._n_public(seq)) // page_tokens
-        if n_full > seq.n_known:
-            keys, pages = seq.page_keys(n_full, page_tokens), seq.pages.array
-            for i in range(seq.n_known, n_full):
-                before, content = int(pages[i - 1]) if i else None, seq.content(i, page_tokens)
-                pages[i] = self.pool.publish(int(pages[i]), keys[i], before, content)
-            seq.n_known = n_full
+        for i, key in enumerate(seq.page_keys(n_full, page_tokens)[seq.n_known :], seq.n_known):
+            self._publish(seq, key, seq.content(i, page_tokens))
         self._stop_leading(seq)
         if seq.request.to_keep:
             self.retention.keep(seq)
+
+    def _publish(self, seq: Sequence, key: Key, content: Content) -> None:
+        """The first of its pages that is not in the index yet."""
+        i, pages = seq.n_known, seq.pages.array
+        pages[i] = self.pool.publish(int(pages[i]), key, int(pages[i - 1]) if i else None, content)
+        seq.n_known += 1
 
     def _n_public(self, seq: Sequence) -> int:
         """So many of its tokens are of use to others: all, or without the prefix cache its prompt, to its siblings."""

@@ -77,8 +77,8 @@ def _trace(trace: RequestTrace, token_s: float | None) -> TraceReply:
     steps = [
         StepReply(
             step.number, _ms(step.began_s - queued_s), _ms(step.took_s),
-            sum(part.n_prompt for part in parts), sum(part.draws for part in parts),
-            sum(part.n for part in step.parts), len(step.parts) - len(parts), step.waiting,
+            int(parts["n_prompt"].sum()), int(parts["draws"].sum()), step.n_tokens,
+            len(step.parts) - len(parts), step.waiting,
         )
         for step, parts in trace.steps
     ]  # fmt: skip
@@ -94,9 +94,9 @@ def _prompt_token_s(steps: Sequence[StepSeen]) -> float | None:
     """What a token of a prompt took of late: steps are shared by their tokens, so long prompts decide."""
     n_prompt = took_s = 0.0
     for step in steps:
-        n_own = sum(part.n_prompt for part in step.parts)
+        n_own = int(step.parts["n_prompt"].sum())
         n_prompt += n_own
-        took_s += step.took_s * n_own / max(1, sum(part.n for part in step.parts))
+        took_s += step.took_s * n_own / max(1, step.n_tokens)
     return took_s / n_prompt if n_prompt else None
 
 
@@ -130,13 +130,13 @@ def _drawn(steps: Iterable[StepSeen]) -> dict[str, object]:
     blocks: dict[tuple[str, int], list[dict[str, object]]] = {}
     for step, begin_s in zip(steps, begins, strict=True):
         at, width = x.at(begin_s), max(0.8, x.at(begin_s + step.took_s) - x.at(begin_s))
-        for part in step.parts:
-            again = "a token" if part.draws else f"{part.n} tokens again"
-            what = f"{part.n_prompt} prompt tokens" if part.n_prompt else again
+        for request_id, part in zip(step.request_ids, step.parts, strict=True):
+            again = "a token" if part["draws"] else f"{part['n']} tokens again"
+            what = f"{part['n_prompt']} prompt tokens" if part["n_prompt"] else again
             title = f"step {step.number}: {what}, {step.took_s * 1e3:.1f} ms, {len(step.parts)} sequences"
-            kind = 1 if part.n_prompt else 0
+            kind = 1 if part["n_prompt"] else 0
             block: dict[str, object] = {"x": at, "width": round(width, 2), "kind": kind, "title": title}
-            blocks.setdefault((part.request_id, part.choice), []).append(block)
+            blocks.setdefault((request_id, int(part["choice"])), []).append(block)
     shown = list(blocks.items())[-SHOWN_ROWS:]
     rows = [
         {"label": f"{request_id[:20]} {choice}", "y": TOP + ROW * i, "blocks": of_row}
