@@ -148,7 +148,7 @@ def kl(numbers: Numbers) -> str:
 def _goals() -> Iterator[str]:
     rows = []
     for name, result in results():
-        found = result.get("goals")
+        found = [result["goal"]] if "goal" in result else result.get("goals")
         goals = _judged_now(result) if found is None else found
         impossible = _above_one(result)
         for g in goals:
@@ -157,7 +157,8 @@ def _goals() -> Iterator[str]:
             verdict = g["verdict"] + (", judged later" if found is None else "")
             if impossible and _of_bandwidth(g):
                 verdict = "no measurement: a share of this run is above 1"
-            rows.append([f"{result['shape']}: {g['what']}", reached, bound, verdict, f"`{name}`"])
+            shape = result.get("shape") or result["beside"]
+            rows.append([f"{shape}: {g['what']}", reached, bound, verdict, f"`{name}`"])
     yield (
         "## Goals\n\nAs judged when they were measured; *judged later*: the file is older than its goals, which are"
         " held against it here. Where one share of the bandwidth is above 1, no share of that run counts."
@@ -185,10 +186,10 @@ def _judged_now(result: Result) -> list[Result]:
 
 
 def _others() -> Iterator[str]:
-    yield "## Embeddings, long contexts, starts, the server, sampling, single products, rounding, versions"
+    yield "## Embeddings, long contexts, starts, the server, sampling, masks, single products, rounding, versions"
     header = ("what", "figure", "run")
     rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_hadamard()]
-    rows += _versions()
+    rows += [*_grammars(), *_versions()]
     yield table(header, rows)
 
 
@@ -251,6 +252,14 @@ def _sampling() -> Iterator[list[str]]:
         shares = "; ".join(f"{s['asked']}: {s['sampling_s'] / s['step_s']:.1%}" for s in r["sampling"])
         rows = r["sampling"][0]["rows"]
         yield [f"{r['shape']} {r['precision']}: sampling of {rows} rows, of a step", shares, label(r)]
+
+
+def _grammars() -> Iterator[list[str]]:
+    for _, r in of_kind("grammars"):
+        shares = f"{r['share_of_own_step']:.1%} of its own step" + (
+            f", {r['share']:.1%} of one of {r['beside']}" if "share" in r else ""
+        )
+        yield [f"{r['rows']} masks of {r['rows']} grammars", f"{r['cost_s'] * 1e3:.2f} ms, {shares}", label(r)]
 
 
 def _products() -> Iterator[list[str]]:
