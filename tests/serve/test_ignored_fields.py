@@ -13,6 +13,7 @@ from tests.serve.support import Running, post
 
 CHAT, RESPONSES, MESSAGES, OLLAMA_CHAT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
 GENERATE = "/api/generate"
+ENCRYPTED = "reasoning.encrypted_content"
 ASK = [{"role": "user", "content": "Tell me of the mill."}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": ASK, "max_tokens": 2},
@@ -26,7 +27,8 @@ BODIES: dict[str, dict[str, Any]] = {
 TOLD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"think": False, "user": "me", "store": True, "verbosity": None}, "think"),
     ("/v1/completions", {"low_vram": True, "mirostat_tau": 5}, "low_vram, mirostat_tau"),
-    (RESPONSES, {"reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"]}, "include, reasoning"),
+    (RESPONSES, {"reasoning": {"effort": "low"}, "include": [ENCRYPTED]}, f"include.{ENCRYPTED}, reasoning"),
+    (RESPONSES, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, ""),
     (RESPONSES, {"text": {"verbosity": "low"}, "stream_options": {}}, "stream_options, text.verbosity"),
     (RESPONSES, {"store": False, "metadata": {"a": "b"}, "user": "me", "text": {}, "prompt_cache_key": "a"}, ""),
     (MESSAGES, {"context_management": {}, "container": "c", "metadata": {}}, "container, context_management"),
@@ -41,9 +43,7 @@ TOLD: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"shift": True, "system": "Be short.", "options": {"use_mmap": True}}, "options.use_mmap, shift"),
 ]  # fmt: skip
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (RESPONSES, {"top_logprobs": 5}, "top_logprobs"),
     (RESPONSES, {"max_tool_calls": 1}, "max_tool_calls"),
-    (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
     (OLLAMA_CHAT, {"options": {"mirostat": 2}}, "options.mirostat"),
     (OLLAMA_CHAT, {"options": {"typical_p": 0.2}}, "options.typical_p"),
     (OLLAMA_CHAT, {"options": {"tfs_z": 0.3}}, "options.tfs_z"),

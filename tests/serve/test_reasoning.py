@@ -373,6 +373,14 @@ def test_events_of_a_thought_in_a_response(thinker: Thinker) -> None:
     assert events[-1]["response"]["output"][0] == done["item"]
 
 
+def test_log_probabilities_of_a_response_are_of_its_text_alone(thinker: Thinker) -> None:
+    thinker.says(f"{TEXT}\n{CALL}")
+    asked = {**body(RESPONSES, tools=True), "include": ["message.output_text.logprobs"]}
+    _, message, _ = post(thinker.served.url, RESPONSES, asked).json()["output"]
+    told = b"".join(bytes(token["bytes"]) for token in message["content"][0]["logprobs"])
+    assert told.decode().strip() == TEXT == message["content"][0]["text"]
+
+
 def test_the_official_clients_read_them(thinker: Thinker) -> None:
     """And stream them."""
     url = thinker.served.url

@@ -146,6 +146,10 @@ class Generation:
             self._held.add(await backend.written(self.is_much(deltas), partial(take, deltas)))
         return choices
 
+    def hold(self, n_bytes: int) -> None:
+        """Of log probabilities, until this is left. raises HttpError with 503 where all answers' are too many"""
+        self._held.add(n_bytes)
+
     def is_much(self, deltas: list[Delta]) -> bool:
         """Naming their tokens takes more than about a millisecond."""
         n_top = self.params.logprobs
@@ -288,7 +292,7 @@ def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int) -> 
             f"an answer of {n_tokens} tokens, with {1 + n_top} log probabilities for each, "
             f"is some {n_bytes // 2**20} MiB",
             f"at most {most_bytes // 2**20} MiB in one piece",
-            "set stream to true, or lower n, max_tokens or the number of log probabilities",
+            "lower n, max_tokens or the number of log probabilities, or have a chat or completion streamed",
             param="logprobs",
         )
 
