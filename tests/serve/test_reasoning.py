@@ -426,6 +426,25 @@ def test_what_was_thought_is_given_back_to_the_template(thinker: Thinker) -> Non
         assert f"<think>\n{THOUGHT}\n</think>\n\n{TEXT}<|im_end|>" in thinker.executor.prompt
 
 
+@pytest.mark.parametrize("form", [False, True])
+def test_a_thought_that_is_gone_on_with(thinker: Thinker, form: bool) -> None:
+    """What the last message began is no part of the answer; what follows up to its end is thought."""
+    answer = OBJECT if form else TEXT
+    thinker.executor.says = f" a thought.</think>{answer}"
+    for begun, thought, content in (
+        ("<think>\nThis is", "a thought.", answer),
+        ("<think>\nNo.</think>\n<think>This is", "a thought.", answer),
+        *([] if form else [("<think>\nNo.</think>This is", "", f" a thought.</think>{TEXT}")]),
+    ):
+        thinker.executor.opened = begun
+        for parts in (begun, [{"type": "text", "text": begun}]):
+            asked = {**body(CHAT, form=form), "continue_final_message": True}
+            asked["messages"] = [*ASK, {"role": "assistant", "content": parts}]
+            found = streamed(thinker, CHAT, asked)
+            assert thinker.executor.prompt.endswith(f"assistant\n{begun}")
+            assert (found.reasoning.strip(), found.content.strip()) == (thought, content.strip())
+
+
 def test_marks_that_are_no_tokens(speller: Thinker) -> None:
     """Thoughts are read all the same. An answer that is held to a form begins with it, and is no thought."""
     speller.says(TEXT)

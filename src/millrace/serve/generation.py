@@ -235,13 +235,14 @@ async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Gen
     speech, tools, params = backend.speech, asked.tools, asked.params
     specs = tools.specs if tools else ()
     prompt = await backend.texts.encode_chat(asked.messages, asked.rendering, tools=specs, body_bytes=call.body_bytes)
+    begun = asked.begun if asked.rendering.continued else ""
     asked.messages = ()  # they may be many times the body, and the answer may take minutes
     check_context(len(prompt), params.max_tokens, backend.model.max_context, "messages")
     if tools is None and speech.thoughts is None:
         return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)
     is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
     params = await backend.off_loop(is_large, partial(speech.params, params, tools))
-    heard = speech.heard(tools, speech.is_thinking(prompt), params.structured_outputs is not None)
+    heard = speech.heard(tools, speech.is_thinking(prompt, begun), params.structured_outputs is not None)
     asked.tools = None  # of them names are enough from here on
     return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes, heard=heard)
 

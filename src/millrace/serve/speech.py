@@ -75,10 +75,12 @@ class Speech:
         token = self._id(text)
         return token if token in self._tokenizer.special_ids else None
 
-    def is_thinking(self, prompt: list[int]) -> bool:
-        """It ends within the model's thoughts."""
+    def is_thinking(self, prompt: list[int], begun: str) -> bool:
+        """It ends within the model's thoughts. begun: of the answer, in the conversation's last message"""
         if self.thoughts is None:
             return False
+        if begun.rfind(self.thoughts.begin) > begun.rfind(self.thoughts.end):
+            return True
         tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
         return tail.rstrip().endswith(self.thoughts.begin)
 
