@@ -17,6 +17,7 @@ from millrace.runtime.pages import PrefixIndex, extend_keys, root_key
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine
 from tests.runtime.fakes import POISON, VOCAB, FakeTokenizer, RandomBudget, expected_choice, limits, make_loop, score
+from tests.support.drawn import examples
 
 PAGE = 4
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
@@ -104,7 +105,7 @@ def solo(prompt: list[int], params: SamplingParams) -> list[CompletionOutput]:
     return answered(loop, prompt, params).outputs
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60))
 @given(
     schedule=st.lists(ASKED, min_size=2, max_size=12),
     n_pages=st.sampled_from([13, 16, 24, 64]),
