@@ -53,11 +53,16 @@ def ask(server: Running, name: str, prompt: list[int], n_tokens: int, **more: ob
 def ask_all(server: Running, go: threading.Event, asked: dict[str, dict[str, Any]]) -> dict[str, Trace]:
     """One after the other, all before the first step ends. By their names"""
     with ThreadPoolExecutor(len(asked)) as pool:
-        replies = []
-        for i, (name, what) in enumerate(asked.items()):
+        replies, n_there = [], 0
+
+        def all_are_there() -> bool:
+            stats = server.stats()
+            return stats.running + stats.waiting == n_there
+
+        for name, what in asked.items():
             replies.append(pool.submit(ask, server, name, **what))
-            n = sum(what.get("n", 1) for what in list(asked.values())[: i + 1])
-            until(lambda n=n: sum((server.stats().running, server.stats().waiting)) == n)
+            n_there += what.get("n", 1)
+            until(all_are_there)
         go.set()
         for reply in replies:
             reply.result(20)

@@ -3,7 +3,7 @@
 from hypothesis import settings
 
 FAST, NIGHT = "fast", "night"
-TIMES = 40  # what a night draws of what the fast suite does: some five minutes
+TIMES = 80  # what a night draws of what the fast suite does: some five minutes
 _USUAL = 100  # of a profile that says nothing
 
 
