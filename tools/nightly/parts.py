@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.peers.build import cmake_args
 from millrace.machine.cpu import cpu_flags
+from tests.support.drawn import NIGHT, TIMES
 
 ROOT = Path(__file__).parents[2]
 MINUTES = 60  # that a part may take before it is stopped, which makes it red
@@ -57,10 +58,14 @@ def _client(name: str) -> Part:
     return Part(f"client-{name}", f"{name} against `millrace serve`", command, files=("tools/clients",))
 
 
-def _marked(mark: str) -> tuple[str, ...]:
-    """The files that hold tests with this mark."""
-    files = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if f"pytest.mark.{mark}" in path.read_text())
+def _holding(text: str, folder: str = "tests") -> tuple[str, ...]:
+    """The files of tests that hold it."""
+    files = (path for path in sorted((ROOT / folder).rglob("test_*.py")) if text in path.read_text())
     return tuple(str(path.relative_to(ROOT)) for path in files)
+
+
+def _marked(mark: str) -> tuple[str, ...]:
+    return _holding(f"pytest.mark.{mark}")
 
 
 FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "requests")
@@ -91,6 +96,12 @@ PARTS = (
     Part(
         "timing", "tests that judge times; needs an idle machine", ("{python}", "-m", "pytest", "-m", "timing", "-s"),
         files=_marked("timing"),
+    ),
+    Part(
+        "schedules", f"random schedules of the runtime, {TIMES} times the fast suite's, with a new seed each night",
+        ("{python}", "-m", "pytest", "-m", "hypothesis", "--hypothesis-profile", NIGHT, "--hypothesis-seed", "{seed}",
+         "--timeout", str(60 * MINUTES), "tests/runtime"),
+        TIMES, files=(*_holding("@given", "tests/runtime"), "tests/support/drawn.py"),
     ),
     Part(
         "load", "200 clients of one long prompt for ten minutes, a third of whose requests are left",
