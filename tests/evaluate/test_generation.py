@@ -1,6 +1,6 @@
 """Answers in a model's own words: which are right, which are asked again, and what a prompt loses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from functools import partial
 from operator import eq
@@ -19,6 +19,7 @@ from millrace.evaluate.generation import Ask, Said, answer, asks, judges
 from millrace.evaluate.kept import RIGHT, About, Kept
 from millrace.evaluate.questions import Questions, read_questions
 
+Answers = Generator[tuple[int, str], None, None]
 ABOUT = About("m", "engine", "fp32", "mine, generated", "data")
 
 
@@ -49,6 +50,9 @@ def rendered(messages: Sequence[Any]) -> list[int]:
         ("number", "1234.5", "it costs $1,234.50!", True), ("number", ["7", "-3"], "x = -3", True),
         ("number", "3", "-3", False), ("number", "0.5", ".5", True), ("number", "5", "none", False),
         ("number", "10", "1e1", False), ("number", "2", "1 + 1 = 2,", True), ("number", "1" * 400, "1" * 400, True),
+        ("number", "3", "1,2,3", True), ("number", "3", "10-3", True), ("number", "5", "in 2024-05", True),
+        ("number", "+1,234,567", "1,234,567.0 m", True), ("number", "-3", "(-3)", True),
+        ("number", "3456", "12,3456", True),
         ("regex", "[Pp]aris\\.?", " paris. \n", True), ("regex", "Paris", "It is Paris", False),
         ("regex", "(.|\\n)*Paris(.|\\n)*", "It\nis Paris, is it", True), ("regex", ["a", "(?i)B"], "b", True),
     ],
@@ -62,6 +66,7 @@ def test_what_is_right(match: str, right: str | list[str], text: str, is_right: 
     ("match", "right", "said"),
     [
         ("number", "4 apples", "the answer is '4 apples'"), ("number", "NaN", "is 'NaN'"),
+        ("number", "1e5", "is '1e5'"),
         ("contains", ["x", ""], "is empty"),
         ("regex", "(", "unclosed group"), ("regex", r"(a)\1", "backreferences are not supported"),
         ("regex", "a(?=b)", "look-around"), ("regex", "a" * 1001, "has 1,001 characters"),
@@ -95,7 +100,7 @@ def test_only_what_is_not_there_is_asked(tmp_path: Path, monkeypatch: pytest.Mon
     seen = list[int]()
     asked = [Ask(("mine", i), [i], 4, (), partial(eq, f"is {i}"), i == 2, "") for i in range(10)]
 
-    def generates(some: Sequence[Ask]) -> Iterator[tuple[int, str]]:
+    def generates(some: Sequence[Ask]) -> Answers:
         assert len(some) <= 4
         for i in reversed(range(len(some))):
             number = int(some[i].ids[0])
@@ -115,3 +120,24 @@ def test_only_what_is_not_there_is_asked(tmp_path: Path, monkeypatch: pytest.Mon
     assert {key: one.right for key, one in results.items()} == {("mine", i): i < 7 for i in range(10)}
     assert results["mine", 2].cut and results["mine", 8].verdicts[RIGHT] == ("is 1", False)
     assert told[-1] == (10, 10) and told == sorted(told) and told[0][0] == 5
+
+
+def test_an_answer_that_cannot_be_judged_ends_all_of_them(tmp_path: Path) -> None:
+    ended = list[int]()
+
+    def generates(some: Sequence[Ask]) -> Answers:
+        try:
+            for i in range(len(some)):
+                yield i, "x"
+        finally:
+            ended.append(i)
+
+    def judge(text: str) -> bool:
+        raise ConfigError("it", "takes", "too much")
+
+    asked = [Ask(("mine", i), [i], 4, (), partial(eq, "x") if i < 2 else judge, False, "") for i in range(5)]
+    with closing(Kept(tmp_path / "kept", ABOUT, Said)) as kept:
+        with pytest.raises(ConfigError) as refused:
+            answer(generates, asked, 5, kept, lambda *_: None)
+        assert ended == [2] and len(kept.records) == 2, "while the error is still held"
+    assert refused.value.what == "it"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.checkpoint.tokenizer import Specials, Tokenizer
 from millrace.compile.find import BUNDLED
 from millrace.engine.native import NativeExecutor
 from millrace.errors import ConfigError, MachineError
@@ -223,6 +223,33 @@ def test_windows_by_default_and_what_is_too_long_or_short(tokenizer: Tokenizer) 
             cut(definition, "too short", tokenizer, 64, 128)
     with pytest.raises(ConfigError, match="a context of 15 tokens is too short"):
         cut(LM_EVAL, TEXT, tokenizer, None, 15)
+
+
+class Letters(Tokenizer):
+    """A token a character; no BOS."""
+
+    def __init__(self, eos: int | None) -> None:
+        super().__init__(128, Specials(named={}, bos_token_id=None, eos_token_id=eos, ids=frozenset()))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [ord(c) for c in text]
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    _first_bytes = _token_bytes
+
+
+def test_a_model_without_a_beginning_token() -> None:
+    """Windows begin as they are; a document begins at the end token, or nowhere."""
+    text = "abcdefgh" * 10
+    for definition in (GPTQ, LLAMA_PERPLEXITY):
+        found = cut(definition, text, Letters(None), 16, 64)
+        assert found.bos == "none" and [bytes(u.parts[0].ids.tolist()) for u in found.units] == [b"abcdefgh" * 2] * 5
+    found = cut(LM_EVAL, text, Letters(7), 16, 64)
+    assert found.bos == "none: EOS" and found.units[0].parts[0].ids.tolist()[:2] == [7, ord("a")]
+    with pytest.raises(ConfigError, match="neither a BOS nor an EOS"):
+        cut(LM_EVAL, text, Letters(None), 16, 64)
 
 
 def test_logits_that_are_not_finite(executor: NativeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,11 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(tmp_path: Path, tokenizer
         posed(questions, tokenizer, 5)
 
 
+def test_a_prompt_of_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"mine.jsonl:1 has a prompt of white space alone"):
+        posed(read_questions(written(tmp_path, {**CHOICE, "prompt": " \n"})), tokenizer)
+
+
 def test_answers_beside_likelihoods_of_transformers(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """In float64, of each choice as a text of its own: the likeliest, and the likeliest per byte."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

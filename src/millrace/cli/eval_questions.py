@@ -1,6 +1,6 @@
 """`millrace eval --task mmlu` and `--task FILE.jsonl`: questions, answered and counted; two models on the same ones."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -74,7 +74,7 @@ def _generate(of: Questions, judged: Sequence[Judge], found: Opened, kept: Kept[
 def _greedily(loop: EngineLoop) -> Generates:
     """raises MachineError where an answer failed"""
 
-    def generates(asked: Sequence[Ask]) -> Iterator[tuple[int, str]]:
+    def generates(asked: Sequence[Ask]) -> Generator[tuple[int, str], None, None]:
         params = [
             SamplingParams(
                 temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1, max_tokens=one.max_tokens, stop=one.stop

@@ -46,7 +46,7 @@ def perplexity_of(asked: Asked) -> None:
     pairs(
         [
             *((name, with_error(mean)) for name, mean in values.items()),
-            ("error", f"standard, {_ERRORS[read.definition == LM_EVAL]}"),
+            *([("error", f"standard, {_ERRORS[read.definition == LM_EVAL]}")] if len(sums) > 1 else []),
             *_read(read, len(sums), n),
             ("precision", mine.precision),
         ]

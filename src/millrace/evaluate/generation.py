@@ -1,9 +1,10 @@
 """A model answers in its own words, greedily, and what it says is matched with what is right."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import partial
 from itertools import islice
 
@@ -18,7 +19,8 @@ from millrace.evaluate.patterns import Pattern
 from millrace.evaluate.questions import AskedLine, Numbered, Questions
 
 _AT_ONCE = 512  # prompts that wait for their turn
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+# A sign is one where nothing stands before it: 10-3 and 2024-05 have none. Commas only between thousands.
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 Judge = Callable[[str], bool]
 Render = Callable[[Sequence[Mapping[str, object]]], list[int]]  # a conversation through the model's chat template
 
@@ -36,7 +38,8 @@ class Ask:
     id: str
 
 
-Generates = Callable[[Sequence[Ask]], Iterator[tuple[int, str]]]  # (number of one, its answer), as each is through
+# (number of one, its answer), as each is through; it is closed where no more is wanted
+Generates = Callable[[Sequence[Ask]], Generator[tuple[int, str], None, None]]
 
 
 class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -88,10 +91,11 @@ def answer(generates: Generates, asked: Iterable[Ask], n: int, kept: Kept[Said],
     left = (ask for ask in asked if ask.key not in kept.records)
     progress("answering", len(kept.records), n)
     while some := list(islice(left, _AT_ONCE)):
-        for i, text in generates(some):
-            ask = some[i]
-            kept.add(Said(*ask.key, text, ask.judge(text), ask.cut, ask.id))
-            progress("answering", len(kept.records), n)
+        with closing(generates(some)) as arrived:
+            for i, text in arrived:
+                ask = some[i]
+                kept.add(Said(*ask.key, text, ask.judge(text), ask.cut, ask.id))
+                progress("answering", len(kept.records), n)
 
 
 def _judge(one: Numbered) -> Judge:
@@ -122,17 +126,18 @@ def _contains(answers: Sequence[str], text: str) -> bool:
 def _ends_with_number(answers: Sequence[Decimal], text: str) -> bool:
     """The last number of the text, whatever stands behind it: $1,234.50 is 1234.5."""
     found = _NUMBER.findall(text)
-    return bool(found) and Decimal(found[-1].replace(",", "")) in answers
+    return bool(found) and _value(found[-1]) in answers
 
 
 def _as_number(one: Numbered, answer: str) -> Decimal:
-    try:
-        found = Decimal(answer.strip().replace(",", ""))
-    except InvalidOperation:
-        raise _cannot(one, f"is {answer!r:.60}", "a number") from None
-    if not found.is_finite():
-        raise _cannot(one, f"is {answer!r:.60}", "a number")
-    return found
+    found = _NUMBER.fullmatch(answer.strip())
+    if found is None:
+        raise _cannot(one, f"is {answer!r:.60}", "a number, like -1,234.5")
+    return _value(found[0])
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))
 
 
 def _cannot(one: Numbered, what: str, expected: str) -> ConfigError:

@@ -180,6 +180,10 @@ def _posed(lines: Sequence[Numbered], tokenizer: Tokenizer, room: int) -> Iterat
     for one in lines:
         line = one.line
         assert isinstance(line, ChoiceLine)
+        if not (line.text or "").strip():
+            raise _wrong(
+                one.where, "has a prompt of white space alone", "a text, behind which choices are likely or not"
+            )
         question = together(tokenizer, line.text or "", [line.delimiter + choice for choice in line.choices])
         if not all(map(len, question.endings)):
             what = "has a choice that this model's tokenizer makes one token of with the end of the prompt"
