@@ -16,6 +16,7 @@ from millrace.evaluate.kept import Chosen, read
 from millrace.evaluate.mmlu import Mmlu, read_subjects
 from millrace.evaluate.windows import windows
 from tests.cli.conftest import Millrace
+from tests.support.checkpoints import random_checkpoint
 
 SHORT = ("--max-context", "512", "--tune", "0", "--threads", "1")
 
@@ -188,3 +189,15 @@ def test_questions_of_ones_own(millrace: Millrace, tmp_path: Path) -> None:
 def test_options_that_a_task_does_not_take(millrace: Millrace, given: tuple[str, ...], said: str) -> None:
     done = millrace("eval", "tiny", *given, *SHORT)
     assert done.code == 2 and said in done.err and len(done.err.splitlines()) == 3
+
+
+def test_a_reference_of_ones_own_reads_the_same_tokens(millrace: Millrace, text: Path, tmp_path: Path) -> None:
+    one, two, other = (
+        random_checkpoint(tmp_path / name, family, seed=i, max_position_embeddings=128)
+        for i, (name, family) in enumerate((("one", "llama"), ("two", "llama"), ("other", "qwen2")))
+    )
+    command = ("eval", one, "--task", "kl", "--data", text, "--window", "32", "--limit", "3", "--tune", "0", "--json")
+    told = json.loads(millrace(*command, "--against", two).out)
+    assert told["against"]["model"] == "two" and told["kl"]["value"] > 0.01 and told["tokens"] == 45
+    refused = millrace(*command, "--against", other)
+    assert refused.code == 2 and "one and other have other vocabularies, or read the text as other" in refused.err

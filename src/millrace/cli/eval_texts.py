@@ -3,6 +3,8 @@
 from contextlib import closing
 from typing import Any
 
+import numpy as np
+
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.eval_asked import Asked, about, as_json, precision_of, told, with_error
 from millrace.cli.models import opened
@@ -101,12 +103,12 @@ def _beside(asked: Asked, text: str, found: Opened, reference: Opened) -> tuple[
         )  # fmt: skip
     context = min(one.executor.limits.context_tokens for one in (found, reference))
     read, other = (windows(one.tokenizer, text, window_of(asked.window, LENGTH, context)) for one in (found, reference))
-    if mine.vocab_size != theirs.vocab_size or read.ids.tolist() != other.ids.tolist():
+    if mine.vocab_size != theirs.vocab_size or not np.array_equal(read.ids, other.ids):
         raise ConfigError(
-            f"{found.name} and {reference.name} read the text as other tokens, so that nothing can be compared",
+            f"{found.name} and {reference.name} have other vocabularies, or read the text as other tokens",
             "two models of one tokenizer", "name another reference: --against MODEL",
         )  # fmt: skip
-    of = f"kl, window {read.ids.shape[1]}, against {reference.name} ({precision_of(reference)})"
+    of = f"kl, window {read.ids.shape[1]}, against {precision_of(reference)}"
     return about(found, of, digest((text, theirs.identity))), read
 
 
