@@ -35,7 +35,7 @@ def questions(folder: Path, *lines: dict[str, Any]) -> Questions:
 
 
 def rendered(messages: Sequence[Any]) -> list[int]:
-    return [7] * len(messages[0]["content"])
+    return [*range(7, 7 + len(messages[0]["content"]))]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_prompts(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert first.ids == tokenizer.encode("Once upon") and first.ids[0] == tokenizer.bos_token_id
     assert (first.max_tokens, first.stop, first.id, first.key) == (3, ["\n"], "one", ("mine", 0))
     assert second.ids == tokenizer.encode("Question: Who?\nAnswer:")
-    assert (chat.ids, chat.cut) == ([7] * 4, False) and (cut.ids, cut.cut) == ([7] * 3, True)
+    assert (chat.ids, chat.cut) == ([7, 8, 9, 10], False) and (cut.ids, cut.cut) == ([8, 9, 10], True)
     with pytest.raises(ConfigError, match=r"mine.jsonl:2 asks for 256 tokens of a context of 256"):
         list(asks(asked, judges(asked), tokenizer, rendered, 256))
 

@@ -16,7 +16,7 @@ from millrace.evaluate.kept import PER_BYTE, RIGHT, About, Chosen, Kept
 from millrace.evaluate.questions import Questions, read_questions
 from tests.support.engines import build
 
-CHOICES = ["ran home", "slept all day by the old mill"]
+CHOICES = ["ran, ö", "slept all day by the old mill"]
 CHOICE = {"prompt": "The dog", "choices": CHOICES, "answer": 1}
 ASKED = {"prompt": "1 + 1 =", "answer": "2"}
 
@@ -52,7 +52,7 @@ def test_a_choice_is_what_stands_behind_the_prompt(
     for ending, text in zip(one.question.endings, CHOICES, strict=True):
         whole = tokenizer.encode(f"{prompt}{behind}{text}", add_special_tokens=False)
         assert [*one.question.context, *ending] == whole
-    assert one.n_bytes == [8, 29] and not one.cut
+    assert one.n_bytes == [7, 29] and not one.cut
 
 
 def test_groups_limit_and_names(tmp_path: Path, tokenizer: Tokenizer) -> None:
