@@ -122,9 +122,6 @@ def test_other_flags(millrace: Millrace, built_tiny: Path, flags: list[str], fra
     millrace("serve", built_tiny, *flags).assert_mistake(fragment)
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(("flags", "found"), [((), True), (("--no-prefix-cache",), False)])
-=======
 @pytest.mark.parametrize(
     "flags, gap_s, n_tokens, policy",
     [
@@ -149,8 +146,7 @@ def test_turns_are_those_of_the_loop_that_serves(
     assert scheduler.budget.prefill_tokens(1) == min(n_tokens, scheduler.limits.max_step_tokens - 1)
 
 
-@pytest.mark.parametrize(("flags", "found"), [((), 64), (("--no-prefix-cache",), 0)])
->>>>>>> order
+@pytest.mark.parametrize(("flags", "found"), [((), True), (("--no-prefix-cache",), False)])
 def test_prompts_of_a_file_are_known_from_the_start(
     built_tiny: Path, tmp_path: Path, flags: tuple[str, ...], found: bool
 ) -> None:

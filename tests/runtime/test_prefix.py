@@ -15,54 +15,9 @@ from millrace.runtime.loop import EngineLoop
 from millrace.runtime.pages import PrefixIndex
 from millrace.runtime.params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine
-<<<<<<< HEAD
 from tests.runtime.clients import GREEDY, PAGE, Client, answered, computed, run_all, solo
 from tests.runtime.fakes import POISON, VOCAB, RandomBudget, expected_choice, limits, make_loop, score
-=======
-from tests.runtime.fakes import POISON, VOCAB, FakeTokenizer, RandomBudget, expected_choice, limits, make_loop, score
 from tests.support.drawn import examples
-
-PAGE = 4
-GREEDY = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
-
-
-class Client:
-    """Submits to a loop and collects what comes."""
-
-    def __init__(self, loop: EngineLoop, prompt: list[int], params: SamplingParams = GREEDY) -> None:
-        self.deltas: list[Delta] = []
-        self.prompt, self.params = prompt, params
-        self.request = loop.submit(prompt, params, self.deltas.extend)
-
-    @property
-    def outputs(self) -> list[CompletionOutput]:
-        collector = Collector(new_output(self.request), FakeTokenizer())
-        collector.add(self.deltas)
-        return collector.output.outputs
-
-    @property
-    def reasons(self) -> list[FinishReason]:
-        return [delta.finish_reason for delta in self.deltas if delta.finish_reason is not None]
-
-
-def run_all(loop: EngineLoop) -> None:
-    while loop.step():
-        pass
-
-
-def answered(loop: EngineLoop, prompt: list[int], params: SamplingParams = GREEDY) -> Client:
-    client = Client(loop, prompt, params)
-    run_all(loop)
-    return client
-
-
-def computed(loop: EngineLoop, prompt: list[int], params: SamplingParams = GREEDY) -> int:
-    """Tokens that the executor computes for this request alone."""
-    before = loop.stats().step_tokens_total
-    answered(loop, prompt, params)
-    return loop.stats().step_tokens_total - before
-
->>>>>>> order
 
 # ------------------------------------------------------------------ equal answers
 
@@ -104,16 +59,7 @@ def params_of(asked: Asked, seed: int) -> SamplingParams:
     )  # fmt: skip
 
 
-<<<<<<< HEAD
-@settings(max_examples=60, deadline=None, derandomize=True)
-=======
-def solo(prompt: list[int], params: SamplingParams) -> list[CompletionOutput]:
-    loop = make_loop(limits(page_tokens=PAGE), prefix_cache=False)
-    return answered(loop, prompt, params).outputs
-
-
 @settings(max_examples=examples(60))
->>>>>>> order
 @given(
     schedule=st.lists(ASKED, min_size=2, max_size=12),
     n_pages=st.sampled_from([13, 16, 24, 64]),
