@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.drawn import register_profiles
 from tests.support.shared import NOT_BESIDE, SHARED
 
 # Why a test may be skipped in CI. What runs it elsewhere stands behind it.
@@ -23,6 +24,7 @@ KNOWN = {
     "needs an x86-64 and qemu-user-static": "CI installs it where it may",
     **({} if SHARED.is_dir() else {NOT_BESIDE: "checkouts with ../shared beside them"}),
 }
+register_profiles()
 _REASONS = pytest.StashKey[Counter[str]]()
 
 

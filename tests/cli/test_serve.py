@@ -1,6 +1,7 @@
 """`millrace serve` as a process: ready, asked, stopped; and what keeps it from starting."""
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -15,7 +16,10 @@ import pytest
 from millrace.bench.load import Ask, ask
 from millrace.bench.server_process import ServerProcess
 from millrace.cli import doctor
+from millrace.cli import serve as serve_command
 from millrace.machine.cpu import usable_cores
+from millrace.runtime.order import Policy, first_come, longest_prefix, shortest_first
+from millrace.serve.text import TextModel
 from tests.cli.conftest import Millrace
 from tests.support.command_line import environment
 
@@ -104,6 +108,11 @@ def test_a_port_that_is_taken(millrace: Millrace, built_tiny: Path) -> None:
         (["--log-format", "xml"], "text, json"),
         (["--max-body-bytes", "much"], "512M"),
         (["--max-queued", "0"], "at least 1"),
+        (["--itl-ms", "0.9"], "--itl-ms is 0.9\n  expected: 1 to 60000"),
+        (["--itl-ms", "60001"], "--itl-ms is 60001.0\n  expected: 1 to 60000"),
+        (["--itl-ms", "nan"], "--itl-ms is nan\n  expected: 1 to 60000"),
+        (["--itl-ms", "soon"], "--itl-ms"),
+        (["--schedule", "shortes"], '--schedule is "shortes"\n  expected: one of fcfs, shortest, prefix'),
         (["--host", "no.such.host.invalid"], "cannot listen on"),
         (["--warm-prompts", "no/such.jsonl"], "cannot read the prompts of no/such.jsonl"),
         (["--warm-prompts", "x.jsonl", "--no-prefix-cache"], "--warm-prompts and --no-prefix-cache are both given"),
@@ -111,6 +120,30 @@ def test_a_port_that_is_taken(millrace: Millrace, built_tiny: Path) -> None:
 )
 def test_other_flags(millrace: Millrace, built_tiny: Path, flags: list[str], fragment: str) -> None:
     millrace("serve", built_tiny, *flags).assert_mistake(fragment)
+
+
+@pytest.mark.parametrize(
+    "flags, gap_s, n_tokens, policy",
+    [
+        ([], 0.1, 98, first_come),
+        (["--itl-ms", "8", "--schedule", "shortest"], 0.008, 6, shortest_first),
+        (["--itl-ms", "60000", "--schedule", "prefix"], 60.0, 2**31, longest_prefix),
+    ],
+)
+def test_turns_are_those_of_the_loop_that_serves(
+    millrace: Millrace, built_tiny: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], gap_s: float,
+    n_tokens: int, policy: Policy,
+) -> None:  # fmt: skip
+    """n_tokens: of prompts that a step of 1.5 ms has room for within the gap, at 1 ms each"""
+    served: list[TextModel] = []
+    monkeypatch.setattr(serve_command, "serve", lambda models, *others, **named: served.extend(models))
+    assert millrace("serve", built_tiny, "--port", "0", *flags).code == 0
+    scheduler = served[0].engine.loop._scheduler
+    assert scheduler.budget.gap_limit_s == gap_s and scheduler._order._policy is policy
+    scheduler.budget.stretch = math.inf  # the other limit
+    scheduler.budget.observe(0, 0.0015)
+    scheduler.budget.observe(64, 0.0655)
+    assert scheduler.budget.prefill_tokens(1) == min(n_tokens, scheduler.limits.max_step_tokens - 1)
 
 
 @pytest.mark.parametrize(("flags", "found"), [((), True), (("--no-prefix-cache",), False)])

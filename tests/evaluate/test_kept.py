@@ -14,7 +14,7 @@ SOME = [Chosen("law", i, i % 4, 0, [-0.5, -1.0, -2.0, -3.25], cut=i == 2) for i 
 
 
 def written(path: Path) -> Path:
-    with closing(Kept(path, ABOUT)) as kept:
+    with closing(Kept(path, ABOUT, Chosen)) as kept:
         for one in SOME:
             kept.add(one)
     return path
@@ -22,8 +22,8 @@ def written(path: Path) -> Path:
 
 def test_what_was_added_is_found_again(tmp_path: Path) -> None:
     path = written(tmp_path / "deeper" / "results.jsonl")
-    with closing(Kept(path, replace(ABOUT, model="another name"))) as kept:
-        assert kept.chosen == {one.key: one for one in SOME}
+    with closing(Kept(path, replace(ABOUT, model="another name"), Chosen)) as kept:
+        assert kept.records == {one.key: one for one in SOME}
     assert [one.right for one in SOME] == [True, False, False]
 
 
@@ -33,10 +33,10 @@ def test_wherever_a_line_was_cut_the_others_are_there(tmp_path: Path) -> None:
     for size in range(head, len(whole)):
         path.write_bytes(whole[:size])
         n = whole[:size].count(b"\n") - 1
-        with closing(Kept(path, ABOUT)) as kept:
-            assert list(kept.chosen) == [one.key for one in SOME[:n]]
+        with closing(Kept(path, ABOUT, Chosen)) as kept:
+            assert list(kept.records) == [one.key for one in SOME[:n]]
             kept.add(SOME[n])
-        assert list(read(path).chosen.values()) == SOME[: n + 1]
+        assert list(read(path, Chosen).records.values()) == SOME[: n + 1]
 
 
 @pytest.mark.parametrize("field", ["engine", "precision", "task", "data"])
@@ -44,7 +44,7 @@ def test_results_of_something_else(tmp_path: Path, field: str) -> None:
     path = written(tmp_path / "results")
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=rf"has results of the {field} .*\n.*'other'"):
-        Kept(path, replace(ABOUT, **{field: "other"}))
+        Kept(path, replace(ABOUT, **{field: "other"}), Chosen)
     assert path.read_bytes() == before
 
 
@@ -55,7 +55,7 @@ def test_files_that_are_something_else(tmp_path: Path, content: bytes, line: int
     path = tmp_path / "notes"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"notes:{line} is no line of results"):
-        Kept(path, ABOUT)
+        Kept(path, ABOUT, Chosen)
     assert path.read_bytes() == content, "a file of somebody else's is left as it is"
 
 
@@ -64,4 +64,4 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b'{"group": 3}\n', *lines[2:]]))
     with pytest.raises(ConfigError, match="results:3 is no line of results"):
-        read(path)
+        read(path, Chosen)

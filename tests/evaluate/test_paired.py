@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from millrace.evaluate.paired import Paired, paired, wilson
+from millrace.evaluate.paired import Paired, Verdict, paired, wilson
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_no_questions_say_nothing() -> None:
 def test_flips() -> None:
     right = [0, 1, 2, 3, 0, 1]
     before, now = [0, 0, 2, 3, 1, 2], [0, 1, 1, 3, 0, 3]
-    found = paired(now, before, right)
+    found = paired(*([Verdict(c, c == r) for c, r in zip(given, right, strict=True)] for given in (now, before)))
     assert found == Paired(6, gained=2, lost=1, changed=4)
     assert found.difference == pytest.approx(1 / 6)
     error = math.sqrt(3 - 1 / 6) / 6

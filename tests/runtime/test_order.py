@@ -5,8 +5,6 @@ import random
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from millrace.errors import BusyError, ConfigError, RequestError
 from millrace.runtime.claim import MAX_PRIORITY, Claim
@@ -36,6 +34,11 @@ class Crowd:
         prompt = [first] * n_prompt
         params = SamplingParams(ignore_eos=True, n=n)
         request = new_request(prompt, params, self.limits, claim=said, queued_s=self.now_s)
+        self.sched.add(request)
+        return request.choices[0]
+
+    def asks(self, prompt: list[int]) -> Sequence:
+        request = new_request(prompt, SamplingParams(ignore_eos=True), self.limits)
         self.sched.add(request)
         return request.choices[0]
 
@@ -166,31 +169,6 @@ def test_a_pause_saves_nothing_up() -> None:
     assert served.index("a") <= 1, "though a had much more before"
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 20), st.integers(1, 6)), min_size=4, max_size=30))
-def test_shares_of_busy_tenants_differ_by_a_request_at_most(asked: list[tuple[str, int, int]]) -> None:
-    """As in the paper: while both wait, no tenant has had more than another by more than what one request takes."""
-    crowd = Crowd()
-    sizes = {  # prompts that begin unlike, so that all of each is computed
-        crowd.joins(n_prompt, first=2 + i, tenant=tenant): (n_prompt, n)
-        for i, (tenant, n_prompt, n) in enumerate(asked)
-    }
-    had, left = {"a": 0.0, "b": 0.0}, {t: sum(tenant == t for tenant, *_ in asked) for t in "ab"}
-    largest = max(n_prompt + 2 * n for _, n_prompt, n in asked)
-    while crowd.sched.waiting:
-        ran(crowd.sched)
-        (seq,) = crowd.sched.running
-        n_prompt, n = sizes[seq]
-        while seq.n_output < n:
-            ran(crowd.sched)
-        crowd.sched.remove(seq)
-        tenant = seq.request.claim.tenant
-        had[tenant] += n_prompt + 2 * n
-        left[tenant] -= 1
-        if all(left.values()):
-            assert abs(had["a"] - had["b"]) <= 2 * largest
-
-
 def test_policies_choose_among_the_alike() -> None:
     crowd = Crowd("shortest")
     long, short = crowd.joins(9, first=2), crowd.joins(3, first=3)
@@ -204,6 +182,18 @@ def test_policies_choose_among_the_alike() -> None:
     assert set(POLICIES.values()) >= {shortest_first, longest_prefix}
     with pytest.raises(ConfigError, match="'shortes'"):
         policy_named("shortes")
+
+
+@pytest.mark.parametrize("policy", ["shortest", "prefix"])
+def test_policies_count_what_is_known(policy: str) -> None:
+    """8 of 9 tokens are known, and 16 of 33: the one has its next token sooner, of the other there is more."""
+    crowd = Crowd(policy, page_tokens=4, max_step_tokens=64)
+    crowd.asks([2] * 20 + [3] * 20)
+    crowd.serve()
+    unknown, sooner, more = crowd.asks([4] * 8), crowd.asks([2] * 8 + [5]), crowd.asks([2] * 16 + [6] * 17)
+    order = [sooner, unknown, more] if policy == "shortest" else [more, sooner, unknown]
+    assert crowd.sched._order.of(crowd.sched.waiting) == order
+    assert [crowd.serve() for _ in range(3)] == order
 
 
 def test_the_shortest_do_not_starve_the_long() -> None:
@@ -249,6 +239,36 @@ def test_who_has_waited_long_enough_is_ended() -> None:
     assert delta.finish_reason is FinishReason.ABORT and "it waited longer than 1 s" in (delta.error or "")
     for client in (running, patient):
         assert client.deltas[-1][-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("waited_s, reason", [(1.0, FinishReason.LENGTH), (1.001, FinishReason.ABORT)])
+def test_it_waits_for_as_long_as_it_says_and_no_longer(waited_s: float, reason: FinishReason) -> None:
+    clock = FakeClock()
+    loop = make_loop(limits(max_sequences=1), clock=clock)
+    running = Client(loop, [1, 2], SamplingParams(max_tokens=4, ignore_eos=True))
+    loop.step()
+    waits = Client(loop, [1, 3], SamplingParams(max_tokens=2, n=2, ignore_eos=True), Claim(queue_timeout_s=1.0))
+    loop.step()
+    clock.now_s += waited_s
+    run_all(loop)
+    reasons = [delta.finish_reason for deltas in waits.deltas for delta in deltas if delta.finish_reason]
+    assert reasons == [reason] * 2, "each choice once"
+    assert running.deltas[-1][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_who_has_begun_is_not_ended_while_it_waits_again() -> None:
+    """`queue_timeout_s` is of the first step: what a preempted answer has is not thrown away."""
+    clock = FakeClock()
+    loop = make_loop(limits(n_pages=8, page_tokens=2, max_context=16, max_sequences=3), clock=clock)
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    first = Client(loop, [2, 2, 2, 2], params, Claim(priority=1, queue_timeout_s=1.0))
+    urgent = Client(loop, [3, 3, 3, 3], params, Claim(priority=-1))
+    while loop.stats().preemptions_total == 0:
+        loop.step()
+    assert loop._scheduler.waiting == first.request.choices and first.request.timings.first_scheduled_s == 0
+    clock.now_s += 100.0
+    run_all(loop)
+    assert [client.deltas[-1][-1].finish_reason for client in (first, urgent)] == [FinishReason.LENGTH] * 2
 
 
 def test_who_would_wait_too_long_is_told_at_once() -> None:

@@ -17,6 +17,7 @@ from millrace.runtime.params import FinishReason, SamplingParams
 from millrace.runtime.service import AsyncEngine
 from tests.runtime.clients import GREEDY, PAGE, Client, answered, computed, run_all, solo
 from tests.runtime.fakes import POISON, VOCAB, RandomBudget, expected_choice, limits, make_loop, score
+from tests.support.drawn import examples
 
 # ------------------------------------------------------------------ equal answers
 
@@ -58,7 +59,7 @@ def params_of(asked: Asked, seed: int) -> SamplingParams:
     )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60))
 @given(
     schedule=st.lists(ASKED, min_size=2, max_size=12),
     n_pages=st.sampled_from([13, 16, 24, 64]),

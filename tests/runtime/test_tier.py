@@ -19,6 +19,7 @@ from millrace.runtime.pages import Content, PagePool
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.tier import HEADER, RECORD, PageMemory, Tier
 from tests.runtime.fakes import limits, make_loop
+from tests.support.drawn import examples
 
 N_PAGES, LAYERS, PAGE_BYTES = 8, 3, 96
 RECORD_BYTES = RECORD.size + PAGE_BYTES
@@ -183,7 +184,7 @@ def test_a_preempted_sequence_comes_back_from_the_tier(tmp_path: Path) -> None:
     assert least <= swapped < least + 2 * 4 < recomputed, "but for the page that was not full, and the last token"
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_p1_the_tier_changes_no_answer(data: st.DataObject) -> None:
     """Any requests with few pages for them, parts of pages copied, and a restart with what the files hold."""

@@ -58,20 +58,24 @@ class Fake:
     folder: Path | None = None  # of the tokenizer's files, for processes of long texts
     tier: Path | None = None  # the file of a second tier of KV pages
     ends: bool = False  # the model has an end-of-text token; else answers end by their length, or at a stop
+    words: Tokenizer | None = None  # in place of the one above
+    executor: Callable[[ExecutorLimits, Callable[[StepInputs], None] | None], FakeExecutor] = FakeExecutor
+    prefix_cache: bool = True
+    clock: Callable[[], float] = time.perf_counter  # of the engine
 
     def model(self) -> TextModel:
         size = self.limits.max_step_tokens  # whole prompts at once: as many sequences as can be, so that pages run out
         budget = TokenBudget(size, chunk_low=size)
-        executor = FakeExecutor(self.limits, self.before_run)
+        executor, words = self.executor(self.limits, self.before_run), self.words or tokenizer()
         tier = None if self.tier is None else fake_tier(executor, self.tier)
-        ends = [tokenizer().eos_token_id] if self.ends else []
+        ends = [words.eos_token_id] if self.ends else []
         defaults = GenerationDefaults(eos_token_ids=tuple(end for end in ends if end is not None))
-        loop = EngineLoop(executor, tokenizer(), defaults, clock=time.perf_counter, budget=budget, tier=tier)
+        loop = EngineLoop(executor, words, defaults, self.clock, budget, self.prefix_cache, tier=tier)
         return TextModel(
             name=MODEL,
             aliases=self.aliases,
             engine=AsyncEngine(loop, self.options),
-            tokenizer=tokenizer(),
+            tokenizer=words,
             tokenizer_folder=self.folder,
             chat_template=None
             if self.template is None

@@ -12,6 +12,8 @@ from millrace.serve.protocol import Body
 from tests.serve.support import Running, post
 
 CHAT, RESPONSES, MESSAGES, OLLAMA_CHAT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
+GENERATE = "/api/generate"
+ENCRYPTED = "reasoning.encrypted_content"
 ASK = [{"role": "user", "content": "Tell me of the mill."}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": ASK, "max_tokens": 2},
@@ -20,12 +22,13 @@ BODIES: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": ASK, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": ASK},
     OLLAMA_CHAT: {"messages": ASK, "stream": False, "options": {"num_predict": 2}},
-    "/api/generate": {"prompt": "a", "stream": False, "options": {"num_predict": 2}},
+    GENERATE: {"prompt": "a", "stream": False, "options": {"num_predict": 2}},
 }
 TOLD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"think": False, "user": "me", "store": True, "verbosity": None}, "think"),
     ("/v1/completions", {"low_vram": True, "mirostat_tau": 5}, "low_vram, mirostat_tau"),
-    (RESPONSES, {"reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"]}, "include, reasoning"),
+    (RESPONSES, {"reasoning": {"effort": "low"}, "include": [ENCRYPTED]}, f"include.{ENCRYPTED}, reasoning"),
+    (RESPONSES, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, ""),
     (RESPONSES, {"text": {"verbosity": "low"}, "stream_options": {}}, "stream_options, text.verbosity"),
     (RESPONSES, {"store": False, "metadata": {"a": "b"}, "user": "me", "text": {}, "prompt_cache_key": "a"}, ""),
     (MESSAGES, {"context_management": {}, "container": "c", "metadata": {}}, "container, context_management"),
@@ -35,18 +38,20 @@ TOLD: list[tuple[str, dict[str, Any], str]] = [
     (OLLAMA_CHAT, {"keep_alive": "5m", "truncate": True}, "keep_alive, truncate"),
     (OLLAMA_CHAT, {"options": {"num_ctx": 99, "f16_kv": None, "top_k": 5}}, "options.num_ctx"),
     (OLLAMA_CHAT, {"options": {"mirostat": 0, "mirostat_eta": 0.1, "typical_p": 1.0}}, "options.mirostat_eta"),
-    ("/api/generate", {"shift": True, "system": "Be short.", "options": {"use_mmap": True}}, "options.use_mmap, shift"),
+    (OLLAMA_CHAT, {"messages": [], "keep_alive": 0, "options": {"num_ctx": 99}}, "keep_alive, options.num_ctx"),
+    (GENERATE, {"prompt": "", "options": {"num_keep": 0, "num_gpu": 1, "top_k": 5}}, "options.num_gpu"),
+    (GENERATE, {"shift": True, "system": "Be short.", "options": {"use_mmap": True}}, "options.use_mmap, shift"),
 ]  # fmt: skip
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (RESPONSES, {"top_logprobs": 5}, "top_logprobs"),
     (RESPONSES, {"max_tool_calls": 1}, "max_tool_calls"),
-    (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
     (OLLAMA_CHAT, {"options": {"mirostat": 2}}, "options.mirostat"),
     (OLLAMA_CHAT, {"options": {"typical_p": 0.2}}, "options.typical_p"),
     (OLLAMA_CHAT, {"options": {"tfs_z": 0.3}}, "options.tfs_z"),
     (OLLAMA_CHAT, {"options": {"repeat_last_n": 0}}, "options.repeat_last_n"),
     (OLLAMA_CHAT, {"options": {"penalize_newline": False}}, "options.penalize_newline"),
-    ("/api/generate", {"options": {"num_keep": 4}}, "options.num_keep"),
+    (GENERATE, {"options": {"num_keep": 4}}, "options.num_keep"),
+    (GENERATE, {"prompt": "", "options": {"num_keep": 4}}, "options.num_keep"),
+    (OLLAMA_CHAT, {"messages": [], "options": {"mirostat": 2}}, "options.mirostat"),
     (CHAT, {"mirostat": 2}, "mirostat"),
 ]  # fmt: skip
 
@@ -75,6 +80,33 @@ def test_values_that_ask_for_what_happens_are_taken(server: Running) -> None:
 
 def test_an_option_that_ollama_does_not_know_is_refused(server: Running) -> None:
     assert 'did you mean "num_ctx"?' in ask(server, OLLAMA_CHAT, options={"num_ctxs": 5}).json()["error"]
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"options": {"temperature": -1}}, "options.temperature is -1"),
+    ({"options": {"top_p": 1.5}}, "options.top_p is 1.5"),
+    ({"options": {"top_k": "x"}}, "options.top_k is 'x'"),
+    ({"options": {"num_predict": -3}}, "options.num_predict is -3"),
+    ({"options": {"seed": 1.5}}, "options.seed is 1.5"),
+    ({"options": {"min_p": True}}, "options.min_p is True"),
+    ({"options": {"stop": 5}}, "options.stop is 5"),
+    ({"options": {"stop": [5]}}, "options.stop[0] is of type int"),
+    ({"options": {"num_keep": "4"}}, "options.num_keep is not supported yet"),
+    ({"options": {"num_keeps": 4}}, 'did you mean "num_keep"?'),
+    ({"options": [1]}, "options is of type array"),
+    ({"format": "xml"}, "format is 'xml'"),
+    ({"queue_timeout_s": -1}, "queue_timeout_s"),
+]
+
+
+@pytest.mark.parametrize("empty", [{}, {"prompt": ""}, {"messages": []}], ids=["asks", "loads", "loads for a chat"])
+@pytest.mark.parametrize("fields, says", BAD_OPTIONS, ids=[str(fields) for fields, _ in BAD_OPTIONS])
+def test_what_is_wrong_in_ollamas_requests_is_told(
+    server: Running, empty: dict[str, Any], fields: dict[str, Any], says: str
+) -> None:
+    """Of those that ask for nothing, but have the model there, as of others."""
+    reply = ask(server, OLLAMA_CHAT if "messages" in empty else GENERATE, **empty, **fields)
+    assert reply.status_code == 400 and says in reply.json()["error"], reply.text
 
 
 _KINDS = (e.operation.request for p in PROTOCOLS for e in p.endpoints)

@@ -158,3 +158,33 @@ def test_what_is_out_of_range_is_refused(small: Running, path: str, field: str, 
     reply = post(small.url, path, {**prompt, **ANSWER, **beside, field: sent})
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["param"] == field and message in error["message"], error
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_without_the_cache_siblings_share_their_prompt_and_nobody_else_does(path: str) -> None:
+    """By the tokens that are computed: of a sibling's prompt what is not in a full page, and all of a stranger's."""
+    question = [{"role": "user", "content": "Tell me of the mill by the river, and of the miller."}]
+    asked = {"messages": question} if "chat" in path else {"prompt": PROMPT}
+
+    def computes(served: Running, n: int) -> int:
+        before = served.stats().step_tokens_total
+        reply = post(served.url, path, {**asked, **ANSWER, "temperature": 1, "n": n})
+        assert len(reply.json()["choices"]) == n, reply.text
+        usage = reply.json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+        stats = served.wait_until_idle()
+        n_prompt = usage["prompt_tokens"]
+        assert stats.pages_used == 0 and n_prompt > 5 * PAGE
+        # a sibling computes what is in no full page, at least the last token, and each the first token of its answer
+        assert stats.step_tokens_total - before == n_prompt + (n - 1) * (n_prompt % PAGE or 1) + n
+        return int(n_prompt)
+
+    with running(Fake(prefix_cache=False)) as served:
+        for n in (3, 3):
+            computes(served, n)
+        n_kept = served.stats().pages_kept
+        computes(served, 1)
+        assert served.stats().pages_kept == n_kept, "what nobody can find does not take the place of what somebody can"
+        samples = metrics(served)
+        for name in ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"):
+            assert value(samples, name) == 0

@@ -1,6 +1,7 @@
 """The fields that tell of tools: how they are said, what is wrong with some, and what answers are held to."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,10 +35,11 @@ def test_what_is_asked() -> None:
     open_ended = {"type": "function", "function": {"name": "f", "parameters": {"additionalProperties": True}}}
     assert tools([open_ended]).schemas["f"]["additionalProperties"] is True
     assert auto.schemas["now"] == {"type": "object", "properties": {}, "additionalProperties": False}
-    assert (auto.must, auto.only, auto.most, auto.strict) == (False, None, 16, False)
-    assert tools(choice="required").must and tools(choice="required", parallel=False).most == 1
+    assert (auto.must, auto.only, auto.most(HERMES), auto.strict) == (False, None, 16, False)
+    assert tools(choice="required").must and tools(choice="required", parallel=False).most(HERMES) == 1
     named = tools(choice=NAMED)
-    assert named.must and named.only == "now" and named.most == 1
+    assert named.must and named.only == "now" and named.most(HERMES) == 1
+    assert auto.most(replace(HERMES, single=True)) == 1, "a template that takes one call back"
     assert tools([{**ADD, "function": {**ADD["function"], "strict": True}}]).strict
     for nothing in (tools_of(None, None, None), tools_of([], "none", True), tools_of([ADD], "none", None)):
         assert nothing is None

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+from tests.support.drawn import FAST, NIGHT, TIMES, examples
 from tools.nightly import __main__ as nightly
 from tools.nightly.packages import ROOT, environment
 from tools.nightly.parts import PARTS, Part
@@ -180,6 +182,16 @@ def test_other_parts_count_nothing_and_their_last_line_alone_has_figures() -> No
 
 def test_each_part_names_its_files() -> None:
     assert all(part.files and all((ROOT / file).exists() for file in part.files) for part in PARTS)
+
+
+def test_a_night_of_schedules_draws_many_more_with_seeds_of_its_own() -> None:
+    """And a failure can be repeated: the seed is the part's own, and stays until it is green."""
+    fast, night = settings.get_profile(FAST), settings.get_profile(NIGHT)
+    assert fast.derandomize and not night.derandomize and night.print_blob
+    assert night.max_examples == TIMES * fast.max_examples and examples(25) == 25
+    (part,) = (part for part in PARTS if part.name == "schedules")
+    assert part.cases and part.command[part.command.index("--hypothesis-seed") + 1] == "{seed}"
+    assert "tests/runtime/test_shares.py" in part.files
 
 
 def test_a_night_goes_on_where_it_was() -> None:

@@ -55,6 +55,8 @@ def run(part: Part) -> Result:
         folder = BUILD / "nightly" / part.name
         python = str(environment(folder, part.packages, part.environment, beside_ours=True))
     command = [word.format(python=python, seed=seed) for word in part.command]
+    if part.cases:
+        print(f"seed {seed}", flush=True)
     started, now = time.monotonic(), datetime.datetime.now(datetime.UTC)
     code, tail, told = _streamed(command)
     figures = _figures(told if part.is_pytest else tail[-1:])

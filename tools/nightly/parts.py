@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.peers.build import cmake_args
 from millrace.machine.cpu import cpu_flags
+from tests.support.drawn import NIGHT, TIMES
 
 ROOT = Path(__file__).parents[2]
 MINUTES = 60  # that a part may take before it is stopped, which makes it red
@@ -36,6 +37,7 @@ FUZZ_CASES = 100_000
 # Pinned: a comparison is with a version. Built from source, as the benchmarks build it.
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
 BESIDE_LLAMA_CPP = ("tests/checkpoint/gguf", "tests/benchmarks")
+BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
 # Of the server, and how they look. Chromium is the distribution's: apt-get install -y chromium.
 PAGES = ("src/millrace/serve/playground.html", "src/millrace/serve/timeline.html", "src/millrace/report")
@@ -57,10 +59,14 @@ def _client(name: str) -> Part:
     return Part(f"client-{name}", f"{name} against `millrace serve`", command, files=("tools/clients",))
 
 
-def _marked(mark: str) -> tuple[str, ...]:
-    """The files that hold tests with this mark."""
-    files = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if f"pytest.mark.{mark}" in path.read_text())
+def _holding(text: str, folder: str = "tests") -> tuple[str, ...]:
+    """The files of tests that hold it."""
+    files = (path for path in sorted((ROOT / folder).rglob("test_*.py")) if text in path.read_text())
     return tuple(str(path.relative_to(ROOT)) for path in files)
+
+
+def _marked(mark: str) -> tuple[str, ...]:
+    return _holding(f"pytest.mark.{mark}")
 
 
 FUZZERS = ("safetensors", "gguf", "config", "sentences", "tokenizer", "program", "requests")
@@ -79,9 +85,9 @@ PARTS = (
         files=(*_marked("nightly"), "docs/extending"),
     ),
     Part(
-        "mmlu", "questions of all 57 subjects beside lm-eval on transformers, one by one",
-        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", "tests/nightly/test_mmlu.py"),
-        packages=("lm-eval==0.4.13", "accelerate==1.15.0"), files=("tests/nightly/test_mmlu.py",),
+        "mmlu", "questions of all 57 subjects, choices and WikiText beside lm-eval on transformers, one by one",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", *BESIDE_LM_EVAL),
+        packages=("lm-eval==0.4.13", "accelerate==1.15.0"), files=BESIDE_LM_EVAL,
     ),
     Part(
         "playground", "the server's pages in Chromium, by keyboard, on a desktop's and a phone's screen",
@@ -91,6 +97,12 @@ PARTS = (
     Part(
         "timing", "tests that judge times; needs an idle machine", ("{python}", "-m", "pytest", "-m", "timing", "-s"),
         files=_marked("timing"),
+    ),
+    Part(
+        "schedules", f"random schedules of the runtime, {TIMES} times the fast suite's, with a new seed each night",
+        ("{python}", "-m", "pytest", "-m", "hypothesis", "--hypothesis-profile", NIGHT, "--hypothesis-seed", "{seed}",
+         "--timeout", str(60 * MINUTES), "tests/runtime"),
+        TIMES, files=(*_holding("@given", "tests/runtime"), "tests/support/drawn.py"),
     ),
     Part(
         "load", "200 clients of one long prompt for ten minutes, a third of whose requests are left",

@@ -10,8 +10,8 @@ import numpy as np
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
+from millrace.evaluate.texts import read_text
 from millrace.evaluate.windows import LENGTH, Windows, windows_of
-from millrace.settings import read_given
 
 TOKENS = 3 * LENGTH  # that are read, of a text however long: what a minute suffices for on a model of 1B
 SHORTEST = 16  # tokens of a window: with fewer, predictions have no context to speak of
@@ -31,26 +31,8 @@ class Calibration:
         """raises ConfigError for what is no text, or too long"""
         if file is None:
             return cls((BUNDLED / "calibration.txt").read_text(encoding="utf-8"))
-        path = Path(file)
-        try:
-            data = read_given(path, _MOST_BYTES)
-        except OSError as error:
-            raise ConfigError(f"cannot read --calibration {file}: {error}", "a text file", "check the path") from error
-        if len(data) > _MOST_BYTES:
-            raise ConfigError(
-                f"--calibration {file} has more than {_MOST_BYTES >> 20} MiB",
-                f"a text of some pages: {TOKENS:,} tokens of it are read", "give a part of it",
-            )  # fmt: skip
-        try:
-            content = data.decode()
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"--calibration {file} is not UTF-8: byte 0x{data[error.start]:02x} at {error.start}", "UTF-8 text",
-                "convert it with iconv",
-            ) from None  # fmt: skip
-        if not content.strip():
-            raise ConfigError(f"--calibration {file} is empty", "a text of some pages", "leave it out, or fill it")
-        return cls(content, path)
+        expected = f"a text of some pages: {TOKENS:,} tokens of it are read"
+        return cls(read_text(file, "--calibration", _MOST_BYTES, expected), Path(file))
 
     @property
     def kind(self) -> Literal["bundled", "own"]:

@@ -1,17 +1,18 @@
 """Engines beside a reference on the same text: perplexity, KL divergence, and how often the likeliest token agrees."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.engine.executor import ExecutorLimits, IntArray, StepInputs, plain_rows
 from millrace.engine.kv import PAGE_TOKENS
-from millrace.errors import RequestError
+from millrace.errors import MachineError, RequestError
 
 LogProbs = NDArray[np.float32]  # (predicted tokens, vocabulary), natural
+Values = NDArray[np.float64]
 Reader = Callable[[NDArray[np.int32], int], LogProbs]  # of ids and `first`: `log_probabilities` of some engine
 Progress = Callable[[int, int], None]  # sequences done, of so many
 
@@ -29,45 +30,86 @@ class Runs(Protocol):
 _BLOCK = 1 << 22  # elements of log probabilities that are held in float64 at a time
 
 
+class Tokens(NamedTuple):
+    """Of predicted tokens, (n,) each: the nats that it costs, here and by the reference; KL(reference || this) of the
+    distributions at its place; whether their likeliest token is the same."""
+
+    loss: Values
+    reference_loss: Values
+    divergence: Values
+    same: NDArray[np.bool_]
+
+
+class Mean(NamedTuple):
+    """error: standard, as if all values were independent, which llama-perplexity takes them for; None of one value"""
+
+    value: float
+    error: float | None
+
+    @classmethod
+    def of(cls, values: Values) -> "Mean":
+        n = len(values)
+        return cls(float(values.mean()), float(values.std(ddof=1)) / n**0.5 if n > 1 else None)
+
+    def through(self, value: float, slope: float) -> "Mean":
+        """Of a function of it. value: the function's; slope: its derivative there"""
+        return Mean(value, None if self.error is None else abs(slope) * self.error)
+
+    def exp(self) -> "Mean":
+        """Infinite where no float64 holds it, as of words that are pages long."""
+        with np.errstate(over="ignore"):
+            value = float(np.exp(self.value))
+        return self.through(value, value)
+
+
 @dataclass(slots=True)
 class Score:
-    """Sums over predicted tokens; `add` takes more of them."""
+    """Predicted tokens beside the reference's; `add` takes more of them. Some 25 bytes a token."""
 
-    n: int = 0
-    loss: float = 0.0  # nats
-    reference_loss: float = 0.0
-    divergence: float = 0.0
-    same: int = 0
+    parts: list[Tokens] = field(default_factory=list)
+
+    def add(self, found: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> None:
+        self.parts.append(beside(found, reference, targets))
+
+    @property
+    def tokens(self) -> Tokens:
+        """All of them."""
+        return Tokens(*map(np.concatenate, zip(*self.parts, strict=True)))
+
+    @property
+    def n(self) -> int:
+        return sum(len(part.loss) for part in self.parts)
 
     @property
     def perplexity(self) -> float:
-        return float(np.exp(self.loss / self.n))
+        return float(np.exp(self.tokens.loss.mean()))
 
     @property
     def ratio(self) -> float:
         """Of the perplexities, this to the reference's."""
-        return float(np.exp((self.loss - self.reference_loss) / self.n))
+        return float(np.exp((self.tokens.loss - self.tokens.reference_loss).mean()))
 
     @property
     def mean_kl(self) -> float:
         """KL(reference || this) in nats a token."""
-        return self.divergence / self.n
+        return float(self.tokens.divergence.mean())
 
     @property
     def agreement(self) -> float:
         """Share of positions where the likeliest token is the reference's."""
-        return self.same / self.n
+        return float(self.tokens.same.mean())
 
-    def add(self, found: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> None:
-        at = np.arange(len(targets))
-        self.n += len(targets)
-        self.loss -= float(found[at, targets].sum(dtype=np.float64))
-        self.reference_loss -= float(reference[at, targets].sum(dtype=np.float64))
-        self.same += int((found.argmax(axis=1) == reference.argmax(axis=1)).sum())
-        rows = max(1, _BLOCK // found.shape[1])
-        for begin in range(0, len(targets), rows):
-            p, q = (x[begin : begin + rows].astype(np.float64) for x in (reference, found))
-            self.divergence += float((np.exp(p) * (p - q)).sum())
+
+def beside(found: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> Tokens:
+    """found, reference: (n, vocabulary); targets: the tokens that came"""
+    at, divergence = np.arange(len(targets)), np.empty(len(targets))
+    rows = max(1, _BLOCK // found.shape[1])
+    for begin in range(0, len(targets), rows):
+        p, q = (x[begin : begin + rows].astype(np.float64) for x in (reference, found))
+        divergence[begin : begin + rows] = (np.exp(p) * (p - q)).sum(axis=1)
+    same = found.argmax(axis=1) == reference.argmax(axis=1)
+    loss, reference_loss = (-x[at, targets].astype(np.float64) for x in (found, reference))
+    return Tokens(loss, reference_loss, divergence, same)
 
 
 def compared(
@@ -93,15 +135,42 @@ def log_probabilities(executor: Runs, ids: NDArray[np.int32], first: int) -> Log
 
     raises RequestError where the executor's context, pages or vocabulary are too small
     """
+    found = np.empty((len(ids) - 1 - first, executor.limits.vocab_size), np.float32)
+    for at, rows in _steps(executor, ids, first):
+        found[at : at + len(rows)] = rows
+    return found
+
+
+def losses(executor: Runs, ids: NDArray[np.int32], first: int) -> Values:
+    """The nats that each token behind position `first` costs: (n - 1 - first,), with one step's rows in memory.
+
+    raises as `log_probabilities`, and MachineError where one is not finite
+    """
+    found, targets = np.empty(len(ids) - 1 - first), ids[first + 1 :]
+    for at, rows in _steps(executor, ids, first):
+        found[at : at + len(rows)] = -rows[np.arange(len(rows)), targets[at : at + len(rows)]]
+    if not np.isfinite(found).all():
+        raise not_finite()
+    return found
+
+
+def not_finite() -> MachineError:
+    return MachineError(
+        "the model's logits are not finite: there is no perplexity", "finite logits",
+        "measure in another --precision, or check the checkpoint",
+    )  # fmt: skip
+
+
+def _steps(executor: Runs, ids: NDArray[np.int32], first: int) -> Iterator[tuple[int, LogProbs]]:
+    """(number of the first row, rows) of each step that has some. raises RequestError"""
     limits = executor.limits
     n, room = len(ids), limits.context_tokens
-    if n > room or ids.max() >= limits.vocab_size:
+    if n - 1 > room or ids.max() >= limits.vocab_size:
         raise RequestError(
             f"a window of {n} tokens, the largest of them {ids.max()}",
             f"at most {room} tokens, of a vocabulary of {limits.vocab_size}",
             "cut shorter windows, with this model's tokenizer",
         )  # fmt: skip
-    found = np.empty((n - 1 - first, limits.vocab_size), np.float32)
     at = 0
     while at < n - 1:
         scored = at >= first
@@ -109,9 +178,8 @@ def log_probabilities(executor: Runs, ids: NDArray[np.int32], first: int) -> Log
         end = end if scored else min(end, first)
         executor.run(step_of(ids, at, end, range(end - at) if scored else ()))
         if scored:
-            found[at - first : end - first] = log_softmax(executor.output("logits"))
+            yield at - first, log_softmax(executor.output("logits"))
         at = end
-    return found
 
 
 def log_softmax(logits: NDArray[np.generic]) -> LogProbs:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import ConfigError, nearest
-from millrace.evaluate.choice import Group, Posed, digest
+from millrace.evaluate.choice import Group, Posed, cut_at_the_left, digest
 from millrace.evaluate.likelihood import Question
 from millrace.settings import read_given
 
@@ -83,7 +83,7 @@ class Mmlu:
         for i, item in enumerate(subject.test):
             text = _text(item, self.definition)
             if self.definition == LM_EVAL:
-                question, cut = _cut_at_the_left(_joint(tokenizer, head + "".join(examples), text), room)
+                question, cut = cut_at_the_left(_joint(tokenizer, head + "".join(examples), text), room)
             else:
                 question, cut = _with_fewer_examples(tokenizer, head, examples, text, room)
             yield Posed(i, question, item.answer, cut)
@@ -118,11 +118,6 @@ def _joint(tokenizer: Tokenizer, before: str, posed: str) -> Question:
         len(tokenizer.encode(posed, add_special_tokens=False)),
     )
     return Question(ids, [tokenizer.encode(f"{posed} {a}", add_special_tokens=False)[n:] for a in LETTERS])
-
-
-def _cut_at_the_left(one: Question, room: int) -> tuple[Question, bool]:
-    most = room - max(map(len, one.endings)) + 1
-    return (one, False) if len(one.context) <= most else (Question(one.context[-most:], one.endings), True)
 
 
 def _with_fewer_examples(

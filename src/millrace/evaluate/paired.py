@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _Z = 1.959963984540054  # 95 % of a normal distribution, both sides
 
@@ -14,6 +15,13 @@ def wilson(n_right: int, n: int) -> tuple[float, float]:
     share, z2 = n_right / n, _Z * _Z
     centre, half = share + z2 / (2 * n), _Z * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
     return max(0.0, (centre - half) / (1 + z2 / n)), min(1.0, (centre + half) / (1 + z2 / n))
+
+
+class Verdict(NamedTuple):
+    """Of one answer: which it was (a number of a choice, or a text), and whether it is right."""
+
+    choice: object
+    right: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +54,12 @@ class Paired:
         return min(1.0, 2 * tail)
 
 
-def paired(now: Sequence[int], before: Sequence[int], right: Sequence[int]) -> Paired:
-    """What each chose, and what is right, question by question."""
-    gained = sum(n == r != b for n, b, r in zip(now, before, right, strict=True))
-    lost = sum(b == r != n for n, b, r in zip(now, before, right, strict=True))
-    return Paired(len(right), gained, lost, sum(n != b for n, b in zip(now, before, strict=True)))
+def paired(now: Sequence[Verdict], before: Sequence[Verdict]) -> Paired:
+    """What was answered to the same questions, in the same order."""
+    both = list(zip(now, before, strict=True))
+    gained = sum(mine.right and not other.right for mine, other in both)
+    lost = sum(other.right and not mine.right for mine, other in both)
+    return Paired(len(both), gained, lost, sum(mine.choice != other.choice for mine, other in both))
 
 
 def _log_choose(n: int, k: int) -> float:

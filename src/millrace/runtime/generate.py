@@ -5,8 +5,8 @@
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -131,6 +131,27 @@ def generate(
     A request that failed has FinishReason.ERROR and an `error`; the others are complete.
     raises RequestError, before anything runs, where one of the prompts or its params is wrong.
     """
+    done: dict[int, RequestOutput] = {}
+    n_tokens = 0
+    with closing(incoming(loop, prompts, params, continues=continues)) as arrived:
+        for i, output, n_new in arrived:
+            n_tokens += n_new
+            if output.finished:
+                done[i] = output
+            if progress is not None:
+                progress(Progress(len(done), len(prompts), n_tokens))
+    return [done[i] for i in range(len(prompts))]
+
+
+def incoming(
+    loop: EngineLoop,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    continues: bool = False,
+) -> Generator[tuple[int, RequestOutput, int], None, None]:
+    """(number of a prompt, its growing output, how many tokens came), whenever something came of any; the rest is as of
+    `generate`. Close it: what is not finished is cancelled then."""
     arrived: queue.SimpleQueue[tuple[int, list[Delta]]] = queue.SimpleQueue()
     collectors: list[Collector] = []
     requests: list[Request] = []
@@ -146,24 +167,22 @@ def generate(
             request = loop.submit(ids, wanted, deliver, terms=prompt_terms(prompt), matchers=matchers)
             requests.append(request)
             collectors.append(Collector(new_output(request, text), loop.tokenizer, text=wanted.detokenize))
-        n_finished = n_tokens = 0
+        n_finished = 0
         while n_finished < len(requests):
             if not loop.thread.running and arrived.empty():
                 loop.step()
                 continue
             i, deltas = arrived.get()
-            n_tokens += collectors[i].add(deltas)
-            n_finished += collectors[i].output.finished
-            collectors[i].output.num_cached_tokens = requests[i].n_cached
-            if progress is not None:
-                progress(Progress(n_finished, len(requests), n_tokens))
+            n_new, output = collectors[i].add(deltas), collectors[i].output
+            n_finished += output.finished
+            output.num_cached_tokens = requests[i].n_cached
+            yield i, output, n_new
     finally:  # a wrong prompt or Ctrl-C: leave nothing running behind
         unfinished = [r for r in requests if r.timings.finished_s is None]
         for request in unfinished:
             loop.cancel(request)
         if unfinished and not loop.thread.running:
             loop.step()
-    return [collector.output for collector in collectors]
 
 
 async def astream(

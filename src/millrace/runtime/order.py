@@ -5,8 +5,19 @@ number, where waiting lowers it; of several alike, the one that the policy takes
 while a tenant waits, and whatever its priority, a request is first of its tenant's after some time. Where nobody claims
 anything and the policy is to serve whoever came first, this is the order of arrival, and nothing here runs.
 
-source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): a tenant that comes back after a pause does
-not bring along what it did not use.
+A stay in a place is charged N - 1 + 2 G for N tokens that are there when it begins and G that it draws (`DRAWN`). Let
+L be the most that a stay can be charged, P the number of places. **Of two tenants that had as much at some time, and
+have had sequences waiting ever since, none has more than the other by more than P L.** For: say a has more than b. Look
+at the last step since then in which a was given a place, and at the k sequences of b that were given places before it
+in that step: they count with their prompts, so a was ahead by k L at most. (If a was given none, it was ahead by
+nothing, and k is 0.) What a had after that was computed for sequences in the other P - k places, for each L at most;
+what b had makes the difference smaller. Who gave its pages away and comes back begins another stay. So with one place
+it is what one request takes, with several what all of them hold, for nobody that runs gives way. (Who waits for a
+prompt that begins as its own does lets others by: in this it does not count as waiting.)
+
+sources: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): a tenant that comes back after a pause
+does not bring along what it did not use. Goyal et al., Start-time Fair Queuing (SIGCOMM 1996): whoever comes begins
+where the service has come to; after an idle moment all begin anew.
 """
 
 import math
@@ -55,21 +66,33 @@ class Order:
         self.is_plain = policy is first_come
         self._policy, self._clock, self._known = policy, clock, known
         self._had: dict[str, float] = {}  # tenant -> tokens
+        self._reached = 0.0  # what the tenant had whose turn it was last: nobody begins with less
 
     def arrives(self, request: Request, present: Iterable[Request]) -> None:
         """present: all that wait or run"""
         self.is_plain = False
-        tenant = request.claim.tenant
-        least = min((self._had.get(other.claim.tenant, 0.0) for other in present), default=0.0)
-        had = max(self._had.pop(tenant, 0.0), least)
+        tenant, others = request.claim.tenant, {other.claim.tenant for other in present}
+        if not others:  # whatever was computed before kept nobody waiting, so it is nobody's debt
+            self._had, self._reached = {}, 0.0
+        least = min(map(self._had_by, others), default=0.0)
+        had = max(self._had_by(tenant), least, self._reached)
+        self._had.pop(tenant, None)
         self._had[tenant] = had  # at the end: the one that came the longest ago goes first
         while len(self._had) > MAX_TENANTS:
             del self._had[next(iter(self._had))]
 
     def of(self, waiting: Iterable[Sequence]) -> list[Sequence]:
-        """From the one that goes first on."""
+        """From the one that goes first on; what stands before others of its tenant counts as computed for those."""
         now_s = self._clock()
-        return sorted(waiting, key=lambda seq: self._rank(seq, now_s))
+        turns = {seq: self._turn(seq, now_s) for seq in waiting}
+        shares: dict[Sequence, float] = {}
+        ahead: dict[str, float] = {}
+        for seq in sorted(turns, key=turns.__getitem__):
+            tenant = seq.request.claim.tenant
+            shares[seq] = ahead.setdefault(tenant, self._had_by(tenant))
+            ahead[tenant] += seq.n_left
+        self._reached = max(self._reached, min(shares.values(), default=0.0))
+        return sorted(shares, key=lambda seq: (shares[seq], *turns[seq]))
 
     def kept_first(self, running: list[Sequence]) -> list[Sequence]:
         """Who gives way to all others where pages run short is the last; time counts as for those that wait."""
@@ -79,7 +102,7 @@ class Order:
     def computed(self, seq: Sequence, n_prompt: int, n_drawn: int) -> None:
         """Tokens of it were."""
         tenant = seq.request.claim.tenant
-        self._had[tenant] = self._had.get(tenant, 0.0) + n_prompt + DRAWN * n_drawn
+        self._had[tenant] = self._had_by(tenant) + n_prompt + DRAWN * n_drawn
 
     def overdue(self, waiting: Iterable[Sequence]) -> list[Request]:
         """Those that have waited as long as they would."""
@@ -93,10 +116,14 @@ class Order:
             and now_s - seq.request.timings.queued_s > timeout_s
         ]
 
-    def _rank(self, seq: Sequence, now_s: float) -> tuple[float, int, float, tuple[int, int]]:
-        had = self._had.get(seq.request.claim.tenant, 0.0)
+    def _had_by(self, tenant: str) -> float:
+        """Who is not remembered is as one that comes now."""
+        return self._had.get(tenant, self._reached)
+
+    def _turn(self, seq: Sequence, now_s: float) -> tuple[int, float, tuple[int, int]]:
+        """Among those of its tenant."""
         aged = math.ceil(_aged(seq.request, now_s))  # whole ones: else no two were alike, and the policy never asked
-        return had, aged, self._policy(seq, self._known), seq.order
+        return aged, self._policy(seq, self._known), seq.order
 
 
 def _aged(request: Request, now_s: float) -> float:

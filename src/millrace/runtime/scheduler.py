@@ -241,6 +241,8 @@ class Scheduler:
     def _admit(self, step: Step, room: int) -> int:
         """Starts waiting sequences in their order, with at most `room` tokens; gives how many it took."""
         given = room
+        if len(self.running) >= self.limits.max_sequences:
+            return 0  # without asking who would be next
         for seq in list(self.waiting) if self._order.is_plain else self._order.of(self.waiting):
             if room <= 0 or len(self.running) >= self.limits.max_sequences:
                 break

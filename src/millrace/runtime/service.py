@@ -319,8 +319,9 @@ class AsyncEngine:
                 "come back later, or raise the queue limit", retry_s,
             )  # fmt: skip
         if claim.queue_timeout_s is not None and wait_s > claim.queue_timeout_s:
+            n_others = stats.running + stats.waiting
             raise BusyError(
-                f"it would wait some {wait_s:.1f} s, as {stats.waiting} sequences do",
+                f"it would wait some {wait_s:.1f} s, behind {n_others} other{'s' if n_others > 1 else ''}",
                 f"at most {claim.queue_timeout_s:g} s, as queue_timeout_s says",
                 "come back later, or raise queue_timeout_s",
                 retry_s,

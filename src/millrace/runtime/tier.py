@@ -232,7 +232,8 @@ class Tier:
                 if not said:
                     log.warning("KV pages cannot be written to the second tier: %s; they are computed again", error)
             with self._lock:
-                self._queued.pop(key, None)
+                if self._queued.get(key) is data:  # else it was forgotten meanwhile, and may have been put again
+                    del self._queued[key]
 
     def _write(self, age: int, key: Key, data: PageBytes) -> None:
         segment = self._segments[self._active]
@@ -245,17 +246,18 @@ class Tier:
                         del self._places[old]
                 self._begin(segment, last + 1)
         record = RECORD.pack(MARK, _checksum(key, data), key) + data.tobytes()
-        at = HEADER.size + segment.n * self._record_bytes
-        if os.pwrite(segment.file, record, at) != len(record):
-            os.ftruncate(segment.file, at)
-            raise OSError("a record was not written whole")
+        n_bytes = os.pwrite(segment.file, record, HEADER.size + segment.n * self._record_bytes)
         with self._lock:
-            if age != self._age:
-                return  # forgotten meanwhile: what was written lies behind the last record
-            segment.keys.append(key)
-            self._places[key] = (self._active, segment.n)
-            segment.n += 1
-            self.n_stored += 1
+            if age == self._age and n_bytes == len(record):
+                segment.keys.append(key)
+                self._places[key] = (self._active, segment.n)
+                segment.n += 1
+                self.n_stored += 1
+                return
+            # Forgotten meanwhile, or not written whole: nothing of it may be found after a restart.
+            os.ftruncate(segment.file, HEADER.size + segment.n * self._record_bytes)
+            if age == self._age:
+                raise OSError("a record was not written whole")
 
     def _damaged(self, path: Path) -> None:
         self.n_damaged += 1

@@ -36,3 +36,9 @@ class Conversation:
     tools: Tools | None = None
     rendering: Rendering = PLAINLY
     whole_bytes: int | None = None
+
+    @property
+    def begun(self) -> str:
+        """Of the answer that the last message is the beginning of."""
+        content = self.messages[-1].content if self.rendering.continued and self.messages else None
+        return content if isinstance(content, str) else "".join(part.text for part in content or ())

@@ -126,10 +126,10 @@ def generation_failed(why: str | None, *, status: int = 500) -> Problem:
 class GenerationFailedError(Exception):
     """The engine ended a choice with an error, or aborted it though its client is still there.
 
-    fault: the request's own, where that was why
+    fault: the error that ended it, where it is the request's own, or the server had no room for the answer
     """
 
-    def __init__(self, delta: Delta, fault: RequestError | None = None) -> None:
+    def __init__(self, delta: Delta, fault: MillraceError | None = None) -> None:
         super().__init__(delta.error or ABORTED)
         aborted = delta.finish_reason is FinishReason.ABORT
         failed = generation_failed(delta.error, status=503 if aborted else 500)

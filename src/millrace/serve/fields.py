@@ -96,9 +96,9 @@ def take_ignored(asked: Body, kind: type[Body]) -> tuple[str, ...]:
     """
     told = {n for n in (kind.OTHERS | kind.UNUSED) - HARMLESS if getattr(asked, n) not in (UNSET, None)}
     for name, unused in kind.UNUSED_WITHIN.items():
-        told |= {
-            f"{name}.{n}" for n, value in (getattr(asked, name) or {}).items() if n in unused and value is not None
-        }
+        held = getattr(asked, name) or {}
+        said = held if isinstance(held, list) else [n for n, value in held.items() if value is not None]
+        told |= {f"{name}.{n}" for n in said if n in unused}
     if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:  # of two, today's name counts
         if asked.max_tokens not in (None, asked.max_completion_tokens):
             told.add("max_tokens")

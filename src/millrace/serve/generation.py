@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from millrace import __version__
-from millrace.checkpoint.tool_calls.reader import Said, joined
+from millrace.checkpoint.tool_calls.reader import Said
 from millrace.engine.executor import IntArray
 from millrace.errors import RequestError
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, TokenLogprobs, check_context, with_length
@@ -64,7 +64,7 @@ class Generation:
         self.params = params
         n = len(handle.requests) * params.n
         self._readers = None if heard.new_reader is None else [heard.new_reader() for _ in range(n)]
-        self._n_thought, self._known = 0, backend.model.metadata
+        self._known = backend.model.metadata
         self._digests: list[hashlib.blake2b] = []  # of each choice's tokens, for a receipt
         self.new_call_id = short_call_id if backend.speech.calls.short_ids else call_id
         self._call, self._metrics = call, backend.metrics
@@ -95,12 +95,14 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return usage_of(self.handle.n_prompt, self.n_generated, self.handle.n_cached, self._n_thought)
+        n_thought = sum(reader.n_thought for reader in self._readers or ())
+        return usage_of(self.handle.n_prompt, self.n_generated, self.handle.n_cached, n_thought)
 
     def usage_so_far(self, choice: int) -> Usage:
         """Of one choice alone, in the middle of a stream, as vLLM counts it."""
         request = self.handle.requests[choice // self.params.n]
-        return usage_of(len(request.prompt), self._n_generated[choice], request.n_cached)
+        n_thought = self._readers[choice].n_thought if self._readers else 0
+        return usage_of(len(request.prompt), self._n_generated[choice], request.n_cached, n_thought)
 
     @property
     def asked(self) -> Asked:
@@ -116,12 +118,7 @@ class Generation:
 
     def said(self, delta: Delta) -> Said:
         """What a delta adds to the parts of its answer; each delta once, in order."""
-        if self._readers is None:
-            return Said(delta.text)
-        reader = self._readers[delta.index]
-        self._n_thought += len(delta.token_ids) if reader.is_thinking else 0
-        said = reader.push(delta.text)
-        return said if delta.finish_reason is None else joined(said, reader.flush())
+        return Said(delta.text) if self._readers is None else self._readers[delta.index].read(delta)
 
     def finish_of(self, delta: Delta) -> ChatFinish:
         """Of a choice's last delta; errors and aborts have been raised before."""
@@ -148,6 +145,10 @@ class Generation:
         async for deltas in self:
             self._held.add(await backend.written(self.is_much(deltas), partial(take, deltas)))
         return choices
+
+    def hold(self, n_bytes: int) -> None:
+        """Of log probabilities, until this is left. raises HttpError with 503 where all answers' are too many"""
+        self._held.add(n_bytes)
 
     def is_much(self, deltas: list[Delta]) -> bool:
         """Naming their tokens takes more than about a millisecond."""
@@ -234,13 +235,15 @@ async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Gen
     speech, tools, params = backend.speech, asked.tools, asked.params
     specs = tools.specs if tools else ()
     prompt = await backend.texts.encode_chat(asked.messages, asked.rendering, tools=specs, body_bytes=call.body_bytes)
+    begun = asked.begun if asked.rendering.continued else ""
     asked.messages = ()  # they may be many times the body, and the answer may take minutes
     check_context(len(prompt), params.max_tokens, backend.model.max_context, "messages")
     if tools is None and speech.thoughts is None:
         return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)
     is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
     params = await backend.off_loop(is_large, partial(speech.params, params, tools))
-    heard, asked.tools = speech.heard(tools, speech.is_thinking(prompt)), None  # of them names are enough from here on
+    heard = speech.heard(tools, speech.is_thinking(prompt, begun), params.structured_outputs is not None)
+    asked.tools = None  # of them names are enough from here on
     return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes, heard=heard)
 
 
@@ -290,7 +293,7 @@ def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int) -> 
             f"an answer of {n_tokens} tokens, with {1 + n_top} log probabilities for each, "
             f"is some {n_bytes // 2**20} MiB",
             f"at most {most_bytes // 2**20} MiB in one piece",
-            "set stream to true, or lower n, max_tokens or the number of log probabilities",
+            "lower n, max_tokens or the number of log probabilities, or have a chat or completion streamed",
             param="logprobs",
         )
 

@@ -11,7 +11,8 @@ from typing import Any, cast
 import msgspec
 
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
-from millrace.runtime.params import TokenLogprobs
+from millrace.checkpoint.tool_calls.reader import Said
+from millrace.runtime.params import Delta, TokenLogprobs
 from millrace.serve.replies import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 LOWEST = -9999.0  # OpenAI's number for "impossible"; JSON has no infinity
@@ -117,7 +118,50 @@ class OffsetLogprobs:
         return begin
 
 
-class _JsonList:
+class ContentLogprobs:
+    """Which of an answer's tokens its content is made of, where its reader leaves marks out and holds text back.
+
+    The answer's own text is followed from token to token, and what is said is found in it. A token with a part in both
+    a mark and the content is of the content; so is one that is only a part of a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt)
+        self._text = ""  # behind what was said last
+        self._tokens: list[tuple[int, TokenLogprobs]] = []  # its own, and where in it each begins
+        self._goes_on = False  # content was said last: what follows is more of it, or is behind it
+
+    def take(self, delta: Delta, said: Said) -> list[TokenLogprobs]:
+        """Those of `said.content`, which is what was read from this delta; each delta once, in order."""
+        for token in delta.logprobs or ():
+            self._tokens.append((len(self._text), token))
+            self._text += self._detokenizer.push((token.token_id,))
+        if delta.finish_reason is not None:
+            self._text += self._detokenizer.flush()
+        if said.reasoning:  # goes before the content
+            self._leave(max(0, self._text.rfind(said.reasoning)) + len(said.reasoning))
+            self._goes_on = False
+        if not said.content:
+            self._goes_on = self._goes_on and not said.calls
+            return []
+        # Behind a mark, which may have the same characters, it is the last; before a call, whose text may, the first.
+        find = self._text.find if said.calls else self._text.rfind
+        self._leave(0 if self._goes_on else max(0, find(said.content)))
+        self._goes_on, end = not said.calls, len(said.content)
+        own = [token for begin, token in self._tokens if begin < end]
+        self._tokens = [(begin - end, token) for begin, token in self._tokens if begin >= end]
+        self._text = self._text[end:]
+        return own
+
+    def _leave(self, at: int) -> None:
+        """Out what is in front; a token that goes beyond it stays."""
+        ends = [*(begin for begin, _ in self._tokens[1:]), len(self._text)]
+        each = zip(self._tokens, ends, strict=False)  # no ends where there are no tokens
+        self._tokens = [(max(0, begin - at), token) for (begin, token), end in each if begin >= at or end > at]
+        self._text = self._text[at:]
+
+
+class JsonList:
     """A list, as the JSON that it becomes."""
 
     def __init__(self) -> None:
@@ -131,6 +175,10 @@ class _JsonList:
             self._json += memoryview(msgspec.json.encode(items))[1:-1]
         return len(self._json) - before
 
+    def so_far(self) -> list[Any]:
+        """For a reply that is encoded, while more may come."""
+        return cast(list[Any], msgspec.Raw(self._json + b"]"))
+
     def whole(self) -> list[Any]:
         """For a reply that is encoded. Nothing can be added afterwards."""
         self._json += b"]"
@@ -141,7 +189,7 @@ class WholeChat:
     """The log probabilities of one choice of a chat."""
 
     def __init__(self) -> None:
-        self._content = _JsonList()
+        self._content = JsonList()
 
     def add(self, piece: ChatLogprobs) -> int:
         """Bytes added."""
@@ -155,7 +203,7 @@ class WholeCompletion:
     """The log probabilities of one choice of a completion."""
 
     def __init__(self) -> None:
-        self._tokens, self._logprobs, self._top, self._offsets = (_JsonList() for _ in range(4))
+        self._tokens, self._logprobs, self._top, self._offsets = (JsonList() for _ in range(4))
         self._with_top = False
 
     def add(self, piece: CompletionLogprobs) -> int:

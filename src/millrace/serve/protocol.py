@@ -38,7 +38,7 @@ class Body(Struct):
 
     NOT_YET: fields that would change the answer, with the values that ask for what happens anyway; others are refused
     OTHERS: fields that are taken with any value, and change nothing
-    UNUSED: such ones among the struct's own; UNUSED_WITHIN: such ones of an object that is a field
+    UNUSED: such ones among the struct's own; UNUSED_WITHIN: such ones of an object or a list that is a field
     """
 
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {}

@@ -1,6 +1,6 @@
-"""What goes back over the wire: OpenAI's, vLLM's and NIM's shapes. Also the source of the OpenAPI document.
+"""What goes back over the wire of more than one protocol, or of none: usage, log probabilities, models, management.
 
-UNSET leaves a key out; None writes null.
+UNSET leaves a key out; None writes null. What is one protocol's alone is in its folder.
 """
 
 from typing import Any, Literal
@@ -66,7 +66,7 @@ class Asked(Struct):
     receipt: Receipt | UnsetType = UNSET
 
 
-# ------------------------------------------------------------------ chat
+# ------------------------------------------------------------------ answers
 
 
 ChatFinish = Literal["stop", "length", "tool_calls"]
@@ -90,91 +90,6 @@ class ChatLogprobs(Struct, gc=False):
     refusal: None = None
 
 
-class FunctionReply(Struct):
-    name: str
-    arguments: str  # JSON, as the model wrote it
-
-
-class ToolCallReply(Struct):
-    id: str
-    function: FunctionReply
-    type: Literal["function"] = "function"
-
-
-class AssistantMessage(Struct):
-    """content: null where the answer is nothing but calls"""
-
-    content: str | None
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallReply] | UnsetType = UNSET
-
-
-class ChatChoice(Struct):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinish
-    stop_reason: int | str | None = None  # vLLM's: the stop token or stop string that ended it
-
-
-class ChatReply(Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str
-    millrace: Asked
-    object: Literal["chat.completion"] = "chat.completion"
-
-
-class FunctionDelta(Struct):
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class ToolCallDelta(Struct):
-    """The first of a call has its id and name, all further arguments alone."""
-
-    index: int
-    function: FunctionDelta
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-
-
-class ChatDelta(Struct):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
-class ChatChunkChoice(Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: ChatFinish | None = None
-    stop_reason: int | str | UnsetType | None = UNSET  # vLLM's, with finish_reason
-
-
-class ChatChunk(Struct):
-    """One event of a chat stream. `usage` is there, null until the last, when it was asked for."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChunkChoice]
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    usage: Usage | UnsetType | None = UNSET
-    millrace: Asked | UnsetType = UNSET  # in the first event
-
-
-# ------------------------------------------------------------------ completions
-
-
 class CompletionLogprobs(Struct, gc=False):
     """One entry per token; `text_offset` counts characters of this choice's text, an echoed prompt included."""
 
@@ -182,27 +97,6 @@ class CompletionLogprobs(Struct, gc=False):
     token_logprobs: list[float | None]  # nothing goes before an echoed prompt's first token
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
-
-
-class CompletionChoice(Struct):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None  # null: more is to come (streams only)
-    stop_reason: int | str | None = None
-
-
-class CompletionReply(Struct):
-    """A whole answer; in a stream, every event is one of these, with the text that is new."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    system_fingerprint: str
-    object: Literal["text_completion"] = "text_completion"
-    usage: Usage | UnsetType | None = UNSET
-    millrace: Asked | UnsetType = UNSET
 
 
 # ------------------------------------------------------------------ embeddings
@@ -228,7 +122,7 @@ class EmbeddingReply(Struct):
     object: Literal["list"] = "list"
 
 
-# ------------------------------------------------------------------ models, tokens, management
+# ------------------------------------------------------------------ models, management
 
 
 class ModelCard(Struct):
@@ -244,17 +138,6 @@ class ModelCard(Struct):
 class ModelList(Struct):
     data: list[ModelCard]
     object: Literal["list"] = "list"
-
-
-class TokenizeReply(Struct):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class DetokenizeReply(Struct):
-    prompt: str
 
 
 class HealthReply(Struct):

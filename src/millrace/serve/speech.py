@@ -1,17 +1,47 @@
 """How one model writes what is not plain text: calls of tools, and thoughts. Found by its chat template."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from millrace.checkpoint.tokenizer import Tokenizer, VocabularyTokenizer
 from millrace.checkpoint.tool_calls.formats import reasoning, tool_format
-from millrace.checkpoint.tool_calls.reader import Reader
+from millrace.checkpoint.tool_calls.reader import Reader, Said, joined
 from millrace.runtime.grammar import Thoughts
-from millrace.runtime.params import SamplingParams
+from millrace.runtime.params import Delta, SamplingParams
 from millrace.serve.tools import Tools
 
 _TAIL = 16  # tokens of a prompt among which the mark of its last line is
+
+
+class AnswerReader:
+    """Takes one answer apart, and counts the tokens of its thoughts, with the marks around them."""
+
+    def __init__(self, reader: Reader, thoughts: Thoughts | None) -> None:
+        """thoughts: None where their marks are no tokens: then those of a delta are counted together"""
+        self._reader, self._thoughts = reader, thoughts
+        self._is_thinking: bool | None = True if thoughts is not None and thoughts.opened else None  # not known yet
+        self.n_thought = 0
+
+    @property
+    def n_calls(self) -> int:
+        return self._reader.n_calls
+
+    def read(self, delta: Delta) -> Said:
+        """What it adds to the parts of the answer; each delta once, in order."""
+        if self._thoughts is None:
+            self.n_thought += len(delta.token_ids) if self._reader.is_thinking else 0
+        else:
+            self._count(delta.token_ids, self._thoughts)
+        said = self._reader.push(delta.text)
+        return said if delta.finish_reason is None else joined(said, self._reader.flush())
+
+    def _count(self, tokens: Iterable[int], thoughts: Thoughts) -> None:
+        for token in tokens:
+            if self._is_thinking is None:
+                self._is_thinking = token == thoughts.begin
+            self.n_thought += self._is_thinking
+            self._is_thinking = self._is_thinking and token != thoughts.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +51,7 @@ class Heard:
     thoughts: may go before what an answer is held to
     """
 
-    new_reader: Callable[[], Reader] | None = None
+    new_reader: Callable[[], AnswerReader] | None = None
     thoughts: Thoughts | None = None
 
 
@@ -45,10 +75,12 @@ class Speech:
         token = self._id(text)
         return token if token in self._tokenizer.special_ids else None
 
-    def is_thinking(self, prompt: list[int]) -> bool:
-        """It ends within the model's thoughts."""
+    def is_thinking(self, prompt: list[int], begun: str) -> bool:
+        """It ends within the model's thoughts. begun: of the answer, in the conversation's last message"""
         if self.thoughts is None:
             return False
+        if begun.rfind(self.thoughts.begin) > begun.rfind(self.thoughts.end):
+            return True
         tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
         return tail.rstrip().endswith(self.thoughts.begin)
 
@@ -60,9 +92,13 @@ class Speech:
         shown = (tools is not None and self._has_special_marks) or self._thought_marks_are_special
         return replace(params, skip_special_tokens=False) if shown else params
 
-    def heard(self, tools: Tools | None, is_thinking: bool) -> Heard:
-        names, most = (frozenset(tools.schemas), tools.most) if tools else (None, 0)
-        return Heard(partial(self._reader, names, most, is_thinking), self._free_thoughts(is_thinking))
+    def heard(self, tools: Tools | None, is_thinking: bool, is_held: bool) -> Heard:
+        """is_thinking: the prompt ends within thoughts; is_held: the answer has a form"""
+        names, most = (frozenset(tools.schemas), tools.most(self.calls)) if tools else (None, 0)
+        free = self._free_thoughts(is_thinking)
+        if is_held and free is None:  # the form begins with the first token: there is no thought before it
+            is_thinking = False
+        return Heard(partial(self._reader, names, most, is_thinking, free), free)
 
     def _free_thoughts(self, is_thinking: bool) -> Thoughts | None:
         """What an answer that is held to a form may say before."""
@@ -72,11 +108,14 @@ class Speech:
         assert begin is not None and end is not None
         return Thoughts(begin, end, is_thinking)
 
-    def _reader(self, tools: frozenset[str] | None, most_calls: int, is_thinking: bool) -> Reader:
+    def _reader(
+        self, tools: frozenset[str] | None, most_calls: int, is_thinking: bool, free: Thoughts | None
+    ) -> AnswerReader:
         """Of one answer. tools: their names"""
         if tools is None:
-            return Reader(None, self.thoughts, thinks=is_thinking)
-        return Reader(self.calls, self.thoughts, tools=tools, most_calls=most_calls, thinks=is_thinking)
+            return AnswerReader(Reader(None, self.thoughts, thinks=is_thinking), free)
+        reader = Reader(self.calls, self.thoughts, tools=tools, most_calls=most_calls, thinks=is_thinking)
+        return AnswerReader(reader, free)
 
     def _id(self, text: str) -> int | None:
         return self._tokenizer.token_id(text) if isinstance(self._tokenizer, VocabularyTokenizer) else None

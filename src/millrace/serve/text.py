@@ -18,7 +18,7 @@ from millrace import __version__
 from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer, check_unicode
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
-from millrace.checkpoint.tool_calls.formats import tool_format
+from millrace.checkpoint.tool_calls.formats import ToolFormat
 from millrace.checkpoint.tool_calls.prompt import with_tools
 from millrace.engine.bound import DecodeWork
 from millrace.engine.kv import PAGE_TOKENS
@@ -71,8 +71,10 @@ class Texts:
         self._decoding = Lane("decode", max_pending)
         self._long, self._very_long = (_make_encoder(tokenizer, folder, n, max_pending) for n in ("long", "very-long"))
         # a template that loops must not hold up completions as well, so renderings have lanes of their own
-        self._chats = None if template is None else _Renderer(template, "chat", max_pending)
-        self._long_chats = None if template is None else _Renderer(template.another(), "long-chat", max_pending)
+        self.speech = Speech("" if template is None else template.source, tokenizer)
+        calls = self.speech.calls
+        self._chats = None if template is None else _Renderer(template, "chat", max_pending, calls)
+        self._long_chats = None if template is None else _Renderer(template.another(), "long-chat", max_pending, calls)
 
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool, bounded_as: str | None = None
@@ -207,10 +209,11 @@ def _make_encoder(tokenizer: Tokenizer, folder: Path | None, name: str, max_pend
 class _Renderer:
     """A template with its lane."""
 
-    def __init__(self, template: ChatTemplate, name: str, max_pending: int) -> None:
+    def __init__(self, template: ChatTemplate, name: str, max_pending: int, calls: ToolFormat) -> None:
+        """calls: how it writes them"""
         self.template = template
         self.lane = Lane(name, max_pending, stop=template.close)
-        self._format = tool_format(template.source)
+        self._format = calls
 
     def render(
         self, messages: Sequence[dict[str, object]], rendering: Rendering, tools: Sequence[Mapping[str, object]]
@@ -311,11 +314,10 @@ class TextBackend(Backend):
         """`off_loop` for what the engine has computed: there is a place for every answer."""
         return await self._answers.run(work) if is_large else work()
 
-    @cached_property
+    @property
     def speech(self) -> Speech:
         """How the model writes calls of tools, and thoughts."""
-        template = self.model.chat_template
-        return Speech("" if template is None else template.source, self.model.tokenizer)
+        return self.texts.speech
 
     async def matchers(
         self, asked: StructuredOutputsParams | None, n: int, thoughts: Thoughts | None = None

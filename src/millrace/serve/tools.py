@@ -37,10 +37,9 @@ class Tools:
     only: str | None = None
     parallel: bool = True
 
-    @property
-    def most(self) -> int:
-        """Calls that an answer may have."""
-        return MOST_CALLS if self.parallel and self.only is None else 1
+    def most(self, of: ToolFormat) -> int:
+        """Calls that an answer may have: no more than its template takes back."""
+        return MOST_CALLS if self.parallel and self.only is None and not of.single else 1
 
     def form(
         self, of: ToolFormat, special: Callable[[str], int | None], beside: StructuredOutputsParams | None
@@ -54,7 +53,9 @@ class Tools:
                     f"tool_choice asks for a call, and {beside.asked_as} for another form", "one of them",
                     f'leave {beside.asked_as} out, or set tool_choice to "auto"', "tool_choice",
                 )  # fmt: skip
-            return StructuredOutputsParams(grammar=calls_grammar(of, held, special, most=self.most), asked_as="tools")
+            return StructuredOutputsParams(
+                grammar=calls_grammar(of, held, special, most=self.most(of)), asked_as="tools"
+            )
         if beside is not None:
             if beside.kind not in ("json", "json_object"):
                 raise RequestError(
@@ -62,11 +63,11 @@ class Tools:
                     beside.asked_as,
                 )  # fmt: skip
             schema = in_one_layout(beside.schema())
-            text = calls_grammar(of, held, special, most=self.most, or_json=schema)
+            text = calls_grammar(of, held, special, most=self.most(of), or_json=schema)
             return StructuredOutputsParams(grammar=text, asked_as=beside.asked_as)
         if not self.strict:
             return None
-        return StructuredOutputsParams(grammar=free_grammar(of, held, special, most=self.most), asked_as="tools")
+        return StructuredOutputsParams(grammar=free_grammar(of, held, special, most=self.most(of)), asked_as="tools")
 
 
 def tools_of(tools: Sequence[Mapping[str, object]] | None, choice: object, parallel: bool | None) -> Tools | None:

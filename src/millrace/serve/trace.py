@@ -131,7 +131,7 @@ def _drawn(steps: Iterable[StepSeen]) -> dict[str, object]:
     for step, begin_s in zip(steps, begins, strict=True):
         at, width = x.at(begin_s), max(0.8, x.at(begin_s + step.took_s) - x.at(begin_s))
         for request_id, part in zip(step.request_ids, step.parts, strict=True):
-            again = "a token" if part["draws"] else f"{part['n']} tokens again"
+            again = "a token" if part["draws"] and part["n"] == 1 else f"{part['n']} tokens again"
             what = f"{part['n_prompt']} prompt tokens" if part["n_prompt"] else again
             title = f"step {step.number}: {what}, {step.took_s * 1e3:.1f} ms, {len(step.parts)} sequences"
             kind = 1 if part["n_prompt"] else 0

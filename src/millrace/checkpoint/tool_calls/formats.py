@@ -8,7 +8,7 @@ of DeepSeek V3, R1 and V3.1.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,8 @@ class ToolFormat:
     header: a name before its arguments; None: calls are objects with both. mixed: they may be either
     bare: without anything in front: an object at the beginning of the answer that names a tool
     short_ids: its templates take ids of nine letters and digits only; text_arguments: and arguments as JSON text
-    native: the model's template knows tools; else the prompt tells of them in words
+    native: the model's template writes calls and their results; else the prompt tells of them in words
+    tells: it tells the model of its tools, too; else the prompt does. single: it takes one call a message
     """
 
     name: str
@@ -55,6 +56,8 @@ class ToolFormat:
     short_ids: bool = False
     text_arguments: bool = False
     native: bool = True
+    tells: bool = True
+    single: bool = False
 
 
 _TAGGED = Written(
@@ -63,7 +66,7 @@ _TAGGED = Written(
 HERMES = ToolFormat(name="hermes", written=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",))
 # For models whose template knows no tools: `prompt.py` tells them, in Hermes' words, which are short and unlike prose.
 GENERIC = ToolFormat(
-    name="generic", written=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",), native=False
+    name="generic", written=_TAGGED, opens=("<tool_call>",), between=("</tool_call>",), native=False, tells=False
 )  # fmt: skip
 LLAMA = ToolFormat(
     name="llama3",
@@ -80,6 +83,7 @@ MISTRAL = ToolFormat(
     ),
     opens=("[TOOL_CALLS]",), between=_MISTRAL_AROUND, header=_MISTRAL_HEADER, mixed=True, short_ids=True,
 )  # fmt: skip
+MISTRAL_NEMO = replace(MISTRAL, written=replace(MISTRAL.written, prologue="[TOOL_CALLS]["))  # without the space
 MISTRAL_ARGS = ToolFormat(
     name="mistral", written=Written(before="[TOOL_CALLS]", middle="[ARGS]"),
     opens=("[TOOL_CALLS]",), between=_MISTRAL_AROUND, header=_MISTRAL_HEADER, mixed=True, short_ids=True,
@@ -102,16 +106,27 @@ DEEPSEEK_PLAIN = ToolFormat(
     name="deepseek_v31", written=Written(prologue=_CALLS, before=_CALL, middle=_SEP, after=_END, epilogue=_ENDS),
     opens=(_CALLS,), between=_DEEPSEEK_AROUND, header=_DEEPSEEK_HEADER, text_arguments=True,
 )  # fmt: skip
+_ONE_CALL = re.compile(r"tool_calls\s*\|\s*length\s*[!=]=\s*1\b")
 
 
 def tool_format(template: str) -> ToolFormat:
     """Of the model that has this chat template, by the marks that it writes into the history of a conversation."""
+    found = _by_marks(template)
+    # DeepSeek V3's and R1's write calls and results, and say nothing of what may be called.
+    tells = found.native and re.search(r"\btools\b", template) is not None
+    single = found.native and _ONE_CALL.search(template) is not None  # Llama 3.1's to 3.3's refuse several
+    return found if (tells, single) == (found.tells, found.single) else replace(found, tells=tells, single=single)
+
+
+def _by_marks(template: str) -> ToolFormat:
     if not re.search(r"\btools?\b", template):
         return GENERIC
     if _CALLS in template:
         return DEEPSEEK if "```json" in template else DEEPSEEK_PLAIN
     if "[TOOL_CALLS]" in template:
-        return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
+        if "[ARGS]" in template:
+            return MISTRAL_ARGS
+        return MISTRAL_NEMO if "[TOOL_CALLS][" in template else MISTRAL
     if "<tool_call>" in template and "<function=" not in template:  # with it, calls are XML: Qwen3-Coder's
         return HERMES
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):

@@ -10,26 +10,36 @@ _TOLD = """You can call functions. These are their signatures, each a JSON objec
 <tools>
 {tools}
 </tools>
-To call a function, write a JSON object with its name and arguments within tags, and nothing behind it:
+{how}"""
+_IN_WORDS = """To call a function, write a JSON object with its name and arguments within tags, and nothing behind it:
 {example}
 What it returned will be given to you within <tool_response> tags."""
+_IN_ITS_FORM = """To call a function, write its name and a JSON object of its arguments so, and nothing behind it:
+{example}"""
 _EXAMPLE = ("name of the function", '{"name of an argument": "its value"}')
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[object], of: ToolFormat) -> list[Message]:
     """As the template takes them: for most, arguments of calls are objects, which they write as JSON themselves.
 
-    Where the template knows no tools, they and the calls so far are told in words.
+    Where the template knows no calls, those so far are told in words; and so are the tools where it does not tell them.
     """
     if of.native:
-        return [message if of.text_arguments else _with_objects(message) for message in messages]
-    plain = list(_in_words(messages, of))
-    if not tools:
+        plain = [_with_null(message) if of.text_arguments else _with_objects(message) for message in messages]
+    else:
+        plain = list(_in_words(messages, of))
+    if not tools or of.tells:
         return plain
-    told = _TOLD.format(tools="\n".join(json.dumps(tool) for tool in tools), example=of.written.calls([_EXAMPLE]))
+    how = (_IN_ITS_FORM if of.native else _IN_WORDS).format(example=of.written.calls([_EXAMPLE]))
+    told = _TOLD.format(tools="\n".join(json.dumps(tool) for tool in tools), how=how)
     if plain and plain[0]["role"] == "system":
         return [{**plain[0], "content": f"{_text(plain[0])}\n\n{told}"}, *plain[1:]]
     return [{"role": "system", "content": told}, *plain]
+
+
+def _with_null(message: Message) -> Message:
+    """DeepSeek's templates write calls where the content is null, and leave them out where it is an empty text."""
+    return {**message, "content": None} if message.get("tool_calls") and not message.get("content") else message
 
 
 def _with_objects(message: Message) -> Message:

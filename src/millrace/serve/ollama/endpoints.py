@@ -71,9 +71,9 @@ _STREAM = StreamForm(LINES.encode(), lambda problem: write_error(problem) + b"\n
 
 async def chat(backend: TextBackend, call: Call, asked: OllamaChatRequest) -> ASGIApp:
     """The response, or the stream that will be one; without messages, the model is there. raises MillraceError"""
-    if not asked.messages:
-        return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), message=OutOllamaMessage("")))
     conversation = await backend.off_loop(call.body_bytes > LARGE_BODY, lambda: _conversation(asked))
+    if not conversation.messages:
+        return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), message=OutOllamaMessage("")))
     let_go(asked)
     generation = await converse(backend, call, conversation)
     return await _Answer(generation, call, is_chat=True).response(backend, asked.stream is not False)
@@ -81,11 +81,11 @@ async def chat(backend: TextBackend, call: Call, asked: OllamaChatRequest) -> AS
 
 async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateRequest) -> ASGIApp:
     """A prompt as the user's message; with `raw`, as it is; without one, the model is there. raises MillraceError"""
+    params, terms = _params(asked), terms_of(asked)
     if not asked.prompt:
         return _loaded(call, asked, OllamaReply(model=call.model, created_at=_now(), response=""))
-    params = _params(asked)
     if asked.raw:
-        terms, (ids,) = terms_of(asked), await backend.texts.encode([asked.prompt], True, "prompt")
+        (ids,) = await backend.texts.encode([asked.prompt], True, "prompt")
         let_go(asked)
         check_context(len(ids), params.max_tokens, backend.model.max_context, "prompt")
         generation = await start(backend, [ids], params, call, terms)
@@ -93,7 +93,7 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
         system = [Message("system", asked.system)] if asked.system else []
         messages = [*system, Message("user", asked.prompt)]
         conversation = Conversation(
-            messages=messages, params=params, rendering=_rendering(asked.think), terms=terms_of(asked)
+            messages=messages, params=params, rendering=_rendering(asked.think), terms=terms
         )  # fmt: skip
         del messages
         let_go(asked)

@@ -15,20 +15,20 @@ from millrace.serve.conversation import Conversation
 from millrace.serve.fields import chat_params, let_go, rendering_of, terms_of, wants_receipt
 from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, converse, events
 from millrace.serve.logprobs import CHAT_BYTES, WholeChat, chat_logprobs
-from millrace.serve.protocol import ChatRequest
-from millrace.serve.replies import (
+from millrace.serve.openai.replies import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
-    ChatLogprobs,
     ChatReply,
     FunctionDelta,
     FunctionReply,
     ToolCallDelta,
     ToolCallReply,
 )
+from millrace.serve.protocol import ChatRequest
+from millrace.serve.replies import ChatLogprobs
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
 from millrace.serve.tools import tools_of

@@ -15,8 +15,9 @@ from millrace.serve.blocks import Kind
 from millrace.serve.fields import completion_params, let_go, terms_of, texts_or_ids, wants_receipt
 from millrace.serve.generation import EventStream, Generation, StreamUsage, Whole, events, start, usage_of
 from millrace.serve.logprobs import COMPLETION_BYTES, Echo, OffsetLogprobs, WholeCompletion
+from millrace.serve.openai.replies import CompletionChoice, CompletionReply
 from millrace.serve.protocol import CompletionRequest
-from millrace.serve.replies import Asked, CompletionChoice, CompletionLogprobs, CompletionReply, Usage
+from millrace.serve.replies import Asked, CompletionLogprobs, Usage
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import Call
 

@@ -7,6 +7,7 @@ from millrace.serve.embeddings import EncoderBackend, embeddings
 from millrace.serve.errors import Problem
 from millrace.serve.openai.chat import chat_completions
 from millrace.serve.openai.completions import completions
+from millrace.serve.openai.replies import ChatChunk, ChatReply, CompletionReply, DetokenizeReply, TokenizeReply
 from millrace.serve.openai.tokens import detokenize, tokenize
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import (
@@ -18,10 +19,6 @@ from millrace.serve.protocol import (
     TokenizeRequest,
 )
 from millrace.serve.replies import (
-    ChatChunk,
-    ChatReply,
-    CompletionReply,
-    DetokenizeReply,
     EmbeddingReply,
     EngineVersionReply,
     HealthReply,
@@ -29,7 +26,6 @@ from millrace.serve.replies import (
     MetadataReply,
     ModelCard,
     ModelList,
-    TokenizeReply,
     TokenizerInfoReply,
     VersionReply,
 )

@@ -6,8 +6,8 @@ from starlette.types import ASGIApp
 
 from millrace.errors import RequestError
 from millrace.serve.fields import rendering_of
+from millrace.serve.openai.replies import DetokenizeReply, TokenizeReply
 from millrace.serve.protocol import DetokenizeRequest, TokenizeRequest
-from millrace.serve.replies import DetokenizeReply, TokenizeReply
 from millrace.serve.serving import LARGE
 from millrace.serve.text import TextBackend
 from millrace.serve.tools import tools_of

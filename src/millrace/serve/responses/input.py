@@ -10,21 +10,20 @@ from millrace.runtime.params import SamplingParams
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.errors import not_yet
 from millrace.serve.protocol import CalledFunction, Message, ToolCall
-from millrace.serve.responses.protocol import ResponsesRequest
+from millrace.serve.responses.protocol import LOGPROBS, UNUSED_INCLUDES, ResponsesRequest
 from millrace.serve.structured import response_format
 from millrace.serve.tools import Tools, tools_of
 
 # Our fields, as clients know them here.
 NAMES = {
     "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format",
-    "response_format.json_schema": "text.format",
+    "response_format.json_schema": "text.format", "logprobs": "top_logprobs",
 }  # fmt: skip
 # What is given back, and as what where it was left out.
 _TOLD: Mapping[str, object] = {
     "text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto",
     "reasoning": {"effort": None, "summary": None}, "metadata": {},
 }  # fmt: skip
-_LOGPROBS = "message.output_text.logprobs"
 MAX_TOLD_BYTES = 128 * 1024
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -34,11 +33,15 @@ _FORMAT = {"type", "name", "schema", "strict", "description"}
 
 def params_of(asked: ResponsesRequest) -> SamplingParams:
     """raises RequestError"""
-    if _LOGPROBS in (asked.include or ()):
-        raise not_yet("include", f'leave "{_LOGPROBS}" out of it')
+    check_names(asked.include or (), (*UNUSED_INCLUDES, LOGPROBS), "include", "include")
+    wants_logprobs = LOGPROBS in (asked.include or ())
+    if asked.top_logprobs and not wants_logprobs:
+        raise RequestError(
+            f'top_logprobs is set, but include has no "{LOGPROBS}"', "both", "add it to include", "top_logprobs"
+        )
     return SamplingParams(
         max_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed,
-        structured_outputs=_form(asked.text),
+        structured_outputs=_form(asked.text), logprobs=(asked.top_logprobs or 0) if wants_logprobs else None,
     )  # fmt: skip
 
 

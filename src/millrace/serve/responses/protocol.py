@@ -1,23 +1,34 @@
 """OpenAI's Responses: what clients may ask, and what goes back. source: the API reference of /v1/responses"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from millrace.runtime.params import MAX_LOGPROBS
 from millrace.serve.other_fields import HARMLESS, IGNORED
 from millrace.serve.protocol import TermsFields, described
+from millrace.serve.replies import TokenLogprob
+
+LOGPROBS = "message.output_text.logprobs"  # of `include`
+# Others of it, which say of what tools of OpenAI's own and images are to be given back: there are none here.
+UNUSED_INCLUDES: frozenset[str] = frozenset(
+    [
+        *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+        *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+        "reasoning.encrypted_content",
+    ]
+)
 
 
 class ResponsesRequest(TermsFields, kw_only=True):
     """metadata, user and store are given back, as they were sent."""
 
     OTHERS: ClassVar = (HARMLESS | IGNORED | {"stream_options"}) - {"store", "metadata", "user", "reasoning"}
-    UNUSED: ClassVar = frozenset(["include", "reasoning"])
-    UNUSED_WITHIN: ClassVar = {"text": frozenset(["verbosity"])}
+    UNUSED: ClassVar = frozenset(["reasoning"])
+    UNUSED_WITHIN: ClassVar = {"text": frozenset(["verbosity"]), "include": UNUSED_INCLUDES}
     NOT_YET: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "truncation": ("disabled",), "conversation": (), "prompt": (), "context_management": (), "max_tool_calls": (),
-        "top_logprobs": (0,),
     }  # fmt: skip
 
     model: Annotated[str | None, described("one of /v1/models; may be left out")] = None
@@ -39,7 +50,10 @@ class ResponsesRequest(TermsFields, kw_only=True):
     ] = None
     parallel_tool_calls: Annotated[bool | None, described("an answer may have several calls", True)] = None
     reasoning: Annotated[dict[str, Any] | None, described("taken; models think as their templates say")] = None
-    include: Annotated[list[str] | None, described("taken; logprobs are not supported yet")] = None
+    include: Annotated[list[str] | None, described(f'"{LOGPROBS}": log probabilities of the text')] = None
+    top_logprobs: Annotated[
+        int | None, described(f'alternatives per token; needs "{LOGPROBS}" in include', 0, 0, MAX_LOGPROBS)
+    ] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, described("further variables for the chat template")] = None
     seed: Annotated[int | None, described("the same seed, the same answer")] = None
     store: Annotated[bool | None, described("keep the response for a while, to be asked for or gone on from", True)] = (
@@ -54,7 +68,7 @@ class ResponsesRequest(TermsFields, kw_only=True):
 class OutputText(Struct, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []  # may be JSON already: msgspec.Raw
 
 
 class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
@@ -130,6 +144,7 @@ class ResponseReply(Struct, kw_only=True):
     previous_response_id: str | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_logprobs: int = 0
     text: Raw
     tools: Raw
     tool_choice: Raw
@@ -158,7 +173,7 @@ class ResponseEvent(Struct, kw_only=True):
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
-    logprobs: list[Any] | UnsetType = UNSET
+    logprobs: Sequence[TokenLogprob] | UnsetType = UNSET
     code: str | UnsetType = UNSET
     message: str | UnsetType = UNSET
 

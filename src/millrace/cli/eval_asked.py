@@ -1,0 +1,71 @@
+"""What `millrace eval` was asked, and what its tasks have in common."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.compile.find import model_folder
+from millrace.compile.settings import BuildSettings
+from millrace.engine.manifest import MANIFEST
+from millrace.env import Env
+from millrace.evaluate.choice import digest
+from millrace.evaluate.divergence import Mean
+from millrace.evaluate.kept import About
+from millrace.runtime.open import Opened, RunSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The command line; None and (): not said."""
+
+    model: str
+    task: str
+    build: BuildSettings
+    run: RunSettings
+    env: Env
+    as_json: bool
+    data: Path | None = None
+    definition: str = ""
+    shots: int | None = None
+    subject: tuple[str, ...] = ()
+    window: int | None = None
+    limit: int | None = None
+    against: str | None = None
+    out: Path | None = None
+
+    def kept_at(self, about: About, out: Path | None) -> Path:
+        return out or self.env.cache / "eval" / f"{digest((about.engine, about.task, about.data))}.jsonl"
+
+    def build_of_other(self, model: str, precision: str | None = None) -> BuildSettings:
+        """Of a model that this one is compared with: as it is, but for as long a context, and as long in tuning."""
+        _, folder = model_folder(model, self.env)
+        if (folder / MANIFEST).is_file():
+            return BuildSettings()
+        return BuildSettings(precision=precision, max_context=self.build.max_context, tune=self.build.tune)
+
+
+def precision_of(found: Opened) -> str:
+    return ", ".join(f"{name} {p}" for name, p in found.engine.manifest.precision.items())
+
+
+def about(found: Opened, task: str, data: str) -> About:
+    return About(found.name, found.engine.manifest.identity, precision_of(found), task, data)
+
+
+def told(about: About) -> dict[str, Any]:
+    """JSON-able."""
+    return {
+        "model": about.model, "engine": about.engine, "precision": about.precision, "task": about.task,
+        "data": about.data,
+    }  # fmt: skip
+
+
+def as_json(mean: Mean) -> dict[str, float | None]:
+    """What JSON cannot say is null: a value that is infinite, the error of a single one."""
+    return {name: x if x is not None and math.isfinite(x) else None for name, x in mean._asdict().items()}
+
+
+def with_error(mean: Mean, digits: str = ",.4f") -> str:
+    """ "12.3456 ± 0.0123"; digits: as of format()"""
+    return f"{mean.value:{digits}}" + ("" if mean.error is None else f" ± {mean.error:{digits}}")

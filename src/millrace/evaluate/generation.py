@@ -1,0 +1,144 @@
+"""A model answers in its own words, greedily, and what it says is matched with what is right."""
+
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
+from itertools import islice
+
+import msgspec
+
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.compile.settings import Progress
+from millrace.errors import ConfigError
+from millrace.evaluate.kept import RIGHT, Kept, Key
+from millrace.evaluate.paired import Verdict
+from millrace.evaluate.patterns import Pattern
+from millrace.evaluate.questions import AskedLine, Numbered, Questions
+
+_AT_ONCE = 512  # prompts that wait for their turn
+# A sign is one where nothing stands before it: 10-3 and 2024-05 have none. Commas only between thousands.
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+Judge = Callable[[str], bool]
+Render = Callable[[Sequence[Mapping[str, object]]], list[int]]  # a conversation through the model's chat template
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One question, as tokens. cut: the prompt's beginning was left out"""
+
+    key: Key
+    ids: Sequence[int]
+    max_tokens: int
+    stop: Sequence[str]
+    judge: Judge
+    cut: bool
+    id: str
+
+
+# (number of one, its answer), as each is through; it is closed where no more is wanted
+Generates = Callable[[Sequence[Ask]], Generator[tuple[int, str], None, None]]
+
+
+class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """text: of the answer; cut, id: as of `Chosen`"""
+
+    group: str
+    number: int
+    text: str
+    right: bool
+    cut: bool = False
+    id: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.group, self.number
+
+    @property
+    def verdicts(self) -> Mapping[str, Verdict]:
+        return {RIGHT: Verdict(self.text, self.right)}
+
+
+def judges(questions: Questions) -> list[Judge]:
+    """One for each line. raises ConfigError for an answer that cannot be matched in its way"""
+    return [_judge(one) for one in questions.lines]
+
+
+def asks(
+    questions: Questions, judged: Sequence[Judge], tokenizer: Tokenizer, render: Render, room: int
+) -> Iterator[Ask]:
+    """room: tokens of the context. raises ConfigError for an answer that may be longer than it"""
+    for one, judge in zip(questions.lines, judged, strict=True):
+        line = one.line
+        assert isinstance(line, AskedLine)
+        if line.max_tokens >= room:
+            raise ConfigError(
+                f"{one.where} asks for {line.max_tokens} tokens of a context of {room}", f"at most {room - 1}",
+                "lower its max_tokens, or build for a longer --max-context",
+            )  # fmt: skip
+        if line.messages is None:
+            ids = tokenizer.encode(line.text or "")
+        else:
+            ids = render([{"role": m.role, "content": m.content} for m in line.messages])
+        most, key = room - line.max_tokens, (one.group, one.number)
+        yield Ask(key, ids[-most:], line.max_tokens, line.stop, judge, len(ids) > most, one.id)
+
+
+def answer(generates: Generates, asked: Iterable[Ask], n: int, kept: Kept[Said], progress: Progress) -> None:
+    """Those that `kept` has not, each kept as soon as it is there. n: how many there are in all"""
+    left = (ask for ask in asked if ask.key not in kept.records)
+    progress("answering", len(kept.records), n)
+    while some := list(islice(left, _AT_ONCE)):
+        with closing(generates(some)) as arrived:
+            for i, text in arrived:
+                ask = some[i]
+                kept.add(Said(*ask.key, text, ask.judge(text), ask.cut, ask.id))
+                progress("answering", len(kept.records), n)
+
+
+def _judge(one: Numbered) -> Judge:
+    assert isinstance(one.line, AskedLine)
+    answers = one.line.answers
+    match one.line.match:
+        case "exact":
+            return partial(_is_exactly, [answer.strip() for answer in answers])
+        case "contains":
+            if not all(answers):
+                raise _cannot(one, "is empty, which every text contains", "a text")
+            return partial(_contains, answers)
+        case "number":
+            return partial(_ends_with_number, [_as_number(one, answer) for answer in answers])
+        case "regex":
+            patterns = [Pattern(answer, one.where) for answer in answers]
+            return lambda text: any(pattern.matches(text.strip()) for pattern in patterns)
+
+
+def _is_exactly(answers: Sequence[str], text: str) -> bool:
+    return text.strip() in answers
+
+
+def _contains(answers: Sequence[str], text: str) -> bool:
+    return any(answer in text for answer in answers)
+
+
+def _ends_with_number(answers: Sequence[Decimal], text: str) -> bool:
+    """The last number of the text, whatever stands behind it: $1,234.50 is 1234.5."""
+    found = _NUMBER.findall(text)
+    return bool(found) and _value(found[-1]) in answers
+
+
+def _as_number(one: Numbered, answer: str) -> Decimal:
+    found = _NUMBER.fullmatch(answer.strip())
+    if found is None:
+        raise _cannot(one, f"is {answer!r:.60}", "a number, like -1,234.5")
+    return _value(found[0])
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))
+
+
+def _cannot(one: Numbered, what: str, expected: str) -> ConfigError:
+    return ConfigError(f"{one.where}: the answer {what}", expected, "correct the line")

@@ -1,0 +1,75 @@
+"""Regular expressions out of files, matched in time that grows with the text alone: no backtracking, and bounded work.
+
+They are those of structured output (docs/structured-output.md), through the same library: llguidance follows all ways
+to match at once, and stops where that would take too many states.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from millrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_MAX_CHARACTERS = 1000
+_FUEL, _STEP_FUEL, _STATES, _SIZE = 1_000_000, 200_000, 20_000, 250_000  # of work, as llguidance counts it: some 20 ms
+_END = 256  # the vocabulary is the bytes, and this
+
+
+class Pattern:
+    """Of whole texts: `(.|\\n)*` stands for what may be before and behind what is looked for."""
+
+    def __init__(self, expression: str, where: str) -> None:
+        """where: it is written, for errors. raises ConfigError for what is none, or is beyond the limits"""
+        if len(expression) > _MAX_CHARACTERS:
+            raise _refused(where, f"has {len(expression):,} characters", f"at most {_MAX_CHARACTERS:,}")
+        self._where, self._matcher = where, _compiled(expression, where)
+
+    def matches(self, text: str) -> bool:
+        """raises ConfigError where that would take too much"""
+        matcher, data = self._matcher.deep_copy(), list(text.encode("utf-8", "surrogatepass"))
+        taken = matcher.try_consume_tokens(data)
+        if matcher.is_error():
+            raise _refused(self._where, f"takes too much on an answer: {_first_line(matcher.get_error())}")
+        return bool(taken == len(data) and matcher.is_accepting())
+
+
+class _Bytes:
+    """A vocabulary as llguidance asks for it."""
+
+    def __init__(self) -> None:
+        self.tokens: Sequence[bytes] = [*(bytes([i]) for i in range(256)), b""]
+        self.special_token_ids: Sequence[int] = [_END]
+        self.eos_token_id, self.bos_token_id = _END, None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def _compiled(expression: str, where: str) -> "LLMatcher":
+    try:
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+    except ImportError:
+        what = f"{where} has a regular expression, which needs llguidance, and that is not installed"
+        raise ConfigError(what, "the extra `grammar`", "pip install 'millrace[grammar]'") from None
+    limits = LLParserLimits(
+        initial_lexer_fuel=_FUEL, step_lexer_fuel=_STEP_FUEL, max_lexer_states=_STATES, max_grammar_size=_SIZE,
+        verbose_errors=False,
+    )  # fmt: skip
+    vocabulary = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=_END + 1, eos_token=[_END], slices=[])
+    matcher = LLMatcher(vocabulary, f"start: /{regex_to_lark(expression)}/\n", log_level=0, limits=limits)
+    if matcher.is_error():
+        reasons = [line for line in matcher.get_error().splitlines() if line.startswith("error: ")]
+        raise _refused(where, (reasons or [_first_line(matcher.get_error())])[0].removeprefix("error: "))
+    return matcher
+
+
+def _first_line(message: str) -> str:
+    return next(iter(message.strip().splitlines()), "")
+
+
+def _refused(
+    where: str, what: str, expected: str = "one without look-around and backreferences, within bounds"
+) -> ConfigError:
+    return ConfigError(f"{where}: the regular expression {what}", expected, "simplify it")

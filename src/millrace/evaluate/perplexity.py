@@ -1,0 +1,253 @@
+"""Perplexity of a text, in the three definitions that figures are published in; none is comparable with another.
+
+`gptq`: as GPTQ's and most papers of compression. A row for each line, blank ones empty, joined by two line ends; one
+encoding of all, so that there is one BOS at most; windows that do not overlap, of 2,048 tokens; the tail is dropped.
+`llama-perplexity`: windows of 512 tokens of the file as it is, each with a BOS, of which the second half is scored.
+`lm-eval`: lm-evaluation-harness' task wikitext. Each page, without the spaces of the dataset's tokeniser, is read from
+the prefix token (BOS, or else EOS) on, in windows of the context, and every token is predicted. Per word and byte of
+the page before that.
+sources: https://github.com/IST-DASLab/gptq, https://github.com/ggml-org/llama.cpp/tree/master/tools/perplexity,
+https://github.com/EleutherAI/lm-evaluation-harness/tree/main/lm_eval/tasks/wikitext
+"""
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.compile.settings import Progress
+from millrace.engine.executor import IntArray
+from millrace.errors import ConfigError
+from millrace.evaluate.divergence import Mean, Runs, losses
+from millrace.evaluate.kept import Kept, Key
+from millrace.evaluate.windows import LENGTH, windows_of
+
+GPTQ, LLAMA_PERPLEXITY, LM_EVAL = "gptq", "llama-perplexity", "lm-eval"
+DEFINITIONS = (GPTQ, LLAMA_PERPLEXITY, LM_EVAL)
+SHORTEST = 16  # tokens of a window
+_GPTQ_LENGTH = 2048
+_WORDS = re.compile(r"\s+")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is read at once: the tokens behind position `first` are predicted, each from all before it."""
+
+    ids: IntArray
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A window, or a document in parts; n_words, n_bytes: of a document as it was written."""
+
+    parts: Sequence[Part]
+    n_words: int = 0
+    n_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A text as a definition reads it. window: tokens that are read at once; bos: how texts begin, in words"""
+
+    definition: str
+    window: int
+    bos: str
+    units: Sequence[Unit]
+
+    @property
+    def name(self) -> str:
+        return f"wikitext, {self.definition}, window {self.window}, BOS {self.bos}"
+
+    @property
+    def unit(self) -> str:
+        return "documents" if self.definition == LM_EVAL else "windows"
+
+
+class Sums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Of one window or document: predicted tokens, the nats that they cost, and their squares."""
+
+    number: int
+    n: int
+    loss: float
+    squares: float
+    n_words: int = 0
+    n_bytes: int = 0
+
+    @property
+    def key(self) -> Key:
+        return "", self.number
+
+
+def cut(definition: str, text: str, tokenizer: Tokenizer, window: int | None, context: int) -> Cut:
+    """window: None for the definition's own, or the context where that is shorter
+
+    raises ConfigError for a window that does not fit, and a text that fills none
+    """
+    usual = {GPTQ: _GPTQ_LENGTH, LLAMA_PERPLEXITY: LENGTH, LM_EVAL: context}[definition]
+    length = window_of(window, usual, context)
+    return _CUTS[definition](text, tokenizer, length)
+
+
+def window_of(asked: int | None, usual: int, context: int) -> int:
+    """raises ConfigError for one that is longer than the context"""
+    if context < SHORTEST:
+        raise ConfigError(
+            f"a context of {context} tokens is too short for perplexities", f"at least {SHORTEST}",
+            "build for a longer --max-context",
+        )  # fmt: skip
+    if asked is not None and asked > context:
+        raise ConfigError(
+            f"--window {asked} is longer than the engine's context", f"at most {context} tokens",
+            "choose a shorter one, or build for a longer --max-context",
+        )  # fmt: skip
+    return asked or min(usual, context)
+
+
+def measure(executor: Runs, text: Cut, limit: int | None, kept: Kept[Sums], progress: Progress) -> list[Sums]:
+    """Of the first `limit` units: those that `kept` has not are read now.
+
+    raises RequestError and MachineError as `losses` does
+    """
+    units = text.units[:limit]
+    for number, unit in enumerate(units):
+        progress(f"reading {text.unit}", number, len(units))
+        if ("", number) not in kept.records:
+            found = np.concatenate([np.zeros(0), *(losses(executor, part.ids, part.first) for part in unit.parts)])
+            squares = float(np.square(found).sum())
+            kept.add(Sums(number, len(found), float(found.sum()), squares, unit.n_words, unit.n_bytes))
+    progress(f"reading {text.unit}", len(units), len(units))
+    return [kept.records["", number] for number in range(len(units))]
+
+
+def perplexities(definition: str, found: Sequence[Sums]) -> Mapping[str, Mean]:
+    """By their names. The error is over tokens, as llama-perplexity prints it; over documents where it is per word."""
+    if definition == LM_EVAL:
+        per_word, per_byte = (_ratio(found, size) for size in (lambda s: s.n_words, lambda s: s.n_bytes))
+        bits = per_byte.through(per_byte.value / np.log(2), 1 / np.log(2))
+        return {"word perplexity": per_word.exp(), "byte perplexity": per_byte.exp(), "bits per byte": bits}
+    n, loss, squares = (sum(getattr(s, name) for s in found) for name in ("n", "loss", "squares"))
+    mean = loss / n
+    error = float(np.sqrt(max(squares / n - mean * mean, 0) / (n - 1))) if n > 1 else None
+    return {"perplexity": Mean(mean, error).exp()}
+
+
+def _ratio(found: Sequence[Sums], size: Callable[[Sums], int]) -> Mean:
+    """Of all losses to all sizes; its error is that of a ratio of sums over documents, which differ in both."""
+    sizes, loss = np.array([size(s) for s in found], np.float64), np.array([s.loss for s in found])
+    n, ratio = len(found), float(loss.sum() / sizes.sum())
+    if n < 2:
+        return Mean(ratio, None)
+    left = np.square(loss - ratio * sizes).sum()
+    return Mean(ratio, float(np.sqrt(left * n / (n - 1)) / sizes.sum()))
+
+
+def _as_gptq(text: str, tokenizer: Tokenizer, length: int) -> Cut:
+    rows = [line if line.strip() else "" for line in io.StringIO(text, newline="\n")]
+    ids = np.asarray(tokenizer.encode("\n\n".join(rows)), np.int32)
+    found = len(ids) // length
+    if not found:
+        raise _too_short(len(ids), length)
+    units = [Unit([Part(window, 0)]) for window in ids[: found * length].reshape(-1, length)]
+    return Cut(GPTQ, length, "once, before the text" if tokenizer.special_around[0] else "none", units)
+
+
+def _as_llama_perplexity(text: str, tokenizer: Tokenizer, length: int) -> Cut:
+    ids = tokenizer.encode(text)
+    if len(ids) < length:
+        raise _too_short(len(ids), length)
+    found = windows_of(tokenizer, ids, length)
+    bos = "at each window" if tokenizer.special_around[0] else "none"
+    return Cut(LLAMA_PERPLEXITY, length, bos, [Unit([Part(window, found.first)]) for window in found.ids])
+
+
+def _as_lm_eval(text: str, tokenizer: Tokenizer, length: int) -> Cut:
+    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if begin is None:
+        raise ConfigError(
+            f"this model has neither a BOS nor an EOS, from which {LM_EVAL} reads a document", "one of them",
+            f"choose another definition: --definition {GPTQ}",
+        )  # fmt: skip
+    units = [
+        Unit(
+            rolling(tokenizer.encode(detokenised(page), add_special_tokens=False), begin, length),
+            len(_WORDS.split(page)), len(page.encode()),
+        )
+        for page in pages(text)
+    ]  # fmt: skip
+    return Cut(LM_EVAL, length, "before each document" if tokenizer.bos_token_id is not None else "none: EOS", units)
+
+
+_CUTS: Mapping[str, Callable[[str, Tokenizer, int], Cut]] = {
+    GPTQ: _as_gptq, LLAMA_PERPLEXITY: _as_llama_perplexity, LM_EVAL: _as_lm_eval,
+}  # fmt: skip
+
+
+def _too_short(n: int, length: int) -> ConfigError:
+    return ConfigError(
+        f"the text has {n} tokens of this model", f"at least {length}, one window", "give a longer text, or a --window"
+    )
+
+
+def rolling(ids: Sequence[int], begin: int, length: int) -> list[Part]:
+    """Every token is predicted once, in windows of `length` that overlap by the one token that the next begins with;
+    the last one reaches as far back as it is long, for context."""
+    whole = np.asarray([begin, *ids], np.int32)
+    ends = [*range(min(length, len(ids)), len(ids), length), len(ids)] if len(ids) else []
+    done, parts = 0, []
+    for end in ends:
+        start = max(0, end - length)
+        parts.append(Part(whole[start : end + 1], done - start))
+        done = end
+    return parts
+
+
+def pages(text: str) -> Iterator[str]:
+    """The dataset's: each begins at a line that is a title (= Name =), of the first level."""
+    held: list[str] = []
+    for line in text.split("\n"):
+        title = line.replace("= = =", "===").replace("= =", "==").strip()
+        if title.startswith("= ") and title.endswith(" ="):
+            page = "\n".join(held)
+            if page.strip():
+                yield page
+            held = []
+        held.append(line)
+    yield "\n".join(held)
+
+
+_SPACED = (*((f" @{c}@ ", c) for c in "-,."), *((f" {c} ", f"{c} ") for c in ":;.!?,"))
+_BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
+_REST = (
+    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"), (" \n", "\n"),
+    ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"),
+)  # fmt: skip
+_SLASHED = re.compile(r"/' [0-9]/")
+
+
+def detokenised(page: str) -> str:
+    """Without the spaces that the dataset's tokeniser put in, by lm-eval's rules in their order, and to the letter."""
+    page = _SLASHED.sub("/'[0-9]/", page.replace("s '", "s'"))  # a class of characters as text: so do theirs
+    page = _replaced(page, _SPACED)
+    for opening, closing in _BRACKETS:
+        page = _tightened(page, opening, closing)
+    return _replaced(page, _REST)
+
+
+def _replaced(text: str, rules: Sequence[tuple[str, str]]) -> str:
+    for before, after in rules:
+        text = text.replace(before, after)
+    return text
+
+
+def _tightened(text: str, opening: str, closing: str) -> str:
+    """No white space inside of brackets. Not by a regular expression: it would look to the end from each opening."""
+    parts, at = list[str](), 0
+    while (begin := text.find(opening, at)) >= 0 and (end := text.find(closing, begin + 1)) >= 0:
+        parts += text[at : begin + 1], text[begin + 1 : end].strip(), closing
+        at = end + 1
+    return "".join([*parts, text[at:]])

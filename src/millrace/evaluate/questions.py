@@ -1,0 +1,204 @@
+"""Questions of one's own, from a JSONL file: multiple choice, or answers that are generated and matched.
+
+A line with `choices` is answered by the likeliest of them, as lm-eval's output type multiple_choice has it: prompt and
+choice are tokenised together, the choice is what stands behind the prompt's tokens, and no BOS is added. Any other is
+answered by what the model goes on with. A file has lines of one kind.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from millrace.checkpoint.tokenizer import Tokenizer
+from millrace.errors import ConfigError
+from millrace.evaluate.choice import Group, Posed, cut_at_the_left, digest
+from millrace.evaluate.likelihood import Question
+from millrace.settings import read_given
+
+_MOST_BYTES, _MOST_LINE_BYTES, _MOST_LINES = 64 << 20, 1 << 20, 100_000
+MAX_ANSWER_TOKENS = 4096
+Text = Annotated[str, Meta(min_length=1)]
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+_CHOICE = '{"prompt" or "question": "...", "choices": ["...", "..."], "answer": 0}'
+_ASKED = '{"prompt" or "question": "..." or "messages": [...], "answer": "..."}'
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """prompt: as it is; question: put as "Question: ...\\nAnswer:"; group: it is counted under this name, too"""
+
+    prompt: Text | None = None
+    question: Text | None = None
+    id: Name | int | None = None
+    group: Name | None = None
+
+    @property
+    def text(self) -> str | None:
+        return self.prompt if self.question is None else f"Question: {self.question}\nAnswer:"
+
+    @property
+    def given(self) -> Sequence[object]:
+        """Ways to ask; one of them is used."""
+        return self.prompt, self.question
+
+
+class ChoiceLine(Line, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """answer: the number of the right choice, from 0; delimiter: between prompt and choice"""
+
+    choices: Annotated[list[Text], Meta(min_length=2, max_length=64)]
+    answer: Annotated[int, Meta(ge=0)]
+    delimiter: Annotated[str, Meta(max_length=16)] = " "
+
+    def check(self) -> None:
+        """raises ValueError"""
+        if self.answer >= len(self.choices):
+            raise ValueError(f"the answer is {self.answer}, and there are {len(self.choices)} choices, from 0")
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Name
+    content: str
+
+
+class AskedLine(Line, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """answer: the right one, or several; match: how a generated one is compared with it; stop: texts that end it"""
+
+    answer: Annotated[str, Meta(max_length=10_000)] | Annotated[list[str], Meta(min_length=1, max_length=64)]
+    match: Literal["exact", "contains", "regex", "number"] = "exact"
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=1000)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_ANSWER_TOKENS)] = 256
+    stop: Annotated[list[Annotated[str, Meta(min_length=1, max_length=1000)]], Meta(max_length=16)] = []
+
+    @property
+    def given(self) -> Sequence[object]:
+        return self.prompt, self.question, self.messages
+
+    @property
+    def answers(self) -> list[str]:
+        return [self.answer] if isinstance(self.answer, str) else self.answer
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """where: file and line, for errors"""
+
+    where: str
+    group: str
+    number: int  # in its group
+    line: Line
+
+    @property
+    def id(self) -> str:
+        return "" if self.line.id is None else str(self.line.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """lines: of one kind, each with its group and its number there"""
+
+    name: str
+    lines: Sequence[Numbered]
+
+    @property
+    def is_choice(self) -> bool:
+        return isinstance(self.lines[0].line, ChoiceLine)
+
+    @property
+    def digest(self) -> str:
+        return digest([(one.group, one.line) for one in self.lines])
+
+    def groups(self, tokenizer: Tokenizer, room: int) -> Sequence[Group]:
+        """Of multiple choice. room: tokens of the context"""
+        found: dict[str, list[Numbered]] = {}
+        for one in self.lines:
+            found.setdefault(one.group, []).append(one)
+        return [Group(name, len(some), partial(_posed, some, tokenizer, room)) for name, some in found.items()]
+
+
+def read_questions(path: Path, limit: int | None = None) -> Questions:
+    """limit: the first so many of each group. raises ConfigError, with the number of the line that is wrong"""
+    found, kind, counts = list[Numbered](), None, dict[str, int]()
+    for number, data in _lines(path):
+        where = f"{path}:{number}"
+        line = _read(where, data)
+        if kind not in (None, type(line)):
+            raise _wrong(
+                where, "is of another kind than the lines before it", "one kind in a file: all have choices, or none"
+            )
+        kind = type(line)
+        group = line.group or path.stem
+        counts[group] = counts.get(group, 0) + 1
+        if limit is None or counts[group] <= limit:
+            found.append(Numbered(where, group, counts[group] - 1, line))
+    if not found:
+        raise ConfigError(f"{path} has no questions", f"lines like {_CHOICE} or {_ASKED}", "write some")
+    return Questions(path.stem, found)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Those that are not blank, with their numbers from 1."""
+    try:
+        data = read_given(path, _MOST_BYTES)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}", "a JSONL file", "check --task") from error
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB", "a smaller file", "give a part of it")
+    lines = ((i, line) for i, line in enumerate(data.split(b"\n"), 1) if line.strip())
+    for n, (i, line) in enumerate(lines):
+        if n == _MOST_LINES:
+            raise ConfigError(f"{path} has more than {_MOST_LINES:,} questions", "fewer", "give a part of it")
+        if len(line) > _MOST_LINE_BYTES:
+            raise _wrong(f"{path}:{i}", f"has more than {_MOST_LINE_BYTES >> 20} MiB", "a shorter question")
+        yield i, line
+
+
+def _read(where: str, data: bytes) -> ChoiceLine | AskedLine:
+    expected = f"{_CHOICE} or {_ASKED}"
+    try:
+        keys = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        kind: type[ChoiceLine] | type[AskedLine] = ChoiceLine if "choices" in keys else AskedLine
+        expected = _CHOICE if kind is ChoiceLine else _ASKED
+        line = msgspec.json.decode(data, type=kind)
+        if sum(given is not None for given in line.given) != 1:
+            raise ValueError("it asks nothing, or in more than one way")
+        if isinstance(line, ChoiceLine):
+            line.check()
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _wrong(where, f"is no question: {error}", expected) from None
+    return line
+
+
+def _wrong(where: str, what: str, expected: str) -> ConfigError:
+    return ConfigError(f"{where} {what}", expected, "correct the line; docs/evaluation.md has the format")
+
+
+def _posed(lines: Sequence[Numbered], tokenizer: Tokenizer, room: int) -> Iterator[Posed]:
+    for one in lines:
+        line = one.line
+        assert isinstance(line, ChoiceLine)
+        if not (line.text or "").strip():
+            raise _wrong(
+                one.where, "has a prompt of white space alone", "a text, behind which choices are likely or not"
+            )
+        question = together(tokenizer, line.text or "", [line.delimiter + choice for choice in line.choices])
+        if not all(map(len, question.endings)):
+            what = "has a choice that this model's tokenizer makes one token of with the end of the prompt"
+            raise _wrong(one.where, what, "choices of tokens of their own")
+        if max(map(len, question.endings)) > room:
+            raise _wrong(one.where, f"has a choice that is longer than the context of {room} tokens", "a shorter one")
+        question, was_cut = cut_at_the_left(question, room)
+        n_bytes = [len(choice.encode()) for choice in line.choices]
+        yield Posed(one.number, question, line.answer, was_cut, n_bytes, one.id)
+
+
+def together(tokenizer: Tokenizer, prompt: str, endings: Sequence[str]) -> Question:
+    """White space at the prompt's end belongs to the endings, where tokenizers put it."""
+    context = prompt.rstrip()
+    space = prompt[len(context) :]
+    ids = tokenizer.encode(context, add_special_tokens=False)
+    whole = [tokenizer.encode(f"{context}{space}{ending}", add_special_tokens=False) for ending in endings]
+    return Question(ids, [each[len(ids) :] for each in whole])

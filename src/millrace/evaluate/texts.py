@@ -1,0 +1,26 @@
+"""Files of text that somebody measures on: bounded, in UTF-8, and not empty."""
+
+from pathlib import Path
+
+from millrace.errors import ConfigError
+from millrace.settings import read_given
+
+
+def read_text(file: str | Path, option: str, most_bytes: int, expected: str) -> str:
+    """option: that named the file; expected: what kind of text. raises ConfigError for what is no text, or too long"""
+    try:
+        data = read_given(Path(file), most_bytes)
+    except OSError as error:
+        raise ConfigError(f"cannot read {option} {file}: {error}", "a text file", "check the path") from error
+    if len(data) > most_bytes:
+        raise ConfigError(f"{option} {file} has more than {most_bytes >> 20} MiB", expected, "give a part of it")
+    try:
+        content = data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{option} {file} is not UTF-8: byte 0x{data[error.start]:02x} at {error.start}", "UTF-8 text",
+            "convert it with iconv",
+        ) from None  # fmt: skip
+    if not content.strip():
+        raise ConfigError(f"{option} {file} is empty", expected, "fill it, or name another file")
+    return content

@@ -1,0 +1,19 @@
+"""What hypothesis draws: the same examples each time in the fast suite; in a night many more, with a new seed."""
+
+from hypothesis import settings
+
+FAST, NIGHT = "fast", "night"
+TIMES = 80  # what a night draws of what the fast suite does: some five minutes
+_USUAL = 100  # of a profile that says nothing
+
+
+def register_profiles() -> None:
+    """`fast` is taken unless --hypothesis-profile names another one."""
+    settings.register_profile(FAST, max_examples=_USUAL, deadline=None, derandomize=True)
+    settings.register_profile(NIGHT, max_examples=TIMES * _USUAL, deadline=None, print_blob=True)
+    settings.load_profile(FAST)
+
+
+def examples(n: int) -> int:
+    """For a test that draws `n` in the fast suite."""
+    return n * settings().max_examples // _USUAL
