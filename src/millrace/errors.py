@@ -103,6 +103,12 @@ class BusyError(MillraceError):
         self.retry_after_s = retry_after_s
 
 
+def has_stopped(why: str) -> BusyError:
+    """why: "" where the loop is only being closed"""
+    what = f"the engine has stopped: {why or 'it is being closed'}"
+    return BusyError(what, "a running engine", "restart it; its log says more" if why else "ask again when it runs")
+
+
 def check_names(given: Iterable[object], known: Collection[str], where: str, param: str) -> None:
     """What a client may name in `where`, of its field `param`. raises RequestError for the first that is not known"""
     for name in given:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from millrace.engine.executor import StepInputs
 from millrace.errors import BusyError, EngineError
 from millrace.runtime.loop import MAX_FAILURES_IN_A_ROW
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
+from tests.runtime.clients import Client, answered, run_all
 from tests.runtime.fakes import limits, make_loop
 
 pytestmark = pytest.mark.timeout(30)  # a thread that waits for ever is what these tests look for
@@ -28,19 +30,53 @@ def failing_at(*steps: int) -> Callable[[StepInputs], None]:
     return before_run
 
 
-def test_p12_a_failed_step_fails_its_requests_and_no_others() -> None:
+@pytest.mark.parametrize("poisoned_at", [0, 1, 2])
+@pytest.mark.parametrize("n", [1, 2])
+def test_p12_a_request_that_fails_its_steps_fails_alone(poisoned_at: int, n: int) -> None:
+    """Whose step fails whenever it is in it: the others of those steps get their own tokens, to the last."""
+    of = limits(max_sequences=6, max_step_tokens=12, page_tokens=4)
+
+    def run(step: StepInputs) -> None:
+        if 4242 in step.sampling["seed"]:
+            raise RuntimeError("no step with this seed")
+
+    loop = make_loop(of, run)
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
+    params = [replace(LONG, n=n, seed=i, temperature=1.0) for i in range(3)]
+    clients = [Client(loop, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    for _ in range(poisoned_at):
+        loop.step()
+    bad = Client(loop, [77, 78, 79], replace(LONG, seed=4242))
+    run_all(loop)
+    assert bad.reasons == [FinishReason.ERROR] and "no step with this seed" in (bad.deltas[-1].error or "")
+    for client in clients:
+        assert client.outputs == answered(make_loop(of, prefix_cache=False), client.prompt, client.params).outputs
+    assert loop.stats().healthy and loop.stats().pages_used == 0
+
+
+def test_p12_a_step_that_fails_once_fails_nobody() -> None:
+    """Computed again, each alone, also with a copy of a page that was known in part, and beside one who goes."""
+    of = limits(max_sequences=4, max_step_tokens=12, page_tokens=4)
+    for at in range(3, 12):
+        loop = make_loop(of, failing_at(at))
+        answered(loop, [1, 2, 3, 4, 5, 6, 7], replace(LONG, max_tokens=1))
+        clients = [Client(loop, [1, 2, 3, 4, 5, 6, 50 + i], LONG) for i in range(3)]
+        gone = Client(loop, [9, 9], LONG)
+        while len(loop._again) < 2 and loop.step():
+            pass
+        loop.cancel(gone.request)
+        run_all(loop)
+        for client in clients:
+            assert client.outputs == answered(make_loop(of, prefix_cache=False), client.prompt, LONG).outputs
+        assert gone.reasons == [FinishReason.ABORT] and loop.stats().healthy and loop.stats().pages_used == 0
+
+
+def test_a_step_of_one_request_fails_it_and_nobody_who_waits() -> None:
     loop = make_loop(limits(max_sequences=2, max_step_tokens=8), failing_at(3))
-    inside: list[list[Delta]] = [[], []]
-    outside: list[Delta] = []
-    for deltas in inside:
-        loop.submit([1, 2, 3], LONG, deltas.extend)
-    loop.submit([1, 2, 3], LONG, outside.extend)  # waits: there are two places
-    while loop.step():
-        pass
-    for deltas in inside:
-        assert deltas[-1].finish_reason is FinishReason.ERROR and "run 3 failed" in (deltas[-1].error or "")
-    assert outside[-1].finish_reason is FinishReason.LENGTH
-    assert sum(len(d.token_ids) for d in outside) == 20
+    inside, outside = Client(loop, [1, 2, 3], replace(LONG, n=2)), Client(loop, [1, 2, 3], LONG)
+    run_all(loop)
+    assert inside.reasons == [FinishReason.ERROR] * 2 and "run 3 failed" in (inside.deltas[-1].error or "")
+    assert outside.reasons == [FinishReason.LENGTH] and len(outside.outputs[0].token_ids) == 20
     assert loop.stats().healthy and loop.stats().pages_used == 0
 
 

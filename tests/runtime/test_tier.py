@@ -231,7 +231,7 @@ def test_what_is_damaged_is_left_out_and_said(tmp_path: Path, damage: str, caplo
     again.computes(5, 2)
     assert again.finds(5, 2) == 2
     again.tier.close()
-    assert damage in ("its end", "a key") or "left out" in caplog.text or "begun anew" in caplog.text
+    assert damage == "a key" or "left out" in caplog.text or "begun anew" in caplog.text
 
 
 def test_pages_of_another_engine_are_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInp
 from millrace.runtime.grammar import Grammars
 from millrace.runtime.history import PART, Parts
 from millrace.runtime.params import TokenLogprobs
-from millrace.runtime.request import Sequence
+from millrace.runtime.request import Request, Sequence, Stage
 
 _NO_IDS = np.empty(0, dtype=np.int32)
 _NO_VALUES = np.empty(0, dtype=np.float32)
@@ -42,6 +42,23 @@ class Step:
     n_tokens: int
     n_prefill: int
     n_scored: int = 0
+
+    def by_request(self) -> list["Step"]:
+        """The same for each of its requests alone."""
+        of: dict[Request, list[Chunk]] = {}
+        for chunk in self.chunks:
+            of.setdefault(chunk.sequence.request, []).append(chunk)
+        return [Step._of(chunks) for chunks in of.values()]
+
+    def without_ended(self) -> "Step":
+        """What is left of it where sequences have ended since it was scheduled."""
+        return Step._of([chunk for chunk in self.chunks if chunk.sequence.stage is not Stage.GONE])
+
+    @staticmethod
+    def _of(chunks: list[Chunk]) -> "Step":
+        n = sum(chunk.n for chunk in chunks)
+        n_prefill = sum(chunk.n for chunk in chunks if chunk.n > 1)
+        return Step(chunks, n, n_prefill, sum(chunk.n_scored for chunk in chunks))
 
     def parts(self) -> Parts:
         """As the history keeps them."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Ordered
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
-from millrace.errors import BusyError, MillraceError, RequestError
+from millrace.errors import MillraceError, RequestError, has_stopped
 from millrace.runtime.batch import BatchBuilder, Step, token_logprobs
 from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.history import History, RequestSeen, RequestTrace, StepSeen, traces
@@ -97,12 +97,6 @@ class EngineThread:
             self.dead_because = f"{self._failed_in_row} steps in a row failed, the last with: {error}"
 
 
-def has_stopped(why: str) -> BusyError:
-    """why: "" where the loop is only being closed"""
-    what = f"the engine has stopped: {why or 'it is being closed'}"
-    return BusyError(what, "a running engine", "restart it; its log says more" if why else "ask again when it runs")
-
-
 class EngineLoop:
     """Runs an executor for many requests. `start` gives it a thread; without one, its owner calls `step`.
 
@@ -127,6 +121,7 @@ class EngineLoop:
         self._batch = BatchBuilder(self.limits, self.grammars)
         self._live: dict[Request, None] = {}
         self._pending: dict[Request, list[Delta]] = {}  # what this step adds
+        self._again: list[Step] = []  # of one that failed: each of its requests alone, the last goes first
         self._counters, self.history = Counters(), History()
         self._after_step: Callable[[], None] = _nothing
         self._stepping = threading.Lock()  # several threads may wait for answers of a loop that has none of its own
@@ -183,30 +178,19 @@ class EngineLoop:
         counters, scheduler, now_s = self._counters, self._scheduler, self.thread.clock()
         with self.thread.changed:
             n_waiting, idle = self._n_submitted + len(scheduler.waiting), self._is_idle()
+        index = self._pool.index
         return LoopStats(
-            running=len(scheduler.running),
-            waiting=n_waiting,
-            pages_used=self._pool.n_used,
-            pages_kept=self._pool.index.n_free,
-            pages_pinned=len(scheduler.retention.pins.pinned),
-            pages_total=self._pool.n_pages,
-            prompt_tokens_total=counters.prompt_tokens,
-            generation_tokens_total=counters.generation_tokens,
-            preemptions_total=scheduler.n_preemptions,
-            prefix_queries_total=scheduler.n_queried,
-            prefix_hits_total=scheduler.n_hit,
-            pages_evicted_total=self._pool.index.n_evicted,
+            running=len(scheduler.running), waiting=n_waiting, idle=idle, healthy=not self.thread.dead_because,
+            pages_used=self._pool.n_used, pages_kept=index.n_free, pages_total=self._pool.n_pages,
+            pages_pinned=len(scheduler.retention.pins.pinned), pages_evicted_total=index.n_evicted,
             tier=None if self._pool.tier is None else self._pool.tier.stats,
-            steps_total=counters.steps,
-            step_tokens_total=counters.step_tokens,
-            finished_total=dict(counters.finished),
-            last_step_s=self.thread.silent_s,
-            idle=idle,
-            healthy=not self.thread.dead_because,
+            prompt_tokens_total=counters.prompt_tokens, generation_tokens_total=counters.generation_tokens,
+            prefix_queries_total=scheduler.n_queried, prefix_hits_total=scheduler.n_hit,
+            preemptions_total=scheduler.n_preemptions, finished_total=dict(counters.finished),
+            steps_total=counters.steps, step_tokens_total=counters.step_tokens, last_step_s=self.thread.silent_s,
             running_s=sum(seq.request.timings.held_s(now_s) for seq in tuple(scheduler.running)),
-            held_s_total=counters.held_s,
-            left_total=counters.left,
-        )
+            held_s_total=counters.held_s, left_total=counters.left,
+        )  # fmt: skip
 
     def traces(self, request_id: str) -> list[RequestTrace]:
         """What is known of the requests of that id; none where they are forgotten, or never were."""
@@ -276,7 +260,7 @@ class EngineLoop:
             self._end(request, FinishReason.ABORT, None)
 
     def _run_step(self) -> None:
-        step = self._scheduler.schedule()
+        step = self._next_step()
         inputs = self._batch.build(step)
         started_s = self.thread.clock()
         try:
@@ -329,8 +313,19 @@ class EngineLoop:
         timings.n_output_tokens += 1
         self._counters.generation_tokens += 1
 
+    def _next_step(self) -> Step:
+        while self._again:
+            step = self._again.pop().without_ended()
+            if step.chunks:
+                return step
+        return self._scheduler.schedule()
+
     def _step_failed(self, step: Step, error: Exception) -> None:
-        """Fail the requests that took part. The others' pages are untouched, so they go on."""
+        """Which of its requests it was shows when each is computed alone: that one fails. Pages are as before it."""
+        if len(alone := step.by_request()) > 1:
+            log.warning("a step of %d requests failed; each is computed alone", len(alone), exc_info=error)
+            self._again = alone[::-1]
+            return
         self.thread.step_failed(f"a step of {step.n_tokens} tokens", error)
         for request in dict.fromkeys(chunk.sequence.request for chunk in step.chunks):
             self._end(request, FinishReason.ERROR, f"the step that computed this request failed: {error}")

@@ -204,7 +204,10 @@ class Tier:
                 log.warning("%s is of another engine, or none of ours: it is begun anew", path)
             self._begin(segment, 0)
             return segment
-        n = min((os.fstat(file).st_size - HEADER.size) // self._record_bytes, self._most_records)
+        n, cut_off = divmod(os.fstat(file).st_size - HEADER.size, self._record_bytes)
+        n = min(n, self._most_records)
+        if cut_off:
+            self._damaged(path)
         for record in range(n):
             mark, _, key = RECORD.unpack(os.pread(file, RECORD.size, HEADER.size + record * self._record_bytes))
             if mark != MARK:
