@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from millrace.engine.engine import Engine
 from millrace.engine.native import NativeNetwork
 from millrace.engine.texts import Ids, text_inputs
-from millrace.errors import EngineError, MillraceError, RequestError
-from millrace.runtime.loop import EngineThread, has_stopped
+from millrace.errors import EngineError, MillraceError, RequestError, has_stopped
+from millrace.runtime.loop import EngineThread
 
 Vectors = NDArray[np.float32]  # (texts, width)
 ALL = -1  # truncate_prompt_tokens: to as many as the model takes
