@@ -11,9 +11,11 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.find import BUNDLED, find_engine
 from millrace.compile.settings import BuildSettings
 from millrace.env import read_env
+from millrace.evaluate import agreement
 from millrace.evaluate.divergence import log_probabilities
 from millrace.evaluate.kept import Chosen, read
 from millrace.evaluate.mmlu import Mmlu, read_subjects
+from millrace.evaluate.patterns import Pattern
 from millrace.evaluate.windows import windows
 from tests.cli.conftest import Millrace
 from tests.support.checkpoints import random_checkpoint
@@ -81,8 +83,12 @@ def test_two_models_side_by_side(millrace: Millrace, data: Path, tmp_path: Path)
     first.write_bytes(b"".join([*flipped, other]))  # the last word counts
     told = json.loads(millrace("eval", "tiny", "--data", data, "--against", first, "--json", *SHORT).out)["against"]
     assert (told["gained"], told["lost"], told["changed"]) == (int(one.right), 0, int(one.chosen != wrong))
-    fewer = millrace("eval", "tiny", "--data", data, "--against", first, "--limit", "2", *SHORT)
-    assert fewer.code == 2 and "are of other questions" in fewer.err
+    out = tmp_path / "fewer.jsonl"
+    fewer = millrace("eval", "tiny", "--data", data, "--against", first, "--limit", "2", "--out", out, *SHORT)
+    assert fewer.code == 2 and "are of other questions" in fewer.err and not out.exists(), "before any is answered"
+    first.write_bytes(b"".join(flipped[:-1]))
+    part = millrace("eval", "tiny", "--data", data, "--against", first, "--out", out, *SHORT)
+    assert part.code == 2 and "7 answered" in part.err and "8 answered" in part.err and not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -133,8 +139,9 @@ def test_perplexity_of_a_text(millrace: Millrace, text: Path) -> None:
     assert "as gptq defines it" in other.out and "512 tokens" in other.out and "once, before the text" in other.out
 
 
-def test_how_far_from_a_reference(millrace: Millrace, text: Path) -> None:
+def test_how_far_from_a_reference(millrace: Millrace, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own float type, unless another is named; and nothing is read again."""
+    vocab_size = json.loads((BUNDLED / "tiny" / "config.json").read_text())["vocab_size"]
     command = ("eval", "tiny", "--task", "kl", "--data", text, "--window", "64", *SHORT)
     same = millrace(*command)
     assert same.code == 2 and "are the same engine (default bf16)" in same.err and "--against MODEL" in same.err
@@ -143,6 +150,10 @@ def test_how_far_from_a_reference(millrace: Millrace, text: Path) -> None:
     assert told["against"] == {"model": "tiny", "precision": "default bf16"} and told["tokens"] == 31 * told["windows"]
     assert 1e-4 < told["kl"]["value"] < 1 and 0.5 < told["same_likeliest"]["value"] <= 1
     assert told["ratio"]["value"] == pytest.approx(told["perplexity"]["value"] / told["reference_perplexity"]["value"])
+    with monkeypatch.context() as smaller:
+        smaller.setattr(agreement, "_MOST_BYTES", told["tokens"] // told["windows"] * 8 * vocab_size - 1)
+        refused = millrace(*rough)
+    assert refused.code == 2 and "a window of 64 tokens takes" in refused.err and "--window 62" in refused.err
     shown = millrace(*rough)
     assert f"mean KL           {told['kl']['value']:.6f} ± {told['kl']['error']:.6f} nats a token" in shown.out
     _, engine = find_engine("tiny", BuildSettings(max_context=512, tune=0), read_env())
@@ -169,7 +180,20 @@ def test_questions_of_ones_own(millrace: Millrace, tmp_path: Path) -> None:
     asked.write_text("\n".join(map(json.dumps, lines)))
     told = json.loads(millrace("eval", "tiny", "--task", asked, "--json", *SHORT).out)
     assert told["subjects"] == {"asked": {"questions": 2, "right": 2}, "numbers": {"questions": 1, "right": 0}}
-    assert told["task"] == "asked, generated" and "per_byte" not in told
+    assert told["task"] == "asked, generated" and "per_byte" not in told and told["gave_up"] == 0
+
+
+def test_answers_that_no_expression_can_tell(
+    millrace: Millrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked.jsonl"
+    line = {"prompt": "Once upon a time", "answer": "[^7]*", "match": "regex", "max_tokens": 9}
+    asked.write_text(json.dumps({**line, "match": "contains", "answer": " "}) + "\n" + json.dumps(line))
+    monkeypatch.setattr(Pattern, "matches", lambda self, text: None)
+    told = json.loads(millrace("eval", "tiny", "--task", asked, "--json", *SHORT).out)
+    assert (told["questions"], told["right"], told["gave_up"]) == (2, 1, 1)
+    shown = millrace("eval", "tiny", "--task", asked, *SHORT)
+    assert shown.code == 0 and "1 answers, which a regular expression takes too much on, count as wrong" in shown.out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.find import BUNDLED
 from millrace.engine.native import NativeExecutor
-from millrace.evaluate.agreement import Told, agreement, compare
+from millrace.errors import ConfigError
+from millrace.evaluate.agreement import Told, agreement, check_window, compare
 from millrace.evaluate.divergence import Tokens, log_probabilities
 from millrace.evaluate.kept import About, Kept
 from millrace.evaluate.windows import windows
@@ -79,3 +80,14 @@ def test_windows_are_read_by_both_and_only_once(executors: list[NativeExecutor],
     assert seen == [0, 1, len(text.ids)] and len(text.ids) >= 4
     assert np.allclose(got.loss, loss, atol=1e-8) and np.allclose(got.reference_loss, reference_loss, atol=1e-8)
     assert np.allclose(got.divergence, kl, atol=1e-8) and (got.same == same).all() and kl.mean() > 1e-3
+
+
+@pytest.mark.parametrize(("vocab_size", "fitting"), [(151_936, 3_534), (32_000, 16_778), (2**28, 4), (2**26, 10)])
+def test_a_window_that_memory_holds(vocab_size: int, fitting: int) -> None:
+    """The scored half, by two models, in float32."""
+    assert len(range(fitting)[fitting // 2 + 1 :]) * vocab_size * 2 * 4 <= 2 << 30
+    check_window(fitting, vocab_size)
+    with pytest.raises(
+        ConfigError, match=f"a window of {fitting + 1:,} tokens .*\\n.*: {fitting:,} tokens\\n.*--window {fitting}"
+    ):
+        check_window(fitting + 1, vocab_size)

@@ -17,6 +17,7 @@ from millrace.errors import ConfigError
 from millrace.evaluate import generation
 from millrace.evaluate.generation import Ask, Said, answer, asks, judges
 from millrace.evaluate.kept import RIGHT, About, Kept
+from millrace.evaluate.patterns import Pattern
 from millrace.evaluate.questions import Questions, read_questions
 
 Answers = Generator[tuple[int, str], None, None]
@@ -53,6 +54,8 @@ def rendered(messages: Sequence[Any]) -> list[int]:
         ("number", "3", "1,2,3", True), ("number", "3", "10-3", True), ("number", "5", "in 2024-05", True),
         ("number", "+1,234,567", "1,234,567.0 m", True), ("number", "-3", "(-3)", True),
         ("number", "3456", "12,3456", True),
+        ("number", "-3", "x = \N{MINUS SIGN}3", True), ("number", "3", "10\N{MINUS SIGN}3", True),
+        ("number", "\N{MINUS SIGN}3", "-3.0", True), ("number", ".3", "1.2.3", True), ("number", "5", "1e5", True),
         ("regex", "[Pp]aris\\.?", " paris. \n", True), ("regex", "Paris", "It is Paris", False),
         ("regex", "(.|\\n)*Paris(.|\\n)*", "It\nis Paris, is it", True), ("regex", ["a", "(?i)B"], "b", True),
     ],
@@ -122,7 +125,34 @@ def test_only_what_is_not_there_is_asked(tmp_path: Path, monkeypatch: pytest.Mon
     assert told[-1] == (10, 10) and told == sorted(told) and told[0][0] == 5
 
 
-def test_an_answer_that_cannot_be_judged_ends_all_of_them(tmp_path: Path) -> None:
+def test_answers_that_no_expression_can_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are wrong, are counted, and do not end the run; of several expressions, one that matches is enough."""
+    monkeypatch.setattr(Pattern, "matches", lambda self, text: {"y": True, "n": False}.get(text))
+    line = {"prompt": "x", "answer": "a", "match": "regex"}
+    (judge,) = judges(questions(tmp_path, line))
+    said, path = ("y", "?", "n"), tmp_path / "kept"
+    asked = [Ask(("mine", i), [i], 4, (), judge, False, "") for i in range(3)]
+
+    def generates(some: Sequence[Ask]) -> Answers:
+        for i in range(len(some)):
+            yield i, said[i]
+
+    for _ in range(2):  # and as they are found again
+        with closing(Kept(path, ABOUT, Said)) as kept:
+            answer(generates, asked, 3, kept, lambda *_: None)
+        found = kept.records
+        assert [(found["mine", i].right, found["mine", i].gave_up) for i in range(3)] == [
+            (True, False),
+            (False, True),
+            (False, False),
+        ]
+    told = iter([None, True, None, False, False, False])
+    monkeypatch.setattr(Pattern, "matches", lambda self, text: next(told))
+    (judge,) = judges(questions(tmp_path, {**line, "answer": ["a", "b"]}))
+    assert [judge("x") for _ in range(3)] == [True, None, False]
+
+
+def test_an_error_of_a_judge_ends_all_of_them(tmp_path: Path) -> None:
     ended = list[int]()
 
     def generates(some: Sequence[Ask]) -> Answers:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.find import BUNDLED
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, MachineError
 from millrace.evaluate.choice import Posed, answer
-from millrace.evaluate.kept import PER_BYTE, RIGHT, About, Chosen, Kept
+from millrace.evaluate.kept import PER_BYTE, RIGHT, About, Chosen, Kept, read
+from millrace.evaluate.likelihood import Likelihood
 from millrace.evaluate.questions import Questions, read_questions
 from tests.support.engines import build
 
@@ -113,6 +115,28 @@ def test_answers_beside_likelihoods_of_transformers(tmp_path: Path, tokenizer: T
     assert not all(both), "some are answered in two ways"
     kept.close()
     engine.close()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_likelihoods_that_are_not_finite(
+    bad: float, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No choice is scored, and nothing is written that could not be read again."""
+    monkeypatch.setattr(
+        "millrace.evaluate.choice.likelihoods",
+        lambda _, asked: iter(
+            [(0, [Likelihood(-1.0, True)] * 2), (1, [Likelihood(-1.0, True), Likelihood(bad, False)])]
+        ),
+    )
+    questions, path = read_questions(written(tmp_path, CHOICE, CHOICE)), tmp_path / "kept"
+    nobody: Any = None
+    said = "logits are not finite: there is nothing to measure"
+    with (
+        closing(Kept(path, About("m", "e", "fp32", "t", "d"), Chosen)) as kept,
+        pytest.raises(MachineError, match=said),
+    ):
+        answer(nobody, questions.groups(tokenizer, 256), kept, lambda *_: None)
+    assert list(read(path, Chosen).records) == [("mine", 0)]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from millrace.runtime.loop import EngineLoop
 from millrace.serve import tools as tools_module
 from millrace.serve.errors import HttpError
 from millrace.serve.responses import store as store_module
+from millrace.serve.responses.answer import Answer
 from millrace.serve.responses.endpoints import MAX_BEHIND_BYTES, Feed
 from millrace.serve.responses.store import OVERHEAD_BYTES, Kept, Responses
 from tests.serve.support import Fake, Running, post, serving_with, until
@@ -303,7 +304,65 @@ def test_the_store_is_bounded_in_bytes_and_in_number(monkeypatch: pytest.MonkeyP
     one = store.get("resp_3", "")
     one.said = b"x" * 20_000
     store.changed(one)
-    assert store.n_bytes == 4000, "it is too large itself; what is being answered stays"
+    assert store.n_bytes == 7000 and store.get("resp_1", ""), "it is too large itself, and goes alone"
+    with pytest.raises(HttpError, match="no response"):
+        store.get("resp_3", "")
     for n in range(10, 20):
         store.keep(kept(n, OVERHEAD_BYTES))
     assert [n for n in range(10, 20) if f"resp_{n}" in store._kept] == [16, 17, 18, 19]
+
+
+def watched_store(monkeypatch: pytest.MonkeyPatch) -> list[Responses]:
+    """The store into which the last response was put."""
+    stores, keep = list[Responses](), Responses.keep
+
+    def watched(self: Responses, kept: Kept) -> None:
+        stores[:] = [self]
+        keep(self, kept)
+
+    monkeypatch.setattr(Responses, "keep", watched)
+    return stores
+
+
+LARGE_RESPONSES: list[dict[str, Any]] = [
+    {"max_output_tokens": 200, "include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    {"metadata": {"a": "x" * 20_000}},
+]
+
+
+@pytest.mark.parametrize("more", LARGE_RESPONSES, ids=["its answer", "before it"])
+def test_a_response_too_large_to_be_kept_says_so_and_leaves_others(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = watched_store(monkeypatch)
+    with serving_with(Fake()) as server:
+        small = ask(server, RESPONSES).json()
+        monkeypatch.setattr(store_module, "MAX_KEPT_BYTES", 4 * stores[0].n_bytes)
+        whole = ask(server, RESPONSES, **more).json()
+        lines = ask(server, RESPONSES, stream=True, **more).text.splitlines()
+        streamed = [json.loads(line[6:]) for line in lines if line.startswith("data: ")][-1]["response"]
+        for large in (whole, streamed):
+            assert large["status"] == "incomplete" and large["store"] is False
+            assert httpx.get(f"{server.url}{RESPONSES}/{large['id']}").status_code == 404
+        found = httpx.get(f"{server.url}{RESPONSES}/{small['id']}")
+        assert small["store"] is True and found.status_code == 200 and found.json() == small
+        if "metadata" in more:
+            refused = ask(server, RESPONSES, background=True, **more)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "background"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_whoever_reads_the_last_event_can_go_on_at_once(background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The response is settled before the event is written."""
+    stores, under_way = watched_store(monkeypatch), list[bool]()
+    event = Answer._event
+
+    def watched(self: Answer, kind: str, **fields: object) -> bytes:
+        if kind == "response.incomplete":
+            under_way.append(stores[0].get(self.reply.id, "").is_under_way)
+        return event(self, kind, **fields)
+
+    monkeypatch.setattr(Answer, "_event", watched)
+    with serving_with(Fake()) as server:
+        assert ask(server, RESPONSES, stream=True, background=background).status_code == 200
+    assert under_way == [False]

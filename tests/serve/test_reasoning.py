@@ -445,13 +445,27 @@ def test_a_thought_that_is_gone_on_with(thinker: Thinker, form: bool) -> None:
             assert (found.reasoning.strip(), found.content.strip()) == (thought, content.strip())
 
 
+def test_white_space_may_go_before_a_thought(thinker: Thinker) -> None:
+    thinker.says(TEXT)
+    thinker.executor.says = "\n" + thinker.executor.says
+    n_before = 0 if thinker.opened else len(thinker.executor.words.encode("\n", False))
+    for path in (CHAT, RESPONSES):
+        answer = whole(thinker, path, body(path))
+        assert (answer.reasoning, answer.content) == (THOUGHT, TEXT)
+        assert answer.n_thought == thinker.n_thought - n_before
+
+
 def test_marks_that_are_no_tokens(speller: Thinker) -> None:
     """Thoughts are read all the same. An answer that is held to a form begins with it, and is no thought."""
     speller.says(TEXT)
+    words, said = speller.executor.words, speller.executor.says
+    until = [len(words.decode(words.encode(said, False)[:n])) for n in range(len(said))]
+    n_thought = next(n for n, end in enumerate(until) if end >= said.index("</think>") + len("</think>"))
     for path in ALL:
         for ask in (whole, streamed):
             answer = ask(speller, path, body(path))
             assert (answer.reasoning, answer.content) == (THOUGHT, TEXT)
+            assert answer.n_thought in (None, n_thought)
     speller.says(OBJECT)
     for path in (CHAT, RESPONSES, OLLAMA):
         answer = streamed(speller, path, body(path, form=True))

@@ -5,15 +5,17 @@ import random
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from millrace.checkpoint.tokenizer import Detokenizer
-from millrace.checkpoint.tool_calls.formats import HERMES, Reasoning
-from millrace.checkpoint.tool_calls.reader import Reader
+from millrace.checkpoint.tool_calls.formats import HERMES, LLAMA, Reasoning, ToolFormat
+from millrace.checkpoint.tool_calls.reader import Reader, Said
 from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
 from millrace.serve import generation
 from millrace.serve.logprobs import ContentLogprobs
+from millrace.serve.responses import endpoints
 from millrace.serve.serving import LARGE_STEP
 from millrace.serve.speech import AnswerReader
 from tests.serve.support import MODEL, Fake, Running, post, serving_with, tokenizer
@@ -98,7 +100,13 @@ def test_they_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving_with(Fake(), max_unread_bytes=20_000) as small:
         for stream in (False, True):
             reply = post(small.url, PATH, {**ASK, "max_output_tokens": 400, "stream": stream})
-            assert reply.status_code == 400 and reply.json()["error"]["param"] == "top_logprobs"
+            error = reply.json()["error"]
+            assert reply.status_code == 400 and error["param"] == "top_logprobs"
+            assert "lower max_output_tokens or the number of log probabilities" in error["message"]
+            reply = post(small.url, PATH, {**ASK, "max_output_tokens": 100, "stream": stream})
+            assert reply.status_code == (400 if stream else 200), "the end of a stream has them four times"
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "n": 2, "logprobs": True}
+        assert "lower n, max_tokens or" in post(small.url, "/v1/chat/completions", chat).json()["error"]["message"]
         monkeypatch.setattr(generation.Generation, "hold", _no_room)
         whole = post(small.url, PATH, ASK)
         assert whole.status_code == 503 and whole.json()["error"]["code"] == "too_many_answers"
@@ -145,7 +153,7 @@ def test_each_token_belongs_to_what_it_says(seed: int) -> None:
         done += len(some)
         is_last = done == len(ids)
         text = shown.push(some) + (shown.flush() if is_last else "")
-        delta = Delta(0, text, tuple(some), logprobs, FinishReason.STOP if is_last else None)
+        delta = Delta(0, text, tuple(some), logprobs, FinishReason.LENGTH if is_last else None)
         said = reader.read(delta)
         pieces = told.take(delta, said)
         assert bool(pieces) <= bool(said.content)
@@ -154,6 +162,108 @@ def test_each_token_belongs_to_what_it_says(seed: int) -> None:
     assert read == content and own == sorted(own) and set(own) >= set(expected)
     beside = set(own) - set(expected)  # parts of characters: they have none that is whole
     assert all(tokenizer().token_text(ids[i]) == "\ufffd" for i in beside), (content, own, expected)
+
+
+F_CALL = '<tool_call>{"name": "f", "arguments": {"t": "a d"}}</tool_call>'
+# Pieces of an answer in turn: what is content, what is not, what is content again ...
+CUT: list[tuple[ToolFormat, list[str]]] = [
+    (HERMES, ["d"]),
+    (HERMES, ["dé"]),
+    (HERMES, ["t", F_CALL]),
+    (HERMES, ["", "<think>\nt</think>", "t", "\n" + F_CALL]),
+    (HERMES, ["", "\n<think>\nt </think>\n\n", "t<t"]),
+    (HERMES, ["a", F_CALL, "b", "\n" + F_CALL, "a b"]),
+    (HERMES, ["x <tool_call> y"]),
+    (HERMES, ['<tool_call>{"a": "x"} é', F_CALL]),
+    (LLAMA, ["", '{"name": "f", "parameters": {"a": 1}}']),
+    (LLAMA, [' {"a": 1}']),
+    (LLAMA, ["", '{"name": "f", "parameters": {}}; ', '{"a": 1}']),
+]
+
+
+@pytest.mark.parametrize("format, pieces", CUT, ids=["".join(pieces) for _, pieces in CUT])
+def test_they_do_not_depend_on_how_deltas_were_merged(format: ToolFormat, pieces: list[str]) -> None:
+    """Letter by letter, with special tokens shown: which of them is content is known. The last one is the end's."""
+    words = tokenizer()
+    ids, expected = list[int](), list[int]()
+    for i, piece in enumerate(pieces):
+        for letter in piece:
+            of_letter = words.encode(letter, False)
+            expected += range(len(ids), len(ids) + len(of_letter)) if i % 2 == 0 else ()
+            ids += of_letter
+    (end,) = words.encode("<|im_end|>", False)
+    ids.append(end)
+    for cuts in ([], list(range(1, len(ids))), *([at] for at in range(1, len(ids)))):
+        reader = AnswerReader(Reader(format, Reasoning(), tools=["f"]), None)
+        told, shown, own, read = ContentLogprobs(words, [], False), Detokenizer(words, False), list[int](), ""
+        for begin, until in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+            is_last = until == len(ids)
+            text = shown.push(ids[begin : until - is_last]) + (shown.flush() if is_last else "")
+            logprobs = tuple(TokenLogprobs(ids[i], -1.0, i) for i in range(begin, until))
+            delta = Delta(0, text, tuple(ids[begin:until]), logprobs, FinishReason.STOP if is_last else None)
+            said = reader.read(delta)
+            named = told.take(delta, said)
+            assert bool(named) <= bool(said.content)
+            own, read = own + [token.rank for token in named], read + said.content
+        assert read == "".join(pieces[::2]), cuts
+        assert own == expected, cuts
+
+
+def test_an_answer_without_a_reader_is_all_content() -> None:
+    words = tokenizer()
+    (end,) = words.encode("<|im_end|>", False)
+    ids = [*words.encode("d", False), end]
+    for each in ([ids], [[token] for token in ids]):
+        told, own = ContentLogprobs(words, [], False), list[int]()
+        for i, some in enumerate(each):
+            finish = FinishReason.STOP if i == len(each) - 1 else None
+            logprobs = tuple(TokenLogprobs(token, -1.0, 0) for token in some)
+            delta = Delta(0, "d" if some[0] != end else "", tuple(some), logprobs, finish)
+            own += [token.token_id for token in told.take(delta, Said(delta.text))]
+        assert own == ids[:-1]
+
+
+def test_tokens_of_a_call_are_not_kept() -> None:
+    """However long it is: nobody is told of them."""
+    words = tokenizer()
+    reader, told = AnswerReader(Reader(HERMES, None, tools=["f"]), None), ContentLogprobs(words, [], True)
+    text = 'a<tool_call>{"name": "f", "arguments": {"t": "' + "a" * 2000
+    most = 0
+    for letter in text:
+        (token,) = words.encode(letter, False)
+        delta = Delta(0, letter, (token,), (TokenLogprobs(token, -1.0, 0),))
+        told.take(delta, reader.read(delta))
+        most = max(most, len(told._tokens))
+    assert most <= len('<tool_call>{"name": "f"') and not told._tokens
+
+
+def test_each_event_of_the_end_is_written_by_itself(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That has all of the text's log probabilities. Without them they are one write; and they are counted as often."""
+    blocks, held = list[bytes](), list[int]()
+    followed, hold = endpoints._followed, generation.Generation.hold
+
+    async def watched(*args: Any) -> Any:
+        async for block in followed(*args):
+            blocks.append(block)
+            yield block
+
+    def counted(self: Any, n_bytes: int) -> None:
+        held.append(n_bytes)
+        hold(self, n_bytes)
+
+    monkeypatch.setattr(endpoints, "_followed", watched)
+    monkeypatch.setattr(generation.Generation, "hold", counted)
+    post(server.url, PATH, ASK)
+    n_once, held[:] = sum(held), []
+    told = events(server)
+    assert n_once > 0 and sum(held) == 4 * n_once
+    whole = msgspec.json.encode(told[-1]["response"]["output"][0]["content"][0]["logprobs"])
+    assert [block.count(whole) for block in blocks[-4:]] == [1, 1, 1, 1] and whole not in b"".join(blocks[:-4])
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    assert told[-1]["type"] == "response.incomplete"
+    blocks.clear()
+    events(server, include=[])
+    assert blocks[-1].count(b"event: ") >= 4
 
 
 def test_many_at_a_time_are_named_in_a_thread(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

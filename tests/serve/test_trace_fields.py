@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from millrace.engine.executor import ExecutorLimits, StepInputs
+from millrace.serve import trace as trace_module
 from tests.runtime.fakes import FakeClock
 from tests.serve.support import ROOMY, Fake, Running, post, running, until
 
@@ -201,3 +202,20 @@ def test_what_a_known_prompt_saved_is_what_it_took_before() -> None:
     assert (hit["first_token_ms"], hit["prefill_saved_ms"]) == (1, 41)
     assert sum(step["prompt_tokens"] for step in hit["steps"]) == 1
     assert [step["all_tokens"] for step in hit["steps"]] == [1, 1] and hit["total_ms"] == 2
+
+
+def test_the_pace_of_prompts_is_found_once_for_all_traces_of_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, pace = list[int](), trace_module._prompt_token_s
+    with timed() as (server, go):
+        go.set()
+        for i in range(3):
+            ask(server, "same", [5, 6, i], 1)
+
+        def counted(steps: Any) -> float | None:
+            asked.append(len(steps))
+            return pace(steps)
+
+        monkeypatch.setattr(trace_module, "_prompt_token_s", counted)
+        told = httpx.get(f"{server.url}/v1/requests/same/trace").json()["data"]
+        assert httpx.get(f"{server.url}/v1/requests/nobody/trace").status_code == 404
+    assert [one["prompt_tokens"] for one in told] == [3, 3, 3] and len(asked) == 1 and asked[0] >= 3

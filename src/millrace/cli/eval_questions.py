@@ -15,7 +15,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.errors import MachineError
 from millrace.evaluate import choice, generation
 from millrace.evaluate.generation import Ask, Generates, Judge, Said, asks, judges
-from millrace.evaluate.kept import PER_BYTE, RIGHT, Chosen, J, Kept, Results, beside, read
+from millrace.evaluate.kept import PER_BYTE, RIGHT, Chosen, J, Kept, Results, beside, check_same, read
 from millrace.evaluate.mmlu import MAX_SHOTS, ORIGINAL, Mmlu, read_subjects
 from millrace.evaluate.paired import Paired, Verdict, wilson
 from millrace.evaluate.questions import Questions, read_questions
@@ -27,10 +27,11 @@ from millrace.runtime.params import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class _Task(Generic[J]):
-    """answer: those that are not kept yet; lost: what a prompt loses that is too long"""
+    """n: questions; answer: those that are not kept yet; lost: what a prompt loses that is too long"""
 
     name: str
     digest: str
+    n: int
     kind: type[J]
     answer: Callable[[Opened, Kept[J], Progress], None]
     lost: str = "their beginning"
@@ -47,17 +48,18 @@ def of_mmlu(asked: Asked) -> None:
     shots = MAX_SHOTS if asked.shots is None else asked.shots
     mmlu = Mmlu(read_subjects(asked.data, asked.subject, asked.limit), asked.definition, shots)
     lost = "examples" if mmlu.definition == ORIGINAL else "their beginning"
-    _evaluate(asked, _Task(mmlu.name, mmlu.digest, Chosen, partial(_choose, mmlu), lost))
+    _evaluate(asked, _Task(mmlu.name, mmlu.digest, mmlu.n, Chosen, partial(_choose, mmlu), lost))
 
 
 def of_a_file(asked: Asked) -> None:
     questions = read_questions(Path(asked.task), asked.limit)
+    n = len(questions.lines)
     if questions.is_choice:
         name = f"{questions.name}, multiple choice"
-        _evaluate(asked, _Task(name, questions.digest, Chosen, partial(_choose, questions)))
+        _evaluate(asked, _Task(name, questions.digest, n, Chosen, partial(_choose, questions)))
     else:
         name, judged = f"{questions.name}, generated", judges(questions)
-        _evaluate(asked, _Task(name, questions.digest, Said, partial(_generate, questions, judged)))
+        _evaluate(asked, _Task(name, questions.digest, n, Said, partial(_generate, questions, judged)))
 
 
 def _choose(of: _Grouped, found: Opened, kept: Kept[Chosen], report: Progress) -> None:
@@ -95,12 +97,13 @@ def _greedily(loop: EngineLoop) -> Generates:
 
 
 def _evaluate(asked: Asked, task: _Task[J]) -> None:
-    mine, other = _results(asked, task, asked.model, asked.build, asked.out), None
-    if asked.against is not None:
-        if Path(asked.against).suffix == ".jsonl":
-            other = read(Path(asked.against), task.kind)
-        else:
-            other = _results(asked, task, asked.against, asked.build_of_other(asked.against), None)
+    other = None
+    if asked.against is not None and Path(asked.against).suffix == ".jsonl":
+        other = read(Path(asked.against), task.kind)
+        check_same(other, task.name, task.digest, task.n)  # now: answers may take hours
+    mine = _results(asked, task, asked.model, asked.build, asked.out)
+    if asked.against is not None and other is None:
+        other = _results(asked, task, asked.against, asked.build_of_other(asked.against), None)
     compared = beside(mine, other) if other else {}
     if asked.as_json:
         print_json({**_told(mine), **({"against": _compared(other, compared)} if other else {})})
@@ -131,7 +134,9 @@ def _show(mine: Results[J], lost: str) -> None:
         (name, f"{right:,} of {n:,}: " + " ".join(_share(right, n))) for name, right in _rights(mine).items()
     ]  # fmt: skip
     cuts = [("cut", f"{cut:,} prompts did not fit the context, and lost {lost}")] if cut else []
-    pairs([("precision", mine.about.precision), *rights, *cuts])
+    given_up = _n_gave_up(mine)
+    ups = [("given up", f"{given_up:,} answers, which a regular expression takes too much on, count as wrong")]
+    pairs([("precision", mine.about.precision), *rights, *cuts, *(ups if given_up else [])])
 
 
 def _show_compared(other: Results[J], compared: Mapping[str, Paired]) -> None:
@@ -171,6 +176,10 @@ def _n_cut(mine: Results[J]) -> int:
     return sum(one.cut for one in mine.records.values())
 
 
+def _n_gave_up(mine: Results[J]) -> int:
+    return sum(one.gave_up for one in mine.records.values())
+
+
 def _share(right: int, n: int) -> tuple[str, str]:
     low, high = wilson(right, n)
     return f"{right / n:.2%}", f"({low:.1%} to {high:.1%})"
@@ -184,6 +193,7 @@ def _told(mine: Results[J]) -> dict[str, Any]:
     return {
         **told(mine.about), "questions": n, **counted[RIGHT],
         **({"per_byte": counted[PER_BYTE]} if PER_BYTE in counted else {}), "cut": _n_cut(mine),
+        "gave_up": _n_gave_up(mine),
         "subjects": {
             name: {"questions": len(some), "right": _n_right(some)} for name, some in _by_group(mine).items()
         },

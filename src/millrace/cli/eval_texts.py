@@ -13,7 +13,7 @@ from millrace.compile.find import model_folder
 from millrace.compile.source import Source
 from millrace.engine.manifest import MANIFEST
 from millrace.errors import ConfigError
-from millrace.evaluate.agreement import Agreement, Told, agreement, compare
+from millrace.evaluate.agreement import Agreement, Told, agreement, check_window, compare
 from millrace.evaluate.choice import digest
 from millrace.evaluate.divergence import Mean
 from millrace.evaluate.kept import About, Kept
@@ -94,7 +94,7 @@ def agreement_with(asked: Asked) -> None:
 
 
 def _beside(asked: Asked, text: str, found: Opened, reference: Opened) -> tuple[About, Windows]:
-    """raises ConfigError where there is nothing to compare, or not the same tokens"""
+    """raises ConfigError where there is nothing to compare, not the same tokens, or too much of it at once"""
     mine, theirs = (one.engine.manifest for one in (found, reference))
     if mine.identity == theirs.identity:
         raise ConfigError(
@@ -102,7 +102,9 @@ def _beside(asked: Asked, text: str, found: Opened, reference: Opened) -> tuple[
             "name a --precision for this one, or another model: --against MODEL",
         )  # fmt: skip
     context = min(one.executor.limits.context_tokens for one in (found, reference))
-    read, other = (windows(one.tokenizer, text, window_of(asked.window, LENGTH, context)) for one in (found, reference))
+    length = window_of(asked.window, LENGTH, context)
+    check_window(length, max(mine.vocab_size, theirs.vocab_size))
+    read, other = (windows(one.tokenizer, text, length) for one in (found, reference))
     if mine.vocab_size != theirs.vocab_size or not np.array_equal(read.ids, other.ids):
         raise ConfigError(
             f"{found.name} and {reference.name} have other vocabularies, or read the text as other tokens",

@@ -6,10 +6,12 @@ import msgspec
 import numpy as np
 
 from millrace.compile.settings import Progress
+from millrace.errors import ConfigError
 from millrace.evaluate.divergence import Mean, Runs, Score, Tokens, beside, log_probabilities, not_finite
 from millrace.evaluate.kept import Kept, Key
 from millrace.evaluate.windows import Windows
 
+_MOST_BYTES = 2 << 30  # of the log probabilities of one window, by both models
 _DIGITS = 9  # behind the point, of what is kept: far below what float32 can tell
 
 
@@ -63,6 +65,17 @@ def agreement(tokens: Tokens) -> Agreement:
         at={share: float(np.quantile(divergence, share)) for share in _SHARES}, same=Mean.of(same.astype(np.float64)),
         change=Mean.of(change), rms_change=squares.through(rms, 0.5 / rms if rms else 0.0),
     )  # fmt: skip
+
+
+def check_window(length: int, vocab_size: int) -> None:
+    """raises ConfigError for a window whose scored half takes too much memory"""
+    row = 2 * 4 * vocab_size  # bytes, of a token in float32
+    taken, fitting = (length - 1 - length // 2) * row, 2 * (_MOST_BYTES // row) + 2
+    if taken > _MOST_BYTES:
+        raise ConfigError(
+            f"a window of {length:,} tokens takes {taken:,} bytes of log probabilities, of both models",
+            f"at most {_MOST_BYTES:,} bytes: {fitting:,} tokens", f"choose a shorter one: --window {fitting}",
+        )  # fmt: skip
 
 
 def compare(

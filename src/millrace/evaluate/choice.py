@@ -1,12 +1,13 @@
 """A model answers multiple-choice questions: the choice that is likeliest, from one reading of each question."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from millrace.compile.settings import Progress
-from millrace.evaluate.divergence import Runs
+from millrace.evaluate.divergence import Runs, not_finite
 from millrace.evaluate.kept import Chosen, Kept
 from millrace.evaluate.likelihood import Question, likelihoods
 
@@ -51,7 +52,7 @@ def cut_at_the_left(one: Question, room: int) -> tuple[Question, bool]:
 def answer(executor: Runs, groups: Sequence[Group], kept: Kept[Chosen], progress: Progress) -> None:
     """Those that `kept` has not.
 
-    raises RequestError for a question that the engine cannot read
+    raises RequestError for a question that the engine cannot read, MachineError for what is not finite
     """
     done, total = 0, sum(group.n for group in groups)
     for group in groups:
@@ -67,6 +68,8 @@ def answer(executor: Runs, groups: Sequence[Group], kept: Kept[Chosen], progress
 
 
 def _chosen(group: str, one: Posed, logprobs: list[float]) -> Chosen:
+    if not all(map(math.isfinite, logprobs)):  # nothing is likeliest, and JSON cannot say it
+        raise not_finite()
     per_byte = _best([p / n for p, n in zip(logprobs, one.n_bytes, strict=True)]) if one.n_bytes else None
     return Chosen(group, one.number, one.answer, _best(logprobs), logprobs, one.cut, per_byte, one.id)
 

@@ -156,7 +156,7 @@ def losses(executor: Runs, ids: NDArray[np.int32], first: int) -> Values:
 
 def not_finite() -> MachineError:
     return MachineError(
-        "the model's logits are not finite: there is no perplexity", "finite logits",
+        "the model's logits are not finite: there is nothing to measure", "finite logits",
         "measure in another --precision, or check the checkpoint",
     )  # fmt: skip
 

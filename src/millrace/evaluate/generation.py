@@ -20,8 +20,8 @@ from millrace.evaluate.questions import AskedLine, Numbered, Questions
 
 _AT_ONCE = 512  # prompts that wait for their turn
 # A sign is one where nothing stands before it: 10-3 and 2024-05 have none. Commas only between thousands.
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
-Judge = Callable[[str], bool]
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-+\N{MINUS SIGN}])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+Judge = Callable[[str], bool | None]  # None: that could not be told, and the answer counts as wrong
 Render = Callable[[Sequence[Mapping[str, object]]], list[int]]  # a conversation through the model's chat template
 
 
@@ -43,7 +43,7 @@ Generates = Callable[[Sequence[Ask]], Generator[tuple[int, str], None, None]]
 
 
 class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """text: of the answer; cut, id: as of `Chosen`"""
+    """text: of the answer; cut, id: as of `Chosen`; gave_up: whether it is right could not be told"""
 
     group: str
     number: int
@@ -51,6 +51,7 @@ class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     right: bool
     cut: bool = False
     id: str = ""
+    gave_up: bool = False
 
     @property
     def key(self) -> Key:
@@ -93,8 +94,8 @@ def answer(generates: Generates, asked: Iterable[Ask], n: int, kept: Kept[Said],
     while some := list(islice(left, _AT_ONCE)):
         with closing(generates(some)) as arrived:
             for i, text in arrived:
-                ask = some[i]
-                kept.add(Said(*ask.key, text, ask.judge(text), ask.cut, ask.id))
+                ask, right = some[i], some[i].judge(text)
+                kept.add(Said(*ask.key, text, bool(right), ask.cut, ask.id, right is None))
                 progress("answering", len(kept.records), n)
 
 
@@ -111,8 +112,7 @@ def _judge(one: Numbered) -> Judge:
         case "number":
             return partial(_ends_with_number, [_as_number(one, answer) for answer in answers])
         case "regex":
-            patterns = [Pattern(answer, one.where) for answer in answers]
-            return lambda text: any(pattern.matches(text.strip()) for pattern in patterns)
+            return partial(_matches, [Pattern(answer, one.where) for answer in answers])
 
 
 def _is_exactly(answers: Sequence[str], text: str) -> bool:
@@ -121,6 +121,11 @@ def _is_exactly(answers: Sequence[str], text: str) -> bool:
 
 def _contains(answers: Sequence[str], text: str) -> bool:
     return any(answer in text for answer in answers)
+
+
+def _matches(patterns: Sequence[Pattern], text: str) -> bool | None:
+    found = [pattern.matches(text.strip()) for pattern in patterns]
+    return None if None in found and True not in found else True in found
 
 
 def _ends_with_number(answers: Sequence[Decimal], text: str) -> bool:
@@ -137,7 +142,7 @@ def _as_number(one: Numbered, answer: str) -> Decimal:
 
 
 def _value(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
+    return Decimal(number.replace(",", "").replace("\N{MINUS SIGN}", "-"))
 
 
 def _cannot(one: Numbered, what: str, expected: str) -> ConfigError:

@@ -3,14 +3,16 @@
 The first line says of what: an engine, a task, its data. Then a line for each question, window or document.
 """
 
+import fcntl
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, MachineError, MillraceError
 from millrace.evaluate.paired import Paired, Verdict, paired
 from millrace.settings import read_given
 
@@ -35,6 +37,9 @@ class Judged(Record, Protocol):
 
     @property
     def cut(self) -> bool: ...
+
+    @property
+    def gave_up(self) -> bool: ...
 
 
 R = TypeVar("R", bound=Record)
@@ -68,6 +73,7 @@ class Chosen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     cut: bool = False
     per_byte: int | None = None
     id: str = ""
+    gave_up: ClassVar[bool] = False  # which is right is always known
 
     @property
     def key(self) -> Key:
@@ -95,53 +101,97 @@ class Results(NamedTuple, Generic[R]):
 
 def beside(now: Results[J], before: Results[J]) -> dict[str, Paired]:
     """The same questions, one by one, by each measure. raises ConfigError where they did not answer the same"""
-    about, of = now.about, before.about
-    if (about.task, about.data) != (of.task, of.data) or now.records.keys() != before.records.keys():
-        raise ConfigError(
-            f"the results of {of.model} are of other questions: {of.task}, {len(before.records):,} answered",
-            f"{about.task}, {len(now.records):,} answered", "evaluate both in the same way",
-        )  # fmt: skip
+    check_same(before, now.about.task, now.about.data, len(now.records))
+    if now.records.keys() != before.records.keys():
+        raise _of_other_questions(before, now.about.task, len(now.records))
     pairs = [(one.verdicts, before.records[key].verdicts) for key, one in now.records.items()]
     measures = pairs[0][0] if pairs else ()
     return {name: paired([mine[name] for mine, _ in pairs], [theirs[name] for _, theirs in pairs]) for name in measures}
 
 
+def check_same(before: Results[J], task: str, data: str, n: int) -> None:
+    """raises ConfigError where those are no answers to all `n` questions"""
+    if (task, data, n) != (before.about.task, before.about.data, len(before.records)):
+        raise _of_other_questions(before, task, n)
+
+
+def _of_other_questions(before: Results[J], task: str, n: int) -> ConfigError:
+    of = before.about
+    return ConfigError(
+        f"the results of {of.model} are of other questions: {of.task}, {len(before.records):,} answered",
+        f"{task}, {n:,} answered", "evaluate both in the same way",
+    )  # fmt: skip
+
+
 class Kept(Generic[R]):
-    """The file, open for more; close it when done."""
+    """The file, open for more, and for nobody else; close it when done."""
 
     def __init__(self, path: Path, about: About, kind: type[R]) -> None:
-        """Goes on with a file of the same, begins one that is not there. raises ConfigError for what is another"""
-        self.path, self.records = path, dict[Key, R]()
+        """Goes on with a file of the same, begins one that is not there.
+
+        raises ConfigError for what is another, or another run writes, MachineError where nothing can be written
+        """
+        self.path, self.records, self._n_bytes = path, dict[Key, R](), 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            if os.fstat(self._file).st_size:
-                found, self.records, size = read(path, kind)
-                if not found.same(about):
-                    raise _of_another(path, found, about)
-                os.ftruncate(self._file, size)  # a line that was not written whole is asked again
-                os.lseek(self._file, 0, os.SEEK_END)
-            else:
-                os.write(self._file, msgspec.json.encode(about) + b"\n")
-        except ConfigError:
+            self._lock()
+            self._go_on(about, kind)
+        except (MillraceError, OSError):
             self.close()
             raise
 
     def add(self, found: R) -> None:
-        """Written at once: what was found is not lost."""
+        """Written at once: what was found is not lost. raises MachineError, and ConfigError for too much in a file"""
+        self._write(msgspec.json.encode(found) + b"\n")
         self.records[found.key] = found
-        os.write(self._file, msgspec.json.encode(found) + b"\n")
 
     def close(self) -> None:
         os.close(self._file)
 
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"the results {self.path} are in use by another run"
+            raise ConfigError(what, "a file for each run", "wait for the other, or name another file: --out") from None
+
+    def _go_on(self, about: About, kind: type[R]) -> None:
+        head, size = msgspec.json.encode(about) + b"\n", os.fstat(self._file).st_size
+        if not size or (size < len(head) and os.pread(self._file, size, 0) == head[:size]):
+            self._n_bytes = size  # of a first line that was cut
+            self._write(head[size:])
+            return
+        found, self.records, self._n_bytes = read(self.path, kind)
+        if not found.same(about):
+            raise _of_another(self.path, found, about)
+        os.ftruncate(self._file, self._n_bytes)  # a line that was not written whole is asked again
+
+    def _write(self, line: bytes) -> None:
+        """All of it, or nothing: what a full disk took of it would be in the way of the next line."""
+        if self._n_bytes + len(line) > _MOST_BYTES:
+            raise _too_large(self.path, "ask fewer questions, or shorter texts: --limit")
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            with suppress(OSError):  # the error that is told is the first; a line that stays cut is asked again
+                os.ftruncate(self._file, self._n_bytes)
+            what = f"cannot write results to {self.path}: {error.strerror}"
+            mend = "make room, and run it again: it goes on from there"
+            raise MachineError(what, "a disk that takes them", mend) from error
+        self._n_bytes += len(line)
+
 
 def read(path: Path, kind: type[R]) -> Results[R]:
-    """kind: of the lines behind the first. raises ConfigError for files of another kind"""
+    """kind: of the lines behind the first. raises ConfigError for files of another kind, and too large ones"""
     try:
         data = read_given(path, _MOST_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", "results of `millrace eval`", "check the path") from error
+    if len(data) > _MOST_BYTES:
+        raise _too_large(path, "name another file")
     head, *lines = data[: data.rfind(b"\n") + 1].splitlines() or [b""]
     found, number = dict[Key, R](), 1
     decoder = msgspec.json.Decoder(kind)
@@ -156,6 +206,10 @@ def read(path: Path, kind: type[R]) -> Results[R]:
             f"{path}:{number} is no line of results: {error}", "a file that `millrace eval` wrote", "name another one"
         ) from None
     return Results(about, found, data.rfind(b"\n") + 1)
+
+
+def _too_large(path: Path, mend: str) -> ConfigError:
+    return ConfigError(f"{path} is too large for results", f"at most {_MOST_BYTES:,} bytes", mend)
 
 
 def _of_another(path: Path, found: About, wanted: About) -> ConfigError:

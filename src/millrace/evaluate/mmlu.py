@@ -68,6 +68,11 @@ class Mmlu:
     def digest(self) -> str:
         return digest(self.subjects)
 
+    @property
+    def n(self) -> int:
+        """Questions, of all subjects."""
+        return sum(len(subject.test) for subject in self.subjects)
+
     def groups(self, tokenizer: Tokenizer, room: int) -> list[Group]:
         """A group a subject, whose questions begin with the same examples. room: tokens that may be read"""
         return [

@@ -5,12 +5,13 @@ to match at once, and stops where that would take too many states.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from millrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 _MAX_CHARACTERS = 1000
 _FUEL, _STEP_FUEL, _STATES, _SIZE = 1_000_000, 200_000, 20_000, 250_000  # of work, as llguidance counts it: some 20 ms
@@ -18,21 +19,29 @@ _END = 256  # the vocabulary is the bytes, and this
 
 
 class Pattern:
-    """Of whole texts: `(.|\\n)*` stands for what may be before and behind what is looked for."""
+    """Of whole texts: `(.|\\n)*` stands for what may be before and behind what is looked for.
+
+    Compiled for each text, which takes 1 to 4 ms: a file has one in each of its lines, and held they take memory.
+    """
 
     def __init__(self, expression: str, where: str) -> None:
         """where: it is written, for errors. raises ConfigError for what is none, or is beyond the limits"""
         if len(expression) > _MAX_CHARACTERS:
             raise _refused(where, f"has {len(expression):,} characters", f"at most {_MAX_CHARACTERS:,}")
-        self._where, self._matcher = where, _compiled(expression, where)
+        try:
+            _compiled(expression)
+        except ImportError:
+            what = f"{where} has a regular expression, which needs llguidance, and that is not installed"
+            raise ConfigError(what, "the extra `grammar`", "pip install 'millrace[grammar]'") from None
+        except ValueError as error:
+            raise _refused(where, str(error)) from None
+        self._expression = expression
 
-    def matches(self, text: str) -> bool:
-        """raises ConfigError where that would take too much"""
-        matcher, data = self._matcher.deep_copy(), list(text.encode("utf-8", "surrogatepass"))
+    def matches(self, text: str) -> bool | None:
+        """None: that would take too much, and nobody knows"""
+        matcher, data = _compiled(self._expression), list(text.encode("utf-8", "surrogatepass"))
         taken = matcher.try_consume_tokens(data)
-        if matcher.is_error():
-            raise _refused(self._where, f"takes too much on an answer: {_first_line(matcher.get_error())}")
-        return bool(taken == len(data) and matcher.is_accepting())
+        return None if matcher.is_error() else bool(taken == len(data) and matcher.is_accepting())
 
 
 class _Bytes:
@@ -47,21 +56,27 @@ class _Bytes:
         return list(text)
 
 
-def _compiled(expression: str, where: str) -> "LLMatcher":
-    try:
-        from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
-    except ImportError:
-        what = f"{where} has a regular expression, which needs llguidance, and that is not installed"
-        raise ConfigError(what, "the extra `grammar`", "pip install 'millrace[grammar]'") from None
+@cache
+def _vocabulary() -> "LLTokenizer":
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=_END + 1, eos_token=[_END], slices=[])
+
+
+def _compiled(expression: str) -> "LLMatcher":
+    """For one text: copies share their states, and the bound of them, so that one which gave up makes the others wrong.
+
+    raises ImportError where llguidance is not there, ValueError for what it does not take"""
+    from llguidance import LLMatcher, LLParserLimits, regex_to_lark
+
     limits = LLParserLimits(
         initial_lexer_fuel=_FUEL, step_lexer_fuel=_STEP_FUEL, max_lexer_states=_STATES, max_grammar_size=_SIZE,
         verbose_errors=False,
     )  # fmt: skip
-    vocabulary = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=_END + 1, eos_token=[_END], slices=[])
-    matcher = LLMatcher(vocabulary, f"start: /{regex_to_lark(expression)}/\n", log_level=0, limits=limits)
+    matcher = LLMatcher(_vocabulary(), f"start: /{regex_to_lark(expression)}/\n", log_level=0, limits=limits)
     if matcher.is_error():
         reasons = [line for line in matcher.get_error().splitlines() if line.startswith("error: ")]
-        raise _refused(where, (reasons or [_first_line(matcher.get_error())])[0].removeprefix("error: "))
+        raise ValueError((reasons or [_first_line(matcher.get_error())])[0].removeprefix("error: "))
     return matcher
 
 

@@ -273,7 +273,7 @@ async def start(
             (own.max_tokens or max(0, context - len(prompt))) + (len(prompt) if own.prompt_logprobs is not None else 0)
             for own, prompt in zip(each, prompts, strict=True)
         )
-        check_whole(n_tokens, params.logprobs, whole_bytes, backend.settings.max_unread_bytes)
+        check_whole(n_tokens, params.logprobs, whole_bytes, backend.settings.max_unread_bytes, params.n)
     stops = await backend.off_loop(sum(map(len, params.stop)) > LARGE, lambda: StopTables(params.stop))
     matchers = await backend.matchers(params.structured_outputs, params.n * len(prompts), heard.thoughts)
     if call.tenant and not terms.claim.tenant:
@@ -282,18 +282,19 @@ async def start(
     return Generation(handle, params, call, backend, heard)
 
 
-def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int) -> None:
+def check_whole(n_tokens: int, n_top: int, bytes_each: int, most_bytes: int, n: int) -> None:
     """Before an answer of so many tokens is computed that nobody could be sent. raises RequestError
 
-    Of its log probabilities only: its text is a small part of them.
+    Of its log probabilities only: its text is a small part of them. n: as it was asked; not all protocols have it
     """
     n_bytes = n_tokens * (1 + n_top) * bytes_each
     if n_bytes > most_bytes:
+        fields = "n, max_tokens" if n > 1 else "max_tokens"
         raise RequestError(
             f"an answer of {n_tokens} tokens, with {1 + n_top} log probabilities for each, "
             f"is some {n_bytes // 2**20} MiB",
             f"at most {most_bytes // 2**20} MiB in one piece",
-            "lower n, max_tokens or the number of log probabilities, or have a chat or completion streamed",
+            f"lower {fields} or the number of log probabilities, or have a chat or completion streamed",
             param="logprobs",
         )
 

@@ -4,6 +4,7 @@ A whole answer may have a million of them: `WholeChat` and `WholeCompletion` kee
 sixth of what they take as objects.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,7 +13,7 @@ import msgspec
 
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.checkpoint.tool_calls.reader import Said
-from millrace.runtime.params import Delta, TokenLogprobs
+from millrace.runtime.params import Delta, FinishReason, TokenLogprobs
 from millrace.serve.replies import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 LOWEST = -9999.0  # OpenAI's number for "impossible"; JSON has no infinity
@@ -121,44 +122,43 @@ class OffsetLogprobs:
 class ContentLogprobs:
     """Which of an answer's tokens its content is made of, where its reader leaves marks out and holds text back.
 
-    The answer's own text is followed from token to token, and what is said is found in it. A token with a part in both
-    a mark and the content is of the content; so is one that is only a part of a character.
+    The answer's text is followed from token to token; where in it content stands is the reader's word. A token with a
+    part in both a mark and the content is of the content; so is one that is only a part of a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt)
-        self._text = ""  # behind what was said last
-        self._tokens: list[tuple[int, TokenLogprobs]] = []  # its own, and where in it each begins
-        self._goes_on = False  # content was said last: what follows is more of it, or is behind it
+        self._n_text = 0  # characters of the answer so far
+        self._n_content = 0  # of them, where all is content
+        self._tokens = deque[tuple[int, int, TokenLogprobs]]()  # not settled: where each begins and ends
 
     def take(self, delta: Delta, said: Said) -> list[TokenLogprobs]:
         """Those of `said.content`, which is what was read from this delta; each delta once, in order."""
-        for token in delta.logprobs or ():
-            self._tokens.append((len(self._text), token))
-            self._text += self._detokenizer.push((token.token_id,))
-        if delta.finish_reason is not None:
-            self._text += self._detokenizer.flush()
-        if said.reasoning:  # goes before the content
-            self._leave(max(0, self._text.rfind(said.reasoning)) + len(said.reasoning))
-            self._goes_on = False
-        if not said.content:
-            self._goes_on = self._goes_on and not said.calls
-            return []
-        # Behind a mark, which may have the same characters, it is the last; before a call, whose text may, the first.
-        find = self._text.find if said.calls else self._text.rfind
-        self._leave(0 if self._goes_on else max(0, find(said.content)))
-        self._goes_on, end = not said.calls, len(said.content)
-        own = [token for begin, token in self._tokens if begin < end]
-        self._tokens = [(begin - end, token) for begin, token in self._tokens if begin >= end]
-        self._text = self._text[end:]
+        tokens = delta.logprobs or ()
+        if delta.finish_reason is FinishReason.STOP and not isinstance(delta.stop_reason, str):
+            tokens = tokens[:-1]  # the token that ended the answer is not in its text
+        for token in tokens:
+            begin = self._n_text
+            self._n_text += len(self._detokenizer.push((token.token_id,)))
+            self._tokens.append((begin, self._n_text, token))
+        own: list[TokenLogprobs] = []
+        for begin, end in self._spans(said):
+            self._leave(begin)
+            while self._tokens and self._tokens[0][0] < end:
+                own.append(self._tokens.popleft()[2])
+        self._leave(said.n_settled)
         return own
+
+    def _spans(self, said: Said) -> Sequence[tuple[int, int]]:
+        if said.spans is not None:
+            return said.spans
+        begin, self._n_content = self._n_content, self._n_content + len(said.content)
+        return [(begin, self._n_content)]
 
     def _leave(self, at: int) -> None:
         """Out what is in front; a token that goes beyond it stays."""
-        ends = [*(begin for begin, _ in self._tokens[1:]), len(self._text)]
-        each = zip(self._tokens, ends, strict=False)  # no ends where there are no tokens
-        self._tokens = [(max(0, begin - at), token) for (begin, token), end in each if begin >= at or end > at]
-        self._text = self._text[at:]
+        while self._tokens and self._tokens[0][0] < at and self._tokens[0][1] <= at:
+            self._tokens.popleft()
 
 
 class JsonList:

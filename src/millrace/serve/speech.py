@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from millrace.checkpoint.tokenizer import Tokenizer, VocabularyTokenizer
-from millrace.checkpoint.tool_calls.formats import reasoning, tool_format
+from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer, VocabularyTokenizer
+from millrace.checkpoint.tool_calls.formats import Reasoning, reasoning, tool_format
 from millrace.checkpoint.tool_calls.reader import Reader, Said, joined
 from millrace.runtime.grammar import Thoughts
 from millrace.runtime.params import Delta, SamplingParams
@@ -14,34 +14,65 @@ from millrace.serve.tools import Tools
 _TAIL = 16  # tokens of a prompt among which the mark of its last line is
 
 
-class AnswerReader:
-    """Takes one answer apart, and counts the tokens of its thoughts, with the marks around them."""
+class ThoughtTokens:
+    """Counts the tokens of an answer's thoughts, with the marks around them: between them as its `Reader` finds them.
 
-    def __init__(self, reader: Reader, thoughts: Thoughts | None) -> None:
-        """thoughts: None where their marks are no tokens: then those of a delta are counted together"""
+    It goes by the text of each token, so that marks count that are spelled, and deltas may be merged.
+    """
+
+    def __init__(self, marks: Reasoning, detokenizer: Detokenizer, opened: bool) -> None:
+        """opened: the prompt ended within them"""
+        self._marks, self._detokenizer = marks, detokenizer
+        self._is_thinking: bool | None = True if opened else None  # not known yet
+        self._text = ""  # that may be the beginning of a mark
+        self._n_mark = 0  # tokens of it
+        self.n = 0
+
+    def take(self, tokens: Iterable[int]) -> None:
+        """The next ones of the answer."""
+        for token in tokens:
+            if self._is_thinking is False:
+                return
+            self._text += self._detokenizer.push((token,))
+            if self._is_thinking is None:
+                self._begin()
+            else:
+                self.n += 1
+            if self._is_thinking:
+                self._is_thinking = self._marks.end not in self._text
+                self._text = self._text[1 - len(self._marks.end) :]
+
+    def _begin(self) -> None:
+        """White space may go before them."""
+        begin, self._text = self._marks.begin, self._text.lstrip()
+        self._n_mark += bool(self._text)
+        if self._text.startswith(begin):
+            self._is_thinking, self.n, self._text = True, self._n_mark, self._text[len(begin) :]
+        elif not begin.startswith(self._text):
+            self._is_thinking = False
+
+
+class AnswerReader:
+    """Takes one answer apart, and counts the tokens of its thoughts."""
+
+    def __init__(self, reader: Reader, thoughts: ThoughtTokens | None) -> None:
+        """thoughts: None for a model that has none"""
         self._reader, self._thoughts = reader, thoughts
-        self._is_thinking: bool | None = True if thoughts is not None and thoughts.opened else None  # not known yet
-        self.n_thought = 0
 
     @property
     def n_calls(self) -> int:
         return self._reader.n_calls
 
+    @property
+    def n_thought(self) -> int:
+        return 0 if self._thoughts is None else self._thoughts.n
+
     def read(self, delta: Delta) -> Said:
         """What it adds to the parts of the answer; each delta once, in order."""
-        if self._thoughts is None:
-            self.n_thought += len(delta.token_ids) if self._reader.is_thinking else 0
-        else:
-            self._count(delta.token_ids, self._thoughts)
+        if self._thoughts is not None:
+            self._thoughts.take(delta.token_ids)
         said = self._reader.push(delta.text)
         return said if delta.finish_reason is None else joined(said, self._reader.flush())
-
-    def _count(self, tokens: Iterable[int], thoughts: Thoughts) -> None:
-        for token in tokens:
-            if self._is_thinking is None:
-                self._is_thinking = token == thoughts.begin
-            self.n_thought += self._is_thinking
-            self._is_thinking = self._is_thinking and token != thoughts.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +129,7 @@ class Speech:
         free = self._free_thoughts(is_thinking)
         if is_held and free is None:  # the form begins with the first token: there is no thought before it
             is_thinking = False
-        return Heard(partial(self._reader, names, most, is_thinking, free), free)
+        return Heard(partial(self._reader, names, most, is_thinking), free)
 
     def _free_thoughts(self, is_thinking: bool) -> Thoughts | None:
         """What an answer that is held to a form may say before."""
@@ -108,14 +139,16 @@ class Speech:
         assert begin is not None and end is not None
         return Thoughts(begin, end, is_thinking)
 
-    def _reader(
-        self, tools: frozenset[str] | None, most_calls: int, is_thinking: bool, free: Thoughts | None
-    ) -> AnswerReader:
+    def _reader(self, tools: frozenset[str] | None, most_calls: int, is_thinking: bool) -> AnswerReader:
         """Of one answer. tools: their names"""
+        counted = None
+        if self.thoughts is not None:
+            shown = Detokenizer(self._tokenizer, skip_special_tokens=not self._thought_marks_are_special)
+            counted = ThoughtTokens(self.thoughts, shown, is_thinking)
         if tools is None:
-            return AnswerReader(Reader(None, self.thoughts, thinks=is_thinking), free)
+            return AnswerReader(Reader(None, self.thoughts, thinks=is_thinking), counted)
         reader = Reader(self.calls, self.thoughts, tools=tools, most_calls=most_calls, thinks=is_thinking)
-        return AnswerReader(reader, free)
+        return AnswerReader(reader, counted)
 
     def _id(self, text: str) -> int | None:
         return self._tokenizer.token_id(text) if isinstance(self._tokenizer, VocabularyTokenizer) else None

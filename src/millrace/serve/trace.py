@@ -59,10 +59,11 @@ def request_trace(models: Models, scope: Scope) -> Response:
     request_id: str = scope["path_params"]["request_id"]
     call: Call = scope[CALL]
     loops = [backend.model.engine.loop for backend in models.of_kind(TextBackend)]
-    found = [
-        _trace(trace, _prompt_token_s(tuple(loop.history.steps)))
-        for loop in loops for trace in loop.traces(request_id) if trace.seen.tenant == call.tenant
-    ]  # fmt: skip
+    found: list[TraceReply] = []
+    for loop in loops:
+        if own := [trace for trace in loop.traces(request_id) if trace.seen.tenant == call.tenant]:
+            token_s = _prompt_token_s(tuple(loop.history.steps))
+            found += [_trace(trace, token_s) for trace in own]
     if not found:
         raise HttpError(
             404, "request_not_found", f'nothing is known of the request "{request_id[:100]}"',

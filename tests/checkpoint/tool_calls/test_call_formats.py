@@ -34,6 +34,18 @@ def test_a_template_tells_its_format(name: str) -> None:
     assert tool_format(source).name == name
 
 
+@pytest.mark.parametrize("source, single", [
+    ("{% if not m.tool_calls|length == 1 %}\n{{- raise_exception('one!') }}\n{% endif %}", True),
+    ("{% if m.tool_calls | length != 1 %}{{ raise_exception('one!') }}{% endif %}", True),
+    ("{% if m.tool_calls | length == 1 %}{{ one }}{% else %}{{ raise_exception('one!') }}{% endif %}", True),
+    ("{% if m.tool_calls | length == 1 %}{{ one }}{% else %}{{ all }}{% endif %}", False),
+    ("{% if m.tool_calls|length == 1 %}one{% endif %}{% if m.a %}{{ raise_exception('a') }}{% endif %}", False),
+    ("{% if not m.role %}{{ raise_exception('role') }}{% endif %}{{ m.tool_calls|length == 1 }}", False),
+])  # fmt: skip
+def test_a_template_that_counts_calls_need_not_refuse_several(source: str, single: bool) -> None:
+    assert tool_format(_MARKS["hermes"] + source).single is single
+
+
 def test_mistrals_newer_templates_and_formats_that_are_not_known() -> None:
     assert tool_format("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{% endif %}").written.middle == "[ARGS]"
     xml = "{% if tools %}<tool_call>\n<function=f>\n<parameter=a>{% endif %}"

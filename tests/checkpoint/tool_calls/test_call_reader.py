@@ -34,9 +34,11 @@ def read(format: ToolFormat | None, pieces: list[str], **options: object) -> Par
     thoughts = options.pop("thoughts", None)
     reader = Reader(format, thoughts, tools=TOOLS, **options)  # type: ignore[arg-type]
     said = Said()
-    for piece in pieces:
-        said = joined(said, reader.push(piece))
-    said = joined(said, reader.flush())
+    for piece in [*pieces, None]:
+        more = reader.flush() if piece is None else reader.push(piece)
+        assert more.spans is not None and all(begin >= said.n_settled for begin, _ in more.spans)
+        said = joined(said, more)
+    assert "".join("".join(pieces)[begin:end] for begin, end in said.spans or ()) == said.content
     calls: list[tuple[str, str]] = []
     for part in said.calls:
         if part.name is not None:

@@ -106,7 +106,10 @@ DEEPSEEK_PLAIN = ToolFormat(
     name="deepseek_v31", written=Written(prologue=_CALLS, before=_CALL, middle=_SEP, after=_END, epilogue=_ENDS),
     opens=(_CALLS,), between=_DEEPSEEK_AROUND, header=_DEEPSEEK_HEADER, text_arguments=True,
 )  # fmt: skip
-_ONE_CALL = re.compile(r"tool_calls\s*\|\s*length\s*[!=]=\s*1\b")
+# A template may count calls for other reasons than to refuse several: it does where it raises in the same branch.
+_ONE_CALL = re.compile(
+    r"tool_calls\s*\|\s*length\s*[!=]=\s*1\b(?:(?!\bend(?:if|for)\b).){0,400}?\braise_exception\b", re.S
+)
 
 
 def tool_format(template: str) -> ToolFormat:

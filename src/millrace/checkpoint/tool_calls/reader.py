@@ -7,7 +7,7 @@ no call is read once more, in pieces, and not again and again.
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.checkpoint.tool_calls.formats import Reasoning, ToolFormat
 from millrace.checkpoint.tool_calls.json_parts import CallObject, JsonValue, behind_blank
@@ -28,16 +28,23 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a piece of text adds to each part of an answer."""
+    """What a piece of text adds to each part of an answer.
+
+    spans: where the content stands in the answer's text, in characters; None: all of the text is content
+    n_settled: no more content comes of so many characters from the beginning on
+    """
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
+    spans: tuple[tuple[int, int], ...] | None = field(default=None, compare=False)
+    n_settled: int = field(default=0, compare=False)
 
 
 def joined(a: Said, b: Said) -> Said:
-    """One after the other."""
-    return Said(a.content + b.content, a.reasoning + b.reasoning, a.calls + b.calls)
+    """One after the other, of one reader."""
+    spans, n_settled = (a.spans or ()) + (b.spans or ()), max(a.n_settled, b.n_settled)
+    return Said(a.content + b.content, a.reasoning + b.reasoning, a.calls + b.calls, spans, n_settled)
 
 
 class Reader:
@@ -60,22 +67,21 @@ class Reader:
         self._format, self._thoughts, self._tools, self._most_calls = calls, thoughts, tools, most_calls
         self._text = ""  # not decided yet
         self._coming: list[tuple[str, int]] = []  # what follows it, the next at the end: each from there on
+        self._n_come, self._n_coming = 0, 0  # characters of the answer so far, and of `_coming`
         self._waits = False  # it is white space, with which no state does more than wait
         self._blanks: list[str] = []  # white space behind it that decides nothing
         self._flushed = False
         self._state: Callable[[], bool] = self._begin_thinking if thinks else self._begin
         self._pending: list[str] | None = None  # what seemed to open calls, while none has begun
+        self._seemed_at: int | None = None  # where in the answer begins what seems to be a call, and may be text
         self._n_again = 0  # characters
         self._is_marked = False  # such a mark has been there
         self._object, self._value = CallObject(), JsonValue()
         self._content: list[str] = []
+        self._spans: list[tuple[int, int]] = []
         self._reasoning: list[str] = []
         self._parts: list[CallPart] = []
         self.n_calls = 0
-
-    @property
-    def is_thinking(self) -> bool:
-        return self._state in (self._begin_thinking, self._think)
 
     def push(self, text: str) -> Said:
         """What this adds."""
@@ -99,14 +105,26 @@ class Reader:
     def _come(self, text: str) -> None:
         """This follows what is not decided yet."""
         self._blanks = []
-        self._coming.append((text, 0))
+        self._n_come += len(text)
+        self._to_come(text, 0)
         self._advance()
+
+    def _to_come(self, text: str, at: int) -> None:
+        self._n_coming += len(text) - at
+        self._coming.append((text, at))
+
+    @property
+    def _at(self) -> int:
+        """Where in the answer the text begins that is not decided yet."""
+        return self._n_come - self._n_coming - len(self._text)
 
     def _advance(self) -> bool:
         if not self._coming:
             return False
         text, at = self._coming.pop()
-        self._text += text[at : at + _WINDOW]
+        some = text[at : at + _WINDOW]
+        self._text += some
+        self._n_coming -= len(some)
         if at + _WINDOW < len(text):
             self._coming.append((text, at + _WINDOW))
         return True
@@ -114,8 +132,10 @@ class Reader:
     def _read(self) -> Said:
         while self._state() or self._advance():
             pass
-        said = Said("".join(self._content), "".join(self._reasoning), tuple(self._parts))
-        self._content, self._reasoning, self._parts = [], [], []
+        n_settled = self._at if self._seemed_at is None else self._seemed_at
+        content, thoughts = "".join(self._content), "".join(self._reasoning)
+        said = Said(content, thoughts, tuple(self._parts), tuple(self._spans), n_settled)
+        self._content, self._spans, self._reasoning, self._parts = [], [], [], []
         self._waits = self._text.isspace()
         return said
 
@@ -151,19 +171,22 @@ class Reader:
     def _begin_answer(self) -> bool:
         text = self._text.lstrip()
         if self._format is None or not self._format.bare or (text and text[0] != "{") or (self._ended and not text):
+            self._pending = self._seemed_at = None
             return self._enter(self._talk, self._text)
-        self._pending = [self._text[: len(self._text) - len(text)]]
+        self._pending, self._seemed_at = [self._text[: len(self._text) - len(text)]], self._at
         return bool(text) and self._begin_object(text)
 
     def _talk(self) -> bool:
         opens = self._format.opens if self._format and self._n_again < MAX_AGAIN else ()
         found = [(at, mark) for mark in opens if (at := self._text.find(mark)) >= 0]
         if not found:
-            self._content.append(self._certain(opens) if opens else self._take_all())
+            self._say(self._at, self._certain(opens) if opens else self._take_all())
             return False
         at, mark = min(found)
-        self._content.append(self._text[:at].rstrip())
-        self._pending, self._is_marked = [self._text[len(self._text[:at].rstrip()) : at + len(mark)]], True
+        before = self._text[:at].rstrip()
+        self._say(self._at, before)
+        self._pending, self._is_marked = [self._text[len(before) : at + len(mark)]], True
+        self._seemed_at = self._at + len(before)
         return self._enter(self._between, self._text[at + len(mark) :])
 
     def _between(self) -> bool:
@@ -200,6 +223,7 @@ class Reader:
 
     def _begin_object(self, text: str) -> bool:
         self._object = CallObject()
+        self._seemed_at = self._at if self._seemed_at is None else self._seemed_at
         return self._enter(self._in_object, text)
 
     def _in_object(self) -> bool:
@@ -235,15 +259,16 @@ class Reader:
 
     def _not_a_call(self, text: str, n_read: int) -> bool:
         """It stays text, and so does what seemed to open it. n_read: characters of it, however it was cut"""
-        seemed, self._pending = self._pending or [], None
+        begin = self._at if self._seemed_at is None else self._seemed_at
+        self._say(begin, "".join([*(self._pending or ()), text[:1]]))
+        self._pending = self._seemed_at = None
         self._n_again += n_read
-        self._content += [*seemed, text[:1]]
         self._enter(self._talk, "")
-        self._coming.append((text, 1))
+        self._to_come(text, 1)
         return self._advance()
 
     def _call(self, name: str) -> None:
-        self._value, self._pending = JsonValue(), None
+        self._value, self._pending, self._seemed_at = JsonValue(), None, None
         if self.n_calls < self._most_calls:
             self._parts.append(CallPart(self.n_calls, name, ""))
         self.n_calls += 1
@@ -256,6 +281,14 @@ class Reader:
             self._parts[-1] = CallPart(last.index, last.name, last.arguments + arguments)
         else:
             self._parts.append(CallPart(self.n_calls - 1, None, arguments))
+
+    def _say(self, at: int, content: str) -> None:
+        """at: where in the answer it stands"""
+        if not content:
+            return
+        self._content.append(content)
+        begin = self._spans.pop()[0] if self._spans and self._spans[-1][1] == at else at
+        self._spans.append((begin, at + len(content)))
 
     def _take_all(self) -> str:
         text, self._text = self._text, ""
@@ -272,7 +305,7 @@ class Reader:
         return text[:end]
 
 
-_NOTHING = Said()
+_NOTHING = Said(spans=())
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -1,7 +1,7 @@
 """One response under way: what is known of it, and its events."""
 
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from millrace.checkpoint.tool_calls.reader import Said
@@ -30,6 +30,7 @@ from millrace.serve.responses.protocol import (
 from millrace.serve.text import TextBackend
 
 Named = Sequence[TokenLogprob]
+N_CLOSING = 4  # events at the end of a text that have all of its log probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Answer:
         self._n_events, self.is_cancelled = 0, False
         self._item_ids: list[str] = []
         self._told: dict[int, JsonList] = {}  # log probabilities of each block of text, by its index
+        self.on_finish: Callable[[], None] | None = None  # before the last event, which may depend on it
         self._of_content: ContentLogprobs | None = None
         if generation.params.logprobs is not None:
             (request,), skips = generation.handle.requests, generation.params.skip_special_tokens
@@ -78,7 +80,13 @@ class Answer:
             each = await self._read(deltas)
             if self.is_cancelled:
                 return
-            yield head + b"".join(self._more(each))
+            happened = [one for read in each for one in self._add(read, N_CLOSING)]
+            last = each[-1].delta
+            if last.finish_reason is not None:  # complete before anything is awaited: a cancellation comes too late
+                happened += [(closing, ()) for closing in self._blocks.close()]
+                self._finish(last)
+            for block in self._told_of(head, happened, last.finish_reason is not None):
+                yield block
             head = b""
 
     def fail(self, problem: Problem) -> None:
@@ -130,33 +138,48 @@ class Answer:
         tokenizer, is_much = self._backend.model.tokenizer, self.generation.is_much([delta])
         return await self._backend.written(is_much, lambda: chat_logprobs(tokenizer, tokens).content)
 
-    def _add(self, read: _Read) -> Iterator[tuple[Happening, Named]]:
-        """What it does to the blocks, and the log probabilities of what is added. raises GenerationFailedError"""
+    def _add(self, read: _Read, n_copies: int = 1) -> Iterator[tuple[Happening, Named]]:
+        """What it does to the blocks, and the log probabilities of what is added. raises GenerationFailedError
+
+        n_copies: of all log probabilities, that will be written
+        """
         for turn, block, text in self._blocks.add(read.said):
             named = read.named if turn is Turn.ADDED and block.kind is Kind.TEXT else ()
             if named:
                 n_bytes = self._told.setdefault(block.index, JsonList()).extend(named)
                 try:
-                    self.generation.hold(n_bytes)
+                    self.generation.hold(n_bytes * n_copies)
                 except HttpError as error:
                     raise GenerationFailedError(read.delta, error) from None
             yield (turn, block, text), named
 
-    def _more(self, each: list[_Read]) -> Iterator[bytes]:
-        for read in each:
-            for happened, named in self._add(read):
-                yield from self._events(*happened, named)
-            if read.delta.finish_reason is not None:
-                for happened in self._blocks.close():
-                    yield from self._events(*happened)
-                self._finish(read.delta)
-                yield self._event(f"response.{self.reply.status}", response=self.reply)
+    def _told_of(self, head: bytes, happened: list[tuple[Happening, Named]], is_last: bool) -> Iterator[bytes]:
+        """All events of a step at once; but each by itself that has all of a text's log probabilities.
+
+        In the background they wait in a queue anyhow, which takes what a step has to tell as one.
+        """
+        is_apart = bool(self._told) and not self.reply.background
+        together = [head]
+        for (turn, block, text), named in happened:
+            for event in self._events(turn, block, text, named):
+                if is_apart and turn is Turn.CLOSED:
+                    yield b"".join(together)
+                    together = []
+                together.append(event)
+        if is_last:
+            if is_apart:
+                yield b"".join(together)
+                together = []
+            together.append(self._event(f"response.{self.reply.status}", response=self.reply))
+        yield b"".join(together)
 
     def _finish(self, last: Delta) -> None:
         is_cut_off = self.generation.finish_of(last) == "length"
         self._settle(is_cut_off)
         self.reply.status = "incomplete" if is_cut_off else "completed"
         self.reply.incomplete_details = IncompleteDetails("max_output_tokens") if is_cut_off else None
+        if self.on_finish is not None:
+            self.on_finish()
 
     def _settle(self, is_cut_off: bool = False) -> None:
         """What there is goes into the reply, with what it took."""

@@ -26,10 +26,10 @@ from millrace.serve.generation import EventStream, Generation, StreamForm, conve
 from millrace.serve.logprobs import CHAT_BYTES
 from millrace.serve.protocol import Message
 from millrace.serve.replies import json_reply
-from millrace.serve.responses.answer import Answer
+from millrace.serve.responses.answer import N_CLOSING, Answer
 from millrace.serve.responses.input import NAMES, messages_of, params_of, told_of, tools_of_response
 from millrace.serve.responses.protocol import DeletedReply, ResponseReply, ResponsesRequest
-from millrace.serve.responses.store import Kept, Responses
+from millrace.serve.responses.store import MAX_KEPT_BYTES, Kept, Responses
 from millrace.serve.serving import LARGE_BODY
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import CALL, Call
@@ -50,9 +50,11 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
     is_large = call.body_bytes + (len(before.said) if before else 0) > LARGE_BODY
     conversation, said, reply = await backend.off_loop(is_large, partial(_read, asked, before, call.model))
     let_go(asked)
+    own = Kept(reply.id, call.tenant, said)
+    _fit(own, reply)
     generation = await converse(backend, call, conversation)
     answer = Answer(backend, generation, reply)
-    kept = _kept(answer, Kept(reply.id, call.tenant, said), backend.responses if reply.store else None)
+    kept = _kept(answer, own, backend.responses if reply.store else None)
     if asked.stream and asked.background:
         feed = Feed()
         _in_background(backend, generation, _fed(answer, kept, feed))
@@ -66,6 +68,21 @@ async def create(backend: TextBackend, call: Call, asked: ResponsesRequest) -> A
     return json_reply(answer.reply)
 
 
+def _fit(kept: Kept, reply: ResponseReply) -> None:
+    """Not to be kept where it is too large before its answer. raises RequestError where it has to be asked for"""
+    if not reply.store:
+        return
+    kept.write(reply)
+    if kept.fits:
+        return
+    if reply.background:
+        raise RequestError(
+            f"background is true, and the response has {kept.n_bytes} bytes before its answer, too many to be kept",
+            f"at most {MAX_KEPT_BYTES} with it", "shorten the conversation, or leave background out", "background",
+        )  # fmt: skip
+    reply.store = False
+
+
 def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Conversation, bytes, ResponseReply]:
     """The conversation, its messages but the system's as JSON, and the reply that will be. raises RequestError"""
     said = [*(before.messages() if before else ()), *messages_of(asked.input)]
@@ -73,7 +90,7 @@ def _read(asked: ResponsesRequest, before: Kept | None, model: str) -> tuple[Con
     conversation = Conversation(
         messages=[*system, *said], params=params_of(asked), tools=tools_of_response(asked),
         rendering=Rendering(asked.chat_template_kwargs or {}), terms=terms_of(asked),
-        whole_bytes=CHAT_BYTES,  # also of a stream, whose last event has all of it
+        whole_bytes=CHAT_BYTES * (N_CLOSING if asked.stream else 1),
     )  # fmt: skip
     told = told_of(asked)
     reply = ResponseReply(
@@ -180,15 +197,17 @@ def _kept(answer: Answer, kept: Kept, store: Responses | None) -> Iterator[None]
             kept.write(answer.reply)
             if answer.has_said:
                 kept.add(answer.message)
-            store.changed(kept)
+            if not store.changed(kept):  # it is too large
+                answer.reply.store = False
+                kept.write(answer.reply)
 
     def cancel() -> None:
         answer.cancel()
         settle()
 
+    answer.on_finish = settle
     if store is not None:
         kept.cancel = cancel
-        kept.write(answer.reply)
         store.keep(kept)
     try:
         yield
@@ -198,6 +217,7 @@ def _kept(answer: Answer, kept: Kept, store: Responses | None) -> Iterator[None]
             raise
     finally:
         settle()
+        answer.on_finish = None  # they would know each other, and stay until the interpreter looks for such
 
 
 def retrieve(models: Models, scope: Scope) -> Response:

@@ -38,6 +38,11 @@ class Kept:
         return len(self.said) + len(self.reply) + OVERHEAD_BYTES
 
     @property
+    def fits(self) -> bool:
+        """Beside no others."""
+        return self.n_bytes <= MAX_KEPT_BYTES
+
+    @property
     def is_under_way(self) -> bool:
         return self.status == "in_progress"
 
@@ -67,6 +72,7 @@ class Responses:
         self.n_bytes = 0  # of all of them
 
     def keep(self, kept: Kept) -> None:
+        """It fits; others go for it."""
         self._kept[kept.id], self._counted[kept.id] = kept, kept.n_bytes
         self.n_bytes += kept.n_bytes
         for other in list(self._kept.values()):
@@ -75,11 +81,13 @@ class Responses:
             if not other.is_under_way:  # what is still being answered is somebody's
                 self._forget(other.id)
 
-    def changed(self, kept: Kept) -> None:
-        """It has another size now. Nothing where it was deleted."""
+    def changed(self, kept: Kept) -> bool:
+        """It has another size now. Where it fits no more it goes, and others stay. Whether it is there"""
         if self._kept.get(kept.id) is kept:
             self._forget(kept.id)
-            self.keep(kept)
+            if kept.fits:
+                self.keep(kept)
+        return kept.id in self._kept
 
     def get(self, response_id: str, tenant: str, param: str | None = None) -> Kept:
         """raises HttpError with 404, also for one of another tenant; param: the field that named it"""
@@ -87,7 +95,8 @@ class Responses:
         if kept is None or kept.tenant != tenant:
             error = HttpError(
                 404, "response_not_found", f'there is no response "{response_id[:100]}"',
-                f"one of the last {MAX_KEPT} that were stored", "send the whole conversation as input",
+                f"one of the last {MAX_KEPT} that were stored, of at most {MAX_KEPT_BYTES // 2**20} MiB together",
+                "send the whole conversation as input",
             )  # fmt: skip
             raise error.about(param) if param else error
         self._kept.move_to_end(response_id)
