@@ -258,7 +258,9 @@ def test_each_event_of_the_end_is_written_by_itself(server: Running, monkeypatch
     told = events(server)
     assert n_once > 0 and sum(held) == 4 * n_once
     whole = msgspec.json.encode(told[-1]["response"]["output"][0]["content"][0]["logprobs"])
-    assert [block.count(whole) for block in blocks[-4:]] == [1, 1, 1, 1] and whole not in b"".join(blocks[:-4])
+    assert [block.count(whole) for block in blocks[-4:]] == [1, 1, 1, 1]
+    n_deltas = sum(event["type"] == "response.output_text.delta" for event in told)
+    assert b"".join(blocks[:-4]).count(whole) == (n_deltas == 1), "all at once on a busy machine"
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     assert told[-1]["type"] == "response.incomplete"
     blocks.clear()
