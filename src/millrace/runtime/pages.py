@@ -173,16 +173,14 @@ class PrefixIndex:
 
     def forget_beginnings(self, content: Content) -> list[int]:
         """Takes pages out of the index that nobody owns and that have the first of these tokens, and nothing else."""
-        n = len(content.tokens)
-        alike = [(page, len(tokens)) for page, tokens in self._beginning_as(content) if len(tokens) < n]
-        gone = [page for page, n_own in alike if self._by_page[page].free and self._has(page, content.tokens[:n_own])]
+        gone = [
+            page
+            for page, tokens in self._beginning_as(content)
+            if _n_common(tokens, content.tokens) == len(tokens) < len(content.tokens) and self._by_page[page].free
+        ]
         for page in gone:
             self._forget(self._by_page[page])
         return gone
-
-    def _has(self, page: int, tokens: IntArray) -> bool:
-        content = self._by_page[page].content
-        return content is not None and np.array_equal(content.tokens, tokens)
 
     def _beginning_as(self, content: Content) -> list[tuple[int, IntArray]]:
         """The newest pages that begin alike, and their tokens."""
