@@ -10,7 +10,7 @@ _USUAL = 100  # of a profile that says nothing
 def register_profiles() -> None:
     """`fast` is taken unless --hypothesis-profile names another one."""
     settings.register_profile(FAST, max_examples=_USUAL, deadline=None, derandomize=True)
-    settings.register_profile(NIGHT, max_examples=TIMES * _USUAL, deadline=None, print_blob=True)
+    settings.register_profile(NIGHT, max_examples=TIMES * _USUAL, deadline=None, derandomize=False, print_blob=True)
     settings.load_profile(FAST)
 
 
