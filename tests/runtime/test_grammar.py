@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.checkpoint import grammar_limits
 from millrace.errors import RequestError
 from millrace.kernels.sample.ref import unpacked
 from millrace.runtime import grammar
@@ -128,7 +129,7 @@ def test_what_explodes_ends_at_a_limit(limit: str, monkeypatch: pytest.MonkeyPat
     """With a lower one: llguidance builds no automaton beforehand, so that little reaches the limits we have."""
     asked = StructuredOutputsParams(grammar="start: A B\nA: /(.*a.{300}.*b.{300}){2}/\nB: /[a-z]{2,9}/")
     Grammars(FakeTokenizer(), VOCAB, [EOS]).matchers(asked, 1)
-    monkeypatch.setattr(grammar, limit, 2)
+    monkeypatch.setattr(grammar_limits, limit, 2)
     with pytest.raises(RequestError, match="its grammar cannot be held to: ") as error:
         Grammars(FakeTokenizer(), VOCAB, [EOS]).matchers(asked, 1)
     assert len(error.value.what) < 400
@@ -228,3 +229,78 @@ def test_p12_an_answer_that_cannot_go_on_fails_alone() -> None:
     assert all(delta.fault and delta.fault.param == "structured_outputs" for delta in failed)
     assert got["plain"][-1].finish_reason is FinishReason.LENGTH and not loop.thread.dead_because
     assert all(delta.fault is None for delta in got["plain"])
+
+
+EXPLODES = "(a|b)*a(a|b){100}"  # where an `a` was among the last 101 letters: as many states as there are texts
+
+
+def followed(grammars: Grammars, matcher: Matcher, text: str) -> list[set[int]]:
+    """What may come next, along a text."""
+    masks = []
+    for letter in text:
+        masks.append(allowed(grammars, matcher))
+        matcher.take(PIECES.index(letter.encode()))
+    return [*masks, allowed(grammars, matcher)]
+
+
+@pytest.mark.parametrize("spends", ["states", "work in one mask"])
+def test_an_answer_that_gives_up_spoils_no_other(spends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of those that run, which began before, nor of those to come; what is compiled anew is kept again."""
+    compiled: list[str] = []
+    compile_one = Grammars._compiled
+
+    def counted(self: Grammars, asked: StructuredOutputsParams, text: str) -> Any:
+        compiled.append(text)
+        return compile_one(self, asked, text)
+
+    if spends == "states":
+        monkeypatch.setattr(grammar_limits, "LEXER_STATES", 1000)
+    else:
+        monkeypatch.setattr(grammar_limits, "STEP_FUEL", 1000)
+    monkeypatch.setattr(Grammars, "_compiled", counted)
+    rng, asked = random.Random(1), StructuredOutputsParams(regex=EXPLODES)
+    long, short = ("".join(rng.choice("ab") for _ in range(n)) for n in (600, 8))
+    alone = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    expected = followed(alone, alone.matchers(asked, 1)[0], short + "b")
+    assert EOS not in expected[-1] != set()
+    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    (greedy,), siblings, (idle,) = grammars.matchers(asked, 1), grammars.matchers(asked, 2), grammars.matchers(asked, 1)
+    assert [followed(grammars, other, short) for other in siblings] == [expected[:-1]] * 2
+    followed(grammars, greedy, long)
+    assert "lexer error" in greedy.why
+    assert len(compiled) == 3, "for both, and once more for the one that gave up"
+    for matcher in siblings:
+        matcher.take(2)
+    masks = grammars.masks([*siblings, greedy])
+    assert [{int(i) for i in np.flatnonzero(unpacked(mask, VOCAB))} for mask in masks] == [expected[-1]] * 2 + [set()]
+    assert followed(grammars, idle, short + "b") == expected and len(compiled) == 5, "once for each request"
+    for _ in range(2):
+        assert followed(grammars, grammars.matchers(asked, 1)[0], short + "b") == expected
+    assert len(compiled) == 6 and greedy.why and not any(m.why for m in (*siblings, idle))
+
+
+def test_p12_a_form_that_gives_up_fails_one_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others of the same form come and go beside it; they answer as each does alone."""
+    monkeypatch.setattr(grammar_limits, "LEXER_STATES", 150)
+    asked = StructuredOutputsParams(regex=EXPLODES)
+    long, short = (SamplingParams(max_tokens=n, seed=4, temperature=1, structured_outputs=asked) for n in (110, 12))
+    (alone,) = generate(make_loop(), [[1, 2]], short)[0].outputs
+    loop, got = make_loop(), list[list[Delta]]()
+
+    def submit(prompt: list[int], params: SamplingParams) -> None:
+        got.append([])
+        loop.submit(prompt, params, got[-1].extend, matchers=loop.grammars.matchers(asked, 1))
+
+    submit([3, 4], long)
+    while not any(delta.finish_reason for delta in got[0]):
+        loop.step()
+        if len(got) == 1 or any(delta.finish_reason for delta in got[-1]):
+            submit([1, 2], short)
+    submit([1, 2], short)
+    while loop.step():
+        pass
+    fault = got[0][-1].fault
+    assert fault and "lexer error" in fault.what and len(set(alone.token_ids)) > 2
+    assert [[token for delta in deltas for token in delta.token_ids] for deltas in got[1:]] == (
+        [list(alone.token_ids)] * (len(got) - 1)
+    )

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from millrace.checkpoint import grammar_limits
 from millrace.errors import RequestError
-from millrace.runtime import grammar
 from millrace.runtime.grammar import Grammars
 from millrace.serve.fields import chat_params, completion_params, decode
 from millrace.serve.protocol import ChatRequest, CompletionRequest
@@ -113,7 +113,7 @@ def holding() -> Iterator[Running]:
 
 @pytest.fixture
 def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "LEXER_STATES", 300)
+    monkeypatch.setattr(grammar_limits, "LEXER_STATES", 300)
 
 
 @pytest.mark.parametrize("path, body, param", WAYS, ids=[path for path, _, _ in WAYS])

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+from millrace.checkpoint.grammar_limits import parser_limits
 from millrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_CHARACTERS = 1000
-_FUEL, _STEP_FUEL, _STATES, _SIZE = 1_000_000, 200_000, 20_000, 250_000  # of work, as llguidance counts it: some 20 ms
 _END = 256  # the vocabulary is the bytes, and this
 
 
@@ -67,13 +67,10 @@ def _compiled(expression: str) -> "LLMatcher":
     """For one text: copies share their states, and the bound of them, so that one which gave up makes the others wrong.
 
     raises ImportError where llguidance is not there, ValueError for what it does not take"""
-    from llguidance import LLMatcher, LLParserLimits, regex_to_lark
+    from llguidance import LLMatcher, regex_to_lark
 
-    limits = LLParserLimits(
-        initial_lexer_fuel=_FUEL, step_lexer_fuel=_STEP_FUEL, max_lexer_states=_STATES, max_grammar_size=_SIZE,
-        verbose_errors=False,
-    )  # fmt: skip
-    matcher = LLMatcher(_vocabulary(), f"start: /{regex_to_lark(expression)}/\n", log_level=0, limits=limits)
+    lark = f"start: /{regex_to_lark(expression)}/\n"
+    matcher = LLMatcher(_vocabulary(), lark, log_level=0, limits=parser_limits())
     if matcher.is_error():
         reasons = [line for line in matcher.get_error().splitlines() if line.startswith("error: ")]
         raise ValueError((reasons or [_first_line(matcher.get_error())])[0].removeprefix("error: "))

@@ -7,6 +7,9 @@ tells each answer's `Matcher` what was drawn, and asks for the masks of all rows
 When nothing but the end is left, the mask allows the model's end-of-text tokens alone. An answer that cannot be gone on
 with (limits, or a vocabulary without a byte that is needed) fails by itself: its mask allows nothing, and its `fault`
 is an error of the request.
+
+Copies of what was compiled share one lexer, with its states and the bound of them: where it gives up on one answer, it
+has for all. So what was compiled is forgotten then, and requests that had it go on with a lexer of their own.
 """
 
 import hashlib
@@ -14,13 +17,14 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checkpoint.grammar_limits import parser_limits
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import RequestError
 from millrace.machine.cpu import usable_cores
@@ -31,11 +35,6 @@ if TYPE_CHECKING:
 
 MAX_KEPT = 64  # compiled grammars
 MAX_THREADS = 4  # for the masks of a step
-# llguidance counts work instead of time, so that a refusal does not depend on the machine.
-LEXER_FUEL = 1_000_000  # to build a lexer: some 20 ms
-STEP_FUEL, STEP_ITEMS = 200_000, 50_000  # for a mask: some 15 ms
-LEXER_STATES = 20_000  # of 1 to 2 KB each
-GRAMMAR_SIZE = 250_000  # symbols
 # As json.dumps writes: one space behind commas and colons. Free white space could go on until max_tokens.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Where one text has to come, llguidance would allow only the token with which the tokenizer spells it. It would ask
@@ -61,13 +60,40 @@ class Thoughts:
     opened: bool
 
 
+@dataclass(slots=True, eq=False)
+class _Compiled:
+    """What answers begin with: copies of `matcher`, which share its lexer."""
+
+    key: bytes
+    matcher: "LLMatcher"
+    is_own: bool = False  # one request's: where its lexer gives up, the request is to blame
+
+    @property
+    def has_given_up(self) -> bool:
+        """Not even an answer's beginning is allowed any more."""
+        first = self.matcher.deep_copy()
+        first.compute_bitmask()
+        return bool(first.is_error())
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """The answers of one request. compiled: what they begin with; another one, where that has given up meanwhile"""
+
+    asked: StructuredOutputsParams
+    text: str
+    compiled: _Compiled
+
+
 class Matcher:
     """Where one answer is in its grammar. It belongs to one thread at a time."""
 
-    __slots__ = ("_asked", "_is_free", "_matcher", "_may_think", "_thoughts")
+    __slots__ = ("_held", "_is_free", "_may_think", "_taken", "_thoughts", "compiled", "guide")
 
-    def __init__(self, asked: StructuredOutputsParams, matcher: "LLMatcher", thoughts: Thoughts | None = None) -> None:
-        self._asked, self._matcher, self._thoughts = asked, matcher, thoughts
+    def __init__(self, held: _Held, thoughts: Thoughts | None = None) -> None:
+        self._held, self._thoughts = held, thoughts
+        self.compiled, self.guide = held.compiled, held.compiled.matcher.deep_copy()
+        self._taken: list[int] = []  # by `guide`
         self._is_free = thoughts is not None and thoughts.opened
         self._may_think = thoughts is not None and not thoughts.opened
 
@@ -79,23 +105,30 @@ class Matcher:
         elif thoughts is not None and may_think and token == thoughts.begin:
             self._is_free = True
         else:
-            self._matcher.consume_token(token)  # what is refused is an error of the matcher, and told by `why`
+            self._taken.append(token)
+            self.guide.consume_token(token)  # what is refused is an error of the matcher, and told by `why`
+
+    def restart(self, compiled: Callable[[StructuredOutputsParams, str], "LLMatcher"]) -> None:
+        """Get to the same place with a lexer that is the request's own."""
+        held = self._held
+        if not held.compiled.is_own:  # none of its other answers has done so
+            held.compiled = _Compiled(held.compiled.key, compiled(held.asked, held.text), is_own=True)
+        self.compiled, self.guide = held.compiled, held.compiled.matcher.deep_copy()
+        self.guide.consume_tokens(self._taken)
 
     @property
     def why(self) -> str:
         """The answer cannot be gone on with: what happened. "" where it can, or is complete."""
-        if not self._matcher.is_stopped():
-            return ""
-        error = self._matcher.get_error()
-        return NOTHING_FOLLOWS if error.startswith(DEAD_END) else _short(error)
+        return _why(self.guide)
 
     @property
     def fault(self) -> RequestError | None:
         """The request's, where its answer cannot be gone on with."""
         if not (why := self.why):
             return None
-        what = f"its {self._asked.kind} cannot be held to any more in the middle of the answer: {why}"
-        return self._asked.refused(what, LIMITED, f"bound what {self._asked.asked_as} repeats, or simplify it")
+        asked = self._held.asked
+        what = f"its {asked.kind} cannot be held to any more in the middle of the answer: {why}"
+        return asked.refused(what, LIMITED, f"bound what {asked.asked_as} repeats, or simplify it")
 
     def finish(self, mask: NDArray[np.uint32], ends: Sequence[int]) -> None:
         """Make of what the grammar allows what may come. ends: tokens that end an answer, which thoughts do not"""
@@ -118,7 +151,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._ends = [i for i in eos_token_ids if i < vocab_size]
-        self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()  # at their beginning; guarded by _lock
+        self._kept: OrderedDict[bytes, _Compiled] = OrderedDict()  # guarded by _lock
         self._lock, self._opening = threading.Lock(), threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
@@ -142,42 +175,63 @@ class Grammars:
             if known is not None:
                 self._kept.move_to_end(key)
         if known is None:
-            known = self._compiled(asked, text)
+            known = _Compiled(key, self._checked(asked, text))
             with self._lock:
                 self._kept[key] = known
                 while len(self._kept) > MAX_KEPT:
                     self._kept.popitem(last=False)
-        return [Matcher(asked, known.deep_copy(), thoughts) for _ in range(n)]
+        held = _Held(asked, text, known)
+        return [Matcher(held, thoughts) for _ in range(n)]
 
     def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
         """(M, ceil(V / 32)): what may come next in each answer; nothing where an answer cannot be gone on with.
 
         matchers: of this object
         """
-        assert self._executor is not None, "a matcher before its library"
         masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.uint32)
-        numbered = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks.strides[0], len(masks))
+        self._compute(range(len(matchers)), matchers, masks)
+        if left := self._left_by_their_lexer(matchers):
+            for row in left:
+                matchers[row].restart(self._compiled)
+            self._compute(left, matchers, masks)
         for mask, matcher in zip(masks, matchers, strict=True):
             matcher.finish(mask, self._ends)
         return masks
 
+    def _compute(self, rows: Sequence[int], matchers: Sequence[Matcher], masks: NDArray[np.uint32]) -> None:
+        assert self._executor is not None, "a matcher before its library"
+        numbered = [(matchers[row].guide, row) for row in rows]
+        self._executor.unsafe_compute_mask_ptr(numbered, masks.ctypes.data, masks.strides[0], len(masks))
+
+    def _left_by_their_lexer(self, matchers: Sequence[Matcher]) -> list[int]:
+        """Rows whose answers may well go on: what they began with has given up, perhaps on another answer.
+
+        To compile it once more for each request holds the step up by some 2 ms, 60 for the largest schema.
+        """
+        failed = {m.compiled for m in matchers if m.why and not m.compiled.is_own}
+        given_up = {compiled for compiled in failed if compiled.has_given_up}
+        with self._lock:
+            for compiled in given_up:
+                if self._kept.get(compiled.key) is compiled:
+                    del self._kept[compiled.key]
+        return [row for row, matcher in enumerate(matchers) if matcher.compiled in given_up]
+
     def _compiled(self, asked: StructuredOutputsParams, text: str) -> "LLMatcher":
         vocabulary = self._opened(asked)
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
 
-        limits = LLParserLimits(
-            initial_lexer_fuel=LEXER_FUEL, step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS,
-            max_lexer_states=LEXER_STATES, max_grammar_size=GRAMMAR_SIZE, verbose_errors=False,
-        )  # fmt: skip
-        matcher = LLMatcher(vocabulary, _source(asked, text), log_level=0, limits=limits)
+        return LLMatcher(vocabulary, _source(asked, text), log_level=0, limits=parser_limits())
+
+    def _checked(self, asked: StructuredOutputsParams, text: str) -> "LLMatcher":
+        """raises RequestError"""
+        matcher = self._compiled(asked, text)
         first = matcher.deep_copy()
         if not first.is_error():
             first.compute_bitmask()  # what cannot begin is refused before anything is computed for it
         warnings = matcher.get_grammar_warnings() if not matcher.is_error() else []
         if warnings:  # of what would be ignored
             raise asked.refused(f"its {asked.kind} cannot be held to: {warnings[0]}", "a schema without that")
-        if why := Matcher(asked, first).why:
+        if why := _why(first):
             raise asked.refused(f"its {asked.kind} cannot be held to: {why}", LIMITED)
         return matcher
 
@@ -225,6 +279,14 @@ class _Vocabulary:
     def __call__(self, text: bytes) -> list[int]:
         """Of a text that has to come; nobody asks where nothing is forced."""
         return self._tokenizer.encode(text.decode(), add_special_tokens=False)
+
+
+def _why(guide: "LLMatcher") -> str:
+    """It cannot be gone on with: what happened. "" where it can, or is complete."""
+    if not guide.is_stopped():
+        return ""
+    error = guide.get_error()
+    return NOTHING_FOLLOWS if error.startswith(DEAD_END) else _short(error)
 
 
 def _source(asked: StructuredOutputsParams, text: str) -> str:
