@@ -21,6 +21,7 @@ from millrace.engine.texts import Ids
 from millrace.errors import BusyError, ConfigError, EngineError, MillraceError, RequestError
 from millrace.runtime.embed import EmbeddingRequestOutput
 from millrace.runtime.embedding import EncoderLimits, EncoderLoop
+from tests.serve.support import until
 from tests.support.checkpoints import random_encoder
 from tests.support.vocabularies import corpus
 
@@ -235,6 +236,7 @@ class Network:
         self.steps: list[list[int]] = []  # the lengths of each step's texts
         self.began, self.go = threading.Semaphore(0), threading.Semaphore(10**6)
         self.failures = 0
+        self.poison: int | None = None  # a first token whose every step fails
 
     def run(self, inputs: dict[str, Ids]) -> dict[str, NDArray[np.float32]]:
         lengths = inputs["lengths"]
@@ -245,6 +247,8 @@ class Network:
             self.failures -= 1
             raise ExecutionError("on purpose")
         first = inputs["tokens"][np.cumsum(lengths) - lengths]
+        if self.poison in first:
+            raise ExecutionError("poison")
         return {"embeddings": np.where(first == 99, np.nan, first).astype(np.float32)[:, None]}
 
 
@@ -318,6 +322,48 @@ def test_a_step_that_fails_fails_its_requests_and_three_end_the_loop(network: Ne
     with pytest.raises((BusyError, EngineError), match="on purpose"):
         loop.submit(ids(3)).future.result(9)
     assert not loop.stats().healthy
+
+
+def test_p12_a_request_that_fails_its_steps_fails_alone(network: Network, loop: EncoderLoop) -> None:
+    """Its other texts fail with it; a second request has texts in each of its steps, before and after."""
+    network.poison = 66
+    bad = loop.submit([*ids(3, 3, token=5), *ids(3, token=66)])
+    others = [loop.submit(ids(*[3] * 4, token=20 + i)) for i in range(2)]
+    loop.start()
+    with pytest.raises(EngineError, match="poison"):
+        bad.future.result(9)
+    assert [other.future.result(9)[:, 0].tolist() for other in others] == [[20] * 4, [21] * 4]
+    assert network.steps[:4] == [[3, 3, 3], [3], [3], [3]], "and once more, each request alone"
+    stats = loop.stats()
+    assert stats.healthy and stats.idle and (stats.texts_total, stats.tokens_total) == (8, 24)
+
+
+def test_p12_a_step_that_fails_once_fails_nobody(network: Network, loop: EncoderLoop) -> None:
+    network.failures = 1
+    jobs = [loop.submit(ids(3, 3, token=i)) for i in range(4)]
+    assert jobs[3].future.cancel()
+    loop.start()
+    assert [job.future.result(9)[:, 0].tolist() for job in jobs[:3]] == [[0, 0], [1, 1], [2, 2]]
+    assert loop.stats().healthy
+
+
+def test_what_is_to_be_computed_alone_is_told_of_the_end(network: Network, loop: EncoderLoop) -> None:
+    held(network)
+    network.failures = 1
+    jobs = [loop.submit(ids(3, token=i)) for i in range(3)]
+    loop.start()
+    assert network.began.acquire(timeout=9)
+    network.go.release()
+    assert network.began.acquire(timeout=9)  # the first one alone
+    stopping = threading.Thread(target=loop.stop)
+    stopping.start()
+    until(lambda: loop.thread.stopping)
+    network.go.release()
+    stopping.join()
+    assert jobs[0].future.result(9) == [[0]]
+    for job in jobs[1:]:
+        with pytest.raises(BusyError):
+            job.future.result(9)
 
 
 def test_a_defect_leaves_nobody_waiting(network: Network, loop: EncoderLoop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,11 +64,15 @@ def told(way: str, error: dict[str, Any], kind: str, anthropics: str, code: str)
     return str(inner["message"])
 
 
-def test_whoever_waits_too_long_is_told_when_to_come_back() -> None:
+def test_whoever_waits_too_long_is_told_when_to_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "millrace")
     with engaged() as (server, clock):
         for way in WAYS:
             timeout_s, late = waits_in_vain(server, clock, way)
             assert late.status_code == 503 and late.headers["retry-after"] == "5", way
+            (line,) = (record for record in caplog.records if " failed: it waited" in record.getMessage())
+            assert line.levelname == "INFO" and f" {timeout_s:g} s" in line.getMessage(), "nothing of ours is wrong"
+            caplog.clear()
             said = told(way, late.json(), "service_unavailable_error", "overloaded_error", "generation_failed")
             assert said == f"The answer could not be finished: it waited longer than {timeout_s:g} s"
             wait_s = server.stats().running_s  # the long answer has had its place for so long: so would the next wait
@@ -82,7 +86,7 @@ def test_whoever_waits_too_long_is_told_when_to_come_back() -> None:
         assert wait_s > 120, "so the last ones were told a minute"
 
 
-def test_a_stream_says_it_as_its_last_event() -> None:
+def test_a_stream_says_it_as_its_last_event(caplog: pytest.LogCaptureFixture) -> None:
     """Its status has been sent while it waited."""
     with engaged() as (server, clock):
         for way in STREAMS:
@@ -97,6 +101,7 @@ def test_a_stream_says_it_as_its_last_event() -> None:
             else:
                 said = told(way, error, "service_unavailable_error", "overloaded_error", "generation_failed")
             assert said == f"The answer could not be finished: it waited longer than {timeout_s:g} s"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -4,6 +4,7 @@ A text's vector has the same bits whatever is computed beside it, so requests ta
 for one vector does not wait until somebody else's thousand are done.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +21,10 @@ from millrace.errors import EngineError, MillraceError, RequestError, has_stoppe
 from millrace.runtime.loop import EngineThread
 
 Vectors = NDArray[np.float32]  # (texts, width)
+Step = list[tuple["EmbeddingJob", int]]  # and which of its texts
 ALL = -1  # truncate_prompt_tokens: to as many as the model takes
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +134,8 @@ class EncoderLoop:
         self._busy_s = 0.0
         self._jobs: deque[EmbeddingJob] = deque()
         self._waiting = self._waiting_tokens = 0
-        self._step: list[tuple[EmbeddingJob, int]] = []  # which runs
+        self._step: Step = []  # which runs
+        self._again: list[Step] = []  # of one that failed: each of its requests alone, the last goes first
 
     def submit(self, texts: Sequence[Ids]) -> EmbeddingJob:
         """Queue the texts, as checked_ids() gives them; the job's future has their vectors, in the same order.
@@ -143,7 +148,7 @@ class EncoderLoop:
             return job
         with self.thread.changed:
             self.thread.check_open()
-            if not self._jobs and not self._step:
+            if self._is_idle():
                 self.thread.progressed()
             self._jobs.append(job)
             self._waiting += len(texts)
@@ -159,7 +164,7 @@ class EncoderLoop:
                 steps_total=self._steps,
                 texts_total=self._texts, tokens_total=self._tokens, busy_s=self._busy_s,
                 last_step_s=self.thread.silent_s,
-                idle=not self._jobs and not self._step, healthy=not self.thread.dead_because,
+                idle=self._is_idle(), healthy=not self.thread.dead_because,
             )  # fmt: skip
 
     def start(self) -> None:
@@ -180,20 +185,23 @@ class EncoderLoop:
         try:
             while not thread.dead_because:
                 with thread.changed:
-                    while not self._jobs and not thread.stopping:
+                    while not (self._jobs or self._again or thread.stopping):
                         thread.changed.wait()
                     if thread.stopping:
                         break
-                    self._step = self._gather()
+                    self._step = self._again.pop() if self._again else self._gather()
                 if self._step:
                     self._run_step(self._step)
             why = thread.dead_because
         finally:  # whatever happened, nobody waits for ever
             self._end(why)
 
-    def _gather(self) -> list[tuple[EmbeddingJob, int]]:
+    def _is_idle(self) -> bool:
+        return not (self._jobs or self._step or self._again)
+
+    def _gather(self) -> Step:
         """The next step: a text of each request in turn, until one does not fit; without what was cancelled."""
-        step: list[tuple[EmbeddingJob, int]] = []
+        step: Step = []
         room = self.limits.max_step_tokens
         while self._jobs and len(step) < self.limits.max_texts:
             job = self._jobs[0]
@@ -213,7 +221,7 @@ class EncoderLoop:
                 self._jobs.append(job)
         return step
 
-    def _run_step(self, step: Sequence[tuple[EmbeddingJob, int]]) -> None:
+    def _run_step(self, step: Step) -> None:
         texts, started_s = [job.texts[number] for job, number in step], self.thread.clock()
         try:
             vectors = self._network.run(text_inputs(texts, self.limits.inputs))["embeddings"]
@@ -222,15 +230,16 @@ class EncoderLoop:
         else:
             self.thread.step_done()
             self._distribute(step, vectors)
+            with self.thread.changed:
+                self._texts += len(texts)
+                self._tokens += sum(map(len, texts))
         with self.thread.changed:
             self._steps += 1
-            self._texts += len(texts)
-            self._tokens += sum(map(len, texts))
             self._step = []
             self.thread.progressed()
             self._busy_s += self.thread.clock() - started_s
 
-    def _distribute(self, step: Sequence[tuple[EmbeddingJob, int]], vectors: NDArray[np.generic]) -> None:
+    def _distribute(self, step: Step, vectors: NDArray[np.generic]) -> None:
         finite = np.isfinite(vectors).all(axis=1)
         for (job, number), vector, good in zip(step, vectors, finite, strict=True):
             job.vectors[number] = vector
@@ -240,17 +249,26 @@ class EncoderLoop:
             elif job.n_missing == 0:
                 _settle(job, None)
 
-    def _step_failed(self, step: Sequence[tuple[EmbeddingJob, int]], error: Exception) -> None:
+    def _step_failed(self, step: Step, error: Exception) -> None:
+        """Which of its requests it was shows when each is computed alone: that one fails."""
+        alone: dict[EmbeddingJob, Step] = {}
+        for job, number in step:
+            alone.setdefault(job, []).append((job, number))
+        if len(alone) > 1:
+            log.warning("a step of %d requests failed; each is computed alone", len(alone), exc_info=error)
+            with self.thread.changed:
+                self._again = list(alone.values())[::-1]
+            return
         self.thread.step_failed(f"a step of {len(step)} texts", error)
-        for job, _ in step:
+        for job in alone:
             _settle(job, _failed(f"the step that computed this request failed: {error}"))
 
     def _end(self, why: str) -> None:
         """Nobody who waits is forgotten. why: what went wrong, "" where it is only being closed"""
         with self.thread.changed:
             self.thread.dead_because = why
-            jobs = [*(job for job, _ in self._step), *self._jobs]
-            self._step, self._jobs = [], deque()
+            jobs = [*(job for step in (self._step, *self._again) for job, _ in step), *self._jobs]
+            self._step, self._again, self._jobs = [], [], deque()
             self._waiting = self._waiting_tokens = 0
         for job in jobs:
             _settle(job, has_stopped(why))

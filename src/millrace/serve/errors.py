@@ -134,7 +134,8 @@ class GenerationFailedError(Exception):
         aborted = delta.finish_reason is FinishReason.ABORT
         failed = generation_failed(delta.error, status=503 if aborted else 500)
         self.problem = failed if fault is None else problem_of(fault, accepting=True)
-        self.log_level = logging.ERROR if fault is None else logging.INFO
+        # of an abort the client, or whoever stopped the server, knows the cause; what else fails is for us to look into
+        self.log_level = logging.INFO if aborted or fault is not None else logging.ERROR
 
 
 def not_yet(field: str, mend: str) -> RequestError:
