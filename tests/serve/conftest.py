@@ -11,6 +11,7 @@ from millrace.serve import connections
 from millrace.serve import server as server_module
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, Running, running
+from tests.serve.thinkers import KINDS, SPELLED, Thinker, thinker_of
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -30,3 +31,14 @@ def server() -> Iterator[Running]:
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "SWEEP_TICKS", 1)
     monkeypatch.setattr(connections, "LINGER_S", 0.2)
+
+
+@pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
+def thinker(request: pytest.FixtureRequest) -> Iterator[Thinker]:
+    yield from thinker_of(request.param)
+
+
+@pytest.fixture(scope="module", params=list(SPELLED.values()), ids=list(SPELLED))
+def speller(request: pytest.FixtureRequest) -> Iterator[Thinker]:
+    """Whose end of a thought is no token of its own."""
+    yield from thinker_of(request.param)
