@@ -14,7 +14,7 @@ from millrace.errors import RequestError
 from millrace.kernels.sample.ref import unpacked
 from millrace.runtime import grammar
 from millrace.runtime.generate import generate
-from millrace.runtime.grammar import Grammars, Matcher
+from millrace.runtime.grammar import Grammars, Matcher, Thoughts
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.structured import StructuredOutputsParams
 from tests.runtime.fakes import EOS, VOCAB, FakeTokenizer, limits, make_loop
@@ -304,3 +304,30 @@ def test_p12_a_form_that_gives_up_fails_one_request_alone(monkeypatch: pytest.Mo
     assert [[token for delta in deltas for token in delta.token_ids] for deltas in got[1:]] == (
         [list(alone.token_ids)] * (len(got) - 1)
     )
+
+
+NEWLINE, TWO = 10, 90  # as if both were white space
+
+
+def test_white_space_behind_a_thought_comes_before_the_form() -> None:
+    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    thoughts = Thoughts(6, 7, False, {NEWLINE: 1, TWO: 2}, 2)
+    ways: list[tuple[list[int], set[int]]] = [
+        ([], {6}), ([6, 7], {NEWLINE, TWO}), ([6, 7, NEWLINE], {NEWLINE}), ([6, 7, NEWLINE, NEWLINE], set()),
+        ([6, 7, TWO], set()), ([6, 7, 2], set()), ([2], set()),
+    ]  # fmt: skip
+    for tokens, more in ways:
+        (matcher,) = grammars.matchers(StructuredOutputsParams(regex="b[ab]*"), 1, thoughts)
+        for token in tokens:
+            matcher.take(token)
+        begun = tokens[-1:] == [2]
+        form = {i for i, p in enumerate(PIECES) if i and re.fullmatch(b"[ab]+" if begun else b"b[ab]*", p)}
+        assert allowed(grammars, matcher) == form | more | ({EOS} if begun else set()), tokens
+
+
+def test_white_space_that_a_form_begins_with_is_the_forms() -> None:
+    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    (matcher,) = grammars.matchers(StructuredOutputsParams(regex="\n?a"), 1, Thoughts(6, 7, True, {NEWLINE: 1}, 2))
+    for token in (7, NEWLINE):
+        matcher.take(token)
+    assert allowed(grammars, matcher) == {1} and not matcher.why

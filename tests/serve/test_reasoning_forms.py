@@ -36,11 +36,14 @@ class TestThoughts:
         """They are free, and the content alone is the object: as the model writes it, or as it has to."""
         if path == MESSAGES:  # whose requests have no form
             return
-        for tools in (False, True):
-            thinker.says(OBJECT, gap="")
+        for tools, gap in ((False, ""), (True, ""), (False, "\n"), (False, "\n\n"), (True, "\n\n")):
+            thinker.says(OBJECT, gap=gap)
             answer = ask(thinker, path, body(path, form=True, tools=tools))
             assert answer == Answer(THOUGHT, OBJECT, [], ["reasoning", "content"], STOPPED[path])
             assert thinker.executor.n_forced == 0, "nothing that it wanted to say was kept from it"
+        thinker.says(OBJECT, gap="\n\n\n")
+        answer = ask(thinker, path, body(path, form=True))
+        assert thinker.executor.n_forced and answer.reasoning == THOUGHT, "no template writes more than an empty line"
         thinker.says(f"Sure: {OBJECT}")
         answer = ask(thinker, path, body(path, form=True))
         assert (answer.reasoning, answer.ended) == (THOUGHT, STOPPED[path]) and thinker.executor.n_forced
@@ -50,16 +53,31 @@ class TestThoughts:
     def test_go_before_a_call_that_must_be(self, thinker: Thinker, path: str, ask: Any) -> None:
         if path == OLLAMA:  # whose requests have no tool_choice
             return
-        thinker.says(CALL, gap="")
-        answer = ask(thinker, path, body(path, tools=True, must=True))
-        assert answer == Answer(THOUGHT, "", [("add", {"a": 5})], ["reasoning"], CALLED[path])
-        assert thinker.executor.n_forced == 0
+        for gap in ("", "\n\n"):
+            thinker.says(CALL, gap=gap)
+            answer = ask(thinker, path, body(path, tools=True, must=True))
+            assert answer == Answer(THOUGHT, "", [("add", {"a": 5})], ["reasoning"], CALLED[path])
+            assert thinker.executor.n_forced == 0
         thinker.says("I will not.")
         answer = ask(thinker, path, body(path, tools=True, must=True))
         assert (answer.reasoning, answer.content) == (THOUGHT, "")
         assert answer.calls and all(
             name == "add" and set(given) == {"a"} and given["a"] in range(10) for name, given in answer.calls
         )
+
+    def test_are_over_where_the_prompt_has_closed_them(self, thinker: Thinker, path: str, ask: Any) -> None:
+        """As templates write it where none are wanted: then the form begins with the first token."""
+        if path == MESSAGES:
+            return
+        plainly: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+        others: dict[str, dict[str, Any]] = {OLLAMA: {"think": False}}
+        thinker.executor.opened = "<think>\n\n</think>\n\n"
+        for says, is_forced in ((OBJECT, False), (f"<think>\n{THOUGHT}\n</think>\n\n{OBJECT}", True)):
+            thinker.executor.says = says
+            answer = ask(thinker, path, {**body(path, form=True), **others.get(path, plainly)})
+            assert (answer.reasoning, answer.ended) == ("", STOPPED[path]) and not answer.n_thought
+            assert re.fullmatch(r'\{"a": \d\}', answer.content)
+            assert (thinker.executor.n_forced > 0) == is_forced
 
     def test_a_form_or_a_call(self, thinker: Thinker, path: str, ask: Any) -> None:
         if path == MESSAGES:

@@ -18,7 +18,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,11 +53,14 @@ class Thoughts:
     """What a model says before an answer is held to anything: token ids of what stands around it.
 
     opened: the prompt ends within them
+    gap: tokens of the white space behind them, and how many characters of it each is; n_gap: so many there may be
     """
 
     begin: int
     end: int
     opened: bool
+    gap: Mapping[int, int] = field(default_factory=dict)
+    n_gap: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +91,7 @@ class _Held:
 class Matcher:
     """Where one answer is in its grammar. It belongs to one thread at a time."""
 
-    __slots__ = ("_held", "_is_free", "_may_think", "_taken", "_thoughts", "compiled", "guide")
+    __slots__ = ("_held", "_is_free", "_may_think", "_n_gap", "_taken", "_thoughts", "compiled", "guide")
 
     def __init__(self, held: _Held, thoughts: Thoughts | None = None) -> None:
         self._held, self._thoughts = held, thoughts
@@ -96,17 +99,26 @@ class Matcher:
         self._taken: list[int] = []  # by `guide`
         self._is_free = thoughts is not None and thoughts.opened
         self._may_think = thoughts is not None and not thoughts.opened
+        self._n_gap = 0  # characters of the gap that may come
 
     def take(self, token: int) -> None:
         """The next token of the answer."""
         thoughts, may_think, self._may_think = self._thoughts, self._may_think, False
+        n_gap, self._n_gap = self._n_gap, 0
         if thoughts is not None and self._is_free:
             self._is_free = token != thoughts.end
+            self._n_gap = 0 if self._is_free else thoughts.n_gap
+        elif thoughts is not None and token in self._gap(n_gap) and not self.guide.validate_tokens([token]):
+            self._n_gap = n_gap - thoughts.gap[token]  # what the grammar begins with itself is the answer's
         elif thoughts is not None and may_think and token == thoughts.begin:
             self._is_free = True
         else:
             self._taken.append(token)
             self.guide.consume_token(token)  # what is refused is an error of the matcher, and told by `why`
+
+    def _gap(self, n_most: int) -> list[int]:
+        """Tokens of the gap with at most so many characters."""
+        return [] if self._thoughts is None else [i for i, n in self._thoughts.gap.items() if n <= n_most]
 
     def restart(self, compiled: Callable[[StructuredOutputsParams, str], "LLMatcher"]) -> None:
         """Get to the same place with a lexer that is the request's own."""
@@ -138,8 +150,10 @@ class Matcher:
                 mask[token // 32] &= ~np.uint32(1 << token % 32)
         elif self.why:
             mask[:] = 0
-        elif self._may_think and self._thoughts is not None:
-            mask[self._thoughts.begin // 32] |= np.uint32(1 << self._thoughts.begin % 32)
+        elif self._thoughts is not None:
+            begin = [self._thoughts.begin] if self._may_think else []
+            for token in (*begin, *self._gap(self._n_gap)):
+                mask[token // 32] |= np.uint32(1 << token % 32)
 
 
 class Grammars:

@@ -242,7 +242,7 @@ async def converse(backend: TextBackend, call: Call, asked: Conversation) -> Gen
         return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes)
     is_large = tools is not None and call.body_bytes > LARGE_BODY  # their schemas become a grammar
     params = await backend.off_loop(is_large, partial(speech.params, params, tools))
-    heard = speech.heard(tools, speech.is_thinking(prompt, begun), params.structured_outputs is not None)
+    heard = speech.heard(tools, speech.place(prompt, begun), params.structured_outputs is not None)
     asked.tools = None  # of them names are enough from here on
     return await start(backend, [prompt], params, call, asked.terms, whole_bytes=asked.whole_bytes, heard=heard)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer, VocabularyTokenizer
@@ -12,6 +13,14 @@ from millrace.runtime.params import Delta, SamplingParams
 from millrace.serve.tools import Tools
 
 _TAIL = 16  # tokens of a prompt among which the mark of its last line is
+
+
+class Place(Enum):
+    """Where a prompt ends: a thought may come, is begun, or is over, so that none comes before the answer."""
+
+    BEFORE = auto()
+    WITHIN = auto()
+    BEHIND = auto()
 
 
 class ThoughtTokens:
@@ -100,20 +109,22 @@ class Speech:
         around = (self.thoughts.begin, self.thoughts.end) if self.thoughts else ()
         self._thought_marks_are_special = any(self.special(mark) is not None for mark in around)
         self._around_ids = [self._id(mark) for mark in around]
+        self._gap_ids = self._gap(self.thoughts.gap) if self.thoughts else {}
 
     def special(self, text: str) -> int | None:
         """The id of a text that is one special token: it does not stand for its characters."""
         token = self._id(text)
         return token if token in self._tokenizer.special_ids else None
 
-    def is_thinking(self, prompt: list[int], begun: str) -> bool:
-        """It ends within the model's thoughts. begun: of the answer, in the conversation's last message"""
+    def place(self, prompt: list[int], begun: str) -> Place:
+        """As to the model's thoughts. begun: of the answer, in the conversation's last message"""
         if self.thoughts is None:
-            return False
-        if begun.rfind(self.thoughts.begin) > begun.rfind(self.thoughts.end):
-            return True
-        tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
-        return tail.rstrip().endswith(self.thoughts.begin)
+            return Place.BEFORE
+        begin, end = self.thoughts.begin, self.thoughts.end
+        tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
+        if begun.rfind(begin) > begun.rfind(end) or tail.endswith(begin):
+            return Place.WITHIN
+        return Place.BEHIND if end in begun or tail.endswith(end) else Place.BEFORE
 
     def params(self, params: SamplingParams, tools: Tools | None) -> SamplingParams:
         """With what tools ask of the answer, and with the special tokens that its reader looks for."""
@@ -123,21 +134,28 @@ class Speech:
         shown = (tools is not None and self._has_special_marks) or self._thought_marks_are_special
         return replace(params, skip_special_tokens=False) if shown else params
 
-    def heard(self, tools: Tools | None, is_thinking: bool, is_held: bool) -> Heard:
-        """is_thinking: the prompt ends within thoughts; is_held: the answer has a form"""
+    def heard(self, tools: Tools | None, place: Place, is_held: bool) -> Heard:
+        """place: where the prompt ends; is_held: the answer has a form"""
         names, most = (frozenset(tools.schemas), tools.most(self.calls)) if tools else (None, 0)
-        free = self._free_thoughts(is_thinking)
+        free, is_thinking = self._free_thoughts(place), place is Place.WITHIN
         if is_held and free is None:  # the form begins with the first token: there is no thought before it
             is_thinking = False
         return Heard(partial(self._reader, names, most, is_thinking), free)
 
-    def _free_thoughts(self, is_thinking: bool) -> Thoughts | None:
+    def _free_thoughts(self, place: Place) -> Thoughts | None:
         """What an answer that is held to a form may say before."""
-        if self.thoughts is None or None in self._around_ids:
+        if self.thoughts is None or None in self._around_ids or place is Place.BEHIND:
             return None
         begin, end = self._around_ids
         assert begin is not None and end is not None
-        return Thoughts(begin, end, is_thinking)
+        return Thoughts(begin, end, place is Place.WITHIN, self._gap_ids, len(self.thoughts.gap))
+
+    def _gap(self, text: str) -> dict[int, int]:
+        """The tokens of which it and its ends are made, each with how many of its characters it is."""
+        ends = (text[i:] for i in range(len(text)))
+        ids = {token for end in ends for token in self._tokenizer.encode(end, add_special_tokens=False)}
+        pieces = {token: self._tokenizer.token_bytes(token) for token in ids}
+        return {token: len(piece) for token, piece in pieces.items() if piece and text.encode().endswith(piece)}
 
     def _reader(self, tools: frozenset[str] | None, most_calls: int, is_thinking: bool) -> AnswerReader:
         """Of one answer. tools: their names"""

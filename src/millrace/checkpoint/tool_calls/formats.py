@@ -139,10 +139,11 @@ def _by_marks(template: str) -> ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What stands around a model's thoughts, which go before its answer."""
+    """What stands around a model's thoughts, which go before its answer; gap: between both, or less of it."""
 
     begin: str = "<think>"
     end: str = "</think>"
+    gap: str = "\n\n"
 
 
 def reasoning(template: str) -> Reasoning | None:
