@@ -72,10 +72,10 @@ def traces(request_id: str, history: History, live: Iterable[Request]) -> list[R
         if r.id == request_id
     ]
     found = ([seen for seen in tuple(history.ended) if seen.id == request_id] + running)[-MOST_TRACES:]
-    steps = tuple(history.steps)
-    return [RequestTrace(seen, _of(seen.order, steps)[-MOST_STEPS:]) for seen in found]
-
-
-def _of(order: int, steps: Sequence[StepSeen]) -> list[tuple[StepSeen, Parts]]:
-    own = ((step, step.parts[step.parts["request"] == order]) for step in steps)
-    return [(step, parts) for step, parts in own if len(parts)]
+    own: dict[int, deque[tuple[StepSeen, Parts]]] = {seen.order: deque(maxlen=MOST_STEPS) for seen in found}
+    for step in tuple(history.steps) if found else ():
+        if request_id in step.request_ids:
+            for order, steps in own.items():
+                if len(parts := step.parts[step.parts["request"] == order]):
+                    steps.append((step, parts))
+    return [RequestTrace(seen, tuple(own[seen.order])) for seen in found]

@@ -17,7 +17,7 @@ from types import TracebackType
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import BusyError, ConfigError, MillraceError
 from millrace.runtime.claim import Claim
-from millrace.runtime.grammar import Matcher
+from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, FinishReason, SamplingParams
 from millrace.runtime.request import FREELY, Request, StopTables, Terms
@@ -223,6 +223,10 @@ class AsyncEngine:
     @property
     def limits(self) -> ExecutorLimits:
         return self.loop.limits
+
+    @property
+    def grammars(self) -> Grammars:
+        return self.loop.grammars
 
     def start(self) -> None:
         """Start the engine thread; call it inside the running event loop that will do all the submitting."""

@@ -328,7 +328,7 @@ class TextBackend(Backend):
         """
         if asked is None:
             return ()
-        grammars = self.model.engine.loop.grammars
+        grammars = self.model.engine.grammars
         return await self._grammars.run(lambda: grammars.matchers(asked, n, thoughts))
 
     def start(self) -> None:
@@ -336,7 +336,7 @@ class TextBackend(Backend):
 
     async def warm_up(self) -> str | None:
         """A request, a chat and the vocabulary of grammars, side by side; then the prompts that are to be known."""
-        grammars = self._grammars.run(self.model.engine.loop.grammars.prepare)
+        grammars = self._grammars.run(self.model.engine.grammars.prepare)
         trouble, *_ = await asyncio.gather(self._warm_up_engine(), self._warm_up_template(), grammars)
         return trouble or await warm(self.model.warm_prompts, self._warm_tokens, self.model.engine)
 
