@@ -105,6 +105,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": "[^\\s\\S]"}, "regex cannot be held to"),
     ({"grammar": "start: nothing"}, "grammar cannot be held to"),
     ({"grammar": 'start: "a" ('}, "grammar cannot be held to"),
+    ({"grammar": "start: x\nx[temperature=2]: /a*/"}, "a rule with a temperature"),
+    ({"grammar": 'start: x\n  x [ stop="," , capture, max_tokens=3,\n temperature = 0.5]: /a*/'}, "with a temperature"),
+    ({"grammar": "start: x\n" + "x[a=1," * 20_000}, "grammar cannot be held to"),
+    ({"grammar": "start: x\nx" + "[" + "\t" * 120_000}, "grammar cannot be held to"),
 ]
 
 
@@ -122,6 +126,18 @@ def test_what_cannot_be_held_to_is_refused_by_name(grammars: Grammars, given: di
         grammars.matchers(StructuredOutputsParams(**given, asked_as="guided_json"), 1)
     assert error.value.param == "guided_json" and "\n" not in error.value.what and "start:" not in error.value.what
     assert len(error.value.what) < 500
+
+
+def test_a_temperature_that_is_text_is_none_of_a_rule(grammars: Grammars) -> None:
+    lines = [
+        'start: x ["temperature="] [y]',
+        "// x[temperature=2]",
+        'x[stop="[temperature=2]"]: /[a-c]{1,9}/',
+        'y: "[temperature=3]"',
+    ]
+    lark = "\n".join(lines)
+    (matcher,) = grammars.matchers(StructuredOutputsParams(grammar=lark), 1)
+    assert not matcher.why
 
 
 @pytest.mark.parametrize("limit", ["LEXER_FUEL", "LEXER_STATES", "GRAMMAR_SIZE"])

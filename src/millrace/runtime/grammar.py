@@ -45,6 +45,13 @@ DEAD_END = "NoExtensionBias"  # no token may follow, and the answer is not compl
 LIMITED = "what an answer can be held to, within the limits"
 NOTHING_FOLLOWS = "no token of the vocabulary can go on with it"
 MAX_WHY = 200  # characters of each part of what llguidance says
+# Of a rule's attributes. llguidance leaves that to whoever samples, and says nothing; a row has one temperature.
+_TEMPERATURE = re.compile(
+    r"""^[ \t]*+[?!]?[\w.-]++[ \t]*+\[\s*+
+    (?:(?!temperature\b)[a-z_]++(?:\s*+=\s*+(?:"[^"\n]*+"|[^,\]"\n]++))?\s*+,\s*+)*+
+    temperature\s*+=""",
+    re.MULTILINE | re.VERBOSE,
+)
 _OUR_PLACE = re.compile(r"^at 1\(8\): ")  # behind `start: `, which clients who send no grammar have not written
 
 
@@ -314,6 +321,9 @@ def _source(asked: StructuredOutputsParams, text: str) -> str:
             case "choice":
                 lark = grammar_from("choice", text)
             case "grammar":
+                if _TEMPERATURE.search(text):
+                    what = "its grammar has a rule with a temperature, which is not supported"
+                    raise asked.refused(what, "rules without", "send the request's own temperature")
                 lark = grammar_from("grammar", text)
             case _:
                 lark = f"start: %json {json.dumps(in_one_layout(json.loads(text)))}"
