@@ -17,13 +17,13 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Specials, Tokenizer
 from millrace.engine.executor import NOTHING_ALLOWED, Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs
 from millrace.kernels.sample.ref import unpacked
+from millrace.runtime.batch import TokenBudget
 from millrace.runtime.claim import NO_CLAIM, Claim
 from millrace.runtime.generate import CompletionOutput
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.order import Policy, first_come
 from millrace.runtime.params import SEED_MASK, SamplingParams, check_prompt, resolve
 from millrace.runtime.request import AnswerText, Request, StopTables, Terms, Timings
-from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.tier import HEADER, RECORD, PageMemory, Tier
 
 VOCAB = 97

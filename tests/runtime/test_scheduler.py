@@ -4,11 +4,11 @@ import pytest
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError
-from millrace.runtime.batch import Step
+from millrace.runtime.batch import Step, TokenBudget
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.request import Sequence, Stage
-from millrace.runtime.scheduler import Scheduler, TokenBudget
+from millrace.runtime.scheduler import Scheduler
 from tests.runtime.fakes import limits, new_request
 
 

@@ -21,8 +21,8 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.engine.executor import ExecutorLimits, StepInputs
+from millrace.runtime.batch import TokenBudget
 from millrace.runtime.loop import EngineLoop
-from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.stats import LoopStats
 from millrace.serve.server import Server

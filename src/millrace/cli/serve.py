@@ -20,9 +20,9 @@ from millrace.engine.bound import DecodeWork
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.process import age_s
+from millrace.runtime.batch import DEFAULT_GAP_LIMIT_S, TokenBudget
 from millrace.runtime.open import Opened, OpenedEncoder, RunSettings
 from millrace.runtime.order import POLICIES, policy_named
-from millrace.runtime.scheduler import DEFAULT_GAP_LIMIT_S, TokenBudget
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel

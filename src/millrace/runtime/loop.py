@@ -15,14 +15,14 @@ from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
 from millrace.errors import MillraceError, RequestError, has_stopped
-from millrace.runtime.batch import BatchBuilder, Step, token_logprobs
+from millrace.runtime.batch import BatchBuilder, Step, TokenBudget, token_logprobs
 from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.history import History, RequestSeen, RequestTrace, StepSeen, traces
 from millrace.runtime.order import Policy, first_come
 from millrace.runtime.pages import PagePool
 from millrace.runtime.params import Delta, FinishReason, SamplingParams, check_prompt, resolve
 from millrace.runtime.request import FREELY, AnswerText, Deliver, Request, Sequence, Stage, StopTables, Terms, Timings
-from millrace.runtime.scheduler import Scheduler, TokenBudget
+from millrace.runtime.scheduler import Scheduler
 from millrace.runtime.stats import Counters, LoopStats
 from millrace.runtime.tier import Tier
 

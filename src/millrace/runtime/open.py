@@ -15,11 +15,11 @@ from millrace.engine.engine import Engine
 from millrace.engine.native import NativeExecutor, NativeNetwork
 from millrace.errors import ConfigError
 from millrace.machine.cpu import memory, usable_cores
+from millrace.runtime.batch import TokenBudget
 from millrace.runtime.embedding import EncoderLimits, EncoderLoop
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.order import Policy, first_come
 from millrace.runtime.plan import RunPlan, plan_encoder, plan_run
-from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.tier import PageMemory, Tier
 from millrace.settings import Settings, setting
 

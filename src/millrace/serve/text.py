@@ -24,9 +24,9 @@ from millrace.engine.bound import DecodeWork
 from millrace.engine.kv import PAGE_TOKENS
 from millrace.errors import CheckpointError, MillraceError, RequestError
 from millrace.machine.roofline import Roofline
+from millrace.runtime.batch import TokenBudget
 from millrace.runtime.grammar import Matcher, Thoughts
 from millrace.runtime.params import FinishReason, SamplingParams, context_exceeded
-from millrace.runtime.scheduler import TokenBudget
 from millrace.runtime.service import AsyncEngine
 from millrace.runtime.stats import LoopStats
 from millrace.runtime.structured import StructuredOutputsParams
