@@ -1,7 +1,6 @@
-// Attention over int8 pages, in exact integers between roundings that are a row's own.
-//   q = scale (256 high + low), 16 bits: what is lost is lost by the keys alone | score = q_scale k_scale (q . k)
-//   p times the value's scale = scale (256 high + low), 16 bits relative to the row's largest in a span; l sums p itself
-// Both bytes of a row go through the same loop, as if they were two rows.
+// Attention over int8 pages, in exact integers between roundings that are a row's own: codes of 16 bits meet the bytes of
+// keys and values (lanes/words.hpp), so what is lost is lost by these.
+//   score = q_scale k_scale (q . k) | p times the value's scale, 15 bits relative to the row's largest in a span; l sums p
 #pragma once
 #include "tile.hpp"
 
@@ -9,108 +8,114 @@ namespace millrace::MILLRACE_ISA {
 
 inline void load_int8_queries(AttentionTile& t) {
   const int D = t.a->head_dim;
-  constexpr int kMost = 127 * 256 + 127;  // high and low are both at most 127
+  constexpr int kMost = 127 * 256 + 127;  // in two bytes of at most 127 each
   for (int r = 0; r < t.rows; ++r) {
     const float* q = t.a->q + t.tokens[r] * t.a->q_stride + t.heads[r] * D;
     F check = zero();
     const float amax = row_magnitude(q, D, check), inverse = amax > kNothing ? kMost / amax : 0.0f;
     t.int8.q_scale[r] = (amax / kMost + sum(check)) * t.a->scale;
-    I sums[2] = {splat_i(0), splat_i(0)};
+    I sums = splat_i(0);
     for (int d = 0; d < D; d += 16) {  // beyond the head: zeros
       const I code = round(load(q + d, D - d < 16 ? D - d : 16) * splat(inverse));
-      const I high = shift_right(code + splat_i(128 + 32768), 8) - splat_i(128);
-      const I low = code - shift_left(high, 8);
-      store_i8(t.int8.q[r][0] + d, high);
-      store_i8(t.int8.q[r][1] + d, low);
-      sums[0] = sums[0] + high;
-      sums[1] = sums[1] + low;
+      store_words<Bytes::biased>(t.int8.q[r][0] + d, t.int8.q[r][1] + d, code);
+      sums = sums + code;
     }
-    for (int part = 0; part < 2; ++part) t.int8.q_sum[r][part] = sum_i(sums[part]);
+    t.int8.q_sum[r] = sum_i(sums);
   }
 }
 
-// Scores of R rows against the 64 keys of one page.
+// Scores of R rows against the 64 keys of one page. (The sums may wrap: q_sum brings them back.)
 template <int R>
 void score_int8_page(AttentionTile& t, int row, uint8_t* keys, int at) {
   const float* scales = t.cache->layout.key_scales(keys);
-  const int8_t* q = t.int8.q[row][0];
   const KeyLines lines(t, keys, row);
-  I acc[R * 2][4];
+  if (row == 0) fetch_lines<4>(reinterpret_cast<const uint8_t*>(t.cache->layout.value_scales(keys)));
+  for (int v = 0; v < kPageTokens / 16; v += kWordLines) {
+    WordSums acc[R][kWordLines];
 #pragma GCC unroll 32
-  for (int i = 0; i < R * 8; ++i) acc[i / 4][i % 4] = splat_i(-128 * t.int8.q_sum[row + i / 8][i / 4 % 2]);
-  for (int d = 0; d < t.a->head_dim; d += 4) {
-    I line[4];
-    lines.load(line, d * 64);
-#pragma GCC unroll 8
-    for (int r = 0; r < R * 2; ++r) {
-      const I x = splat_bytes(q + r * kMaxHeadDim + d);
+    for (int i = 0; i < R * kWordLines; ++i) acc[i / kWordLines][i % kWordLines] = no_words();
+    const uint8_t* q = t.int8.q[row][0];
+    for (int d = 0; d < t.a->head_dim; d += 4, q += 4) {
+      I line[kWordLines];
+      lines.load(line, d * 64 + v * 64);
 #pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) acc[r][v] = dot4(acc[r][v], line[v], x);
+      for (int w = 0; w < kWordLines; ++w) {
+        const Words key = words<Bytes::biased>(line[w]);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+          add_words<Bytes::biased>(acc[r][w], key, q + 2 * r * kMaxHeadDim, q + (2 * r + 1) * kMaxHeadDim);
+      }
     }
-  }
 #pragma GCC unroll 32
-  for (int i = 0; i < R * 4; ++i) {
-    const int r = i / 4, v = i % 4;
-    const F dot = fma(to_float(acc[2 * r][v]), splat(256.0f), to_float(acc[2 * r + 1][v]));
-    store(t.scores[row + r] + at + v * 16, dot * load(scales + v * 16) * splat(t.int8.q_scale[row + r]));
+    for (int i = 0; i < R * kWordLines; ++i) {
+      const int r = i / kWordLines, key = (v + i % kWordLines) * 16;
+      const F dot = to_float(total(acc[r][i % kWordLines]) - splat_i(128 * t.int8.q_sum[row + r]));
+      store(t.scores[row + r] + at + key, dot * load(scales + key) * splat(t.int8.q_scale[row + r]));
+    }
   }
 }
 
-// The weights p of one row, 0 from its own end on, times the scales of the values.
-inline void to_int8_weights(AttentionTile& t, int r, int from, int count, int span) {
-  float* p = t.scores[r];
+// The weights p of one row, times the scales of the values: as floats in the place of its scores, at last as codes.
+struct Int8Weights {
+  AttentionTile& t;
+  const int r, from;
   F check = zero(), most = zero();
-  for (int at = 0; at < count; at += kPageTokens) {
-    const float* scales = t.cache->layout.value_scales(block_of(t, from + at));
-    each_vector(at, at + kPageTokens < count ? at + kPageTokens : count, [&](int64_t i, auto lanes) {
-      const F w = lanes.load(p + i) * lanes.load(scales + i - at);
-      lanes.store(p + i, w);
-      check = fma(w, zero(), check);
-      most = max(w, most);
-    });
+
+  Int8Weights(AttentionTile& t, int r, int from) : t(t), r(r), from(from) {}
+
+  // Sixteen keys from `at` on, of which n are the row's own: scales of others may be anything.
+  F operator()(int at, F p, int n) {
+    const float* scales = t.cache->layout.value_scales(block_of(t, from + at)) + at % kPageTokens;
+    const F w = n == 16 ? p * load(scales) : first(p * load(scales), n, zero());
+    store(t.scores[r] + at, w);
+    check = fma(w, zero(), check);
+    most = max(w, most);
+    return p;
   }
-  const float largest_weight = largest(most), inverse = largest_weight > kNothing ? 65535.0f / largest_weight : 0.0f;
-  t.int8.p_scale[r] = largest_weight / 65535.0f + sum(check);
-  for (int i = 0; i < span; i += 16) {
-    const I code = round(load(p + i) * splat(inverse));
-    store_i8(reinterpret_cast<int8_t*>(t.int8.p[r][0]) + i, shift_right(code, 8));
-    store_i8(reinterpret_cast<int8_t*>(t.int8.p[r][1]) + i, code);
+  void round_to(int span) {
+    constexpr float kMost = 32767.0f;
+    const float largest_weight = largest(most), inverse = largest_weight > kNothing ? kMost / largest_weight : 0.0f;
+    t.int8.p_scale[r] = largest_weight / kMost + sum(check);
+    for (int i = 0; i < span; i += 16)
+      store_words<Bytes::plain>(t.int8.p[r][0] + i, t.int8.p[r][1] + i, round(load(t.scores[r] + i) * splat(inverse)));
   }
-}
+};
 
 // o = sum of p v over `count` keys of a span that starts at `from`: R rows, NV vectors of the head from column d on.
 template <int R, int NV>
 void weigh_int8_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
   const int64_t width = t.cache->layout.value_width();
-  I acc[R * 2][NV];
+  WordSums acc[R][NV];
 #pragma GCC unroll 32
-  for (int i = 0; i < R * 2 * NV; ++i) acc[i / NV][i % NV] = splat_i(0);
+  for (int i = 0; i < R * NV; ++i) acc[i / NV][i % NV] = no_words();
   for (int at = 0; at < count; at += kPageTokens) {
     const uint8_t* line = block_of(t, from + at) + t.cache->layout.key_bytes() + d * 4;
     const uint8_t* ahead = keys_after(t, from + at, line - d * 4) + d * 4;
-    const int end = at + kPageTokens < count ? at + kPageTokens : count;
-    for (int i = at; i < end; i += 4, line += width * 4, ahead += width * 4) {
-      I values[NV];
-      load_lines(values, line, ahead);
-#pragma GCC unroll 8
-      for (int r = 0; r < R * 2; ++r) {
-        const I p = splat_bytes(t.int8.p[row][0] + r * kSpan + i);
+    if (row == 0 && d == 0) fetch_lines<4>(ahead + t.cache->layout.key_bytes() - kPageTokens * 4);
+    const uint8_t *p = t.int8.p[row][0] + at, *end = p + (at + kPageTokens < count ? kPageTokens : count - at);
+    for (; p < end; p += 4, line += width * 4, ahead += width * 4) {
+      I lines[NV];
+      load_lines(lines, line, ahead);
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) acc[r][v] = dot4(acc[r][v], p, values[v]);
+      for (int v = 0; v < NV; ++v) {
+        const Words value = words<Bytes::plain>(lines[v]);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+          add_words<Bytes::plain>(acc[r][v], value, p + 2 * r * kSpan, p + (2 * r + 1) * kSpan);
       }
     }
   }
 #pragma GCC unroll 32
-  for (int i = 0; i < R * NV; ++i) {  // 256 x 65535 x 127 fits
+  for (int i = 0; i < R * NV; ++i) {  // 256 x 32767 x 127 fits
     const int r = i / NV, v = i % NV;
-    const F o = to_float(shift_left(acc[2 * r][v], 8) + acc[2 * r + 1][v]);
-    store(t.span_out[row + r] + d + v * 16, o * splat(t.int8.p_scale[row + r]));
+    store(t.span_out[row + r] + d + v * 16, to_float(total(acc[r][v])) * splat(t.int8.p_scale[row + r]));
   }
 }
 
 template <int R>
 void weigh_int8_values(AttentionTile& t, int row, int from, int count) {
-  each_columns(t.cache->layout.value_width(), [&]<int NV>(int64_t d) { weigh_int8_columns<R, NV>(t, row, from, count, d); });
+  each_columns<kWordLines>(t.cache->layout.value_width(),
+                           [&]<int NV>(int64_t d) { weigh_int8_columns<R, NV>(t, row, from, count, d); });
 }
 
 }  // namespace millrace::MILLRACE_ISA

@@ -56,11 +56,10 @@ void score_page(AttentionTile& t, int row, const uint8_t* keys, int at) {
   for (int i = 0; i < R * 4; ++i) store(t.scores[row + i / 4] + at + i % 4 * 16, acc[i / 4][i % 4] * splat(t.a->scale));
 }
 
-// Scores of one row, in place, to p = exp(score - m), with their maximum m and their sum l. Keys from `count` on are
-// given weight 0. bfloat16: p is rounded, summed as rounded, and lies as pairs over the floats it came from.
-// SCALED: they are multiplied by `scale` already.
-template <bool BF16, bool SCALED = true>
-void soften(float* scores, int count, int span, float scale, float& m, float& l) {
+// Scores of a row to p = exp(score - m), with their maximum m and their sum l; SCALED: they are multiplied by `scale`
+// already. keep(i, p, n) stores the first n of sixteen and gives what l sums; keys from `count` on are given weight 0.
+template <bool SCALED, class Keep>
+[[gnu::always_inline]] inline void soften(const float* scores, int count, int span, float scale, float& m, float& l, Keep keep) {
   const int whole = count / 16 * 16, rest = count - whole;
   const F never = splat(-__builtin_inff());
   F most = never;
@@ -69,28 +68,33 @@ void soften(float* scores, int count, int span, float scale, float& m, float& l)
   if (rest) most = max(first(scaled(whole), rest, never), most);
   m = largest(most);
   F total = zero();
-  auto* pairs = reinterpret_cast<uint16_t*>(scores);
-  const auto weigh = [&](int i, int n) {
-    F p = exp2_to_zero((scaled(i) - splat(m)) * splat(1.44269504f));
-    if (n < 16) p = first(p, n, zero());
+  const auto exponent = [&](int i) { return (scaled(i) - splat(m)) * splat(1.44269504f); };
+  int i = 0;
+  for (; i + 32 <= whole; i += 32) {
+    F p[2] = {exponent(i), exponent(i + 16)};
+    exp2_to_zero(p);
+    total = total + keep(i, p[0], 16);
+    total = total + keep(i + 16, p[1], 16);
+  }
+  if (i < whole) total = total + keep(i, exp2_to_zero(exponent(i)), 16);
+  if (rest) total = total + keep(whole, first(exp2_to_zero(exponent(whole)), rest, zero()), rest);
+  for (i = static_cast<int>(up(count, 16)); i < span; i += 16) keep(i, zero(), 0);
+  l = sum(total);
+}
+
+// In place; bfloat16: p is rounded, summed as rounded, and lies as pairs over the floats it came from.
+template <bool BF16, bool SCALED = true>
+void soften_floats(float* scores, int count, int span, float scale, float& m, float& l) {
+  soften<SCALED>(scores, count, span, scale, m, l, [&](int i, F p, int) {
     if constexpr (BF16) {
       const I bits = to_bf16(p);
-      p = as_float(shift_left(bits, 16));
-      store_u16(pairs + i, bits);
+      store_u16(reinterpret_cast<uint16_t*>(scores) + i, bits);
+      return as_float(shift_left(bits, 16));
     } else {
       store(scores + i, p);
+      return p;
     }
-    total = total + p;
-  };
-  for (int i = 0; i < whole; i += 16) weigh(i, 16);
-  if (rest) weigh(whole, rest);
-  for (int i = static_cast<int>(up(count, 16)); i < span; i += 16) {
-    if constexpr (BF16)
-      store_u16(pairs + i, splat_i(0));
-    else
-      store(scores + i, zero());
-  }
-  l = sum(total);
+  });
 }
 
 // o = sum of p v over `count` keys of a span that starts at `from`: R rows, NV vectors of the head from column d on.
@@ -155,7 +159,7 @@ struct FloatSteps {
     each_tile<kAttentionTile>(t.rows, 0, [&]<int R>(int row) { score_page<BF16, R>(t, row, block, at); });
   }
   static void soften(AttentionTile& t, int r, int, int count, int span, float& m, float& l) {
-    MILLRACE_ISA::soften<BF16>(t.scores[r], count, span, 1.0f, m, l);
+    soften_floats<BF16>(t.scores[r], count, span, 1.0f, m, l);
   }
   static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
     each_tile<kAttentionTile>(first + rows, first, [&]<int R>(int row) { weigh_values<BF16, R>(t, row, from, count); });
@@ -165,7 +169,7 @@ struct TiledSteps : TileSteps {
   using TileSteps::TileSteps;
   static void load(AttentionTile& t) { load_queries(t); }
   static void soften(AttentionTile& t, int r, int, int count, int span, float& m, float& l) {
-    MILLRACE_ISA::soften<true, false>(t.scores[r], count, span, t.a->scale, m, l);
+    soften_floats<true, false>(t.scores[r], count, span, t.a->scale, m, l);
   }
 };
 struct Int8Steps {
@@ -173,14 +177,15 @@ struct Int8Steps {
   explicit Int8Steps(const AttentionTile&) {}
   static void load(AttentionTile& t) { load_int8_queries(t); }
   static void score(AttentionTile& t, uint8_t* block, int at) {
-    each_tile<kAttentionTile / 2>(t.rows, 0, [&]<int R>(int row) { score_int8_page<R>(t, row, block, at); });
+    each_tile<kWordRows>(t.rows, 0, [&]<int R>(int row) { score_int8_page<R>(t, row, block, at); });
   }
   static void soften(AttentionTile& t, int r, int from, int count, int span, float& m, float& l) {
-    MILLRACE_ISA::soften<false>(t.scores[r], count, span, 1.0f, m, l);
-    to_int8_weights(t, r, from, count, span);
+    Int8Weights weights(t, r, from);
+    MILLRACE_ISA::soften<true>(t.scores[r], count, span, 1.0f, m, l, [&](int i, F p, int n) { return weights(i, p, n); });
+    weights.round_to(span);
   }
   static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
-    each_tile<kAttentionTile / 2>(first + rows, first, [&]<int R>(int row) { weigh_int8_values<R>(t, row, from, count); });
+    each_tile<kWordRows>(first + rows, first, [&]<int R>(int row) { weigh_int8_values<R>(t, row, from, count); });
   }
 };
 

@@ -10,10 +10,10 @@ constexpr int kAttentionRows = 12;
 #endif
 constexpr int kAttentionTile = 6;     // at most so many of them with their sums in registers
 
-// The same rows as integers, each in two bytes: queries 256 high + low, and the weights of a span.
+// The same rows as codes of 16 bits, whose halves lie apart (lanes/words.hpp): queries, and the weights of a span.
 struct Int8Rows {
-  alignas(64) int8_t q[kAttentionRows][2][kMaxHeadDim];
-  int32_t q_sum[kAttentionRows][2];
+  alignas(64) uint8_t q[kAttentionRows][2][kMaxHeadDim];
+  int32_t q_sum[kAttentionRows];
   float q_scale[kAttentionRows];
   alignas(64) uint8_t p[kAttentionRows][2][kSpan];
   float p_scale[kAttentionRows];
@@ -48,7 +48,7 @@ inline const uint8_t* keys_after(const AttentionTile& t, int position, const uin
 }
 inline const uint8_t* keys_beside(const AttentionTile& t, int position) {
   const int next = position + kPageTokens;
-  return next < t.begin + kSpan && next < t.end ? block_of(t, next) : nullptr;
+  return next < t.end ? block_of(t, next) : nullptr;
 }
 
 // Into the second level, which has more lines on their way at once than the first (10 to 16 % less time of decode at
@@ -67,24 +67,27 @@ template <int NV>
   fetch_lines<NV>(ahead);
 }
 
-// Lines of a page's keys, four at a time. The first rows of a tile fetch the next page's too.
+// Lines of a page's keys. The first rows of a tile fetch the next page's too.
 struct KeyLines {
   const uint8_t *keys, *values, *next;
 
   KeyLines(const AttentionTile& t, const uint8_t* keys, int row)
       : keys(keys), values(keys + t.cache->layout.key_bytes()), next(row ? nullptr : t.next_keys) {}
-  [[gnu::always_inline]] void load(I (&lines)[4], int64_t at) const {
+  template <int NV>
+  [[gnu::always_inline]] void load(I (&lines)[NV], int64_t at) const {
     load_lines(lines, keys + at, values + at);
-    if (next) fetch_lines<4>(next + at);
+    if (next) fetch_lines<NV>(next + at);
   }
 };
 
-// work.operator()<NV>(d) for the columns of a head, NV vectors of 16 from column d on.
-template <class Work>
+// work.operator()<NV>(d) for the columns of a head, NV vectors of 16 from column d on, at most `Most`.
+template <int Most = 4, class Work>
 inline void each_columns(int64_t width, Work work) {
   int64_t d = 0;
-  for (; d + 64 <= width; d += 64) work.template operator()<4>(d);
-  for (; d + 32 <= width; d += 32) work.template operator()<2>(d);
+  if constexpr (Most >= 4)
+    for (; d + 64 <= width; d += 64) work.template operator()<4>(d);
+  if constexpr (Most >= 2)
+    for (; d + 32 <= width; d += 32) work.template operator()<2>(d);
   for (; d < width; d += 16) work.template operator()<1>(d);
 }
 

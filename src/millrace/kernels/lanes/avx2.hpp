@@ -196,6 +196,42 @@ inline I add_nibbles(I acc, I sums) {
   return acc + I{_mm256_madd_epi16(sums.a, ones), _mm256_madd_epi16(sums.b, ones)};
 }
 
+// Codes of 16 bits times lines of bytes (lanes/words.hpp), two products of words at a time: the even bytes of a lane, then
+// the odd ones. Four rows of two registers, a line's even and odd words and the row's: 14 registers.
+enum class Bytes { biased, plain };
+constexpr int kWordRows = 4, kWordLines = 1;
+template <Bytes>
+inline void store_words(void* first, void* second, I codes) {
+  const __m256i in_order = _mm256_permute4x64_epi64(_mm256_packs_epi32(codes.a, codes.b), 0xd8);
+  const __m256i halves = _mm256_shuffle_epi8(  // of each four: 0, 2, 1, 3
+      in_order, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)));
+  const __m256i apart = _mm256_permute4x64_epi64(halves, 0xd8);
+  _mm_storeu_si128(static_cast<__m128i*>(first), _mm256_castsi256_si128(apart));
+  _mm_storeu_si128(static_cast<__m128i*>(second), _mm256_extracti128_si256(apart, 1));
+}
+struct Words {
+  I even, odd;
+};
+template <Bytes B>
+inline Words words(I line) {
+  const auto even = [](__m256i x) {
+    return B == Bytes::plain ? _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8) : _mm256_and_si256(x, _mm256_set1_epi16(255));
+  };
+  const auto odd = [](__m256i x) { return B == Bytes::plain ? _mm256_srai_epi16(x, 8) : _mm256_srli_epi16(x, 8); };
+  return {{even(line.a), even(line.b)}, {odd(line.a), odd(line.b)}};
+}
+using WordSums = I;
+inline WordSums no_words() { return splat_i(0); }
+template <Bytes>
+inline void add_words(WordSums& sums, Words line, const void* first, const void* second) {
+  const __m256i even = splat_bytes(first).a, odd = splat_bytes(second).a;
+  add_ints(sums.a, _mm256_madd_epi16(line.even.a, even));
+  add_ints(sums.b, _mm256_madd_epi16(line.even.b, even));
+  add_ints(sums.a, _mm256_madd_epi16(line.odd.a, odd));
+  add_ints(sums.b, _mm256_madd_epi16(line.odd.b, odd));
+}
+inline I total(WordSums sums) { return sums; }
+
 inline float sum(F x) {
   const __m256 h = _mm256_add_ps(x.a, x.b);
   __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));

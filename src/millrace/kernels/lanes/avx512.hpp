@@ -127,3 +127,5 @@ inline int32_t sum_i(I a) { return _mm512_reduce_add_epi32(a.v); }
 inline float largest(F a) { return _mm512_reduce_max_ps(a.v); }
 
 }  // namespace millrace::MILLRACE_ISA
+
+#include "words.hpp"

@@ -207,3 +207,5 @@ inline float largest(F a) {
 }
 
 }  // namespace millrace::MILLRACE_ISA
+
+#include "words.hpp"
