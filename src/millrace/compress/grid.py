@@ -104,6 +104,14 @@ class Scales:
     scales: NDArray[np.float16]
     minimums: NDArray[np.float16] | None = None
 
+    def wide(self) -> tuple[Floats, Floats]:
+        """(N, G) each, float32: scales and zeros."""
+        steps = self.scales.astype(np.float32)
+        if self.minimums is None:
+            return steps, np.zeros_like(steps)
+        lows = self.minimums.astype(np.float32)
+        return steps, np.rint(np.divide(-lows, steps, out=np.zeros_like(steps), where=steps != 0))
+
 
 def rounded(w: Array, grid: Grid, search: Search | None = None, importance: Array | None = None) -> QuantisedMatrix:
     """w (N, K) to the nearest codes: RTN, or RTN with MSE clip. Arguments and errors as `fitted`.
@@ -116,11 +124,11 @@ def rounded(w: Array, grid: Grid, search: Search | None = None, importance: Arra
 def with_scales(w: Array, scales: Scales, grid: Grid) -> QuantisedMatrix:
     """The nearest codes of given scales."""
     codes = np.empty(w.shape, np.int8)
+    steps, zeros = (values[:, :, None] for values in scales.wide())
     for rows in slabs(*w.shape):
         for inputs, groups in runs(w.shape[1], grid.group_of(w.shape[1])):
             x = grouped(w[rows, inputs], groups)
-            steps, zeros = _wide(scales, rows, groups)
-            codes[rows, inputs] = _codes(x, steps, zeros, grid).reshape(len(x), -1)
+            codes[rows, inputs] = codes_of(x, steps[rows, groups], zeros[rows, groups], grid).reshape(len(x), -1)
     return matrix(codes, scales, grid)
 
 
@@ -228,23 +236,14 @@ def _bits(zero: int) -> int:
 _BITS = np.array([_bits(zero) for zero in range(16)])
 
 
-def _codes(x: Floats, scales: Floats, zeros: Floats, grid: Grid) -> Floats:
-    """x (N, G, n); scales, zeros (N, G, 1)"""
+def codes_of(x: Floats, scales: Floats, zeros: Floats, grid: Grid) -> Floats:
+    """The nearest ones, as float32; of any shape."""
     divisors: Floats = np.where(scales == 0, np.inf, scales).astype(np.float32)  # a group of zeros
     y: Floats = x / divisors
     np.rint(y, out=y)
     y += zeros
     np.clip(y, grid.lowest, grid.highest, out=y)
     return y
-
-
-def _wide(scales: Scales, rows: slice, groups: slice) -> tuple[Floats, Floats]:
-    """(N, G, 1) each: scales and zeros."""
-    steps = scales.scales[rows, groups, None].astype(np.float32)
-    if scales.minimums is None:
-        return steps, np.zeros_like(steps)
-    lows = scales.minimums[rows, groups, None].astype(np.float32)
-    return steps, np.rint(np.divide(-lows, steps, out=np.zeros_like(steps), where=steps != 0))
 
 
 def _searched(
@@ -269,7 +268,7 @@ def _searched(
 def _error(x: Floats, scales: Floats, zeros: Floats, grid: Grid, norm: float, weights: Floats | None) -> Floats:
     """(N, G)"""
     steps, shifts = scales[:, :, None], zeros[:, :, None]
-    off = _codes(x, steps, shifts, grid)
+    off = codes_of(x, steps, shifts, grid)
     off -= shifts
     off *= steps
     off -= x
