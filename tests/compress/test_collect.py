@@ -87,7 +87,7 @@ def test_other_families_and_bfloat16(family: str, tmp_path: Path) -> None:
         assert np.abs(exact[name].gram - rough[name].gram).max() < 0.2 * np.abs(exact[name].gram).max()
 
 
-class Ended(Exception):
+class EndedError(Exception):
     """As kill -9 ends a run."""
 
 
@@ -99,7 +99,7 @@ def test_a_run_that_was_ended_goes_on(tiny: Collected, tmp_path: Path) -> None:
     def end(_: str, piece: int, of: int) -> None:
         done.append(piece)
         if len(done) > 1 and piece < of:
-            raise Ended
+            raise EndedError
 
     while not done or done[-1] < pieces:
         begun, done = (done[-1] if done else 0), []
@@ -107,7 +107,7 @@ def test_a_run_that_was_ended_goes_on(tiny: Collected, tmp_path: Path) -> None:
         (folder / f"piece-{begun:03}.part").write_bytes(b"what was cut off")
         try:
             collect(tiny.source, tiny.text, folder, progress=end)
-        except Ended:
+        except EndedError:
             assert done == [begun, begun + 1], "the pieces before are not done again"
     for number in range(pieces):
         assert piece_file(folder, number).read_bytes() == piece_file(tiny.folder, number).read_bytes()
@@ -138,7 +138,7 @@ def test_a_damaged_file_is_one_error(where: int, tiny: Collected, tmp_path: Path
         [found[name] for name in found]
     assert "collect" in error.value.mend
     file.write_bytes(data[:-4])
-    with pytest.raises(ConfigError, match="piece-001 is (damaged|of another)"):
+    with pytest.raises(ConfigError, match=r"piece-001 is (damaged|of another)"):
         Statistics.open(folder)
 
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_collected_is_said_before(tiny: Collected, tmp_path: Path
     for text, n in (("", 1), ("Too short.", 1), (TEXT, 1000), (TEXT, 0)):
         with pytest.raises(ConfigError, match="calibration text has"):
             samples(tokenizer, text, n)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 1000))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 1000))
     with pytest.raises(MachineError, match="1,000 are free"):
         collect(tiny.source, tiny.text, tmp_path / "s")
     assert not list((tmp_path / "s").glob("piece-*"))
