@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from millrace.compress.gptq import Gptq, gptq
-from millrace.compress.grid import GPTQMODEL_MSE, WHOLE_ROW, Grid, rounded
+from millrace.compress.grid import IMATRIX_MSE, WHOLE_ROW, Grid, rounded
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -88,7 +88,7 @@ def test_damping_is_raised_until_there_is_a_factor() -> None:
 def test_scales_may_be_searched_or_given() -> None:
     w, gram = case(16, 128, seed=3)
     grid = Grid(4, 32)
-    clipped = rounded(w, grid, GPTQMODEL_MSE, gram.diagonal())
-    searched = gptq(w, gram, grid, search=GPTQMODEL_MSE).matrix
+    clipped = rounded(w, grid, IMATRIX_MSE, gram.diagonal())
+    searched = gptq(w, gram, grid, search=IMATRIX_MSE).matrix
     assert (searched.scales == clipped.scales).all()
     assert loss(w, searched.dequantise(), gram) < loss(w, clipped.dequantise(), gram)

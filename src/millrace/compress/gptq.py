@@ -54,7 +54,7 @@ def gptq(
 ) -> Rounded:  # fmt: skip
     """w (N, K), gram (K, K): the mean of x x^T of its inputs x.
 
-    search: of ranges, each input's errors weighed by its energy; scales: fixed ones, instead of any of its own choice
+    search: of ranges; scales: fixed ones, instead of any of its own choice
     raises as grid.fitted
     """
     N, K = w.shape

@@ -80,13 +80,15 @@ class Search:
     """Smaller ranges are tried: 1, 1 - 1/steps, ... above 1 - most. Each group keeps what has the least sum of
     |error|^norm; it ends where `patience` ranges in a row were better for no group of a slab.
 
-    source: llm-compressor's memoryless_mse; GPTQModel tries further down
+    weighted: each error times the mean square of its input, where that is known
+    source: llm-compressor's memoryless_mse and, weighted, imatrix_mse; GPTQModel tries further down
     """
 
     most: float = 0.20
     steps: int = 100
     norm: float = 2.4
     patience: int = 5
+    weighted: bool = False
 
     @property
     def shares(self) -> list[float]:
@@ -94,6 +96,7 @@ class Search:
 
 
 LLM_COMPRESSOR_MSE = Search()
+IMATRIX_MSE = Search(weighted=True)
 GPTQMODEL_MSE = Search(most=0.80, patience=80)
 
 
@@ -121,6 +124,18 @@ def rounded(w: Array, grid: Grid, search: Search | None = None, importance: Arra
     return with_scales(w, fitted(w, grid, search, importance), grid)
 
 
+def nearest(w: Array, scales: Scales, grid: Grid) -> Floats:
+    """(N, K): what w's nearest codes stand for."""
+    values = np.empty(w.shape, np.float32)
+    steps, zeros = (of_groups[:, :, None] for of_groups in scales.wide())
+    for rows in slabs(*w.shape):
+        for inputs, groups in runs(w.shape[1], grid.group_of(w.shape[1])):
+            step, zero = steps[rows, groups], zeros[rows, groups]
+            codes = codes_of(grouped(w[rows, inputs], groups), step, zero, grid)
+            values[rows, inputs] = ((codes - zero) * step).reshape(len(codes), -1)
+    return values
+
+
 def with_scales(w: Array, scales: Scales, grid: Grid) -> QuantisedMatrix:
     """The nearest codes of given scales."""
     codes = np.empty(w.shape, np.int8)
@@ -136,10 +151,12 @@ def matrix(codes: NDArray[np.int8], scales: Scales, grid: Grid) -> QuantisedMatr
     return QuantisedMatrix(codes, scales.scales, grid.group_of(codes.shape[1]), grid.bits, scales.minimums)
 
 
-def fitted(w: Array, grid: Grid, search: Search | None = None, importance: Array | None = None) -> Scales:
+def fitted(
+    w: Array, grid: Grid, search: Search | None = None, importance: Array | None = None, share: float = 1.0
+) -> Scales:
     """The scales of w's groups, by their extremes or by a search for the range with the least error.
 
-    importance (K,): factors of the errors in a search, such as the mean square of each input
+    importance (K,): the mean square of each input, for a search that weighs by it; share: of the range
     raises CheckpointError for what is not finite, or so small that scales as float16 have them would change it
     """
     N, K = w.shape
@@ -150,13 +167,15 @@ def fitted(w: Array, grid: Grid, search: Search | None = None, importance: Array
     for rows in slabs(N, K):
         for inputs, groups in runs(K, size):
             x = grouped(finite(w[rows, inputs], np.dtype(np.float32)), groups)
-            low, high = _extremes(x, grid)
+            low, high = (extreme * np.float32(share) for extreme in _extremes(x, grid))
             found = _stored(low, high, grid)
             coarse = np.abs(found[0] - _exact(low, high, grid)) > _COARSE * np.abs(_exact(low, high, grid))
             total, lost = total + _energy(x), lost + _energy(x[coarse])
             if search is not None:
-                weights = None if importance is None else grouped(importance[None, inputs], groups).astype(np.float32)
-                found = _searched(x, low, high, grid, search, weights)
+                energy = (
+                    importance[None, inputs].astype(np.float32) if search.weighted and importance is not None else None
+                )
+                found = _searched(x, low, high, grid, search, None if energy is None else grouped(energy, groups))
             scales[rows, groups] = found[0]
             minimums[rows, groups] = -found[1] * found[0]
     if lost > _COARSE**2 * total:
@@ -167,9 +186,9 @@ def fitted(w: Array, grid: Grid, search: Search | None = None, importance: Array
     return Scales(scales, minimums if grid.minimums else None)
 
 
-def slabs(N: int, K: int) -> Iterator[slice]:
-    """Rows that are worked on together."""
-    rows = max(_SLAB // K, 1)
+def slabs(N: int, K: int, most: int = _SLAB) -> Iterator[slice]:
+    """Rows that are worked on together: `most` weights, or one row."""
+    rows = max(most // K, 1)
     return (slice(start, min(N, start + rows)) for start in range(0, N, rows))
 
 
