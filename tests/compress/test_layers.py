@@ -22,6 +22,7 @@ from millrace.compress.layers import Layer, Method, rounded_layers, rounding, se
 from millrace.compress.loss import relative_error
 from millrace.compress.smooth import LLM_COMPRESSOR_EXAMPLE, WEIGHT, Awq
 from millrace.compress.statistics import Statistics
+from millrace.errors import ConfigError
 from millrace.evaluate.pieces import answers, read, score
 from millrace.evaluate.windows import Windows
 from millrace.kernels.precision import Precision
@@ -118,3 +119,8 @@ def test_a_method_is_its_parts(tiny: Trained) -> None:
         assert found.error == pytest.approx(relative_error(w, exact.dequantise(), x.gram))
     errors = sensitivity(w, x, [METHODS["rtn row"], METHODS["rtn"], METHODS["gptq"], METHODS["rtn 8"]])
     assert errors == sorted(errors, reverse=True) and errors[-1] < 0.01 * errors[1]
+
+
+def test_a_range_is_chosen_in_one_way() -> None:
+    with pytest.raises(ConfigError, match="both searched and clipped"):
+        Method(grid=G32, search=IMATRIX_MSE, clip=True)

@@ -26,6 +26,7 @@ from millrace.compress.smooth import (
     smooth_factors,
 )
 from millrace.compress.statistics import InputStatistics, Statistics
+from millrace.errors import ConfigError
 
 _UNCLIPPED = (".q_proj", ".k_proj")  # AutoAWQ: their products are multiplied with each other
 
@@ -39,6 +40,10 @@ class Method:
     search: Search | None = None
     clip: bool = False
     gptq: Gptq | None = None
+
+    def __post_init__(self) -> None:
+        if self.search and self.clip:
+            raise ConfigError("ranges both searched and clipped", "one way to choose them", "leave one out")
 
 
 @dataclass(frozen=True, slots=True)

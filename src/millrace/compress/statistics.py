@@ -132,8 +132,8 @@ class Statistics(Mapping[str, InputStatistics]):
 class Writing:
     """A folder that is being filled, by this run alone."""
 
-    def __init__(self, folder: Path, about: About, file: int) -> None:
-        self.folder, self.about, self._file = folder, about, file
+    def __init__(self, folder: Path, about: About) -> None:
+        self.folder, self.about = folder, about
 
     @property
     def next(self) -> int:
@@ -185,7 +185,7 @@ def writing(folder: Path, about: About) -> Iterator[Writing]:
             os.fsync(file)
         elif (other := read_about(folder)) != about:
             raise _of_another(folder, other, about)
-        yield Writing(folder, about, file)
+        yield Writing(folder, about)
     finally:
         os.close(file)
 
