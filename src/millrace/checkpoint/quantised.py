@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-STORED_GROUP = 32  # whose choice keeps a checkpoint's own groups
 SUPER_BLOCK = 256  # inputs that share the upper one of two levels of scales
 Array = NDArray[Any]
 
@@ -21,7 +20,7 @@ class QuantisedFormat:
     """
 
     bits: int
-    group: int
+    group: int  # of a whole row its length, rounded up to a multiple of 4, which is what kernels take
     minimums: bool = False
     two_levels: bool = False
 

@@ -147,6 +147,10 @@ class Tensors(Mapping[str, TensorInfo]):
         """The tensor's own integers, where it is stored as such and `bits` and `group` hold them unchanged."""
         return None
 
+    def activation_bits(self, name: str) -> int:
+        """What the checkpoint means to multiply this matrix with: 8-bit integers, or 16-bit floats."""
+        return 16
+
 
 def _read_index(folder: Path) -> dict[str, str] | None:
     """Tensor name -> file name; None where the weights are one model.safetensors, which wins as in transformers."""
