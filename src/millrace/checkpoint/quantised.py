@@ -34,7 +34,7 @@ class QuantisedFormat:
 class QuantisedMatrix:
     """w (N, K) = codes * scales of their group + minimums of their group, exactly.
 
-    codes (N, K) int8 in -2^(bits-1) .. 2^(bits-1)-1, with minimums in 0 .. 2^bits-1, for which 8 bits are too many
+    codes (N, K) int8 in -2^(bits-1) .. 2^(bits-1)-1; of fewer than 8 bits with minimums in 0 .. 2^bits-1
     scales (N, G) float16, minimums alike; in two levels both are (N, K / SUPER_BLOCK) float16, and those of a group
     are these times its scale_levels, its minimum_levels (N, G) int8
     """

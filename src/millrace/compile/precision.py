@@ -175,8 +175,11 @@ def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> 
     """Which matrices that a checkpoint holds in integers are rounded once more, and into what; which take more room."""
     rounded: Counter[tuple[str, Precision, int]] = Counter()
     widened: Counter[str] = Counter()
+    floats: Counter[str] = Counter()
     for name, matrix in stored.items():
         precision, held = chosen.of(name, is_head=name == HEAD), matrix.held
+        if held is None and precision == Precision.BF16 and matrix.dtype not in _FLOATS:
+            floats[matrix.dtype] += 1
         if held is None or precision == Precision.FP32:
             continue
         if not chosen.kept(held, precision):
@@ -195,7 +198,12 @@ def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> 
         f"{n} of {len(stored)} matrices are stored as {dtype.upper()} and kept exactly, their codes in eight bits each"
         for dtype, n in widened.items()
     )
-    return (*again, *wider)
+    plain = (
+        f"{n} of {len(stored)} matrices are stored as {dtype.upper()} and computed as 16-bit floats: no 8-bit integers "
+        "with float16 scales stand for them exactly"
+        for dtype, n in floats.items()
+    )
+    return (*again, *wider, *plain)
 
 
 _WORDS = {
