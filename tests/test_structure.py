@@ -20,7 +20,7 @@ PUBLIC = [
     "StructuredOutputsParams",
 ]  # changing this is a CHANGELOG line
 
-ORDER = [  # of those to come, each where it will stand: compress after evaluate, size after bench
+ORDER = [  # of those to come, each where it will stand: size after bench
     "errors",
     "env",
     "settings",
@@ -33,6 +33,7 @@ ORDER = [  # of those to come, each where it will stand: compress after evaluate
     "engine",
     "compile",
     "evaluate",
+    "compress",
     "tune",
     "runtime",
     "serve",

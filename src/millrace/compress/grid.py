@@ -1,0 +1,284 @@
+"""Which values a weight may be rounded to: a grid of codes, its scales, and the plain way of rounding (RTN).
+
+N outputs, K inputs, G groups of inputs. Arithmetic is float32, in slabs of rows; scales are float16 when a code is
+chosen, so what is chosen is nearest to what will be read.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.errors import CheckpointError, ConfigError
+from millrace.kernels.matmul.pack import finite
+
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+WHOLE_ROW = 0  # a group of all inputs
+GROUPS = (32, 64, 128, WHOLE_ROW)
+_SLAB = 1 << 18  # weights worked on at a time, which stay in a core's cache: they bound the memory beside the result
+_MANTISSA = 11  # bits of a float16's, with the one that is not stored
+_COARSE = 0.1  # a scale is that far from what it should be: of such groups there may be a few, next to nothing
+
+
+class Convention(StrEnum):
+    """How a scale follows from the extremes of a group, named after who does so."""
+
+    COMPRESSED_TENSORS = "compressed-tensors"  # the range over all codes: amax / 7.5; GPTQ's, too. With minimums it
+    #   includes 0; AutoAWQ's need not, which differs only where a group has one sign, and clips it there
+    MODEL_OPTIMIZER = "model-optimizer"  # amax / 7, so that -8 is hardly used; symmetric AWQ's, too
+    GGUF = "gguf"  # the signed extreme becomes -8 (Q4_0); also what this package rounds with when it builds
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """minimums: codes count from 0, and each group has a minimum, an exact multiple of its scale: -zero * scale."""
+
+    bits: int = 4
+    group: int = 128
+    minimums: bool = False
+    convention: Convention = Convention.COMPRESSED_TENSORS
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or self.group not in GROUPS:
+            raise ConfigError(
+                f"weights of {self.bits} bits in groups of {self.group}",
+                "4 or 8 bits; groups of 32, 64 or 128, or 0 for a whole row", "choose one of these",
+            )  # fmt: skip
+        if self.minimums and self.bits != 4:
+            raise ConfigError("8 bits with minimums", "4 bits, or symmetric ones", "leave the minimums out")
+        if self.minimums and self.convention != Convention.COMPRESSED_TENSORS:
+            raise ConfigError(
+                f"scales as of {self.convention} with minimums", f"those of {Convention.COMPRESSED_TENSORS}",
+                "leave the minimums out, or the convention",
+            )  # fmt: skip
+
+    @property
+    def lowest(self) -> int:
+        return 0 if self.minimums else -(1 << self.bits - 1)
+
+    @property
+    def highest(self) -> int:
+        return (1 << self.bits) - 1 if self.minimums else (1 << self.bits - 1) - 1
+
+    def group_of(self, K: int) -> int:
+        """Inputs of a group in a row of K."""
+        return self.group or K
+
+    def bits_per_weight(self, K: int) -> float:
+        """With scales; a zero counts as many bits as a code."""
+        groups = -(-K // self.group_of(K))
+        return self.bits + groups * (16 + (self.bits if self.minimums else 0)) / K
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Smaller ranges are tried: 1, 1 - 1/steps, ... above 1 - most. Each group keeps what has the least sum of
+    |error|^norm; it ends where `patience` ranges in a row were better for no group of a slab.
+
+    source: llm-compressor's memoryless_mse; GPTQModel tries further down
+    """
+
+    most: float = 0.20
+    steps: int = 100
+    norm: float = 2.4
+    patience: int = 5
+
+    @property
+    def shares(self) -> list[float]:
+        return [1 - i / self.steps for i in range(1, int(self.most * self.steps))]
+
+
+LLM_COMPRESSOR_MSE = Search()
+GPTQMODEL_MSE = Search(most=0.80, patience=80)
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """scales (N, G) float16; minimums alike, where the grid has some."""
+
+    scales: NDArray[np.float16]
+    minimums: NDArray[np.float16] | None = None
+
+
+def rounded(w: Array, grid: Grid, search: Search | None = None, importance: Array | None = None) -> QuantisedMatrix:
+    """w (N, K) to the nearest codes: RTN, or RTN with MSE clip. Arguments and errors as `fitted`.
+
+    error: |w - dequantise| <= scale/2 for what is not clipped
+    """
+    return with_scales(w, fitted(w, grid, search, importance), grid)
+
+
+def with_scales(w: Array, scales: Scales, grid: Grid) -> QuantisedMatrix:
+    """The nearest codes of given scales."""
+    codes = np.empty(w.shape, np.int8)
+    for rows in slabs(*w.shape):
+        for inputs, groups in runs(w.shape[1], grid.group_of(w.shape[1])):
+            x = grouped(w[rows, inputs], groups)
+            steps, zeros = _wide(scales, rows, groups)
+            codes[rows, inputs] = _codes(x, steps, zeros, grid).reshape(len(x), -1)
+    return matrix(codes, scales, grid)
+
+
+def matrix(codes: NDArray[np.int8], scales: Scales, grid: Grid) -> QuantisedMatrix:
+    return QuantisedMatrix(codes, scales.scales, grid.group_of(codes.shape[1]), grid.bits, scales.minimums)
+
+
+def fitted(w: Array, grid: Grid, search: Search | None = None, importance: Array | None = None) -> Scales:
+    """The scales of w's groups, by their extremes or by a search for the range with the least error.
+
+    importance (K,): factors of the errors in a search, such as the mean square of each input
+    raises CheckpointError for what is not finite, or so small that scales as float16 have them would change it
+    """
+    N, K = w.shape
+    size = grid.group_of(K)
+    G = -(-K // size)
+    scales, minimums = np.empty((N, G), np.float16), np.empty((N, G), np.float16)
+    lost = total = 0.0
+    for rows in slabs(N, K):
+        for inputs, groups in runs(K, size):
+            x = grouped(finite(w[rows, inputs], np.dtype(np.float32)), groups)
+            low, high = _extremes(x, grid)
+            found = _stored(low, high, grid)
+            coarse = np.abs(found[0] - _exact(low, high, grid)) > _COARSE * np.abs(_exact(low, high, grid))
+            total, lost = total + _energy(x), lost + _energy(x[coarse])
+            if search is not None:
+                weights = None if importance is None else grouped(importance[None, inputs], groups).astype(np.float32)
+                found = _searched(x, low, high, grid, search, weights)
+            scales[rows, groups] = found[0]
+            minimums[rows, groups] = -found[1] * found[0]
+    if lost > _COARSE**2 * total:
+        raise CheckpointError(
+            "weights too small for the scales of their groups, in float16",
+            f"groups that reach {grid.highest * 1e-6:.0e}", "leave this matrix as it is",
+        )  # fmt: skip
+    return Scales(scales, minimums if grid.minimums else None)
+
+
+def slabs(N: int, K: int) -> Iterator[slice]:
+    """Rows that are worked on together."""
+    rows = max(_SLAB // K, 1)
+    return (slice(start, min(N, start + rows)) for start in range(0, N, rows))
+
+
+def runs(K: int, group: int) -> list[tuple[slice, slice]]:
+    """Inputs and the numbers of their groups: those of all whole groups, and those of the last one if it is shorter."""
+    whole = K // group
+    both = [(slice(0, whole * group), slice(0, whole)), (slice(whole * group, K), slice(whole, whole + 1))]
+    return [(inputs, groups) for inputs, groups in both if inputs.start < inputs.stop]
+
+
+def grouped(x: Array, groups: slice) -> Array:
+    """(N, K) -> (N, G, inputs of a group)"""
+    return x.reshape(len(x), groups.stop - groups.start, -1)
+
+
+def _extremes(x: Floats, grid: Grid) -> tuple[Floats, Floats]:
+    """(N, G) each: what the lowest and the highest code stand for, or nearly."""
+    low, high = x.min(axis=2), x.max(axis=2)
+    if grid.minimums:
+        return np.minimum(low, 0), np.maximum(high, 0)
+    if grid.convention == Convention.GGUF:
+        extreme = np.where(-low >= high, low, high)
+        return extreme, extreme
+    amax = np.maximum(-low, high)
+    return -amax, amax
+
+
+def _exact(low: Floats, high: Floats, grid: Grid) -> Floats:
+    """The scale of a range."""
+    codes = grid.highest - grid.lowest
+    if grid.minimums:
+        return (high - low) / np.float32(codes)
+    match grid.convention:
+        case Convention.GGUF:
+            return low / np.float32(grid.lowest)
+        case Convention.MODEL_OPTIMIZER:
+            return high / np.float32(grid.highest)
+        case _:
+            return high / np.float32(codes / 2)
+
+
+def _stored(low: Floats, high: Floats, grid: Grid) -> tuple[Floats, Floats]:
+    """(N, G) each: the scale as float16 holds it, and the zero, an integer.
+
+    -zero * scale is exact in float16: a scale beside a zero of b bits keeps 11 - b of its own (a half of 0.8 % beside
+    the largest zeros, next to nothing beside most)
+    """
+    exact = _exact(low, high, grid)
+    if not grid.minimums:
+        scales = finite(exact, np.dtype(np.float16)).astype(np.float32)
+        return scales, np.zeros_like(scales)
+    zeros = np.rint(np.divide(-low, exact, out=np.zeros_like(low), where=exact != 0)).clip(0, grid.highest)
+    kept = (_MANTISSA - _BITS[zeros.astype(np.intp)]).astype(np.int32)
+    mantissa, exponent = np.frexp(exact)
+    short = np.ldexp(np.rint(np.ldexp(mantissa, kept)), exponent - kept).astype(np.float32)
+    return finite(short, np.dtype(np.float16)).astype(np.float32), zeros
+
+
+def _bits(zero: int) -> int:
+    """Of its odd part: factors of two are the exponent's."""
+    return (zero // (zero & -zero)).bit_length() if zero else 0
+
+
+_BITS = np.array([_bits(zero) for zero in range(16)])
+
+
+def _codes(x: Floats, scales: Floats, zeros: Floats, grid: Grid) -> Floats:
+    """x (N, G, n); scales, zeros (N, G, 1)"""
+    divisors: Floats = np.where(scales == 0, np.inf, scales).astype(np.float32)  # a group of zeros
+    y: Floats = x / divisors
+    np.rint(y, out=y)
+    y += zeros
+    np.clip(y, grid.lowest, grid.highest, out=y)
+    return y
+
+
+def _wide(scales: Scales, rows: slice, groups: slice) -> tuple[Floats, Floats]:
+    """(N, G, 1) each: scales and zeros."""
+    steps = scales.scales[rows, groups, None].astype(np.float32)
+    if scales.minimums is None:
+        return steps, np.zeros_like(steps)
+    lows = scales.minimums[rows, groups, None].astype(np.float32)
+    return steps, np.rint(np.divide(-lows, steps, out=np.zeros_like(steps), where=steps != 0))
+
+
+def _searched(
+    x: Floats, low: Floats, high: Floats, grid: Grid, search: Search, weights: Floats | None
+) -> tuple[Floats, Floats]:
+    """As `_stored`, of the range of least error."""
+    scales, zeros = _stored(low, high, grid)
+    least = _error(x, scales, zeros, grid, search.norm, weights)
+    in_vain = 0
+    for share in map(np.float32, search.shares):
+        tried = _stored(low * share, high * share, grid)
+        error = _error(x, *tried, grid, search.norm, weights)
+        better = error < least
+        scales, zeros = np.where(better, tried[0], scales), np.where(better, tried[1], zeros)
+        least = np.where(better, error, least)
+        in_vain = 0 if better.any() else in_vain + 1
+        if in_vain >= search.patience:
+            break
+    return scales, zeros
+
+
+def _error(x: Floats, scales: Floats, zeros: Floats, grid: Grid, norm: float, weights: Floats | None) -> Floats:
+    """(N, G)"""
+    steps, shifts = scales[:, :, None], zeros[:, :, None]
+    off = _codes(x, steps, shifts, grid)
+    off -= shifts
+    off *= steps
+    off -= x
+    power = np.square(off) if norm == 2 else np.abs(off) ** np.float32(norm)
+    if weights is not None:
+        power *= weights
+    found: Floats = power.sum(axis=2)
+    return found
+
+
+def _energy(x: Array) -> float:
+    return float(np.square(x, dtype=np.float64).sum())
