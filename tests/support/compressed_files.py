@@ -57,8 +57,9 @@ def packed_by_spec(codes: Array, bits: int) -> Array:
 
 def unpacked_by_spec(words: Array, bits: int, n: int) -> Array:
     stream = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
-    codes = stream[:, : n * bits].reshape(len(words), n, bits).astype(np.int64) << np.arange(bits)
-    return codes.sum(axis=2) - (1 << bits - 1)
+    codes: Array = stream[:, : n * bits].reshape(len(words), n, bits).astype(np.int64) << np.arange(bits)
+    found: Array = codes.sum(axis=2) - (1 << bits - 1)
+    return found
 
 
 def dequantised_by_spec(file: Mapping[str, Array], module: str, kind: Mapping[str, Any]) -> Array:
@@ -81,6 +82,27 @@ def dequantised_by_spec(file: Mapping[str, Array], module: str, kind: Mapping[st
         for part in (zero, scale)
     ]
     return (codes - wide[0]) * wide[1]
+
+
+_TYPES = {
+    "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16, "I8": "i1", "I32": "<i4", "I64": "<i8",
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+}  # fmt: skip
+
+
+def read_file(path: Path) -> dict[str, Array]:
+    """A safetensors file as its page describes it, E4M3 included."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    del header["__metadata__"]
+    spans = {
+        name: (8 + size + said["data_offsets"][0], 8 + size + said["data_offsets"][1]) for name, said in header.items()
+    }
+    return {
+        name: np.frombuffer(data[begin:end], _TYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
+        for name, (begin, end) in spans.items()
+    }
 
 
 def write_compressed(

@@ -15,7 +15,7 @@ from millrace.cli.signals import ended_in_order
 from millrace.compile.find import model_folder
 from millrace.compress.compress import RECORD, Result, compress
 from millrace.compress.folder import check_place
-from millrace.compress.measure import Loss, measure, why_not
+from millrace.compress.measure import Loss, measure, why_not, windows_for
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, read_recipe
 from millrace.engine.manifest import MANIFEST
@@ -51,9 +51,10 @@ def command(
     env: Env, /, model: str, output: Path, recipe: str, dry_run: bool, evaluate: bool, calibration: str | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Compress a checkpoint into a smaller one, a folder in the format of compressed-tensors.
+    """Make a smaller checkpoint of one, and prove it.
 
-    MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. What is written is read again before it counts.
+    MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The new folder has the format of compressed-tensors;
+    it is read again before it counts.
     """
     started_s = time.perf_counter()
     text = _text(calibration, evaluate and not dry_run)
@@ -61,9 +62,11 @@ def command(
         checkpoint = _open(model, env, report)
         job = plan(checkpoint, read_recipe(recipe))
         check_place(output, job.bytes_after)
+        without = "--no-evaluate was given" if text is None else why_not(checkpoint)
+        read = windows_for(checkpoint, text) if text and not without else None  # a text too short is said at once
         if not dry_run:
             made = compress(job, output, progress=report)
-            loss = _measured(made, text, report)
+            loss = measure(checkpoint, Checkpoint.open(output), read, report) if read else without
     if dry_run:
         _show_plan(job, as_json)
         return
@@ -88,14 +91,6 @@ def _open(model: str, env: Env, report: Any) -> Checkpoint:
     if (folder / MANIFEST).is_file():
         raise ConfigError(f"{folder} is an engine", "a checkpoint", "name the checkpoint it was built from")
     return Checkpoint.open(folder)
-
-
-def _measured(made: Result, text: Calibration | None, report: Any) -> Loss | str:
-    """Or why it was not."""
-    without = "--no-evaluate was given" if text is None else why_not(made.job.checkpoint)
-    if without or text is None:
-        return without
-    return measure(made.job.checkpoint, Checkpoint.open(made.folder), text, report)
 
 
 def _add_to_record(folder: Path, loss: object) -> None:

@@ -40,13 +40,17 @@ def why_not(checkpoint: Checkpoint) -> str:
     return ""
 
 
-def measure(source: Checkpoint, made: Checkpoint, calibration: Calibration, progress: Progress) -> Loss:
+def windows_for(source: Checkpoint, calibration: Calibration) -> Windows:
+    """What is read of a text. raises ConfigError where it is too short"""
+    return calibration.windows(source.tokenizer, Source.from_checkpoint(source).max_context)
+
+
+def measure(source: Checkpoint, made: Checkpoint, text: Windows, progress: Progress) -> Loss:
     """The source in float32; the folder in its own precision, with keys and values in bfloat16. Memory: a piece.
 
-    raises ConfigError for a text that is too short, MachineError where the logits are not finite
+    raises MachineError where the logits are not finite
     """
     model = Source.from_checkpoint(source)
-    text = calibration.windows(source.tokenizer, model.max_context)
     exact = _pieces(model, text, BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFormat.F32))
     other = Source.from_checkpoint(made)
     pieces = _pieces(other, text, BuildOptions())

@@ -8,15 +8,15 @@ from fnmatch import fnmatchcase
 
 from millrace.checkpoint.checkpoint import Checkpoint, CompressedCheckpoint, GgufCheckpoint
 from millrace.checkpoint.encoder import EncoderConfig
-from millrace.checkpoint.weights import FLOAT_NAMES
+from millrace.checkpoint.weights import FLOAT_NAMES, TensorInfo
 from millrace.compress.forms import NAMES, Form, Spec
 from millrace.compress.grid import GROUPS
 from millrace.compress.recipe import Recipe, Treatment
 from millrace.errors import CheckpointError, ConfigError
+from millrace.model.families import HEAD
 
 WEIGHT = ".weight"
 TABLE = "model.embed_tokens"
-_NO_LINEAR = (TABLE,)
 _SMALLER = sorted((g for g in GROUPS if g), reverse=True)
 # Seconds per million weights on one core, of each step that takes long: measured on 2.6 GHz, for an estimate alone.
 _ROUND_S, _SEARCH_S, _FP8_S = 0.03, 0.6, 0.03
@@ -75,12 +75,14 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
     """Reads headers alone. raises CheckpointError for what cannot be compressed, ConfigError for a wrong recipe"""
     _check_source(checkpoint)
     tensors = checkpoint.tensors
-    linears = {n.removesuffix(WEIGHT): info.shape for n, info in tensors.items()
-               if n.endswith(WEIGHT) and len(info.shape) == 2 and n.removesuffix(WEIGHT) not in _NO_LINEAR}  # fmt: skip
+    # A tied head has no tensor, and yet is a linear layer to who reads config.json.
+    ignored = [HEAD] if checkpoint.decoder.tie_embeddings else []
+    linears = _linears(tensors)
     layers: dict[str, tuple[Treatment, Form]] = {}
-    ignored: list[str] = []
     smaller: Counter[tuple[int, int, int]] = Counter()
     for name, (_, K) in linears.items():
+        if name in ignored:
+            continue
         if not _in_a_layer(name) and not _is_named(recipe, name):
             ignored.append(name)  # the head, as all tools leave it
             continue
@@ -124,6 +126,12 @@ def _source_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     kinds = Counter(info.dtype for info in checkpoint.tensors.values() if info.dtype not in FLOAT_NAMES)
     held = ", ".join(f"{n} as {kind.upper()}" for kind, n in kinds.most_common())
     return (f"the source holds {held}: rounded once more, from their exact values",) if kinds else ()
+
+
+def _linears(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
+    """Shapes (N, K), by name; a head that is tied to the embedding is none."""
+    matrices = {n.removesuffix(WEIGHT): i.shape for n, i in tensors.items() if n.endswith(WEIGHT) and len(i.shape) == 2}
+    return {name: shape for name, shape in matrices.items() if name != TABLE}
 
 
 def _in_a_layer(name: str) -> bool:
