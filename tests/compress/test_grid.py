@@ -7,6 +7,7 @@ import pytest
 
 from millrace.compress.grid import (
     GPTQMODEL_MSE,
+    IMATRIX_MSE,
     LLM_COMPRESSOR_MSE,
     WHOLE_ROW,
     Convention,
@@ -89,7 +90,9 @@ def test_a_minimum_is_an_exact_multiple_of_its_scale(seed: int) -> None:
 
 
 @pytest.mark.parametrize("grid", [Grid(4, 32), Grid(4, 32, minimums=True), Grid(8, 32)], ids=repr)
-@pytest.mark.parametrize("search", [LLM_COMPRESSOR_MSE, GPTQMODEL_MSE, Search(0.5, 20, 2.0, 99)], ids=repr)
+@pytest.mark.parametrize(
+    "search", [LLM_COMPRESSOR_MSE, IMATRIX_MSE, GPTQMODEL_MSE, Search(0.5, 20, 2.0, 99, True)], ids=repr
+)
 def test_a_search_finds_what_trying_everything_finds(grid: Grid, search: Search) -> None:
     w = weights(5, 80, seed=3)
     importance = np.random.default_rng(4).uniform(0.1, 3, 80)
@@ -100,7 +103,7 @@ def test_a_search_finds_what_trying_everything_finds(grid: Grid, search: Search)
     for n in range(5):
         for begin in (0, 32, 64):
             own = slice(begin, min(begin + 32, 80))
-            group, factors = w[n, own].astype(float), importance[own]
+            group, factors = w[n, own].astype(float), importance[own] if search.weighted else np.ones(80)[own]
             errors = []
             for share in shares:
                 scale, zero = plain_range(list(group), grid, share)

@@ -43,9 +43,9 @@ from millrace.engine.manifest import (
 from millrace.engine.slots import Slot, slot
 from millrace.errors import CheckpointError, ConfigError, plain
 from millrace.graph.cuts import cut
-from millrace.graph.rewrite import LOGITS, head_of
+from millrace.graph.rewrite import LOGITS, head_of, prune
 from millrace.graph.table import graph_table
-from millrace.graph.types import Graph, Symbol, find
+from millrace.graph.types import Graph, Port, Symbol, find
 from millrace.kernels.catalogue import operators
 from millrace.kernels.library import library
 from millrace.kernels.operators import runnable
@@ -145,15 +145,21 @@ def plan_engine(source: Source, options: BuildOptions) -> Plan:
     return Plan(precision, traced, _program(traced, chosen), tuple(map(plain, notes)))
 
 
-def plan_pieces(source: Source, options: BuildOptions) -> Iterator[Program]:
+def plan_pieces(
+    source: Source, options: BuildOptions, wanted: Callable[[Graph], tuple[Port, ...]] | None = None
+) -> Iterator[Program]:
     """The same engine as plan_engine's in pieces that compute its bits one after the other, with CARRIED between them.
 
+    wanted: of a piece, what it shall give instead of its outputs; a piece of which nothing is wanted is left out
     raises as plan_engine
     """
     chosen = settled(source, options)
     traced = trace_model(source.module, source.weights, operators())
     grown = run_passes(traced, [("fold_constants", fold_constants), ("fuse_elementwise", fuse_elementwise)])
-    return (_program(piece, chosen) for piece in cut(grown))
+    pieces = cut(grown)
+    if wanted is not None:
+        pieces = tuple(prune(replace(piece, outputs=ports)) for piece in pieces if (ports := wanted(piece)))
+    return (_program(piece, chosen) for piece in pieces)
 
 
 def _program(traced: Graph, chosen: Settled) -> Program:

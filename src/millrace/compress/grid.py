@@ -80,13 +80,15 @@ class Search:
     """Smaller ranges are tried: 1, 1 - 1/steps, ... above 1 - most. Each group keeps what has the least sum of
     |error|^norm; it ends where `patience` ranges in a row were better for no group of a slab.
 
-    source: llm-compressor's memoryless_mse; GPTQModel tries further down
+    weighted: each error times the mean square of its input, where that is known
+    source: llm-compressor's memoryless_mse and, weighted, imatrix_mse; GPTQModel tries further down
     """
 
     most: float = 0.20
     steps: int = 100
     norm: float = 2.4
     patience: int = 5
+    weighted: bool = False
 
     @property
     def shares(self) -> list[float]:
@@ -94,6 +96,7 @@ class Search:
 
 
 LLM_COMPRESSOR_MSE = Search()
+IMATRIX_MSE = Search(weighted=True)
 GPTQMODEL_MSE = Search(most=0.80, patience=80)
 
 
@@ -104,6 +107,14 @@ class Scales:
     scales: NDArray[np.float16]
     minimums: NDArray[np.float16] | None = None
 
+    def wide(self) -> tuple[Floats, Floats]:
+        """(N, G) each, float32: scales and zeros."""
+        steps = self.scales.astype(np.float32)
+        if self.minimums is None:
+            return steps, np.zeros_like(steps)
+        lows = self.minimums.astype(np.float32)
+        return steps, np.rint(np.divide(-lows, steps, out=np.zeros_like(steps), where=steps != 0))
+
 
 def rounded(w: Array, grid: Grid, search: Search | None = None, importance: Array | None = None) -> QuantisedMatrix:
     """w (N, K) to the nearest codes: RTN, or RTN with MSE clip. Arguments and errors as `fitted`.
@@ -113,14 +124,26 @@ def rounded(w: Array, grid: Grid, search: Search | None = None, importance: Arra
     return with_scales(w, fitted(w, grid, search, importance), grid)
 
 
+def nearest(w: Array, scales: Scales, grid: Grid) -> Floats:
+    """(N, K): what w's nearest codes stand for."""
+    values = np.empty(w.shape, np.float32)
+    steps, zeros = (of_groups[:, :, None] for of_groups in scales.wide())
+    for rows in slabs(*w.shape):
+        for inputs, groups in runs(w.shape[1], grid.group_of(w.shape[1])):
+            step, zero = steps[rows, groups], zeros[rows, groups]
+            codes = codes_of(grouped(w[rows, inputs], groups), step, zero, grid)
+            values[rows, inputs] = ((codes - zero) * step).reshape(len(codes), -1)
+    return values
+
+
 def with_scales(w: Array, scales: Scales, grid: Grid) -> QuantisedMatrix:
     """The nearest codes of given scales."""
     codes = np.empty(w.shape, np.int8)
+    steps, zeros = (values[:, :, None] for values in scales.wide())
     for rows in slabs(*w.shape):
         for inputs, groups in runs(w.shape[1], grid.group_of(w.shape[1])):
             x = grouped(w[rows, inputs], groups)
-            steps, zeros = _wide(scales, rows, groups)
-            codes[rows, inputs] = _codes(x, steps, zeros, grid).reshape(len(x), -1)
+            codes[rows, inputs] = codes_of(x, steps[rows, groups], zeros[rows, groups], grid).reshape(len(x), -1)
     return matrix(codes, scales, grid)
 
 
@@ -128,10 +151,12 @@ def matrix(codes: NDArray[np.int8], scales: Scales, grid: Grid) -> QuantisedMatr
     return QuantisedMatrix(codes, scales.scales, grid.group_of(codes.shape[1]), grid.bits, scales.minimums)
 
 
-def fitted(w: Array, grid: Grid, search: Search | None = None, importance: Array | None = None) -> Scales:
+def fitted(
+    w: Array, grid: Grid, search: Search | None = None, importance: Array | None = None, share: float = 1.0
+) -> Scales:
     """The scales of w's groups, by their extremes or by a search for the range with the least error.
 
-    importance (K,): factors of the errors in a search, such as the mean square of each input
+    importance (K,): the mean square of each input, for a search that weighs by it; share: of the range
     raises CheckpointError for what is not finite, or so small that scales as float16 have them would change it
     """
     N, K = w.shape
@@ -142,13 +167,15 @@ def fitted(w: Array, grid: Grid, search: Search | None = None, importance: Array
     for rows in slabs(N, K):
         for inputs, groups in runs(K, size):
             x = grouped(finite(w[rows, inputs], np.dtype(np.float32)), groups)
-            low, high = _extremes(x, grid)
+            low, high = (extreme * np.float32(share) for extreme in _extremes(x, grid))
             found = _stored(low, high, grid)
             coarse = np.abs(found[0] - _exact(low, high, grid)) > _COARSE * np.abs(_exact(low, high, grid))
             total, lost = total + _energy(x), lost + _energy(x[coarse])
             if search is not None:
-                weights = None if importance is None else grouped(importance[None, inputs], groups).astype(np.float32)
-                found = _searched(x, low, high, grid, search, weights)
+                energy = (
+                    importance[None, inputs].astype(np.float32) if search.weighted and importance is not None else None
+                )
+                found = _searched(x, low, high, grid, search, None if energy is None else grouped(energy, groups))
             scales[rows, groups] = found[0]
             minimums[rows, groups] = -found[1] * found[0]
     if lost > _COARSE**2 * total:
@@ -159,9 +186,9 @@ def fitted(w: Array, grid: Grid, search: Search | None = None, importance: Array
     return Scales(scales, minimums if grid.minimums else None)
 
 
-def slabs(N: int, K: int) -> Iterator[slice]:
-    """Rows that are worked on together."""
-    rows = max(_SLAB // K, 1)
+def slabs(N: int, K: int, most: int = _SLAB) -> Iterator[slice]:
+    """Rows that are worked on together: `most` weights, or one row."""
+    rows = max(most // K, 1)
     return (slice(start, min(N, start + rows)) for start in range(0, N, rows))
 
 
@@ -228,23 +255,14 @@ def _bits(zero: int) -> int:
 _BITS = np.array([_bits(zero) for zero in range(16)])
 
 
-def _codes(x: Floats, scales: Floats, zeros: Floats, grid: Grid) -> Floats:
-    """x (N, G, n); scales, zeros (N, G, 1)"""
+def codes_of(x: Floats, scales: Floats, zeros: Floats, grid: Grid) -> Floats:
+    """The nearest ones, as float32; of any shape."""
     divisors: Floats = np.where(scales == 0, np.inf, scales).astype(np.float32)  # a group of zeros
     y: Floats = x / divisors
     np.rint(y, out=y)
     y += zeros
     np.clip(y, grid.lowest, grid.highest, out=y)
     return y
-
-
-def _wide(scales: Scales, rows: slice, groups: slice) -> tuple[Floats, Floats]:
-    """(N, G, 1) each: scales and zeros."""
-    steps = scales.scales[rows, groups, None].astype(np.float32)
-    if scales.minimums is None:
-        return steps, np.zeros_like(steps)
-    lows = scales.minimums[rows, groups, None].astype(np.float32)
-    return steps, np.rint(np.divide(-lows, steps, out=np.zeros_like(steps), where=steps != 0))
 
 
 def _searched(
@@ -269,7 +287,7 @@ def _searched(
 def _error(x: Floats, scales: Floats, zeros: Floats, grid: Grid, norm: float, weights: Floats | None) -> Floats:
     """(N, G)"""
     steps, shifts = scales[:, :, None], zeros[:, :, None]
-    off = _codes(x, steps, shifts, grid)
+    off = codes_of(x, steps, shifts, grid)
     off -= shifts
     off *= steps
     off -= x

@@ -35,7 +35,7 @@ class ReadText:
     matrix_bytes: int
 
 
-class _Piece:
+class Piece:
     """A loaded piece that runs steps; what is carried to it is written before each of them, by position."""
 
     def __init__(self, program: Program, executor: NativeExecutor, carried: NDArray[np.float32] | None) -> None:
@@ -65,10 +65,10 @@ def read(pieces: Sequence[Program], text: Windows, vocab_size: int, advance: Adv
 def answers(found: ReadText, vocab_size: int) -> Iterator[Answers]:
     """What the text's windows are answered with: the last piece runs, and is in memory as long as the block."""
     text = found.text
-    with closing(_loaded(found.last, text, vocab_size)) as executor:
+    with closing(loaded(found.last, text, vocab_size)) as executor:
 
         def of(window: int) -> LogProbs:
-            piece = _Piece(found.last, executor, _of(found.carried, window))
+            piece = Piece(found.last, executor, _of(found.carried, window))
             return log_probabilities(piece, text.ids[window], text.first)
 
         yield of
@@ -85,7 +85,7 @@ def score(reference: Answers, other: Answers, text: Windows) -> Score:
 def _through(
     program: Program, text: Windows, carried: NDArray[np.float32] | None, vocab_size: int
 ) -> NDArray[np.float32]:
-    with closing(_loaded(program, text, vocab_size)) as executor:
+    with closing(loaded(program, text, vocab_size)) as executor:
         return np.stack(list(_windows(program, executor, text, carried)))
 
 
@@ -94,7 +94,7 @@ def _windows(
 ) -> Iterable[NDArray[np.float32]]:
     """What the piece carries on of each window."""
     for window, ids in enumerate(text.ids):
-        piece = _Piece(program, executor, _of(carried, window))
+        piece = Piece(program, executor, _of(carried, window))
         piece.run(step_of(ids, 0, len(ids), ()))
         yield piece.output(CARRIED).astype(np.float32, copy=False)
 
@@ -103,7 +103,7 @@ def _of(carried: NDArray[np.float32] | None, window: int) -> NDArray[np.float32]
     return None if carried is None else carried[window]
 
 
-def _loaded(program: Program, text: Windows, vocab_size: int) -> NativeExecutor:
+def loaded(program: Program, text: Windows, vocab_size: int) -> NativeExecutor:
     """With pages for one window, which the next one takes over."""
     weights = np.zeros(program.weights_bytes, np.uint8)
 

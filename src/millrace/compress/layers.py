@@ -1,0 +1,133 @@
+"""A model's layers, one after the other, each rounded by a method: what the statistics are for.
+
+Methods are put together from the same parts: scales that move (AWQ, SmoothQuant), ranges that are searched or clipped,
+and rounding to nearest or by GPTQ.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.compress.gptq import Gptq, gptq
+from millrace.compress.grid import Array, Floats, Grid, Search, fitted, with_scales
+from millrace.compress.loss import clipped, relative_error
+from millrace.compress.smooth import (
+    WEIGHT,
+    Awq,
+    Fold,
+    Site,
+    SmoothQuant,
+    awq_factors,
+    fold,
+    sites,
+    smaller,
+    smooth_factors,
+)
+from millrace.compress.statistics import InputStatistics, Statistics
+
+_UNCLIPPED = (".q_proj", ".k_proj")  # AutoAWQ: their products are multiplied with each other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """search and clip are two ways to a range, of which one at most is asked for. Neither: the whole range."""
+
+    grid: Grid
+    smooth: Awq | SmoothQuant | None = None
+    search: Search | None = None
+    clip: bool = False
+    gptq: Gptq | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """error: of the output's energy; damping: GPTQ's"""
+
+    matrix: QuantisedMatrix
+    error: float
+    damping: float | None = None
+
+
+@dataclass(slots=True)
+class Layer:
+    """What became of a decoder layer. matrices: by linear layer; floats: other tensors that changed, by name"""
+
+    name: str
+    matrices: dict[str, Rounding] = field(default_factory=dict)
+    floats: dict[str, Floats] = field(default_factory=dict)
+    folds: list[Fold] = field(default_factory=list)
+
+
+def rounded_layers(
+    load: Callable[[str], Array], shapes: Mapping[str, Sequence[int]], statistics: Statistics, method: Method,
+    head_dim: int, offset: float = 0.0,
+) -> Iterator[Layer]:  # fmt: skip
+    """Every layer of the statistics in turn; memory holds one. load: a tensor by its name
+
+    head_dim: of attention; offset: that the model adds to its norms' weights. raises CheckpointError, ConfigError
+    """
+    by_layer: dict[str, list[str]] = {}
+    for linear in statistics:
+        by_layer.setdefault(linear.rsplit(".", 2)[0], []).append(linear)
+    for name, linears in by_layer.items():
+        yield _rounded_layer(name, linears, load, shapes, statistics, method, (head_dim, offset))
+
+
+def _rounded_layer(
+    name: str, linears: list[str], load: Callable[[str], Array], shapes: Mapping[str, Sequence[int]],
+    statistics: Statistics, method: Method, model: tuple[int, float],
+) -> Layer:  # fmt: skip
+    head_dim, offset = model
+    given = {n: np.asarray(load(n), np.float32) for n in shapes if n.startswith(f"{name}.")}
+    arrays, found = dict(given), Layer(name)
+    inputs: dict[str, InputStatistics] = {}
+    for linear in linears:
+        shared = next((inputs[other] for other in inputs if linear in inputs[other].linears), None)
+        inputs[linear] = shared or statistics[linear]
+    for site in sites(shapes, name, head_dim) if method.smooth else ():
+        factors = _factors([arrays[n + WEIGHT] for n in site.linears], site, inputs[site.linears[0]], method)
+        if factors is not None:
+            made = fold(arrays, site, factors, offset if site.is_norm else 0.0)
+            found.folds.append(made)
+            inputs |= dict.fromkeys(site.linears, smaller(inputs[site.linears[0]], made.factors))
+    for linear in linears:
+        found.matrices[linear] = rounding(arrays.pop(linear + WEIGHT), inputs[linear], method, _clips(linear, method))
+    found.floats = {n: array for n, array in arrays.items() if array is not given[n]}
+    return found
+
+
+def rounding(w: Array, x: InputStatistics, method: Method, clip: bool | None = None) -> Rounding:
+    """One matrix (N, K) whose input is x. clip: in place of the method's"""
+    grid = method.grid
+    if method.clip if clip is None else clip:
+        scales = clipped(w, x.gram, grid)
+    elif method.gptq and not method.gptq.order and not method.search:
+        scales = None
+    else:
+        scales = fitted(w, grid, method.search, x.gram.diagonal())
+    if method.gptq:
+        made = gptq(w, x.gram, grid, method.gptq, method.search, scales)
+        return Rounding(made.matrix, relative_error(w, made.matrix.dequantise(), x.gram), made.damping)
+    assert scales is not None
+    nearest = with_scales(w, scales, grid)
+    return Rounding(nearest, relative_error(w, nearest.dequantise(), x.gram))
+
+
+def _factors(weights: Sequence[Array], site: Site, x: InputStatistics, method: Method) -> Floats | None:
+    match method.smooth:
+        case Awq() as awq:
+            return awq_factors(weights, site, x, method.grid, awq)
+        case SmoothQuant() as smooth if site.is_norm or smooth.linears:
+            return smooth_factors(weights, site, x, smooth)
+    return None
+
+
+def _clips(linear: str, method: Method) -> bool:
+    return method.clip and not (isinstance(method.smooth, Awq) and linear.endswith(_UNCLIPPED))
+
+
+def sensitivity(w: Array, x: InputStatistics, methods: Sequence[Method]) -> list[float]:
+    """Of each candidate format, the share of the output's energy that it loses: tr(dW G dW^T) / tr(W G W^T)."""
+    return [rounding(w, x, method).error for method in methods]

@@ -1,0 +1,271 @@
+"""What is known of the inputs of a model's matrix products, in a folder that methods read again and again.
+
+    about.json     which model, text and precision it is of; also the lock of the run that writes
+    piece-000007   a line of JSON (_Head), then for each distinct input of a matrix product, as float32 without gaps,
+                   gram (K, K), amax (K,) and mean (K,); a checksum for each is in the head
+    carried-007    what the piece of this number takes in; gone when all are done
+
+A piece is the attention of a layer or its MLP. Its file appears whole or not at all.
+"""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import ConfigError, MachineError
+from millrace.settings import read_given
+
+VERSION = 1
+ABOUT = "about.json"
+_MOST_HEAD = 1 << 20
+_MOST_INPUTS = 1 << 17
+_AGAIN = "remove it, and collect again: what is whole is kept"
+Floats = NDArray[np.float32]
+
+
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """model: its identity; text: a digest of the token ids; tokens: in all of it; pieces: files when it is complete"""
+
+    model: str
+    text: str
+    tokens: Annotated[int, msgspec.Meta(ge=1)]
+    precision: str
+    pieces: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    version: int = VERSION
+
+
+class InputStatistics(NamedTuple):
+    """Of one input x (K,) of the matrix products `linears`, over all tokens.
+
+    gram (K, K): the mean of x x^T; amax (K,): the largest |x|; mean (K,): of |x|
+    """
+
+    linears: tuple[str, ...]
+    gram: Floats
+    amax: Floats
+    mean: Floats
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    linears: list[str]
+    size: Annotated[int, msgspec.Meta(ge=1, le=_MOST_INPUTS)]
+    checksum: str
+
+    @property
+    def nbytes(self) -> int:
+        return input_bytes(self.size)
+
+
+class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    about: str  # digest of about.json
+    inputs: Annotated[list[_Entry], msgspec.Meta(max_length=4096)]
+
+
+def input_bytes(size: int) -> int:
+    """Of the statistics of an input of K = size."""
+    return 4 * (size * size + 2 * size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    file: Path
+    offset: int
+    entry: _Entry
+
+
+class Statistics(Mapping[str, InputStatistics]):
+    """A complete folder, by the names of linear layers. Those that share an input share the numbers: see `shared`."""
+
+    def __init__(self, about: About, places: Mapping[str, _Place]) -> None:
+        self.about, self._places = about, places
+
+    @classmethod
+    def open(cls, folder: Path) -> "Statistics":
+        """Reads the heads. raises ConfigError for what is not there, not complete, damaged, or of another version"""
+        about = read_about(folder)
+        places: dict[str, _Place] = {}
+        for number in range(about.pieces):
+            file = piece_file(folder, number)
+            if not file.is_file():
+                raise ConfigError(
+                    f"the statistics in {folder} are not complete: {number} of {about.pieces} pieces are there",
+                    "those of a whole model", "collect them again: it goes on from there",
+                )  # fmt: skip
+            offset, head = _read_head(file, about)
+            for entry in head.inputs:
+                places |= {name: _Place(file, offset, entry) for name in entry.linears}
+                offset += entry.nbytes
+        return cls(about, places)
+
+    def __getitem__(self, linear: str) -> InputStatistics:
+        """Read from the file now. raises ConfigError where that is damaged, KeyError for no such layer"""
+        place = self._places[linear]
+        data = _read(place.file, place.offset, place.entry.nbytes)
+        if _checksum(data) != place.entry.checksum:
+            raise ConfigError(f"{place.file} is damaged: its checksum is another", "what was written", _AGAIN)
+        K = place.entry.size
+        values = data.view(np.float32)
+        gram, amax, mean = values[: K * K].reshape(K, K), values[K * K : K * K + K], values[K * K + K :]
+        return InputStatistics(tuple(place.entry.linears), gram, amax, mean)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def shared(self) -> list[tuple[str, ...]]:
+        """The layers that read the same input, in the order of the model."""
+        return list(dict.fromkeys(tuple(place.entry.linears) for place in self._places.values()))
+
+
+class Writing:
+    """A folder that is being filled, by this run alone."""
+
+    def __init__(self, folder: Path, about: About, file: int) -> None:
+        self.folder, self.about, self._file = folder, about, file
+
+    @property
+    def next(self) -> int:
+        """The first piece to be done: all before it are whole, and what it takes in is there."""
+        whole = 0
+        while whole < self.about.pieces and self._is_whole(whole):
+            whole += 1
+        if whole == self.about.pieces:
+            return whole
+        return next((n for n in range(whole, 0, -1) if self.carried(n).is_file()), 0)
+
+    def carried(self, number: int) -> Path:
+        return self.folder / f"carried-{number:03}"
+
+    def add(self, number: int, inputs: Sequence[InputStatistics]) -> None:
+        """The piece's file, whole. raises MachineError where it cannot be written"""
+        bodies = [np.concatenate([x.gram.reshape(-1), x.amax, x.mean]).view(np.uint8) for x in inputs]
+        entries = [
+            _Entry(list(x.linears), len(x.amax), _checksum(body)) for x, body in zip(inputs, bodies, strict=True)
+        ]
+        head = msgspec.json.encode(_Head(_digest(self.about), entries)) + b"\n"
+        with whole_file(piece_file(self.folder, number)) as file:
+            for part in (head, *bodies):
+                file.write(part)
+
+    def _is_whole(self, number: int) -> bool:
+        file = piece_file(self.folder, number)
+        return file.is_file() and bool(_read_head(file, self.about))
+
+
+@contextmanager
+def writing(folder: Path, about: About) -> Iterator[Writing]:
+    """Goes on with a folder of the same, begins one that is not there.
+
+    raises ConfigError for one of another model, text, precision or version, and one that another run writes
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / ABOUT, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"the statistics in {folder} are being collected by another run"
+            raise ConfigError(what, "a folder for each run", "wait for the other, or name another folder") from None
+        line = msgspec.json.encode(about) + b"\n"
+        found = os.pread(file, _MOST_HEAD, 0)
+        if line.startswith(found):  # new, or cut while it was written
+            os.pwrite(file, line, 0)
+            os.fsync(file)
+        elif (other := read_about(folder)) != about:
+            raise _of_another(folder, other, about)
+        yield Writing(folder, about, file)
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Any]:
+    """A file to be written, which is there under its name when it is whole. raises MachineError"""
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        what = f"cannot write {path}: {error.strerror}"
+        raise MachineError(what, "a disk that takes it", "make room, and run it again: it goes on") from error
+
+
+def piece_file(folder: Path, number: int) -> Path:
+    return folder / f"piece-{number:03}"
+
+
+def read_about(folder: Path) -> About:
+    """raises ConfigError where there is none, or of another version"""
+    path, expected = folder / ABOUT, "a folder of statistics"
+    try:
+        found = msgspec.json.decode(read_given(path, _MOST_HEAD), type=dict[str, Any])
+        version = found.get("version")
+        if version != VERSION:
+            mend = "collect them again, into another folder"
+            raise ConfigError(f"{path} is of version {version!r:.20}", f"version {VERSION}", mend)
+        return msgspec.convert(found, About)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", expected, "name another folder") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is damaged: {error}", expected, "collect them again, into another folder") from error
+
+
+def _read_head(file: Path, about: About) -> tuple[int, _Head]:
+    """(where the numbers begin, what they are of). raises ConfigError for what is damaged, or of another collection"""
+    try:
+        with file.open("rb") as opened:
+            line = opened.readline(_MOST_HEAD)
+            size = os.fstat(opened.fileno()).st_size
+        head = msgspec.json.decode(line, type=_Head)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", "statistics of a piece", _AGAIN) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is damaged: {error}", "statistics of a piece", _AGAIN) from error
+    if head.about != _digest(about):
+        raise ConfigError(f"{file} is of another collection than its folder", "one collection in a folder", _AGAIN)
+    expected = len(line) + sum(entry.nbytes for entry in head.inputs)
+    if size != expected:
+        raise ConfigError(f"{file} is damaged: {size:,} bytes", f"{expected:,} by its first line", _AGAIN)
+    return len(line), head
+
+
+def _read(file: Path, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    try:
+        data = np.fromfile(file, np.uint8, nbytes, offset=offset)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", "statistics of a piece", _AGAIN) from error
+    if data.size != nbytes:
+        raise ConfigError(f"{file} is damaged: it ends early", "what was written", _AGAIN)
+    return data
+
+
+def _checksum(data: NDArray[np.uint8]) -> str:
+    return hashlib.blake2b(data.data, digest_size=16).hexdigest()
+
+
+def _digest(about: About) -> str:
+    return hashlib.blake2b(msgspec.json.encode(about), digest_size=16).hexdigest()
+
+
+def _of_another(folder: Path, found: About, wanted: About) -> ConfigError:
+    name = next(n for n in About.__struct_fields__ if getattr(found, n) != getattr(wanted, n))
+    words = {"model": "another model", "text": "another text", "tokens": "another text"}
+    what = words.get(name, f"the {name} {getattr(found, name)}")
+    return ConfigError(
+        f"the statistics in {folder} are of {what}", f"{name} {getattr(wanted, name)}", "name another folder"
+    )

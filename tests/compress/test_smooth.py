@@ -1,0 +1,164 @@
+"""Moved scales change nothing; AWQ, SmoothQuant and clips against loops in float64, written from their definitions."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.build import BuildOptions, plan_engine, write_engine
+from millrace.compile.precision import precision_map
+from millrace.compile.source import Source
+from millrace.compress.grid import Grid, fitted, rounded, with_scales
+from millrace.compress.loss import CLIPS, clipped, output_error, relative_error
+from millrace.compress.smooth import (
+    WEIGHT,
+    Awq,
+    Site,
+    SmoothQuant,
+    awq_factors,
+    fold,
+    sites,
+    smaller,
+    smooth_factors,
+)
+from millrace.compress.statistics import InputStatistics
+from millrace.engine.engine import Engine
+from millrace.errors import ConfigError
+from millrace.evaluate.divergence import log_probabilities
+from millrace.model.module import Weights
+from tests.support.checkpoints import random_checkpoint
+
+Floats = np.ndarray[Any, np.dtype[Any]]
+
+
+def inputs(K: int, seed: int) -> tuple[Floats, InputStatistics]:
+    """Rows of which a few inputs stand out, and their statistics."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((5 * K, K)) @ (np.eye(K) + 0.5 * rng.standard_normal((K, K)) / np.sqrt(K))
+    x *= rng.lognormal(0, 1, K)
+    gram, size = (x.T @ x / len(x)).astype(np.float32), np.abs(x)
+    found = InputStatistics(("a",), gram, size.max(axis=0).astype(np.float32), size.mean(axis=0).astype(np.float32))
+    return x, found
+
+
+def test_the_error_is_that_of_the_outputs() -> None:
+    x, found = inputs(40, seed=1)
+    rng = np.random.default_rng(2)
+    w, off = rng.standard_normal((9, 40)), 0.1 * rng.standard_normal((9, 40))
+    lost, whole = np.square(x @ off.T).sum(axis=1).mean(), np.square(x @ w.T).sum(axis=1).mean()
+    assert output_error(off, found.gram) == pytest.approx(lost, rel=1e-4)
+    assert relative_error(w, w + off, found.gram) == pytest.approx(lost / whole, rel=1e-4)
+    assert relative_error(np.zeros((2, 40)), np.zeros((2, 40)), found.gram) == 0
+
+
+@pytest.mark.parametrize("grid", [Grid(4, 32), Grid(4, 32, minimums=True)], ids=repr)
+def test_a_clip_is_the_best_of_its_groups_own_outputs(grid: Grid) -> None:
+    """72 inputs: the last group is short."""
+    x, found = inputs(72, seed=3)
+    w = np.random.default_rng(4).standard_t(3, (6, 72)).astype(np.float32)
+    chosen, helped = with_scales(w, clipped(w, found.gram, grid), grid).dequantise(), 0
+    tried = [with_scales(w, fitted(w, grid, share=share), grid).dequantise() for share in (1.0, *CLIPS)]
+    for n in range(6):
+        for g in range(3):
+            own = slice(32 * g, min(32 * g + 32, 72))
+            losses = [float(np.square(x[:, own] @ (t[n, own] - w[n, own])).mean()) for t in tried]
+            mine = float(np.square(x[:, own] @ (chosen[n, own] - w[n, own])).mean())
+            assert mine <= min(losses) * (1 + 1e-3) + 1e-9
+            helped += mine < 0.99 * losses[0]
+    assert helped >= 5
+
+
+def families() -> list[tuple[str, float]]:
+    return [("llama", 0.0), ("qwen2", 0.0), ("qwen3", 0.0), ("gemma", 1.0)]
+
+
+@pytest.mark.parametrize(("family", "offset"), families())
+def test_moving_scales_changes_no_answer(family: str, offset: float, tmp_path: Path) -> None:
+    """At every site at once: norms with and without an offset, biases, heads that share a value head."""
+    checkpoint = Checkpoint.open(random_checkpoint(tmp_path / "c", family, seed=4))
+    source, rng = Source.from_checkpoint(checkpoint), np.random.default_rng(5)
+    arrays = {n: np.asarray(source.weights.load(n), np.float32) for n in source.weights.shapes}
+    done = 0
+    for layer in range(checkpoint.decoder.n_layers):
+        for site in sites(source.weights.shapes, f"model.layers.{layer}", checkpoint.decoder.head_dim):
+            K = source.weights.shapes[site.linears[0] + WEIGHT][1]
+            rows = site.base(np.ones(K))
+            factors = site.spread(rng.lognormal(0, 1, len(rows))).astype(np.float32)
+            made = fold(arrays, site, factors, offset if site.is_norm else 0.0)
+            # A norm's new weight is what bfloat16 holds: of weight - 1, where that is close to -1, fewer digits.
+            assert made.factors == pytest.approx(factors, rel=(0.05 if offset else 2**-7) if site.is_norm else 1e-6)
+            done += 1
+    assert done == 4 * checkpoint.decoder.n_layers
+    changed = replace(source, weights=Weights(source.weights.shapes, arrays.__getitem__), stored={})
+    ids, answers = rng.integers(3, source.vocab_size, 60).astype(np.int32), []
+    for number, asked in enumerate((source, changed)):
+        plan = plan_engine(asked, BuildOptions(precision=precision_map("fp32")))
+        write_engine(asked, plan, tmp_path / str(number), name="test")
+        executor = Engine.open(tmp_path / str(number)).executor(n_pages=2)
+        answers.append(log_probabilities(executor, ids, 0))
+        executor.close()
+    assert np.abs(answers[0] - answers[1]).max() < 2e-4 and np.abs(answers[0]).max() > 1
+
+
+@pytest.mark.parametrize("duo", [True, False])
+@pytest.mark.parametrize(("shared", "head"), [(1, 1), (2, 8)])
+def test_awqs_scales_are_the_best_of_its_grid(duo: bool, shared: int, head: int) -> None:
+    x, found = inputs(64, seed=6)
+    weights = [np.random.default_rng(seed).standard_t(4, (N, 64)).astype(np.float32) for seed, N in ((7, 5), (8, 3))]
+    site, grid, ratios = Site(("a", "b"), "n", shared == 1, shared, head), Grid(4, 32), (0.0, 0.3, 0.6, 0.9)
+    stacked = np.concatenate(weights).astype(np.float64)
+    importance = np.zeros(64)
+    for k in range(64):
+        group = stacked[:, k // 32 * 32 : k // 32 * 32 + 32]
+        importance[k] = np.mean([abs(stacked[n, k]) / np.abs(group[n]).max() for n in range(8)])
+    tried = []
+    for ratio in ratios:
+        s = np.zeros(64)
+        for k in range(64):
+            same = [
+                j
+                for j in range(64)
+                if (shared == 1 and j == k) or (shared == 2 and j // 16 == k // 16 and (j - k) % 8 == 0)
+            ]
+            mean, relative = np.abs(x)[:, same].mean(), importance[same].mean()
+            s[k] = mean**ratio / (relative ** (1 - ratio) if duo else 1)
+        s /= np.sqrt(s.max() * s.min())
+        off = rounded((stacked * s).astype(np.float32), grid).dequantise() / s - stacked
+        tried.append((float(np.square(x @ off.T).sum(axis=1).mean()), s))
+    least, best = min(tried, key=lambda pair: pair[0])
+    factors = awq_factors(weights, site, found, grid, Awq(ratios, duo))
+    plain = float(np.square(x @ (rounded(stacked, grid).dequantise() - stacked).T).sum(axis=1).mean())
+    assert factors is not None and least < plain and factors == pytest.approx(best, rel=1e-3)
+    assert awq_factors([np.zeros((3, 64), np.float32)], site, found, grid) is None, "nothing to be better at"
+
+
+def test_smoothquants_scales_are_those_of_the_paper() -> None:
+    x, found = inputs(32, seed=9)
+    weights = [np.random.default_rng(seed).standard_normal((4, 32)).astype(np.float32) for seed in (1, 2)]
+    found.amax[5] = 0  # an input that is never there
+    for alpha in (0.0, 0.5, 1.0):
+        factors = smooth_factors(weights, Site(("a", "b"), "n", True), found, SmoothQuant(alpha, (0.2, 9)))
+        for j in range(32):
+            amax, largest = np.abs(x[:, j]).max(), max(np.abs(w[:, j]).max() for w in weights)
+            exact = 1.0 if j == 5 else min(max(amax**alpha / largest ** (1 - alpha), 0.2), 9)
+            assert factors[j] == pytest.approx(exact, rel=1e-4)
+    shared = smooth_factors(weights, Site(("a", "b"), "v", False, 2, 4), found, SmoothQuant())
+    assert (shared.reshape(4, 2, 4)[:, 0] == shared.reshape(4, 2, 4)[:, 1]).all()
+
+
+def test_statistics_of_what_became_smaller() -> None:
+    x, found = inputs(24, seed=10)
+    factors = np.random.default_rng(3).lognormal(0, 1, 24).astype(np.float32)
+    y, ours = x / factors, smaller(found, factors)
+    assert ours.gram == pytest.approx(y.T @ y / len(y), rel=1e-3, abs=1e-4)
+    assert ours.amax == pytest.approx(np.abs(y).max(axis=0), rel=1e-4)
+    assert ours.mean == pytest.approx(np.abs(y).mean(axis=0), rel=1e-4)
+
+
+def test_settings_that_there_are_not() -> None:
+    for wrong in (lambda: Awq(()), lambda: Awq((1.5,)), lambda: SmoothQuant(-0.1)):
+        with pytest.raises(ConfigError):
+            wrong()
