@@ -13,11 +13,12 @@ import safetensors.numpy
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.weights import INDEX, Tensors
 from millrace.compress import folder as folders
-from millrace.compress.compress import RECORD, Piece, by_rounding, compress
+from millrace.compress.compress import RECORD, Piece, by_layers, by_rounding, compress
 from millrace.compress.e4m3 import rounded_e4m3
 from millrace.compress.folder import Folder
 from millrace.compress.forms import Spec
 from millrace.compress.grid import Convention, Grid, rounded
+from millrace.compress.layers import Layer, Rounding
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, parsed
 from millrace.errors import CheckpointError, ConfigError, MachineError
@@ -220,6 +221,24 @@ def test_changed_floats_are_written(tmp_path: Path, source: Path) -> None:
 
     compress(job(source), tmp_path / "out", moved)
     assert (Checkpoint.open(tmp_path / "out").tensors.load(norm) == 0.5).all()
+
+
+def test_layers_of_methods_are_written(tmp_path: Path, source: Path) -> None:
+    """Matrices, the norm that took up their scales, and errors that the method measured."""
+    planned, grid = job(source, group=64), Grid(group=64)
+    tensors = planned.checkpoint.tensors
+    norm = f"{LAYERS}post_attention_layernorm.weight"
+    layer = Layer("model.layers.0", floats={norm: tensors.load(norm) * np.float32(0.5)})
+    for name in planned.layers:
+        twice = 2 if "mlp.gate" in name or "mlp.up" in name else 1
+        layer.matrices[name] = Rounding(rounded(tensors.load(f"{name}.weight") * np.float32(twice), grid), 0.25)
+    found = compress(planned, tmp_path / "out", by_layers([layer]))
+    made = Checkpoint.open(tmp_path / "out").tensors
+    np.testing.assert_array_equal(made.load(norm), tensors.load(norm) * np.float32(0.5))
+    for name, rounding in layer.matrices.items():
+        values = rounding.matrix.dequantise().astype(np.float32)
+        np.testing.assert_array_equal(made.load(f"{name}.weight"), values, err_msg=name)
+    assert set(found.errors.values()) == {0.25} and set(found.errors) == set(planned.layers)
 
 
 def test_presets_are_what_they_say(source: Path) -> None:

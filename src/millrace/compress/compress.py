@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from millrace.compress.e4m3 import Fp8Matrix, rounded_e4m3
 from millrace.compress.folder import Folder, check_place, unfinished
 from millrace.compress.forms import NAMES, Matrix, described
 from millrace.compress.grid import Array, rounded, slabs
+from millrace.compress.layers import Layer
 from millrace.compress.plan import WEIGHT, Job
 from millrace.compress.recipe import SEARCHES
 from millrace.compress.recipe import written as recipe_of
@@ -74,6 +75,17 @@ def by_rounding(job: Job) -> Iterator[Piece]:
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error.what}", error.expected, error.mend) from error
         yield Piece({name: made}, {name: lost(w, made)})
+
+
+def by_layers(layers: Iterable[Layer]) -> Method:
+    """What methods that need statistics have made, layer by layer (`layers.rounded_layers`), on grids of the job's."""
+
+    def made(job: Job) -> Iterator[Piece]:
+        for layer in layers:
+            matrices = {name: rounding.matrix for name, rounding in layer.matrices.items() if name in job.layers}
+            yield Piece(matrices, {name: layer.matrices[name].error for name in matrices}, layer.floats)
+
+    return made
 
 
 def compress(job: Job, out: Path, method: Method = by_rounding, progress: Progress = lambda *_: None) -> Result:
