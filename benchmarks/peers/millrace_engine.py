@@ -43,7 +43,11 @@ def load(weights: NamedWeights, variant: str, folder: Path, threads: int) -> "Mi
     built = folder / f"millrace-{variant}"
     shutil.rmtree(built, ignore_errors=True)
     source = _source(weights)
-    asked = None if precision == "stored" else precision_map(precision, source.own_precision.group)
+    asked = (
+        None
+        if precision == "stored"
+        else precision_map(precision, source.own_precision.group, stored_groups=source.own_precision.stored_groups)
+    )
     options = BuildOptions(precision=asked, max_batch=MAX_USERS, tiles=TILES)
     write_engine(source, plan_engine(source, options), built, name=folder.name, tuning=Tuning(TUNE_S))
     kind = GeneratingEngine if generates else MillraceEngine

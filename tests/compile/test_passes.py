@@ -125,14 +125,14 @@ def test_gate_and_up_are_merged() -> None:
     graph = precise(
         fuse_elementwise(run_passes(trace_model(model, ones(model), operators()), [("fold", fold_constants)]))
     )
-    merged = merge_gated(graph, 128)
+    merged = merge_gated(graph, precision_map("w8a8"))
     assert count(merged)["gated_linear"] == 1 and count(merged)["linear"] == count(graph)["linear"] - 2
     assert next(n for n in merged.nodes if n.op == "gated_linear").origin == ("gate", "up")
 
 
 def test_linears_of_one_input_are_merged_with_their_biases() -> None:
     graph = precise(traced(lambda m, x: m.one(x) - m.two(x)))
-    merged = merge_linears(graph, 128)
+    merged = merge_linears(graph, precision_map("w8a8"))
     assert count(merged)["linear"] == count(graph)["linear"] - 1 and count(merged)["split"] == 1
     linear = next(n for n in merged.nodes if n.attrs.get("bias") and n.outputs[0].width == 2 * N)
     bias = linear.inputs[2].constant

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.peers.gguf_file import gguf_name
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.quantised import QuantisedFormat
 from millrace.compile.build import BuildOptions, Plan, plan_engine
 from millrace.compile.precision import StoredMatrix, nearest_precisions, precision_map, rounding_notes
 from millrace.compile.source import Source
@@ -30,8 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("llama"), "llama", seed=4, **BLOCKY)
 
 
-def plan(path: Path, precision: str | None = None, group: int = 32, head: str | None = None) -> Plan:
-    options = BuildOptions(precision=precision_map(precision, group, head) if precision else None)
+def plan(path: Path, precision: str | None = None, group: int | None = None, head: str | None = None) -> Plan:
+    """group: asked for; None: nobody asks, so what the file holds keeps its own"""
+    asked = precision_map(precision, group or 32, head, stored_groups=group is None) if precision else None
+    options = BuildOptions(precision=asked)
     return plan_engine(Source.from_checkpoint(Checkpoint.open(path)), options)
 
 
@@ -247,6 +250,8 @@ def test_a_head_that_nobody_named_keeps_its_codes(tmp_path: Path, folder: Path) 
 
 
 def test_other_groups_are_rounded_again_and_said(tmp_path: Path, folder: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", folder, Kind.Q6_K)  # of 16: those that were asked for are others
+    assert "groups of 32" in plan(path, "w8a8", 32).notes[0] and not rounded(plan(path, "w8a8", 16))
     path = write_gguf(tmp_path / "m.gguf", folder, Kind.Q4_0)
     assert "groups of 128" in plan(path, "w4a8", 128).notes[0]
     assert plan(path, "fp32").notes == () and "bf16" in plan(path, "bf16").notes[0]
@@ -289,7 +294,9 @@ def test_a_tied_head_has_the_embeddings_type(tmp_path: Path, folder: Path) -> No
 
 
 def test_a_mixture_by_layers() -> None:
-    stored = {"a.down": StoredMatrix("q4_0", 10), "b.down": StoredMatrix("q6_k", 10), "c": StoredMatrix("q4_0", 5)}
+    four, six = QuantisedFormat(4, 32), QuantisedFormat(6, 16, two_levels=True)
+    sizes = {"a.down": ("q4_0", 10, four), "b.down": ("q6_k", 10, six), "c": ("q4_0", 5, four)}
+    stored = {name: StoredMatrix(*matrix) for name, matrix in sizes.items()}
     chosen = nearest_precisions(stored)
     assert (chosen.default.value, [n for n, _ in chosen.patterns]) == ("w4a8", ["b.down"])
     (note,) = rounding_notes(stored, chosen)
@@ -299,12 +306,13 @@ def test_a_mixture_by_layers() -> None:
 @pytest.mark.parametrize(
     ("asked", "group", "said"),
     [
-        ("w4a8", 32, "; w8a8 would keep them exactly"),
-        ("w8a8", 128, "; w8a8 with groups of 32 would keep them exactly"),
-        ("w8a8", 32, None), ("bf16", 32, "(16-bit floats)"), ("fp32", 32, None),
+        ("w4a8", None, "; w8a8 would keep them exactly"),
+        ("w8a8", 128, "; w8a8 without --group would keep them exactly"),
+        ("w8a8", 32, None), ("w8a8", None, None), ("bf16", None, "(16-bit floats)"), ("fp32", None, None),
     ],
 )  # fmt: skip
-def test_notes_say_what_would_be_exact(asked: str, group: int, said: str | None) -> None:
-    notes = rounding_notes({"a": StoredMatrix("q5_1", 10)}, precision_map(asked, group))
+def test_notes_say_what_would_be_exact(asked: str, group: int | None, said: str | None) -> None:
+    matrix = StoredMatrix("q5_1", 10, QuantisedFormat(5, 32, minimums=True))
+    notes = rounding_notes({"a": matrix}, precision_map(asked, group or 32, stored_groups=group is None))
     again = [n for n in notes if "rounded again" in n]
     assert [n.endswith(said) for n in again if said] == ([True] if said else []) and len(again) == bool(said)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.compressed.scheme import KEY as COMPRESSION
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.checkpoint.weights import Tensors
@@ -27,6 +28,7 @@ from millrace.machine.cpu import fingerprint
 from tests.fuzz.driver import Case
 from tests.fuzz.mutate import json_bytes, mutate_bytes, mutate_json
 from tests.fuzz.originals import SENTENCES, write_checkpoint, write_encoder
+from tests.support.compressed_files import Kind, write_compressed
 from tests.support.networks import encoder, packed, texts
 from tests.support.vocabularies import save_byte_level, save_sentencepiece
 
@@ -63,14 +65,14 @@ def safetensors(folder: Path) -> Case:
 
 
 def gguf(folder: Path) -> Case:
-    from gguf import GGMLQuantizationType as Kind
+    from gguf import GGMLQuantizationType as Block
 
     from tests.support.gguf_files import write_gguf
 
     small = write_checkpoint(folder / "small")
     blocky = write_checkpoint(folder / "blocky", width=256, inner=256, size=64)  # blocks of 256 weights fit its rows
-    kinds = {k: small for k in (Kind.F32, Kind.F16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1)}
-    kinds |= {k: blocky for k in (Kind.Q4_K, Kind.Q6_K)}
+    kinds = {k: small for k in (Block.F32, Block.F16, Block.Q8_0, Block.Q4_0, Block.Q4_1)}
+    kinds |= {k: blocky for k in (Block.Q4_K, Block.Q6_K)}
     goods = [write_gguf(folder / f"good-{k.name}.gguf", of, k).read_bytes() for k, of in kinds.items()]
     path = folder / "bad.gguf"
 
@@ -91,22 +93,27 @@ def _open(path: Path) -> None:
 
 
 def config(folder: Path) -> Case:
-    """config.json, generation_config.json, tokenizer_config.json."""
-    checkpoint = write_checkpoint(folder / "good")
+    """config.json, generation_config.json, tokenizer_config.json; what a compressed folder says of its codes."""
+    plain = write_checkpoint(folder / "good")
+    write_compressed(folder / "compressed", plain, Kind(group=32, symmetric=False))
     names = ("config.json", "config.json", "generation_config.json", "tokenizer_config.json")
-    goods = {name: (checkpoint / name).read_bytes() for name in names}
+    files = [*(plain / name for name in names), *[folder / "compressed" / "config.json"] * 2]
+    goods = {path: path.read_bytes() for path in files}
 
     def case(rng: Random) -> None:
-        name = rng.choice(names)
+        path = rng.choice(files)
+        good = json.loads(goods[path])
+        said = COMPRESSION if path.parent != plain and rng.random() < 0.9 else None
         try:
-            (checkpoint / name).write_bytes(json_bytes(rng, mutate_json(rng, json.loads(goods[name]))))
-            opened = Checkpoint.open(checkpoint)
+            bad = {**good, said: mutate_json(rng, good[said])} if said else mutate_json(rng, good)
+            path.write_bytes(json_bytes(rng, bad))
+            opened = Checkpoint.open(path.parent)
             _use(opened.tokenizer)
             _ = opened.chat_template, opened.eos_token_ids
-            if name == "config.json":
+            if path.name == "config.json":
                 plan_engine(Source.from_checkpoint(opened), BuildOptions(max_batch=2, max_step_tokens=16))
         finally:
-            (checkpoint / name).write_bytes(goods[name])
+            path.write_bytes(goods[path])
 
     return case
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.checkpoint.chat import ChatTemplate
+from millrace.checkpoint.compressed.scheme import KEY as COMPRESSION
+from millrace.checkpoint.compressed.scheme import is_compressed, read_compression
+from millrace.checkpoint.compressed.tensors import CompressedTensors
 from millrace.checkpoint.config import ModelConfig, read_config
 from millrace.checkpoint.config_reader import family_of
 from millrace.checkpoint.encoder import EncoderConfig, read_encoder
@@ -28,7 +31,7 @@ from millrace.checkpoint.tokenizer import (
     read_json_object,
 )
 from millrace.checkpoint.tokenizer_files import make_tokenizer
-from millrace.checkpoint.weights import INDEX, DigestOf, Tensors
+from millrace.checkpoint.weights import FLOAT_NAMES, INDEX, DigestOf, Tensors
 from millrace.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -121,6 +124,13 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, eq=False)
+class CompressedCheckpoint(Checkpoint):
+    """A folder in the format of compressed-tensors."""
+
+    own_precisions = True
+
+
+@dataclass(frozen=True, eq=False)
 class GgufCheckpoint(Checkpoint):
     """One file that holds configuration, tokenizer, chat template and weights."""
 
@@ -170,24 +180,29 @@ def _open_folder(folder: Path) -> Checkpoint:
             f"{folder} has no {CONFIG}", "the folder of a Hugging Face checkpoint", "name the folder that has it"
         )
     raw = read_json_object(folder / CONFIG)
+    said = None if family_of(raw).is_encoder else raw.get(COMPRESSION)
+    compression = read_compression(said) if is_compressed(said) else None
+    if compression:
+        del raw[COMPRESSION]
     config = with_sentences(read_encoder(raw), folder) if family_of(raw).is_encoder else read_config(raw)
     generation = read_generation(read_json_object(folder / GENERATION_CONFIG))
-    tensors = Tensors.open(folder)
+    tensors = CompressedTensors.of(folder, compression) if compression else Tensors.open(folder)
     stored = _stored_dtype(tensors)
-    notes = (*config.notes, *generation.notes)
+    notes = (*config.notes, *generation.notes, *tensors.notes)
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
         config = replace(config, dtype=stored)
     elif stored != config.dtype:
         notes += (f"config.json says {config.dtype}, the weights are stored as {stored}",)
-    return Checkpoint(folder, config, tensors, generation, notes)
+    kind = CompressedCheckpoint if compression else Checkpoint
+    return kind(folder, config, tensors, generation, notes)
 
 
 def _stored_dtype(tensors: Tensors) -> str:
-    """The type that most bytes of the weights have."""
+    """The type that most bytes of the weights have, of those that are floats."""
     sizes: Counter[str] = Counter()
     for info in tensors.values():
-        sizes[info.dtype] += info.nbytes
-    return sizes.most_common(1)[0][0] if sizes else "float32"
+        sizes[info.dtype] += info.nbytes if info.dtype in FLOAT_NAMES else 0
+    return sizes.most_common(1)[0][0] if sizes.total() else "float32"
 
 
 def open_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -190,7 +190,7 @@ GENERATION_KEYS = _words(
 
 # They change what the model computes, except at these values.
 ONLY_AT: Mapping[str, Neutral] = {
-    "quantization_config": ((None,), "quantised checkpoints are not read yet"),
+    "quantization_config": ((None,), "of quantised folders only compressed-tensors are read, of decoders"),
     "compression_config": ((None,), "compressed checkpoints are not read yet"),
     "partial_rotary_factor": ((None, 1, 1.0), "RoPE turns whole heads"),
     "rotary_pct": ((None, 1, 1.0), "RoPE turns whole heads"),

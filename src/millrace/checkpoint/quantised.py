@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-STORED_GROUP = 32  # whose choice keeps a checkpoint's own groups
 SUPER_BLOCK = 256  # inputs that share the upper one of two levels of scales
 Array = NDArray[Any]
 
@@ -21,7 +20,7 @@ class QuantisedFormat:
     """
 
     bits: int
-    group: int
+    group: int  # of a whole row its length, rounded up to a multiple of 4, which is what kernels take
     minimums: bool = False
     two_levels: bool = False
 
@@ -35,7 +34,7 @@ class QuantisedFormat:
 class QuantisedMatrix:
     """w (N, K) = codes * scales of their group + minimums of their group, exactly.
 
-    codes (N, K) int8 in -2^(bits-1) .. 2^(bits-1)-1, with minimums in 0 .. 2^bits-1, for which 8 bits are too many
+    codes (N, K) int8 in -2^(bits-1) .. 2^(bits-1)-1; of fewer than 8 bits with minimums in 0 .. 2^bits-1
     scales (N, G) float16, minimums alike; in two levels both are (N, K / SUPER_BLOCK) float16, and those of a group
     are these times its scale_levels, its minimum_levels (N, G) int8
     """

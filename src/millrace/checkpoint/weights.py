@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import ml_dtypes
@@ -31,7 +32,12 @@ MAX_RANK = 8  # no model has more dimensions
 Array = np.ndarray[Any, np.dtype[Any]]
 DigestOf = Callable[[Path, FileState, Report | None], str]  # as `file_digest`, or remembered
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_DTYPES = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+FLOAT_NAMES = tuple(_NAMES.values())
+_DTYPES = {
+    "float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int8": np.dtype("i1"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8"),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+}  # fmt: skip
 # Tables that old checkpoints saved and that follow from config.json; transformers skips them too.
 _DERIVED = (
     ".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".attn.masked_bias",
@@ -60,8 +66,11 @@ class Tensors(Mapping[str, TensorInfo]):
         self._infos, self._states = dict(infos), dict(states)
 
     @classmethod
-    def open(cls, folder: Path) -> "Tensors":
-        """Read every header of `folder`. raises CheckpointError for what is missing, damaged or of another type"""
+    def open(cls, folder: Path, more: Mapping[str, str] = MappingProxyType({})) -> "Tensors":
+        """Read every header of `folder`. raises CheckpointError for what is missing, damaged or of another type
+
+        more: types beside floats that may be there, by the name in a header
+        """
         index = _read_index(folder)
         files = [SINGLE] if index is None else sorted(set(index.values()))
         missing = [name for name in files if not (folder / name).is_file()]
@@ -75,7 +84,7 @@ class Tensors(Mapping[str, TensorInfo]):
         states: dict[Path, FileState] = {}
         for name in files:
             try:
-                states[folder / name], found = _read_header(folder / name)
+                states[folder / name], found = _read_header(folder / name, {**_NAMES, **more})
             except OSError as error:
                 raise unreadable(folder / name, error) from error
             for info in found:
@@ -101,6 +110,11 @@ class Tensors(Mapping[str, TensorInfo]):
 
     def __len__(self) -> int:
         return len(self._infos)
+
+    @property
+    def states(self) -> Mapping[Path, FileState]:
+        """Of its files, when their headers were read."""
+        return self._states
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +160,15 @@ class Tensors(Mapping[str, TensorInfo]):
     def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
         """The tensor's own integers, where it is stored as such and `bits` and `group` hold them unchanged."""
         return None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """To be said aloud to the user."""
+        return ()
+
+    def activation_bits(self, name: str) -> int:
+        """What the checkpoint means to multiply this matrix with: 8-bit integers, or 16-bit floats."""
+        return 16
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -200,7 +223,7 @@ def _no_weights(folder: Path) -> CheckpointError:
     )
 
 
-def _read_header(path: Path) -> tuple[FileState, list[TensorInfo]]:
+def _read_header(path: Path, names: Mapping[str, str]) -> tuple[FileState, list[TensorInfo]]:
     """The file as it is, and its tensors, each checked against the file's size."""
     with path.open("rb") as file:
         state = FileState.of(file)
@@ -230,7 +253,7 @@ def _read_header(path: Path) -> tuple[FileState, list[TensorInfo]]:
     if start + at != size:
         kind = "is truncated" if start + at > size else "has bytes that belong to no tensor"
         _damaged(path, f"{kind}: {size} bytes", f"{start + at} bytes by its header")
-    infos = [_info(path, name, raw[name], start + begin, end - begin) for begin, end, name in spans]
+    infos = [_info(path, name, raw[name], (start + begin, end - begin), names) for begin, end, name in spans]
     return state, [info for info in infos if not info.name.endswith(_DERIVED)]
 
 
@@ -265,15 +288,15 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MAX_RANK and all(type(i) is int and 0 <= i < 2**62 for i in value)
 
 
-def _info(path: Path, name: str, entry: dict[str, Any], offset: int, nbytes: int) -> TensorInfo:
-    kind = entry.get("dtype")
+def _info(path: Path, name: str, entry: dict[str, Any], place: tuple[int, int], names: Mapping[str, str]) -> TensorInfo:
+    kind, (offset, nbytes) = entry.get("dtype"), place
     shape = tuple(entry["shape"])
-    dtype = _NAMES.get(kind) if isinstance(kind, str) else None
+    dtype = names.get(kind) if isinstance(kind, str) else None
     if dtype is None and not name.endswith(_DERIVED):
         raise CheckpointError(
             f"{path}: {name} has dtype {kind}",
-            "F32, F16 or BF16",
-            "choose an unquantised checkpoint; FP8 and integer weights are not read yet",
+            ", ".join(names),
+            "choose an unquantised checkpoint, or a compressed one whose config.json says compressed-tensors",
         )
     dtype = dtype or "float32"
     needed = math.prod(shape) * _DTYPES[dtype].itemsize

@@ -29,6 +29,7 @@ COMMANDS = {
     "doctor": "doctor",
     "verify": "verify",
     "eval": "eval",
+    "compress": "compress",
     "list": "list",
     "pull": "pull",
     "rm": "rm",
@@ -43,7 +44,7 @@ _OTHER_COMMANDS = {
     **dict.fromkeys(("ls", "ps", "models"), '"list", for the engines that are built'),
     **dict.fromkeys(("show", "info"), '"inspect"'), **dict.fromkeys(("download", "fetch", "get"), '"pull"'),
     **dict.fromkeys(("remove", "delete", "rmi"), '"rm"'),
-    **dict.fromkeys(("convert", "compile", "quantize", "create"), '"build"'),
+    **dict.fromkeys(("convert", "compile", "create"), '"build"'), "quantize": '"compress", or "build --precision"',
     **dict.fromkeys(("bench", "benchmark"), '"demo", or "doctor"'),
 }  # fmt: skip
 

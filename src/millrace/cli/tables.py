@@ -1,5 +1,6 @@
 """What an engine folder's own tables tell people."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -135,8 +136,9 @@ class Tables:
         if len(patterns) > 4:  # a GGUF may name dozens of layers
             patterns = [(f"{n} layers", value) for value, n in Counter(value for _, value in patterns).items()]
         parts = [m.precision.get("default", "?"), *(f"{pattern} {value}" for pattern, value in patterns)]
-        grouped = any(p.startswith(("w4", "w8")) for p in m.precision.values())
-        parts += [f"groups of {m.group}"] if grouped else []
+        named = [re.match(r"w[48]g(\d+)", name) for name in self.bytes_by_format()]
+        groups = sorted({int(found[1]) for found in named if found})
+        parts += [f"groups of {' and '.join(map(str, groups))}"] if groups else []
         return ", ".join([*parts, *(["summed by tiles"] if m.cpu.bf16_sums == "tiles" else [])])
 
     def summary(self) -> dict[str, Any]:

@@ -158,4 +158,7 @@ def asked_precision(
     if asked is None and (build.group is not None or build.head is not None):
         kept = [(pattern, p) for pattern, p in own.patterns if not build.head or pattern != HEAD]
         asked = {"default": own.default.value, **{pattern: p.value for pattern, p in kept}}
-    return None if asked is None else precision_map(asked, build.group or own.group, build.head)
+    if asked is None:
+        return None
+    as_stored = own.stored_groups and build.group is None
+    return precision_map(asked, build.group or own.group, build.head, stored_groups=as_stored)

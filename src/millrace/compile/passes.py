@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix, combined
-from millrace.compile.precision import RESCORED, PrecisionMap, check_x_group, kept_as
+from millrace.compile.precision import RESCORED, PrecisionMap, check_x_group
 from millrace.graph.rewrite import Instead, Live, head_of, make_node, rewrite
 from millrace.graph.trees import Tree, as_tree, evaluate, substitute
 from millrace.graph.types import Array, Constant, Graph, Node, Value
@@ -128,7 +128,7 @@ def choose_precision(graph: Graph, precisions: PrecisionMap) -> Graph:
     return rewrite(graph, rule)
 
 
-def merge_gated(graph: Graph, group: int) -> Graph:
+def merge_gated(graph: Graph, precisions: PrecisionMap) -> Graph:
     """expression(gate(x), up(x)) becomes one product with the two interleaved, and the expression in its epilogue."""
 
     def rule(node: Node, live: Live) -> Instead | None:
@@ -137,7 +137,7 @@ def merge_gated(graph: Graph, group: int) -> Graph:
         gate, up = (live.producer(v) for v in node.inputs)
         if not (gate and up and _plain_linear(gate) and _plain_linear(up) and gate.inputs[0] is up.inputs[0]):
             return None
-        if _kind(gate, group) != _kind(up, group) or gate.inputs[1].shape != up.inputs[1].shape:
+        if _kind(gate, precisions) != _kind(up, precisions) or gate.inputs[1].shape != up.inputs[1].shape:
             return None
         if not all(live.read_once(v) for v in node.inputs):
             return None
@@ -148,9 +148,9 @@ def merge_gated(graph: Graph, group: int) -> Graph:
     return rewrite(graph, rule)
 
 
-def _kind(node: Node, group: int) -> object:
+def _kind(node: Node, precisions: PrecisionMap) -> object:
     """Products of one kind can be one: of one precision, of weights that are packed alike."""
-    return tuple(_asked(node).items()), _kept(node.inputs[1:2], precision_of(node), group)
+    return tuple(_asked(node).items()), _kept(node.inputs[1:2], precision_of(node), precisions)
 
 
 def _asked(node: Node) -> Mapping[str, object]:
@@ -158,9 +158,9 @@ def _asked(node: Node) -> Mapping[str, object]:
     return {name: node.attrs[name] for name in ("precision", "x_group") if name in node.attrs}
 
 
-def _kept(weights: Sequence[Value], precision: Precision, group: int) -> QuantisedFormat | None:
+def _kept(weights: Sequence[Value], precision: Precision, precisions: PrecisionMap) -> QuantisedFormat | None:
     """The kind of codes that a product takes over as the checkpoint holds them; None: it rounds weights itself."""
-    kept = [kept_as(w.constant.format if w.constant else None, precision, group) for w in weights]
+    kept = [precisions.kept(w.constant.format if w.constant else None, precision) for w in weights]
     kinds = {f and replace(f, bits=precision.bits) for f in kept}
     return kinds.pop() if len(kinds) == 1 else None
 
@@ -169,13 +169,13 @@ def _plain_linear(node: Node) -> bool:
     return node.op == "linear" and not any(node.attrs.get(name) for name in ("bias", "residual", "tree"))
 
 
-def merge_linears(graph: Graph, group: int) -> Graph:
+def merge_linears(graph: Graph, precisions: PrecisionMap) -> Graph:
     """Linear layers of one kind over the same input (q, k, v) become one product, which is then split."""
     families: dict[tuple[Value, object], list[Node]] = {}
     results = graph.results
     for node in graph.nodes:
         if node.op == "linear" and not node.attrs.get("residual") and node.output not in results:
-            families.setdefault((node.inputs[0], _kind(node, group)), []).append(node)
+            families.setdefault((node.inputs[0], _kind(node, precisions)), []).append(node)
     family_of = {n.output: family for family in families.values() if len(family) > 1 for n in family}
     parts: dict[Value, Value] = {}  # of the merged product, by the output that each stands for
 
@@ -283,12 +283,13 @@ def fuse_rope_attention(graph: Graph) -> Graph:
     return rewrite(graph, rule)
 
 
-def convert_inputs(graph: Graph, group: int) -> Graph:
+def convert_inputs(graph: Graph, precisions: PrecisionMap) -> Graph:
     """Puts the conversion that a product's precision asks for before it; products over one input share it.
 
-    Weights come in groups of `group`, or where a product keeps a checkpoint's codes in the groups of these; where it
-    does not, weights and activations are both transformed before they are rounded (kernels/matmul/pack.py). Activations
-    come in the same groups, unless smaller ones were asked for. raises ConfigError for such as do not divide these
+    Weights come in groups as `precisions` has them, or where a product keeps a checkpoint's codes in the groups of
+    these; where it does not, weights and activations are both transformed before they are rounded
+    (kernels/matmul/pack.py). Activations come in the same groups, unless smaller ones were asked for.
+    raises ConfigError for such as do not divide these
     """
     converted: dict[tuple[Value, Storage], Node] = {}
 
@@ -297,8 +298,8 @@ def convert_inputs(graph: Graph, group: int) -> Graph:
             return None
         x = node.inputs[0]
         precision = precision_of(node)
-        kept = _kept(node.inputs[1 : 3 if node.op == "gated_linear" else 2], precision, group)
-        own = kept.group if kept else group
+        kept = _kept(node.inputs[1 : 3 if node.op == "gated_linear" else 2], precision, precisions)
+        own = kept.group if kept else precisions.group
         x_group = whole(node, "x_group") if "x_group" in node.attrs else own
         check_x_group(node.origin[0] if node.origin else "a product", x_group, own)
         storage = precision.storage(x_group, hadamard=not kept)
@@ -336,7 +337,7 @@ def fuse_convert(graph: Graph) -> Graph:
     return rewrite(graph, rule)
 
 
-def rescore_head(graph: Graph, group: int) -> Graph:
+def rescore_head(graph: Graph, precisions: PrecisionMap) -> Graph:
     """A W4A8 head computes its likeliest tokens again in 8 bits: half the bytes, nearly always the same ranking.
 
     Not where four bits hold what the checkpoint stores: nothing can come closer to it.
@@ -347,7 +348,7 @@ def rescore_head(graph: Graph, group: int) -> Graph:
         if not (head and node.outputs == head.outputs and node.output in results and _plain_linear(node)):
             return None
         x, w = node.inputs
-        if precision_of(node) != Precision.W4A8 or _kept((w,), Precision.W4A8, group):
+        if precision_of(node) != Precision.W4A8 or _kept((w,), Precision.W4A8, precisions):
             return None
         rough = make_node(LINEAR, (x, w), node.attrs, node.origin)
         attrs = {"precision": Precision.W8A8, "count": RESCORED}

@@ -36,8 +36,8 @@ def portable(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
         ("gather_early", gather_early),
         ("fuse_elementwise", fuse_elementwise),
         ("choose_precision", lambda g: choose_precision(g, precisions)),
-        ("merge_gated", lambda g: merge_gated(g, precisions.group)),
-        ("merge_linears", lambda g: merge_linears(g, precisions.group)),
+        ("merge_gated", lambda g: merge_gated(g, precisions)),
+        ("merge_linears", lambda g: merge_linears(g, precisions)),
     ]
 
 
@@ -47,9 +47,9 @@ def cpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
         ("fuse_epilogue", fuse_epilogue),
         ("fuse_residual", fuse_residual),
         ("fuse_rope_attention", fuse_rope_attention),
-        ("convert_inputs", lambda g: convert_inputs(g, precisions.group)),
+        ("convert_inputs", lambda g: convert_inputs(g, precisions)),
         ("fuse_convert", fuse_convert),
-        ("rescore_head", lambda g: rescore_head(g, precisions.group)),
+        ("rescore_head", lambda g: rescore_head(g, precisions)),
         ("prune", prune),
     ]
 
@@ -59,8 +59,8 @@ def unfused(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
     return [
         ("fold_constants", fold_constants),
         ("choose_precision", lambda g: choose_precision(g, precisions)),
-        ("convert_inputs", lambda g: convert_inputs(g, precisions.group)),
-        ("rescore_head", lambda g: rescore_head(g, precisions.group)),
+        ("convert_inputs", lambda g: convert_inputs(g, precisions)),
+        ("rescore_head", lambda g: rescore_head(g, precisions)),
         ("prune", prune),
     ]
 

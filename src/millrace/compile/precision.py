@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from millrace.checkpoint.gguf.blocks import stored_format
-from millrace.checkpoint.quantised import STORED_GROUP, QuantisedFormat
+from millrace.checkpoint.quantised import QuantisedFormat
 from millrace.errors import ConfigError, nearest
 from millrace.kernels.precision import Precision
 from millrace.model.families import HEAD
@@ -23,13 +22,17 @@ RESCORED = 256
 
 @dataclass(frozen=True, slots=True)
 class PrecisionMap:
-    """The first pattern that matches a module's name (`layers.*.mlp.*`, shell style) decides; `default` the rest."""
+    """The first pattern that matches a module's name (`layers.*.mlp.*`, shell style) decides; `default` the rest.
+
+    group: of weights that are rounded here; stored_groups: those that a checkpoint holds in integers keep its own
+    """
 
     default: Precision
     patterns: tuple[tuple[str, Precision], ...] = ()
     group: int = DEFAULT_GROUP
     head: Precision | None = None  # what was asked for the head; None: what `default` does with it
     x_groups: tuple[tuple[str, int], ...] = ()  # where they differ from the weights', by pattern; "": of the rest
+    stored_groups: bool = False
 
     def of(self, name: str, *, is_head: bool = False) -> Precision:
         for pattern, precision in self.patterns:
@@ -44,6 +47,12 @@ class PrecisionMap:
         decides = next((pattern for pattern, _ in self.patterns if _matches(name, pattern)), "")
         return dict(self.x_groups).get(decides, 0) if self.of(name, is_head=is_head).takes_bytes else 0
 
+    def kept(self, held: QuantisedFormat | None, precision: Precision) -> QuantisedFormat | None:
+        """The codes that a product in this precision takes over as a checkpoint holds them; None: it rounds weights."""
+        if held is None or not precision.quantised or held.bits > precision.bits:
+            return None
+        return held if self.stored_groups or held.group == self.group else None
+
     @property
     def meaning(self) -> "Meaning":
         """Of a model whose head has the usual name: equal where equal engines follow, however they were asked for."""
@@ -51,8 +60,9 @@ class PrecisionMap:
         others = [("", self.default), *(p for p in self.patterns if p[0] != HEAD)]
         layers = tuple((pattern, precision, rows.get(pattern, 0)) for pattern, precision in others)
         head = (self.of(HEAD, is_head=True), self.x_group_of(HEAD, is_head=True))
-        meant = Meaning(layers, head, self.group)
-        return meant if any(p.quantised for p in Precision if meant.uses(p)) else replace(meant, group=0)
+        meant = Meaning(layers, head, self.group, self.stored_groups)
+        quantised = any(p.quantised for p in Precision if meant.uses(p))
+        return meant if quantised else replace(meant, group=0, stored_groups=False)
 
     def described(self, head: str | None) -> dict[str, str]:
         """As manifests say it: `default`, the head where it differs, patterns. head: its name; None: there is none"""
@@ -96,6 +106,7 @@ class Meaning:
     layers: tuple[tuple[str, Precision, int], ...]
     head: tuple[Precision, int]
     group: int
+    stored_groups: bool
 
     def uses(self, precision: Precision) -> bool:
         return precision in (self.head[0], *(p for _, p, _ in self.layers))
@@ -106,63 +117,73 @@ def plain_format(precision: Precision) -> str:
     return "f32" if precision == Precision.FP32 else "bf16"
 
 
-# The class that keeps what a checkpoint stores, at the fewest bits per weight.
 _FLOATS = {"float32": Precision.FP32, "float16": Precision.FP32, "bfloat16": Precision.BF16}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """How a checkpoint holds the matrix of one linear layer."""
+    """How a checkpoint holds the matrix of one linear layer.
+
+    held: its codes; None: floats, or codes that only floats stand for exactly
+    byte_rows: what meets it is meant to have eight bits; else 16-bit floats
+    """
 
     dtype: str
     n_weights: int
+    held: QuantisedFormat | None = None
+    byte_rows: bool = True
+
+    @property
+    def nearest(self) -> Precision:
+        """The class that keeps it, at the fewest bits per weight."""
+        if self.held is None:
+            return _FLOATS.get(self.dtype, Precision.BF16)
+        eight, sixteen = (Precision.W4A8, Precision.W4A16) if self.held.bits <= 4 else (Precision.W8A8, Precision.W8A16)
+        return eight if self.byte_rows else sixteen
 
 
 def nearest_precisions(stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
     """Each linear layer, by name, in the class nearest to its own type; the one of most weights is the default."""
-    nearest = {name: _nearest(matrix.dtype) for name, matrix in stored.items()}
+    nearest = {name: matrix.nearest for name, matrix in stored.items()}
     sizes: Counter[Precision] = Counter()
     for name, matrix in stored.items():
         sizes[nearest[name]] += matrix.n_weights
-    group = DEFAULT_GROUP if all(matrix.dtype in _FLOATS for matrix in stored.values()) else STORED_GROUP
-    plain = PrecisionMap(sizes.most_common(1)[0][0], group=group)
+    groups: Counter[int] = Counter()
+    for matrix in stored.values():
+        groups[_like(matrix.held)] += matrix.n_weights
+    any_held = any(matrix.held for matrix in stored.values())
+    group = groups.most_common(1)[0][0] if any_held else DEFAULT_GROUP
+    plain = PrecisionMap(sizes.most_common(1)[0][0], group=group, stored_groups=any_held)
     kept = [(n, p) for n, p in nearest.items() if p != plain.of(n, is_head=n == HEAD)]
     return replace(plain, patterns=tuple(kept))
 
 
-def _nearest(dtype: str) -> Precision:
-    if dtype in _FLOATS:
-        return _FLOATS[dtype]
-    held = stored_format(dtype)
-    assert held, dtype
-    return Precision.W4A8 if held.bits <= Precision.W4A8.bits else Precision.W8A8
+def _like(held: QuantisedFormat | None) -> int:
+    """The groups of what is rounded beside such codes: as blocks of files have them; of whole rows our own."""
+    return max(held.group, 32) if held and held.group <= DEFAULT_GROUP else DEFAULT_GROUP
 
 
 def keeping_the_head(chosen: PrecisionMap, stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
     """A head of which nothing was asked has the layers' precision where that keeps the checkpoint's own codes."""
     asked = chosen.head or chosen.names(HEAD) or chosen.of(HEAD, is_head=True) == chosen.default
-    if asked or HEAD not in stored or not kept_as(stored_format(stored[HEAD].dtype), chosen.default, chosen.group):
+    if asked or HEAD not in stored or not chosen.kept(stored[HEAD].held, chosen.default):
         return chosen
     return replace(chosen, head=chosen.default)
 
 
-def kept_as(held: QuantisedFormat | None, precision: Precision, group: int) -> QuantisedFormat | None:
-    """The codes that a product in this precision, asked for in groups of `group`, takes over as they are; or None."""
-    if held is None or not precision.quantised or held.bits > precision.bits:
-        return None
-    return held if group in (held.group, STORED_GROUP) else None
-
-
 def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> tuple[str, ...]:
     """Which matrices that a checkpoint holds in integers are rounded once more, and into what; which take more room."""
-    rounded: Counter[tuple[str, Precision]] = Counter()
+    rounded: Counter[tuple[str, Precision, int]] = Counter()
     widened: Counter[str] = Counter()
+    floats: Counter[str] = Counter()
     for name, matrix in stored.items():
-        precision, held = chosen.of(name, is_head=name == HEAD), stored_format(matrix.dtype)
+        precision, held = chosen.of(name, is_head=name == HEAD), matrix.held
+        if held is None and precision == Precision.BF16 and matrix.dtype not in _FLOATS:
+            floats[matrix.dtype] += 1
         if held is None or precision == Precision.FP32:
             continue
-        if not kept_as(held, precision, chosen.group):
-            rounded[matrix.dtype, precision] += 1
+        if not chosen.kept(held, precision):
+            rounded[matrix.dtype, precision, held.bits] += 1
         elif held.bits not in (4, precision.bits):
             widened[matrix.dtype] += 1
     again = (
@@ -170,14 +191,19 @@ def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> 
         f"to {precision}"
         + (f" with groups of {chosen.group}" if precision.quantised else "")
         + f" ({_WORDS[precision]})"
-        + _why(dtype, precision, chosen.group)
-        for (dtype, precision), n in rounded.items()
+        + _why(bits, precision, chosen.stored_groups)
+        for (dtype, precision, bits), n in rounded.items()
     )
     wider = (
         f"{n} of {len(stored)} matrices are stored as {dtype.upper()} and kept exactly, their codes in eight bits each"
         for dtype, n in widened.items()
     )
-    return (*again, *wider)
+    plain = (
+        f"{n} of {len(stored)} matrices are stored as {dtype.upper()} and computed as 16-bit floats: no 8-bit integers "
+        "with float16 scales stand for them exactly"
+        for dtype, n in floats.items()
+    )
+    return (*again, *wider, *plain)
 
 
 _WORDS = {
@@ -187,15 +213,12 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _why(dtype: str, precision: Precision, group: int) -> str:
+def _why(bits: int, precision: Precision, stored_groups: bool) -> str:
     """What a user who wonders about the choice needs to know, at the end of a note."""
-    held = stored_format(dtype)
-    if not precision.quantised or held is None:
+    if not precision.quantised:
         return ""
-    exact = "w4a8" if held.bits <= 4 else "w8a8"
-    if group != STORED_GROUP:
-        return f"; {exact} with groups of {STORED_GROUP} would keep them exactly"
-    return f"; {exact} would keep them exactly"
+    exact = "w4a8" if bits <= 4 else "w8a8"
+    return f"; {exact}{'' if stored_groups else ' without --group'} would keep them exactly"
 
 
 def _matches(origin: str, pattern: str) -> bool:
@@ -266,10 +289,12 @@ def check_x_group(name: str, x_group: int, group: int) -> None:
         )  # fmt: skip
 
 
-def precision_map(asked: str | Mapping[str, str], group: int = DEFAULT_GROUP, head: str | None = None) -> PrecisionMap:
+def precision_map(
+    asked: str | Mapping[str, str], group: int = DEFAULT_GROUP, head: str | None = None, *, stored_groups: bool = False
+) -> PrecisionMap:
     """From `"w4a8"`, or from a map like {"default": "w4a8", "lm_head": "bf16", "layers.0.*": "w8a8:32"}.
 
-    head: of the head alone, which the map then must not name. raises ConfigError
+    head: of the head alone, which the map then must not name; stored_groups: as PrecisionMap's. raises ConfigError
     """
     if group < 4 or group % 4 or group > 4096:
         raise ConfigError(f"a quantisation group of {group}", "a multiple of 4, at most 4096", "use 128")
@@ -287,5 +312,6 @@ def precision_map(asked: str | Mapping[str, str], group: int = DEFAULT_GROUP, he
     layers = {pattern: _parse_layer(value) for pattern, value in asked.items() if pattern != "default"}
     patterns = tuple((pattern, precision) for pattern, (precision, _) in layers.items())
     asked_rows = {"": rows, **{pattern: own for pattern, (_, own) in layers.items()}}
-    x_groups = tuple((pattern, own) for pattern, own in asked_rows.items() if own not in (0, group))
-    return PrecisionMap(default, patterns, group, of_head, x_groups)
+    usual = 0 if stored_groups else group  # which need not be said
+    x_groups = tuple((pattern, own) for pattern, own in asked_rows.items() if own not in (0, usual))
+    return PrecisionMap(default, patterns, group, of_head, x_groups, stored_groups)

@@ -58,7 +58,8 @@ class BuildSettings(Settings):
     )
     group: int | None = setting(
         None,
-        "inputs that share one scale in quantised weights, a multiple of 4; default: 32 for a quantised GGUF, else 128",
+        "inputs that share one scale in quantised weights, a multiple of 4; default: those in which a checkpoint holds "
+        "integers, else 128",
         low=4,
         high=4096,
     )

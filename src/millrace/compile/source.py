@@ -122,13 +122,14 @@ def _parameters(tensors: Iterable[str], config: ModelConfig | EncoderConfig) -> 
 
 def _stored_matrices(checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
     """By the name of the linear layer. A tied head is the embedding; as a table alone, that is no product's."""
-    found = {}
-    for name, info in checkpoint.tensors.items():
+    found, tensors = {}, checkpoint.tensors
+    for name, info in tensors.items():
         layer = name.removesuffix(".weight")
         if name == EMBEDDING:
             if not checkpoint.decoder.tie_embeddings:
                 continue
             layer = HEAD
         if len(info.shape) == 2:
-            found[layer] = StoredMatrix(info.dtype, math.prod(info.shape))
+            size, bits = math.prod(info.shape), tensors.activation_bits(name)
+            found[layer] = StoredMatrix(info.dtype, size, tensors.format(name), byte_rows=bits == 8)
     return found

@@ -105,7 +105,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     architecture: str
     source: str  # Checkpoint.identity() of what it was built from; "" for a model of the user's own Python
     precision: dict[str, str]
-    group: Count
+    group: Count  # of weights that were rounded for it: what a checkpoint holds in integers may have kept its own
     n_parameters: Size
     symbols: Annotated[list[SymbolEntry], msgspec.Meta(min_length=1, max_length=MAX_SYMBOLS)]  # T, S and R come first
     max_context: Size  # tokens of a sequence; 0 where there are none

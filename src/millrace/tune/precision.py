@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from millrace.checkpoint.quantised import STORED_GROUP
 from millrace.compile.build import BuildOptions, plan_pieces, settled
 from millrace.compile.precision import PrecisionMap
 from millrace.compile.pricing import Question
@@ -46,7 +45,7 @@ class PrecisionPricer:
 
     def candidates(self, own: PrecisionMap) -> tuple[PrecisionMap, ...]:
         """All of `ORDER` up to the checkpoint's own type. Of stored integers these as they are, then wider ones."""
-        if own.default.quantised and own.group == STORED_GROUP:
+        if own.default.quantised and own.stored_groups:
             wider = tuple((pattern, _WIDER.get(p, p)) for pattern, p in own.patterns)
             stored = (own, replace(own, default=_WIDER.get(own.default, own.default), patterns=wider))
             return (*dict.fromkeys(stored), *(_plain(p, own) for p in (Precision.BF16, Precision.FP32)))
@@ -135,14 +134,14 @@ def label(precision: PrecisionMap, kv: KvFormat, by_tiles: bool) -> str:
     patterns = [f"{pattern} {p}" for pattern, p in named.items()]
     if len(patterns) > 3:  # a GGUF may name dozens of layers
         patterns = [f"{len(patterns)} layers otherwise"]
-    group = f" g{precision.group}" if precision.meaning.group else ""
+    group = f" {'as stored' if precision.stored_groups else f'g{precision.group}'}" if precision.meaning.group else ""
     kept = ["int8 keys and values"] if kv == KvFormat.INT8 else []
     sums = ["bf16 summed by tiles"] if by_tiles else []
     return ", ".join([f"{precision.default}{group}", *head, *patterns, *kept, *sums])
 
 
 def _plain(precision: Precision, own: PrecisionMap) -> PrecisionMap:
-    return PrecisionMap(precision, group=own.group, head=own.head)
+    return PrecisionMap(precision, group=own.group, head=own.head, stored_groups=own.stored_groups)
 
 
 def _none_within(tried: Sequence[Price], bound: float) -> ConfigError:

@@ -99,6 +99,10 @@ class GgufTensors(Tensors):
         whole = replace(combined(slabs, np.concatenate), bits=bits)
         return whole.each(lambda array: self._reordered(name, array.reshape(rows, -1)))
 
+    def activation_bits(self, name: str) -> int:
+        """As llama.cpp does."""
+        return 8
+
     def _blocks(self, name: str) -> Array:
         return self._data(self[name]).view(self._stored[name].type.layout)
 

@@ -1,0 +1,253 @@
+"""What `quantization_config` of a config.json says, where its quant_method is compressed-tensors.
+
+Which layers hold codes, and in which form. A key that is not known, or a value that would mean other arithmetic, is an
+error that names it. source: https://github.com/vllm-project/compressed-tensors, quantization/quant_config.py
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeGuard
+
+from millrace.checkpoint.compressed.packing import BITS
+from millrace.errors import CheckpointError, nearest
+
+METHOD = "compressed-tensors"
+KEY = "quantization_config"
+PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+FORMATS = (PACKED, INTEGERS, FLOATS, NAIVE)
+_MIXED = "mixed-precision"  # each scheme says its own
+LINEAR = "Linear"  # the one class of modules that is read
+_MOST_SCHEMES, _MOST_NAMES, _MOST_PATTERNS, _LONGEST = 256, 100_000, 256, 300
+_MEND = "choose another checkpoint, or compress the original one with `millrace compress`"
+
+# keys whose values change no weight
+_HARMLESS = {
+    "quant_method", "global_compression_ratio", "version", "run_compressed", "dequantize", "use_optimized_inference",
+    "config_groups", "format", "ignore",
+}  # fmt: skip
+_ONLY_AT: Mapping[str, tuple[object, ...]] = {
+    "quantization_status": (None, "compressed"),
+    "kv_cache_scheme": (None,),
+    "sparsity_config": (None, {}),
+    "transform_config": (None, {}),
+    "moe_sparsity_config": (None,),
+}
+_SCHEME_KEYS = {"targets", "weights", "input_activations", "output_activations", "format"}
+_ARGUMENTS = {
+    "num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder", "scale_dtype",
+    "zp_dtype", "observer", "observer_kwargs",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the matrices that `targets` names are stored.
+
+    bits: 4 or 8; floats: E4M3 instead of integers
+    group: inputs of a scale; None: a whole row has one, or where `per_tensor` the whole matrix
+    activation_bits: what the checkpoint means to multiply them with; 16: floats
+    """
+
+    targets: tuple[str, ...]
+    format: str
+    bits: int
+    group: int | None
+    symmetric: bool = True
+    floats: bool = False
+    per_tensor: bool = False
+    activation_bits: int = 16
+    float_activations: bool = False  # of 8 bits
+
+    @property
+    def packed(self) -> bool:
+        return self.format == PACKED
+
+    @property
+    def dtype(self) -> str:
+        """The name in `TensorInfo`."""
+        return "fp8" if self.floats else f"int{self.bits}"
+
+
+class Compression:
+    """Which linear layer is in which scheme."""
+
+    def __init__(self, schemes: Sequence[Scheme], ignore: Sequence[str]) -> None:
+        """raises CheckpointError where there are more names or patterns than any model needs"""
+        self.schemes = tuple(schemes)
+        pairs = [(target, scheme) for scheme in schemes for target in scheme.targets]
+        _check_bounds([target for target, _ in pairs] + list(ignore))
+        self._named = {target: scheme for target, scheme in reversed(pairs) if _is_name(target)}
+        self._patterns = [(_glob(target), scheme) for target, scheme in pairs if _is_pattern(target)]
+        self._rest = next((scheme for target, scheme in pairs if target == LINEAR), None)
+        self._ignored = frozenset(ignore)
+        self._ignored_patterns = [_glob(target) for target in ignore if _is_pattern(target)]
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Of a linear layer by its name; None where it holds floats. A name goes before a pattern, this before all."""
+        ignored = self._ignored
+        if module in ignored or LINEAR in ignored or any(fnmatchcase(module, g) for g in self._ignored_patterns):
+            return None
+        if module in self._named:
+            return self._named[module]
+        return next((scheme for glob, scheme in self._patterns if fnmatchcase(module, glob)), self._rest)
+
+
+def _is_pattern(target: str) -> bool:
+    return target.startswith("re:")
+
+
+def _is_name(target: str) -> bool:
+    return target != LINEAR and not _is_pattern(target)
+
+
+def is_compressed(said: object) -> TypeGuard[Mapping[str, Any]]:
+    """said: what config.json has at KEY"""
+    return isinstance(said, dict) and said.get("quant_method") == METHOD
+
+
+def read_compression(said: Mapping[str, Any]) -> Compression:
+    """raises CheckpointError for what is not read here, by name"""
+    for key, value in said.items():
+        if key in _HARMLESS:
+            continue
+        if key not in _ONLY_AT:
+            raise _wrong(key, value, nearest(key, {*_HARMLESS, *_ONLY_AT}))
+        if not any(value == at and type(value) is type(at) for at in _ONLY_AT[key]):
+            raise _wrong(key, value, " or ".join(map(_json, _ONLY_AT[key])))
+    groups = said.get("config_groups")
+    if not isinstance(groups, dict) or not 0 < len(groups) <= _MOST_SCHEMES:
+        raise _wrong("config_groups", groups, f"1 to {_MOST_SCHEMES} schemes")
+    schemes = tuple(_scheme(f"config_groups.{name}", value, said.get("format")) for name, value in groups.items())
+    return Compression(schemes, _targets("ignore", said.get("ignore") or []))
+
+
+def _scheme(where: str, said: object, format: object) -> Scheme:
+    if not isinstance(said, dict):
+        raise _wrong(where, said, "a scheme with targets and weights")
+    _check_keys(where, said, _SCHEME_KEYS)
+    if said.get("output_activations") is not None:
+        raise _wrong(f"{where}.output_activations", said["output_activations"], "null: results are not rounded here")
+    own = said.get("format") or format
+    if own not in FORMATS:
+        raise _wrong(f"{where}.format", own, f"one of {', '.join(FORMATS)}; with {_MIXED} of each scheme's own")
+    targets = _targets(f"{where}.targets", said.get("targets"))
+    scheme = _weights(f"{where}.weights", said.get("weights"), targets, str(own))
+    activation_bits, floats = _activations(f"{where}.input_activations", said.get("input_activations"))
+    if activation_bits == 8 and floats != scheme.floats and not (floats and scheme.bits == 4):
+        raise _wrong(f"{where}.input_activations.type", "float" if floats else "int", "the weights' own type")
+    values = {f: getattr(scheme, f) for f in ("bits", "group", "symmetric", "floats", "per_tensor")}
+    return Scheme(targets, str(own), **values, activation_bits=activation_bits, float_activations=floats)
+
+
+def _weights(where: str, said: object, targets: tuple[str, ...], format: str) -> Scheme:
+    if not isinstance(said, dict):
+        raise _wrong(where, said, "how weights are stored")
+    _check_keys(where, said, _ARGUMENTS)
+    _check_values(where, said, {
+        "block_structure": (None,), "dynamic": (None, False), "actorder": (None, False, "weight", "static"),
+    })  # fmt: skip
+    bits, kind, symmetric = said.get("num_bits"), said.get("type", "int"), said.get("symmetric", True)
+    floats = kind == "float"
+    if kind not in ("int", "float"):
+        raise _wrong(f"{where}.type", kind, "int or float")
+    if type(bits) is not int or bits not in ((8,) if floats else BITS):
+        raise _wrong(f"{where}.num_bits", bits, "8 bits of floats" if floats else "4 or 8")
+    if type(symmetric) is not bool or not (symmetric or not floats):
+        raise _wrong(f"{where}.symmetric", symmetric, "true, or of integers false")
+    if floats == (format in (PACKED, INTEGERS)) and format != NAIVE:
+        raise _wrong(f"{where}.type", kind, f"what the format {format} holds")
+    if bits == 4 and format != PACKED:
+        raise _wrong(f"{where}.num_bits", bits, f"8 in the format {format}")
+    strategy, group = _grouping(where, said)
+    if strategy == "tensor" and not floats:
+        raise _wrong(f"{where}.strategy", strategy, "group or channel")
+    return Scheme(
+        targets, format, bits, group if strategy == "group" else None, symmetric, floats, strategy == "tensor"
+    )
+
+
+def _grouping(where: str, said: Mapping[str, Any]) -> tuple[str, int]:
+    """The strategy, which follows from group_size where it is not said, and the group's size."""
+    size = said.get("group_size")
+    if size is not None and type(size) is not int:
+        raise _wrong(f"{where}.group_size", size, "a number of inputs")
+    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = said.get("strategy") or inferred
+    if strategy not in ("group", "channel", "tensor"):
+        raise _wrong(f"{where}.strategy", strategy, "group, channel or tensor")
+    if strategy == "group" and (size is None or not 4 <= size <= 4096 or size % 4):
+        raise _wrong(f"{where}.group_size", size, "a multiple of 4, at most 4096")
+    if strategy != "group" and size not in (None, -1):
+        raise _wrong(f"{where}.group_size", size, f"null: {strategy} has one scale for more than that")
+    return str(strategy), size or 0
+
+
+def _activations(where: str, said: object) -> tuple[int, bool]:
+    """Bits, and whether they are floats of 8."""
+    if said is None:
+        return 16, False
+    if not isinstance(said, dict):
+        raise _wrong(where, said, "null, or how activations are rounded")
+    _check_keys(where, said, _ARGUMENTS)
+    floats = said.get("type", "int") == "float"
+    strategies = ("token", "tensor", "group") if floats else ("token", "group")  # floats stay bfloat16 here anyway
+    _check_values(where, said, {
+        "num_bits": (8,), "type": (None, "int", "float"), "symmetric": (None, True),
+        "dynamic": (True, False) if floats else (True,), "strategy": strategies, "block_structure": (None,),
+        "actorder": (None,),
+    })  # fmt: skip
+    return 8, floats
+
+
+def _check_keys(where: str, said: Mapping[str, object], known: set[str]) -> None:
+    for key in said:
+        if key not in known:
+            raise _wrong(f"{where}.{key}", said[key], nearest(key, known))
+
+
+def _check_values(where: str, said: Mapping[str, object], only: Mapping[str, tuple[object, ...]]) -> None:
+    for key, values in only.items():
+        value = said.get(key)
+        if not any(value == at and type(value) is type(at) for at in values):
+            raise _wrong(f"{where}.{key}", value, " or ".join(map(_json, values)))
+
+
+def _targets(where: str, said: object) -> tuple[str, ...]:
+    if not isinstance(said, list) or not all(isinstance(t, str) and 0 < len(t) <= _LONGEST for t in said):
+        raise _wrong(where, said, f"a list of names, each of at most {_LONGEST} characters")
+    for target in filter(_is_pattern, said):
+        _glob(target)
+    return tuple(said)
+
+
+def _check_bounds(targets: Sequence[str]) -> None:
+    patterns = sum(map(_is_pattern, targets))
+    if len(targets) > _MOST_NAMES or patterns > _MOST_PATTERNS:
+        raise CheckpointError(
+            f"config.json: {KEY} has {len(targets)} targets, {patterns} of them patterns",
+            f"at most {_MOST_NAMES}, and {_MOST_PATTERNS} patterns", _MEND,
+        )  # fmt: skip
+
+
+_PIECE = re.compile(r"\\\.|\.\*|[.A-Za-z0-9_-]")
+
+
+def _glob(target: str) -> str:
+    r"""A pattern of fnmatch for `re:` ones of names, \. and .*, which are most: others could take any time to match."""
+    expression = target.removeprefix("re:").removeprefix("^")
+    body, end = (expression[:-1], "") if expression.endswith("$") else (expression, "*")
+    pieces = _PIECE.findall(body)
+    if "".join(pieces) != body:
+        raise _wrong("a pattern", target, r"names, \., .* and a $ at the end")
+    return "".join({".*": "*", "\\.": ".", ".": "?"}.get(piece, piece) for piece in pieces) + end
+
+
+def _wrong(key: str, value: object, expected: str) -> CheckpointError:
+    return CheckpointError(f"config.json: {KEY}: {key} is {value!r:.300}", expected, _MEND)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value)

@@ -1,0 +1,263 @@
+"""Tensors of a compressed-tensors folder, under the names of the layers that they are.
+
+A layer `q_proj` is several tensors in the file; here it is `q_proj.weight` (N, K), as in every other checkpoint:
+
+    pack-quantized   weight_packed int32 (N, words), weight_shape int64 (2) = N, K
+    others           weight int8 or E4M3 (N, K)
+    all              weight_scale (N, G) or, per tensor, (1); with zero points weight_zero_point: int8 (N, G), or packed
+                     along N: int32 (words, G)
+    w = (code - zero) * scale
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checkpoint.compressed.packing import unpack, words_of
+from millrace.checkpoint.compressed.scheme import Compression, Scheme
+from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
+from millrace.checkpoint.weights import FLOAT_NAMES, Array, TensorInfo, Tensors
+from millrace.errors import CheckpointError
+
+WEIGHT, PACKED, SHAPE = ".weight", ".weight_packed", ".weight_shape"
+SCALE, ZERO = ".weight_scale", ".weight_zero_point"
+NAMES = {"I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn"}  # beside those of floats
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_UNSUPPORTED = (".weight_g_idx", ".weight_global_scale", ".input_global_scale")
+_ALLOWED = (".input_scale", ".input_zero_point")  # of static FP8 activations, which stay bfloat16 here
+_SCALES = ("float32", "float16", "bfloat16")
+_TABLE = ".embed_tokens.weight"  # which is no linear layer
+_AGAIN = "download or copy the checkpoint again, or compress the original one with `millrace compress`"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One compressed matrix. group: whole rows have the next multiple of 4, which is what kernels take"""
+
+    name: str
+    scheme: Scheme
+    shape: tuple[int, int]
+
+    @property
+    def group(self) -> int:
+        return self.scheme.group or -(-self.shape[1] // 4) * 4
+
+    @property
+    def n_groups(self) -> int:
+        return -(-self.shape[1] // self.group)
+
+
+class CompressedTensors(Tensors):
+    """`load` gives floats, exact as far as float32 holds them; `stored` the checkpoint's own codes."""
+
+    def __init__(self, infos: dict[str, TensorInfo], parts: Tensors, layers: Mapping[str, _Layer]) -> None:
+        super().__init__(infos, parts.states)
+        self._parts, self._layers = parts, dict(layers)
+        self._formats: dict[str, QuantisedFormat | None] = {}
+
+    @classmethod
+    def of(cls, folder: Path, compression: Compression) -> "CompressedTensors":
+        """Reads headers, and the shapes that lie beside packed words. raises CheckpointError"""
+        parts = Tensors.open(folder, NAMES)
+        infos: dict[str, TensorInfo] = {}
+        layers: dict[str, _Layer] = {}
+        used: set[str] = set()
+        for module in _compressed(parts):
+            scheme = compression.scheme_of(module)
+            if scheme is None:
+                raise CheckpointError(
+                    f"{folder}: {module} holds codes, and no scheme of config.json is about it",
+                    "codes where config_groups say so, and ignore does not", _AGAIN,
+                )  # fmt: skip
+            layer = _layer(parts, module, scheme)
+            own = [module + suffix for suffix in _own_parts(layer) if module + suffix in parts]
+            used.update(own)
+            first = parts[module + (PACKED if scheme.packed else WEIGHT)]
+            size = sum(parts[name].nbytes for name in own)
+            infos[layer.name] = TensorInfo(layer.name, layer.shape, scheme.dtype, first.file, size, first.offset)
+            layers[layer.name] = layer
+        for name, info in parts.items():
+            if name in used:
+                continue
+            _check_plain(name, info, compression)
+            infos[name] = info
+        return cls(infos, parts, layers)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        n = sum(layer.scheme.float_activations for layer in self._layers.values())
+        if not n:
+            return ()
+        return (f"activations of {n} matrices stay bfloat16 here, where the checkpoint means FP8: closer, not faster",)
+
+    def load(self, name: str) -> Array:
+        layer = self._layers.get(name)
+        return super().load(name) if layer is None else self._floats(layer)
+
+    def format(self, name: str) -> QuantisedFormat | None:
+        """None: floats, and codes that float16 scales and minimums do not stand for exactly. Reads these."""
+        if name not in self._formats:
+            layer = self._layers.get(name)
+            self._formats[name] = None if layer is None or layer.scheme.floats else self._format(layer)
+        return self._formats[name]
+
+    def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
+        held = self.format(name)
+        if held is None or held.bits > bits or held.group != group:
+            return None
+        layer = self._layers[name]
+        codes, scales, zeros = self._codes(layer), self._scales(layer).astype(np.float16), self._zeros(layer)
+        if zeros is None:
+            return QuantisedMatrix(codes, scales, group, bits)
+        if not held.minimums:
+            wide = np.repeat(zeros, group, axis=1)[:, : codes.shape[1]]
+            return QuantisedMatrix(codes - wide, scales, group, bits)
+        if held.bits == 4:  # which count from 0
+            codes, zeros = codes + np.int8(8), zeros + np.int8(8)
+        return QuantisedMatrix(codes, scales, group, bits, _minimums(scales, zeros)[0])
+
+    def activation_bits(self, name: str) -> int:
+        layer = self._layers.get(name)
+        return 16 if layer is None or layer.scheme.float_activations else layer.scheme.activation_bits
+
+    def _format(self, layer: _Layer) -> QuantisedFormat | None:
+        wide = self._scales(layer)
+        with np.errstate(over="ignore"):
+            scales = wide.astype(np.float16)
+        bits, group, zeros = layer.scheme.bits, layer.group, self._zeros(layer)
+        if not np.array_equal(scales.astype(np.float64), wide):
+            return None
+        if zeros is None:
+            return QuantisedFormat(bits, group)
+        if _minimums(scales, zeros + np.int8(8) if bits == 4 else zeros)[1]:
+            return QuantisedFormat(bits, group, minimums=True)
+        return QuantisedFormat(5, group) if bits == 4 else None  # code - zero is -15 .. 15
+
+    def _floats(self, layer: _Layer) -> NDArray[np.float32]:
+        scales, zeros = self._scales(layer), self._zeros(layer)
+        found = np.empty(layer.shape, np.float32)
+        codes = self._parts.load(layer.name) if layer.scheme.floats else self._codes(layer)
+        rows = max((1 << 22) // layer.shape[1], 1)
+        for start in range(0, len(codes), rows):  # of float64 some rows at a time
+            part = slice(start, start + rows)
+            wide = codes[part].astype(np.float64)
+            if zeros is not None:
+                wide -= self._wide(layer, zeros[part])
+            found[part] = wide * self._wide(layer, scales[part])
+        return found
+
+    def _wide(self, layer: _Layer, of_groups: Array) -> Array:
+        return np.repeat(of_groups, layer.group, axis=1)[:, : layer.shape[1]]
+
+    def _codes(self, layer: _Layer) -> NDArray[np.int8]:
+        """(N, K), as signed as the file has them."""
+        if not layer.scheme.packed:
+            return self._parts.load(layer.name)
+        words = self._parts.load(_module(layer) + PACKED)
+        return unpack(words, layer.scheme.bits, layer.shape[1])
+
+    def _scales(self, layer: _Layer) -> NDArray[np.float64]:
+        """(N, G). raises CheckpointError where one is no number"""
+        scales = self._parts.load(_module(layer) + SCALE).astype(np.float64)
+        if not np.isfinite(scales).all():
+            raise CheckpointError(f"{_module(layer)}{SCALE} has scales that are not finite", "numbers", _AGAIN)
+        return np.broadcast_to(scales.reshape(-1, layer.n_groups) if scales.size > 1 else scales.reshape(1, 1),
+                               (layer.shape[0], layer.n_groups))  # fmt: skip
+
+    def _zeros(self, layer: _Layer) -> NDArray[np.int8] | None:
+        """(N, G), as signed as codes; None where all are 0."""
+        if layer.scheme.symmetric:
+            return None
+        zeros = self._parts.load(_module(layer) + ZERO)
+        if layer.scheme.packed:
+            return np.ascontiguousarray(unpack(zeros.T, layer.scheme.bits, layer.shape[0]).T)
+        return zeros.reshape(layer.shape[0], layer.n_groups)
+
+
+def _minimums(scales: NDArray[np.float16], zeros: NDArray[np.int8]) -> tuple[NDArray[np.float16], bool]:
+    """-zero * scale, and whether float16 holds all of them."""
+    exact = -zeros.astype(np.float64) * scales.astype(np.float64)
+    with np.errstate(over="ignore"):
+        found = exact.astype(np.float16)
+    return found, bool((found.astype(np.float64) == exact).all())
+
+
+def _module(layer: _Layer) -> str:
+    return layer.name.removesuffix(WEIGHT)
+
+
+def _compressed(parts: Tensors) -> Iterator[str]:
+    """Names of layers that hold codes."""
+    for name, info in parts.items():
+        if name.endswith(PACKED):
+            yield name.removesuffix(PACKED)
+        elif name.endswith(WEIGHT) and info.dtype in ("int8", "float8_e4m3fn"):
+            yield name.removesuffix(WEIGHT)
+
+
+def _own_parts(layer: _Layer) -> tuple[str, ...]:
+    values = (PACKED, SHAPE) if layer.scheme.packed else (WEIGHT,)
+    zeros = () if layer.scheme.symmetric else (ZERO,)
+    statics = _ALLOWED if layer.scheme.float_activations else ()
+    return (*values, SCALE, *zeros, *statics)
+
+
+def _layer(parts: Tensors, module: str, scheme: Scheme) -> _Layer:
+    """Of this module, after every tensor of it was checked. raises CheckpointError"""
+    if not scheme.packed:
+        held = "float8_e4m3fn" if scheme.floats else "int8"
+        _check(parts, module + WEIGHT, (held,), None)
+        layer = _Layer(module + WEIGHT, scheme, _sizes(module, parts[module + WEIGHT].shape))
+    else:
+        _check(parts, module + SHAPE, ("int64",), (2,))
+        shape = _sizes(module, tuple(int(n) for n in parts.load(module + SHAPE)))
+        _check(parts, module + PACKED, ("int32",), (shape[0], words_of(shape[1], scheme.bits)))
+        layer = _Layer(module + WEIGHT, scheme, shape)
+        if module + WEIGHT in parts:
+            raise CheckpointError(f"{module} has weight and weight_packed", "one of them", _AGAIN)
+    N, G = layer.shape[0], layer.n_groups
+    scales = [(1,), (1, 1), ()] if scheme.per_tensor else [(N, G)] + [(N,)] * (G == 1)
+    _check(parts, module + SCALE, _SCALES, *scales)
+    if not scheme.symmetric:
+        packed = scheme.packed
+        _check(parts, module + ZERO, ("int32",) if packed else ("int8",),
+               (words_of(N, scheme.bits), G) if packed else (N, G))  # fmt: skip
+    return layer
+
+
+def _sizes(module: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    if len(shape) != 2 or not all(0 < n < 1 << 31 for n in shape):
+        raise CheckpointError(f"{module}.weight is {shape}", "a matrix (N, K)", _AGAIN)
+    return shape[0], shape[1]
+
+
+def _check(parts: Tensors, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...] | None) -> None:
+    info = parts.get(name)
+    if info is None:
+        raise CheckpointError(f"the checkpoint has no tensor {name}", "all parts of a compressed layer", _AGAIN)
+    if info.dtype not in dtypes or not (None in shapes or info.shape in shapes):
+        wanted = "" if None in shapes else f" {' or '.join(map(str, shapes))}"
+        raise CheckpointError(
+            f"{name} is {info.shape} {info.dtype}", f"{' or '.join(dtypes)}{wanted}, by config.json", _AGAIN
+        )
+
+
+def _check_plain(name: str, info: TensorInfo, compression: Compression) -> None:
+    """A tensor that is no part of a compressed layer. raises CheckpointError where config.json says otherwise"""
+    if name.endswith(_UNSUPPORTED):
+        raise CheckpointError(
+            f"the checkpoint has {name}", "codes in the order of their inputs, with one level of scales", _AGAIN
+        )
+    if info.dtype not in FLOAT_NAMES or name.endswith((SCALE, ZERO, SHAPE)):
+        raise CheckpointError(f"{name} ({info.dtype}) belongs to no compressed layer", "floats beside these", _AGAIN)
+    scheme = (
+        compression.scheme_of(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) and len(info.shape) == 2 else None
+    )
+    if scheme and not name.endswith(_TABLE):
+        raise CheckpointError(
+            f"{name} holds {info.dtype}", f"{scheme.format}, as config.json says, or its name in ignore", _AGAIN
+        )

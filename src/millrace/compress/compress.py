@@ -1,0 +1,191 @@
+"""A checkpoint compressed into a folder: matrices as they are made, the rest as it was, proved by reading all again."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+import millrace
+from millrace.checkpoint.checkpoint import CONFIG, Checkpoint, GgufCheckpoint
+from millrace.checkpoint.compressed.scheme import KEY
+from millrace.checkpoint.config_writer import written as config_of
+from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.tokenizer import read_json_object
+from millrace.checkpoint.weights import Tensors
+from millrace.compress.e4m3 import Fp8Matrix, rounded_e4m3
+from millrace.compress.folder import Folder, check_place, unfinished
+from millrace.compress.forms import NAMES, Matrix, described
+from millrace.compress.grid import Array, rounded, slabs
+from millrace.compress.layers import Layer
+from millrace.compress.plan import WEIGHT, Job
+from millrace.compress.recipe import SEARCHES
+from millrace.compress.recipe import written as recipe_of
+from millrace.errors import CheckpointError, MachineError
+
+RECORD = "compression.json"  # what was done, beside the weights
+Progress = Callable[[str, int, int], None]  # what is being done, weights done, of so many
+_DTYPES = {name: np.dtype(getattr(ml_dtypes, kind, None) or kind) for kind, name in NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a method has made at a time.
+
+    matrices: by linear layer; errors: of each the share of its energy, or of its output's, that was lost
+    floats: other tensors that it changed, by name
+    """
+
+    matrices: Mapping[str, Matrix]
+    errors: Mapping[str, float]
+    floats: Mapping[str, Array] = field(default_factory=dict)
+
+
+Method = Callable[[Job], Iterator[Piece]]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """errors: by linear layer"""
+
+    folder: Path
+    job: Job
+    errors: Mapping[str, float]
+
+    @property
+    def worst(self) -> list[tuple[str, float]]:
+        """Those that lost most, first."""
+        return sorted(self.errors.items(), key=lambda item: -item[1])
+
+
+def by_rounding(job: Job) -> Iterator[Piece]:
+    """Each matrix by itself, to the nearest of its grid: what needs no data."""
+    for name, (treatment, form) in job.layers.items():
+        w = job.checkpoint.tensors.load(name + WEIGHT)
+        try:
+            made: Matrix = (
+                rounded_e4m3(w) if form.floats else rounded(w, treatment.grid(form.group), SEARCHES[treatment.search])
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error.what}", error.expected, error.mend) from error
+        yield Piece({name: made}, {name: lost(w, made)})
+
+
+def by_layers(layers: Iterable[Layer]) -> Method:
+    """What methods that need statistics have made, layer by layer (`layers.rounded_layers`), on grids of the job's."""
+
+    def made(job: Job) -> Iterator[Piece]:
+        for layer in layers:
+            matrices = {name: rounding.matrix for name, rounding in layer.matrices.items() if name in job.layers}
+            yield Piece(matrices, {name: layer.matrices[name].error for name in matrices}, layer.floats)
+
+    return made
+
+
+def compress(job: Job, out: Path, method: Method = by_rounding, progress: Progress = lambda *_: None) -> Result:
+    """Writes the folder `out`, which must not exist: whole and proved, or not at all. Memory: what `method` yields.
+
+    raises ConfigError for a folder that is there, MachineError where it has no room, CheckpointError for the source's
+    """
+    check_place(out, job.bytes_after)
+    errors: dict[str, float] = {}
+    with unfinished(out) as path:
+        folder, seen, done = Folder(path, job.specs), dict[str, bytes](), 0
+        left = {name for name in job.checkpoint.tensors if name.removesuffix(WEIGHT) not in job.layers}
+        for piece in method(job):
+            for name, matrix in piece.matrices.items():
+                progress(f"compressing {name}", done, job.n_weights)
+                for part, array in job.layers[name][1].tensors(matrix).items():
+                    folder.put(f"{name}.{part}", array)
+                seen[name + WEIGHT] = _digest(matrix)
+                done += math.prod(job.checkpoint.tensors[name + WEIGHT].shape)
+            for name, array in piece.floats.items():
+                seen[name] = _put(folder, job, name, array)
+            left -= piece.floats.keys()
+            errors |= piece.errors
+        for name in sorted(left):
+            seen[name] = _put(folder, job, name, job.checkpoint.tensors.load(name))
+        folder.finish()
+        _write_small(job, path, errors)
+        _prove(path, seen, progress)
+    return Result(out, job, errors)
+
+
+def lost(w: Array, made: Matrix) -> float:
+    """Of w's energy, the share in what rounding took or added."""
+    off = energy = 0.0
+    values = made.dequantise() if isinstance(made, Fp8Matrix) else None
+    for rows in slabs(*w.shape):
+        exact = w[rows].astype(np.float64)
+        found = values[rows] if values is not None else _rows(made, rows)
+        off += float(np.square(found - exact).sum())
+        energy += float(np.square(exact).sum())
+    return off / energy if energy else 0.0
+
+
+def _rows(made: Matrix, rows: slice) -> NDArray[np.float64]:
+    assert isinstance(made, QuantisedMatrix)
+    return made.each(lambda array: array[rows]).dequantise()
+
+
+def _put(folder: Folder, job: Job, name: str, array: Array) -> bytes:
+    with np.errstate(over="ignore"):
+        cast = array.astype(_DTYPES[job.specs[name].dtype])
+    folder.put(name, cast)
+    return _digest_of([cast])
+
+
+def _digest(matrix: Matrix) -> bytes:
+    if isinstance(matrix, Fp8Matrix):
+        return _digest_of([matrix.dequantise().astype(np.float32)])
+    return _digest_of([matrix.codes, *matrix.floats])
+
+
+def _digest_of(arrays: list[Any]) -> bytes:
+    whole = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        whole.update(f"{array.dtype} {array.shape}\n".encode())
+        whole.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return whole.digest()
+
+
+def _write_small(job: Job, path: Path, errors: Mapping[str, float]) -> None:
+    checkpoint = job.checkpoint
+    for name, content in checkpoint.files.items():
+        (path / name).write_bytes(content)
+    if isinstance(checkpoint, GgufCheckpoint):
+        raw = config_of(checkpoint.decoder) | {"dtype": "bfloat16"}
+    else:
+        raw = read_json_object(checkpoint.folder / CONFIG)
+    raw[KEY] = described({name: form for name, (_, form) in job.layers.items()}, list(job.ignored))
+    (path / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+    record = {
+        "format": 1, "millrace": millrace.__version__, "source": checkpoint.folder.name,
+        "recipe": {"name": job.recipe.name, **recipe_of(job.recipe)}, "bits_per_weight": job.bits_per_weight,
+        "bytes_before": job.bytes_before, "bytes_after": job.bytes_after, "notes": list(job.notes), "errors": errors,
+    }  # fmt: skip
+    (path / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _prove(path: Path, seen: Mapping[str, bytes], progress: Progress) -> None:
+    """Everything is read again, as an engine would. raises MachineError where something is not what it was to be"""
+    made: Tensors = Checkpoint.open(path).tensors
+    assert set(made) == set(seen), set(made) ^ set(seen)
+    for number, (name, wanted) in enumerate(seen.items()):
+        progress("reading it again", number, len(seen))
+        held = made.format(name)
+        if held is None:
+            found = _digest_of([made.load(name)])
+        else:
+            matrix = made.stored(name, 8 if held.bits > 4 else 4, held.group)
+            found = _digest(matrix) if matrix else b""
+        if found != wanted:
+            raise MachineError(
+                f"{name} does not read back as it was written", "the same bits", "check the disk, and compress it again"
+            )

@@ -1,0 +1,131 @@
+"""A checkpoint folder that is written tensor by tensor: whole at the end, or not there at all.
+
+Memory holds one tensor. All sizes are known before the first, so that room is reserved and headers are written first;
+the order in which tensors come does not matter.
+"""
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from millrace.checkpoint.weights import INDEX, SINGLE
+from millrace.compress.forms import NAMES, WIDTHS, Spec
+from millrace.compress.grid import Array
+from millrace.errors import ConfigError, MachineError
+
+SHARD_BYTES = 4 << 30
+_SMALL_BYTES = 64 << 20  # for what lies beside the weights: a tokenizer has at most 40 MB
+
+
+class Folder:
+    """Tensors that are to come, and where each will lie."""
+
+    def __init__(self, path: Path, specs: Mapping[str, Spec], shard_bytes: int = SHARD_BYTES) -> None:
+        """raises OSError where there is no room"""
+        self.path = path
+        shards = _shards(specs, shard_bytes)
+        names = [SINGLE] if len(shards) == 1 else [
+            f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
+        ]  # fmt: skip
+        self._specs, self._places, self._left = dict(specs), dict[str, tuple[Path, int]](), set(specs)
+        for name, shard in zip(names, shards, strict=True):
+            self._begin(path / name, shard)
+        if len(shards) > 1:
+            found = {tensor: file.name for tensor, (file, _) in sorted(self._places.items())}
+            size = sum(spec.nbytes for spec in specs.values())
+            (path / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": found}, indent=1))
+
+    def put(self, name: str, array: Array) -> None:
+        """Once for each tensor that was promised."""
+        spec, (file, offset) = self._specs[name], self._places[name]
+        assert (NAMES[array.dtype.name], array.shape) == (spec.dtype, spec.shape), (
+            name,
+            array.dtype,
+            array.shape,
+            spec,
+        )
+        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        with file.open("r+b") as opened:
+            while data:
+                n = os.pwrite(opened.fileno(), data[: 1 << 30], offset)
+                data, offset = data[n:], offset + n
+        self._left.remove(name)
+
+    def finish(self) -> None:
+        assert not self._left, f"never written: {sorted(self._left)[:3]}"
+        for file in {file for file, _ in self._places.values()}:
+            with file.open("r+b") as opened:
+                os.fsync(opened.fileno())  # a network's file system may say only now that it is full
+
+    def _begin(self, file: Path, shard: Mapping[str, Spec]) -> None:
+        """Widest elements first: then each tensor begins at a multiple of its own."""
+        at, entries, offsets = 0, dict[str, object](), dict[str, int]()
+        for name, spec in sorted(shard.items(), key=lambda item: -WIDTHS[item[1].dtype]):
+            end = at + spec.nbytes
+            entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, end]}
+            offsets[name], at = at, end
+        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+        header += b" " * (-len(header) % 8)
+        start = 8 + len(header)
+        with file.open("xb") as opened:
+            opened.write(len(header).to_bytes(8, "little") + header)
+            opened.flush()
+            _reserve(opened.fileno(), start + at)
+        self._places |= {name: (file, start + offset) for name, offset in offsets.items()}
+
+
+def _shards(specs: Mapping[str, Spec], most: int) -> list[dict[str, Spec]]:
+    found: list[dict[str, Spec]] = [{}]
+    size = 0
+    for name, spec in specs.items():
+        if size and size + spec.nbytes > most:
+            found.append({})
+            size = 0
+        found[-1][name] = spec
+        size += spec.nbytes
+    return found
+
+
+def _reserve(file: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(file, nbytes)  # this file system does not reserve: then writing will say where it is full
+
+
+def check_place(out: Path, nbytes: int) -> None:
+    """raises ConfigError for a folder that is there, MachineError where so many bytes have no room"""
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out} is already there", "a folder that does not exist yet", "remove it, or name another")
+    there = next(parent for parent in out.absolute().parents if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < nbytes + _SMALL_BYTES:
+        raise MachineError(
+            f"{out} has no room: its weights need {nbytes:,} bytes, and {free:,} are free there",
+            "room for the weights and their tokenizer", "make room, or name a folder on another disk with -o",
+        )  # fmt: skip
+
+
+@contextmanager
+def unfinished(out: Path) -> Iterator[Path]:
+    """An empty folder beside `out` that becomes it at the end of the block, or goes if that fails."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    path = out.absolute().with_name(f".{out.name}.{secrets.token_hex(6)}.unfinished")
+    path.mkdir()
+    try:
+        yield path
+        if out.exists():
+            raise ConfigError(f"{out} is there by now", "a folder of this run alone", "name another with -o")
+        path.rename(out)
+    except BaseException:  # also Ctrl-C: nothing half-written stays behind
+        shutil.rmtree(path, ignore_errors=True)
+        raise

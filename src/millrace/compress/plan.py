@@ -1,0 +1,186 @@
+"""What a recipe will do to a checkpoint, from its headers: layers, forms, sizes, and what cannot be."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from millrace.checkpoint.checkpoint import Checkpoint, CompressedCheckpoint, GgufCheckpoint
+from millrace.checkpoint.encoder import EncoderConfig
+from millrace.checkpoint.weights import FLOAT_NAMES, TensorInfo
+from millrace.compress.forms import NAMES, Form, Spec
+from millrace.compress.grid import GROUPS
+from millrace.compress.recipe import Recipe, Treatment
+from millrace.errors import CheckpointError, ConfigError
+from millrace.model.families import HEAD
+
+WEIGHT = ".weight"
+TABLE = "model.embed_tokens"
+_SMALLER = sorted((g for g in GROUPS if g), reverse=True)
+# Seconds a million weights take, and bytes an element: of SmolLM2 on an AVX-512 server, for estimates alone.
+_ROUND_S, _SEARCH_S, _FP8_S = 0.033, 0.22, 0.066
+_BASE_BYTES, _MATRIX_BYTES, _KEPT_BYTES = 48 << 20, 28, 7
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """layers: what is done to each linear layer that is compressed; specs: the tensors that will be written"""
+
+    checkpoint: Checkpoint
+    recipe: Recipe
+    layers: Mapping[str, tuple[Treatment, Form]]
+    ignored: tuple[str, ...]
+    specs: Mapping[str, Spec]
+    notes: tuple[str, ...]
+
+    @property
+    def n_weights(self) -> int:
+        """In the layers that are compressed."""
+        return sum(math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.layers)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the layers that are compressed, scales included."""
+        held = sum(spec.nbytes for name, spec in self.specs.items() if self._layer(name) and spec.dtype != "I64")
+        return 8 * held / self.n_weights
+
+    @property
+    def bytes_before(self) -> int:
+        """Of the source's tensors, as they are stored."""
+        return self.checkpoint.tensors.nbytes
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(spec.nbytes for spec in self.specs.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """About what it takes at most: for the largest matrix, or the largest tensor that is only copied."""
+        sizes = {name: math.prod(info.shape) for name, info in self.checkpoint.tensors.items()}
+        each = (_MATRIX_BYTES if n.removesuffix(WEIGHT) in self.layers else _KEPT_BYTES for n in sizes)
+        return _BASE_BYTES + max(rate * size for rate, size in zip(each, sizes.values(), strict=True))
+
+    @property
+    def seconds(self) -> float:
+        """About, for rounding alone."""
+        rates = (_FP8_S if t.method == "fp8" else _SEARCH_S if t.search != "none" else _ROUND_S
+                 for t, _ in self.layers.values())  # fmt: skip
+        sizes = (math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.layers)
+        return sum(rate * size for rate, size in zip(rates, sizes, strict=True)) / 1e6
+
+    def _layer(self, tensor: str) -> bool:
+        return tensor.rpartition(".")[0] in self.layers
+
+
+def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
+    """Reads headers alone. raises CheckpointError for what cannot be compressed, ConfigError for a wrong recipe"""
+    _check_source(checkpoint)
+    tensors = checkpoint.tensors
+    # A tied head has no tensor, and yet is a linear layer to who reads config.json.
+    ignored = [HEAD] if checkpoint.decoder.tie_embeddings else []
+    linears = _linears(tensors)
+    layers: dict[str, tuple[Treatment, Form]] = {}
+    smaller: Counter[tuple[int, int, int]] = Counter()
+    for name, (_, K) in linears.items():
+        if name in ignored:
+            continue
+        if not _in_a_layer(name) and not _is_named(recipe, name):
+            ignored.append(name)  # the head, as all tools leave it
+            continue
+        treatment = recipe.of(name)
+        if treatment.method == "none":
+            ignored.append(name)
+            continue
+        group = _fitting(name, K, treatment.group)
+        if group != treatment.group:
+            smaller[K, treatment.group, group] += 1
+        form = Form(treatment.bits, group, treatment.minimums, treatment.method == "fp8", treatment.activations)
+        layers[name] = (treatment, form)
+    _check_patterns(recipe, linears)
+    if not layers:
+        raise ConfigError(f"the recipe {recipe.name} leaves all layers as they are", "some to compress", "correct it")
+    notes = tuple(
+        f"{n} matrices of {K:,} inputs have groups of {own}: {asked} does not divide these, and no runtime of this "
+        "format has a shorter last group" for (K, asked, own), n in smaller.items()
+    )  # fmt: skip
+    return Job(
+        checkpoint, recipe, layers, tuple(ignored), _specs(checkpoint, layers), (*_source_notes(checkpoint), *notes)
+    )
+
+
+def _check_source(checkpoint: Checkpoint) -> None:
+    if isinstance(checkpoint, CompressedCheckpoint):
+        raise CheckpointError(
+            f"{checkpoint.folder} is compressed already", "floats, or a GGUF",
+            "name the checkpoint that it was made of: rounding twice loses twice",
+        )  # fmt: skip
+    if isinstance(checkpoint.config, EncoderConfig):
+        raise CheckpointError(
+            f"{checkpoint.folder} is an encoder ({checkpoint.config.architecture})", "a model that gives tokens",
+            "build it with --precision w8a8 instead",
+        )  # fmt: skip
+
+
+def _source_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return ()
+    kinds = Counter(info.dtype for info in checkpoint.tensors.values() if info.dtype not in FLOAT_NAMES)
+    held = ", ".join(f"{n} as {kind.upper()}" for kind, n in kinds.most_common())
+    return (f"the source holds {held}: rounded once more, from their exact values",) if kinds else ()
+
+
+def _linears(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
+    """Shapes (N, K), by name; a head that is tied to the embedding is none."""
+    matrices = {n.removesuffix(WEIGHT): i.shape for n, i in tensors.items() if n.endswith(WEIGHT) and len(i.shape) == 2}
+    return {name: shape for name, shape in matrices.items() if name != TABLE}
+
+
+def _in_a_layer(name: str) -> bool:
+    return ".layers." in name
+
+
+def _is_named(recipe: Recipe, name: str) -> bool:
+    return any(pattern == name for pattern, _ in recipe.exceptions)
+
+
+def _fitting(name: str, K: int, group: int) -> int:
+    """The largest group up to what was asked for that divides K. raises CheckpointError where none does"""
+    if not group:
+        return 0
+    found = next((g for g in _SMALLER if g <= group and K % g == 0), None)
+    if found is None:
+        raise CheckpointError(
+            f"{name} has {K:,} inputs", f"a multiple of {_SMALLER[-1]}, the smallest group",
+            f'give it group = "row" in a recipe file, or method = "none": match = "*{name[name.rfind("."):]}"',
+        )  # fmt: skip
+    return found
+
+
+def _check_patterns(recipe: Recipe, linears: Mapping[str, tuple[int, ...]]) -> None:
+    for pattern, _ in recipe.exceptions:
+        if not any(fnmatchcase(name, pattern) for name in linears):
+            raise ConfigError(
+                f'the recipe has layers for "{pattern}", which no linear layer of this model matches',
+                "a name such as " + next(iter(linears), "none"), "correct the pattern, or leave it out",
+            )  # fmt: skip
+
+
+def _specs(checkpoint: Checkpoint, layers: Mapping[str, tuple[Treatment, Form]]) -> dict[str, Spec]:
+    found: dict[str, Spec] = {}
+    for tensor, info in checkpoint.tensors.items():
+        name = tensor.removesuffix(WEIGHT)
+        if name in layers:
+            N, K = info.shape
+            found |= {f"{name}.{part}": spec for part, spec in layers[name][1].specs(N, K).items()}
+        else:
+            found[tensor] = Spec(kept_dtype(checkpoint, tensor), info.shape)
+    return found
+
+
+def kept_dtype(checkpoint: Checkpoint, tensor: str) -> str:
+    """Of a tensor that is not compressed: its own; of integers bfloat16, the type of what is left beside them."""
+    info = checkpoint.tensors[tensor]
+    if isinstance(checkpoint, GgufCheckpoint) and len(info.shape) == 2:
+        return "BF16"
+    return NAMES[info.dtype]

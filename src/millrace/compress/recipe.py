@@ -1,0 +1,173 @@
+"""Recipes: what is done to which linear layer. A versioned file (TOML or JSON), or a preset by its name.
+
+version = 1
+method = "rtn"            # of all linear layers of the decoder; "fp8"; "none" leaves floats
+bits = 4                  # 4 or 8
+group = 128               # 32, 64, 128 or "row"; where it does not divide a layer's inputs, the next that does
+minimums = false          # 4 bits alone
+scales = "compressed-tensors"  # or "model-optimizer", "gguf": whose rule
+search = "none"           # "llm-compressor" or "gptqmodel": smaller ranges are tried
+activations = 16          # bits of what they are meant to meet
+[[layers]]                # exceptions; the first that matches decides, with the values above where it has none
+match = "*.mlp.down_proj"
+bits = 8
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from millrace.compress.grid import GPTQMODEL_MSE, GROUPS, LLM_COMPRESSOR_MSE, Convention, Grid, Search
+from millrace.errors import ConfigError, nearest
+
+VERSION = 1
+ROW = "row"
+METHODS = ("rtn", "fp8", "none")
+SEARCHES: Mapping[str, Search | None] = {
+    "none": None, "llm-compressor": LLM_COMPRESSOR_MSE, "gptqmodel": GPTQMODEL_MSE,
+}  # fmt: skip
+_MOST_BYTES, _MOST_LAYERS, _LONGEST = 1 << 20, 4096, 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """What is done to a layer; its fields are a recipe's keys."""
+
+    method: str = "rtn"
+    bits: int = 4
+    group: int = 128  # 0 for a whole row
+    minimums: bool = False
+    scales: Convention = Convention.COMPRESSED_TENSORS
+    search: str = "none"
+    activations: int = 16
+
+    def grid(self, group: int) -> Grid:
+        return Grid(self.bits, group, self.minimums, self.scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """exceptions: the first whose pattern matches a layer's name decides"""
+
+    name: str
+    usual: Treatment
+    exceptions: tuple[tuple[str, Treatment], ...] = ()
+    about: str = field(default="", compare=False)  # of presets: whose it is
+
+    def of(self, layer: str) -> Treatment:
+        return next((own for pattern, own in self.exceptions if fnmatchcase(layer, pattern)), self.usual)
+
+
+_ROWS_OF_8 = Treatment(bits=8, group=0, scales=Convention.MODEL_OPTIMIZER)
+PRESETS: Mapping[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("int8-wo", _ROWS_OF_8, about="8-bit weights, a scale a row: Model Optimizer's int8_weight_only"),
+        Recipe("int4-wo", Treatment(), about="4-bit weights in groups of 128, to nearest: llm-compressor's W4A16"),
+        Recipe("int4-wo-mse", Treatment(search="llm-compressor"),
+               about="the same, the best of smaller ranges: llm-compressor's memoryless_mse"),
+        Recipe("fp8", Treatment(method="fp8", bits=8, group=0, activations=8),
+               about="E4M3 with a scale a row: llm-compressor's FP8_DYNAMIC; activations stay bfloat16 here"),
+    )
+}  # fmt: skip
+
+
+def read_recipe(name: str) -> Recipe:
+    """A preset, or a file. raises ConfigError"""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError(f'there is no recipe "{name}"', f"a .toml or .json file, or {nearest(name, PRESETS)}",
+                          "correct --recipe")  # fmt: skip
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", "a recipe", "check the path") from error
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB", "a recipe", "name another file")
+    try:
+        said = tomllib.loads(data.decode()) if path.suffix == ".toml" else json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not {path.suffix[1:].upper()}: {error}", "a recipe", "correct it") from error
+    return parsed(said, path.stem)
+
+
+def parsed(said: object, name: str) -> Recipe:
+    """raises ConfigError for a key or a value that no recipe of this version has"""
+    if not isinstance(said, dict):
+        raise _wrong(name, said, "keys and values")
+    version = said.get("version")
+    if type(version) is not int or version < 1:
+        raise _wrong("version", version, f"version = {VERSION}")
+    if version > VERSION:
+        raise ConfigError(
+            f"the recipe {name} is of version {version}", f"at most {VERSION}, which this Millrace knows",
+            "update Millrace, or write the recipe anew",
+        )  # fmt: skip
+    layers = said.get("layers", [])
+    if not isinstance(layers, list) or len(layers) > _MOST_LAYERS or not all(isinstance(x, dict) for x in layers):
+        raise _wrong("layers", layers, f"at most {_MOST_LAYERS} tables, each with a match")
+    usual = _treatment({k: v for k, v in said.items() if k not in ("version", "layers")}, Treatment(), "")
+    exceptions = []
+    for i, one in enumerate(layers):
+        pattern = one.get("match")
+        if not isinstance(pattern, str) or not 0 < len(pattern) <= _LONGEST:
+            raise _wrong(f"layers[{i}].match", pattern, "a pattern of names, such as *.mlp.down_proj")
+        own = {k: v for k, v in one.items() if k != "match"}
+        exceptions.append((pattern, _treatment(own, usual, f"layers[{i}].")))
+    return Recipe(name, usual, tuple(exceptions))
+
+
+def written(recipe: Recipe) -> dict[str, Any]:
+    """As `parsed` reads it."""
+    layers = [{"match": pattern, **_plain(own)} for pattern, own in recipe.exceptions]
+    return {"version": VERSION, **_plain(recipe.usual), **({"layers": layers} if layers else {})}
+
+
+def _plain(one: Treatment) -> dict[str, Any]:
+    values = {f.name: getattr(one, f.name) for f in fields(one)}
+    return {**values, "group": one.group or ROW, "scales": str(one.scales)}
+
+
+_CHOICES: Mapping[str, tuple[object, ...]] = {
+    "method": METHODS, "bits": (4, 8), "group": (*(g for g in GROUPS if g), ROW), "minimums": (True, False),
+    "scales": tuple(map(str, Convention)), "search": tuple(SEARCHES), "activations": (8, 16),
+}  # fmt: skip
+
+
+def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatment:
+    for key, value in said.items():
+        if key not in _CHOICES:
+            raise ConfigError(f"the recipe's {where}{key} is unknown", nearest(key, _CHOICES), "correct the key")
+        if not any(value == choice and type(value) is type(choice) for choice in _CHOICES[key]):
+            raise _wrong(f"{where}{key}", value, "one of " + ", ".join(json.dumps(c) for c in _CHOICES[key]))
+    values = dict(said)
+    if "group" in values:
+        values["group"] = 0 if values["group"] == ROW else values["group"]
+    if "scales" in values:
+        values["scales"] = Convention(values["scales"])
+    if values.get("method") == "fp8":  # of which there is one form
+        values = {"bits": 8, "group": 0, "minimums": False, "search": "none", "activations": 8, **values}
+    made = replace(usual, **values)
+    _check(made, where)
+    return made
+
+
+def _check(made: Treatment, where: str) -> None:
+    if made.method == "fp8":
+        if (made.bits, made.group, made.minimums, made.search) != (8, 0, False, "none"):
+            raise _wrong(f"{where}method", "fp8", "nothing beside it but activations: 8 bits, a scale a row")
+        return
+    if made.bits == 8 and made.activations == 8 and made.group:
+        raise _wrong(f"{where}group", made.group, '"row", with 8-bit weights and activations')
+    made.grid(made.group)  # which knows what goes together
+
+
+def _wrong(key: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"the recipe's {key} is {value!r:.100}", expected, "correct the recipe")

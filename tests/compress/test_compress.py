@@ -1,0 +1,250 @@
+"""What is written: beside an independent reading of the format, and in transformers; and what leaves nothing behind."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.weights import INDEX, Tensors
+from millrace.compress import folder as folders
+from millrace.compress.compress import RECORD, Piece, by_layers, by_rounding, compress
+from millrace.compress.e4m3 import rounded_e4m3
+from millrace.compress.folder import Folder
+from millrace.compress.forms import Spec
+from millrace.compress.grid import Convention, Grid, rounded
+from millrace.compress.layers import Layer, Rounding
+from millrace.compress.plan import Job, plan
+from millrace.compress.recipe import PRESETS, parsed
+from millrace.errors import CheckpointError, ConfigError, MachineError
+from tests.fuzz.originals import write_checkpoint
+from tests.support.checkpoints import random_encoder
+from tests.support.compressed_files import Kind, dequantised_by_spec, read_file, write_compressed
+from tests.support.engines import build, last_logits
+from tests.support.tolerance import assert_no_worse
+
+LAYERS = "model.layers.0."
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """128 divides 256 and not 192."""
+    return write_checkpoint(tmp_path_factory.mktemp("source"), width=256, inner=192)
+
+
+def job(source: Path, **said: Any) -> Job:
+    return plan(Checkpoint.open(source), parsed({"version": 1, **said}, "mine"))
+
+
+RECIPES: list[tuple[dict[str, Any], str, Grid | None]] = [
+    ({}, "pack-quantized", Grid()),
+    ({"group": 32, "minimums": True}, "pack-quantized", Grid(group=32, minimums=True)),
+    ({"group": "row", "scales": "model-optimizer"}, "pack-quantized", Grid(4, 0, False, Convention.MODEL_OPTIMIZER)),
+    ({"group": 64, "activations": 8}, "pack-quantized", Grid(group=64)),
+    ({"bits": 8, "group": "row"}, "pack-quantized", Grid(8, 0)),
+    ({"bits": 8, "group": "row", "activations": 8}, "int-quantized", Grid(8, 0)),
+    ({"method": "fp8"}, "float-quantized", None),
+]
+
+
+@pytest.mark.parametrize("i", range(len(RECIPES)))
+def test_what_is_written(tmp_path: Path, source: Path, i: int) -> None:
+    """By packbits and division alone: the grid's own values, all else bit by bit the source's."""
+    said, format, grid = RECIPES[i]
+    found = compress(job(source, **said), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    compression = config.pop("quantization_config")
+    assert config == json.loads((source / "config.json").read_text())
+    assert compression["ignore"] == ["lm_head"] and compression["format"] in (format, "mixed-precision")
+    held, floats = read_file(tmp_path / "out" / "model.safetensors"), Tensors.open(source)
+    by_name = {t: g["weights"] for g in compression["config_groups"].values() for t in g["targets"]}
+    for name in floats:
+        w, module = floats.load(name), name.removesuffix(".weight")
+        if not name.startswith(LAYERS) or w.ndim == 1:
+            np.testing.assert_array_equal(held[name].view(np.uint8), w.view(np.uint8), err_msg=name)
+            continue
+        own = grid and (
+            Grid(grid.bits, 64, grid.minimums, grid.convention) if grid.group > w.shape[1] % 128 > 0 else grid
+        )
+        made = rounded(w, own) if own else rounded_e4m3(w)
+        values = dequantised_by_spec(held, module, by_name.get(module, by_name["Linear"]))
+        np.testing.assert_array_equal(values, made.dequantise(), err_msg=name)
+        error = np.square(values - w).sum() / np.square(w.astype(np.float64)).sum()
+        assert found.errors[module] == pytest.approx(error, rel=1e-6)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    size = sum(a.nbytes for n, a in held.items() if n.startswith(LAYERS) and "norm" not in n and "shape" not in n)
+    assert found.job.bits_per_weight == pytest.approx(8 * size / found.job.n_weights)
+    assert found.job.bytes_after == sum(a.nbytes for a in held.values())
+    record = json.loads((tmp_path / "out" / RECORD).read_text())
+    assert parsed({k: v for k, v in record["recipe"].items() if k != "name"}, "mine") == found.job.recipe
+
+
+def test_a_mix_and_its_note(tmp_path: Path, source: Path) -> None:
+    layers = [{"match": "*.down_proj", "bits": 8, "group": "row"}, {"match": "*.o_proj", "method": "none"}]
+    planned = job(source, layers=[*layers, {"match": "*.v_proj", "method": "fp8"}])
+    compress(planned, tmp_path / "out")
+    tensors = Checkpoint.open(tmp_path / "out").tensors
+    assert {n.split(".")[-2]: tensors[n].dtype for n in tensors if n.startswith(LAYERS) and "norm" not in n} == {
+        "q_proj": "int4", "k_proj": "int4", "v_proj": "fp8", "o_proj": "float32", "gate_proj": "int4",
+        "up_proj": "int4", "down_proj": "int8",
+    }  # fmt: skip
+    assert planned.notes == () and "groups of 64: 128 does not divide" in job(source).notes[0]
+
+
+def test_shards(tmp_path: Path, source: Path) -> None:
+    """Small ones hold the same; each is a file that the format's own library opens."""
+    planned = job(source)
+    with folders.unfinished(tmp_path / "out") as path:
+        folder = Folder(path, planned.specs, 60_000)
+        for name, spec in planned.specs.items():
+            folder.put(name, np.full(spec.shape, 7, {"F32": "f4", "F16": "f2", "I32": "i4", "I64": "i8"}[spec.dtype]))
+        folder.finish()
+    index = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
+    assert set(index) == set(planned.specs) and len(set(index.values())) > 3
+    for name, file in index.items():
+        with safetensors.safe_open(tmp_path / "out" / file, "np") as opened:
+            assert (opened.get_tensor(name) == 7).all()
+            assert opened.get_tensor(name).shape == planned.specs[name].shape
+
+
+# (recipe, whether transformers is asked to make floats of it when it loads: it has no other way to read packed zero
+# points, and else it rounds activations of FP8; but then it knows one scheme for all layers)
+READ: list[tuple[dict[str, Any], bool]] = [
+    ({}, False), ({"bits": 8, "group": "row"}, False), ({"minimums": True, "group": 64}, True),
+    ({"method": "fp8"}, True),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")  # which is how it is asked
+@pytest.mark.parametrize("i", range(len(READ)))
+def test_transformers_reads_the_same(tmp_path: Path, source: Path, i: int) -> None:
+    """Weights bit by bit, and logits as close to float64's as its own in float32."""
+    said, as_floats = READ[i]
+    pytest.importorskip("compressed_tensors", reason="transformers reads the format with it")
+    import torch
+    import transformers
+
+    compress(job(source, **said), tmp_path / "out")
+    ours = Checkpoint.open(tmp_path / "out").tensors
+    how = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if as_floats else {}
+    kinds, ids = (torch.float64, torch.float32), np.random.default_rng(1).integers(0, 320, 40).tolist()
+    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=kind, **how) for kind in kinds]
+    with torch.no_grad():
+        exact, theirs = (model(torch.tensor([ids])).logits[0, -1].double().numpy() for model in models)
+    named = dict(models[0].named_modules())
+    for name in ours:
+        weight = named[name.removesuffix(".weight")].weight.detach().numpy()
+        wanted = ours.load(name)
+        if "minimums" in said and name.startswith(LAYERS) and wanted.ndim == 2:
+            wanted = wanted.astype(np.float16)  # the type of their scales, in which it multiplies
+        np.testing.assert_array_equal(weight, wanted, err_msg=name)
+    if "minimums" in said:
+        return
+    engine = build(tmp_path / "out", tmp_path / "engine", "fp32")
+    executor = engine.executor(n_pages=8)
+    assert_no_worse(last_logits(engine, executor, [ids])[0], theirs, exact)
+    executor.close()
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_what_cannot_be_compressed(tmp_path: Path, source: Path) -> None:
+    write_compressed(tmp_path / "done", source, Kind(group=32))
+    random_encoder(tmp_path / "bert")
+    write_checkpoint(tmp_path / "odd", width=64, inner=100)
+    for folder, recipe, kind, says in (
+        ("done", {}, CheckpointError, ["compressed already", "twice"]),
+        ("bert", {}, CheckpointError, ["is an encoder", "w8a8"]),
+        ("odd", {}, CheckpointError, ["down_proj has 100 inputs", "multiple of 32", 'match = "*.down_proj"']),
+        (source, {"layers": [{"match": "*.experts.*", "bits": 8}]}, ConfigError, ["*.experts.*", "lm_head"]),
+        (source, {"method": "none"}, ConfigError, ["leaves all layers"]),
+    ):
+        with pytest.raises(kind) as error:
+            job(tmp_path / folder, **recipe)
+        assert all(word in str(error.value) for word in says), error.value
+
+
+def test_where_it_cannot_be_written(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="already there"):
+        compress(job(source), tmp_path / "there")
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+
+    def never(_: Job) -> Iterator[Piece]:
+        raise AssertionError("nothing is computed before")
+
+    with pytest.raises(MachineError, match="has no room"):
+        compress(job(source), tmp_path / "out", never)
+    assert left(tmp_path) == ["there"]
+
+
+def broken(planned: Job) -> Iterator[Piece]:
+    yield next(by_rounding(planned))
+    raise KeyboardInterrupt
+
+
+def test_what_fails_leaves_nothing(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        compress(job(source), tmp_path / "out", broken)
+    shutil.copytree(source, tmp_path / "nan")
+    held = {n: a.copy() for n, a in safetensors.numpy.load_file(source / "model.safetensors").items()}
+    held[f"{LAYERS}mlp.up_proj.weight"][3, 3] = np.inf
+    safetensors.numpy.save_file(held, tmp_path / "nan" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj.*not finite"):
+        compress(job(tmp_path / "nan"), tmp_path / "out")
+    put = Folder.put
+
+    def flipped(folder: Folder, name: str, array: Any) -> None:
+        put(folder, name, array ^ 1 if name.endswith("k_proj.weight_packed") else array)
+
+    monkeypatch.setattr(Folder, "put", flipped)
+    with pytest.raises(MachineError, match=r"k_proj\.weight does not read back"):
+        compress(job(source), tmp_path / "out")
+    assert left(tmp_path) == ["nan"]
+
+
+def test_changed_floats_are_written(tmp_path: Path, source: Path) -> None:
+    """What a method moves into a norm takes its place."""
+    norm = f"{LAYERS}input_layernorm.weight"
+
+    def moved(planned: Job) -> Iterator[Piece]:
+        yield Piece({}, {}, {norm: np.full(256, 0.5)})
+        yield from by_rounding(planned)
+
+    compress(job(source), tmp_path / "out", moved)
+    assert (Checkpoint.open(tmp_path / "out").tensors.load(norm) == 0.5).all()
+
+
+def test_layers_of_methods_are_written(tmp_path: Path, source: Path) -> None:
+    """Matrices, the norm that took up their scales, and errors that the method measured."""
+    planned, grid = job(source, group=64), Grid(group=64)
+    tensors = planned.checkpoint.tensors
+    norm = f"{LAYERS}post_attention_layernorm.weight"
+    layer = Layer("model.layers.0", floats={norm: tensors.load(norm) * np.float32(0.5)})
+    for name in planned.layers:
+        twice = 2 if "mlp.gate" in name or "mlp.up" in name else 1
+        layer.matrices[name] = Rounding(rounded(tensors.load(f"{name}.weight") * np.float32(twice), grid), 0.25)
+    found = compress(planned, tmp_path / "out", by_layers([layer]))
+    made = Checkpoint.open(tmp_path / "out").tensors
+    np.testing.assert_array_equal(made.load(norm), tensors.load(norm) * np.float32(0.5))
+    for name, rounding in layer.matrices.items():
+        values = rounding.matrix.dequantise().astype(np.float32)
+        np.testing.assert_array_equal(made.load(f"{name}.weight"), values, err_msg=name)
+    assert set(found.errors.values()) == {0.25} and set(found.errors) == set(planned.layers)
+
+
+def test_presets_are_what_they_say(source: Path) -> None:
+    forms = {name: set(plan(Checkpoint.open(source), recipe).layers.values()) for name, recipe in PRESETS.items()}
+    found = {name: sorted({(f.format, f.bits, f.group) for _, f in some}) for name, some in forms.items()}
+    four = [("pack-quantized", 4, 64), ("pack-quantized", 4, 128)]  # 192 inputs
+    assert found["int4-wo"] == found["int4-wo-mse"] == four
+    assert found["int8-wo"] == [("pack-quantized", 8, 0)] and found["fp8"] == [("float-quantized", 8, 0)]
+    assert Spec("I64", (2,)).nbytes == 16
