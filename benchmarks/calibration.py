@@ -42,7 +42,7 @@ def of_shape(shape: str, layers: int | None, n: int) -> tuple[Source, Windows]:
     config = shapes.SHAPES[shape]
     shapes.SHAPES["cut"] = replace(config, n_layers=layers or config.n_layers)
     ids = np.random.default_rng(0).integers(3, config.vocab_size, (n, LENGTH), dtype=np.int32)
-    return shapes.random_source("cut", LENGTH), Windows(ids, 0)
+    return replace(shapes.random_source("cut", LENGTH), vocab_size=config.vocab_size), Windows(ids, 0)
 
 
 def timed(source: Source, text: Windows, precision: Precision) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {
         **provenance("benchmarks.calibration"), "model": name, "samples": args.samples, "tokens_each": LENGTH,
         "threads": usable_cores(), "share_of_layers": round(share, 4), "runs": runs,
-        "goals": [judged(f"statistics of {name}, 128 samples of 512 tokens, s", best, bound, bound, at_most=True)],
+        "goals": [judged("statistics of 128 samples of 512 tokens, s", best, bound, bound, at_most=True)],
     }  # fmt: skip
 
 
