@@ -1,6 +1,5 @@
 """From a checkpoint to an engine folder: trace, passes, lowering, packing; whole or not at all."""
 
-import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +51,7 @@ from millrace.kernels.operators import runnable
 from millrace.kernels.places import Packed
 from millrace.kernels.precision import Precision
 from millrace.machine.cpu import usable_cores
+from millrace.machine.disk import reserve, write_at
 from millrace.model.module import trace_model
 
 DEFAULT_BATCH = 16
@@ -295,8 +295,8 @@ def _write_weights(program: Program, path: Path, progress: Progress) -> str:
         path.write_bytes(b"")
         return f"{library().mr_checksum(0, 0):016x}"
     with path.open("w+b") as file:
-        _reserve(file.fileno(), program.weights_bytes)
-        pack_weights(program, lambda data, offset: _write_at(file.fileno(), data, offset), progress)
+        reserve(file.fileno(), program.weights_bytes)
+        pack_weights(program, lambda data, offset: write_at(file.fileno(), data, offset), progress)
         os.fsync(file.fileno())  # a network's file system may say only now that it is full
     progress("weights", program.weights_bytes, program.weights_bytes)
     written = np.memmap(path, np.uint8, "r")
@@ -327,22 +327,6 @@ def pack_weights(program: Program, put: Callable[[memoryview, int], None], progr
     finally:
         constants.shutdown(cancel_futures=True)
         slabs.shutdown()
-
-
-def _reserve(file: int, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(file, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(file, nbytes)  # this file system does not reserve: then writing will say where it is full
-
-
-def _write_at(file: int, data: memoryview, offset: int) -> None:
-    """The whole of it; one call writes less than 2 GiB."""
-    while data:
-        n = os.pwrite(file, data[: 1 << 30], offset)
-        data, offset = data[n:], offset + n
 
 
 def _manifest(source: Source, plan: Plan, files: dict[str, FileEntry], name: str, evaluation: Evaluation) -> Manifest:

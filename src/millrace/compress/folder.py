@@ -4,7 +4,6 @@ Memory holds one tensor. All sizes are known before the first, so that room is r
 the order in which tensors come does not matter.
 """
 
-import errno
 import json
 import os
 import secrets
@@ -19,6 +18,7 @@ from millrace.checkpoint.weights import INDEX, SINGLE
 from millrace.compress.forms import NAMES, WIDTHS, Spec
 from millrace.compress.grid import Array
 from millrace.errors import ConfigError, MachineError
+from millrace.machine.disk import reserve, write_at
 
 SHARD_BYTES = 4 << 30
 _SMALL_BYTES = 64 << 20  # for what lies beside the weights: a tokenizer has at most 40 MB
@@ -53,9 +53,7 @@ class Folder:
         )
         data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         with file.open("r+b") as opened:
-            while data:
-                n = os.pwrite(opened.fileno(), data[: 1 << 30], offset)
-                data, offset = data[n:], offset + n
+            write_at(opened.fileno(), data, offset)
         self._left.remove(name)
 
     def finish(self) -> None:
@@ -77,7 +75,7 @@ class Folder:
         with file.open("xb") as opened:
             opened.write(len(header).to_bytes(8, "little") + header)
             opened.flush()
-            _reserve(opened.fileno(), start + at)
+            reserve(opened.fileno(), start + at)
         self._places |= {name: (file, start + offset) for name, offset in offsets.items()}
 
 
@@ -91,15 +89,6 @@ def _shards(specs: Mapping[str, Spec], most: int) -> list[dict[str, Spec]]:
         found[-1][name] = spec
         size += spec.nbytes
     return found
-
-
-def _reserve(file: int, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(file, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(file, nbytes)  # this file system does not reserve: then writing will say where it is full
 
 
 def check_place(out: Path, nbytes: int) -> None:
