@@ -26,6 +26,7 @@ from millrace.compress.statistics import Statistics
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.windows import Windows
 from tests.fuzz.originals import write_checkpoint
+from tests.support.checkpoints import random_checkpoint
 
 TEXT = (BUNDLED / "calibration.txt").read_text()
 CUT = 2 * len(TEXT) // 3
@@ -184,3 +185,19 @@ def test_what_statistics_are_not_for(small: Small, tmp_path: Path) -> None:
     whole.write_text(TEXT)
     context = Source.from_checkpoint(small.checkpoint).max_context
     assert sampled(small.checkpoint, str(whole), 2).ids.shape == (2, min(512, context))
+
+
+def test_norms_that_add_one(tmp_path: Path) -> None:
+    """Gemma multiplies with 1 + weight: that times what columns were multiplied by is what it was."""
+    checkpoint = Checkpoint.open(random_checkpoint(tmp_path / "c", "gemma", seed=2))
+    text = Windows(np.random.default_rng(1).integers(3, checkpoint.decoder.vocab_size, (2, 40)).astype(np.int32), 0)
+    found = statistics_of(checkpoint, text, tmp_path / "s", nothing)
+    recipe = parsed({"version": 1, "bits": 8, "group": "row", "activations": 8, "smooth": "smoothquant"}, "mine")
+    compress(plan(checkpoint, recipe), tmp_path / "out", by_statistics(found))
+    old, new = checkpoint.tensors, Checkpoint.open(tmp_path / "out").tensors
+    norm, linear = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
+    w, scaled = (t.load(linear).astype(np.float64) for t in (old, new))
+    factors = (scaled * w).sum(axis=0) / (w * w).sum(axis=0)
+    before, after = (1 + t.load(norm).astype(np.float64) for t in (old, new))
+    assert factors.max() > 1.5 * factors.min(), "scales moved"
+    assert after * factors == pytest.approx(before, rel=0.01)

@@ -22,7 +22,7 @@ from millrace.evaluate.windows import LENGTH, Windows
 _MOST_BYTES = 16 << 20  # of the text: 4 million tokens, where 65,536 are taken
 _SAME_INPUT = (".k_proj", ".v_proj", ".up_proj")  # read what q and gate read
 _FLOPS = 1.1e11  # a second, of the pass on two cores of an AVX-512 server: for estimates alone
-_SAME_BYTES, _GRAM_BYTES, _ROW_BYTES = 16, 24, 4 * 8192
+_LAYER_BYTES, _GRAM_BYTES, _ROW_BYTES = 16, 24, 4 * 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def needs(job: Job, tokens: int) -> Needs:
             widths.setdefault(layer, []).append(K)
     inputs = [K for some in widths.values() for K in some]
     rows = max(sum(some) for some in widths.values())
-    memory = _SAME_BYTES * max(weights.values()) + _GRAM_BYTES * max(inputs) ** 2 + _ROW_BYTES * rows
+    memory = _LAYER_BYTES * max(weights.values()) + _GRAM_BYTES * max(inputs) ** 2 + _ROW_BYTES * rows
     flops = 2 * tokens * (sum(weights.values()) + sum(K * K for K in inputs))
     return Needs(sum(map(input_bytes, inputs)), memory, flops / _FLOPS)
 
