@@ -19,7 +19,7 @@ WEIGHT = ".weight"
 TABLE = "model.embed_tokens"
 _SMALLER = sorted((g for g in GROUPS if g), reverse=True)
 # Seconds a million weights take, and bytes an element: of SmolLM2 on an AVX-512 server, for estimates alone.
-_ROUND_S, _SEARCH_S, _FP8_S, _GPTQ_S, _CLIP_S, _AWQ_S = 0.033, 0.22, 0.066, 0.5, 0.6, 1.0
+_ROUND_S, _SEARCH_S, _FP8_S, _GPTQ_S, _CLIP_S, _AWQ_S = 0.033, 0.22, 0.066, 0.2, 0.1, 1.0
 _BASE_BYTES, _MATRIX_BYTES, _KEPT_BYTES = 48 << 20, 28, 7
 
 
