@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.compile.find import BUNDLED
 from tests.cli.conftest import Millrace
 from tests.fuzz.originals import write_checkpoint
 
@@ -56,3 +57,60 @@ def test_mistakes(millrace: Millrace, source: Path, tmp_path: Path) -> None:
     short = millrace(*asked, "--recipe", "fp8", "--calibration", tmp_path / "short.txt")
     short.assert_mistake("short.txt")
     assert not (tmp_path / "out").exists(), "a text that is too short is said before anything is written"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half of the bundled one."""
+    path, whole = tmp_path_factory.mktemp("text") / "half.txt", (BUNDLED / "calibration.txt").read_text()
+    path.write_text(whole[: len(whole) // 2])
+    return path
+
+
+def test_with_statistics(millrace: Millrace, source: Path, text: Path, tmp_path: Path) -> None:
+    """Collected once and kept, or beside the output and gone: the same folder."""
+    given = ("--samples-from", text, "--samples", "4", "--no-evaluate")
+    asked, out = ("compress", source, "--recipe", "int4-gptq"), tmp_path / "out"
+    shown = millrace(*asked, "-o", out / "a", *given)
+    assert shown.code == 0 and "found right" in shown.out, shown.err
+    assert [p.name for p in out.iterdir()] == ["a"], "what was collected is gone"
+    kept = tmp_path / "kept"
+    told = json.loads(millrace(*asked, "-o", out / "b", *given, "--statistics", kept, "--json").out)
+    again = millrace(*asked, "-o", out / "c", "--statistics", kept, "--no-evaluate")
+    assert again.code == 0 and told["layers"] == 7, again.err
+    files = [(out / name / "model.safetensors").read_bytes() for name in "abc"]
+    assert files[0] == files[1] == files[2]
+    records = [json.loads((out / name / "compression.json").read_text()) for name in "abc"]
+    assert records[0] == records[1] == records[2] and records[0]["statistics"]["tokens"] == 4 * 256
+    other = millrace("compress", "tiny", "--recipe", "int4-awq", "-o", out / "d", "--statistics", kept)
+    other.assert_mistake("of another model")
+    other = millrace(*asked, "-o", out / "d", *given[:2], "--samples", "5", "--statistics", kept)
+    other.assert_mistake("of another text")
+    assert not (out / "d").exists()
+
+
+def test_a_dry_run_says_what_statistics_need(millrace: Millrace, source: Path, tmp_path: Path) -> None:
+    asked = ("compress", source, "-o", tmp_path / "out", "--recipe", "int8-sq", "--dry-run", "--samples", "8")
+    millrace(*asked).assert_mistake("--samples is given without a text")
+    shown = millrace(*asked[:-2])
+    assert shown.code == 0 and "of 65,536 tokens: about" in shown.out, shown.err
+    told = json.loads(millrace(*asked, "--samples-from", "later.txt", "--json").out)
+    assert told["statistics"]["disk_bytes"] == 4 * sum(K * K + 2 * K for K in (256, 64, 256, 192))
+
+
+def test_mistakes_with_statistics(millrace: Millrace, source: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "out"
+    asked = ("compress", source, "-o", out, "--recipe")
+    (tmp_path / "short.txt").write_text("a mill")
+    (tmp_path / "empty.txt").write_text(" ")
+    millrace(*asked, "int4-gptq").assert_mistake("int4-gptq needs a text", "--samples-from")
+    millrace(*asked, "fp8", "--samples-from", text).assert_mistake("fp8 needs no statistics")
+    millrace(*asked, "fp8", "--statistics", tmp_path / "s").assert_mistake("fp8 needs no statistics")
+    millrace(*asked, "int4-awq", "--statistics", tmp_path / "s").assert_mistake("no statistics yet", "--samples-from")
+    millrace(*asked, "int4-awq", "--samples-from", text, "--calibration", text).assert_mistake("are one text")
+    millrace(*asked, "int4-awq", "--samples-from", tmp_path / "short.txt").assert_mistake("calibration text has")
+    millrace(*asked, "int4-awq", "--samples-from", tmp_path / "empty.txt").assert_mistake("is empty")
+    millrace(*asked, "int4-awq", "--samples-from", tmp_path / "none.txt").assert_mistake("none.txt")
+    long = (*asked, "int4-awq", "--samples-from", text, "--samples", "1", "--statistics", text)
+    millrace(*long).assert_mistake("cannot keep statistics", "File exists", "name another folder")
+    assert not out.parent.exists() and not (tmp_path / "s").exists()

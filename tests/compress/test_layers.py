@@ -44,7 +44,9 @@ class Trained(NamedTuple):
 
     def layers(self, method: Method, most: int | None = None) -> list[Layer]:
         weights, head_dim = self.source.weights, self.checkpoint.decoder.head_dim
-        return list(islice(rounded_layers(weights.load, weights.shapes, self.statistics, method, head_dim), most))
+        return list(
+            islice(rounded_layers(weights.load, weights.shapes, self.statistics, lambda _: method, head_dim), most)
+        )
 
     def changed(self, layers: list[Layer]) -> Source:
         """With what the codes stand for, in float32."""

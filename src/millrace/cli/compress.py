@@ -1,8 +1,11 @@
 """`millrace compress`: a float checkpoint becomes a smaller one, with the proof beside it."""
 
 import json
+import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +16,30 @@ from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
 from millrace.compile.find import model_folder
-from millrace.compress.compress import RECORD, Result, compress
+from millrace.compress.calibrated import by_statistics, needs, same_file, sampled, statistics_of
+from millrace.compress.collect import SAMPLES
+from millrace.compress.compress import RECORD, Method, Result, by_rounding, compress
 from millrace.compress.folder import check_place
 from millrace.compress.measure import Loss, measure, why_not, windows_for
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, read_recipe
+from millrace.compress.statistics import Statistics
 from millrace.engine.manifest import MANIFEST
 from millrace.engine.tactics import write_whole
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration
+from millrace.evaluate.windows import LENGTH, Windows
 
 _WORST = 3  # layers that are named
+_MOST_SAMPLES = 4096
 EPILOG = "\n".join([
     "\b", "Examples:",
     "  millrace compress ./llama-3.2-1b -o llama-int4 --recipe int4-wo-mse",
+    "  millrace compress ./llama-3.2-1b -o llama-gptq --recipe int4-gptq --samples-from text.txt",
     "  millrace compress ./llama-3.2-1b -o llama-mix --recipe mix.toml --dry-run",
     "  millrace serve llama-int4",
-    "", "\b", "Presets:", *(f"  {recipe.name:12} {recipe.about}" for recipe in PRESETS.values()),
+    "", "\b", "Presets:", *(f"  {recipe.name:14} {recipe.about}" for recipe in PRESETS.values()),
     "", "docs/compress.md has what a recipe file holds.",
 ])  # fmt: skip
 
@@ -45,11 +54,24 @@ EPILOG = "\n".join([
 @click.option("--evaluate/--no-evaluate", default=True, help="Measure what it costs in answers, beside the source.")
 @click.option("--calibration", metavar="FILE",
               help="Text in UTF-8 to measure on; default: some pages that come along.")  # fmt: skip
+@click.option(
+    "--samples-from",
+    metavar="FILE",
+    help="Text in UTF-8 to collect statistics on, for recipes that need some; not what is measured on.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1, _MOST_SAMPLES),
+    metavar="N",
+    help=f"Samples of {LENGTH} tokens, spread over it; default: {SAMPLES}.",
+)
+@click.option("--statistics", type=click.Path(path_type=Path), metavar="FOLDER",
+              help="Keep statistics there: what is there is gone on with, and other recipes need no text.")  # fmt: skip
 @json_option
 @click.pass_obj
 def command(
     env: Env, /, model: str, output: Path, recipe: str, dry_run: bool, evaluate: bool, calibration: str | None,
-    as_json: bool,
+    as_json: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Make a smaller checkpoint of one, and prove it.
 
@@ -57,27 +79,92 @@ def command(
     it is read again before it counts.
     """
     started_s = time.perf_counter()
-    text = _text(calibration, evaluate and not dry_run)
+    text, asked = _text(calibration, evaluate and not dry_run), _Sampling(**sampling)
     with ended_in_order(), progress(as_json) as report:
         checkpoint = _open(model, env, report)
         job = plan(checkpoint, read_recipe(recipe))
-        check_place(output, job.bytes_after)
+        asked.check(job, calibration, dry_run)
+        check_place(output, job.bytes_after + asked.temporary_bytes(job))
         without = "--no-evaluate was given" if text is None else why_not(checkpoint)
         read = windows_for(checkpoint, text) if text and not without else None  # a text too short is said at once
         if not dry_run:
-            made = compress(job, output, progress=report)
+            with _method(job, output, asked, report) as (method, about):
+                made = compress(job, output, method, report)
             loss = measure(checkpoint, Checkpoint.open(output), read, report) if read else without
     if dry_run:
-        _show_plan(job, as_json)
+        _show_plan(job, asked, as_json)
         return
     said = {**_about(job), "folder": str(output), "seconds": time.perf_counter() - started_s,
             "loss": asdict(loss) if isinstance(loss, Loss) else {"not_measured": loss},
             "worst": dict(made.worst[:_WORST])}  # fmt: skip
-    _add_to_record(output, said["loss"])
+    _add_to_record(output, {**about, "loss": said["loss"]})
     if as_json:
         print_json(said)
     else:
         _show(made, loss, said["seconds"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """Where statistics come from."""
+
+    samples_from: str | None
+    samples: int | None
+    statistics: Path | None
+
+    @property
+    def n(self) -> int:
+        return self.samples or SAMPLES
+
+    def check(self, job: Job, calibration: str | None, dry_run: bool) -> None:
+        """raises ConfigError for options that do not go together"""
+        if not job.calibrated:
+            if self != _Sampling(None, None, None):
+                raise ConfigError(
+                    f"the recipe {job.recipe.name} needs no statistics", "no text or folder for any",
+                    "leave out --samples-from, --samples and --statistics, or choose another recipe",
+                )  # fmt: skip
+            return
+        if self.samples_from is None:
+            if self.samples is not None:
+                raise ConfigError("--samples is given without a text", "both", "name one: --samples-from")
+            if self.statistics is None and not dry_run:
+                raise ConfigError(
+                    f"the recipe {job.recipe.name} needs a text to collect statistics on",
+                    f"about {self.n * LENGTH:,} tokens of what the model is for, in UTF-8", "name it: --samples-from",
+                )  # fmt: skip
+        elif calibration is not None and same_file(self.samples_from, calibration):
+            raise ConfigError(
+                "--samples-from and --calibration are one text", "two: what is fitted to a text looks better on it",
+                "name another, or leave --calibration out",
+            )  # fmt: skip
+
+    def temporary_bytes(self, job: Job) -> int:
+        """Of statistics beside the output."""
+        return needs(job, 1).disk_bytes if job.calibrated and self.statistics is None else 0
+
+
+@contextmanager
+def _method(job: Job, out: Path, asked: _Sampling, report: Any) -> Iterator[tuple[Method, dict[str, Any]]]:
+    """How the job is done, and what is to be recorded of it. Statistics that nobody keeps are gone afterwards."""
+    if not job.calibrated:
+        yield by_rounding, {}
+        return
+    text: Windows | None = None
+    if asked.samples_from is not None:
+        text = sampled(job.checkpoint, asked.samples_from, asked.n)
+    if asked.statistics is not None:
+        found = statistics_of(job.checkpoint, text, asked.statistics, report)
+        yield by_statistics(found), _recorded(found)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".statistics", dir=out.parent) as folder:
+        found = statistics_of(job.checkpoint, text, Path(folder), report)
+        yield by_statistics(found), _recorded(found)
+
+
+def _recorded(found: Statistics) -> dict[str, Any]:
+    return {"statistics": {"text": found.about.text, "tokens": found.about.tokens, "precision": found.about.precision}}
 
 
 def _text(file: str | None, evaluate: bool) -> Calibration | None:
@@ -93,9 +180,9 @@ def _open(model: str, env: Env, report: Any) -> Checkpoint:
     return Checkpoint.open(folder)
 
 
-def _add_to_record(folder: Path, loss: object) -> None:
+def _add_to_record(folder: Path, more: dict[str, Any]) -> None:
     path = folder / RECORD
-    write_whole(path, (json.dumps({**json.loads(path.read_bytes()), "loss": loss}, indent=1) + "\n").encode())
+    write_whole(path, (json.dumps({**json.loads(path.read_bytes()), **more}, indent=1) + "\n").encode())
 
 
 def _about(job: Job) -> dict[str, Any]:
@@ -106,13 +193,19 @@ def _about(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show_plan(job: Job, as_json: bool) -> None:
-    needs = {"memory_bytes": job.memory_bytes, "seconds": job.seconds}
+def _show_plan(job: Job, asked: _Sampling, as_json: bool) -> None:
+    tokens = asked.n * LENGTH
+    first = needs(job, tokens) if job.calibrated else None
+    memory = job.memory_bytes + (first.memory_bytes if first else 0)
     if as_json:
-        print_json({**_about(job), **needs})
+        more = {"statistics": asdict(first)} if first else {}
+        print_json({**_about(job), "memory_bytes": memory, "seconds": job.seconds, **more})
         return
     heading(f"{job.recipe.name}: nothing was written")
-    pairs([*_sizes(job), ("memory", f"about {size(job.memory_bytes)}"), ("time", f"about {job.seconds:.0f} s")])
+    pairs([*_sizes(job), ("memory", f"about {size(memory)}"), ("time", f"about {job.seconds:.0f} s")])
+    if first:
+        said = f"of {tokens:,} tokens: about {first.seconds:.0f} s more on two cores, {size(first.disk_bytes)} on disk"
+        pairs([("statistics", said)])
     _notes(job)
 
 

@@ -66,15 +66,20 @@ class Result:
 
 def by_rounding(job: Job) -> Iterator[Piece]:
     """Each matrix by itself, to the nearest of its grid: what needs no data."""
-    for name, (treatment, form) in job.layers.items():
-        w = job.checkpoint.tensors.load(name + WEIGHT)
-        try:
-            made: Matrix = (
-                rounded_e4m3(w) if form.floats else rounded(w, treatment.grid(form.group), SEARCHES[treatment.search])
-            )
-        except CheckpointError as error:
-            raise CheckpointError(f"{name}: {error.what}", error.expected, error.mend) from error
-        yield Piece({name: made}, {name: lost(w, made)})
+    for name in job.layers:
+        yield rounded_alone(job, name)
+
+
+def rounded_alone(job: Job, name: str) -> Piece:
+    treatment, form = job.layers[name]
+    w = job.checkpoint.tensors.load(name + WEIGHT)
+    try:
+        made: Matrix = (
+            rounded_e4m3(w) if form.floats else rounded(w, treatment.grid(form.group), SEARCHES[treatment.search])
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error.what}", error.expected, error.mend) from error
+    return Piece({name: made}, {name: lost(w, made)})
 
 
 def by_layers(layers: Iterable[Layer]) -> Method:

@@ -46,6 +46,9 @@ class Method:
             raise ConfigError("ranges both searched and clipped", "one way to choose them", "leave one out")
 
 
+Methods = Callable[[str], Method | None]  # by linear layer
+
+
 @dataclass(frozen=True, slots=True)
 class Rounding:
     """error: of the output's energy; damping: GPTQ's"""
@@ -66,38 +69,45 @@ class Layer:
 
 
 def rounded_layers(
-    load: Callable[[str], Array], shapes: Mapping[str, Sequence[int]], statistics: Statistics, method: Method,
+    load: Callable[[str], Array], shapes: Mapping[str, Sequence[int]], statistics: Statistics, methods: Methods,
     head_dim: int, offset: float = 0.0,
 ) -> Iterator[Layer]:  # fmt: skip
     """Every layer of the statistics in turn; memory holds one. load: a tensor by its name
 
+    methods: by linear layer; None leaves one as it is, and its scales where they are
     head_dim: of attention; offset: that the model adds to its norms' weights. raises CheckpointError, ConfigError
     """
     by_layer: dict[str, list[str]] = {}
     for linear in statistics:
         by_layer.setdefault(linear.rsplit(".", 2)[0], []).append(linear)
     for name, linears in by_layer.items():
-        yield _rounded_layer(name, linears, load, shapes, statistics, method, (head_dim, offset))
+        yield _rounded_layer(name, linears, load, shapes, statistics, methods, (head_dim, offset))
 
 
 def _rounded_layer(
     name: str, linears: list[str], load: Callable[[str], Array], shapes: Mapping[str, Sequence[int]],
-    statistics: Statistics, method: Method, model: tuple[int, float],
+    statistics: Statistics, methods: Methods, model: tuple[int, float],
 ) -> Layer:  # fmt: skip
     head_dim, offset = model
+    chosen = {linear: method for linear in linears if (method := methods(linear))}
+    if not chosen:
+        return Layer(name)
     given = {n: np.asarray(load(n), np.float32) for n in shapes if n.startswith(f"{name}.")}
     arrays, found = dict(given), Layer(name)
     inputs: dict[str, InputStatistics] = {}
-    for linear in linears:
+    for linear in chosen:
         shared = next((inputs[other] for other in inputs if linear in inputs[other].linears), None)
         inputs[linear] = shared or statistics[linear]
-    for site in sites(shapes, name, head_dim) if method.smooth else ():
-        factors = _factors([arrays[n + WEIGHT] for n in site.linears], site, inputs[site.linears[0]], method)
+    for site in sites(shapes, name, head_dim):
+        if not _moves(site, chosen):
+            continue
+        first = site.linears[0]
+        factors = _factors([arrays[n + WEIGHT] for n in site.linears], site, inputs[first], chosen[first])
         if factors is not None:
             made = fold(arrays, site, factors, offset if site.is_norm else 0.0)
             found.folds.append(made)
-            inputs |= dict.fromkeys(site.linears, smaller(inputs[site.linears[0]], made.factors))
-    for linear in linears:
+            inputs |= dict.fromkeys(site.linears, smaller(inputs[first], made.factors))
+    for linear, method in chosen.items():
         found.matrices[linear] = rounding(arrays.pop(linear + WEIGHT), inputs[linear], method, _clips(linear, method))
     found.floats = {n: array for n, array in arrays.items() if array is not given[n]}
     return found
@@ -118,6 +128,14 @@ def rounding(w: Array, x: InputStatistics, method: Method, clip: bool | None = N
     assert scales is not None
     nearest = with_scales(w, scales, grid)
     return Rounding(nearest, relative_error(w, nearest.dequantise(), x.gram))
+
+
+def _moves(site: Site, chosen: Mapping[str, Method]) -> bool:
+    """Scales move where all that take part are rounded, and those that read them want the same."""
+    if not all(name in chosen for name in (*site.linears, *(() if site.is_norm else (site.source,)))):
+        return False
+    wanted = {chosen[name].smooth for name in site.linears}
+    return len(wanted) == 1 and wanted != {None}
 
 
 def _factors(weights: Sequence[Array], site: Site, x: InputStatistics, method: Method) -> Floats | None:

@@ -11,7 +11,7 @@ from millrace.checkpoint.encoder import EncoderConfig
 from millrace.checkpoint.weights import FLOAT_NAMES, TensorInfo
 from millrace.compress.forms import NAMES, Form, Spec
 from millrace.compress.grid import GROUPS
-from millrace.compress.recipe import Recipe, Treatment
+from millrace.compress.recipe import CLIP, Recipe, Treatment
 from millrace.errors import CheckpointError, ConfigError
 from millrace.model.families import HEAD
 
@@ -19,7 +19,7 @@ WEIGHT = ".weight"
 TABLE = "model.embed_tokens"
 _SMALLER = sorted((g for g in GROUPS if g), reverse=True)
 # Seconds a million weights take, and bytes an element: of SmolLM2 on an AVX-512 server, for estimates alone.
-_ROUND_S, _SEARCH_S, _FP8_S = 0.033, 0.22, 0.066
+_ROUND_S, _SEARCH_S, _FP8_S, _GPTQ_S, _CLIP_S, _AWQ_S = 0.033, 0.22, 0.066, 0.2, 0.1, 1.0
 _BASE_BYTES, _MATRIX_BYTES, _KEPT_BYTES = 48 << 20, 28, 7
 
 
@@ -38,6 +38,11 @@ class Job:
     def n_weights(self) -> int:
         """In the layers that are compressed."""
         return sum(math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.layers)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any layer needs statistics."""
+        return any(treatment.calibrated for treatment, _ in self.layers.values())
 
     @property
     def bits_per_weight(self) -> float:
@@ -63,14 +68,19 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """About, for rounding alone."""
-        rates = (_FP8_S if t.method == "fp8" else _SEARCH_S if t.search != "none" else _ROUND_S
-                 for t, _ in self.layers.values())  # fmt: skip
+        """About, for rounding alone: statistics, where they are needed, are there."""
         sizes = (math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.layers)
-        return sum(rate * size for rate, size in zip(rates, sizes, strict=True)) / 1e6
+        return sum(_rate(t) * size for (t, _), size in zip(self.layers.values(), sizes, strict=True)) / 1e6
 
     def _layer(self, tensor: str) -> bool:
         return tensor.rpartition(".")[0] in self.layers
+
+
+def _rate(treatment: Treatment) -> float:
+    if treatment.method == "fp8":
+        return _FP8_S
+    search = _CLIP_S if treatment.search == CLIP else _SEARCH_S if treatment.search != "none" else _ROUND_S
+    return search + _GPTQ_S * (treatment.method == "gptq") + _AWQ_S * (treatment.smooth == "awq")
 
 
 def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
@@ -92,6 +102,11 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
         if treatment.method == "none":
             ignored.append(name)
             continue
+        if treatment.calibrated and not _in_a_layer(name):
+            raise ConfigError(
+                f"the recipe {recipe.name} treats {name} by statistics", "those are of the decoder's layers alone",
+                f'give {name} method = "rtn", smooth = "none" and search = "none"',
+            )  # fmt: skip
         group = _fitting(name, K, treatment.group)
         if group != treatment.group:
             smaller[K, treatment.group, group] += 1

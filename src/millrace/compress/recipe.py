@@ -1,16 +1,20 @@
 """Recipes: what is done to which linear layer. A versioned file (TOML or JSON), or a preset by its name.
 
 version = 1
-method = "rtn"            # of all linear layers of the decoder; "fp8"; "none" leaves floats
+method = "rtn"            # of all linear layers of the decoder, to nearest; "gptq", "fp8"; "none" leaves floats
+smooth = "none"           # scales that move into norms and other layers before: "awq", "smoothquant"
+alpha = 0.5               # SmoothQuant's, 0 to 1: how much of the activations' outliers goes into weights
 bits = 4                  # 4 or 8
 group = 128               # 32, 64, 128 or "row"; where it does not divide a layer's inputs, the next that does
 minimums = false          # 4 bits alone
 scales = "compressed-tensors"  # or "model-optimizer", "gguf": whose rule
-search = "none"           # "llm-compressor" or "gptqmodel": smaller ranges are tried
+search = "none"           # "llm-compressor", "gptqmodel", "imatrix", "clip" (AutoAWQ's): smaller ranges are tried
 activations = 16          # bits of what they are meant to meet
 [[layers]]                # exceptions; the first that matches decides, with the values above where it has none
 match = "*.mlp.down_proj"
 bits = 8
+
+What needs statistics of a text (docs/calibration.md): "gptq", any smooth, and the searches "imatrix" and "clip".
 """
 
 import json
@@ -21,14 +25,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from millrace.compress.grid import GPTQMODEL_MSE, GROUPS, LLM_COMPRESSOR_MSE, Convention, Grid, Search
+from millrace.compress.grid import GPTQMODEL_MSE, GROUPS, IMATRIX_MSE, LLM_COMPRESSOR_MSE, Convention, Grid, Search
 from millrace.errors import ConfigError, nearest
 
 VERSION = 1
 ROW = "row"
-METHODS = ("rtn", "fp8", "none")
+METHODS = ("rtn", "gptq", "fp8", "none")
+SMOOTH = ("none", "awq", "smoothquant")
+CLIP = "clip"  # of the searches, the one that is no `Search`
 SEARCHES: Mapping[str, Search | None] = {
-    "none": None, "llm-compressor": LLM_COMPRESSOR_MSE, "gptqmodel": GPTQMODEL_MSE,
+    "none": None, "llm-compressor": LLM_COMPRESSOR_MSE, "gptqmodel": GPTQMODEL_MSE, "imatrix": IMATRIX_MSE,
+    CLIP: None,
 }  # fmt: skip
 _MOST_BYTES, _MOST_LAYERS, _LONGEST = 1 << 20, 4096, 200
 
@@ -38,12 +45,20 @@ class Treatment:
     """What is done to a layer; its fields are a recipe's keys."""
 
     method: str = "rtn"
+    smooth: str = "none"
+    alpha: float = 0.5
     bits: int = 4
     group: int = 128  # 0 for a whole row
     minimums: bool = False
     scales: Convention = Convention.COMPRESSED_TENSORS
     search: str = "none"
     activations: int = 16
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs statistics of what goes into the layer."""
+        wants = self.method == "gptq" or self.smooth != "none" or self.search in ("imatrix", CLIP)
+        return wants and self.method in ("rtn", "gptq")
 
     def grid(self, group: int) -> Grid:
         return Grid(self.bits, group, self.minimums, self.scales)
@@ -72,6 +87,14 @@ PRESETS: Mapping[str, Recipe] = {
                about="the same, the best of smaller ranges: llm-compressor's memoryless_mse"),
         Recipe("fp8", Treatment(method="fp8", bits=8, group=0, activations=8),
                about="E4M3 with a scale a row: llm-compressor's FP8_DYNAMIC; activations stay bfloat16 here"),
+        Recipe("int4-gptq", Treatment(method="gptq"),
+               about="GPTQ of statistics, damping 0.01, static order: llm-compressor's W4A16 by GPTQModifier"),
+        Recipe("int4-gptq-clip", Treatment(method="gptq", search=CLIP),
+               about="the same within ranges as AutoAWQ clips them: what loses least of these"),
+        Recipe("int4-awq", Treatment(smooth="awq", search=CLIP),
+               about="inputs that matter scaled up, ranges clipped: AutoAWQ's, symmetric"),
+        Recipe("int8-sq", replace(_ROWS_OF_8, method="gptq", smooth="smoothquant", alpha=0.65, activations=8),
+               about="8-bit weights and activations: SmoothQuant, then GPTQ, as llm-compressor's W8A8"),
     )
 }  # fmt: skip
 
@@ -136,16 +159,21 @@ def _plain(one: Treatment) -> dict[str, Any]:
 
 
 _CHOICES: Mapping[str, tuple[object, ...]] = {
-    "method": METHODS, "bits": (4, 8), "group": (*(g for g in GROUPS if g), ROW), "minimums": (True, False),
+    "method": METHODS, "smooth": SMOOTH, "bits": (4, 8),
+    "group": (*(g for g in GROUPS if g), ROW), "minimums": (True, False),
     "scales": tuple(map(str, Convention)), "search": tuple(SEARCHES), "activations": (8, 16),
 }  # fmt: skip
 
 
 def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatment:
     for key, value in said.items():
-        if key not in _CHOICES:
-            raise ConfigError(f"the recipe's {where}{key} is unknown", nearest(key, _CHOICES), "correct the key")
-        if not any(value == choice and type(value) is type(choice) for choice in _CHOICES[key]):
+        if key == "alpha":
+            if type(value) not in (int, float) or not 0 <= value <= 1:
+                raise _wrong(f"{where}alpha", value, "0 to 1, such as 0.5")
+        elif key not in _CHOICES:
+            known = (*_CHOICES, "alpha")
+            raise ConfigError(f"the recipe's {where}{key} is unknown", nearest(key, known), "correct the key")
+        elif not any(value == choice and type(value) is type(choice) for choice in _CHOICES[key]):
             raise _wrong(f"{where}{key}", value, "one of " + ", ".join(json.dumps(c) for c in _CHOICES[key]))
     values = dict(said)
     if "group" in values:
@@ -153,7 +181,15 @@ def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatme
     if "scales" in values:
         values["scales"] = Convention(values["scales"])
     if values.get("method") == "fp8":  # of which there is one form
-        values = {"bits": 8, "group": 0, "minimums": False, "search": "none", "activations": 8, **values}
+        values = {
+            "smooth": "none",
+            "bits": 8,
+            "group": 0,
+            "minimums": False,
+            "search": "none",
+            "activations": 8,
+            **values,
+        }
     made = replace(usual, **values)
     _check(made, where)
     return made
@@ -161,7 +197,7 @@ def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatme
 
 def _check(made: Treatment, where: str) -> None:
     if made.method == "fp8":
-        if (made.bits, made.group, made.minimums, made.search) != (8, 0, False, "none"):
+        if (made.smooth, made.bits, made.group, made.minimums, made.search) != ("none", 8, 0, False, "none"):
             raise _wrong(f"{where}method", "fp8", "nothing beside it but activations: 8 bits, a scale a row")
         return
     if made.bits == 8 and made.activations == 8 and made.group:

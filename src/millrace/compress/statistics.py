@@ -168,10 +168,15 @@ class Writing:
 def writing(folder: Path, about: About) -> Iterator[Writing]:
     """Goes on with a folder of the same, begins one that is not there.
 
-    raises ConfigError for one of another model, text, precision or version, and one that another run writes
+    raises ConfigError for one of another model, text, precision or version, and one that another run writes, or
+    that is no folder
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / ABOUT, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / ABOUT, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        what = f"cannot keep statistics in {folder}: {error.strerror}"
+        raise ConfigError(what, "a folder, or a name that is free", "name another folder") from error
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

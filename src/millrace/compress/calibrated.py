@@ -1,0 +1,123 @@
+"""Recipes that need statistics: where these come from, what they take, and the methods as a recipe names them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.source import Source
+from millrace.compress.collect import Progress, collect, samples
+from millrace.compress.compress import Method as Way
+from millrace.compress.compress import Piece, by_layers, rounded_alone
+from millrace.compress.gptq import LLM_COMPRESSOR
+from millrace.compress.layers import Method, rounded_layers
+from millrace.compress.plan import WEIGHT, Job
+from millrace.compress.recipe import CLIP, SEARCHES, Treatment
+from millrace.compress.smooth import AUTOAWQ, Awq, SmoothQuant
+from millrace.compress.statistics import ABOUT, Statistics, input_bytes, read_about
+from millrace.errors import CheckpointError, ConfigError
+from millrace.evaluate.texts import read_text
+from millrace.evaluate.windows import LENGTH, Windows
+
+_MOST_BYTES = 16 << 20  # of the text: 4 million tokens, where 65,536 are taken
+_SAME_INPUT = (".k_proj", ".v_proj", ".up_proj")  # read what q and gate read
+_FLOPS = 1.1e11  # a second, of the pass on two cores of an AVX-512 server: for estimates alone
+_LAYER_BYTES, _GRAM_BYTES, _ROW_BYTES = 16, 24, 4 * 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """About what statistics take. disk_bytes: of their folder"""
+
+    disk_bytes: int
+    memory_bytes: int
+    seconds: float
+
+
+def needs(job: Job, tokens: int) -> Needs:
+    """Of a pass over so many tokens, from the headers."""
+    widths: dict[str, list[int]] = {}
+    weights: dict[str, int] = {}
+    for name in job.layers:
+        N, K = job.checkpoint.tensors[name + WEIGHT].shape
+        layer = name.rsplit(".", 2)[0]
+        weights[layer] = weights.get(layer, 0) + N * K
+        if not name.endswith(_SAME_INPUT):
+            widths.setdefault(layer, []).append(K)
+    inputs = [K for some in widths.values() for K in some]
+    rows = max(sum(some) for some in widths.values())
+    memory = _LAYER_BYTES * max(weights.values()) + _GRAM_BYTES * max(inputs) ** 2 + _ROW_BYTES * rows
+    flops = 2 * tokens * (sum(weights.values()) + sum(K * K for K in inputs))
+    return Needs(sum(map(input_bytes, inputs)), memory, flops / _FLOPS)
+
+
+def sampled(checkpoint: Checkpoint, file: str, n: int) -> Windows:
+    """n samples of 512 tokens, or of the whole context, of a text. raises ConfigError for one that is none, or short"""
+    text = read_text(file, "--samples-from", _MOST_BYTES, f"a text of at least {n * LENGTH:,} tokens")
+    if not checkpoint.has_tokenizer:
+        raise ConfigError(
+            f"{checkpoint.folder} has no tokenizer to read --samples-from with", "one beside the weights",
+            'add it, or choose a recipe without statistics, such as "int4-wo-mse"',
+        )  # fmt: skip
+    length = min(LENGTH, Source.from_checkpoint(checkpoint).max_context)
+    return samples(checkpoint.tokenizer, text, n, length)
+
+
+def statistics_of(checkpoint: Checkpoint, text: Windows | None, folder: Path, progress: Progress) -> Statistics:
+    """Collected into the folder, which may have some or all; without a text it must have all.
+
+    raises ConfigError for those of another model or text, or none
+    """
+    source = Source.from_checkpoint(checkpoint)
+    if text is not None:
+        return collect(source, text, folder, progress=progress)
+    if not (folder / ABOUT).is_file():
+        raise ConfigError(f"{folder} has no statistics yet", "a text to collect them on", "name one: --samples-from")
+    if read_about(folder).model != source.identity():
+        raise ConfigError(
+            f"the statistics in {folder} are of another model", f"those of {checkpoint.folder}",
+            "name another folder, or collect them: --samples-from",
+        )  # fmt: skip
+    return Statistics.open(folder)
+
+
+def method_of(treatment: Treatment, group: int) -> Method | None:
+    """group: that fits the layer. None for what is no rounding to integers."""
+    if treatment.method not in ("rtn", "gptq"):
+        return None
+    smooth: dict[str, Awq | SmoothQuant] = {"awq": AUTOAWQ, "smoothquant": SmoothQuant(treatment.alpha, linears=True)}
+    return Method(
+        grid=treatment.grid(group), smooth=smooth.get(treatment.smooth), search=SEARCHES[treatment.search],
+        clip=treatment.search == CLIP, gptq=LLM_COMPRESSOR if treatment.method == "gptq" else None,
+    )  # fmt: skip
+
+
+def by_statistics(statistics: Statistics) -> Way:
+    """Layer by layer as the job's recipe says, then by themselves those that statistics are not for: FP8, a head."""
+
+    def made(job: Job) -> Iterator[Piece]:
+        methods = {name: method_of(treatment, form.group) for name, (treatment, form) in job.layers.items()}
+        for name, (treatment, _) in job.layers.items():
+            if treatment.calibrated and name not in statistics:
+                raise CheckpointError(
+                    f"the model does not read {name}: it has no statistics", "a layer of this model",
+                    f'leave it as it is: method = "none", match = "{name}"',
+                )  # fmt: skip
+        tensors, config = job.checkpoint.tensors, job.checkpoint.decoder
+        shapes = {name: info.shape for name, info in tensors.items()}
+        offset = 1.0 if config.family == "gemma" else 0.0  # its norms multiply with 1 + weight
+        layers = rounded_layers(tensors.load, shapes, statistics, methods.get, config.head_dim, offset)
+        left = dict.fromkeys(job.layers)
+        for piece in by_layers(layers)(job):
+            for name in piece.matrices:
+                del left[name]
+            yield piece
+        for name in left:
+            yield rounded_alone(job, name)
+
+    return made
+
+
+def same_file(a: str, b: str) -> bool:
+    """Whether both name one file that is there."""
+    return Path(a).exists() and Path(b).exists() and Path(a).samefile(b)
