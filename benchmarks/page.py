@@ -25,6 +25,7 @@ from benchmarks.runs import (
     results,
     speeds,
 )
+from millrace.compress.collect import SAMPLES
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 SHOWN = {"prefill-512": "prompt of 512", "decode-1": "1 user", "decode-16": "16 users"}
@@ -186,10 +187,10 @@ def _judged_now(result: Result) -> list[Result]:
 
 
 def _others() -> Iterator[str]:
-    yield "## Embeddings, long contexts, starts, the server, sampling, masks, single products, rounding, versions"
+    yield "## Embeddings, long contexts, starts, server, sampling, masks, statistics, single products, rounding, versions"
     header = ("what", "figure", "run")
     rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_hadamard()]
-    rows += [*_grammars(), *_versions()]
+    rows += [*_grammars(), *_calibrations(), *_versions()]
     yield table(header, rows)
 
 
@@ -260,6 +261,16 @@ def _grammars() -> Iterator[list[str]]:
             f", {r['share']:.1%} of one of {r['beside']}" if "share" in r else ""
         )
         yield [f"{r['rows']} masks of {r['rows']} grammars", f"{r['cost_s'] * 1e3:.2f} ms, {shares}", label(r)]
+
+
+def _calibrations() -> Iterator[list[str]]:
+    for _, r in of_kind("calibration"):
+        whole = r["share_of_layers"] == 1 and r["samples"] == SAMPLES
+        measured = "" if whole else f" (by {r['share_of_layers']:.0%} of its layers and {r['samples']} samples)"
+        for precision, run in r["runs"].items():
+            who = f"{r['model']} in {precision}: statistics of {SAMPLES} samples of {r['tokens_each']} tokens, s"
+            figure = f"{run['seconds_of_all']:,.0f}{measured}, {run['peak_bytes'] / 2**30:.2f} GiB at most"
+            yield [who, figure, label(r)]
 
 
 def _products() -> Iterator[list[str]]:

@@ -29,7 +29,8 @@ def test_every_kind_of_result_and_every_engine_left_out_is_on_the_page() -> None
         if kind(result) == "peers":
             assert all(line in told for line in (*left_out(result), *remarks(result))), name
     assert {kind(r) for _, r in results()} - {"hadamard"} == {
-        "alone", "contexts", "embeddings", "grammars", "peers", "perplexity", "products", "serving", "start", "versions"
+        "alone", "calibration", "contexts", "embeddings", "grammars", "peers", "perplexity", "products", "serving",
+        "start", "versions",
     }  # fmt: skip
     for shown in (
         "operations/s by rows",
@@ -38,6 +39,7 @@ def test_every_kind_of_result_and_every_engine_left_out_is_on_the_page() -> None
         "decode by depth",
         "build, s",
         "16 masks of 16 grammars",
+        "statistics of 128 samples",
     ):
         assert shown in told
 
