@@ -187,7 +187,7 @@ def _judged_now(result: Result) -> list[Result]:
 
 
 def _others() -> Iterator[str]:
-    yield "## Embeddings, long contexts, starts, server, sampling, masks, statistics, single products, rounding, versions"
+    yield "## Embeddings, long contexts, starts, server, sampling, masks, statistics, products, rounding, versions"
     header = ("what", "figure", "run")
     rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_hadamard()]
     rows += [*_grammars(), *_calibrations(), *_versions()]
