@@ -9,6 +9,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +44,7 @@ def samples(tokenizer: Tokenizer, text: str, n: int = SAMPLES, length: int = LEN
             f"the calibration text has {len(ids):,} tokens, for {n} samples of {length}",
             f"at least {max(n, 1) * length:,}", "give a longer text, or ask for fewer or shorter samples",
         )  # fmt: skip
-    every = windows_of(tokenizer, ids, length)
-    kept = np.linspace(0, len(every.ids) - 1, n).round().astype(int)
-    return Windows(every.ids[kept], 0)
+    return replace(windows_of(tokenizer, ids, length).spread(n), first=0)
 
 
 def collect(

@@ -45,12 +45,8 @@ class Folder:
     def put(self, name: str, array: Array) -> None:
         """Once for each tensor that was promised."""
         spec, (file, offset) = self._specs[name], self._places[name]
-        assert (NAMES[array.dtype.name], array.shape) == (spec.dtype, spec.shape), (
-            name,
-            array.dtype,
-            array.shape,
-            spec,
-        )
+        found = Spec(NAMES[array.dtype.name], array.shape)
+        assert found == spec, (name, found, spec)
         data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         with file.open("r+b") as opened:
             write_at(opened.fileno(), data, offset)

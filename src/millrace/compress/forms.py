@@ -85,9 +85,7 @@ class Form:
 
     def tensors(self, matrix: Matrix) -> dict[str, Array]:
         """What `specs` promised, of a matrix that is as this form says."""
-        if isinstance(matrix, Fp8Matrix):
-            return {"weight": matrix.codes, "weight_scale": matrix.scales}
-        if self.format == INTEGERS:
+        if isinstance(matrix, Fp8Matrix) or self.format == INTEGERS:
             return {"weight": matrix.codes, "weight_scale": matrix.scales}
         codes, zeros = matrix.codes, {}
         if matrix.minimums is not None:

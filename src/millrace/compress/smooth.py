@@ -134,12 +134,9 @@ def awq_factors(
 def smooth_factors(weights: Sequence[Array], site: Site, x: InputStatistics, settings: SmoothQuant) -> Floats:
     """(K,), by the largest weight of all the site's linears."""
     largest = np.max([np.abs(w).max(axis=0) for w in weights], axis=0)
-    if site.shared > 1:  # the largest of those that are one row
-        amax, largest = (
-            v.reshape(-1, site.shared, site.head).max(axis=1).reshape(-1) for v in (x.amax.astype(np.float64), largest)
-        )
-    else:
-        amax = x.amax.astype(np.float64)
+    amax, largest = (  # the largest of those that are one row
+        v.reshape(-1, site.shared, site.head).max(axis=1).reshape(-1) for v in (x.amax.astype(np.float64), largest)
+    )
     there = (amax > 0) & (largest > 0)
     base = np.ones_like(amax)
     base[there] = amax[there] ** settings.alpha / largest[there] ** (1 - settings.alpha)

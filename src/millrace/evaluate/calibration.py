@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
@@ -61,5 +59,4 @@ class Calibration:
                 f"{text} has {len(ids)} tokens of this model", f"at least {length}, one window", "give a longer text"
             )
         every = windows_of(tokenizer, ids, length)
-        kept = np.linspace(0, len(every.ids) - 1, min(len(every.ids), TOKENS // length)).round().astype(int)
-        return replace(every, ids=every.ids[kept], first=length // _UNSCORED)
+        return replace(every.spread(min(len(every.ids), TOKENS // length)), first=length // _UNSCORED)

@@ -1,7 +1,7 @@
 """A text as language models are measured on it: in windows that are read each for itself."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,11 @@ class Windows:
     def n_scored(self) -> int:
         """Of all windows."""
         return len(self.ids) * (int(self.ids.shape[1]) - 1 - self.first)
+
+    def spread(self, n: int) -> "Windows":
+        """n of them, at equal distances from the first to the last."""
+        kept = np.linspace(0, len(self.ids) - 1, n).round().astype(int)
+        return replace(self, ids=self.ids[kept])
 
 
 def windows(tokenizer: Tokenizer, text: str, length: int = LENGTH, most: int | None = None) -> Windows:
