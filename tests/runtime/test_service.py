@@ -5,12 +5,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from millrace.engine.executor import StepInputs
+from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.errors import BusyError, ConfigError, RequestError
 from millrace.runtime import service
 from millrace.runtime.generate import Collector, CompletionOutput, RequestOutput
@@ -31,11 +32,12 @@ def in_asyncio(
     body: Callable[[AsyncEngine], Coroutine[Any, Any, None]],
     options: ServiceOptions | None = None,
     before_run: Callable[[StepInputs], None] | None = None,
+    of: ExecutorLimits = TIGHT,
 ) -> AsyncEngine:
     """Run `body` with an engine; afterwards nothing may be left in it."""
 
     async def main() -> AsyncEngine:
-        async with AsyncEngine(make_loop(TIGHT, before_run, clock=time.perf_counter), options) as engine:
+        async with AsyncEngine(make_loop(of, before_run, clock=time.perf_counter), options) as engine:
             await body(engine)
         return engine
 
@@ -273,7 +275,7 @@ def test_an_engine_on_all_cores_lets_a_step_be_told_before_the_next(on_all_cores
                 n_read += sum(len(d.token_ids) for d in deltas)
 
     with patch.object(service, "TELLING_S", 5.0):
-        in_asyncio(body, ServiceOptions(on_all_cores=on_all_cores), step)
+        in_asyncio(body, before_run=step, of=replace(TIGHT, on_all_cores=on_all_cores))
     assert n_read == len(began) == 40
     assert (began == list(range(40))) or not on_all_cores
 
@@ -285,7 +287,7 @@ def test_an_event_loop_that_is_busy_is_not_waited_for_long() -> None:
             assert handle.requests[0].timings.n_output_tokens == 40
             await whole(handle)
 
-    in_asyncio(body, ServiceOptions(on_all_cores=True))
+    in_asyncio(body, of=replace(TIGHT, on_all_cores=True))
 
 
 def test_who_rests_while_it_computes_is_told_of_every_step_also_of_one_that_fails() -> None:
@@ -298,9 +300,9 @@ def test_who_rests_while_it_computes_is_told_of_every_step_also_of_one_that_fail
             raise RuntimeError("no")
 
     async def main() -> None:
-        loop = make_loop(TIGHT, step, clock=time.perf_counter)
         for on_all_cores in (False, True):
-            engine = AsyncEngine(loop, ServiceOptions(on_all_cores=on_all_cores))
+            limits = replace(TIGHT, on_all_cores=on_all_cores)
+            engine = AsyncEngine(make_loop(limits, step, clock=time.perf_counter))
             if not on_all_cores:
                 told.append(True)
             engine.start(told.append)

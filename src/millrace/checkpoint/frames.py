@@ -8,11 +8,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+_CAN_HOLD = sys.platform == "linux"  # where a process that is stopped can go on when its owner has ended
+_LONG_S = 0.05  # of which what a process takes, one slice of the kernel's, is hardly felt
 
 
 class LateError(Exception):
@@ -94,8 +98,8 @@ class Worker:
         self._script, self._greet = script, greet
         self._turn = threading.Lock()
         self.process: FrameProcess | None = None
-        self._settling = threading.Lock()  # guards the three below
-        self._held = False
+        self._settling = threading.Lock()  # guards what is below
+        self._held, self._began_s, self._lasted_s = False, 0.0, 0.0
         self._at_work: FrameProcess | None = None
         self._halted: FrameProcess | None = None
 
@@ -114,9 +118,20 @@ class Worker:
                 return again.exchange(payload, timeout_s)
 
     def hold(self, held: bool) -> None:
-        """From any thread: while it is held, the process does not work on a message; afterwards it goes on."""
+        """From one thread, which computes on all cores from `hold(True)` to `hold(False)`: messages rest then.
+
+        A low priority is not enough: who waits is owed a little, and a core once given is given until the kernel's next
+        tick, 4 ms. What lasts long is not held a second time, so that messages get on beside long steps.
+        """
+        if not _CAN_HOLD:
+            return
+        now_s = time.perf_counter()
         with self._settling:
-            self._held = held
+            if held:
+                self._began_s = now_s
+            else:
+                self._lasted_s = now_s - self._began_s
+            self._held = held and self._lasted_s < _LONG_S
             self._settle()
 
     def stop(self) -> None:

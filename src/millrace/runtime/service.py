@@ -78,7 +78,6 @@ class ServiceOptions:
 
     max_queued: int = 256  # sequences waiting for their first step, beyond those that free slots will take
     max_undelivered_tokens: int = 4096  # per choice of a request; a reader further behind is dropped
-    on_all_cores: bool = False  # the engine computes on every core that the event loop may run on
 
     def __post_init__(self) -> None:
         for name in ("max_queued", "max_undelivered_tokens"):
@@ -237,7 +236,7 @@ class AsyncEngine:
         computing: where the engine has all cores, called there with True before each step and with False behind it
         """
         self._aio = asyncio.get_running_loop()
-        told = (computing,) if computing and self.options.on_all_cores else ()
+        told = (computing,) if computing and self.limits.on_all_cores else ()
         self.loop.start(self._after_step, *told)
 
     def submit(
@@ -364,7 +363,7 @@ class AsyncEngine:
                 return
         # Behind workers on every core the event loop would wait for the kernel's next tick, 2 to 4 ms, and its reader
         # again; and a core that it takes from one of them stalls them all, so that waiting here costs nothing more.
-        if self.options.on_all_cores:
+        if self.limits.on_all_cores:
             self._told.wait(TELLING_S)
 
     def _flush(self) -> None:
