@@ -10,8 +10,10 @@ from millrace.compile.program import Bounds, Program
 from millrace.compile.source import Source
 from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
+from millrace.evaluate.agreement import agreement
 from millrace.evaluate.calibration import SHORTEST, Calibration
-from millrace.evaluate.pieces import answers, read, score
+from millrace.evaluate.divergence import Score
+from millrace.evaluate.pieces import ReadText, answers, read, score
 from millrace.evaluate.windows import Windows
 from millrace.kernels.precision import Precision
 
@@ -21,7 +23,10 @@ _ROWS = 64  # of logits in a step
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """kl: of the source's distribution from this, nats a token on average; agreement: of the likeliest tokens"""
+    """kl: of the source's distribution from this, nats a token on average; agreement: of the likeliest tokens
+
+    errors: standard ones, as if tokens were independent, which those of one window are not; None of one token
+    """
 
     kl: float
     perplexity: float
@@ -29,6 +34,34 @@ class Loss:
     agreement: float
     tokens: int
     precision: str  # in which the folder runs
+    kl_error: float | None = None
+    perplexity_error: float | None = None
+    agreement_error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A source's answers to a text in float32, for any number of folders beside it. Memory: what its last piece reads.
+
+    read: all of it but the last piece, which is loaded for each folder anew
+    """
+
+    source: Source
+    text: Windows
+    read: ReadText
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, text: Windows, progress: Progress = lambda *_: None) -> "Reference":
+        source = Source.from_checkpoint(checkpoint)
+        options = BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFormat.F32)
+        return cls(source, text, _read(source, text, options, "reading the source", progress))
+
+    def beside(self, other: Source, options: BuildOptions, progress: Progress = lambda *_: None) -> Score:
+        """Another model of the same tokens, built so; a part for each window."""
+        found = _read(other, self.text, options, "measuring it beside its source", progress)
+        size = self.source.vocab_size
+        with answers(self.read, size) as reference, answers(found, size) as its:
+            return score(reference, its, self.text)
 
 
 def why_not(checkpoint: Checkpoint) -> str:
@@ -50,33 +83,33 @@ def measure(source: Checkpoint, made: Checkpoint, text: Windows, progress: Progr
 
     raises MachineError where the logits are not finite
     """
-    model = Source.from_checkpoint(source)
-    exact = _pieces(model, text, BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFormat.F32))
+    return loss_of(Reference.of(source, text, progress), made, progress)
+
+
+def loss_of(reference: Reference, made: Checkpoint, progress: Progress = lambda *_: None) -> Loss:
+    """As `measure`, beside a source that was read already."""
     other = Source.from_checkpoint(made)
-    pieces = _pieces(other, text, BuildOptions())
-    done, total = 0, len(exact) + len(pieces)
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        progress("measuring it beside its source", done, total)
-
-    size = model.vocab_size
-    with (
-        answers(read(exact, text, size, advance), size) as reference,
-        answers(read(pieces, text, size, advance), size) as found,
-    ):
-        result = score(reference, found, text)
-    kl = result.mean_kl
-    if not abs(kl) < float("inf"):
+    found = agreement(reference.beside(other, BuildOptions(), progress).tokens)
+    if not abs(found.divergence.value) < float("inf"):
         raise MachineError(
             "the compressed model's logits are not finite", "finite logits",
             "compress with more bits, or leave the layers that overflow as they are",
         )  # fmt: skip
     return Loss(
-        kl, result.perplexity, result.perplexity / result.ratio, result.agreement, result.n,
-        str(other.own_precision.default),
+        found.divergence.value, found.perplexity.value, found.reference_perplexity.value, found.same.value, found.n,
+        str(other.own_precision.default), found.divergence.error, found.perplexity.error, found.same.error,
     )  # fmt: skip
+
+
+def _read(source: Source, text: Windows, options: BuildOptions, doing: str, progress: Progress) -> ReadText:
+    pieces, done = _pieces(source, text, options), 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        progress(doing, done, len(pieces))
+
+    return read(pieces, text, source.vocab_size, advance)
 
 
 def _pieces(source: Source, text: Windows, options: BuildOptions) -> tuple[Program, ...]:
