@@ -27,9 +27,10 @@ from millrace.compress.layers import Layer
 from millrace.compress.plan import WEIGHT, Job
 from millrace.compress.recipe import SEARCHES
 from millrace.compress.recipe import written as recipe_of
+from millrace.compress.record import RECORD as RECORD
+from millrace.compress.record import write_record
 from millrace.errors import CheckpointError, MachineError
 
-RECORD = "compression.json"  # what was done, beside the weights
 Progress = Callable[[str, int, int], None]  # what is being done, weights done, of so many
 _DTYPES = {name: np.dtype(getattr(ml_dtypes, kind, None) or kind) for kind, name in NAMES.items()}
 
@@ -170,12 +171,11 @@ def _write_small(job: Job, path: Path, errors: Mapping[str, float]) -> None:
         raw = read_json_object(checkpoint.folder / CONFIG)
     raw[KEY] = described({name: form for name, (_, form) in job.layers.items()}, list(job.ignored))
     (path / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
-    record = {
-        "format": 1, "millrace": millrace.__version__, "source": checkpoint.folder.name,
+    write_record(path, {
+        "millrace": millrace.__version__, "source": checkpoint.folder.name, "model": checkpoint.identity(),
         "recipe": {"name": job.recipe.name, **recipe_of(job.recipe)}, "bits_per_weight": job.bits_per_weight,
         "bytes_before": job.bytes_before, "bytes_after": job.bytes_after, "notes": list(job.notes), "errors": errors,
-    }  # fmt: skip
-    (path / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    })  # fmt: skip
 
 
 def _prove(path: Path, seen: Mapping[str, bytes], progress: Progress) -> None:

@@ -1,0 +1,90 @@
+"""compression.json: what was done to a folder and what it costs, beside the weights; and the same as a page for people.
+
+compression.json   written with the folder; what is measured afterwards is added, whole or not at all
+compression.html   made of the JSON alone (page.html here), anew with each change
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from millrace.compress.figures import Figures
+from millrace.engine.tactics import write_whole
+from millrace.errors import ConfigError
+from millrace.settings import read_given
+
+RECORD, PAGE = "compression.json", "compression.html"
+FORMAT = 1
+_MOST_BYTES = 64 << 20
+
+
+class Form(msgspec.Struct, frozen=True):
+    """How a layer was compressed; group: 0 for a whole row. The words are a recipe's."""
+
+    method: str
+    bits: int
+    group: int = 0
+    smooth: str = "none"
+    search: str = "none"
+    minimums: bool = False
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What is not there was not done, or is of an earlier version. What else is there is left alone.
+
+    model: the source's identity; errors: of each layer; forms, figures: of the same layers; command: that made it
+    loss: as `measure.Loss`, or `not_measured` and why; speed, mmlu: as `compress/beside.py` has them
+    """
+
+    format: int
+    source: str
+    recipe: dict[str, Any]
+    bits_per_weight: float
+    bytes_before: int
+    bytes_after: int
+    millrace: str = ""
+    model: str = ""
+    command: str = ""
+    notes: list[str] = []
+    errors: dict[str, float] = {}
+    forms: dict[str, Form] = {}
+    figures: dict[str, Figures] = {}
+    statistics: dict[str, str | int] = {}
+    seconds: float | None = None
+    loss: dict[str, str | float | None] = {}
+    speed: dict[str, Any] = {}
+    mmlu: dict[str, Any] = {}
+
+
+def read_record(folder: Path) -> Record:
+    """raises ConfigError for a folder that has none, and for one that is damaged or newer"""
+    path = folder / RECORD
+    expected, mend = "a folder that `millrace compress` made", "name one, or make it: millrace compress MODEL -o FOLDER"
+    try:
+        found = msgspec.json.decode(read_given(path, _MOST_BYTES), type=Record)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", expected, mend) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is damaged: {error}", expected, "compress the model again") from error
+    if found.format != FORMAT:
+        raise ConfigError(f"{path} is of format {found.format}", f"format {FORMAT}", "compress the model again")
+    return found
+
+
+def write_record(folder: Path, content: Mapping[str, Any]) -> None:
+    """A new one, with its page."""
+    _write(folder, {"format": FORMAT, **content})
+
+
+def add_to_record(folder: Path, more: Mapping[str, Any]) -> None:
+    """What was found since takes the place of what was there under the same names. raises as `read_record`"""
+    read_record(folder)  # a record, and of this format
+    _write(folder, {**json.loads(read_given(folder / RECORD, _MOST_BYTES)), **more})
+
+
+def _write(folder: Path, content: Mapping[str, Any]) -> None:
+    data = (json.dumps(content, indent=1) + "\n").encode()
+    write_whole(folder / RECORD, data)
