@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from benchmarks.record import commit, count, judged, provenance, write_result
@@ -181,8 +182,7 @@ class Bench:
         file = self._file(name)
         if not file.is_file():
             return None
-        told = json.loads(file.read_text())
-        return Cost(**{key: tuple(value) if isinstance(value, list) else value for key, value in told.items()})
+        return msgspec.json.decode(file.read_bytes(), type=Cost)
 
 
 def mix(checkpoint: Checkpoint, statistics: Statistics, bits: float = MIX_BITS) -> Recipe:

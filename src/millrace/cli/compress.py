@@ -22,9 +22,9 @@ from millrace.compress.calibrated import by_statistics, needs, same_file, sample
 from millrace.compress.collect import SAMPLES
 from millrace.compress.compress import Method, Result, by_rounding, compress
 from millrace.compress.folder import check_place
+from millrace.compress.page import write_page
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, read_recipe
-from millrace.compress.record import add_to_record
 from millrace.compress.statistics import Statistics
 from millrace.engine.manifest import MANIFEST
 from millrace.env import Env
@@ -93,7 +93,7 @@ def command(
             with _method(job, output, asked, report) as (method, about):
                 made = compress(job, output, method, report)
                 seconds = time.perf_counter() - started_s
-                add_to_record(output, {**about, "command": _command(model), "seconds": seconds})
+                write_page(output, {**about, "command": _command(model), "seconds": seconds})
             with said_if_ended(model, output):
                 found = proof.loss(checkpoint, output, read, report)
     if dry_run:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.eval_asked import Asked, precision_of
@@ -18,8 +19,9 @@ from millrace.cli.models import opened
 from millrace.cli.screen import Progress, note, pairs, progress
 from millrace.compile.settings import BuildSettings
 from millrace.compress.measure import Loss, measure, why_not, windows_for
-from millrace.compress.record import add_to_record, read_record
-from millrace.compress.speed import SEQUENCES, Speeds, paces, plain
+from millrace.compress.page import write_page
+from millrace.compress.record import Flips, read_record
+from millrace.compress.speed import SEQUENCES, Speeds, paces
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration
@@ -88,18 +90,18 @@ class Proof:
             found: dict[str, Any] = {"not_measured": read}
         else:
             found = asdict(measure(source, Checkpoint.open(out), read, report))
-        add_to_record(out, {"loss": found})
+        write_page(out, {"loss": found})
         return {"loss": found}
 
     def more(self, model: str, out: Path, env: Env, quiet: bool) -> dict[str, Any]:
         """Speed and questions, where they are asked for, into the record."""
         found: dict[str, Any] = {}
         if self.measure_speed:
-            found["speed"] = plain(_speeds(model, out, env, quiet))
-            add_to_record(out, found)
+            found["speed"] = msgspec.to_builtins(_speeds(model, out, env, quiet))
+            write_page(out, found)
         if self.mmlu is not None:
-            found["mmlu"] = _questions(model, out, self.mmlu, self.questions, (env, quiet))
-            add_to_record(out, found)
+            found["mmlu"] = msgspec.to_builtins(_questions(model, out, self.mmlu, self.questions, (env, quiet)))
+            write_page(out, found)
         return found
 
 
@@ -144,7 +146,7 @@ def _speeds(model: str, out: Path, env: Env, quiet: bool) -> Speeds:
         )  # fmt: skip
 
 
-def _questions(model: str, out: Path, folder: Path, n: int, how: tuple[Env, bool]) -> dict[str, Any]:
+def _questions(model: str, out: Path, folder: Path, n: int, how: tuple[Env, bool]) -> Flips:
     env, quiet = how
     both = [
         answers_to_mmlu(Asked(
@@ -155,13 +157,13 @@ def _questions(model: str, out: Path, folder: Path, n: int, how: tuple[Env, bool
     source, made = both
     flips = beside(made, source)[RIGHT]
     rights = [sum(one.right for one in each.records.values()) for each in both]
-    return {
-        "task": made.about.task, "questions": flips.n, "source_precision": source.about.precision,
-        "made_precision": made.about.precision, "source_right": rights[0], "made_right": rights[1],
-        "source_interval": wilson(rights[0], flips.n), "made_interval": wilson(rights[1], flips.n),
-        "became_right": flips.gained, "became_wrong": flips.lost, "chose_otherwise": flips.changed,
-        "difference": flips.difference, "interval": flips.interval, "p_value": flips.p_value,
-    }  # fmt: skip
+    return Flips(
+        task=made.about.task, questions=flips.n, source_precision=source.about.precision,
+        made_precision=made.about.precision, source_right=rights[0], made_right=rights[1],
+        source_interval=wilson(rights[0], flips.n), made_interval=wilson(rights[1], flips.n),
+        became_right=flips.gained, became_wrong=flips.lost, chose_otherwise=flips.changed,
+        difference=flips.difference, interval=flips.interval, p_value=flips.p_value,
+    )  # fmt: skip
 
 
 def _loss(found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -7,21 +7,23 @@ compression.html   made of the JSON alone (page.html here), anew with each chang
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from millrace.compress.figures import Figures
+from millrace.compress.measure import Loss
+from millrace.compress.speed import Speeds
 from millrace.engine.tactics import write_whole
 from millrace.errors import ConfigError
 from millrace.settings import read_given
 
-RECORD, PAGE = "compression.json", "compression.html"
+RECORD = "compression.json"
 FORMAT = 1
 _MOST_BYTES = 64 << 20
 
 
-class Form(msgspec.Struct, frozen=True):
+class Applied(msgspec.Struct, frozen=True):
     """How a layer was compressed; group: 0 for a whole row. The words are a recipe's."""
 
     method: str
@@ -32,11 +34,34 @@ class Form(msgspec.Struct, frozen=True):
     minimums: bool = False
 
 
+class Flips(msgspec.Struct, frozen=True, kw_only=True):
+    """Multiple-choice questions, answered by the source and by what was made of it.
+
+    right, interval: of each a count, and 95 % of the share; became_right, became_wrong, chose_otherwise: questions;
+    difference, its interval, p_value: as `evaluate.paired.Paired`
+    """
+
+    task: str
+    questions: Annotated[int, msgspec.Meta(ge=1)]
+    source_precision: str
+    made_precision: str
+    source_right: int
+    made_right: int
+    source_interval: tuple[float, float]
+    made_interval: tuple[float, float]
+    became_right: int
+    became_wrong: int
+    chose_otherwise: int
+    difference: float
+    interval: tuple[float, float]
+    p_value: float
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """What is not there was not done, or is of an earlier version. What else is there is left alone.
 
-    model: the source's identity; errors: of each layer; forms, figures: of the same layers; command: that made it
-    loss: as `measure.Loss`, or `not_measured` and why; speed, mmlu: as `compress/beside.py` has them
+    model: the source's identity; command: that made it; errors: share that each layer lost, forms: what was applied to
+    it, figures: why it lost that; loss: as `measure.Loss`, or `not_measured` and why; speed: as `speed.Speeds`
     """
 
     format: int
@@ -50,13 +75,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""
     notes: list[str] = []
     errors: dict[str, float] = {}
-    forms: dict[str, Form] = {}
+    forms: dict[str, Applied] = {}
     figures: dict[str, Figures] = {}
     statistics: dict[str, str | int] = {}
     seconds: float | None = None
-    loss: dict[str, str | float | None] = {}
-    speed: dict[str, Any] = {}
-    mmlu: dict[str, Any] = {}
+    loss: dict[str, Any] = {}
+    speed: Speeds | None = None
+    mmlu: Flips | None = None
+
+    @property
+    def measured(self) -> Loss | None:
+        return msgspec.convert(self.loss, Loss) if "kl" in self.loss else None
 
 
 def read_record(folder: Path) -> Record:
@@ -65,6 +94,7 @@ def read_record(folder: Path) -> Record:
     expected, mend = "a folder that `millrace compress` made", "name one, or make it: millrace compress MODEL -o FOLDER"
     try:
         found = msgspec.json.decode(read_given(path, _MOST_BYTES), type=Record)
+        _ = found.measured
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", expected, mend) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -75,7 +105,7 @@ def read_record(folder: Path) -> Record:
 
 
 def write_record(folder: Path, content: Mapping[str, Any]) -> None:
-    """A new one, with its page."""
+    """A new one."""
     _write(folder, {"format": FORMAT, **content})
 
 
@@ -86,5 +116,4 @@ def add_to_record(folder: Path, more: Mapping[str, Any]) -> None:
 
 
 def _write(folder: Path, content: Mapping[str, Any]) -> None:
-    data = (json.dumps(content, indent=1) + "\n").encode()
-    write_whole(folder / RECORD, data)
+    write_whole(folder / RECORD, (json.dumps(content, indent=1) + "\n").encode())

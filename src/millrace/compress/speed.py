@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
 import msgspec
 
@@ -101,8 +100,3 @@ def _decode(executor: NativeExecutor, n: int) -> Work:
     limits = executor.limits
     steps = [dummy_step([1] * n, AT + i, limits.n_pages, seed=i, vocab=limits.vocab_size) for i in range(NEW)]
     return lambda: [executor.run(step) for step in steps]
-
-
-def plain(speeds: Speeds) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(speeds)
-    return found
