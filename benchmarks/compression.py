@@ -224,6 +224,29 @@ def goals(costs: Mapping[str, Cost]) -> list[dict[str, Any]]:
     return found
 
 
+def about(result: Mapping[str, Any]) -> str:
+    return f"{result['text']}: {result['windows']} windows, {result['tokens']:,} predictions"
+
+
+def losses(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): each recipe beside the source in float32; intervals of 95 %, of means over windows."""
+    header = ["recipe", "runs in", "bits a weight", "KL, nats", "perplexity", "loss of it", "same token", "made in"]
+    base = next((cost["kl"][0] for cost in result["costs"] if cost["recipe"] == RTN), None)
+    rows = []
+    for cost in result["costs"]:
+        kl, error = cost["kl"]
+        share = f", {kl / base:.0%} of {RTN}'s" if base and cost["bits"] < 5 and cost["recipe"] != RTN else ""
+        ratio, off = cost["ratio"]
+        low, high = ratio - _Z * off - 1, ratio + _Z * off - 1
+        rows.append([
+            cost["recipe"] + (f": {cost['about']}" if cost["about"] and cost["recipe"] not in PRESETS else ""),
+            cost["precision"], f"{cost['bits']:.2f}", f"{kl:.4f} ± {_Z * error:.4f}{share}",
+            f"{cost['perplexity'][0]:.2f}", f"{ratio - 1:+.2%} ({low:+.2%} to {high:+.2%})",
+            f"{cost['agreement'][0]:.1%}", f"{cost['seconds']:.0f} s",
+        ])  # fmt: skip
+    return header, rows
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     checkpoint = Checkpoint.open(BUNDLED / "tiny" if args.model == "tiny" else Path(args.model))
     texts = (

@@ -1,5 +1,6 @@
 """What compressing costs in answers: the made folder beside its source in float32, on one text."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,11 +15,12 @@ from millrace.evaluate.agreement import agreement
 from millrace.evaluate.calibration import SHORTEST, Calibration
 from millrace.evaluate.divergence import Score
 from millrace.evaluate.pieces import ReadText, answers, read, score
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.windows import LENGTH, Windows
 from millrace.kernels.precision import Precision
 
 Progress = Callable[[str, int, int], None]
 _ROWS = 64  # of logits in a step
+_FLOAT_BYTES, _BASE_BYTES = 4, 320 << 20  # what is compared in float64 at a time is in the base
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,15 @@ def why_not(checkpoint: Checkpoint) -> str:
 def windows_for(source: Checkpoint, calibration: Calibration) -> Windows:
     """What is read of a text. raises ConfigError where it is too short"""
     return calibration.windows(source.tokenizer, Source.from_checkpoint(source).max_context)
+
+
+def memory_bytes(source: Checkpoint) -> int:
+    """About what measuring takes at most, from the headers: a layer's part, or both heads and what they answer."""
+    config, length = source.decoder, min(LENGTH, source.decoder.max_context)
+    layer = sum(math.prod(info.shape) for name, info in source.tensors.items() if ".layers.0." in name)
+    heads = 2 * _FLOAT_BYTES * config.vocab_size * config.hidden_size
+    log_probabilities = 2 * _FLOAT_BYTES * length * config.vocab_size
+    return _BASE_BYTES + max(2 * _FLOAT_BYTES * layer, heads + log_probabilities)
 
 
 def measure(source: Checkpoint, made: Checkpoint, text: Windows, progress: Progress) -> Loss:
