@@ -79,15 +79,19 @@ def killed_while_it_measures(source: Path, out: Path, number: int) -> int:
         return process.wait(30)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_run_that_was_ended_is_measured_later(
-    millrace: Millrace, source: Path, other: Path, tmp_path: Path, number: int
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_end_says_how_to_go_on(source: Path, tmp_path: Path, number: int) -> None:
+    assert killed_while_it_measures(source, tmp_path / "out", number) == 128 + number
+    assert "loss" not in json.loads((tmp_path / "out" / "compression.json").read_text())
+
+
+def test_a_run_that_was_killed_is_measured_later(millrace: Millrace, source: Path, other: Path, tmp_path: Path) -> None:
     """As a run that was not ended would have measured it."""
     out = tmp_path / "out"
-    assert killed_while_it_measures(source, out, number) == (-number if number == signal.SIGKILL else 128 + number)
+    assert killed_while_it_measures(source, out, signal.SIGKILL) == -signal.SIGKILL
     record = json.loads((out / "compression.json").read_text())
     assert "loss" not in record and "int8-wo" in record["command"]
+    assert "the run was ended" in (out / "compression.html").read_text()
     asked = ("compress", source, "-o", out)
     millrace(*asked, "--recipe", "int8-wo").assert_mistake("already there", "--measure")
     millrace("compress", other, "-o", out, "--measure").assert_mistake("another model", source.name)

@@ -13,14 +13,14 @@ from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
 from millrace.evaluate.agreement import agreement
 from millrace.evaluate.calibration import SHORTEST, Calibration
-from millrace.evaluate.divergence import Score
+from millrace.evaluate.divergence import BLOCK, Score
 from millrace.evaluate.pieces import ReadText, answers, read, score
 from millrace.evaluate.windows import LENGTH, Windows
 from millrace.kernels.precision import Precision
 
 Progress = Callable[[str, int, int], None]
 _ROWS = 64  # of logits in a step
-_FLOAT_BYTES, _BASE_BYTES = 4, 320 << 20  # what is compared in float64 at a time is in the base
+_FLOAT_BYTES, _BASE_BYTES = 4, 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,10 @@ def memory_bytes(source: Checkpoint) -> int:
     """About what measuring takes at most, from the headers: a layer's part, or both heads and what they answer."""
     config, length = source.decoder, min(LENGTH, source.decoder.max_context)
     layer = sum(math.prod(info.shape) for name, info in source.tensors.items() if ".layers.0." in name)
-    heads = 2 * _FLOAT_BYTES * config.vocab_size * config.hidden_size
-    log_probabilities = 2 * _FLOAT_BYTES * length * config.vocab_size
-    return _BASE_BYTES + max(2 * _FLOAT_BYTES * layer, heads + log_probabilities)
+    heads = 3 * _FLOAT_BYTES * config.vocab_size * config.hidden_size  # both, and one while it is packed
+    scores = length * config.vocab_size
+    scored = 2 * _FLOAT_BYTES * scores + 4 * 2 * _FLOAT_BYTES * min(scores, BLOCK)
+    return _BASE_BYTES + max(2 * _FLOAT_BYTES * layer, heads + scored)
 
 
 def measure(source: Checkpoint, made: Checkpoint, text: Windows, progress: Progress) -> Loss:
