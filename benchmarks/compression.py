@@ -45,7 +45,7 @@ from millrace.evaluate.divergence import Score
 from millrace.evaluate.windows import LENGTH, Windows, windows_of
 from millrace.kernels.precision import Precision
 
-WINDOWS = 20  # that are judged on
+WINDOWS = 12  # that are judged on
 MIX_BITS = 4.5
 TINY_LENGTH, TINY_SAMPLES, TINY_WINDOWS = 192, 96, 32
 _Z = 1.959963984540054
@@ -100,6 +100,10 @@ class Cost:
         )  # fmt: skip
 
 
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 class Texts(NamedTuple):
     calibration: Windows
     judged: Windows
@@ -107,7 +111,7 @@ class Texts(NamedTuple):
 
     @property
     def digest(self) -> str:
-        return hashlib.blake2b(self.calibration.ids.tobytes() + self.judged.ids.tobytes(), digest_size=16).hexdigest()
+        return _digest(self.calibration.ids.tobytes() + self.judged.ids.tobytes())
 
 
 def of_a_text(checkpoint: Checkpoint, file: Path, n: int, windows: int) -> Texts:
@@ -146,7 +150,9 @@ class Bench:
         self.say("statistics")
         started_s = time.perf_counter()
         source = Source.from_checkpoint(self.checkpoint)
-        statistics = collect(source, self.texts.calibration, self.kept / f"statistics-{self.texts.digest}")
+        statistics = collect(
+            source, self.texts.calibration, self.kept / f"statistics-{_digest(self.texts.calibration.ids.tobytes())}"
+        )
         self.say(f"statistics: {time.perf_counter() - started_s:.0f} s")
         reference = Reference.of(self.checkpoint, self.texts.judged)
         found = []
@@ -176,7 +182,7 @@ class Bench:
 
     def _file(self, name: str) -> Path:
         key = f"{commit()} {self.texts.digest} {self.checkpoint.identity()} {name}"
-        return self.kept / f"cost-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
+        return self.kept / f"cost-{_digest(key.encode())}.json"
 
     def _kept(self, name: str) -> Cost | None:
         file = self._file(name)
