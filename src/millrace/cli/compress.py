@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.compression import Proof, measure_again, proof_options, said_if_ended, show_found
+from millrace.cli.compression import Proof, measure_again, proof_options, rows_of, said_if_ended
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
@@ -108,8 +108,7 @@ def command(
         print_json(said)
         return
     heading(f"{output} ({job.recipe.name}), read again and found right")
-    pairs([*_sizes(job), *_worst(made), ("time", f"{said['seconds']:.1f} s")])
-    show_found(found)
+    pairs([*_sizes(job), *rows_of(found), *_worst(made), ("time", f"{said['seconds']:.1f} s")])
     _notes(job)
 
 
@@ -143,7 +142,7 @@ def _measure_again(model: str, out: Path, again: _Again, env: Env, as_json: bool
         print_json({"folder": str(out), **found})
         return
     heading(f"{out}, measured beside {model}")
-    show_found(found)
+    pairs(rows_of(found))
 
 
 def _command(model: str) -> str:

@@ -16,7 +16,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.eval_asked import Asked, precision_of
 from millrace.cli.eval_questions import answers_to_mmlu
 from millrace.cli.models import opened
-from millrace.cli.screen import Progress, note, pairs, progress
+from millrace.cli.screen import Progress, note, progress
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
 from millrace.compress.measure import Loss, measure, why_not, windows_for
@@ -128,9 +128,9 @@ def said_if_ended(model: str, out: Path) -> Iterator[None]:
         raise
 
 
-def show_found(found: dict[str, Any]) -> None:
-    """As `Proof` found it."""
-    pairs([*_loss(found.get("loss", {})), *_speed(found.get("speed")), *_mmlu(found.get("mmlu"))])
+def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """To be shown, of what `Proof` found."""
+    return [*_loss(found.get("loss", {})), *_speed(found.get("speed")), *_mmlu(found.get("mmlu"))]
 
 
 def _speeds(model: str, out: Path, env: Env, quiet: bool) -> Speeds:
