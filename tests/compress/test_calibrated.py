@@ -22,7 +22,7 @@ from millrace.compress.grid import Convention, Grid, rounded
 from millrace.compress.layers import Method, rounded_layers
 from millrace.compress.measure import loss_of, memory_bytes
 from millrace.compress.plan import Job, plan
-from millrace.compress.recipe import PRESETS, Recipe, Treatment, parsed
+from millrace.compress.recipe import PRESETS, parsed
 from millrace.compress.smooth import Awq, SmoothQuant
 from millrace.compress.statistics import Statistics
 from millrace.errors import CheckpointError, ConfigError
@@ -128,13 +128,10 @@ def test_a_mix_with_what_needs_no_statistics(small: Small, tmp_path: Path) -> No
 
 
 def test_statistics_save_answers(trained: Trained, tmp_path: Path) -> None:
-    """As published: GPTQ before rounding to nearest, 8 bits before 4. Of the last two layers; others stay floats."""
-    left = tuple((f"model.layers.{i}.*", Treatment(method="none")) for i in range(3))
+    """As published: GPTQ before rounding to nearest, 8 bits before 4."""
     kl = {}
     for name in ("int4-wo", "int4-gptq", "int4-awq", "int8-sq"):
-        job = plan(trained.checkpoint, Recipe(name, PRESETS[name].usual, left))
-        assert len(job.layers) == 14
-        made = compress(job, tmp_path / name, by_statistics(trained.statistics))
+        made = compress(plan(trained.checkpoint, PRESETS[name]), tmp_path / name, by_statistics(trained.statistics))
         kl[name] = loss_of(trained.reference, Checkpoint.open(made.folder)).kl
     assert kl["int4-gptq"] < 0.8 * kl["int4-wo"] and kl["int4-awq"] < 0.9 * kl["int4-wo"], kl
     assert kl["int8-sq"] < 0.2 * min(kl["int4-gptq"], kl["int4-awq"]), kl

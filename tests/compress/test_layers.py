@@ -10,9 +10,10 @@ from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.compile.build import BuildOptions
 from millrace.compile.precision import PrecisionMap
 from millrace.compress.gptq import Gptq, gptq
-from millrace.compress.grid import IMATRIX_MSE, WHOLE_ROW, Grid, rounded
+from millrace.compress.grid import IMATRIX_MSE, WHOLE_ROW, Floats, Grid, rounded
 from millrace.compress.layers import Layer, Method, rounded_layers, rounding, sensitivity
 from millrace.compress.loss import relative_error
+from millrace.compress.measure import pieces_of
 from millrace.compress.smooth import LLM_COMPRESSOR_EXAMPLE, WEIGHT, Awq
 from millrace.errors import ConfigError
 from millrace.kernels.precision import Precision
@@ -20,7 +21,6 @@ from millrace.model.module import Weights
 from tests.compress.conftest import Trained
 
 G32 = Grid(4, 32)
-LAST = ("model.layers.3.", "model.layers.4.")
 METHODS = {
     "rtn": Method(grid=G32), "gptq": Method(grid=G32, gptq=Gptq(), search=IMATRIX_MSE),
     "awq": Method(grid=G32, smooth=Awq((0.3, 0.5)), clip=True), "rtn row": Method(grid=Grid(4, WHOLE_ROW)),
@@ -34,34 +34,35 @@ class Named(NamedTuple):
     model: Trained
     layers: dict[str, list[Layer]]
 
-    def kl(self, method: str) -> float:
-        """With what the codes stand for, in float32."""
-        arrays = {name: array for layer in self.layers[method] for name, array in layer.floats.items()}
-        for layer in self.layers[method]:
-            arrays |= {n + WEIGHT: r.matrix.dequantise().astype(np.float32) for n, r in layer.matrices.items()}
-        source = self.model.source
-        weights = Weights(source.weights.shapes, lambda n: arrays[n] if n in arrays else source.weights.load(n))
+    def kl(self) -> dict[str, float]:
+        """Of each, with what the codes stand for, in float32; planned once, for sizes are the same."""
+        source, found, arrays = self.model.source, dict[str, float](), dict[str, Floats]()
+        load = source.weights.load
+        weights = Weights(source.weights.shapes, lambda name: arrays[name] if name in arrays else load(name))
         options = BuildOptions(precision=PrecisionMap(Precision.FP32))
-        return self.model.reference.beside(replace(source, weights=weights), options).mean_kl
+        pieces = pieces_of(replace(source, weights=weights), self.model.reference.text, options)
+        for method, layers in self.layers.items():
+            arrays.clear()
+            for layer in layers:
+                arrays |= layer.floats
+                arrays |= {n + WEIGHT: r.matrix.dequantise().astype(np.float32) for n, r in layer.matrices.items()}
+            found[method] = self.model.reference.score(pieces).mean_kl
+        return found
 
 
 @pytest.fixture(scope="module")
 def named(trained: Trained) -> Named:
-    """Of the last two layers; the others stay what they are."""
     weights, head_dim = trained.source.weights, trained.checkpoint.decoder.head_dim
 
     def made(method: Method) -> list[Layer]:
-        def of(linear: str) -> Method | None:
-            return method if linear.startswith(LAST) else None
-
-        return list(rounded_layers(weights.load, weights.shapes, trained.statistics, of, head_dim))[-len(LAST) :]
+        return list(rounded_layers(weights.load, weights.shapes, trained.statistics, lambda _: method, head_dim))
 
     return Named(trained, {name: made(method) for name, method in METHODS.items()})
 
 
 def test_what_becomes_of_a_layers_tensors(named: Named) -> None:
     shapes, layers = named.model.source.weights.shapes, named.layers["awq"]
-    assert [layer.name for layer in layers] == [name.removesuffix(".") for name in LAST]
+    assert [layer.name for layer in layers] == ["model.layers.0", "model.layers.1"]
     for layer in layers:
         assert {f"{n}{WEIGHT}" for n in layer.matrices} == {
             n for n in shapes if n.startswith(f"{layer.name}.") and n.endswith("_proj.weight")
@@ -76,7 +77,7 @@ def test_what_becomes_of_a_layers_tensors(named: Named) -> None:
 
 def test_the_orderings_of_published_tables_hold(named: Named) -> None:
     """Calibrated 4 bits < rounded to nearest, groups < rows, 8 bits < 4; moved scales alone cost nothing."""
-    kl = {method: named.kl(method) for method in METHODS}
+    kl = named.kl()
     assert max(kl["gptq"], kl["awq"]) < 0.9 * kl["rtn"] < 0.9 * kl["rtn row"], kl
     assert max(kl["rtn 8"], kl["smooth 8"]) < 0.2 * min(kl["gptq"], kl["awq"]), kl
 

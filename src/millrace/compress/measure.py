@@ -1,7 +1,7 @@
 """What compressing costs in answers: the made folder beside its source in float32, on one text."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.checkpoint.checkpoint import Checkpoint
@@ -56,12 +56,17 @@ class Reference:
     def of(cls, checkpoint: Checkpoint, text: Windows, progress: Progress = lambda *_: None) -> "Reference":
         source = Source.from_checkpoint(checkpoint)
         options = BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFormat.F32)
-        return cls(source, text, _read(source, text, options, "reading the source", progress))
+        pieces = pieces_of(source, text, options)
+        return cls(source, text, _read(pieces, text, source.vocab_size, "reading the source", progress))
 
     def beside(self, other: Source, options: BuildOptions, progress: Progress = lambda *_: None) -> Score:
         """Another model of the same tokens, built so; a part for each window."""
-        found = _read(other, self.text, options, "measuring it beside its source", progress)
+        return self.score(pieces_of(other, self.text, options), progress)
+
+    def score(self, pieces: Sequence[Program], progress: Progress = lambda *_: None) -> Score:
+        """The same of pieces that are planned: their weights are loaded now, one piece's at a time."""
         size = self.source.vocab_size
+        found = _read(pieces, self.text, size, "measuring it beside its source", progress)
         with answers(self.read, size) as reference, answers(found, size) as its:
             return score(reference, its, self.text)
 
@@ -113,19 +118,19 @@ def loss_of(reference: Reference, made: Checkpoint, progress: Progress = lambda 
     )  # fmt: skip
 
 
-def _read(source: Source, text: Windows, options: BuildOptions, doing: str, progress: Progress) -> ReadText:
-    pieces, done = _pieces(source, text, options), 0
+def pieces_of(source: Source, text: Windows, options: BuildOptions) -> tuple[Program, ...]:
+    """For one window a step."""
+    length = int(text.ids.shape[1])
+    step = replace(options, max_batch=1, max_step_tokens=length, profile={"R": Bounds(1, _ROWS, _ROWS)})
+    return tuple(plan_pieces(source, step))
+
+
+def _read(pieces: Sequence[Program], text: Windows, vocab_size: int, doing: str, progress: Progress) -> ReadText:
+    done = 0
 
     def advance() -> None:
         nonlocal done
         done += 1
         progress(doing, done, len(pieces))
 
-    return read(pieces, text, source.vocab_size, advance)
-
-
-def _pieces(source: Source, text: Windows, options: BuildOptions) -> tuple[Program, ...]:
-    """For one window a step."""
-    length = int(text.ids.shape[1])
-    step = replace(options, max_batch=1, max_step_tokens=length, profile={"R": Bounds(1, _ROWS, _ROWS)})
-    return tuple(plan_pieces(source, step))
+    return read(pieces, text, vocab_size, advance)
