@@ -7,6 +7,7 @@ barrier, and a thread of low priority that holds the interpreter's lock is waite
 import base64
 import json
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from millrace.checkpoint.tokenizer import TOKENIZER_FILES, Files, read_files
 from millrace.errors import CheckpointError
 
 _WORKER = Path(__file__).with_name("tokenizer_worker.py")
+_CAN_HOLD = sys.platform == "linux"  # where a process that is stopped goes on when its owner has ended
+_LONG_HOLD_S = 0.05  # of which what the process takes, one slice of the kernel's, is hardly felt
 
 
 class TokenizerProcess:
@@ -29,6 +32,7 @@ class TokenizerProcess:
         self._timeout_s = timeout_s
         files = read_files(folder, TOKENIZER_FILES)
         self._worker = Worker(_WORKER, partial(_greet, folder, files, timeout_s))
+        self._held_s, self._last_hold_s = 0.0, 0.0
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """`text` holds no half of a surrogate pair. raises CheckpointError where the process cannot do it"""
@@ -44,6 +48,21 @@ class TokenizerProcess:
             ) from None
         ids: list[int] = np.frombuffer(answer, np.int32).tolist()
         return ids
+
+    def hold(self, held: bool) -> None:
+        """From one thread, which computes on all cores from `hold(True)` to `hold(False)`: texts rest then.
+
+        Its low priority is not enough: who waits is owed a little, and a core once given is given until the kernel's
+        next tick, 4 ms. What lasts long is not held a second time, so that texts get on beside long steps.
+        """
+        if not _CAN_HOLD:
+            return
+        now_s = time.perf_counter()
+        if held:
+            self._held_s = now_s
+        else:
+            self._last_hold_s = now_s - self._held_s
+        self._worker.hold(held and self._last_hold_s < _LONG_HOLD_S)
 
     def close(self) -> None:
         """Stop the process, also in the middle of a text; a later one would start it again."""

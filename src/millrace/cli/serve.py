@@ -19,6 +19,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.engine.bound import DecodeWork
 from millrace.env import Env
 from millrace.errors import ConfigError
+from millrace.machine.cpu import usable_cores
 from millrace.machine.process import age_s
 from millrace.runtime.batch import DEFAULT_GAP_LIMIT_S, TokenBudget
 from millrace.runtime.open import Opened, OpenedEncoder, RunSettings
@@ -139,7 +140,8 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
         else:
             budget = TokenBudget(model_opened.executor.limits.max_step_tokens, gap_limit_s=turns.itl_ms / 1e3)
             loop_ = model_opened.loop(budget, policy_named(turns.schedule))
-            engine = AsyncEngine(loop_, ServiceOptions(max_queued=turns.max_queued))
+            busy = model_opened.executor.threads >= usable_cores()
+            engine = AsyncEngine(loop_, ServiceOptions(max_queued=turns.max_queued, on_all_cores=busy))
             clock = _decode_clock(model_opened, budget, env)
             served = replace(_served(model_opened, engine, flags.served_model_name, clock), warm_prompts=warm)
         if not as_json:
