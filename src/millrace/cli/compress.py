@@ -1,35 +1,33 @@
 """`millrace compress`: a float checkpoint becomes a smaller one, with the proof beside it."""
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.cli.compress_asked import Sampling, opened, recorded, statistics_for
+from millrace.cli.compress_budget import or_searched
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
-from millrace.compile.find import model_folder
-from millrace.compress.calibrated import by_statistics, needs, same_file, sampled, statistics_of
+from millrace.compress.calibrated import by_statistics, needs
 from millrace.compress.collect import SAMPLES
 from millrace.compress.compress import RECORD, Method, Result, by_rounding, compress
 from millrace.compress.folder import check_place
 from millrace.compress.measure import Loss, measure, why_not, windows_for
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, read_recipe
-from millrace.compress.statistics import Statistics
-from millrace.engine.manifest import MANIFEST
 from millrace.engine.tactics import write_whole
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration
-from millrace.evaluate.windows import LENGTH, Windows
+from millrace.evaluate.windows import LENGTH
 
 _WORST = 3  # layers that are named
 _MOST_SAMPLES = 4096
@@ -38,6 +36,7 @@ EPILOG = "\n".join([
     "  millrace compress ./llama-3.2-1b -o llama-int4 --recipe int4-wo-mse",
     "  millrace compress ./llama-3.2-1b -o llama-gptq --recipe int4-gptq --samples-from text.txt",
     "  millrace compress ./llama-3.2-1b -o llama-mix --recipe mix.toml --dry-run",
+    "  millrace compress ./llama-3.2-1b -o llama-1pc --max-loss 1% --target latency --samples-from text.txt",
     "  millrace serve llama-int4",
     "", "\b", "Presets:", *(f"  {recipe.name:14} {recipe.about}" for recipe in PRESETS.values()),
     "", "docs/compress.md has what a recipe file holds.",
@@ -47,9 +46,7 @@ EPILOG = "\n".join([
 @click.command(epilog=EPILOG)
 @click.argument("model")
 @click.option("-o", "--output", type=Path, required=True, metavar="FOLDER", help="The folder to write; must not exist.")
-@click.option(
-    "--recipe", required=True, metavar="NAME|FILE", help="A preset, or a recipe as .toml or .json; see below."
-)
+@click.option("--recipe", metavar="NAME|FILE", help="A preset, or a recipe as .toml or .json; see below.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done and what it needs, from the headers alone.")
 @click.option("--evaluate/--no-evaluate", default=True, help="Measure what it costs in answers, beside the source.")
 @click.option("--calibration", metavar="FILE",
@@ -69,6 +66,7 @@ EPILOG = "\n".join([
               help="Keep statistics there: what is there is gone on with, and other recipes need no text.")  # fmt: skip
 @json_option
 @click.pass_obj
+@or_searched
 def command(
     env: Env, /, model: str, output: Path, recipe: str, dry_run: bool, evaluate: bool, calibration: str | None,
     as_json: bool, **sampling: Any,
@@ -79,12 +77,12 @@ def command(
     it is read again before it counts.
     """
     started_s = time.perf_counter()
-    text, asked = _text(calibration, evaluate and not dry_run), _Sampling(**sampling)
+    text, asked = _text(calibration, evaluate and not dry_run), Sampling(**sampling)
     with ended_in_order(), progress(as_json) as report:
-        checkpoint = _open(model, env, report)
+        checkpoint = opened(model, env, report)
         job = plan(checkpoint, read_recipe(recipe))
-        asked.check(job, calibration, dry_run)
-        check_place(output, job.bytes_after + asked.temporary_bytes(job))
+        asked.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
+        check_place(output, job.bytes_after + (asked.temporary_bytes(job) if job.calibrated else 0))
         without = "--no-evaluate was given" if text is None else why_not(checkpoint)
         read = windows_for(checkpoint, text) if text and not without else None  # a text too short is said at once
         if not dry_run:
@@ -104,80 +102,20 @@ def command(
         _show(made, loss, said["seconds"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Sampling:
-    """Where statistics come from."""
-
-    samples_from: str | None
-    samples: int | None
-    statistics: Path | None
-
-    @property
-    def n(self) -> int:
-        return self.samples or SAMPLES
-
-    def check(self, job: Job, calibration: str | None, dry_run: bool) -> None:
-        """raises ConfigError for options that do not go together"""
-        if not job.calibrated:
-            if self != _Sampling(None, None, None):
-                raise ConfigError(
-                    f"the recipe {job.recipe.name} needs no statistics", "no text or folder for any",
-                    "leave out --samples-from, --samples and --statistics, or choose another recipe",
-                )  # fmt: skip
-            return
-        if self.samples_from is None:
-            if self.samples is not None:
-                raise ConfigError("--samples is given without a text", "both", "name one: --samples-from")
-            if self.statistics is None and not dry_run:
-                raise ConfigError(
-                    f"the recipe {job.recipe.name} needs a text to collect statistics on",
-                    f"about {self.n * LENGTH:,} tokens of what the model is for, in UTF-8", "name it: --samples-from",
-                )  # fmt: skip
-        elif calibration is not None and same_file(self.samples_from, calibration):
-            raise ConfigError(
-                "--samples-from and --calibration are one text", "two: what is fitted to a text looks better on it",
-                "name another, or leave --calibration out",
-            )  # fmt: skip
-
-    def temporary_bytes(self, job: Job) -> int:
-        """Of statistics beside the output."""
-        return needs(job, 1).disk_bytes if job.calibrated and self.statistics is None else 0
-
-
 @contextmanager
-def _method(job: Job, out: Path, asked: _Sampling, report: Any) -> Iterator[tuple[Method, dict[str, Any]]]:
-    """How the job is done, and what is to be recorded of it. Statistics that nobody keeps are gone afterwards."""
+def _method(job: Job, out: Path, asked: Sampling, report: Any) -> Iterator[tuple[Method, dict[str, Any]]]:
+    """How the job is done, and what is to be recorded of it."""
     if not job.calibrated:
         yield by_rounding, {}
         return
-    text: Windows | None = None
-    if asked.samples_from is not None:
-        text = sampled(job.checkpoint, asked.samples_from, asked.n)
-    if asked.statistics is not None:
-        found = statistics_of(job.checkpoint, text, asked.statistics, report)
-        yield by_statistics(found), _recorded(found)
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".statistics", dir=out.parent) as folder:
-        found = statistics_of(job.checkpoint, text, Path(folder), report)
-        yield by_statistics(found), _recorded(found)
-
-
-def _recorded(found: Statistics) -> dict[str, Any]:
-    return {"statistics": {"text": found.about.text, "tokens": found.about.tokens, "precision": found.about.precision}}
+    with statistics_for(job, out, asked, report) as found:
+        yield by_statistics(found), recorded(found)
 
 
 def _text(file: str | None, evaluate: bool) -> Calibration | None:
     if file is not None and not evaluate:
         raise ConfigError("--calibration is given, and nothing is measured", "one of both", "leave one out")
     return Calibration.open(file) if evaluate else None
-
-
-def _open(model: str, env: Env, report: Any) -> Checkpoint:
-    _, folder = model_folder(model, env, report)
-    if (folder / MANIFEST).is_file():
-        raise ConfigError(f"{folder} is an engine", "a checkpoint", "name the checkpoint it was built from")
-    return Checkpoint.open(folder)
 
 
 def _add_to_record(folder: Path, more: dict[str, Any]) -> None:
@@ -193,7 +131,7 @@ def _about(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show_plan(job: Job, asked: _Sampling, as_json: bool) -> None:
+def _show_plan(job: Job, asked: Sampling, as_json: bool) -> None:
     tokens = asked.n * LENGTH
     first = needs(job, tokens) if job.calibrated else None
     memory = job.memory_bytes + (first.memory_bytes if first else 0)
