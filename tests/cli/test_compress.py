@@ -1,6 +1,9 @@
 """`millrace compress`: plan, folder, report; and its mistakes."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,11 +11,17 @@ import pytest
 from millrace.compile.find import BUNDLED
 from tests.cli.conftest import Millrace
 from tests.fuzz.originals import write_checkpoint
+from tests.support.command_line import environment
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("source"), width=256, inner=192)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("other"), width=256, inner=128)
 
 
 def test_a_dry_run_writes_nothing(millrace: Millrace, source: Path, tmp_path: Path) -> None:
@@ -43,6 +52,49 @@ def test_the_whole_way(millrace: Millrace, source: Path, tmp_path: Path) -> None
     assert ran.code == 0 and "rounded again" not in ran.err
     again = millrace("compress", tmp_path / "int4-wo", "-o", tmp_path / "x", "--recipe", "fp8")
     again.assert_mistake("compressed already")
+
+
+def killed_while_it_measures(source: Path, out: Path, number: int) -> int:
+    """The exit code of a run that measures for long, and is sent the signal then."""
+    long = out.with_suffix(".txt")
+    long.write_text((BUNDLED / "calibration.txt").read_text() * 20)
+    command = [sys.executable, "-m", "millrace", "compress", str(source), "-o", str(out), "--recipe", "int8-wo"]
+    with subprocess.Popen(
+        [*command, "--calibration", str(long)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        env=environment(out.parent / "cache"),
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if "reading the source" in line:
+                process.send_signal(number)
+                break
+        said += process.stderr.read()
+        assert number == signal.SIGKILL or f"-o {out} --measure" in said, said
+        return process.wait(30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_was_ended_is_measured_later(
+    millrace: Millrace, source: Path, other: Path, tmp_path: Path, number: int
+) -> None:
+    """As a run that was not ended would have measured it."""
+    out = tmp_path / "out"
+    assert killed_while_it_measures(source, out, number) == (-number if number == signal.SIGKILL else 128 + number)
+    record = json.loads((out / "compression.json").read_text())
+    assert "loss" not in record and "int8-wo" in record["command"]
+    asked = ("compress", source, "-o", out)
+    millrace(*asked, "--recipe", "int8-wo").assert_mistake("already there", "--measure")
+    millrace("compress", other, "-o", out, "--measure").assert_mistake("another model", source.name)
+    millrace(*asked, "--recipe", "int8-wo", "--measure").assert_mistake("--measure is given with what makes a folder")
+    millrace(*asked, "--measure", "--no-evaluate").assert_mistake("nothing is to be measured")
+    millrace("compress", source, "-o", source, "--measure").assert_mistake("compression.json", "millrace compress")
+    assert json.loads((out / "compression.json").read_text()) == record
+    shown = millrace(*asked, "--measure")
+    assert shown.code == 0 and "KL" in shown.out, shown.err
+    whole = json.loads(millrace("compress", source, "-o", tmp_path / "whole", "--recipe", "int8-wo", "--json").out)
+    assert json.loads((out / "compression.json").read_text()) == {**record, "loss": whole["loss"]}
 
 
 def test_mistakes(millrace: Millrace, source: Path, tmp_path: Path) -> None:
@@ -81,6 +133,9 @@ def test_with_statistics(millrace: Millrace, source: Path, text: Path, tmp_path:
     files = [(out / name / "model.safetensors").read_bytes() for name in "abc"]
     assert files[0] == files[1] == files[2]
     records = [json.loads((out / name / "compression.json").read_text()) for name in "abc"]
+    for record, name in zip(records, "abc", strict=True):
+        assert record.pop("command").startswith(f"millrace compress {source} --output {out / name} --recipe int4-gptq")
+        assert record.pop("seconds") > 0
     assert records[0] == records[1] == records[2] and records[0]["statistics"]["tokens"] == 4 * 256
     other = millrace("compress", "tiny", "--recipe", "int4-awq", "-o", out / "d", "--statistics", kept)
     other.assert_mistake("of another model")

@@ -55,11 +55,12 @@ def test_mistakes(millrace: Millrace, given: tuple[Path, Path, Path], tmp_path: 
     source, text, _ = given
     asked = ("compress", source, "-o", tmp_path / "made" / "out")
     bounded = (*asked, "--max-loss", "1%")
-    millrace(*asked).assert_mistake("no --recipe", "--max-loss")
+    millrace(*asked).assert_mistake("no recipe is named", "--max-loss")
     millrace(*asked, "--recipe", "fp8", "--batch", 2).assert_mistake("--batch is given without --max-loss")
     millrace(*bounded, "--recipe", "fp8").assert_mistake("--max-loss and --recipe")
     millrace(*bounded, "--dry-run").assert_mistake("--max-loss and --dry-run")
     millrace(*bounded, "--no-evaluate").assert_mistake("--max-loss and --no-evaluate")
+    millrace(*bounded, "--measure-speed").assert_mistake("more to measure", "afterwards: --measure")
     millrace(*bounded, "--target", "memory", "--batch", 2).assert_mistake("--target memory")
     millrace(*bounded, "--target", "speed").assert_mistake("'speed' is not one of", "--help")
     millrace(*bounded).assert_mistake("--max-loss needs a text", "--samples-from")

@@ -1,32 +1,29 @@
 """`millrace compress`: a float checkpoint becomes a smaller one, with the proof beside it."""
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.compress_asked import Sampling, opened, recorded, statistics_for
+from millrace.cli.compress_asked import Sampling, command_line, opened, recorded, statistics_for
 from millrace.cli.compress_budget import or_searched
+from millrace.cli.compression import Proof, measure_again, proof_options, said_if_ended, show_found
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
 from millrace.compress.calibrated import by_statistics, needs
 from millrace.compress.collect import SAMPLES
-from millrace.compress.compress import RECORD, Method, Result, by_rounding, compress
+from millrace.compress.compress import Method, Result, by_rounding, compress
 from millrace.compress.folder import check_place
-from millrace.compress.measure import Loss, measure, why_not, windows_for
+from millrace.compress.page import write_page
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, read_recipe
-from millrace.engine.tactics import write_whole
 from millrace.env import Env
 from millrace.errors import ConfigError
-from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.windows import LENGTH
 
 _WORST = 3  # layers that are named
@@ -47,10 +44,9 @@ EPILOG = "\n".join([
 @click.argument("model")
 @click.option("-o", "--output", type=Path, required=True, metavar="FOLDER", help="The folder to write; must not exist.")
 @click.option("--recipe", metavar="NAME|FILE", help="A preset, or a recipe as .toml or .json; see below.")
+@click.option("--measure", "again", is_flag=True,
+              help="Make nothing: measure the folder that is there, as after a run that was ended.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Say what would be done and what it needs, from the headers alone.")
-@click.option("--evaluate/--no-evaluate", default=True, help="Measure what it costs in answers, beside the source.")
-@click.option("--calibration", metavar="FILE",
-              help="Text in UTF-8 to measure on; default: some pages that come along.")  # fmt: skip
 @click.option(
     "--samples-from",
     metavar="FILE",
@@ -64,42 +60,90 @@ EPILOG = "\n".join([
 )
 @click.option("--statistics", type=click.Path(path_type=Path), metavar="FOLDER",
               help="Keep statistics there: what is there is gone on with, and other recipes need no text.")  # fmt: skip
+@proof_options
 @json_option
 @click.pass_obj
 @or_searched
 def command(
-    env: Env, /, model: str, output: Path, recipe: str, dry_run: bool, evaluate: bool, calibration: str | None,
-    as_json: bool, **sampling: Any,
-) -> None:  # fmt: skip
+    env: Env, /, model: str, output: Path, recipe: str | None, dry_run: bool, as_json: bool, again: bool, **more: Any
+) -> None:
     """Make a smaller checkpoint of one, and prove it.
 
     MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The new folder has the format of compressed-tensors;
     it is read again before it counts.
     """
-    started_s = time.perf_counter()
-    text, asked = _text(calibration, evaluate and not dry_run), Sampling(**sampling)
+    started_s, asked = time.perf_counter(), Sampling(*map(more.pop, ("samples_from", "samples", "statistics")))
+    calibration: str | None = more["calibration"]
+    proof = Proof.asked(**{**more, "evaluate": more["evaluate"] and not dry_run})
+    if again:
+        _measure_again(model, output, _Again(recipe, dry_run, asked, proof), env, as_json)
+        return
+    if recipe is None:
+        raise ConfigError(
+            "no recipe is named",
+            "a preset, or a file",
+            "name one: --recipe int4-wo-mse; or say what may be lost: --max-loss 1%",
+        )
     with ended_in_order(), progress(as_json) as report:
         checkpoint = opened(model, env, report)
         job = plan(checkpoint, read_recipe(recipe))
         asked.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
         check_place(output, job.bytes_after + (asked.temporary_bytes(job) if job.calibrated else 0))
-        without = "--no-evaluate was given" if text is None else why_not(checkpoint)
-        read = windows_for(checkpoint, text) if text and not without else None  # a text too short is said at once
+        read = proof.windows(checkpoint)  # a text too short is said at once
         if not dry_run:
             with _method(job, output, asked, report) as (method, about):
                 made = compress(job, output, method, report)
-            loss = measure(checkpoint, Checkpoint.open(output), read, report) if read else without
+                seconds = time.perf_counter() - started_s
+                write_page(output, {**about, "command": command_line(model), "seconds": seconds})
+            with said_if_ended(model, output):
+                found = proof.loss(checkpoint, output, read, report)
     if dry_run:
         _show_plan(job, asked, as_json)
         return
-    said = {**_about(job), "folder": str(output), "seconds": time.perf_counter() - started_s,
-            "loss": asdict(loss) if isinstance(loss, Loss) else {"not_measured": loss},
+    with said_if_ended(model, output):
+        found |= proof.more(model, output, env, as_json)
+    said = {**_about(job), "folder": str(output), "seconds": time.perf_counter() - started_s, **found,
             "worst": dict(made.worst[:_WORST])}  # fmt: skip
-    _add_to_record(output, {**about, "loss": said["loss"]})
     if as_json:
         print_json(said)
-    else:
-        _show(made, loss, said["seconds"])
+        return
+    heading(f"{output} ({job.recipe.name}), read again and found right")
+    pairs([*_sizes(job), *_worst(made), ("time", f"{said['seconds']:.1f} s")])
+    show_found(found)
+    _notes(job)
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """What was asked together with --measure."""
+
+    recipe: str | None
+    dry_run: bool
+    asked: Sampling
+    proof: Proof
+
+    def check(self) -> None:
+        """raises ConfigError for what makes a folder, and where nothing is to be measured"""
+        if self.recipe is not None or self.dry_run or self.asked != Sampling(None, None, None):
+            raise ConfigError(
+                "--measure is given with what makes a folder", "a folder that is there, and nothing of how to make it",
+                "leave --recipe, --dry-run and statistics out, or leave out --measure",
+            )  # fmt: skip
+        if self.proof == replace(self.proof, text=None, measure_speed=False, mmlu=None):
+            raise ConfigError("--measure is given, and nothing is to be measured", "one of both",
+                              "leave --no-evaluate out")  # fmt: skip
+
+
+def _measure_again(model: str, out: Path, again: _Again, env: Env, as_json: bool) -> None:
+    again.check()
+    with ended_in_order(), progress(as_json) as report:
+        found = measure_again(opened(model, env, report), out, again.proof, report)
+    found |= again.proof.more(model, out, env, as_json)
+    if as_json:
+        print_json({"folder": str(out), **found})
+        return
+    heading(f"{out}, measured beside {model}")
+    show_found(found)
 
 
 @contextmanager
@@ -110,17 +154,6 @@ def _method(job: Job, out: Path, asked: Sampling, report: Any) -> Iterator[tuple
         return
     with statistics_for(job, out, asked, report) as found:
         yield by_statistics(found), recorded(found)
-
-
-def _text(file: str | None, evaluate: bool) -> Calibration | None:
-    if file is not None and not evaluate:
-        raise ConfigError("--calibration is given, and nothing is measured", "one of both", "leave one out")
-    return Calibration.open(file) if evaluate else None
-
-
-def _add_to_record(folder: Path, more: dict[str, Any]) -> None:
-    path = folder / RECORD
-    write_whole(path, (json.dumps({**json.loads(path.read_bytes()), **more}, indent=1) + "\n").encode())
 
 
 def _about(job: Job) -> dict[str, Any]:
@@ -159,22 +192,6 @@ def _sizes(job: Job) -> list[tuple[str, str]]:
 def _notes(job: Job) -> None:
     for text in job.notes:
         note(f"note: {text}")
-
-
-def _show(made: Result, loss: Loss | str, seconds: float) -> None:
-    heading(f"{made.folder} ({made.job.recipe.name}), read again and found right")
-    pairs([*_sizes(made.job), *_loss(loss), *_worst(made), ("time", f"{seconds:.1f} s")])
-    _notes(made.job)
-
-
-def _loss(loss: Loss | str) -> list[tuple[str, str]]:
-    if isinstance(loss, str):
-        return [("loss", f"not measured: {loss}")]
-    return [
-        ("KL", f"{loss.kl:.3g} nats a token, beside the source in fp32, on {loss.tokens:,} tokens ({loss.precision})"),
-        ("perplexity", f"{loss.perplexity:.3f}, the source's {loss.source_perplexity:.3f}"),
-        ("same token", f"{loss.agreement:.1%} of the likeliest"),
-    ]  # fmt: skip
 
 
 def _worst(made: Result) -> list[tuple[str, str]]:

@@ -1,11 +1,15 @@
 """What `millrace compress` asks of its options in every form: a checkpoint, and statistics of a text."""
 
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import click
+from click.core import ParameterSource
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.screen import Progress
@@ -84,3 +88,15 @@ def opened(model: str, env: Env, report: Progress) -> Checkpoint:
     if (folder / MANIFEST).is_file():
         raise ConfigError(f"{folder} is an engine", "a checkpoint", "name the checkpoint it was built from")
     return Checkpoint.open(folder)
+
+
+def command_line(model: str) -> str:
+    """What was typed, in the order of --help."""
+    context, said = click.get_current_context(), ["millrace", "compress", model]
+    for option in context.command.params:
+        name = option.name or ""
+        if isinstance(option, click.Option) and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            value = context.params[name]
+            said += [option.secondary_opts[0] if value is False else option.opts[-1]]
+            said += [] if isinstance(value, bool) else [str(value)]
+    return shlex.join(said)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.compress_asked import Sampling, opened, statistics_for
+from millrace.cli.compress_asked import Sampling, command_line, opened, statistics_for
 from millrace.cli.screen import Progress, heading, pairs, print_json, progress, size, table
 from millrace.cli.signals import ended_in_order
 from millrace.compress.budget import MaxLoss
@@ -19,6 +19,7 @@ from millrace.compress.candidates import Shelf
 from millrace.compress.cost import ROWS, Target
 from millrace.compress.folder import check_place
 from millrace.compress.measure import why_not, windows_for
+from millrace.compress.page import write_page
 from millrace.compress.plan import plan
 from millrace.compress.recipe import PRESETS
 from millrace.compress.search import RECIPE, Asked, Found, described, most_bytes, search
@@ -52,8 +53,6 @@ def or_searched(plain: Command) -> Command:
             for option, value in (("--target", target), ("--batch", batch)):
                 if value is not None:
                     raise ConfigError(f"{option} is given without --max-loss", "both", "say how much may be lost")
-            if given["recipe"] is None:
-                raise ConfigError("there is no --recipe", "a recipe, or --max-loss for a search", "name one of both")
             plain(env, **given)
             return
         started_s = time.perf_counter()
@@ -62,6 +61,7 @@ def or_searched(plain: Command) -> Command:
         with ended_in_order(), progress(given["as_json"]) as report:
             found = _searched(opened(given["model"], env, report), asked, sampling, report)
         seconds = time.perf_counter() - started_s
+        write_page(asked.out, {"command": command_line(given["model"]), "seconds": seconds})
         if given["as_json"]:
             print_json(_as_json(found, asked.out, seconds))
         else:
@@ -84,9 +84,14 @@ class _Given:
 def _given(bound: MaxLoss, target: Target, batch: int | None, given: dict[str, Any]) -> _Given:
     """raises ConfigError for options that do not go together"""
     for option, wrong in (("--recipe", given["recipe"] is not None), ("--dry-run", given["dry_run"]),
-                          ("--no-evaluate", not given["evaluate"])):  # fmt: skip
+                          ("--no-evaluate", not given["evaluate"]), ("--measure", given["again"])):  # fmt: skip
         if wrong:
             raise ConfigError(f"--max-loss and {option} are given", "one of both", "leave one out")
+    if given["measure_speed"] or given["mmlu"] is not None or given["questions"] is not None:
+        raise ConfigError(
+            "--max-loss is given with more to measure", "the loss alone, which decides",
+            "leave that out, and measure it afterwards: --measure",
+        )  # fmt: skip
     if target == Target.MEMORY and batch is not None:
         raise ConfigError("--batch is given for --target memory", "a target of time", "leave --batch out")
     rows = 0 if target == Target.MEMORY else batch or ROWS[target]

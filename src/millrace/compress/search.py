@@ -12,14 +12,14 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compress import cost
 from millrace.compress.budget import MOST_MIXES, MaxLoss, Search, candidates, compressed, searched
 from millrace.compress.candidates import FLOAT, Shelf, bytes_of, recipe_of, shelf_bytes, survey
-from millrace.compress.compress import RECORD, Progress, Result, compress
+from millrace.compress.compress import Progress, Result, compress
 from millrace.compress.cost import Target
 from millrace.compress.measure import Loss, Reference, loss_of
 from millrace.compress.mix import Mix, frontier
+from millrace.compress.page import write_page
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import written
 from millrace.compress.statistics import Statistics
-from millrace.engine.tactics import write_whole
 from millrace.errors import ConfigError
 from millrace.evaluate.windows import Windows
 
@@ -128,10 +128,9 @@ class _Trials:
 def _record(folder: Path, found: Found, statistics: Statistics) -> None:
     """The recipe, and in what is recorded of the folder the search."""
     (folder / RECIPE).write_text(json.dumps(written(found.result.job.recipe), indent=1) + "\n")
-    record = {**json.loads((folder / RECORD).read_bytes()), **described(found), "loss": asdict(found.loss)}
     about = statistics.about
-    record["statistics"] = {"text": about.text, "tokens": about.tokens, "precision": about.precision}
-    write_whole(folder / RECORD, (json.dumps(record, indent=1) + "\n").encode())
+    of_text = {"text": about.text, "tokens": about.tokens, "precision": about.precision}
+    write_page(folder, {**described(found), "loss": asdict(found.loss), "statistics": of_text})
 
 
 def described(found: Found) -> dict[str, Any]:
