@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from millrace.cli.compress_advise import or_advised
 from millrace.cli.compress_asked import Sampling, command_line, opened, recorded, statistics_for
 from millrace.cli.compress_budget import or_searched
 from millrace.cli.compression import Proof, measure_again, proof_options, said_if_ended, show_found
@@ -34,6 +35,7 @@ EPILOG = "\n".join([
     "  millrace compress ./llama-3.2-1b -o llama-gptq --recipe int4-gptq --samples-from text.txt",
     "  millrace compress ./llama-3.2-1b -o llama-mix --recipe mix.toml --dry-run",
     "  millrace compress ./llama-3.2-1b -o llama-1pc --max-loss 1% --target latency --samples-from text.txt",
+    "  millrace compress ./llama-3.2-1b -o advice --advise --samples-from text.txt",
     "  millrace serve llama-int4",
     "", "\b", "Presets:", *(f"  {recipe.name:14} {recipe.about}" for recipe in PRESETS.values()),
     "", "docs/compress.md has what a recipe file holds.",
@@ -63,6 +65,7 @@ EPILOG = "\n".join([
 @proof_options
 @json_option
 @click.pass_obj
+@or_advised
 @or_searched
 def command(
     env: Env, /, model: str, output: Path, recipe: str | None, dry_run: bool, as_json: bool, again: bool, **more: Any
