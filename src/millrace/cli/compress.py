@@ -161,7 +161,7 @@ def _method(job: Job, out: Path, asked: Sampling, report: Any) -> Iterator[tuple
 
 def _about(job: Job) -> dict[str, Any]:
     return {
-        "recipe": job.recipe.name, "layers": len(job.layers), "kept": list(job.ignored), "weights": job.n_weights,
+        "recipe": job.recipe.name, "layers": len(job.treated), "kept": _kept(job), "weights": job.n_weights,
         "bits_per_weight": job.bits_per_weight, "bytes_before": job.bytes_before, "bytes_after": job.bytes_after,
         "notes": list(job.notes),
     }  # fmt: skip
@@ -184,12 +184,17 @@ def _show_plan(job: Job, asked: Sampling, as_json: bool) -> None:
 
 
 def _sizes(job: Job) -> list[tuple[str, str]]:
-    kept = f", {', '.join(job.ignored[:4])} left as floats" if job.ignored else ""
+    kept = f", {', '.join(_kept(job)[:4])} left as floats" if _kept(job) else ""
     return [
-        ("layers", f"{len(job.layers)} linear layers of {count(job.n_weights)} weights{kept}"),
+        ("layers", f"{len(job.treated)} linear layers of {count(job.n_weights)} weights{kept}"),
         ("bits", f"{job.bits_per_weight:.3f} a weight of these, scales included"),
         ("bytes", f"{size(job.bytes_before)} -> {size(job.bytes_after)}"),
     ]  # fmt: skip
+
+
+def _kept(job: Job) -> list[str]:
+    """Linear layers to which nothing is done."""
+    return [name for name in job.ignored if name not in job.sparse]
 
 
 def _notes(job: Job) -> None:

@@ -14,6 +14,7 @@ from millrace.compress.layers import Method, rounded_layers
 from millrace.compress.plan import WEIGHT, Job
 from millrace.compress.recipe import CLIP, SEARCHES, Treatment
 from millrace.compress.smooth import AUTOAWQ, Awq, SmoothQuant
+from millrace.compress.sparse import sparse
 from millrace.compress.statistics import ABOUT, Statistics, input_bytes, read_about
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.texts import read_text
@@ -38,7 +39,7 @@ def needs(job: Job, tokens: int) -> Needs:
     """Of a pass over so many tokens, from the headers."""
     widths: dict[str, list[int]] = {}
     weights: dict[str, int] = {}
-    for name in job.layers:
+    for name in job.treated:
         N, K = job.checkpoint.tensors[name + WEIGHT].shape
         layer = name.rsplit(".", 2)[0]
         weights[layer] = weights.get(layer, 0) + N * K
@@ -97,7 +98,8 @@ def by_statistics(statistics: Statistics) -> Way:
 
     def made(job: Job) -> Iterator[Piece]:
         methods = {name: method_of(treatment, form.group) for name, (treatment, form) in job.layers.items()}
-        for name, (treatment, _) in job.layers.items():
+        every = {**{name: treatment for name, (treatment, _) in job.layers.items()}, **job.sparse}
+        for name, treatment in every.items():
             if treatment.calibrated and name not in statistics:
                 raise CheckpointError(
                     f"the model does not read {name}: it has no statistics", "a layer of this model",
@@ -114,8 +116,15 @@ def by_statistics(statistics: Statistics) -> Way:
             yield piece
         for name in left:
             yield rounded_alone(job, name)
+        for name, treatment in job.sparse.items():
+            yield _thinned(job, name, treatment, statistics)
 
     return made
+
+
+def _thinned(job: Job, name: str, treatment: Treatment, statistics: Statistics) -> Piece:
+    made = sparse(job.checkpoint.tensors.load(name + WEIGHT), statistics[name], treatment.method)
+    return Piece({}, {name: made.error}, {name + WEIGHT: made.weights})
 
 
 def same_file(a: str, b: str) -> bool:

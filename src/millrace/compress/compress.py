@@ -181,7 +181,8 @@ def _write_small(job: Job, path: Path, errors: Mapping[str, float], figures: Map
         raw = config_of(checkpoint.decoder) | {"dtype": "bfloat16"}
     else:
         raw = read_json_object(checkpoint.folder / CONFIG)
-    raw[KEY] = described({name: form for name, (_, form) in job.layers.items()}, list(job.ignored))
+    if job.layers:
+        raw[KEY] = described({name: form for name, (_, form) in job.layers.items()}, list(job.ignored))
     (path / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
     write_record(path, {
         "millrace": millrace.__version__, "source": checkpoint.folder.name, "model": checkpoint.identity(),

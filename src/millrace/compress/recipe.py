@@ -1,7 +1,8 @@
 """Recipes: what is done to which linear layer. A versioned file (TOML or JSON), or a preset by its name.
 
 version = 1
-method = "rtn"            # of all linear layers of the decoder, to nearest; "gptq", "fp8"; "none" leaves floats
+method = "rtn"            # of all linear layers of the decoder, to nearest; "gptq", "fp8"; "none" leaves floats;
+                          # "wanda", "sparsegpt" make two of four weights zero, and nothing smaller
 smooth = "none"           # scales that move into norms and other layers before: "awq", "smoothquant"
 alpha = 0.5               # SmoothQuant's, 0 to 1: how much of the activations' outliers goes into weights
 bits = 4                  # 4 or 8
@@ -14,7 +15,8 @@ activations = 16          # bits of what they are meant to meet
 match = "*.mlp.down_proj"
 bits = 8
 
-What needs statistics of a text (docs/calibration.md): "gptq", any smooth, and the searches "imatrix" and "clip".
+What needs statistics of a text (docs/calibration.md): "gptq", "wanda", "sparsegpt", any smooth, and the searches
+"imatrix" and "clip".
 """
 
 import json
@@ -26,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from millrace.compress.grid import GPTQMODEL_MSE, GROUPS, IMATRIX_MSE, LLM_COMPRESSOR_MSE, Convention, Grid, Search
+from millrace.compress.sparse import METHODS as SPARSE
 from millrace.errors import ConfigError, nearest
 
 VERSION = 1
 ROW = "row"
-METHODS = ("rtn", "gptq", "fp8", "none")
+METHODS = ("rtn", "gptq", "fp8", "none", *SPARSE)
 SMOOTH = ("none", "awq", "smoothquant")
 CLIP = "clip"  # of the searches, the one that is no `Search`
 SEARCHES: Mapping[str, Search | None] = {
@@ -57,8 +60,15 @@ class Treatment:
     @property
     def calibrated(self) -> bool:
         """Whether it needs statistics of what goes into the layer."""
+        if self.sparse:
+            return True
         wants = self.method == "gptq" or self.smooth != "none" or self.search in ("imatrix", CLIP)
         return wants and self.method in ("rtn", "gptq")
+
+    @property
+    def sparse(self) -> bool:
+        """Whether its weights stay floats, half of them zeros."""
+        return self.method in SPARSE
 
     def grid(self, group: int) -> Grid:
         return Grid(self.bits, group, self.minimums, self.scales)
@@ -190,6 +200,8 @@ def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatme
             "activations": 8,
             **values,
         }
+    if values.get("method") in SPARSE:  # what the recipe has for others, it has not for these
+        values = {"smooth": "none", "search": "none", "minimums": False, "activations": 16, **values}
     made = replace(usual, **values)
     _check(made, where)
     return made
@@ -199,6 +211,10 @@ def _check(made: Treatment, where: str) -> None:
     if made.method == "fp8":
         if (made.smooth, made.bits, made.group, made.minimums, made.search) != ("none", 8, 0, False, "none"):
             raise _wrong(f"{where}method", "fp8", "nothing beside it but activations: 8 bits, a scale a row")
+        return
+    if made.sparse:
+        if (made.smooth, made.minimums, made.search, made.activations) != ("none", False, "none", 16):
+            raise _wrong(f"{where}method", made.method, "nothing beside it: its weights stay floats")
         return
     if made.bits == 8 and made.activations == 8 and made.group:
         raise _wrong(f"{where}group", made.group, '"row", with 8-bit weights and activations')
