@@ -179,6 +179,7 @@ def test_predictions_go_through_what_was_measured() -> None:
     mixes = [Mix(1.0, 0.4, {}), Mix(2.0, 0.2, {}), Mix(3.0, 0.1, {})]
     found = searched(mixes, MaxLoss(KL, 5.0), lambda number, _: 10 * mixes[number].loss)
     assert found.found == 0 and found.predicted(2) == pytest.approx(1.0), "ten times, as the others were"
+    assert searched(mixes, MaxLoss(KL, 5.0), lambda *_: -1e-9).predicted(2) is None, "below zero they say nothing"
 
 
 def test_losses_in_words() -> None:

@@ -150,9 +150,12 @@ def _frontier(found: Found, cost: Callable[[float], str]) -> None:
     """Those that were measured, and some between them."""
     mixes, measured = found.search.mixes, found.search.measured
     between = {round(i * (len(mixes) - 1) / (_SHOWN - 1)) for i in range(_SHOWN)}
-    said = found.asked.bound.said
+
+    def said(value: float | None) -> str:
+        return "" if value is None else found.asked.bound.said(value)
+
     table(("mix", "cost", "predicted loss", "measured", ""), [
-        (str(i), cost(mixes[i].cost), said(found.search.predicted(i)), said(measured[i]) if i in measured else "",
+        (str(i), cost(mixes[i].cost), said(found.search.predicted(i)), said(measured.get(i)),
          "<- found" if i == found.search.found else "")
         for i in sorted(between | measured.keys())
     ])  # fmt: skip

@@ -61,12 +61,12 @@ class Search:
     measured: Mapping[int, float]
     found: int
 
-    def predicted(self, number: int) -> float:
-        """In the bound's unit: what statistics say of it, times what fits those that were measured best."""
+    def predicted(self, number: int) -> float | None:
+        """In the bound's unit: what statistics say of it, times what fits those that were measured best; None where
+        these say nothing, as of losses below zero."""
         pairs = [(self.mixes[n].loss, loss) for n, loss in self.measured.items()]
         ratios = [loss / raw for raw, loss in pairs if raw > 0 and loss > 0]
-        scale = float(np.exp(np.mean(np.log(ratios)))) if ratios else math.nan
-        return scale * self.mixes[number].loss
+        return float(np.exp(np.mean(np.log(ratios)))) * self.mixes[number].loss if ratios else None
 
 
 def candidates(

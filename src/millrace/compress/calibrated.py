@@ -12,6 +12,7 @@ from millrace.compress.compress import Piece, by_layers, rounded_alone
 from millrace.compress.gptq import LLM_COMPRESSOR
 from millrace.compress.layers import Method, rounded_layers
 from millrace.compress.plan import WEIGHT, Job
+from millrace.compress.prune import pruned
 from millrace.compress.recipe import CLIP, SEARCHES, Treatment
 from millrace.compress.smooth import AUTOAWQ, Awq, SmoothQuant
 from millrace.compress.sparse import sparse
@@ -36,11 +37,13 @@ class Needs:
 
 
 def needs(job: Job, tokens: int) -> Needs:
-    """Of a pass over so many tokens, from the headers."""
+    """Of a pass over so many tokens, from the headers: all layers are collected, whichever the job is about."""
     widths: dict[str, list[int]] = {}
     weights: dict[str, int] = {}
-    for name in job.treated:
-        N, K = job.checkpoint.tensors[name + WEIGHT].shape
+    for name, info in job.checkpoint.tensors.items():
+        if len(info.shape) != 2 or ".layers." not in name:
+            continue
+        (N, K), name = info.shape, name.removesuffix(WEIGHT)
         layer = name.rsplit(".", 2)[0]
         weights[layer] = weights.get(layer, 0) + N * K
         if not name.endswith(_SAME_INPUT):
@@ -118,6 +121,11 @@ def by_statistics(statistics: Statistics) -> Way:
             yield rounded_alone(job, name)
         for name, treatment in job.sparse.items():
             yield _thinned(job, name, treatment, statistics)
+        if job.pruned:
+            sizes, smaller = job.pruned
+            for number in range(config.n_layers):
+                found = pruned(tensors.load, smaller, number, statistics, config, sizes)
+                yield Piece({}, found.errors, found.floats)
 
     return made
 

@@ -11,6 +11,7 @@ from millrace.checkpoint.encoder import EncoderConfig
 from millrace.checkpoint.weights import FLOAT_NAMES, TensorInfo
 from millrace.compress.forms import NAMES, Form, Spec
 from millrace.compress.grid import GROUPS
+from millrace.compress.prune import Prune, Sizes, shapes, sizes
 from millrace.compress.recipe import CLIP, Recipe, Treatment
 from millrace.compress.sparse import OF
 from millrace.errors import CheckpointError, ConfigError
@@ -27,7 +28,8 @@ _BASE_BYTES, _MATRIX_BYTES, _KEPT_BYTES = 48 << 20, 28, 7
 @dataclass(frozen=True, slots=True)
 class Job:
     """layers: what is done to each linear layer that is rounded; specs: the tensors that will be written
-    sparse: layers whose weights stay floats, and of which some become zero
+    sparse: layers whose weights stay floats, and of which some become zero; pruned: sizes that are left, where any is
+    less than it was, and the tensors that get smaller
     """
 
     checkpoint: Checkpoint
@@ -37,21 +39,25 @@ class Job:
     specs: Mapping[str, Spec]
     notes: tuple[str, ...]
     sparse: Mapping[str, Treatment] = field(default_factory=dict)
+    pruned: tuple[Sizes, Mapping[str, tuple[int, ...]]] | None = None
 
     @property
     def treated(self) -> tuple[str, ...]:
         """All layers that are changed."""
-        return (*self.layers, *self.sparse)
+        smaller = self.pruned[1] if self.pruned else {}
+        return (*self.layers, *self.sparse, *(n.removesuffix(WEIGHT) for n in smaller if n.endswith(WEIGHT)))
 
     @property
     def n_weights(self) -> int:
-        """In the layers that are compressed."""
-        return sum(math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.treated)
+        """In the layers that are changed; of those that get smaller what is left."""
+        smaller = self.pruned[1] if self.pruned else {}
+        shapes = (smaller.get(n + WEIGHT, self.checkpoint.tensors[n + WEIGHT].shape) for n in self.treated)
+        return sum(map(math.prod, shapes))
 
     @property
     def calibrated(self) -> bool:
         """Whether any layer needs statistics."""
-        return bool(self.sparse) or any(treatment.calibrated for treatment, _ in self.layers.values())
+        return bool(self.sparse or self.pruned) or any(treatment.calibrated for treatment, _ in self.layers.values())
 
     @property
     def bits_per_weight(self) -> float:
@@ -97,6 +103,8 @@ def _rate(treatment: Treatment) -> float:
 def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
     """Reads headers alone. raises CheckpointError for what cannot be compressed, ConfigError for a wrong recipe"""
     _check_source(checkpoint)
+    if recipe.prune:
+        return _pruning(checkpoint, recipe, recipe.prune)
     tensors = checkpoint.tensors
     # A tied head has no tensor, and yet is a linear layer to who reads config.json.
     ignored = [HEAD] if checkpoint.decoder.tie_embeddings else []
@@ -137,8 +145,22 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
     )  # fmt: skip
     return Job(
         checkpoint, recipe, layers, tuple(ignored), _specs(checkpoint, layers),
-        (*_source_notes(checkpoint), *notes, *_sparse_notes(sparse)), sparse,
+        (*(_source_notes(checkpoint) if layers else ()), *notes, *_sparse_notes(sparse)), sparse,
     )  # fmt: skip
+
+
+def _pruning(checkpoint: Checkpoint, recipe: Recipe, prune: Prune) -> Job:
+    """raises as `plan`"""
+    config, every = checkpoint.decoder, {name: info.shape for name, info in checkpoint.tensors.items()}
+    left = sizes(config, prune)
+    smaller = shapes(every, config, left)
+    specs = {name: Spec(kept_dtype(checkpoint, name), smaller.get(name, shape)) for name, shape in every.items()}
+    note = (
+        f"{left.channels:,} of {config.intermediate_size:,} MLP channels and {left.heads * config.n_kv_heads} of "
+        f"{config.n_heads} query heads are left, with the weights that they had: a pruned model has to be trained "
+        "again before it is of use, and that is not done here"
+    )
+    return Job(checkpoint, recipe, {}, (), specs, (note,), pruned=(left, smaller))
 
 
 def _thinned(name: str, K: int, treatment: Treatment) -> Treatment:
