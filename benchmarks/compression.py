@@ -45,10 +45,10 @@ from millrace.evaluate.divergence import Score
 from millrace.evaluate.windows import LENGTH, Windows, windows_of
 from millrace.kernels.precision import Precision
 
-WINDOWS = 20  # that are judged on
+WINDOWS = 12  # that are judged on
 MIX_BITS = 4.5
 TINY_LENGTH, TINY_SAMPLES, TINY_WINDOWS = 192, 96, 32
-_Z = 1.959963984540054
+_Z = 1.959963984540054  # 95 % of a normal distribution, both sides
 RTN, AWQ, GPTQ, GPTQ_CLIP, MIX = "int4-wo", "int4-awq", "int4-gptq", "int4-gptq-clip", f"mix of {MIX_BITS} bits"
 _INT4 = PRESETS[RTN].usual
 _BEST4 = PRESETS[GPTQ_CLIP].usual
@@ -100,6 +100,10 @@ class Cost:
         )  # fmt: skip
 
 
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 class Texts(NamedTuple):
     calibration: Windows
     judged: Windows
@@ -107,7 +111,7 @@ class Texts(NamedTuple):
 
     @property
     def digest(self) -> str:
-        return hashlib.blake2b(self.calibration.ids.tobytes() + self.judged.ids.tobytes(), digest_size=16).hexdigest()
+        return _digest(self.calibration.ids.tobytes() + self.judged.ids.tobytes())
 
 
 def of_a_text(checkpoint: Checkpoint, file: Path, n: int, windows: int) -> Texts:
@@ -146,7 +150,9 @@ class Bench:
         self.say("statistics")
         started_s = time.perf_counter()
         source = Source.from_checkpoint(self.checkpoint)
-        statistics = collect(source, self.texts.calibration, self.kept / f"statistics-{self.texts.digest}")
+        statistics = collect(
+            source, self.texts.calibration, self.kept / f"statistics-{_digest(self.texts.calibration.ids.tobytes())}"
+        )
         self.say(f"statistics: {time.perf_counter() - started_s:.0f} s")
         reference = Reference.of(self.checkpoint, self.texts.judged)
         found = []
@@ -176,7 +182,7 @@ class Bench:
 
     def _file(self, name: str) -> Path:
         key = f"{commit()} {self.texts.digest} {self.checkpoint.identity()} {name}"
-        return self.kept / f"cost-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
+        return self.kept / f"cost-{_digest(key.encode())}.json"
 
     def _kept(self, name: str) -> Cost | None:
         file = self._file(name)
@@ -222,6 +228,40 @@ def goals(costs: Mapping[str, Cost]) -> list[dict[str, Any]]:
             found.append(judged(f"KL of {name}", costs[name].kl[0], 0.01, 0.01, at_most=True) | {
                 "reached": round(costs[name].kl[0], 5)})  # fmt: skip
     return found
+
+
+def about(result: Mapping[str, Any]) -> str:
+    return f"{result['text']}: {result['windows']} windows, {result['tokens']:,} predictions"
+
+
+def student(freedom: int) -> float:
+    """What 95 % of Student's t keep within, both sides; to three digits from 6 degrees of freedom on.
+
+    source: Abramowitz and Stegun, 26.7.5
+    """
+    z, v = _Z, freedom
+    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + sum(term / float(v**k) for k, term in enumerate(terms, 1))
+
+
+def losses(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): each recipe beside the source in float32; intervals of 95 %, of means over windows."""
+    t = student(result["windows"] - 1)
+    header = ["recipe", "runs in", "bits a weight", "KL, nats", "perplexity", "loss of it", "same token", "made in"]
+    base = next((cost["kl"][0] for cost in result["costs"] if cost["recipe"] == RTN), None)
+    rows = []
+    for cost in result["costs"]:
+        kl, error = cost["kl"]
+        share = f", {kl / base:.0%} of {RTN}'s" if base and cost["bits"] < 5 and cost["recipe"] != RTN else ""
+        ratio, off = cost["ratio"]
+        low, high = ratio - t * off - 1, ratio + t * off - 1
+        rows.append([
+            cost["recipe"] + (f": {cost['about']}" if cost["about"] and cost["recipe"] not in PRESETS else ""),
+            cost["precision"], f"{cost['bits']:.2f}", f"{kl:.4f} ± {t * error:.4f}{share}",
+            f"{cost['perplexity'][0]:.2f}", f"{ratio - 1:+.2%} ({low:+.2%} to {high:+.2%})",
+            f"{cost['agreement'][0]:.1%}", f"{cost['seconds']:.0f} s",
+        ])  # fmt: skip
+    return header, rows
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

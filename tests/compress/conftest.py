@@ -28,7 +28,10 @@ class Trained(NamedTuple):
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     checkpoint = Checkpoint.open(BUNDLED / "tiny")
-    text, held_out = samples(checkpoint.tokenizer, TEXT[:CUT], 32, 64), samples(checkpoint.tokenizer, TEXT[CUT:], 8, 64)
+    text, held_out = (
+        samples(checkpoint.tokenizer, TEXT[:CUT], 16, 128),
+        samples(checkpoint.tokenizer, TEXT[CUT:], 4, 128),
+    )
     found = statistics_of(checkpoint, text, tmp_path_factory.mktemp("tiny") / "s", lambda *_: None)
     reference = Reference.of(checkpoint, held_out)
     return Trained(checkpoint, reference.source, found, reference)

@@ -1,6 +1,8 @@
 """Recipes with statistics: what each means, what is written, what is left alone, and what it costs in answers."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +11,7 @@ import pytest
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.weights import Tensors
+from millrace.compile.find import BUNDLED
 from millrace.compile.source import Source
 from millrace.compress.calibrated import by_statistics, method_of, needs, sampled, statistics_of
 from millrace.compress.collect import samples
@@ -17,7 +20,7 @@ from millrace.compress.e4m3 import rounded_e4m3
 from millrace.compress.gptq import Gptq
 from millrace.compress.grid import Convention, Grid, rounded
 from millrace.compress.layers import Method, rounded_layers
-from millrace.compress.measure import loss_of
+from millrace.compress.measure import loss_of, memory_bytes
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, Recipe, Treatment, parsed
 from millrace.compress.smooth import Awq, SmoothQuant
@@ -26,6 +29,17 @@ from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.windows import Windows
 from tests.compress.conftest import TEXT, Trained
 from tests.fuzz.originals import write_checkpoint
+
+_MEASURED = """
+import resource, sys
+from pathlib import Path
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compress.measure import measure, windows_for
+from millrace.evaluate.calibration import Calibration
+source, made = (Checkpoint.open(Path(name)) for name in sys.argv[1:])
+measure(source, made, windows_for(source, Calibration.open(None)), lambda *_: None)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
 
 
 class Small(NamedTuple):
@@ -184,3 +198,12 @@ def test_norms_that_add_one(tmp_path: Path) -> None:
     before, after = (1 + t.load(norm).astype(np.float64) for t in (old, new))
     assert factors.max() > 1.5 * factors.min(), "scales moved"
     assert after * factors == pytest.approx(before, rel=0.01)
+
+
+def test_what_measuring_takes_is_told_before(tmp_path: Path) -> None:
+    """Of the process that measures, alone: not less than half of what was said, nor twice as much."""
+    checkpoint = Checkpoint.open(BUNDLED / "tiny")
+    compress(plan(checkpoint, PRESETS["int4-wo"]), tmp_path / "out")
+    command = [sys.executable, "-c", _MEASURED, str(BUNDLED / "tiny"), str(tmp_path / "out")]
+    peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert 0.5 < memory_bytes(checkpoint) / peak < 2, (memory_bytes(checkpoint), peak)

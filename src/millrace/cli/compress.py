@@ -12,7 +12,7 @@ import click
 from millrace.cli.compress_advise import or_advised
 from millrace.cli.compress_asked import Sampling, command_line, opened, recorded, statistics_for
 from millrace.cli.compress_budget import or_searched
-from millrace.cli.compression import Proof, measure_again, proof_options, said_if_ended, show_found
+from millrace.cli.compression import Proof, measure_again, proof_options, rows_of, said_if_ended
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
@@ -20,6 +20,7 @@ from millrace.compress.calibrated import by_statistics, needs
 from millrace.compress.collect import SAMPLES
 from millrace.compress.compress import Method, Result, by_rounding, compress
 from millrace.compress.folder import check_place
+from millrace.compress.measure import memory_bytes, why_not
 from millrace.compress.page import write_page
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, read_recipe
@@ -101,7 +102,7 @@ def command(
             with said_if_ended(model, output):
                 found = proof.loss(checkpoint, output, read, report)
     if dry_run:
-        _show_plan(job, asked, as_json)
+        _show_plan(job, asked, more["evaluate"] and not why_not(checkpoint), as_json)
         return
     with said_if_ended(model, output):
         found |= proof.more(model, output, env, as_json)
@@ -111,8 +112,7 @@ def command(
         print_json(said)
         return
     heading(f"{output} ({job.recipe.name}), read again and found right")
-    pairs([*_sizes(job), *_worst(made), ("time", f"{said['seconds']:.1f} s")])
-    show_found(found)
+    pairs([*_sizes(job), *rows_of(found), *_worst(made), ("time", f"{said['seconds']:.1f} s")])
     _notes(job)
 
 
@@ -146,7 +146,7 @@ def _measure_again(model: str, out: Path, again: _Again, env: Env, as_json: bool
         print_json({"folder": str(out), **found})
         return
     heading(f"{out}, measured beside {model}")
-    show_found(found)
+    pairs(rows_of(found))
 
 
 @contextmanager
@@ -167,16 +167,18 @@ def _about(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show_plan(job: Job, asked: Sampling, as_json: bool) -> None:
+def _show_plan(job: Job, asked: Sampling, measures: bool, as_json: bool) -> None:
     tokens = asked.n * LENGTH
     first = needs(job, tokens) if job.calibrated else None
-    memory = job.memory_bytes + (first.memory_bytes if first else 0)
+    memory, measuring = job.memory_bytes + (first.memory_bytes if first else 0), memory_bytes(job.checkpoint)
     if as_json:
-        more = {"statistics": asdict(first)} if first else {}
+        more: dict[str, Any] = {"statistics": asdict(first)} if first else {}
+        more |= {"measuring_memory_bytes": measuring} if measures else {}
         print_json({**_about(job), "memory_bytes": memory, "seconds": job.seconds, **more})
         return
     heading(f"{job.recipe.name}: nothing was written")
-    pairs([*_sizes(job), ("memory", f"about {size(memory)}"), ("time", f"about {job.seconds:.0f} s")])
+    afterwards = f", to measure it {size(measuring)}" if measures else ""
+    pairs([*_sizes(job), ("memory", f"about {size(memory)}{afterwards}"), ("time", f"about {job.seconds:.0f} s")])
     if first:
         said = f"of {tokens:,} tokens: about {first.seconds:.0f} s more on two cores, {size(first.disk_bytes)} on disk"
         pairs([("statistics", said)])

@@ -16,12 +16,13 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.eval_asked import Asked, precision_of
 from millrace.cli.eval_questions import answers_to_mmlu
 from millrace.cli.models import opened
-from millrace.cli.screen import Progress, note, pairs, progress
+from millrace.cli.screen import Progress, note, progress
 from millrace.compile.settings import BuildSettings
+from millrace.compile.source import Source
 from millrace.compress.measure import Loss, measure, why_not, windows_for
 from millrace.compress.page import write_page
 from millrace.compress.record import Flips, read_record
-from millrace.compress.speed import SEQUENCES, Speeds, paces
+from millrace.compress.speed import TOKENS, Speeds, paces
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.evaluate.calibration import Calibration
@@ -33,7 +34,7 @@ from millrace.machine.cpu import cpu_model, usable_cores
 from millrace.runtime.open import RunSettings
 
 QUESTIONS = 10  # of each subject, where nobody says: some minutes for a small model
-_TUNE_S = 2.0
+TUNE_S = 2.0  # as `millrace build` has it: of the engines that are cached
 Command = Callable[..., Any]
 
 
@@ -127,17 +128,18 @@ def said_if_ended(model: str, out: Path) -> Iterator[None]:
         raise
 
 
-def show_found(found: dict[str, Any]) -> None:
-    """As `Proof` found it."""
-    pairs([*_loss(found.get("loss", {})), *_speed(found.get("speed")), *_mmlu(found.get("mmlu"))])
+def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """To be shown, of what `Proof` found."""
+    return [*_loss(found.get("loss", {})), *_speed(found.get("speed")), *_mmlu(found.get("mmlu"))]
 
 
 def _speeds(model: str, out: Path, env: Env, quiet: bool) -> Speeds:
     """Engines as `millrace serve` builds and caches them. raises MachineError where memory holds no two"""
-    build, run, most = BuildSettings(tune=_TUNE_S), RunSettings(), max(SEQUENCES)
+    build, run = BuildSettings(tune=TUNE_S), RunSettings()
+    needed = -(-TOKENS // Source.from_checkpoint(Checkpoint.open(out)).max_context)  # KV pages of so many full contexts
     with (
-        opened(model, build, run, env, sequences=most, quiet=quiet) as source,
-        opened(str(out), build, run, env, sequences=most, quiet=quiet) as made,
+        opened(model, build, run, env, sequences=needed, quiet=quiet) as source,
+        opened(str(out), build, run, env, sequences=needed, quiet=quiet) as made,
         progress(quiet) as report,
     ):
         return Speeds(
@@ -150,7 +152,7 @@ def _questions(model: str, out: Path, folder: Path, n: int, how: tuple[Env, bool
     env, quiet = how
     both = [
         answers_to_mmlu(Asked(
-            model=name, task="mmlu", build=BuildSettings(tune=_TUNE_S), run=RunSettings(), env=env, as_json=quiet,
+            model=name, task="mmlu", build=BuildSettings(tune=TUNE_S), run=RunSettings(), env=env, as_json=quiet,
             data=folder, definition=LM_EVAL, limit=n,
         )) for name in (model, str(out))
     ]  # fmt: skip

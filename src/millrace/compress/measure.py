@@ -1,5 +1,6 @@
 """What compressing costs in answers: the made folder beside its source in float32, on one text."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,13 +13,14 @@ from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
 from millrace.evaluate.agreement import agreement
 from millrace.evaluate.calibration import SHORTEST, Calibration
-from millrace.evaluate.divergence import Score
+from millrace.evaluate.divergence import BLOCK, Score
 from millrace.evaluate.pieces import ReadText, answers, read, score
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.windows import LENGTH, Windows
 from millrace.kernels.precision import Precision
 
 Progress = Callable[[str, int, int], None]
 _ROWS = 64  # of logits in a step
+_FLOAT_BYTES, _BASE_BYTES = 4, 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,16 @@ def why_not(checkpoint: Checkpoint) -> str:
 def windows_for(source: Checkpoint, calibration: Calibration) -> Windows:
     """What is read of a text. raises ConfigError where it is too short"""
     return calibration.windows(source.tokenizer, Source.from_checkpoint(source).max_context)
+
+
+def memory_bytes(source: Checkpoint) -> int:
+    """About what measuring takes at most, from the headers: a layer's part, or both heads and what they answer."""
+    config, length = source.decoder, min(LENGTH, source.decoder.max_context)
+    layer = sum(math.prod(info.shape) for name, info in source.tensors.items() if ".layers.0." in name)
+    heads = 3 * _FLOAT_BYTES * config.vocab_size * config.hidden_size  # both, and one while it is packed
+    scores = length * config.vocab_size
+    scored = 2 * _FLOAT_BYTES * scores + 4 * 2 * _FLOAT_BYTES * min(scores, BLOCK)
+    return _BASE_BYTES + max(2 * _FLOAT_BYTES * layer, heads + scored)
 
 
 def measure(source: Checkpoint, made: Checkpoint, text: Windows, progress: Progress) -> Loss:

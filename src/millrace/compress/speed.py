@@ -7,6 +7,7 @@ from statistics import median
 import msgspec
 
 from millrace.engine.dummy import dummy_step
+from millrace.engine.kv import PAGE_TOKENS
 from millrace.engine.native import NativeExecutor
 from millrace.errors import ConfigError
 
@@ -14,6 +15,7 @@ PROMPT, AT, NEW = 512, 128, 16  # tokens: of a prompt; in the context while deco
 SEQUENCES = (1, 4, 16)
 ROUNDS = 5
 _SHORTEST = AT + NEW
+TOKENS = max(SEQUENCES) * (_SHORTEST + PAGE_TOKENS)  # in KV pages at most, where these are shared out evenly
 Progress = Callable[[str, int, int], None]
 Work = Callable[[], object]
 
