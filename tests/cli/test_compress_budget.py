@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from millrace.compile.find import BUNDLED
+from millrace.compress import search as search_room
 from millrace.engine import probe
 from tests.cli.conftest import Millrace
 from tests.fuzz.originals import write_checkpoint
@@ -24,6 +25,8 @@ def test_the_whole_way(
     millrace: Millrace, given: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is kept beside the statistics saves the text, the pass and the trying, and gives the same."""
+    monkeypatch.setattr(probe, "ROUND_S", 1e-4)
+    monkeypatch.setattr(search_room, "MOST_MIXES", 4)
     source, text, kept = given
     asked = ("compress", source, "--max-loss", "900%", "--statistics", kept)
     told = json.loads(
@@ -42,7 +45,6 @@ def test_the_whole_way(
     damaged.write_bytes(damaged.read_bytes()[:-30])
     millrace(*asked, "-o", tmp_path / "d").assert_mistake("int8.npz is damaged", "search again")
     damaged.unlink()
-    monkeypatch.setattr(probe, "ROUND_S", 1e-4)
     shown = millrace(*asked, "-o", tmp_path / "d", "--batch", 2)
     assert shown.code == 0 and "<- found" in shown.out and "of a step of 2 rows" in shown.out, shown.err
     search = json.loads((tmp_path / "d" / "compression.json").read_text())["search"]

@@ -83,32 +83,38 @@ def bytes_in(folder: Path, job: Job) -> int:
         )  # fmt: skip
 
 
-def test_a_bound_holds_and_a_looser_one_is_never_dearer(model: Model, tmp_path: Path) -> None:
-    costs = []
-    for number, bound in enumerate(("kl:1e-4", "kl:8e-4", "kl:1")):
-        out = tmp_path / str(number)
-        found = model.search(bound, out)
+BOUNDS = (1e-4, 8e-4)
+
+
+@pytest.fixture(scope="module")
+def searches(model: Model, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """Of each bound, in a folder that has nothing else."""
+    folder = tmp_path_factory.mktemp("found")
+    found = [model.search(f"kl:{bound}", folder / str(number)) for number, bound in enumerate(BOUNDS)]
+    assert sorted(p.name for p in folder.iterdir()) == ["0", "1"], "what was tried is gone"
+    return found
+
+
+def test_a_bound_holds_and_a_looser_one_is_never_dearer(model: Model, searches: list[Found]) -> None:
+    for bound, found in zip(BOUNDS, searches, strict=True):
+        out = found.result.folder
         again = measure(model.checkpoint, Checkpoint.open(out), model.held_out, nothing)
-        assert again.kl <= float(bound[3:]) and again == found.loss
-        assert found.mix.cost == bytes_in(out, model.job) and found.floats == bytes_in(
-            model.checkpoint.folder, model.job
-        )
-        costs.append(found.mix.cost)
-        formats = {c.format for c in found.mix.chosen.values()}
-        assert formats - {FLOAT}, "something is compressed"
+        assert again.kl <= bound and again == found.loss
+        assert found.mix.cost == bytes_in(out, model.job)
+        assert found.floats == bytes_in(model.checkpoint.folder, model.job)
+        assert {c.format for c in found.mix.chosen.values()} - {FLOAT}, "something is compressed"
         record = json.loads((out / "compression.json").read_text())
         assert record["search"]["found"] == found.search.found and record["loss"]["kl"] == again.kl
-    assert costs == sorted(costs, reverse=True) and costs[-1] < costs[0]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2"], "what was tried is gone"
+    assert searches[1].mix.cost < searches[0].mix.cost
 
 
-def test_the_recipe_makes_the_same_bytes(model: Model, tmp_path: Path) -> None:
-    found = model.search("kl:8e-4", tmp_path / "out")
+def test_the_recipe_makes_the_same_bytes(model: Model, searches: list[Found], tmp_path: Path) -> None:
+    found, out = searches[1], searches[1].result.folder
     assert any("int4" in c.format for c in found.mix.chosen.values())
-    job = plan(model.checkpoint, read_recipe(str(tmp_path / "out" / RECIPE)))
+    job = plan(model.checkpoint, read_recipe(str(out / RECIPE)))
     compress(job, tmp_path / "again", by_statistics(model.statistics))
     for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+        assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
 def test_where_nothing_is_within(model: Model, tmp_path: Path) -> None:
