@@ -54,6 +54,9 @@ def test_within_the_noise_what_loses_least_is_taken() -> None:
     found = words(fast, near)
     assert found["one answer at a time"].startswith("near:") and found["16 answers at a time"].startswith("fast:")
     assert found["memory"].startswith("fast:")
+    assert words(fast, row("near", 0.001, 504, 195, 150, 195))["memory"].startswith("near:"), "as small, to a hundredth"
+    larger = words(row("a", 0.004, 1200, 90, 90, 90), row("b", 0.2, 1100, 95, 95, 95))
+    assert all(said.startswith("leave it as it is: a") and "b has" not in said for said in larger.values())
 
 
 def test_where_all_lose_much_or_nothing_was_measured() -> None:
@@ -89,7 +92,7 @@ def test_a_folder_is_of_one_model(tmp_path: Path) -> None:
         open_folder(tmp_path / "other" / "x", ABOUT)
     table = cells([eight, none], ABOUT, str)
     assert table[0] == ["as it is", "", "", "", "", "1000", "100", "100", "100", ""]
-    assert table[1] == ["eight", "0.004", "+0.4%", "98.4%", "8.00", "520", "180", "90", "80", "3"]
+    assert table[1] == ["eight", "0.004", "+0.4%", "98.4%", "8.00", "520", "180 (1.80)", "90 (0.90)", "80 (0.80)", "3"]
     write_page(folder, [eight, none], ABOUT, str)
     page = (folder / PAGE).read_text()
     assert "&lt;cpu&gt;" in page and "&lt;20 inputs&gt;" in page and "<script" not in page and "decode 16" in page

@@ -216,6 +216,7 @@ def _engine(checkpoint: Path, folder: Path, batch: int, report: Progress) -> Ite
 def _show(rows: Sequence[Row], about: About, folder: Path) -> None:
     heading(f"{about.source} on {about.machine}, {about.threads} threads, {about.isa}")
     table([h.replace("N", str(about.batch)) for h in HEADER], cells(rows, about, size))
+    note("speeds: tokens a second, and in brackets times the source's in the same rounds")
     heading("which to take")
     pairs(advice(rows, about))
     note(f"{folder / PAGE} has it as a page")

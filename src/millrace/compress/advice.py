@@ -22,6 +22,7 @@ from millrace.settings import read_given
 VERSION = 1
 ABOUT, PAGE = "about.json", "advice.html"
 NEAR = 0.01  # KL in nats a token up to which answers are hardly to be told apart: the bound of --precision auto
+_AS_SMALL = 1.01
 _MOST_BYTES = 16 << 20
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -144,7 +145,7 @@ def _advised(rows: Sequence[Row], target: Target, about: About) -> str:
     said = f"{best.name}: {_gain(best, target, about)}, KL {_kl(best):.3g}"
     if not _gains(best, target, about):
         said = f"leave it as it is: {best.name}, the best within KL {NEAR:g}, has {_gain(best, target, about)}"
-    if any_loss is not best and _kl(any_loss) > NEAR and _ahead(any_loss, best, target):
+    if _kl(any_loss) > NEAR and _ahead(any_loss, best, target) and _gains(any_loss, target, about):
         loss = any_loss.loss
         assert loss is not None
         said += (
@@ -160,9 +161,11 @@ def _kl(row: Row) -> float:
 
 
 def _best(rows: Sequence[Row], target: Target) -> Row:
-    """The smallest, or the fastest; of those whose rounds overlap with the fastest's, the one that loses least."""
+    """The smallest, or the fastest; of those within a hundredth of the bytes, or whose rounds overlap with the
+    fastest's, the one that loses least."""
     if not target.work:
-        return min(rows, key=lambda row: (row.bytes, _kl(row)))
+        least = min(row.bytes for row in rows)
+        return min((row for row in rows if row.bytes <= _AS_SMALL * least), key=_kl)
     fastest = max(rows, key=lambda row: _relative(row, target).median)
     low = _relative(fastest, target).low
     return min((row for row in rows if _relative(row, target).high >= low), key=_kl)
@@ -170,7 +173,7 @@ def _best(rows: Sequence[Row], target: Target) -> Row:
 
 def _ahead(one: Row, other: Row, target: Target) -> bool:
     if not target.work:
-        return one.bytes < other.bytes
+        return _AS_SMALL * one.bytes < other.bytes
     return _relative(one, target).low > _relative(other, target).high
 
 
@@ -195,7 +198,8 @@ HEADER = ("method", "KL", "perplexity", "same token", "bits", "bytes", "decode 1
 
 
 def cells(rows: Sequence[Row], about: About, size: Callable[[float], str]) -> list[list[str]]:
-    """A line of the table for each method, the source's first; speeds in tokens a second."""
+    """A line of the table for each method, the source's first; speeds in tokens a second, and in brackets as a share of
+    the source's in the same rounds."""
     found = []
     first = next((row for row in rows if row.speed is not None), None)
     if first is not None:
@@ -205,7 +209,8 @@ def cells(rows: Sequence[Row], about: About, size: Callable[[float], str]) -> li
         if row.loss is None or row.speed is None:
             found.append([row.name, f"not for this model: {row.refused}", *[""] * 8])
             continue
-        speeds = [f"{row.pace(t.work).made.median:,.0f}" for t in targets(about.batch) if t.work]
+        works = [t for t in targets(about.batch) if t.work]
+        speeds = [f"{row.pace(t.work).made.median:,.0f} ({_relative(row, t).median:.2f})" for t in works]
         growth = row.loss.perplexity / row.loss.source_perplexity - 1
         found.append([
             row.name, f"{row.loss.kl:.3g}", f"{growth:+.1%}", f"{row.loss.agreement:.1%}", f"{row.bits_per_weight:.2f}",
@@ -219,6 +224,7 @@ def write_page(folder: Path, rows: Sequence[Row], about: About, size: Callable[[
     values: dict[str, Any] = {
         "a": about, "header": [h.replace("N", str(about.batch)) for h in HEADER], "rows": cells(rows, about, size),
         "advice": advice(rows, about), "near": NEAR, "collected": collected,
+        "precision": next((row.speed.source_precision for row in rows if row.speed is not None), ""),
         "tokens": next((row.loss.tokens for row in rows if row.loss is not None), 0),
     }  # fmt: skip
     write_whole(folder / PAGE, render(Path(__file__).with_name("advice.html"), **values).encode())
