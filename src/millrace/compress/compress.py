@@ -28,6 +28,7 @@ from millrace.compress.grid import Array, rounded, slabs
 from millrace.compress.layers import Layer
 from millrace.compress.page import write_page
 from millrace.compress.plan import WEIGHT, Job
+from millrace.compress.prune import config_of as pruned_config
 from millrace.compress.recipe import SEARCHES, Treatment
 from millrace.compress.recipe import written as recipe_of
 from millrace.compress.record import RECORD as RECORD
@@ -181,7 +182,10 @@ def _write_small(job: Job, path: Path, errors: Mapping[str, float], figures: Map
         raw = config_of(checkpoint.decoder) | {"dtype": "bfloat16"}
     else:
         raw = read_json_object(checkpoint.folder / CONFIG)
-    raw[KEY] = described({name: form for name, (_, form) in job.layers.items()}, list(job.ignored))
+    if job.pruned:
+        raw |= pruned_config(checkpoint.decoder, job.pruned[0])
+    if job.layers:
+        raw[KEY] = described({name: form for name, (_, form) in job.layers.items()}, list(job.ignored))
     (path / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
     write_record(path, {
         "millrace": millrace.__version__, "source": checkpoint.folder.name, "model": checkpoint.identity(),

@@ -51,8 +51,11 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     paces: list[Pace]
 
 
-def paces(source: NativeExecutor, made: NativeExecutor, progress: Progress, rounds: int = ROUNDS) -> list[Pace]:
-    """raises ConfigError for a context that is too short"""
+def paces(
+    source: NativeExecutor, made: NativeExecutor, progress: Progress, rounds: int = ROUNDS,
+    sequences: Sequence[int] = SEQUENCES,
+) -> list[Pace]:  # fmt: skip
+    """sequences: of decoding, at a time. raises ConfigError for a context that is too short"""
     room = min(source.limits.context_tokens, made.limits.context_tokens)
     if room < _SHORTEST:
         raise ConfigError(
@@ -63,7 +66,7 @@ def paces(source: NativeExecutor, made: NativeExecutor, progress: Progress, roun
     works: list[tuple[str, int, Callable[[NativeExecutor], Work]]] = [
         (f"prefill of {prompt}", prompt, lambda executor: _prefill(executor, prompt))
     ]
-    for n in SEQUENCES:
+    for n in sequences:
         name = f"decode, {n} at once" if n > 1 else "decode, alone"
         works.append((name, n * NEW, lambda executor, n=n: _decode(executor, n)))  # type: ignore[misc]
     found = []
