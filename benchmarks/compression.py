@@ -57,6 +57,7 @@ RECIPES: dict[str, Recipe] = {
     name: PRESETS.get(name) or Recipe(name, treatment)
     for name, treatment in {
         "int8-wo": PRESETS["int8-wo"].usual, "int8-sq": PRESETS["int8-sq"].usual, "fp8": PRESETS["fp8"].usual,
+        "fp8-gptq": PRESETS["fp8-gptq"].usual,
         RTN: _INT4, "int4-wo-mse": PRESETS["int4-wo-mse"].usual,
         "rtn, searched by energy": replace(_INT4, search="imatrix"), "rtn, clipped": replace(_INT4, search="clip"),
         "awq, not clipped": replace(_INT4, smooth="awq"), AWQ: PRESETS[AWQ].usual, GPTQ: PRESETS[GPTQ].usual,
@@ -224,7 +225,7 @@ def goals(costs: Mapping[str, Cost]) -> list[dict[str, Any]]:
             ]
         if MIX in share:
             found.append(judged(f"the {MIX}, of the KL of rounding to nearest", share[MIX], 0.4, 0.4, at_most=True))
-    for name in ("int8-sq", "fp8"):
+    for name in ("int8-sq", "fp8-gptq"):
         if name in costs:
             found.append(judged(f"KL of {name}", costs[name].kl[0], 0.01, 0.01, at_most=True) | {
                 "reached": round(costs[name].kl[0], 5)})  # fmt: skip

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.compress.gptq import Gptq, gptq
+from millrace.compress.e4m3 import E4M3, rounded_e4m3, scales_for
+from millrace.compress.gptq import Gptq, gptq, gptq_e4m3
 from millrace.compress.grid import IMATRIX_MSE, WHOLE_ROW, Grid, rounded
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -92,3 +93,53 @@ def test_scales_may_be_searched_or_given() -> None:
     searched = gptq(w, gram, grid, search=IMATRIX_MSE).matrix
     assert (searched.scales == clipped.scales).all()
     assert loss(w, searched.dequantise(), gram) < loss(w, clipped.dequantise(), gram)
+
+
+# ------------------------------------------------------------------ FP8
+
+
+def paper_e4m3(w: np.ndarray, gram: np.ndarray, scales: np.ndarray, damping: float) -> Floats:
+    """The same steps, where a column is rounded to E4M3 times a row's scale. scales (N,)"""
+    order = np.argsort(-gram.diagonal(), kind="stable")
+    W, H = w.astype(np.float64)[:, order], gram.astype(np.float64)[np.ix_(order, order)]
+    dead = np.diag(H) == 0
+    W[:, dead] = 0
+    H[dead, dead] = 1
+    H += damping * np.diag(H).mean() * np.eye(len(H))
+    U, Q = np.linalg.cholesky(np.linalg.inv(H)).T, np.zeros_like(W)
+    for i in range(W.shape[1]):
+        codes = np.clip(W[:, i] / scales, -448, 448).astype(np.float32).astype(E4M3)
+        Q[:, i] = codes.astype(np.float64) * scales
+        W[:, i:] -= np.outer((W[:, i] - Q[:, i]) / U[i, i], U[i, i:])
+    return Q[:, np.argsort(order)]
+
+
+@pytest.mark.parametrize("K", [24, 160])
+def test_in_fp8_it_is_the_papers_algorithm(K: int) -> None:
+    """A rounding that float32 decides otherwise than float64 is one of ten thousand, and costs nothing."""
+    w, gram = case(40, K, seed=K)
+    w[3], gram[5], gram[:, 5] = 0, 0, 0
+    made, damping = gptq_e4m3(w, gram, Gptq(0.01))
+    scales, values = made.scales.astype(np.float64)[:, 0], made.dequantise()
+    exact = paper_e4m3(w, gram, scales, 0.01)
+    assert damping == 0.01 and (values != exact).mean() < 2e-3
+    assert loss(w, values, gram) == pytest.approx(loss(w, exact, gram), rel=1e-3)
+    assert loss(w, values, gram) < 0.7 * loss(w, rounded_e4m3(w).dequantise(), gram)
+    assert not values[3].any() and not values[:, 5].any()
+
+
+def test_its_scale_is_the_best_of_those_that_bfloat16_needs() -> None:
+    """Of all scales of four bits in the octave above the smallest that holds the row, tried one by one in float64."""
+    w, gram = case(30, 64, seed=2)
+    energy = gram.diagonal()
+    found = scales_for(w, energy).astype(np.float64)[:, 0]
+    for row, mine in zip(w.astype(np.float64), found, strict=True):
+        tried = {}
+        for exponent in range(-20, 2):
+            for mantissa in range(8, 16):
+                scale = mantissa / 16 * 2.0**exponent
+                if np.abs(row).max() / 448 <= scale < 2 * np.abs(row).max() / 448 * (1 + 1 / 8):
+                    values = (row / scale).astype(np.float32).astype(E4M3).astype(np.float64) * scale
+                    tried[scale] = float(np.square(row - values) @ energy)
+        assert len(tried) >= 8 and mine in tried
+        assert tried[mine] <= min(list(tried.values())[:8]) * (1 + 1e-5)

@@ -9,8 +9,9 @@ from millrace.compile.source import Source
 from millrace.compress.collect import Progress, collect, samples
 from millrace.compress.compress import Method as Way
 from millrace.compress.compress import Piece, by_layers, rounded_alone
-from millrace.compress.gptq import LLM_COMPRESSOR
+from millrace.compress.gptq import LLM_COMPRESSOR, gptq_e4m3
 from millrace.compress.layers import Method, rounded_layers
+from millrace.compress.loss import relative_error
 from millrace.compress.plan import WEIGHT, Job
 from millrace.compress.prune import pruned
 from millrace.compress.recipe import CLIP, SEARCHES, Treatment
@@ -118,7 +119,8 @@ def by_statistics(statistics: Statistics) -> Way:
                 del left[name]
             yield piece
         for name in left:
-            yield rounded_alone(job, name)
+            treatment, _ = job.layers[name]
+            yield _in_fp8(job, name, statistics) if treatment.calibrated else rounded_alone(job, name)
         for name, treatment in job.sparse.items():
             yield _thinned(job, name, treatment, statistics)
         if job.pruned:
@@ -128,6 +130,12 @@ def by_statistics(statistics: Statistics) -> Way:
                 yield Piece({}, found.errors, found.floats)
 
     return made
+
+
+def _in_fp8(job: Job, name: str, statistics: Statistics) -> Piece:
+    w, x = job.checkpoint.tensors.load(name + WEIGHT), statistics[name]
+    made, _ = gptq_e4m3(w, x.gram)
+    return Piece({name: made}, {name: relative_error(w, made.dequantise(), x.gram)})
 
 
 def _thinned(job: Job, name: str, treatment: Treatment, statistics: Statistics) -> Piece:

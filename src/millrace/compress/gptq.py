@@ -8,12 +8,14 @@ take up earlier errors in one product.
 N outputs, K inputs. Weights lie transposed meanwhile, so that a column is contiguous.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.compress.e4m3 import BF16, E4M3, Fp8Matrix, rounded_to, scales_for
 from millrace.compress.grid import WHOLE_ROW, Array, Floats, Grid, Scales, Search, codes_of, fitted, matrix
 from millrace.errors import ConfigError
 
@@ -48,6 +50,9 @@ class Rounded:
     damping: float
 
 
+Rounding = Callable[[int, Floats], tuple[Array, Floats]]  # of a column, by its turn: its codes, and what they stand for
+
+
 def gptq(
     w: Array, gram: Array, grid: Grid, settings: Gptq = LLM_COMPRESSOR, search: Search | None = None,
     scales: Scales | None = None,
@@ -69,10 +74,27 @@ def gptq(
     if scales is None:
         codes, scales = _by_groups(columns, feedback, grid, search, energy)
     else:
-        codes = _by_blocks(columns, feedback, grid, scales, order // grid.group_of(K))
+        codes = np.empty(columns.shape, np.int8)
+        _by_blocks(columns, feedback, codes, _on(grid, scales, order // grid.group_of(K)))
     found = np.empty((K, N), np.int8)
     found[order] = codes
     return Rounded(matrix(np.ascontiguousarray(found.T), scales, grid), damping)
+
+
+def gptq_e4m3(w: Array, gram: Array, settings: Gptq = LLM_COMPRESSOR) -> tuple[Fp8Matrix, float]:
+    """The same for FP8, columns of most energy first, on the scales of `e4m3.scales_for`; and the damping."""
+    energy = gram.diagonal().astype(np.float64)
+    dead = energy <= 0
+    weights = np.where(dead, np.float32(0), w.astype(np.float32, copy=False))
+    scales = scales_for(weights, energy)
+    order = np.argsort(-energy, kind="stable")
+    feedback, _, damping = feedback_of(gram, dead, order, settings.damping)
+    columns = np.ascontiguousarray(weights.T[order])
+    codes, row = np.empty(columns.shape, E4M3), scales[:, 0]
+    _by_blocks(columns, feedback, codes, lambda _, column: rounded_to(column, row))
+    found = np.empty_like(codes)
+    found[order] = codes
+    return Fp8Matrix(np.ascontiguousarray(found.T), scales.astype(BF16)), damping
 
 
 def feedback_of(
@@ -98,18 +120,23 @@ def feedback_of(
     return feedback, np.asarray(R.diagonal(), np.float64), damping
 
 
-def _by_blocks(
-    columns: Floats, feedback: Floats, grid: Grid, scales: Scales, groups: NDArray[np.intp]
-) -> NDArray[np.int8]:
-    """columns (K, N), which become their errors -> codes (K, N). groups (K,): of each column, in scales"""
-    codes = np.empty(columns.shape, np.int8)
+def _on(grid: Grid, scales: Scales, groups: NDArray[np.intp]) -> Rounding:
+    """groups (K,): of each column in its turn, in scales"""
     steps, zeros = (np.ascontiguousarray(values.T) for values in scales.wide())
+
+    def rounded(turn: int, column: Floats) -> tuple[Array, Floats]:
+        step, zero = steps[groups[turn]], zeros[groups[turn]]
+        code = codes_of(column, step, zero, grid)
+        return code, (code - zero) * step
+
+    return rounded
+
+
+def _by_blocks(columns: Floats, feedback: Floats, codes: Array, rounded: Rounding) -> None:
+    """columns (K, N), which become their errors; codes (K, N), which are filled."""
     for begin in range(0, len(columns), _BLOCK):
         block = slice(begin, min(begin + _BLOCK, len(columns)))
-        own = groups[block]
-        wanted = _wanted(columns, feedback, block)
-        codes[block] = _block(wanted, columns[block], feedback[block, block], (steps[own], zeros[own]), grid)
-    return codes
+        _block(_wanted(columns, feedback, block), columns, feedback, codes, (block, rounded))
 
 
 def _by_groups(
@@ -122,8 +149,8 @@ def _by_groups(
         wanted = _wanted(columns, feedback, block)
         by_then = updated(wanted, columns[block], feedback[block, block])
         found.append(fitted(by_then.T, replace(grid, group=WHOLE_ROW), search, energy[block]))
-        steps, zeros = (np.repeat(values.T, len(wanted), axis=0) for values in found[-1].wide())
-        codes[block] = _block(wanted, columns[block], feedback[block, block], (steps, zeros), grid)
+        rounded = _on(grid, found[-1], np.zeros(len(columns), np.intp))
+        _block(wanted, columns, feedback, codes, (block, rounded))
     minimums = [part.minimums for part in found if part.minimums is not None]
     scales = np.concatenate([part.scales for part in found], axis=1)
     return codes, Scales(scales, np.concatenate(minimums, axis=1) if minimums else None)
@@ -146,13 +173,10 @@ def updated(wanted: Floats, columns: Floats, feedback: Floats) -> Floats:
     return updated
 
 
-def _block(
-    wanted: Floats, columns: Floats, feedback: Floats, scaling: tuple[Floats, Floats], grid: Grid
-) -> NDArray[np.int8]:
-    """wanted, columns (n, N), of which columns become their errors; scaling: steps and zeros (n, N) -> codes (n, N)"""
-    codes = np.empty(wanted.shape, np.int8)
-    for i, (step, zero) in enumerate(zip(*scaling, strict=True)):
-        code = codes_of(wanted[i] + feedback[:i, i] @ columns[:i], step, zero, grid)
-        columns[i] -= (code - zero) * step
-        codes[i] = code
-    return codes
+def _block(wanted: Floats, columns: Floats, feedback: Floats, codes: Array, at: tuple[slice, Rounding]) -> None:
+    """wanted (n, N): a block's columns, for what was lost before it; at: where it lies, and how one is rounded"""
+    block, rounded = at
+    errors, own, found = columns[block], feedback[block, block], codes[block]
+    for i in range(len(wanted)):
+        found[i], value = rounded(block.start + i, wanted[i] + own[:i, i] @ errors[:i])
+        errors[i] -= value

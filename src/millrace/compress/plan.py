@@ -21,7 +21,7 @@ WEIGHT = ".weight"
 TABLE = "model.embed_tokens"
 _SMALLER = sorted((g for g in GROUPS if g), reverse=True)
 # Seconds a million weights take, and bytes an element: of SmolLM2 on an AVX-512 server, for estimates alone.
-_ROUND_S, _SEARCH_S, _FP8_S, _GPTQ_S, _CLIP_S, _AWQ_S = 0.033, 0.22, 0.066, 0.2, 0.1, 1.0
+_ROUND_S, _SEARCH_S, _FP8_S, _FP8_SEARCH_S, _GPTQ_S, _CLIP_S, _AWQ_S = 0.033, 0.22, 0.066, 0.5, 0.2, 0.1, 1.0
 _BASE_BYTES, _MATRIX_BYTES, _KEPT_BYTES = 48 << 20, 28, 7
 
 
@@ -94,8 +94,8 @@ class Job:
 
 
 def _rate(treatment: Treatment) -> float:
-    if treatment.method == "fp8":
-        return _FP8_S
+    if treatment.fp8:
+        return _FP8_S + (_FP8_SEARCH_S + _GPTQ_S) * treatment.calibrated
     search = _CLIP_S if treatment.search == CLIP else _SEARCH_S if treatment.search != "none" else _ROUND_S
     return search + _GPTQ_S * (treatment.method == "gptq") + _AWQ_S * (treatment.smooth == "awq")
 
@@ -134,7 +134,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
         group = _fitting(name, K, treatment.group)
         if group != treatment.group:
             smaller[K, treatment.group, group] += 1
-        form = Form(treatment.bits, group, treatment.minimums, treatment.method == "fp8", treatment.activations)
+        form = Form(treatment.bits, group, treatment.minimums, treatment.fp8, treatment.activations)
         layers[name] = (treatment, form)
     _check_patterns(recipe, linears)
     if not layers and not sparse:

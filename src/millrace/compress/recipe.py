@@ -37,7 +37,8 @@ from millrace.errors import ConfigError, nearest
 
 VERSION = 1
 ROW = "row"
-METHODS = ("rtn", "gptq", "fp8", "none", *SPARSE)
+FP8, FP8_GPTQ = "fp8", "fp8-gptq"
+METHODS = ("rtn", "gptq", FP8, FP8_GPTQ, "none", *SPARSE)
 SMOOTH = ("none", "awq", "smoothquant")
 CLIP = "clip"  # of the searches, the one that is no `Search`
 SEARCHES: Mapping[str, Search | None] = {
@@ -64,10 +65,14 @@ class Treatment:
     @property
     def calibrated(self) -> bool:
         """Whether it needs statistics of what goes into the layer."""
-        if self.sparse:
+        if self.sparse or self.method == FP8_GPTQ:
             return True
         wants = self.method == "gptq" or self.smooth != "none" or self.search in ("imatrix", CLIP)
         return wants and self.method in ("rtn", "gptq")
+
+    @property
+    def fp8(self) -> bool:
+        return self.method in (FP8, FP8_GPTQ)
 
     @property
     def sparse(self) -> bool:
@@ -102,6 +107,8 @@ PRESETS: Mapping[str, Recipe] = {
                about="the same, the best of smaller ranges: llm-compressor's memoryless_mse"),
         Recipe("fp8", Treatment(method="fp8", bits=8, group=0, activations=8),
                about="E4M3 with a scale a row: llm-compressor's FP8_DYNAMIC; activations stay bfloat16 here"),
+        Recipe("fp8-gptq", Treatment(method="fp8-gptq", bits=8, group=0, activations=8),
+               about="the same by GPTQ, on the best scales of an octave: what FP8 loses least by"),
         Recipe("int4-gptq", Treatment(method="gptq"),
                about="GPTQ of statistics, damping 0.01, static order: llm-compressor's W4A16 by GPTQModifier"),
         Recipe("int4-gptq-clip", Treatment(method="gptq", search=CLIP),
@@ -214,7 +221,7 @@ def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatme
         values["group"] = 0 if values["group"] == ROW else values["group"]
     if "scales" in values:
         values["scales"] = Convention(values["scales"])
-    if values.get("method") == "fp8":  # of which there is one form
+    if values.get("method") in (FP8, FP8_GPTQ):  # of which there is one form
         values = {
             "smooth": "none",
             "bits": 8,
@@ -232,9 +239,9 @@ def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatme
 
 
 def _check(made: Treatment, where: str) -> None:
-    if made.method == "fp8":
+    if made.fp8:
         if (made.smooth, made.bits, made.group, made.minimums, made.search) != ("none", 8, 0, False, "none"):
-            raise _wrong(f"{where}method", "fp8", "nothing beside it but activations: 8 bits, a scale a row")
+            raise _wrong(f"{where}method", made.method, "nothing beside it but activations: 8 bits, a scale a row")
         return
     if made.sparse:
         if (made.smooth, made.minimums, made.search, made.activations) != ("none", False, "none", 16):
