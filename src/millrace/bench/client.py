@@ -83,15 +83,19 @@ class Client:
             connection.close()
         await asyncio.sleep(0)  # transports close in the loop's next turn
 
-    async def ask(self, question: Question, intended_s: float | None = None, on_text: OnText | None = None) -> Answer:
-        """Sends one request and reads its answer to the end. Failures are in the answer; only a cancel raises."""
+    async def ask(self, question: Question, answer: Answer | None = None, on_text: OnText | None = None) -> Answer:
+        """Sends one request and reads its answer to the end. Failures are in the answer; only a cancel raises.
+
+        answer: where to write, for one who wants what had come before a cancel
+        """
         self._n_asked += 1
-        answer = Answer(id=f"millrace-bench-{self._n_asked}")
+        answer = answer or Answer()
+        answer.id = f"millrace-bench-{self._n_asked}"
         target = self.target
         body = target.endpoint.request(target.model, question, target.streamed, target.each_usage)
         head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._head, answer.id.encode(), len(body))
         answer.sent_s = time.perf_counter()
-        answer.intended_s = answer.sent_s if intended_s is None else intended_s
+        answer.intended_s = answer.intended_s or answer.sent_s
         again = True
         while again:
             connection = await self._connection(answer)

@@ -1,0 +1,92 @@
+"""Every metric against what the null server did, computed apart from its own stamps in NumPy."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from millrace.bench.client import Client, Target
+from millrace.bench.endpoints import CHAT
+from millrace.bench.inputs import Shape, synthetic
+from millrace.bench.metrics import Metrics, measured
+from millrace.bench.null_process import NullProcess
+from millrace.bench.null_server import NullTiming, Sent
+from millrace.bench.run import Load, Run
+from millrace.bench.spread import Spread
+from millrace.bench.words import Words
+
+WITHIN = 0.02
+
+
+def driven(url: str, load: Load, n_tokens: int, warm_up: int) -> Run:
+    async def driving() -> Run:
+        async with Client(Target(url, CHAT, each_usage=True)) as client:
+            sessions = synthetic([Shape(Spread(20), Spread.normal(n_tokens, n_tokens / 5))], Words(), 1)
+            await Run(client, Load(warm_up, n_sessions=warm_up)).drive(sessions)  # connections are open then
+            run = Run(client, load)
+            await run.drive(sessions)
+            return run
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(driving())
+
+
+def truth_of(sent: list[Sent]) -> dict[str, "np.ndarray[Any, np.dtype[np.float64]]"]:
+    """In ms, by request: from its arrival at the server, and the server's own writes."""
+    first = np.array([s.sent_s[0] - s.arrived_s for s in sent])
+    last = np.array([s.sent_s[-1] - s.arrived_s for s in sent])
+    later = np.array([sum(s.n_tokens[1:]) for s in sent])
+    return {
+        "time_to_first_token": 1e3 * first,
+        "time_to_second_token": 1e3 * np.array([s.sent_s[1] - s.sent_s[0] for s in sent]),
+        "inter_token_latency": 1e3 * (last - first) / later,
+        "request_latency": 1e3 * last,
+        "output_token_throughput_per_user": later / (last - first),
+        "output_sequence_length": np.array([float(sum(s.n_tokens)) for s in sent]),
+        "inter_token_latency_genai_perf": 1e3 * (last - first) / (later + [s.n_tokens[0] - 1 for s in sent]),
+        "inter_chunk_latency": 1e3 * np.concatenate([np.diff(s.sent_s) for s in sent]),
+    }
+
+
+def assert_true(metrics: Metrics, sent: list[Sent]) -> None:
+    """Within 2 %, or the truth lies in the interval: of mean, spread and every percentile that has an interval."""
+    wrong = []
+    for name, values in truth_of(sent).items():
+        found = metrics.of_requests[name]
+        told = {"mean": found.mean} | {f"p{p}": found.percentiles[p] for p in (25, 50, 75, 90, 95, 99)}
+        for what, value in told.items():
+            true = values.mean() if what == "mean" else np.percentile(values, float(what[1:]))
+            interval = found.intervals[what]
+            if interval is None and what != "mean":
+                continue
+            holds = interval is not None and interval[0] <= true <= interval[1]
+            if not (holds or abs(value - true) <= WITHIN * true):
+                wrong.append((name, what, value, float(true), interval))
+    assert not wrong, wrong
+    span_s = max(s.sent_s[-1] for s in sent) - min(s.arrived_s for s in sent)
+    assert metrics.output_tokens_per_s.value == pytest.approx(sum(sum(s.n_tokens) for s in sent) / span_s, rel=WITHIN)
+    assert metrics.requests_per_s.value == pytest.approx(len(sent) / span_s, rel=WITHIN)
+
+
+@pytest.mark.parametrize(
+    "streams, requests, rate, n_tokens, tokens_per_chunk",
+    [
+        (1, 8, 200, 20, 3),
+        (64, 192, 50, 20, 1),
+        pytest.param(1, 30, 50, 50, 1, marks=pytest.mark.timing),
+        pytest.param(64, 384, 50, 100, 3, marks=pytest.mark.timing),
+        pytest.param(512, 1536, 5, 20, 1, marks=pytest.mark.timing),
+    ],
+)
+def test_every_metric_is_what_the_server_did(
+    streams: int, requests: int, rate: int, n_tokens: int, tokens_per_chunk: int
+) -> None:
+    itl_ms = 1000 / rate
+    timing = NullTiming(f"lognormal:{120},{30}", f"normal:{itl_ms},{itl_ms / 5}", tokens_per_chunk, seed=5)
+    with NullProcess(timing) as server:
+        run = driven(server.url, Load(streams, n_sessions=requests, ramp_s=0.1), n_tokens, warm_up=streams)
+        by_id = server.truth
+    assert [r.answer.failure for r in run.records] == [None] * requests
+    assert_true(measured(run.records), [by_id[r.answer.id] for r in run.records])

@@ -1,0 +1,137 @@
+"""`millrace bench` as people and programs run it, on the null server."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.bench.null_process import NullProcess
+from millrace.bench.null_server import NullTiming
+from millrace.bench.settings import ALIASES
+from millrace.cli.bench import command as bench
+from millrace.cli.bench_flags import as_ours
+from tests.cli.conftest import Millrace
+from tests.support.command_line import ROOT, environment
+
+SMALL = ("--isl", "20", "--osl", "5", "--request-count", "12", "--concurrency", "3")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with NullProcess(NullTiming(ttft_ms="10", itl_ms="2")) as server:
+        yield server.url
+
+
+def test_the_report_for_programs(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    result = millrace(
+        "bench", url, "--model", "m", *SMALL, "--json", "-o", str(folder), "--goodput", "ttft:500", "itl:50"
+    )
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert told == json.loads((folder / "summary.json").read_text())
+    assert told["requests"] == {"whole": 12, "failed": 0, "by_failure": {}}
+    assert told["metrics"]["input_sequence_length"]["mean"] == 20 and told["goodput"][0]["share"] == 1
+    assert told["token_source"] == "the server's usage" and told["ended_early"] is None
+
+
+def test_the_report_for_people(millrace: Millrace, url: str) -> None:
+    result = millrace("bench", url, *SMALL, "--pattern", "10/4", "--pattern", "20/6", "--goodput", "reading-speed")
+    assert result.code == 0, result.err
+    for said in ("12 answers in", "output tokens/s", "TTFT, ms", "ITL, ms a token", "10/4: ", "20/6: ", "<= 90 ms",
+                 "?: too few requests"):  # fmt: skip
+        assert said in result.out
+
+
+def test_flags_of_other_tools_are_taken(millrace: Millrace, url: str) -> None:
+    """As the pages of GenAI-Perf and AIPerf write them."""
+    flags = ["-m", "m", "-u", url, "--endpoint-type", "chat", "--streaming", "--synthetic-input-tokens-mean=20",
+             "--synthetic-input-tokens-stddev", "0", "--output-tokens-mean", "5", "--request-count", "4",
+             "--num-warmup-requests", "2", "--max-concurrency", "2", "--extra-inputs", "ignore_eos:true",
+             "--random-seed", "100", "-H", "x-key: value", "--json"]  # fmt: skip
+    result = millrace("bench", *flags)
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert told["requests"]["whole"] == 4 and told["load"]["warm_up"] == 2 and told["load"]["seed"] == 100
+
+
+def test_every_alias_is_a_flag_of_ours_and_told_in_the_docs() -> None:
+    known = {flag for parameter in bench.params for flag in parameter.opts}
+    page = (ROOT / "docs" / "bench.md").read_text()
+    for theirs, ours in ALIASES.items():
+        assert theirs not in known and (not ours or ours in known), theirs
+        assert f"`{theirs}`" in page, f"docs/bench.md leaves out {theirs}"
+
+
+def test_several_limits_may_follow_one_flag() -> None:
+    assert as_ours(["--goodput", "ttft:5", "itl:6", "http://x:1"]) == [
+        "--goodput", "ttft:5", "--goodput", "itl:6", "http://x:1",
+    ]  # fmt: skip
+    assert as_ours(["--goodput"]) == ["--goodput"] and as_ours(["--seed=4", "-m", "x"]) == [
+        "--random-seed=4", "--model", "x",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments, fragments",
+    [
+        ([], ["there is no one URL"]),
+        (["ftp://x"], ['the URL is "ftp://x"', "http://HOST:PORT"]),
+        (["http://127.0.0.1:1"], ["gives no answer to a first question: unreachable", "start it"]),
+        (["x", "--concurrency", "0"], ["--concurrency is 0", "1 to 65536"]),
+        (["x", "--endpoint", "speech"], ['--endpoint is "speech"', "chat, completions"]),
+        (["x", "--burstiness", "2"], ["--burstiness without"]),
+        (["x", "--pattern", "short"], ['--pattern is "short"']),
+        (["x", "--goodput", "tft:5"], ['--goodput knows no "tft"', 'did you mean "ttft"?']),
+        (["x", "--goodput"], ["requires an argument"]),
+        (["x", "--input-file", "absent.jsonl"], ["absent.jsonl cannot be read"]),
+        (["x", "--prefix-prompt-length", "600"], ["a shared prefix of 600 tokens in prompts of 550"]),
+        (["x", "--num-prefix-prompts", "6"], ["--num-prefix-prompts without a length"]),
+        (["x", "--header", "nothing"], ['--header is "nothing"', "NAME:VALUE"]),
+        (["x", "--request-cout", "5"], ["no option --request-cout", 'did you mean "--request-count"?']),
+    ],
+)
+def test_mistakes(millrace: Millrace, arguments: list[str], fragments: list[str]) -> None:
+    millrace("bench", *arguments).assert_mistake(*fragments)
+
+
+def test_a_model_or_path_that_is_not_there(millrace: Millrace, url: str) -> None:
+    millrace("bench", f"{url}/elsewhere").assert_mistake(
+        "status 404", "there is no /elsewhere/v1/chat", "correct --model"
+    )
+
+
+def test_an_invalid_trace_line_is_named(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5}\n{"timestamp": 0, "input_length": "x"}\n')
+    millrace("bench", url, "--input-file", str(trace)).assert_mistake(f"{trace}, line 2")
+
+
+def test_a_server_that_stops_midway_leaves_what_there_is(millrace: Millrace, tmp_path: Path) -> None:
+    with NullProcess(NullTiming(ttft_ms="10", itl_ms="2", fault="break", fault_every=4)) as server:
+        result = millrace("bench", server.url, *SMALL, "-o", str(tmp_path))
+    assert result.code == 0 and "failed (broken off)" in result.out and "9 answers" in result.out
+    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == 12
+
+
+def test_nothing_was_answered(millrace: Millrace, url: str) -> None:
+    result = millrace("bench", url, *SMALL, "--timeout-s", "0.012")
+    assert result.code == 2 and "timeout" in result.err
+
+
+def test_ctrl_c_still_reports(cache: Path, url: str, tmp_path: Path) -> None:
+    arguments = ["bench", url, "--isl", "10", "--osl", "5", "--duration-s", "60", "-o", str(tmp_path), "--json"]
+    command = [sys.executable, "-m", "millrace", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(cache)) as process:
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    told = json.loads(out)
+    assert process.returncode == 0 and told["ended_early"] == "Ctrl-C" and told["requests"]["whole"] > 5, err
+    assert told["metrics"]["time_to_first_token"]["n"] == told["requests"]["whole"]
+    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) >= told["requests"]["whole"]
