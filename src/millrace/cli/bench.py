@@ -47,7 +47,7 @@ ROWS = {
 def command(
     url: str | None, url_given: str | None, goodput: tuple[str, ...], output: Path | None, as_json: bool, **given: Any
 ) -> None:
-    """Measure a server: send it a load, and tell what its users would feel.
+    """Measure what users of a server feel.
 
     URL is any server of OpenAI's protocol. Flags of GenAI-Perf, AIPerf and `vllm bench serve` are taken where they mean
     the same. Ctrl-C ends the run and reports what there is.
