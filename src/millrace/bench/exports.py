@@ -14,6 +14,7 @@ from typing import Any
 from millrace.bench.goodput import goodput
 from millrace.bench.intervals import PERCENTILES, Summary
 from millrace.bench.metrics import OTHERS, OURS
+from millrace.bench.page import bench_page
 from millrace.bench.results import Finished, line_of, report
 from millrace.bench.run import Record
 
@@ -38,6 +39,7 @@ def write_results(folder: Path, done: Finished) -> list[str]:
     genai, aiperf = genai_perf(done), aiperf_metrics(done)
     records = sorted(done.run.records, key=lambda r: r.answer.sent_s)
     files = {
+        "report.html": bench_page(done),
         "summary.json": json.dumps(report(done), indent=2),
         "requests.jsonl": "".join(line_of(r, done.epoch_s) + "\n" for r in records),
         "profile_export_genai_perf.json": json.dumps({**genai, "input_config": _config(done)}, indent=2),
