@@ -135,3 +135,56 @@ def test_ctrl_c_still_reports(cache: Path, url: str, tmp_path: Path) -> None:
     assert process.returncode == 0 and told["ended_early"] == "Ctrl-C" and told["requests"]["whole"] > 5, err
     assert told["metrics"]["time_to_first_token"]["n"] == told["requests"]["whole"]
     assert len((tmp_path / "requests.jsonl").read_text().splitlines()) >= told["requests"]["whole"]
+
+
+def test_a_slower_server_is_found_and_ends_with_3(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    with NullProcess(NullTiming(ttft_ms="10", itl_ms="4")) as slower:
+        rounds = ("--isl", "10", "--osl", "10", "--request-count", "6", "--concurrency", "2", "--rounds", "4")
+        worse = millrace("bench", "compare", url, slower.url, *rounds, "--json")
+        better = millrace("bench", "compare", slower.url, url, *rounds)
+    assert worse.code == 3, worse.err
+    told = json.loads(worse.out)
+    assert "inter_token_latency" in told["worse"] and told["failed"] == [0, 0] and told["ended_early"] is None
+    assert better.code == 0 and "better" in better.out and "visible" in better.out
+
+
+def test_two_results_are_compared(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert millrace("bench", url, *SMALL, "--json", "-o", str(tmp_path / name)).code == 0
+    result = millrace("bench", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--allow", "50")
+    assert result.code == 0 and "request_latency" in result.out
+    millrace("bench", "compare", str(tmp_path / "a"), url).assert_mistake("one is a file, one is none")
+    millrace("bench", "compare", str(tmp_path), str(tmp_path)).assert_mistake("cannot be read")
+
+
+def test_a_sweep_ends_where_the_limit_breaks(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    flags = ["--isl", "10", "--osl", "5", "--request-count", "8", "--most", "4", "-o", str(tmp_path / "sweep.html")]
+    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "200", "--json")
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert [p["level"] for p in told["points"]] == [1, 2, 4] and told["within"]["level"] in (1, 2, 4)
+    assert (tmp_path / "sweep.html").read_text().count("<circle") == 3
+    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "1")
+    assert result.code == 0 and "best within limits  none" in result.out
+
+
+@pytest.mark.parametrize(
+    "arguments, fragments",
+    [
+        (["sweep", "x", "--concurrency", "4"], ["--concurrency in a sweep of it"]),
+        (["sweep", "x", "--by", "rate", "--request-rate", "4"], ["--request-rate in a sweep"]),
+        (["sweep", "x", "--from", "8", "--most", "4"], ["--most 4 is below --from 8"]),
+        (["sweep", "x", "--from", "1.5"], ["--from 1.5", "a whole number"]),
+        (["sweep"], ["Missing argument 'URL'", "millrace bench sweep"]),
+        (["compare", "x"], ["Missing argument 'B'"]),
+        (["compare", "x", "y", "--rounds", "1"], ["1 is not in the range"]),
+    ],
+)
+def test_mistakes_of_sweep_and_compare(millrace: Millrace, arguments: list[str], fragments: list[str]) -> None:
+    millrace("bench", *arguments).assert_mistake(*fragments)
+
+
+@pytest.mark.parametrize("part", ["sweep", "compare"])
+def test_the_parts_have_their_own_help(millrace: Millrace, part: str) -> None:
+    result = millrace("bench", part, "--help")
+    assert result.code == 0 and f"Usage: millrace bench {part}" in result.out and "Examples:" in result.out

@@ -1,26 +1,20 @@
 """`millrace bench`: a load on a server, and what its users would feel of it."""
 
-import asyncio
-import signal
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-import uvloop
 
 from millrace.bench.exports import write_results
 from millrace.bench.goodput import READING, parse_limits
-from millrace.bench.plan import Plan, measure, planned
+from millrace.bench.plan import measure, planned
 from millrace.bench.results import Finished, report
-from millrace.bench.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
+from millrace.cli import bench_compare, bench_sweep
 from millrace.cli.bench_flags import TheirFlags
+from millrace.cli.bench_runner import driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, print_json, table
-from millrace.cli.screen import progress as bars
 from millrace.errors import ConfigError, MachineError
 
 EPILOG = """\b
@@ -28,7 +22,10 @@ Examples:
   millrace bench http://127.0.0.1:8000 --model tiny --concurrency 16 --duration-s 30
   millrace bench URL --model M --request-rate 4 --isl 1000 --osl 200 --goodput ttft:500 itl:50
   millrace bench URL --model M --input-file trace.jsonl --replay-speed 2 -o results/
-  millrace bench URL --model M --pattern short/long --pattern long/short:2 --json"""
+  millrace bench URL --model M --pattern short/long --pattern long/short:2 --json
+  millrace bench sweep --help        raise the load until a limit breaks
+  millrace bench compare --help      two servers or results: which is faster, and how surely"""
+PARTS = {"sweep": bench_sweep.command, "compare": bench_compare.command}
 SHOWN = ("mean", "p50", "p90", "p99")
 ROWS = {
     "time_to_first_token": "TTFT, ms", "inter_token_latency": "ITL, ms a token", "request_latency": "latency, ms",
@@ -37,7 +34,19 @@ ROWS = {
 }  # fmt: skip
 
 
-@click.command(cls=TheirFlags, epilog=EPILOG)
+class Bench(TheirFlags):
+    """`bench URL ...`, or `bench sweep ...` and `bench compare ...`, which are commands of their own."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        part = PARTS.get(args[0]) if args else None
+        if part is None:
+            return super().make_context(info_name, args, parent, **extra)
+        return part.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+
+
+@click.command(cls=Bench, epilog=EPILOG)
 @click.argument("url", required=False)
 @click.option("--url", "url_given", hidden=True, help="The URL, as other tools take it.")
 @settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
@@ -62,7 +71,7 @@ def command(
     )  # fmt: skip
     if output is not None and output.exists() and not output.is_dir():
         raise ConfigError(f"--output {output} is a file", "a folder", "name another")
-    done = Finished.of(plan, run_plan(plan, quiet=as_json), limits)
+    done = Finished.of(plan, driven(lambda begins: measure(plan, begins), quiet=as_json), limits)
     if output is not None:
         names = write_results(output, done)
         note(f"  {len(names)} files in {output}")
@@ -70,49 +79,6 @@ def command(
     print_json(told) if as_json else show(told)
     if not done.metrics.n:
         raise MachineError("no request was answered", "one whole answer at least", "the failures above say why")
-
-
-def run_plan(plan: Plan, quiet: bool) -> Run:
-    """With progress; Ctrl-C ends it in order, a second one at once."""
-    with bars(quiet) as tell, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_stoppable(plan, tell))
-
-
-async def _stoppable(plan: Plan, tell: Callable[[str, int, int], None]) -> Run:
-    loop, running = asyncio.get_running_loop(), list[Run]()
-    ticking = loop.create_task(_tick(plan, running, tell))
-
-    def stop() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        running[-1].stop("Ctrl-C")
-
-    def begins(run: Run) -> None:
-        if not running and sys.platform != "win32":
-            loop.add_signal_handler(signal.SIGINT, stop)  # from here on there is something to report
-        running.append(run)
-
-    try:
-        return await measure(plan, begins)
-    finally:
-        ticking.cancel()
-
-
-async def _tick(plan: Plan, running: list[Run], tell: Callable[[str, int, int], None]) -> None:
-    """Ten times a second; it costs a client little."""
-    load = plan.load
-    while True:
-        if running:
-            run = running[-1]
-            n, is_warm_up = len(run.records), bool(plan.warm_up) and len(running) == 1
-            what = f"{'warm-up: ' if is_warm_up else ''}{n} answers, {run.n_running} running"
-            if run.load.n_sessions is not None:
-                tell(what, min(n, run.load.n_sessions), run.load.n_sessions)
-            elif load.duration_s is not None:
-                passed_s = time.perf_counter() - run.started_s
-                tell(what, min(round(passed_s), round(load.duration_s)), round(load.duration_s))
-            else:
-                tell(what, n, 0)
-        await asyncio.sleep(0.1)
 
 
 def show(told: dict[str, Any]) -> None:
