@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.bench import results
 from millrace.bench.null_process import NullProcess
 from millrace.bench.null_server import NullTiming
 from millrace.bench.settings import ALIASES
@@ -18,7 +19,7 @@ from millrace.cli.bench_flags import as_ours
 from tests.cli.conftest import Millrace
 from tests.support.command_line import ROOT, environment
 
-SMALL = ("--isl", "20", "--osl", "5", "--request-count", "12", "--concurrency", "3")
+SMALL = ("--isl", "20", "--osl", "5", "--request-count", "12", "--concurrency", "3", "--certify-s", "0")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_flags_of_other_tools_are_taken(millrace: Millrace, url: str) -> None:
     flags = ["-m", "m", "-u", url, "--endpoint-type", "chat", "--streaming", "--synthetic-input-tokens-mean=20",
              "--synthetic-input-tokens-stddev", "0", "--output-tokens-mean", "5", "--request-count", "4",
              "--num-warmup-requests", "2", "--max-concurrency", "2", "--extra-inputs", "ignore_eos:true",
-             "--random-seed", "100", "-H", "x-key: value", "--json"]  # fmt: skip
+             "--random-seed", "100", "-H", "x-key: value", "--json", "--certify-s", "0"]  # fmt: skip
     result = millrace("bench", *flags)
     assert result.code == 0, result.err
     told = json.loads(result.out)
@@ -125,7 +126,21 @@ def test_nothing_was_answered(millrace: Millrace, url: str) -> None:
 
 
 def test_ctrl_c_still_reports(cache: Path, url: str, tmp_path: Path) -> None:
-    arguments = ["bench", url, "--isl", "10", "--osl", "5", "--duration-s", "60", "-o", str(tmp_path), "--json"]
+    arguments = [
+        "bench",
+        url,
+        "--isl",
+        "10",
+        "--osl",
+        "5",
+        "--duration-s",
+        "60",
+        "-o",
+        str(tmp_path),
+        "--json",
+        "--certify-s",
+        "0",
+    ]
     command = [sys.executable, "-m", "millrace", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(cache)) as process:
         time.sleep(1.5)
@@ -188,3 +203,18 @@ def test_mistakes_of_sweep_and_compare(millrace: Millrace, arguments: list[str],
 def test_the_parts_have_their_own_help(millrace: Millrace, part: str) -> None:
     result = millrace("bench", part, "--help")
     assert result.code == 0 and f"Usage: millrace bench {part}" in result.out and "Examples:" in result.out
+
+
+def test_the_client_proves_itself_first(millrace: Millrace, url: str) -> None:
+    result = millrace("bench", url, *SMALL[:-2], "--certify-s", "0.6", "--json")
+    assert result.code == 0, result.err
+    told = json.loads(result.out)["client"]
+    assert told["certificate"]["streams"] == 3 and 60 < told["certificate"]["chunks_per_s"] < 180
+    assert 0 < told["certificate"]["delay_p50_ms"] < 5 and 0 < told["cpu_share"] < 0.8
+
+
+def test_a_client_that_does_not_keep_up_says_so(millrace: Millrace, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "SATURATED", 1e-4)
+    result = millrace("bench", url, *SMALL, "--json")
+    told = json.loads(result.out)
+    assert told["valid"] is False and told["notes"][0].startswith("INVALID: this client does not keep up")

@@ -141,8 +141,12 @@ class _Connection(asyncio.Protocol):
         """due_s: by the machine's clock"""
         self._timer = self._loop.call_later(max(0.0, due_s - time.perf_counter()), call)
 
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
     def _write(self, data: bytes) -> None:
-        if self._transport is not None:
+        if self._transport is not None and self.is_open:
             self._transport.write(data)
 
     def _close(self) -> None:
@@ -178,7 +182,7 @@ class _Stream:
         """What is due goes out: a chunk's tokens when its first is."""
         sent, n = self.sent, len(self.sent.due_s)
         now = time.perf_counter()
-        while self._told < n and sent.arrived_s + sent.due_s[self._told] <= now:
+        while self.connection.is_open and self._told < n and sent.arrived_s + sent.due_s[self._told] <= now:
             if self.fault is not None and self._told >= n // 2 and self._fails():
                 return
             n_tokens = min(self.tokens_per_chunk, n - self._told)
@@ -188,6 +192,8 @@ class _Stream:
             sent.sent_s.append(time.perf_counter())
             sent.n_tokens.append(n_tokens)
             self.connection.write(data)
+        if not self.connection.is_open:
+            return
         if self._told < n:
             self._wait(self._told, self._chunk)
         else:

@@ -97,13 +97,12 @@ def _inputs(
 
 
 async def measure(
-    plan: Plan, on_run: Callable[[Run], None] = lambda run: None,
-    on_record: Callable[[Record], None] = lambda record: None,
+    plan: Plan, on_run: Callable[[Run], None] = lambda run: None, words: Words | None = None
 ) -> Run:  # fmt: skip
-    """The whole run. on_run: is handed the warm-up's and the run itself before each begins. raises MachineError where
-    the server does not answer the first question"""
+    """The whole run. on_run: is handed the warm-up's and the run itself before each begins; words: where `reached` has
+    asked before. raises MachineError where the server does not answer the first question"""
     async with Client(plan.target) as client:
-        sessions = plan.sessions(await fitted_words(client, plan.extra))
+        sessions = plan.sessions(words or await fitted_words(client, plan.extra))
         if plan.warm_up:
             before = Run(client, replace(plan.load, n_sessions=plan.warm_up, duration_s=None, cancel_share=0.0),
                          plan.extra)  # fmt: skip
@@ -111,12 +110,22 @@ async def measure(
             await before.drive(islice(sessions, plan.warm_up))
             if before.ended:
                 return before
-        # texts of the first are written now: a long one takes milliseconds, in which no stamp could be taken
-        sessions = chain(list(islice(sessions, min(plan.load.n_sessions or PREPARED, PREPARED))), sessions)
-        run = Run(client, plan.load, plan.extra, on_record)
+        run = Run(client, plan.load, plan.extra)
         on_run(run)
-        await run.drive(sessions)
+        await run.drive(prepared(sessions, plan.load))
         return run
+
+
+def prepared(sessions: Iterator[Session], load: Load) -> Iterator[Session]:
+    """Texts of the first are written now: a long one takes milliseconds, in which no stamp could be taken."""
+    first = list(islice(sessions, min(load.n_sessions or PREPARED, PREPARED)))
+    return chain(first, sessions)
+
+
+async def reached(plan: Plan) -> Words:
+    """raises MachineError where the server does not answer a question"""
+    async with Client(plan.target) as client:
+        return await fitted_words(client, plan.extra)
 
 
 async def fitted_words(client: Client, extra: Mapping[str, object]) -> Words:

@@ -6,9 +6,10 @@ Nothing of a text is kept; from the lines every metric can be computed again.
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from millrace.bench.certify import SATURATED, Certificate
 from millrace.bench.goodput import Limits, goodput
 from millrace.bench.intervals import Summary
 from millrace.bench.metrics import CHUNK_GAP, CHUNK_GAP_SAYS, NOT_COUNTED, OTHERS, OURS, Metrics, Rate, measured
@@ -29,10 +30,16 @@ class Finished:
     metrics: Metrics
     limits: Sequence[Limits]
     epoch_s: float
+    certificate: Certificate | None = None
 
     @classmethod
-    def of(cls, plan: Plan, run: Run, limits: Sequence[Limits]) -> "Finished":
-        return cls(plan, run, measured(run.records), limits, time.time() - time.perf_counter())
+    def of(cls, plan: Plan, run: Run, limits: Sequence[Limits], certificate: Certificate | None = None) -> "Finished":
+        return cls(plan, run, measured(run.records), limits, time.time() - time.perf_counter(), certificate)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the client kept up: what a saturated one stamps is its own lateness."""
+        return self.run.cpu_share < SATURATED and (self.certificate is None or self.certificate.holds)
 
 
 def report(done: Finished) -> dict[str, Any]:
@@ -45,6 +52,13 @@ def report(done: Finished) -> dict[str, Any]:
         "load": _load(done.plan),
         "started": _iso(done.epoch_s + done.run.started_s),
         "ended_early": done.run.ended or None,
+        "valid": done.is_valid,
+        "client": {
+            "cpu_share": done.run.cpu_share,
+            "certificate": None
+            if done.certificate is None
+            else {**asdict(done.certificate), "holds": done.certificate.holds},
+        },
         **_figures(done.run.records, done.metrics, done.limits),
         "patterns": {
             label: _figures(records, measured(records), done.limits)
@@ -95,6 +109,12 @@ def notes(done: Finished) -> list[str]:
     """What a reader of the figures has to know."""
     answers = [r for r in done.run.records if r.answer.failure is None]
     said = [f"The run ended early: {done.run.ended}."] if done.run.ended else []
+    if not done.is_valid:
+        said.append(
+            f"INVALID: this client does not keep up ({done.run.cpu_share:.0%} of a core in the run"
+            + (f"; {done.certificate.says}" if done.certificate else "")
+            + "). Send less, or from a machine that does less."
+        )
     kinds: dict[str, str] = {}
     for r in done.run.records:
         if r.answer.failure is not None and r.answer.failure not in NOT_COUNTED:

@@ -7,7 +7,7 @@ busy) counts from when it should have been sent, too.
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 
 from millrace.bench.answer import Answer, Failure, Message, Question
@@ -48,18 +48,16 @@ class Record:
 class Run:
     """records: in the order in which answers ended; ended: why it ended before its time, else "" """
 
-    def __init__(
-        self, client: Client, load: Load, extra: Mapping[str, object] | None = None,
-        on_record: Callable[[Record], None] = lambda record: None,
-    ) -> None:  # fmt: skip
+    def __init__(self, client: Client, load: Load, extra: Mapping[str, object] | None = None) -> None:
         """extra: fields of every request's body"""
         self.load, self.records, self.ended, self.n_running, self.started_s = load, list[Record](), "", 0, 0.0
-        self._client, self._extra, self._on_record = client, extra or {}, on_record
+        self.wall_s, self.cpu_share = 0.0, 0.0  # that it took, and of that this process's share of a core
+        self._client, self._extra = client, extra or {}
         self._tasks, self._failed_in_a_row, self._n_begun = set[asyncio.Task[None]](), 0, 0
 
     async def drive(self, sessions: Iterator[Session]) -> None:
         """Until the load is done, or `sessions` are, or `stop` is called. What was sent is in `records`."""
-        self.started_s = time.perf_counter()
+        self.started_s, cpu_s = time.perf_counter(), time.process_time()
         if self.load.concurrency is None or self.load.arrivals is not None:
             self._spawn(self._arrive(sessions))
         else:
@@ -74,6 +72,8 @@ class Run:
         finally:
             self.stop("interrupted")
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            self.wall_s = time.perf_counter() - self.started_s
+            self.cpu_share = (time.process_time() - cpu_s) / self.wall_s
 
     def stop(self, why: str) -> None:
         """Nothing more is sent, and what runs is given up."""
@@ -158,7 +158,6 @@ class Run:
 
     def _keep(self, record: Record) -> None:
         self.records.append(record)
-        self._on_record(record)
         failure = record.answer.failure
         self._failed_in_a_row = 0 if failure in (None, Failure.CANCELLED) else self._failed_in_a_row + 1
         if self._failed_in_a_row == FAILURES_IN_A_ROW:

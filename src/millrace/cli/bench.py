@@ -5,14 +5,16 @@ from typing import Any
 
 import click
 
+from millrace.bench.certify import Certificate, certify
 from millrace.bench.exports import write_results
 from millrace.bench.goodput import READING, parse_limits
-from millrace.bench.plan import measure, planned
+from millrace.bench.plan import Plan, measure, planned, reached
 from millrace.bench.results import Finished, report
+from millrace.bench.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli import bench_compare, bench_sweep
 from millrace.cli.bench_flags import TheirFlags
-from millrace.cli.bench_runner import driven
+from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, print_json, table
 from millrace.errors import ConfigError, MachineError
@@ -51,10 +53,24 @@ class Bench(TheirFlags):
 @click.option("--url", "url_given", hidden=True, help="The URL, as other tools take it.")
 @settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
 @click.option("--goodput", multiple=True, metavar="METRIC:MS", help=f"Limits that good requests keep; or {READING}.")
+@click.option(
+    "--certify-s",
+    type=click.FloatRange(0, 600),
+    default=2.0,
+    show_default=True,
+    metavar="X",
+    help="Seconds in which this client first proves itself on a server of known timing; 0: not.",
+)
 @click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there, as other tools do, too.")
 @json_option
 def command(
-    url: str | None, url_given: str | None, goodput: tuple[str, ...], output: Path | None, as_json: bool, **given: Any
+    url: str | None,
+    url_given: str | None,
+    goodput: tuple[str, ...],
+    certify_s: float,
+    output: Path | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Measure what users of a server feel.
 
@@ -71,7 +87,8 @@ def command(
     )  # fmt: skip
     if output is not None and output.exists() and not output.is_dir():
         raise ConfigError(f"--output {output} is a file", "a folder", "name another")
-    done = Finished.of(plan, driven(lambda begins: measure(plan, begins), quiet=as_json), limits)
+    certificate, run = driven(lambda begins: _measured(plan, certify_s, as_json, begins), quiet=as_json)
+    done = Finished.of(plan, run, limits, certificate)
     if output is not None:
         names = write_results(output, done)
         note(f"  {len(names)} files in {output}")
@@ -79,6 +96,15 @@ def command(
     print_json(told) if as_json else show(told)
     if not done.metrics.n:
         raise MachineError("no request was answered", "one whole answer at least", "the failures above say why")
+
+
+async def _measured(plan: Plan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:
+    """A server that does not answer is found before the client is tried."""
+    words = await reached(plan)
+    certificate = await certify(plan, certify_s) if certify_s else None
+    if certificate is not None and not quiet:
+        note(f"  client: {certificate.says}")
+    return certificate, await measure(plan, begins, words)
 
 
 def show(told: dict[str, Any]) -> None:
