@@ -48,6 +48,12 @@ def test_no_difference_is_seen_where_there_is_none() -> None:
     assert 0.92 <= found.count("no difference seen") / ROUNDS <= 0.98
 
 
+def test_ci_is_seldom_alarmed_for_nothing() -> None:
+    """Of runs without a difference 1 % would fail on one side or the other: half of these are worse."""
+    alarms = sum(drawn_pairs(0, n).is_worse_by(0) for n in (3, 8, 20) for _ in range(ROUNDS))
+    assert alarms / (3 * ROUNDS) < 0.012
+
+
 def test_the_visible_effect_is_seen_four_times_out_of_five() -> None:
     visible = float(np.mean([drawn_pairs(0).visible for _ in range(100)]))
     seen = sum(drawn_pairs(visible).verdict == "worse" for _ in range(ROUNDS))
@@ -74,7 +80,7 @@ def test_samples_of_requests() -> None:
 def test_verdicts(
     more_is_better: bool, interval: tuple[float, float], verdict: str, worse_by_5: bool, worse_by_20: bool
 ) -> None:
-    one = Difference("x", more_is_better, 1, 1, 9, 0, interval, 1)
+    one = Difference("x", more_is_better, 1, 1, 9, 0, interval, 1, surely=interval)
     assert (one.verdict, one.is_worse_by(5), one.is_worse_by(20)) == (verdict, worse_by_5, worse_by_20)
 
 

@@ -51,6 +51,11 @@ def test_student_t_is_that_of_the_tables(freedom: int, t: float) -> None:
     assert student_t(freedom) == pytest.approx(t, rel=1e-3)
 
 
+@pytest.mark.parametrize("freedom, t", [(9, 3.2498), (29, 2.7564), (99, 2.6264), (10**6, 2.57583)])
+def test_so_it_is_for_99_percent(freedom: int, t: float) -> None:
+    assert student_t(freedom, 2.5758293) == pytest.approx(t, rel=1e-3)
+
+
 def test_a_summary_is_numpys() -> None:
     x = np.random.default_rng(2).gamma(2, 50, 1237)
     found = summary(x.tolist())

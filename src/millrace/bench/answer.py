@@ -28,11 +28,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request. extra: further fields of its body, as they are"""
+    """One request. extra: further fields of its body, as they are; n_input: tokens that a first turn was to have"""
 
     messages: Sequence[Message]
     max_tokens: int | None = None
     extra: Mapping[str, object] = field(default_factory=dict)
+    n_input: int | None = None
 
     @property
     def text(self) -> str:

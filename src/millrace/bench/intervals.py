@@ -75,9 +75,10 @@ def mean_interval(values: "npt.NDArray[np.float64]") -> Interval | None:
     return mean - half, mean + half
 
 
-def student_t(freedom: int) -> float:
-    """The two-sided 95 % quantile, within 0.1 % from 6 degrees of freedom (Abramowitz and Stegun, 26.7.5)."""
-    z, v = _Z, freedom
+def student_t(freedom: int, z: float = _Z) -> float:
+    """The quantile that is `z` for a normal distribution; two-sided 95 %: within 0.1 % from 6 degrees of freedom, 99 %
+    from 9 (Abramowitz and Stegun, 26.7.5)."""
+    v = freedom
     z3, z5, z7 = z**3, z**5, z**7
     return (
         z + (z3 + z) / (4 * v) + (5 * z5 + 16 * z3 + 3 * z) / (96 * v**2)

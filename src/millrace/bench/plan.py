@@ -1,7 +1,6 @@
 """From settings to a run: whom to ask, the load, the sessions; a first question; warm-up; and the run itself."""
 
 import json
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -14,14 +13,15 @@ from millrace.bench.client import Client, Target
 from millrace.bench.endpoints import ENDPOINTS
 from millrace.bench.files import Given, read_requests
 from millrace.bench.inputs import Prefixes, Session, Shape, Talk, synthetic
-from millrace.bench.run import Load, Record, Run
+from millrace.bench.run import Asker, Load, Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.bench.spread import Spread
-from millrace.bench.words import Words
+from millrace.bench.words import WORDS, Words
 from millrace.errors import ConfigError, MachineError
 
 OSL, REQUESTS_EACH, PREPARED = 150, 10, 512
-_PROBE_WORDS = (32, 160)
+_FEW = WORDS[::8]
+_PROBES = (_FEW, (*_FEW, *WORDS))  # so that what tokens a word becomes is the mean of all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,11 @@ class Plan:
     sessions: Callable[[Words], Iterator[Session]]
 
 
-def planned(url: str, whom: TargetSettings, load: LoadSettings, what: InputSettings, talk: SessionSettings) -> Plan:
-    """raises ConfigError"""
+def planned(
+    url: str, whom: TargetSettings, load: LoadSettings, what: InputSettings, talk: SessionSettings,
+    in_process: bool = False,
+) -> Plan:  # fmt: skip
+    """in_process: `url` is the name of an engine. raises ConfigError"""
     _agree(load, what, talk)
     headers = dict(_pair(text, "--header") for text in whom.header)
     extra = {key: _value(value) for key, value in (_pair(text, "--extra-inputs") for text in whom.extra_inputs)}
@@ -57,7 +60,8 @@ def planned(url: str, whom: TargetSettings, load: LoadSettings, what: InputSetti
         url, ENDPOINTS[whom.endpoint], whom.model, whom.streaming, whom.per_chunk_usage, headers, whom.timeout_s,
         keep_text=talk.session_turns_mean > 1 or given is not None,
     )  # fmt: skip
-    target.head()  # complains of an address or header at once
+    if not in_process:
+        target.head()  # complains of an address or header at once
     asked = Load(
         concurrency, arrivals, count, load.duration_s, load.ramp_s, load.request_cancellation_rate / 100,
         load.request_cancellation_delay, load.random_seed,
@@ -102,18 +106,24 @@ async def measure(
     """The whole run. on_run: is handed the warm-up's and the run itself before each begins; words: where `reached` has
     asked before. raises MachineError where the server does not answer the first question"""
     async with Client(plan.target) as client:
-        sessions = plan.sessions(words or await fitted_words(client, plan.extra))
-        if plan.warm_up:
-            before = Run(client, replace(plan.load, n_sessions=plan.warm_up, duration_s=None, cancel_share=0.0),
-                         plan.extra)  # fmt: skip
-            on_run(before)
-            await before.drive(islice(sessions, plan.warm_up))
-            if before.ended:
-                return before
-        run = Run(client, plan.load, plan.extra)
-        on_run(run)
-        await run.drive(prepared(sessions, plan.load))
-        return run
+        return await driven_by(client, plan, plan.sessions(words or await fitted_words(client, plan.extra)), on_run)
+
+
+async def driven_by(
+    client: Asker, plan: Plan, sessions: Iterator[Session], on_run: Callable[[Run], None] = lambda run: None
+) -> Run:
+    """The same, whomever it asks: warm-up, then the run."""
+    if plan.warm_up:
+        warming = replace(plan.load, n_sessions=plan.warm_up, duration_s=None, cancel_share=0.0)
+        before = Run(client, warming, plan.extra)
+        on_run(before)
+        await before.drive(islice(sessions, plan.warm_up))
+        if before.ended:
+            return before
+    run = Run(client, plan.load, plan.extra)
+    on_run(run)
+    await run.drive(prepared(sessions, plan.load))
+    return run
 
 
 def prepared(sessions: Iterator[Session], load: Load) -> Iterator[Session]:
@@ -131,12 +141,13 @@ async def reached(plan: Plan) -> Words:
 async def fitted_words(client: Client, extra: Mapping[str, object]) -> Words:
     """Two small questions: whether the server answers at all, and what tokens words become. raises MachineError"""
     told: list[tuple[int, int]] = []
-    for n_words in _PROBE_WORDS:
-        text = Words().text(n_words, random.Random(f"probe/{n_words}"))
-        answer = await client.ask(Question([Message("user", text)], 2, extra))
+    for words in _PROBES:
+        answer = await client.ask(Question([Message("user", " ".join(words))], 2, extra))
+        if answer.failure is Failure.STATUS and answer.status in (400, 413) and told:  # longer than its context
+            return Words(max(told[0][1], 1) / told[0][0])
         if answer.failure not in (None, Failure.EMPTY):
             raise _no_answer(client.target, answer)
-        told.append((n_words, answer.n_prompt or 0))
+        told.append((len(words), answer.n_prompt or 0))
     return Words.fitted(told[0], told[1])
 
 

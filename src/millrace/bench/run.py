@@ -9,10 +9,10 @@ import random
 import time
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from millrace.bench.answer import Answer, Failure, Message, Question
 from millrace.bench.arrivals import Arrivals
-from millrace.bench.client import Client
 from millrace.bench.inputs import Session, Turn
 
 FAILURES_IN_A_ROW = 100  # then the run ends: the server is gone
@@ -45,19 +45,26 @@ class Record:
     label: str = ""
 
 
+class Asker(Protocol):
+    """Whom a run asks: a server over HTTP (`bench/client.py`), or an engine in this process (`bench/in_process.py`)."""
+
+    async def ask(self, question: Question, answer: Answer | None = None) -> Answer:
+        """Fills `answer`; failures are in it. Only a cancel raises."""
+
+
 class Run:
     """records: in the order in which answers ended; ended: why it ended before its time, else "" """
 
-    def __init__(self, client: Client, load: Load, extra: Mapping[str, object] | None = None) -> None:
+    def __init__(self, client: Asker, load: Load, extra: Mapping[str, object] | None = None) -> None:
         """extra: fields of every request's body"""
         self.load, self.records, self.ended, self.n_running, self.started_s = load, list[Record](), "", 0, 0.0
-        self.wall_s, self.cpu_share = 0.0, 0.0  # that it took, and of that this process's share of a core
+        self.wall_s, self.cpu_share = 0.0, 0.0  # that it took, and this thread's share of a core in it
         self._client, self._extra = client, extra or {}
         self._tasks, self._failed_in_a_row, self._n_begun = set[asyncio.Task[None]](), 0, 0
 
     async def drive(self, sessions: Iterator[Session]) -> None:
         """Until the load is done, or `sessions` are, or `stop` is called. What was sent is in `records`."""
-        self.started_s, cpu_s = time.perf_counter(), time.process_time()
+        self.started_s, cpu_s = time.perf_counter(), time.thread_time()
         if self.load.concurrency is None or self.load.arrivals is not None:
             self._spawn(self._arrive(sessions))
         else:
@@ -73,7 +80,7 @@ class Run:
             self.stop("interrupted")
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self.wall_s = time.perf_counter() - self.started_s
-            self.cpu_share = (time.process_time() - cpu_s) / self.wall_s
+            self.cpu_share = (time.thread_time() - cpu_s) / self.wall_s
 
     def stop(self, why: str) -> None:
         """Nothing more is sent, and what runs is given up."""
@@ -134,7 +141,8 @@ class Run:
             said += [Message(*one) for one in turn.history]
             said.append(Message("user", turn.text))
             record = Record(turn, Answer(intended_s=due_s), number, i, session.label)
-            await self._ask(Question(tuple(said), turn.max_tokens, self._extra), record)
+            n_input = turn.n_input if len(said) == 1 else None
+            await self._ask(Question(tuple(said), turn.max_tokens, self._extra, n_input), record)
             if record.answer.failure is not None:
                 return
             said.append(Message("assistant", record.answer.text))

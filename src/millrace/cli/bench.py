@@ -1,5 +1,6 @@
 """`millrace bench`: a load on a server, and what its users would feel of it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from millrace.cli.bench_flags import TheirFlags
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, print_json, table
+from millrace.env import Env
 from millrace.errors import ConfigError, MachineError
 
 EPILOG = """\b
@@ -24,10 +26,12 @@ Examples:
   millrace bench http://127.0.0.1:8000 --model tiny --concurrency 16 --duration-s 30
   millrace bench URL --model M --request-rate 4 --isl 1000 --osl 200 --goodput ttft:500 itl:50
   millrace bench URL --model M --input-file trace.jsonl --replay-speed 2 -o results/
+  millrace bench --engine tiny --isl 128 --osl 128 --request-count 64
   millrace bench URL --model M --pattern short/long --pattern long/short:2 --json
   millrace bench sweep --help        raise the load until a limit breaks
   millrace bench compare --help      two servers or results: which is faster, and how surely"""
 PARTS = {"sweep": bench_sweep.command, "compare": bench_compare.command}
+QUEUED = 64  # requests in process for which nothing was said
 SHOWN = ("mean", "p50", "p90", "p99")
 ROWS = {
     "time_to_first_token": "TTFT, ms", "inter_token_latency": "ITL, ms a token", "request_latency": "latency, ms",
@@ -53,6 +57,7 @@ class Bench(TheirFlags):
 @click.option("--url", "url_given", hidden=True, help="The URL, as other tools take it.")
 @settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
 @click.option("--goodput", multiple=True, metavar="METRIC:MS", help=f"Limits that good requests keep; or {READING}.")
+@click.option("--engine", metavar="MODEL", help="Instead of a URL: a model or engine in this process, without HTTP.")
 @click.option(
     "--certify-s",
     type=click.FloatRange(0, 600),
@@ -63,10 +68,14 @@ class Bench(TheirFlags):
 )
 @click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there, as other tools do, too.")
 @json_option
+@click.pass_obj
 def command(
+    env: Env,
+    /,
     url: str | None,
     url_given: str | None,
     goodput: tuple[str, ...],
+    engine: str | None,
     certify_s: float,
     output: Path | None,
     as_json: bool,
@@ -75,19 +84,22 @@ def command(
     """Measure what users of a server feel.
 
     URL is any server of OpenAI's protocol. Flags of GenAI-Perf, AIPerf and `vllm bench serve` are taken where they mean
-    the same. Ctrl-C ends the run and reports what there is.
+    the same. Ctrl-C ends the run and reports what there is. With --engine, all requests are queued at once unless
+    --concurrency or --request-rate says otherwise, and prompts are random tokens.
     """
-    target = url or url_given
-    if target is None or (url and url_given):
-        raise ConfigError("there is no one URL", "millrace bench http://HOST:PORT", "give it, once")
+    targets = [target for target in (url, url_given, engine) if target]
+    if len(targets) != 1:
+        raise ConfigError("there is no one URL", "millrace bench http://HOST:PORT, or --engine MODEL", "give it, once")
     limits = parse_limits(goodput)
-    plan = planned(
-        target, made(TargetSettings, given), made(LoadSettings, given), made(InputSettings, given),
-        made(SessionSettings, given),
-    )  # fmt: skip
+    plan = _planned(targets[0], given, in_process=engine is not None)
     if output is not None and output.exists() and not output.is_dir():
         raise ConfigError(f"--output {output} is a file", "a folder", "name another")
-    certificate, run = driven(lambda begins: _measured(plan, certify_s, as_json, begins), quiet=as_json)
+    if engine is None:
+        certificate, run = driven(lambda begins: _measured(plan, certify_s, as_json, begins), quiet=as_json)
+    else:
+        from millrace.cli.bench_engine import in_process  # what runs engines takes a second to import
+
+        certificate, run = None, in_process(engine, plan, env, as_json)
     done = Finished.of(plan, run, limits, certificate)
     if output is not None:
         names = write_results(output, done)
@@ -96,6 +108,17 @@ def command(
     print_json(told) if as_json else show(told)
     if not done.metrics.n:
         raise MachineError("no request was answered", "one whole answer at least", "the failures above say why")
+
+
+def _planned(target: str, given: dict[str, Any], in_process: bool) -> Plan:
+    whom, load = made(TargetSettings, given), made(LoadSettings, given)
+    if in_process:
+        if whom != TargetSettings():
+            raise ConfigError("--engine beside flags of a server's requests", "lengths and a load", "leave them out")
+        if load.concurrency is None and load.request_rate is None:
+            n = load.request_count or QUEUED
+            load = replace(load, concurrency=n, request_count=n if load.duration_s is None else load.request_count)
+    return planned(target, whom, load, made(InputSettings, given), made(SessionSettings, given), in_process)
 
 
 async def _measured(plan: Plan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:
