@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import pytest
 from millrace.bench import results
 from millrace.bench.null_process import NullProcess
 from millrace.bench.null_server import NullTiming
-from millrace.bench.settings import ALIASES
+from millrace.bench.settings import ALIASES, InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli.bench import command as bench
 from millrace.cli.bench_flags import as_ours
+from millrace.settings import Settings, declared
 from tests.cli.conftest import Millrace
 from tests.support.command_line import ROOT, environment
 
@@ -222,3 +224,8 @@ def test_an_engine_in_this_process(millrace: Millrace, built_tiny: Path) -> None
     millrace("bench", "--engine", "tiny", "--header", "a:b").assert_mistake(
         "--engine beside flags of a server's requests"
     )
+
+
+@pytest.mark.parametrize("settings", [TargetSettings, LoadSettings, InputSettings, SessionSettings])
+def test_settings_say_what_they_are(settings: type[Settings]) -> None:
+    assert 0 < len(fields(settings)) <= 12 and all(declared(f).help for f in fields(settings))
