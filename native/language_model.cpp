@@ -1,7 +1,9 @@
 #include "language_model.hpp"
 
+#include <chrono>
 #include <cmath>
 #include <cstring>
+#include <thread>
 
 namespace millrace {
 
@@ -171,12 +173,22 @@ void LanguageModel::run(const mr_step& s) {
                 });
 }
 
+namespace {
+
+// Whoever fills the masks wakes nobody. Mostly they have long been filled when the first row is to be drawn.
+void wait_for(const int32_t* ready) {
+  while (!__atomic_load_n(ready, __ATOMIC_ACQUIRE)) std::this_thread::sleep_for(std::chrono::microseconds(20));
+}
+
+}  // namespace
+
 void LanguageModel::sample_rows(const mr_step& s, StepContext& c, int worker) {
   const auto* rows = static_cast<const SamplingRow*>(s.sampling);
   const SamplingInputs inputs{s.history, s.bias_ids, s.bias_values, s.masks};
   SamplingScratch scratch = carve(sampling_[worker]->data(), vocab_size_);
   for (Chunk chunk(c, s.n_rows, 1); chunk.next();) {
     const int64_t r = chunk.begin, top = r * s.max_top;
+    if (rows[r].mask && s.masks_ready) wait_for(s.masks_ready);
     const Sampled got = sample(executor_.isa().sample, places_.logits + r * vocab_size_, vocab_size_, rows[r], inputs,
                                scratch, s.out_top_ids + top, s.out_top_logprobs + top);
     s.out_tokens[r] = got.token;

@@ -60,6 +60,7 @@ typedef struct {
   float* out_top_logprobs;
   const uint32_t* masks; /* (n_masks, ceil(V / 32)): bit t % 32 of word t / 32 says whether token t may be drawn */
   int32_t n_masks;
+  const int32_t* masks_ready; /* null: they are; else another thread fills them, and then makes this not 0 */
   const int32_t* copies; /* (n_copies, 2): KV pages, from and to, that are copied before anything is stored */
   int32_t n_copies;
 } mr_step;

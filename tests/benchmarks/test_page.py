@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import compression, losses, readme, runs
 from benchmarks import page as pages
-from benchmarks import readme, runs
 from benchmarks.page import page
 from benchmarks.runs import REAL, kind, left_out, remarks, results
 
@@ -29,8 +29,8 @@ def test_every_kind_of_result_and_every_engine_left_out_is_on_the_page() -> None
         if kind(result) == "peers":
             assert all(line in told for line in (*left_out(result), *remarks(result))), name
     assert {kind(r) for _, r in results()} - {"hadamard"} == {
-        "alone", "calibration", "contexts", "embeddings", "grammars", "peers", "perplexity", "products", "serving",
-        "start", "versions",
+        "alone", "calibration", "compression", "contexts", "embeddings", "grammars", "peers", "perplexity",
+        "products", "serving", "start", "versions",
     }  # fmt: skip
     for shown in (
         "operations/s by rows",
@@ -40,6 +40,7 @@ def test_every_kind_of_result_and_every_engine_left_out_is_on_the_page() -> None
         "build, s",
         "16 masks of 16 grammars",
         "statistics of 128 samples",
+        "| int4-gptq-clip | w4a16 |",
     ):
         assert shown in told
 
@@ -145,6 +146,50 @@ def test_a_price_of_rounding_is_on_the_page(tmp_path: Path) -> None:
     (tmp_path / "hadamard.json").write_text(json.dumps(result))
     line = next(line for line in page().splitlines() if "w4 on amx, 512 rows" in line)
     assert "| 2.000 ms with activations in groups of 128; groups of 32 +25.0% |" in line
+
+
+def test_losses_are_on_the_page_and_in_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 2.093 standard errors each way (of 19 degrees of freedom), shares of what rounding to nearest costs;
+    the newest run of a model."""
+
+    def cost(recipe: str, kl: float, bits: float, ratio: float) -> dict[str, Any]:
+        return {
+            "recipe": recipe, "about": "3 of 9 layers", "precision": "w4a16", "bits": bits, "kl": [kl, kl / 10],
+            "perplexity": [20 * ratio, 1.0], "ratio": [ratio, 0.01], "agreement": [0.75, 0.01], "seconds": 12.4,
+        }  # fmt: skip
+
+    for day, kl in (("02", 0.1), ("01", 0.9)):
+        result = {
+            "date": f"2026-01-{day}", "time": f"2026-01-{day}T12:00:00Z", "commit": f"c{day}", "machine": MACHINE,
+            "command": "python -m benchmarks.compression", "model": "m", "text": "a text", "windows": 20,
+            "tokens": 5100, "goals": [{"what": "KL of fp8", "reached": 0.0137, "goal": 0.01, "verdict": "missed"}],
+            "costs": [cost("int4-wo", 0.4, 4.22, 1.5), cost("mix", kl, 4.5, 1.1), cost("fp8", 0.0137, 8.02, 1.01)],
+        }  # fmt: skip
+        (tmp_path / f"{day}.json").write_text(json.dumps(result))
+    monkeypatch.setattr(runs, "RESULTS", tmp_path)
+    rows = (
+        "| int4-wo | w4a16 | 4.22 | 0.4000 ± 0.0837 | 30.00 | +50.00% (+47.91% to +52.09%) | 75.0% | 12 s |",
+        "| mix: 3 of 9 layers | w4a16 | 4.50 | 0.1000 ± 0.0209, 25% of int4-wo's | 22.00 "
+        "| +10.00% (+7.91% to +12.09%) | 75.0% | 12 s |",
+        "| fp8 | w4a16 | 8.02 | 0.0137 ± 0.0029 | 20.20 | +1.00% (-1.09% to +3.09%) | 75.0% | 12 s |",
+    )
+    told = [line for part in pages._compressions() for line in part.splitlines()]
+    document = losses.written(f"before\n{losses.BEGIN}\nold\n{losses.END}\nafter").splitlines()
+    for row in rows:
+        assert row in told and row in document, row
+    assert "c01" in "".join(told) and "c01" not in "".join(document)
+    assert document[0] == "before" and document[-1] == "after" and "old" not in document
+    assert "- KL of fp8: 0.0137, asked: at most 0.01: missed" in document
+
+
+def test_intervals_of_few_windows_are_students() -> None:
+    """Against the printed table."""
+    for freedom, t in ((6, 2.447), (7, 2.365), (11, 2.201), (31, 2.040), (1000, 1.962)):
+        assert compression.student(freedom) == pytest.approx(t, abs=2e-3)
+
+
+def test_the_document_has_the_newest_losses() -> None:
+    assert losses.written(losses.DOCUMENT.read_text()) == losses.DOCUMENT.read_text()
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.81, "goal met"), (0.5, "missed")])

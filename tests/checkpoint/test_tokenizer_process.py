@@ -2,7 +2,11 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from millrace.compile.find import BUNDLED
 from millrace.errors import CheckpointError
 
 TINY = BUNDLED / "tiny"
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are held on Linux alone")
 TEXTS = ["", "Pip has a red hat.", "é😀\n" * 500, "<|user|>Hi<|end|>", "word " * 20_000]
 
 
@@ -77,3 +82,96 @@ def test_what_becomes_of_the_folder_does_not_matter(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     assert process.encode("Once upon a time", True) == expected, "a new process, as after an abandoned text"
     process.close()
+
+
+# ------------------------------------------------------------------ while somebody computes on all cores
+
+
+def state(pid: int) -> str:
+    """As proc(5) has it: R runs, S waits, T is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < until_s, what
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def held(process: TokenizerProcess) -> Iterator[TokenizerProcess]:
+    """Started, and held."""
+    process.encode("Hello", True)
+    process.hold(True)
+    yield process
+    process.close()
+
+
+def pid_of(process: TokenizerProcess) -> int:
+    assert process._worker.process is not None
+    return process._worker.process.process.pid
+
+
+@ON_LINUX
+def test_a_held_process_works_on_nothing_and_goes_on_where_it_was(held: TokenizerProcess) -> None:
+    """A text that comes while it is held waits; one under way stops, and goes on; again and again."""
+    text, found = TEXTS[-1], list[list[int]]()
+    expected = open_tokenizer(TINY).encode(text, True)
+    thread = threading.Thread(target=lambda: found.append(held.encode(text, True)))
+    thread.start()
+    wait_until(lambda: state(pid_of(held)) == "T", "it was not stopped")
+    time.sleep(0.1)
+    assert not found
+    while not found:
+        held.hold(False)
+        time.sleep(0.0005)
+        held.hold(True)
+    thread.join()
+    assert found == [expected]
+    wait_until(lambda: state(pid_of(held)) == "S", "it waits for the next text, and is not stopped for that")
+
+
+@ON_LINUX
+def test_what_is_held_long_is_not_held_again(held: TokenizerProcess) -> None:
+    """Else texts would never be done beside steps that last long."""
+    time.sleep(0.06)
+    held.hold(False)
+    held.hold(True)
+    assert held.encode(TEXTS[-1], True) == open_tokenizer(TINY).encode(TEXTS[-1], True)
+
+
+@ON_LINUX
+def test_a_stopped_process_is_late_and_ends_like_any_other() -> None:
+    process = TokenizerProcess(TINY, timeout_s=1.5)
+    process.encode("Hello", True)
+    process.hold(True)
+    with pytest.raises(CheckpointError, match="took too long"):
+        process.encode("Hello", True)
+    process.hold(False)
+    assert process.encode("Hello", True) == open_tokenizer(TINY).encode("Hello", True)
+    process.close()
+
+
+OWNER = """
+import sys, threading, time
+from pathlib import Path
+from millrace.checkpoint.tokenizer_process import TokenizerProcess
+process = TokenizerProcess(Path(sys.argv[1]))
+process.encode("Hello", True)
+process.hold(True)
+threading.Thread(target=process.encode, args=("word " * 20_000, True), daemon=True).start()
+print(process._worker.process.process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@ON_LINUX
+def test_a_stopped_process_ends_with_its_owner() -> None:
+    """Also where that is killed, and cannot let it go on."""
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(TINY)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        wait_until(lambda: state(pid) == "T", "it was not stopped")
+        owner.kill()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or state(pid) == "Z", "it is left behind")

@@ -1,18 +1,28 @@
 """`millrace compress`: plan, folder, report; and its mistakes."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from millrace.cli import compression
 from millrace.compile.find import BUNDLED
 from tests.cli.conftest import Millrace
 from tests.fuzz.originals import write_checkpoint
+from tests.support.command_line import environment
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("source"), width=256, inner=192)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("other"), width=256, inner=128)
 
 
 def test_a_dry_run_writes_nothing(millrace: Millrace, source: Path, tmp_path: Path) -> None:
@@ -25,6 +35,9 @@ def test_a_dry_run_writes_nothing(millrace: Millrace, source: Path, tmp_path: Pa
         millrace("compress", source, "-o", tmp_path / "out", "--recipe", "int4-wo", "--dry-run", "--json").out
     )
     assert told["kept"] == ["lm_head"] and told["memory_bytes"] > 0 and told["bytes_after"] < told["bytes_before"]
+    assert ", to measure it" in shown.out and told["measuring_memory_bytes"] > told["memory_bytes"]
+    without = millrace("compress", source, "-o", "x", "--recipe", "int4-wo", "--dry-run", "--no-evaluate")
+    assert without.code == 0 and "to measure it" not in without.out
 
 
 def test_the_whole_way(millrace: Millrace, source: Path, tmp_path: Path) -> None:
@@ -43,6 +56,53 @@ def test_the_whole_way(millrace: Millrace, source: Path, tmp_path: Path) -> None
     assert ran.code == 0 and "rounded again" not in ran.err
     again = millrace("compress", tmp_path / "int4-wo", "-o", tmp_path / "x", "--recipe", "fp8")
     again.assert_mistake("compressed already")
+
+
+def killed_while_it_measures(source: Path, out: Path, number: int) -> int:
+    """The exit code of a run that measures for long, and is sent the signal then."""
+    long = out.with_suffix(".txt")
+    long.write_text((BUNDLED / "calibration.txt").read_text() * 20)
+    command = [sys.executable, "-m", "millrace", "compress", str(source), "-o", str(out), "--recipe", "int8-wo"]
+    with subprocess.Popen(
+        [*command, "--calibration", str(long)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        env=environment(out.parent / "cache"),
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if "reading the source" in line:
+                process.send_signal(number)
+                break
+        said += process.stderr.read()
+        assert number == signal.SIGKILL or f"-o {out} --measure" in said, said
+        return process.wait(30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_end_says_how_to_go_on(source: Path, tmp_path: Path, number: int) -> None:
+    assert killed_while_it_measures(source, tmp_path / "out", number) == 128 + number
+    assert "loss" not in json.loads((tmp_path / "out" / "compression.json").read_text())
+
+
+def test_a_run_that_was_killed_is_measured_later(millrace: Millrace, source: Path, other: Path, tmp_path: Path) -> None:
+    """As a run that was not ended would have measured it."""
+    out = tmp_path / "out"
+    assert killed_while_it_measures(source, out, signal.SIGKILL) == -signal.SIGKILL
+    record = json.loads((out / "compression.json").read_text())
+    assert "loss" not in record and "int8-wo" in record["command"]
+    assert "the run was ended" in (out / "compression.html").read_text()
+    asked = ("compress", source, "-o", out)
+    millrace(*asked, "--recipe", "int8-wo").assert_mistake("already there", "--measure")
+    millrace("compress", other, "-o", out, "--measure").assert_mistake("another model", source.name)
+    millrace(*asked, "--recipe", "int8-wo", "--measure").assert_mistake("--measure is given with what makes a folder")
+    millrace(*asked, "--measure", "--no-evaluate").assert_mistake("nothing is to be measured")
+    millrace("compress", source, "-o", source, "--measure").assert_mistake("compression.json", "millrace compress")
+    assert json.loads((out / "compression.json").read_text()) == record
+    shown = millrace(*asked, "--measure")
+    assert shown.code == 0 and "KL" in shown.out, shown.err
+    whole = json.loads(millrace("compress", source, "-o", tmp_path / "whole", "--recipe", "int8-wo", "--json").out)
+    assert json.loads((out / "compression.json").read_text()) == {**record, "loss": whole["loss"]}
 
 
 def test_mistakes(millrace: Millrace, source: Path, tmp_path: Path) -> None:
@@ -81,6 +141,9 @@ def test_with_statistics(millrace: Millrace, source: Path, text: Path, tmp_path:
     files = [(out / name / "model.safetensors").read_bytes() for name in "abc"]
     assert files[0] == files[1] == files[2]
     records = [json.loads((out / name / "compression.json").read_text()) for name in "abc"]
+    for record, name in zip(records, "abc", strict=True):
+        assert record.pop("command").startswith(f"millrace compress {source} --output {out / name} --recipe int4-gptq")
+        assert record.pop("seconds") > 0
     assert records[0] == records[1] == records[2] and records[0]["statistics"]["tokens"] == 4 * 256
     other = millrace("compress", "tiny", "--recipe", "int4-awq", "-o", out / "d", "--statistics", kept)
     other.assert_mistake("of another model")
@@ -114,3 +177,45 @@ def test_mistakes_with_statistics(millrace: Millrace, source: Path, text: Path, 
     long = (*asked, "int4-awq", "--samples-from", text, "--samples", "1", "--statistics", text)
     millrace(*long).assert_mistake("cannot keep statistics", "File exists", "name another folder")
     assert not out.parent.exists() and not (tmp_path / "s").exists()
+
+
+def questions(folder: Path) -> Path:
+    """Two subjects in MMLU's form."""
+    for name, n in (("sums", 5), ("words", 3)):
+        for split, m in (("dev", 5), ("test", n)):
+            (folder / split).mkdir(parents=True, exist_ok=True)
+            rows = [f"What is {i}?,one,two,three,{i},{i % 4}" for i in range(m)]
+            (folder / split / f"{name}_{split}.csv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def test_speed_and_flips(millrace: Millrace, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a folder that is there: in its record and on its page; the loss that was measured stays."""
+    monkeypatch.setattr(compression, "TUNE_S", 0)
+    out, mmlu = tmp_path / "out", questions(tmp_path / "mmlu")
+    made = json.loads(millrace("compress", source, "-o", out, "--recipe", "int8-wo", "--json").out)
+    asked = ("compress", source, "-o", out, "--measure", "--no-evaluate")
+    told = json.loads(millrace(*asked, "--measure-speed", "--mmlu", mmlu, "--questions", "3", "--json").out)
+    record = json.loads((out / "compression.json").read_text())
+    assert record["loss"] == made["loss"] and told.keys() == {"folder", "speed", "mmlu"}
+    assert {key: record[key] for key in ("speed", "mmlu")} == {key: told[key] for key in ("speed", "mmlu")}
+    works = [pace["work"] for pace in told["speed"]["paces"]]
+    assert works == ["prefill of 256", "decode, alone", "decode, 4 at once", "decode, 16 at once"]
+    for pace in told["speed"]["paces"]:
+        for rate in (pace["source"], pace["made"]):
+            assert 0 < rate["low"] <= rate["median"] <= rate["high"]
+    assert told["speed"]["source_precision"] != told["speed"]["made_precision"]
+    flips = told["mmlu"]
+    assert flips["questions"] == 6 and flips["task"] == "mmlu, lm-eval, 5 shots"
+    assert flips["made_right"] - flips["source_right"] == flips["became_right"] - flips["became_wrong"]
+    against = millrace("eval", out, "--data", mmlu, "--limit", "3", "--against", source, "--json", "--tune", "0")
+    told_there = json.loads(against.out)
+    assert told_there["right"] == flips["made_right"]
+    beside = told_there["against"]
+    assert [beside["gained"], beside["lost"]] == [flips["became_right"], flips["became_wrong"]]
+    page = (out / "compression.html").read_text()
+    assert "decode, 16 at once" in page and "6 questions" in page
+    shown = millrace(*asked, "--mmlu", mmlu)
+    assert shown.code == 0 and "of 8 questions" in shown.out, shown.err
+    millrace(*asked, "--questions", "3").assert_mistake("--questions is given without")
+    millrace(*asked, "--mmlu", tmp_path / "none").assert_mistake("none")

@@ -1,6 +1,8 @@
 """Recipes with statistics: what each means, what is written, what is left alone, and what it costs in answers."""
 
-from collections.abc import Iterator
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,18 +20,26 @@ from millrace.compress.e4m3 import rounded_e4m3
 from millrace.compress.gptq import Gptq
 from millrace.compress.grid import Convention, Grid, rounded
 from millrace.compress.layers import Method, rounded_layers
-from millrace.compress.measure import Loss, measure
+from millrace.compress.measure import loss_of, memory_bytes
 from millrace.compress.plan import Job, plan
-from millrace.compress.recipe import PRESETS, Recipe, parsed
+from millrace.compress.recipe import PRESETS, parsed
 from millrace.compress.smooth import Awq, SmoothQuant
 from millrace.compress.statistics import Statistics
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.windows import Windows
+from tests.compress.conftest import TEXT, Trained
 from tests.fuzz.originals import write_checkpoint
-from tests.support.checkpoints import random_checkpoint
 
-TEXT = (BUNDLED / "calibration.txt").read_text()
-CUT = 2 * len(TEXT) // 3
+_MEASURED = """
+import resource, sys
+from pathlib import Path
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compress.measure import measure, windows_for
+from millrace.evaluate.calibration import Calibration
+source, made = (Checkpoint.open(Path(name)) for name in sys.argv[1:])
+measure(source, made, windows_for(source, Calibration.open(None)), lambda *_: None)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
 
 
 class Small(NamedTuple):
@@ -117,46 +127,25 @@ def test_a_mix_with_what_needs_no_statistics(small: Small, tmp_path: Path) -> No
     assert made["model.layers.0.self_attn.q_proj.weight"].dtype == "int4"
 
 
-class Tiny(NamedTuple):
-    checkpoint: Checkpoint
-    statistics: Statistics
-    held_out: Windows
-
-    def loss(self, recipe: Recipe, out: Path) -> Loss:
-        job = plan(self.checkpoint, recipe)
-        made = compress(job, out, by_statistics(self.statistics))
-        return measure(self.checkpoint, Checkpoint.open(made.folder), self.held_out, nothing)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
-    """Statistics of the first part of a text, judged on another."""
-    checkpoint = Checkpoint.open(BUNDLED / "tiny")
-    text, held_out = (
-        samples(checkpoint.tokenizer, TEXT[:CUT], 40, 64),
-        samples(checkpoint.tokenizer, TEXT[CUT:], 12, 64),
-    )
-    found = statistics_of(checkpoint, text, tmp_path_factory.mktemp("tiny") / "s", nothing)
-    yield Tiny(checkpoint, found, held_out)
-
-
-def test_statistics_save_answers(tiny: Tiny, tmp_path: Path) -> None:
+def test_statistics_save_answers(trained: Trained, tmp_path: Path) -> None:
     """As published: GPTQ before rounding to nearest, 8 bits before 4."""
-    names = ("int4-wo", "int4-gptq", "int4-awq", "int8-sq")
-    kl = {name: tiny.loss(PRESETS[name], tmp_path / name).kl for name in names}
+    kl = {}
+    for name in ("int4-wo", "int4-gptq", "int4-awq", "int8-sq"):
+        made = compress(plan(trained.checkpoint, PRESETS[name]), tmp_path / name, by_statistics(trained.statistics))
+        kl[name] = loss_of(trained.reference, Checkpoint.open(made.folder)).kl
     assert kl["int4-gptq"] < 0.8 * kl["int4-wo"] and kl["int4-awq"] < 0.9 * kl["int4-wo"], kl
     assert kl["int8-sq"] < 0.2 * min(kl["int4-gptq"], kl["int4-awq"]), kl
 
 
-def test_statistics_that_are_there_need_no_text(small: Small, tiny: Tiny, tmp_path: Path) -> None:
+def test_statistics_that_are_there_need_no_text(small: Small, trained: Trained, tmp_path: Path) -> None:
     text = samples(small.checkpoint.tokenizer, TEXT, 2, 32)
     collected = statistics_of(small.checkpoint, text, tmp_path, nothing)
     again = statistics_of(small.checkpoint, None, tmp_path, nothing)
     assert set(again) == set(collected) and again.about == collected.about
     with pytest.raises(ConfigError, match="are of another model"):
-        statistics_of(tiny.checkpoint, None, tmp_path, nothing)
+        statistics_of(trained.checkpoint, None, tmp_path, nothing)
     with pytest.raises(ConfigError, match="no statistics yet"):
-        statistics_of(tiny.checkpoint, None, tmp_path / "none", nothing)
+        statistics_of(trained.checkpoint, None, tmp_path / "none", nothing)
 
 
 def test_what_a_pass_needs(small: Small) -> None:
@@ -189,15 +178,29 @@ def test_what_statistics_are_not_for(small: Small, tmp_path: Path) -> None:
 
 def test_norms_that_add_one(tmp_path: Path) -> None:
     """Gemma multiplies with 1 + weight: that times what columns were multiplied by is what it was."""
-    checkpoint = Checkpoint.open(random_checkpoint(tmp_path / "c", "gemma", seed=2))
+    folder = write_checkpoint(tmp_path)
+    gemma = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
+    config = json.loads((folder / "config.json").read_text()) | gemma
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.decoder.family == "gemma"
     text = Windows(np.random.default_rng(1).integers(3, checkpoint.decoder.vocab_size, (2, 40)).astype(np.int32), 0)
     found = statistics_of(checkpoint, text, tmp_path / "s", nothing)
     recipe = parsed({"version": 1, "bits": 8, "group": "row", "activations": 8, "smooth": "smoothquant"}, "mine")
     compress(plan(checkpoint, recipe), tmp_path / "out", by_statistics(found))
     old, new = checkpoint.tensors, Checkpoint.open(tmp_path / "out").tensors
-    norm, linear = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
+    norm, linear = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"
     w, scaled = (t.load(linear).astype(np.float64) for t in (old, new))
     factors = (scaled * w).sum(axis=0) / (w * w).sum(axis=0)
     before, after = (1 + t.load(norm).astype(np.float64) for t in (old, new))
     assert factors.max() > 1.5 * factors.min(), "scales moved"
     assert after * factors == pytest.approx(before, rel=0.01)
+
+
+def test_what_measuring_takes_is_told_before(tmp_path: Path) -> None:
+    """Of the process that measures, alone: not less than half of what was said, nor twice as much."""
+    checkpoint = Checkpoint.open(BUNDLED / "tiny")
+    compress(plan(checkpoint, PRESETS["int4-wo"]), tmp_path / "out")
+    command = [sys.executable, "-c", _MEASURED, str(BUNDLED / "tiny"), str(tmp_path / "out")]
+    peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert 0.5 < memory_bytes(checkpoint) / peak < 2, (memory_bytes(checkpoint), peak)

@@ -1,32 +1,24 @@
 """Whole layers by methods: what becomes of their tensors, and the orderings of published tables on a trained model."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.compile.build import BuildOptions, plan_pieces
-from millrace.compile.find import BUNDLED
+from millrace.compile.build import BuildOptions
 from millrace.compile.precision import PrecisionMap
-from millrace.compile.program import Bounds
-from millrace.compile.source import Source
-from millrace.compress.collect import collect, samples
 from millrace.compress.gptq import Gptq, gptq
-from millrace.compress.grid import IMATRIX_MSE, WHOLE_ROW, Grid, rounded
+from millrace.compress.grid import IMATRIX_MSE, WHOLE_ROW, Floats, Grid, rounded
 from millrace.compress.layers import Layer, Method, rounded_layers, rounding, sensitivity
 from millrace.compress.loss import relative_error
+from millrace.compress.measure import pieces_of
 from millrace.compress.smooth import LLM_COMPRESSOR_EXAMPLE, WEIGHT, Awq
-from millrace.compress.statistics import Statistics
 from millrace.errors import ConfigError
-from millrace.evaluate.pieces import answers, read, score
-from millrace.evaluate.windows import Windows
 from millrace.kernels.precision import Precision
 from millrace.model.module import Weights
+from tests.compress.conftest import Trained
 
 G32 = Grid(4, 32)
 METHODS = {
@@ -36,53 +28,40 @@ METHODS = {
 }  # fmt: skip
 
 
-class Trained(NamedTuple):
-    checkpoint: Checkpoint
-    source: Source
-    statistics: Statistics
-    held_out: Windows
+class Named(NamedTuple):
+    """What is made of each layer by each method."""
 
-    def layers(self, method: Method, most: int | None = None) -> list[Layer]:
-        weights, head_dim = self.source.weights, self.checkpoint.decoder.head_dim
-        return list(
-            islice(rounded_layers(weights.load, weights.shapes, self.statistics, lambda _: method, head_dim), most)
-        )
+    model: Trained
+    layers: dict[str, list[Layer]]
 
-    def changed(self, layers: list[Layer]) -> Source:
-        """With what the codes stand for, in float32."""
-        arrays = {name: array for layer in layers for name, array in layer.floats.items()}
-        for layer in layers:
-            arrays |= {n + WEIGHT: r.matrix.dequantise().astype(np.float32) for n, r in layer.matrices.items()}
-        load = self.source.weights.load
-        weights = Weights(self.source.weights.shapes, lambda n: arrays[n] if n in arrays else load(n))
-        return replace(self.source, weights=weights)
-
-    def kl(self, sources: dict[str, Source]) -> dict[str, float]:
-        step = BuildOptions(
-            precision=PrecisionMap(Precision.FP32), max_batch=1, max_step_tokens=64, profile={"R": Bounds(1, 64, 64)}
-        )
-        vocab, found = self.source.vocab_size, {}
-        exact = read(list(plan_pieces(self.source, step)), self.held_out, vocab, lambda: None)
-        for name, source in sources.items():
-            other = read(list(plan_pieces(source, step)), self.held_out, vocab, lambda: None)
-            with answers(exact, vocab) as a, answers(other, vocab) as b:
-                found[name] = score(a, b, self.held_out).mean_kl
+    def kl(self) -> dict[str, float]:
+        """Of each, with what the codes stand for, in float32; planned once, for sizes are the same."""
+        source, found, arrays = self.model.source, dict[str, float](), dict[str, Floats]()
+        load = source.weights.load
+        weights = Weights(source.weights.shapes, lambda name: arrays[name] if name in arrays else load(name))
+        options = BuildOptions(precision=PrecisionMap(Precision.FP32))
+        pieces = pieces_of(replace(source, weights=weights), self.model.reference.text, options)
+        for method, layers in self.layers.items():
+            arrays.clear()
+            for layer in layers:
+                arrays |= layer.floats
+                arrays |= {n + WEIGHT: r.matrix.dequantise().astype(np.float32) for n, r in layer.matrices.items()}
+            found[method] = self.model.reference.score(pieces).mean_kl
         return found
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    """Calibrated on the first part of a text, judged on another."""
-    checkpoint, text = Checkpoint.open(BUNDLED / "tiny"), (BUNDLED / "calibration.txt").read_text()
-    source, cut = Source.from_checkpoint(checkpoint), 2 * len(text) // 3
-    windows = samples(checkpoint.tokenizer, text[:cut], 40, 64)
-    held_out = samples(checkpoint.tokenizer, text[cut:], 12, 64)
-    yield Trained(checkpoint, source, collect(source, windows, tmp_path_factory.mktemp("s") / "s"), held_out)
+def named(trained: Trained) -> Named:
+    weights, head_dim = trained.source.weights, trained.checkpoint.decoder.head_dim
+
+    def made(method: Method) -> list[Layer]:
+        return list(rounded_layers(weights.load, weights.shapes, trained.statistics, lambda _: method, head_dim))
+
+    return Named(trained, {name: made(method) for name, method in METHODS.items()})
 
 
-def test_what_becomes_of_a_layers_tensors(tiny: Trained) -> None:
-    shapes = tiny.source.weights.shapes
-    layers = tiny.layers(METHODS["awq"], 2)
+def test_what_becomes_of_a_layers_tensors(named: Named) -> None:
+    shapes, layers = named.model.source.weights.shapes, named.layers["awq"]
     assert [layer.name for layer in layers] == ["model.layers.0", "model.layers.1"]
     for layer in layers:
         assert {f"{n}{WEIGHT}" for n in layer.matrices} == {
@@ -93,21 +72,20 @@ def test_what_becomes_of_a_layers_tensors(tiny: Trained) -> None:
         norms = {f"{f.site.source}{WEIGHT}" for f in layer.folds if f.site.is_norm}
         assert set(layer.floats) == norms, "what is no matrix and changed: norms that took up scales"
     assert sum(len(layer.folds) for layer in layers) >= 4
-    assert not any(layer.folds or layer.floats for layer in tiny.layers(METHODS["gptq"], 1))
+    assert not any(layer.folds or layer.floats for layer in named.layers["gptq"])
 
 
-def test_the_orderings_of_published_tables_hold(tiny: Trained) -> None:
+def test_the_orderings_of_published_tables_hold(named: Named) -> None:
     """Calibrated 4 bits < rounded to nearest, groups < rows, 8 bits < 4; moved scales alone cost nothing."""
-    layers = {name: tiny.layers(method) for name, method in METHODS.items()}
-    kl = tiny.kl({name: tiny.changed(found) for name, found in layers.items()})
+    kl = named.kl()
     assert max(kl["gptq"], kl["awq"]) < 0.9 * kl["rtn"] < 0.9 * kl["rtn row"], kl
     assert max(kl["rtn 8"], kl["smooth 8"]) < 0.2 * min(kl["gptq"], kl["awq"]), kl
 
 
-def test_a_method_is_its_parts(tiny: Trained) -> None:
+def test_a_method_is_its_parts(trained: Trained) -> None:
     """Of one matrix: the same codes as from the parts that other tests hold; its error is that of its codes."""
     name = "model.layers.1.mlp.down_proj"
-    w, x = np.asarray(tiny.source.weights.load(name + WEIGHT), np.float32), tiny.statistics[name]
+    w, x = np.asarray(trained.source.weights.load(name + WEIGHT), np.float32), trained.statistics[name]
     energy = x.gram.diagonal()
     parts: list[tuple[Method, QuantisedMatrix]] = [
         (Method(grid=G32), rounded(w, G32)),

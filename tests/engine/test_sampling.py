@@ -1,6 +1,8 @@
 """Sampling in the step call against NumPy in float64: the right set is kept, penalties and log probabilities
 agree, draws follow the distribution and depend on (seed, choice, position) alone."""
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -50,13 +52,13 @@ class Sampler:
         rows = np.zeros(len(tokens), SAMPLING)
         rows["token"], rows["target"] = np.arange(len(tokens)), -1
         plain = {"top_p": 1, "repetition_penalty": 1, "temperature": 1, "n_top": -1}
-        bias, masks = fields.pop("bias", {}), fields.pop("masks", None)
+        bias, masks, ready = fields.pop("bias", {}), fields.pop("masks", None), fields.pop("ready", None)
         for name, value in {**plain, **fields, "bias_count": len(bias)}.items():
             rows[name] = value
         step = StepInputs(
             i32(tokens), i32(np.zeros(len(tokens))), i32(range(len(tokens) + 1)), i32([]),
             i32(np.zeros(len(tokens) + 1)), rows, i32(history or []), i32(list(bias)),
-            np.array(list(bias.values()), np.float32), masks,
+            np.array(list(bias.values()), np.float32), masks, ready,
         )  # fmt: skip
         return self.executor.run(step)
 
@@ -305,6 +307,26 @@ def test_a_mask_that_allows_nothing_fails_only_its_row(isa: str) -> None:
     assert masks[0, -1], "what lies behind the vocabulary allows nothing"
     tokens = Sampler(x, isa)([0, 1, 1], mask=[1, 2, 0], temperature=0, masks=masks).tokens
     assert tokens[0] == -2 and some(10, 3)[tokens[1]] and tokens[2] == x[1].argmax()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_wait_for_masks_that_another_thread_fills(isa: str, threads: int) -> None:
+    """As long as it takes; what the masks were before that does not count, and rows without one do not wait."""
+    x, allowed = rows(39), some(12, 4)
+    masks, ready, sample = packed(np.zeros(V, np.bool_)), np.zeros(1, np.int32), Sampler(x, isa, threads)
+    assert sample([0, 1], masks=masks, ready=ready, temperature=0).tokens.tolist() == x.argmax(axis=1).tolist()
+
+    def fill() -> None:
+        time.sleep(0.05)
+        masks[:] = packed(allowed)
+        ready[0] = 1
+
+    filling, began_s = threading.Thread(target=fill), time.perf_counter()
+    filling.start()
+    tokens = sample([0, 1], mask=[1, 0], masks=masks, ready=ready, temperature=0).tokens
+    assert time.perf_counter() - began_s > 0.05
+    filling.join()
+    assert tokens.tolist() == [int(np.where(allowed, x[0], -np.inf).argmax()), int(x[1].argmax())]
 
 
 def test_a_mask_hides_no_logit_that_is_not_finite(isa: str) -> None:

@@ -95,7 +95,7 @@ def test_a_block_at_a_time_is_the_same_sum(monkeypatch: pytest.MonkeyPatch) -> N
     targets = rng.integers(0, 300, 50).astype(np.int32)
     whole, parts = Score(), Score()
     whole.add(q, p, targets)
-    monkeypatch.setattr("millrace.evaluate.divergence._BLOCK", 700)
+    monkeypatch.setattr("millrace.evaluate.divergence.BLOCK", 700)
     parts.add(q, p, targets)
     assert len(parts.parts) == 1 and (parts.tokens.divergence == whole.tokens.divergence).all()
     assert parts.agreement == whole.agreement

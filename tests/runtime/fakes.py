@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ LIMITS = ExecutorLimits(
 )
 
 
-def limits(**changes: int) -> ExecutorLimits:
+def limits(**changes: Any) -> ExecutorLimits:
     """Four rows for scores beside one for each sequence, unless said otherwise."""
     rows = {"max_rows": changes.get("max_sequences", LIMITS.max_sequences) + 4}
     return replace(LIMITS, **rows | changes)
@@ -199,8 +200,7 @@ class FakeExecutor(Executor):
             token = next_token(history, row["temperature"] == 0, int(row["seed"]), int(row["choice"]))
         if not row["mask"]:
             return token
-        assert step.masks is not None
-        allowed = np.flatnonzero(unpacked(step.masks[row["mask"] - 1], self.limits.vocab_size))
+        allowed = np.flatnonzero(unpacked(step.filled_masks()[row["mask"] - 1], self.limits.vocab_size))
         return int(allowed[np.searchsorted(allowed, token) % len(allowed)]) if len(allowed) else NOTHING_ALLOWED
 
 

@@ -4,10 +4,13 @@ import random
 import re
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from millrace.checkpoint import grammar_limits
 from millrace.errors import RequestError
@@ -78,6 +81,36 @@ def test_masks_of_several_rows_are_those_of_each() -> None:
     matchers = [grammars.matchers(StructuredOutputsParams(regex=r), 1)[0] for r in ("[a-c]+", "b", "(h|g)a", "[ab]{2}")]
     together = grammars.masks(matchers)
     assert [together[i].tolist() for i in range(4)] == [grammars.masks([m])[0].tolist() for m in matchers]
+
+
+def test_masks_that_are_filled_beside_are_those_filled_before() -> None:
+    """While another thread holds on to them the step has to wait; what is asked for next is filled behind it."""
+    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    matchers = [grammars.matchers(StructuredOutputsParams(regex=r), 1)[0] for r in ("[a-c]+", "b", "(h|g)a", "[ab]{2}")]
+    begin, fill = threading.Event(), grammars._fill
+
+    def late(masks: NDArray[np.uint32], of: Sequence[Matcher]) -> None:
+        assert begin.wait(10)
+        fill(masks, of)
+
+    with patch.object(grammars, "_fill", late):
+        masks, ready = grammars.masks_beside(matchers)
+        assert not ready[0] and not masks.any()
+        begin.set()
+        grammars._filling.result(10)
+    assert ready[0] and masks.tolist() == grammars.masks(matchers).tolist()
+
+
+def test_masks_that_cannot_be_filled_allow_nothing_and_say_so() -> None:
+    grammars = Grammars(FakeTokenizer(), VOCAB, [EOS])
+    matchers = grammars.matchers(StructuredOutputsParams(regex="[a-c]+"), 2)
+    with patch.object(grammars, "_compute", side_effect=MemoryError("no more")):
+        masks, ready = grammars.masks_beside(matchers)
+        with pytest.raises(MemoryError):
+            grammars._filling.result(10)
+    assert ready[0] and not masks.any()
+    with pytest.raises(MemoryError, match="no more"):
+        grammars.masks_beside(matchers)
 
 
 def test_a_token_that_does_not_follow_leaves_nothing_allowed() -> None:

@@ -5,12 +5,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from millrace.engine.executor import StepInputs
+from millrace.engine.executor import ExecutorLimits, StepInputs
 from millrace.errors import BusyError, ConfigError, RequestError
 from millrace.runtime import service
 from millrace.runtime.generate import Collector, CompletionOutput, RequestOutput
@@ -31,11 +32,12 @@ def in_asyncio(
     body: Callable[[AsyncEngine], Coroutine[Any, Any, None]],
     options: ServiceOptions | None = None,
     before_run: Callable[[StepInputs], None] | None = None,
+    of: ExecutorLimits = TIGHT,
 ) -> AsyncEngine:
     """Run `body` with an engine; afterwards nothing may be left in it."""
 
     async def main() -> AsyncEngine:
-        async with AsyncEngine(make_loop(TIGHT, before_run, clock=time.perf_counter), options) as engine:
+        async with AsyncEngine(make_loop(of, before_run, clock=time.perf_counter), options) as engine:
             await body(engine)
         return engine
 
@@ -252,3 +254,66 @@ def test_a_reader_that_was_slow_gets_its_backlog_in_pieces(monkeypatch: pytest.M
         ).token_ids
 
     in_asyncio(main)
+
+
+# ------------------------------------------------------------------ an engine that has all cores
+
+
+@pytest.mark.parametrize("on_all_cores", [True, False])
+def test_an_engine_on_all_cores_lets_a_step_be_told_before_the_next(on_all_cores: bool) -> None:
+    """Its reader has every token while the engine still waits; with cores to spare it computes on meanwhile."""
+    began: list[int] = []  # tokens that were read when each step began
+    n_read = 0
+
+    def step(_: StepInputs) -> None:
+        began.append(n_read)
+
+    async def body(engine: AsyncEngine) -> None:
+        nonlocal n_read
+        async with engine.submit([[1, 2]], [long(max_tokens=40)]) as handle:
+            async for deltas in handle:
+                n_read += sum(len(d.token_ids) for d in deltas)
+
+    with patch.object(service, "TELLING_S", 5.0):
+        in_asyncio(body, before_run=step, of=replace(TIGHT, on_all_cores=on_all_cores))
+    assert n_read == len(began) == 40
+    assert (began == list(range(40))) or not on_all_cores
+
+
+def test_an_event_loop_that_is_busy_is_not_waited_for_long() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        async with engine.submit([[1, 2]], [long(max_tokens=40)]) as handle:
+            time.sleep(0.5)  # nobody reads
+            assert handle.requests[0].timings.n_output_tokens == 40
+            await whole(handle)
+
+    in_asyncio(body, of=replace(TIGHT, on_all_cores=True))
+
+
+def test_who_rests_while_it_computes_is_told_of_every_step_also_of_one_that_fails() -> None:
+    told: list[bool] = []
+    during: list[bool] = []
+
+    def step(_: StepInputs) -> None:
+        during.append(told[-1])
+        if len(during) == 3:
+            raise RuntimeError("no")
+
+    async def main() -> None:
+        for on_all_cores in (False, True):
+            limits = replace(TIGHT, on_all_cores=on_all_cores)
+            engine = AsyncEngine(make_loop(limits, step, clock=time.perf_counter))
+            if not on_all_cores:
+                told.append(True)
+            engine.start(told.append)
+            async with engine.submit([[1, 2]], [long(max_tokens=4)]) as handle:
+                async for _ in handle:
+                    pass
+            await engine.close()
+            if not on_all_cores:
+                assert told == [True], "it has cores to spare"
+                told.clear()
+
+    asyncio.run(main())
+    assert during and all(during)
+    assert told == [True, False] * (len(told) // 2) and len(told) >= 8

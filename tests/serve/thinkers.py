@@ -68,8 +68,7 @@ class Saying(FakeExecutor):
         assert wanted is not None
         if not row["mask"]:
             return wanted
-        assert step.masks is not None
-        allowed = np.flatnonzero(unpacked(step.masks[row["mask"] - 1], self.limits.vocab_size))
+        allowed = np.flatnonzero(unpacked(step.filled_masks()[row["mask"] - 1], self.limits.vocab_size))
         if wanted in allowed:
             return wanted
         self.n_forced += 1

@@ -3,14 +3,20 @@
 The messages are bytes, as `multiprocessing.connection` sends them: nothing is pickled.
 """
 
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+_CAN_HOLD = sys.platform == "linux"  # where a process that is stopped can go on when its owner has ended
+_LONG_S = 0.05  # of which what a process takes, one slice of the kernel's, is hardly felt
 
 
 class LateError(Exception):
@@ -52,6 +58,13 @@ class FrameProcess:
         self._killed = True
         self.process.kill()
 
+    def halt(self) -> None:
+        """Stop it where it is, until `go_on`. Where the owner ends meanwhile, the script has to see to it itself."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
     def exchange(self, payload: bytes, timeout_s: float) -> bytes:
         """Send one message and receive one. raises LateError, EndedError; the process is gone after either"""
         late, process = threading.Event(), self.process
@@ -85,17 +98,41 @@ class Worker:
         self._script, self._greet = script, greet
         self._turn = threading.Lock()
         self.process: FrameProcess | None = None
+        self._settling = threading.Lock()  # guards what is below
+        self._held, self._began_s, self._lasted_s = False, 0.0, 0.0
+        self._at_work: FrameProcess | None = None
+        self._halted: FrameProcess | None = None
 
     def exchange(self, payload: bytes, timeout_s: float) -> bytes:
         """raises LateError, EndedError, and what `greet` raises"""
         with self._turn:
             before, process = self.process, self._started()
             try:
-                return process.exchange(payload, timeout_s)
+                with self._work_of(process):
+                    return process.exchange(payload, timeout_s)
             except EndedError:
                 if process is not before or process.killed:
                     raise
-            return self._started().exchange(payload, timeout_s)  # the other may have ended before it was asked
+            again = self._started()  # the other may have ended before it was asked
+            with self._work_of(again):
+                return again.exchange(payload, timeout_s)
+
+    def hold(self, held: bool) -> None:
+        """From one thread, which computes on all cores from `hold(True)` to `hold(False)`: messages rest then.
+
+        A low priority is not enough: who waits is owed a little, and a core once given is given until the kernel's next
+        tick, 4 ms. What lasts long is not held a second time, so that messages get on beside long steps.
+        """
+        if not _CAN_HOLD:
+            return
+        now_s = time.perf_counter()
+        with self._settling:
+            if held:
+                self._began_s = now_s
+            else:
+                self._lasted_s = now_s - self._began_s
+            self._held = held and self._lasted_s < _LONG_S
+            self._settle()
 
     def stop(self) -> None:
         """End the process, whatever it does, without waiting for whose turn it is; the next exchange starts another."""
@@ -105,6 +142,28 @@ class Worker:
             if self._turn.acquire(blocking=False):  # otherwise whoever has the turn lets it go
                 process.close()
                 self._turn.release()
+
+    @contextmanager
+    def _work_of(self, process: FrameProcess) -> Iterator[None]:
+        with self._settling:
+            self._at_work = process
+            self._settle()
+        try:
+            yield
+        finally:
+            with self._settling:
+                self._at_work = None
+                self._settle()
+
+    def _settle(self) -> None:
+        halted = self._at_work if self._held else None
+        if halted is self._halted:
+            return
+        if self._halted is not None:
+            self._halted.go_on()
+        if halted is not None:
+            halted.halt()
+        self._halted = halted
 
     def _started(self) -> FrameProcess:
         if self.process is not None and self.process.alive:

@@ -29,6 +29,7 @@ class TokenizerProcess:
         self._timeout_s = timeout_s
         files = read_files(folder, TOKENIZER_FILES)
         self._worker = Worker(_WORKER, partial(_greet, folder, files, timeout_s))
+        self.hold = self._worker.hold
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """`text` holds no half of a surrogate pair. raises CheckpointError where the process cannot do it"""

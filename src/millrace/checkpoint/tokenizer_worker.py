@@ -7,6 +7,7 @@ answer is its tokens as int32.
 
 import base64
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 LOWEST_PRIORITY = 19
+_PR_SET_PDEATHSIG = 1  # prctl(2), Linux
 
 
 def _let_the_engine_go_first() -> None:
@@ -25,9 +27,16 @@ def _let_the_engine_go_first() -> None:
         os.nice(LOWEST_PRIORITY)
 
 
+def _go_on_when_the_owner_ends() -> None:
+    """A process that its owner has stopped for a moment would otherwise stay so for ever when the owner is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the parent's business
     _let_the_engine_go_first()
+    _go_on_when_the_owner_ends()
     owner = Connection(0)
     with contextlib.suppress(EOFError, OSError):  # the owner is gone
         _serve(owner)

@@ -1,35 +1,32 @@
 """`millrace compress`: a float checkpoint becomes a smaller one, with the proof beside it."""
 
-import json
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.cli.compress_advise import or_advised
+from millrace.cli.compress_asked import Sampling, command_line, opened, recorded, statistics_for
+from millrace.cli.compress_budget import or_searched
+from millrace.cli.compression import Proof, measure_again, proof_options, rows_of, said_if_ended
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
-from millrace.compile.find import model_folder
-from millrace.compress.calibrated import by_statistics, needs, same_file, sampled, statistics_of
+from millrace.compress.calibrated import by_statistics, needs
 from millrace.compress.collect import SAMPLES
-from millrace.compress.compress import RECORD, Method, Result, by_rounding, compress
+from millrace.compress.compress import Method, Result, by_rounding, compress
 from millrace.compress.folder import check_place
-from millrace.compress.measure import Loss, measure, why_not, windows_for
+from millrace.compress.measure import memory_bytes, why_not
+from millrace.compress.page import write_page
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, read_recipe
-from millrace.compress.statistics import Statistics
-from millrace.engine.manifest import MANIFEST
-from millrace.engine.tactics import write_whole
 from millrace.env import Env
 from millrace.errors import ConfigError
-from millrace.evaluate.calibration import Calibration
-from millrace.evaluate.windows import LENGTH, Windows
+from millrace.evaluate.windows import LENGTH
 
 _WORST = 3  # layers that are named
 _MOST_SAMPLES = 4096
@@ -38,6 +35,8 @@ EPILOG = "\n".join([
     "  millrace compress ./llama-3.2-1b -o llama-int4 --recipe int4-wo-mse",
     "  millrace compress ./llama-3.2-1b -o llama-gptq --recipe int4-gptq --samples-from text.txt",
     "  millrace compress ./llama-3.2-1b -o llama-mix --recipe mix.toml --dry-run",
+    "  millrace compress ./llama-3.2-1b -o llama-1pc --max-loss 1% --target latency --samples-from text.txt",
+    "  millrace compress ./llama-3.2-1b -o advice --advise --samples-from text.txt",
     "  millrace serve llama-int4",
     "", "\b", "Presets:", *(f"  {recipe.name:14} {recipe.about}" for recipe in PRESETS.values()),
     "", "docs/compress.md has what a recipe file holds.",
@@ -47,13 +46,10 @@ EPILOG = "\n".join([
 @click.command(epilog=EPILOG)
 @click.argument("model")
 @click.option("-o", "--output", type=Path, required=True, metavar="FOLDER", help="The folder to write; must not exist.")
-@click.option(
-    "--recipe", required=True, metavar="NAME|FILE", help="A preset, or a recipe as .toml or .json; see below."
-)
+@click.option("--recipe", metavar="NAME|FILE", help="A preset, or a recipe as .toml or .json; see below.")
+@click.option("--measure", "again", is_flag=True,
+              help="Make nothing: measure the folder that is there, as after a run that was ended.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Say what would be done and what it needs, from the headers alone.")
-@click.option("--evaluate/--no-evaluate", default=True, help="Measure what it costs in answers, beside the source.")
-@click.option("--calibration", metavar="FILE",
-              help="Text in UTF-8 to measure on; default: some pages that come along.")  # fmt: skip
 @click.option(
     "--samples-from",
     metavar="FILE",
@@ -67,142 +63,122 @@ EPILOG = "\n".join([
 )
 @click.option("--statistics", type=click.Path(path_type=Path), metavar="FOLDER",
               help="Keep statistics there: what is there is gone on with, and other recipes need no text.")  # fmt: skip
+@proof_options
 @json_option
 @click.pass_obj
+@or_advised
+@or_searched
 def command(
-    env: Env, /, model: str, output: Path, recipe: str, dry_run: bool, evaluate: bool, calibration: str | None,
-    as_json: bool, **sampling: Any,
-) -> None:  # fmt: skip
+    env: Env, /, model: str, output: Path, recipe: str | None, dry_run: bool, as_json: bool, again: bool, **more: Any
+) -> None:
     """Make a smaller checkpoint of one, and prove it.
 
     MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The new folder has the format of compressed-tensors;
     it is read again before it counts.
     """
-    started_s = time.perf_counter()
-    text, asked = _text(calibration, evaluate and not dry_run), _Sampling(**sampling)
+    started_s, asked = time.perf_counter(), Sampling(*map(more.pop, ("samples_from", "samples", "statistics")))
+    calibration: str | None = more["calibration"]
+    proof = Proof.asked(**{**more, "evaluate": more["evaluate"] and not dry_run})
+    if again:
+        _measure_again(model, output, _Again(recipe, dry_run, asked, proof), env, as_json)
+        return
+    if recipe is None:
+        raise ConfigError(
+            "no recipe is named",
+            "a preset, or a file",
+            "name one: --recipe int4-wo-mse; or say what may be lost: --max-loss 1%",
+        )
     with ended_in_order(), progress(as_json) as report:
-        checkpoint = _open(model, env, report)
+        checkpoint = opened(model, env, report)
         job = plan(checkpoint, read_recipe(recipe))
-        asked.check(job, calibration, dry_run)
-        check_place(output, job.bytes_after + asked.temporary_bytes(job))
-        without = "--no-evaluate was given" if text is None else why_not(checkpoint)
-        read = windows_for(checkpoint, text) if text and not without else None  # a text too short is said at once
+        asked.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
+        check_place(output, job.bytes_after + (asked.temporary_bytes(job) if job.calibrated else 0))
+        read = proof.windows(checkpoint)  # a text too short is said at once
         if not dry_run:
             with _method(job, output, asked, report) as (method, about):
                 made = compress(job, output, method, report)
-            loss = measure(checkpoint, Checkpoint.open(output), read, report) if read else without
+                seconds = time.perf_counter() - started_s
+                write_page(output, {**about, "command": command_line(model), "seconds": seconds})
+            with said_if_ended(model, output):
+                found = proof.loss(checkpoint, output, read, report)
     if dry_run:
-        _show_plan(job, asked, as_json)
+        _show_plan(job, asked, more["evaluate"] and not why_not(checkpoint), as_json)
         return
-    said = {**_about(job), "folder": str(output), "seconds": time.perf_counter() - started_s,
-            "loss": asdict(loss) if isinstance(loss, Loss) else {"not_measured": loss},
+    with said_if_ended(model, output):
+        found |= proof.more(model, output, env, as_json)
+    said = {**_about(job), "folder": str(output), "seconds": time.perf_counter() - started_s, **found,
             "worst": dict(made.worst[:_WORST])}  # fmt: skip
-    _add_to_record(output, {**about, "loss": said["loss"]})
     if as_json:
         print_json(said)
-    else:
-        _show(made, loss, said["seconds"])
+        return
+    heading(f"{output} ({job.recipe.name}), read again and found right")
+    pairs([*_sizes(job), *rows_of(found), *_worst(made), ("time", f"{said['seconds']:.1f} s")])
+    _notes(job)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampling:
-    """Where statistics come from."""
+class _Again:
+    """What was asked together with --measure."""
 
-    samples_from: str | None
-    samples: int | None
-    statistics: Path | None
+    recipe: str | None
+    dry_run: bool
+    asked: Sampling
+    proof: Proof
 
-    @property
-    def n(self) -> int:
-        return self.samples or SAMPLES
-
-    def check(self, job: Job, calibration: str | None, dry_run: bool) -> None:
-        """raises ConfigError for options that do not go together"""
-        if not job.calibrated:
-            if self != _Sampling(None, None, None):
-                raise ConfigError(
-                    f"the recipe {job.recipe.name} needs no statistics", "no text or folder for any",
-                    "leave out --samples-from, --samples and --statistics, or choose another recipe",
-                )  # fmt: skip
-            return
-        if self.samples_from is None:
-            if self.samples is not None:
-                raise ConfigError("--samples is given without a text", "both", "name one: --samples-from")
-            if self.statistics is None and not dry_run:
-                raise ConfigError(
-                    f"the recipe {job.recipe.name} needs a text to collect statistics on",
-                    f"about {self.n * LENGTH:,} tokens of what the model is for, in UTF-8", "name it: --samples-from",
-                )  # fmt: skip
-        elif calibration is not None and same_file(self.samples_from, calibration):
+    def check(self) -> None:
+        """raises ConfigError for what makes a folder, and where nothing is to be measured"""
+        if self.recipe is not None or self.dry_run or self.asked != Sampling(None, None, None):
             raise ConfigError(
-                "--samples-from and --calibration are one text", "two: what is fitted to a text looks better on it",
-                "name another, or leave --calibration out",
+                "--measure is given with what makes a folder", "a folder that is there, and nothing of how to make it",
+                "leave --recipe, --dry-run and statistics out, or leave out --measure",
             )  # fmt: skip
+        if self.proof == replace(self.proof, text=None, measure_speed=False, mmlu=None):
+            raise ConfigError("--measure is given, and nothing is to be measured", "one of both",
+                              "leave --no-evaluate out")  # fmt: skip
 
-    def temporary_bytes(self, job: Job) -> int:
-        """Of statistics beside the output."""
-        return needs(job, 1).disk_bytes if job.calibrated and self.statistics is None else 0
+
+def _measure_again(model: str, out: Path, again: _Again, env: Env, as_json: bool) -> None:
+    again.check()
+    with ended_in_order(), progress(as_json) as report:
+        found = measure_again(opened(model, env, report), out, again.proof, report)
+    found |= again.proof.more(model, out, env, as_json)
+    if as_json:
+        print_json({"folder": str(out), **found})
+        return
+    heading(f"{out}, measured beside {model}")
+    pairs(rows_of(found))
 
 
 @contextmanager
-def _method(job: Job, out: Path, asked: _Sampling, report: Any) -> Iterator[tuple[Method, dict[str, Any]]]:
-    """How the job is done, and what is to be recorded of it. Statistics that nobody keeps are gone afterwards."""
+def _method(job: Job, out: Path, asked: Sampling, report: Any) -> Iterator[tuple[Method, dict[str, Any]]]:
+    """How the job is done, and what is to be recorded of it."""
     if not job.calibrated:
         yield by_rounding, {}
         return
-    text: Windows | None = None
-    if asked.samples_from is not None:
-        text = sampled(job.checkpoint, asked.samples_from, asked.n)
-    if asked.statistics is not None:
-        found = statistics_of(job.checkpoint, text, asked.statistics, report)
-        yield by_statistics(found), _recorded(found)
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".statistics", dir=out.parent) as folder:
-        found = statistics_of(job.checkpoint, text, Path(folder), report)
-        yield by_statistics(found), _recorded(found)
-
-
-def _recorded(found: Statistics) -> dict[str, Any]:
-    return {"statistics": {"text": found.about.text, "tokens": found.about.tokens, "precision": found.about.precision}}
-
-
-def _text(file: str | None, evaluate: bool) -> Calibration | None:
-    if file is not None and not evaluate:
-        raise ConfigError("--calibration is given, and nothing is measured", "one of both", "leave one out")
-    return Calibration.open(file) if evaluate else None
-
-
-def _open(model: str, env: Env, report: Any) -> Checkpoint:
-    _, folder = model_folder(model, env, report)
-    if (folder / MANIFEST).is_file():
-        raise ConfigError(f"{folder} is an engine", "a checkpoint", "name the checkpoint it was built from")
-    return Checkpoint.open(folder)
-
-
-def _add_to_record(folder: Path, more: dict[str, Any]) -> None:
-    path = folder / RECORD
-    write_whole(path, (json.dumps({**json.loads(path.read_bytes()), **more}, indent=1) + "\n").encode())
+    with statistics_for(job, out, asked, report) as found:
+        yield by_statistics(found), recorded(found)
 
 
 def _about(job: Job) -> dict[str, Any]:
     return {
-        "recipe": job.recipe.name, "layers": len(job.layers), "kept": list(job.ignored), "weights": job.n_weights,
+        "recipe": job.recipe.name, "layers": len(job.treated), "kept": _kept(job), "weights": job.n_weights,
         "bits_per_weight": job.bits_per_weight, "bytes_before": job.bytes_before, "bytes_after": job.bytes_after,
         "notes": list(job.notes),
     }  # fmt: skip
 
 
-def _show_plan(job: Job, asked: _Sampling, as_json: bool) -> None:
+def _show_plan(job: Job, asked: Sampling, measures: bool, as_json: bool) -> None:
     tokens = asked.n * LENGTH
     first = needs(job, tokens) if job.calibrated else None
-    memory = job.memory_bytes + (first.memory_bytes if first else 0)
+    memory, measuring = job.memory_bytes + (first.memory_bytes if first else 0), memory_bytes(job.checkpoint)
     if as_json:
-        more = {"statistics": asdict(first)} if first else {}
+        more: dict[str, Any] = {"statistics": asdict(first)} if first else {}
+        more |= {"measuring_memory_bytes": measuring} if measures else {}
         print_json({**_about(job), "memory_bytes": memory, "seconds": job.seconds, **more})
         return
     heading(f"{job.recipe.name}: nothing was written")
-    pairs([*_sizes(job), ("memory", f"about {size(memory)}"), ("time", f"about {job.seconds:.0f} s")])
+    afterwards = f", to measure it {size(measuring)}" if measures else ""
+    pairs([*_sizes(job), ("memory", f"about {size(memory)}{afterwards}"), ("time", f"about {job.seconds:.0f} s")])
     if first:
         said = f"of {tokens:,} tokens: about {first.seconds:.0f} s more on two cores, {size(first.disk_bytes)} on disk"
         pairs([("statistics", said)])
@@ -210,33 +186,22 @@ def _show_plan(job: Job, asked: _Sampling, as_json: bool) -> None:
 
 
 def _sizes(job: Job) -> list[tuple[str, str]]:
-    kept = f", {', '.join(job.ignored[:4])} left as floats" if job.ignored else ""
+    kept = f", {', '.join(_kept(job)[:4])} left as floats" if _kept(job) else ""
     return [
-        ("layers", f"{len(job.layers)} linear layers of {count(job.n_weights)} weights{kept}"),
+        ("layers", f"{len(job.treated)} linear layers of {count(job.n_weights)} weights{kept}"),
         ("bits", f"{job.bits_per_weight:.3f} a weight of these, scales included"),
         ("bytes", f"{size(job.bytes_before)} -> {size(job.bytes_after)}"),
     ]  # fmt: skip
 
 
+def _kept(job: Job) -> list[str]:
+    """Linear layers to which nothing is done."""
+    return [name for name in job.ignored if name not in job.sparse]
+
+
 def _notes(job: Job) -> None:
     for text in job.notes:
         note(f"note: {text}")
-
-
-def _show(made: Result, loss: Loss | str, seconds: float) -> None:
-    heading(f"{made.folder} ({made.job.recipe.name}), read again and found right")
-    pairs([*_sizes(made.job), *_loss(loss), *_worst(made), ("time", f"{seconds:.1f} s")])
-    _notes(made.job)
-
-
-def _loss(loss: Loss | str) -> list[tuple[str, str]]:
-    if isinstance(loss, str):
-        return [("loss", f"not measured: {loss}")]
-    return [
-        ("KL", f"{loss.kl:.3g} nats a token, beside the source in fp32, on {loss.tokens:,} tokens ({loss.precision})"),
-        ("perplexity", f"{loss.perplexity:.3f}, the source's {loss.source_perplexity:.3f}"),
-        ("same token", f"{loss.agreement:.1%} of the likeliest"),
-    ]  # fmt: skip
 
 
 def _worst(made: Result) -> list[tuple[str, str]]:

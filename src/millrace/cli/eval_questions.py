@@ -44,11 +44,20 @@ class _Grouped(Protocol):
 
 
 def of_mmlu(asked: Asked) -> None:
+    _evaluate(asked, _mmlu(asked))
+
+
+def answers_to_mmlu(asked: Asked) -> Results[Chosen]:
+    """Without showing anything; those that were answered before among them."""
+    return _results(asked, _mmlu(asked), asked.model, asked.build, asked.out)
+
+
+def _mmlu(asked: Asked) -> _Task[Chosen]:
     assert asked.data is not None, "the command has looked"
     shots = MAX_SHOTS if asked.shots is None else asked.shots
     mmlu = Mmlu(read_subjects(asked.data, asked.subject, asked.limit), asked.definition, shots)
     lost = "examples" if mmlu.definition == ORIGINAL else "their beginning"
-    _evaluate(asked, _Task(mmlu.name, mmlu.digest, mmlu.n, Chosen, partial(_choose, mmlu), lost))
+    return _Task(mmlu.name, mmlu.digest, mmlu.n, Chosen, partial(_choose, mmlu), lost)
 
 
 def of_a_file(asked: Asked) -> None:

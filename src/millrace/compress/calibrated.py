@@ -12,8 +12,10 @@ from millrace.compress.compress import Piece, by_layers, rounded_alone
 from millrace.compress.gptq import LLM_COMPRESSOR
 from millrace.compress.layers import Method, rounded_layers
 from millrace.compress.plan import WEIGHT, Job
+from millrace.compress.prune import pruned
 from millrace.compress.recipe import CLIP, SEARCHES, Treatment
 from millrace.compress.smooth import AUTOAWQ, Awq, SmoothQuant
+from millrace.compress.sparse import sparse
 from millrace.compress.statistics import ABOUT, Statistics, input_bytes, read_about
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.texts import read_text
@@ -35,11 +37,13 @@ class Needs:
 
 
 def needs(job: Job, tokens: int) -> Needs:
-    """Of a pass over so many tokens, from the headers."""
+    """Of a pass over so many tokens, from the headers: all layers are collected, whichever the job is about."""
     widths: dict[str, list[int]] = {}
     weights: dict[str, int] = {}
-    for name in job.layers:
-        N, K = job.checkpoint.tensors[name + WEIGHT].shape
+    for name, info in job.checkpoint.tensors.items():
+        if len(info.shape) != 2 or ".layers." not in name:
+            continue
+        (N, K), name = info.shape, name.removesuffix(WEIGHT)
         layer = name.rsplit(".", 2)[0]
         weights[layer] = weights.get(layer, 0) + N * K
         if not name.endswith(_SAME_INPUT):
@@ -97,7 +101,8 @@ def by_statistics(statistics: Statistics) -> Way:
 
     def made(job: Job) -> Iterator[Piece]:
         methods = {name: method_of(treatment, form.group) for name, (treatment, form) in job.layers.items()}
-        for name, (treatment, _) in job.layers.items():
+        every = {**{name: treatment for name, (treatment, _) in job.layers.items()}, **job.sparse}
+        for name, treatment in every.items():
             if treatment.calibrated and name not in statistics:
                 raise CheckpointError(
                     f"the model does not read {name}: it has no statistics", "a layer of this model",
@@ -114,8 +119,20 @@ def by_statistics(statistics: Statistics) -> Way:
             yield piece
         for name in left:
             yield rounded_alone(job, name)
+        for name, treatment in job.sparse.items():
+            yield _thinned(job, name, treatment, statistics)
+        if job.pruned:
+            sizes, smaller = job.pruned
+            for number in range(config.n_layers):
+                found = pruned(tensors.load, smaller, number, statistics, config, sizes)
+                yield Piece({}, found.errors, found.floats)
 
     return made
+
+
+def _thinned(job: Job, name: str, treatment: Treatment, statistics: Statistics) -> Piece:
+    made = sparse(job.checkpoint.tensors.load(name + WEIGHT), statistics[name], treatment.method)
+    return Piece({}, {name: made.error}, {name + WEIGHT: made.weights})
 
 
 def same_file(a: str, b: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,16 +21,20 @@ from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.checkpoint.tokenizer import read_json_object
 from millrace.checkpoint.weights import Tensors
 from millrace.compress.e4m3 import Fp8Matrix, rounded_e4m3
+from millrace.compress.figures import Figures, peak
 from millrace.compress.folder import Folder, check_place, unfinished
-from millrace.compress.forms import NAMES, Matrix, described
+from millrace.compress.forms import NAMES, Form, Matrix, described
 from millrace.compress.grid import Array, rounded, slabs
 from millrace.compress.layers import Layer
+from millrace.compress.page import write_page
 from millrace.compress.plan import WEIGHT, Job
-from millrace.compress.recipe import SEARCHES
+from millrace.compress.prune import config_of as pruned_config
+from millrace.compress.recipe import SEARCHES, Treatment
 from millrace.compress.recipe import written as recipe_of
+from millrace.compress.record import RECORD as RECORD
+from millrace.compress.record import Applied, write_record
 from millrace.errors import CheckpointError, MachineError
 
-RECORD = "compression.json"  # what was done, beside the weights
 Progress = Callable[[str, int, int], None]  # what is being done, weights done, of so many
 _DTYPES = {name: np.dtype(getattr(ml_dtypes, kind, None) or kind) for kind, name in NAMES.items()}
 
@@ -39,12 +44,13 @@ class Piece:
     """What a method has made at a time.
 
     matrices: by linear layer; errors: of each the share of its energy, or of its output's, that was lost
-    floats: other tensors that it changed, by name
+    floats: other tensors that it changed, by name; figures: why errors are what they are, where that is known
     """
 
     matrices: Mapping[str, Matrix]
     errors: Mapping[str, float]
     floats: Mapping[str, Array] = field(default_factory=dict)
+    figures: Mapping[str, Figures] = field(default_factory=dict)
 
 
 Method = Callable[[Job], Iterator[Piece]]
@@ -79,7 +85,12 @@ def rounded_alone(job: Job, name: str) -> Piece:
         )
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error.what}", error.expected, error.mend) from error
-    return Piece({name: made}, {name: lost(w, made)})
+    off = lost(w, made)
+    nearest = lost(w, rounded(w, treatment.grid(form.group))) if SEARCHES[treatment.search] else None
+    return Piece(
+        {name: made}, {name: off},
+        figures={name: Figures(error=off, peak=peak(w, form.group), nearest=nearest)},
+    )  # fmt: skip
 
 
 def by_layers(layers: Iterable[Layer]) -> Method:
@@ -88,7 +99,8 @@ def by_layers(layers: Iterable[Layer]) -> Method:
     def made(job: Job) -> Iterator[Piece]:
         for layer in layers:
             matrices = {name: rounding.matrix for name, rounding in layer.matrices.items() if name in job.layers}
-            yield Piece(matrices, {name: layer.matrices[name].error for name in matrices}, layer.floats)
+            errors = {name: layer.matrices[name].error for name in matrices}
+            yield Piece(matrices, errors, layer.floats, {n: layer.figures[n] for n in matrices if n in layer.figures})
 
     return made
 
@@ -100,6 +112,7 @@ def compress(job: Job, out: Path, method: Method = by_rounding, progress: Progre
     """
     check_place(out, job.bytes_after)
     errors: dict[str, float] = {}
+    figures: dict[str, Figures] = {}
     with unfinished(out) as path:
         folder, seen, done = Folder(path, job.specs), dict[str, bytes](), 0
         left = {name for name in job.checkpoint.tensors if name.removesuffix(WEIGHT) not in job.layers}
@@ -114,10 +127,11 @@ def compress(job: Job, out: Path, method: Method = by_rounding, progress: Progre
                 seen[name] = _put(folder, job, name, array)
             left -= piece.floats.keys()
             errors |= piece.errors
+            figures |= piece.figures
         for name in sorted(left):
             seen[name] = _put(folder, job, name, job.checkpoint.tensors.load(name))
         folder.finish()
-        _write_small(job, path, errors)
+        _write_small(job, path, errors, figures)
         _prove(path, seen, progress)
     return Result(out, job, errors)
 
@@ -160,7 +174,7 @@ def _digest_of(arrays: list[Any]) -> bytes:
     return whole.digest()
 
 
-def _write_small(job: Job, path: Path, errors: Mapping[str, float]) -> None:
+def _write_small(job: Job, path: Path, errors: Mapping[str, float], figures: Mapping[str, Figures]) -> None:
     checkpoint = job.checkpoint
     for name, content in checkpoint.files.items():
         (path / name).write_bytes(content)
@@ -168,14 +182,25 @@ def _write_small(job: Job, path: Path, errors: Mapping[str, float]) -> None:
         raw = config_of(checkpoint.decoder) | {"dtype": "bfloat16"}
     else:
         raw = read_json_object(checkpoint.folder / CONFIG)
-    raw[KEY] = described({name: form for name, (_, form) in job.layers.items()}, list(job.ignored))
+    if job.pruned:
+        raw |= pruned_config(checkpoint.decoder, job.pruned[0])
+    if job.layers:
+        raw[KEY] = described({name: form for name, (_, form) in job.layers.items()}, list(job.ignored))
     (path / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
-    record = {
-        "format": 1, "millrace": millrace.__version__, "source": checkpoint.folder.name,
+    write_record(path, {
+        "millrace": millrace.__version__, "source": checkpoint.folder.name, "model": checkpoint.identity(),
         "recipe": {"name": job.recipe.name, **recipe_of(job.recipe)}, "bits_per_weight": job.bits_per_weight,
         "bytes_before": job.bytes_before, "bytes_after": job.bytes_after, "notes": list(job.notes), "errors": errors,
-    }  # fmt: skip
-    (path / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+        "forms": msgspec.to_builtins({name: _form(*of) for name, of in job.layers.items()}),
+        "figures": msgspec.to_builtins(figures),
+    })  # fmt: skip
+    write_page(path)
+
+
+def _form(treatment: Treatment, form: Form) -> Applied:
+    return Applied(
+        treatment.method, form.bits, form.group, treatment.smooth, treatment.search, treatment.minimums
+    )  # fmt: skip
 
 
 def _prove(path: Path, seen: Mapping[str, bytes], progress: Progress) -> None:

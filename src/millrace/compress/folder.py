@@ -17,6 +17,7 @@ import numpy as np
 from millrace.checkpoint.weights import INDEX, SINGLE
 from millrace.compress.forms import NAMES, WIDTHS, Spec
 from millrace.compress.grid import Array
+from millrace.compress.record import RECORD
 from millrace.errors import ConfigError, MachineError
 from millrace.machine.disk import reserve, write_at
 
@@ -90,7 +91,10 @@ def _shards(specs: Mapping[str, Spec], most: int) -> list[dict[str, Spec]]:
 def check_place(out: Path, nbytes: int) -> None:
     """raises ConfigError for a folder that is there, MachineError where so many bytes have no room"""
     if out.exists() or out.is_symlink():
-        raise ConfigError(f"{out} is already there", "a folder that does not exist yet", "remove it, or name another")
+        measured = ", or measure what it costs: --measure" if (out / RECORD).is_file() else ""
+        raise ConfigError(
+            f"{out} is already there", "a folder that does not exist yet", f"remove it, or name another{measured}"
+        )  # fmt: skip
     there = next(parent for parent in out.absolute().parents if parent.is_dir())
     free = shutil.disk_usage(there).free
     if free < nbytes + _SMALL_BYTES:

@@ -64,7 +64,7 @@ def gptq(
     if scales is None and (settings.order or grid.group == WHOLE_ROW):
         scales = fitted(weights, grid, search, energy)
     order = np.argsort(-energy, kind="stable") if settings.order else np.arange(K)
-    feedback, damping = _feedback(gram, dead, order, settings.damping)
+    feedback, _, damping = feedback_of(gram, dead, order, settings.damping)
     columns = np.ascontiguousarray(weights.T[order])
     if scales is None:
         codes, scales = _by_groups(columns, feedback, grid, search, energy)
@@ -75,8 +75,11 @@ def gptq(
     return Rounded(matrix(np.ascontiguousarray(found.T), scales, grid), damping)
 
 
-def _feedback(gram: Array, dead: NDArray[np.bool_], order: NDArray[np.intp], damping: float) -> tuple[Floats, float]:
-    """(K, K), strictly upper: column i says how it takes up the errors of the columns before it; and the damping."""
+def feedback_of(
+    gram: Array, dead: NDArray[np.bool_], order: NDArray[np.intp], damping: float
+) -> tuple[Floats, NDArray[np.float64], float]:
+    """(K, K), strictly upper: column i says how it takes up the errors of the columns before it; R's diagonal (K,); and
+    the damping that was needed."""
     H = gram[np.ix_(order, order)].astype(np.float64)
     at = np.arange(len(H))
     H[at, at] += dead[order]
@@ -90,9 +93,9 @@ def _feedback(gram: Array, dead: NDArray[np.bool_], order: NDArray[np.intp], dam
             assert damping < _MOST_DAMPING, "a finite matrix with so much on its diagonal has a factor"
             damping *= 2
     R = flipped[::-1, ::-1]
-    R = (R / R.diagonal()).astype(np.float32)
-    R[at, at] = 0
-    return R, damping
+    feedback = (R / R.diagonal()).astype(np.float32)
+    feedback[at, at] = 0
+    return feedback, np.asarray(R.diagonal(), np.float64), damping
 
 
 def _by_blocks(
@@ -117,7 +120,7 @@ def _by_groups(
     for begin in range(0, len(columns), grid.group):
         block = slice(begin, min(begin + grid.group, len(columns)))
         wanted = _wanted(columns, feedback, block)
-        by_then = _updated(wanted, columns[block], feedback[block, block])
+        by_then = updated(wanted, columns[block], feedback[block, block])
         found.append(fitted(by_then.T, replace(grid, group=WHOLE_ROW), search, energy[block]))
         steps, zeros = (np.repeat(values.T, len(wanted), axis=0) for values in found[-1].wide())
         codes[block] = _block(wanted, columns[block], feedback[block, block], (steps, zeros), grid)
@@ -132,7 +135,7 @@ def _wanted(columns: Floats, feedback: Floats, block: slice) -> Floats:
     return wanted
 
 
-def _updated(wanted: Floats, columns: Floats, feedback: Floats) -> Floats:
+def updated(wanted: Floats, columns: Floats, feedback: Floats) -> Floats:
     """A block's columns as they would make up for all before it, if nothing were lost in it: what the paper has there.
 
     Column k is w_k + p_k + e A_:k, for what comes from before the block and from errors e of its own; without loss

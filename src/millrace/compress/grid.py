@@ -127,24 +127,26 @@ def rounded(w: Array, grid: Grid, search: Search | None = None, importance: Arra
 def nearest(w: Array, scales: Scales, grid: Grid) -> Floats:
     """(N, K): what w's nearest codes stand for."""
     values = np.empty(w.shape, np.float32)
-    steps, zeros = (of_groups[:, :, None] for of_groups in scales.wide())
-    for rows in slabs(*w.shape):
-        for inputs, groups in runs(w.shape[1], grid.group_of(w.shape[1])):
-            step, zero = steps[rows, groups], zeros[rows, groups]
-            codes = codes_of(grouped(w[rows, inputs], groups), step, zero, grid)
-            values[rows, inputs] = ((codes - zero) * step).reshape(len(codes), -1)
+    for at, codes, steps, zeros in _coded(w, scales, grid):
+        values[at] = ((codes - zeros) * steps).reshape(len(codes), -1)
     return values
 
 
 def with_scales(w: Array, scales: Scales, grid: Grid) -> QuantisedMatrix:
     """The nearest codes of given scales."""
-    codes = np.empty(w.shape, np.int8)
-    steps, zeros = (values[:, :, None] for values in scales.wide())
+    found = np.empty(w.shape, np.int8)
+    for at, codes, _, _ in _coded(w, scales, grid):
+        found[at] = codes.reshape(len(codes), -1)
+    return matrix(found, scales, grid)
+
+
+def _coded(w: Array, scales: Scales, grid: Grid) -> Iterator[tuple[tuple[slice, slice], Floats, Floats, Floats]]:
+    """(where in w, its nearest codes (n, G, inputs of a group), their scales and zeros (n, G, 1)), slab by slab."""
+    steps, zeros = (of_groups[:, :, None] for of_groups in scales.wide())
     for rows in slabs(*w.shape):
         for inputs, groups in runs(w.shape[1], grid.group_of(w.shape[1])):
-            x = grouped(w[rows, inputs], groups)
-            codes[rows, inputs] = codes_of(x, steps[rows, groups], zeros[rows, groups], grid).reshape(len(x), -1)
-    return matrix(codes, scales, grid)
+            own = steps[rows, groups], zeros[rows, groups]
+            yield (rows, inputs), codes_of(grouped(w[rows, inputs], groups), *own, grid), *own
 
 
 def matrix(codes: NDArray[np.int8], scales: Scales, grid: Grid) -> QuantisedMatrix:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.compress.figures import Figures, heavy, peak
 from millrace.compress.gptq import Gptq, gptq
-from millrace.compress.grid import Array, Floats, Grid, Search, fitted, with_scales
+from millrace.compress.grid import Array, Floats, Grid, Search, fitted, nearest, with_scales
 from millrace.compress.loss import clipped, relative_error
 from millrace.compress.smooth import (
     WEIGHT,
@@ -60,12 +62,13 @@ class Rounding:
 
 @dataclass(slots=True)
 class Layer:
-    """What became of a decoder layer. matrices: by linear layer; floats: other tensors that changed, by name"""
+    """What became of a decoder layer. matrices, figures: by linear layer; floats: other changed tensors, by name"""
 
     name: str
     matrices: dict[str, Rounding] = field(default_factory=dict)
     floats: dict[str, Floats] = field(default_factory=dict)
     folds: list[Fold] = field(default_factory=list)
+    figures: dict[str, Figures] = field(default_factory=dict)
 
 
 def rounded_layers(
@@ -98,17 +101,20 @@ def _rounded_layer(
     for linear in chosen:
         shared = next((inputs[other] for other in inputs if linear in inputs[other].linears), None)
         inputs[linear] = shared or statistics[linear]
+        found.figures[linear] = _before(given[linear + WEIGHT], inputs[linear], chosen[linear])
     for site in sites(shapes, name, head_dim):
         if not _moves(site, chosen):
             continue
         first = site.linears[0]
         factors = _factors([arrays[n + WEIGHT] for n in site.linears], site, inputs[first], chosen[first])
         if factors is not None:
-            made = fold(arrays, site, factors, offset if site.is_norm else 0.0)
-            found.folds.append(made)
-            inputs |= dict.fromkeys(site.linears, smaller(inputs[first], made.factors))
+            moved = fold(arrays, site, factors, offset if site.is_norm else 0.0)
+            found.folds.append(moved)
+            inputs |= dict.fromkeys(site.linears, smaller(inputs[first], moved.factors))
     for linear, method in chosen.items():
-        found.matrices[linear] = rounding(arrays.pop(linear + WEIGHT), inputs[linear], method, _clips(linear, method))
+        made = rounding(arrays.pop(linear + WEIGHT), inputs[linear], method, _clips(linear, method))
+        found.matrices[linear] = made
+        found.figures[linear] = replace(found.figures[linear], error=made.error, moved=_moved(found.folds, linear))
     found.floats = {n: array for n, array in arrays.items() if array is not given[n]}
     return found
 
@@ -128,6 +134,18 @@ def rounding(w: Array, x: InputStatistics, method: Method, clip: bool | None = N
     assert scales is not None
     nearest = with_scales(w, scales, grid)
     return Rounding(nearest, relative_error(w, nearest.dequantise(), x.gram))
+
+
+def _before(w: Array, x: InputStatistics, method: Method) -> Figures:
+    """Of a matrix as it was given; its error is that of rounding to nearest, until it is known."""
+    error = relative_error(w, nearest(w, fitted(w, method.grid), method.grid), x.gram)
+    plain = method == Method(grid=method.grid)
+    return Figures(error=error, peak=peak(w, method.grid.group), nearest=None if plain else error, heavy=heavy(x))
+
+
+def _moved(folds: Sequence[Fold], linear: str) -> float | None:
+    factors = next((one.factors for one in folds if linear in one.site.linears), None)
+    return None if factors is None else float(factors.max() / factors.min())
 
 
 def _moves(site: Site, chosen: Mapping[str, Method]) -> bool:

@@ -1,6 +1,7 @@
 """What compressing costs in answers: the made folder beside its source in float32, on one text."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.checkpoint.checkpoint import Checkpoint
@@ -10,18 +11,24 @@ from millrace.compile.program import Bounds, Program
 from millrace.compile.source import Source
 from millrace.engine.kv import KvFormat
 from millrace.errors import MachineError
+from millrace.evaluate.agreement import agreement
 from millrace.evaluate.calibration import SHORTEST, Calibration
-from millrace.evaluate.pieces import answers, read, score
-from millrace.evaluate.windows import Windows
+from millrace.evaluate.divergence import BLOCK, Score
+from millrace.evaluate.pieces import ReadText, answers, read, score
+from millrace.evaluate.windows import LENGTH, Windows
 from millrace.kernels.precision import Precision
 
 Progress = Callable[[str, int, int], None]
 _ROWS = 64  # of logits in a step
+_FLOAT_BYTES, _BASE_BYTES = 4, 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """kl: of the source's distribution from this, nats a token on average; agreement: of the likeliest tokens"""
+    """kl: of the source's distribution from this, nats a token on average; agreement: of the likeliest tokens
+
+    errors: standard ones, as if tokens were independent, which those of one window are not; None of one token
+    """
 
     kl: float
     perplexity: float
@@ -29,6 +36,39 @@ class Loss:
     agreement: float
     tokens: int
     precision: str  # in which the folder runs
+    kl_error: float | None = None
+    perplexity_error: float | None = None
+    agreement_error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A source's answers to a text in float32, for any number of folders beside it. Memory: what its last piece reads.
+
+    read: all of it but the last piece, which is loaded for each folder anew
+    """
+
+    source: Source
+    text: Windows
+    read: ReadText
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, text: Windows, progress: Progress = lambda *_: None) -> "Reference":
+        source = Source.from_checkpoint(checkpoint)
+        options = BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFormat.F32)
+        pieces = pieces_of(source, text, options)
+        return cls(source, text, _read(pieces, text, source.vocab_size, "reading the source", progress))
+
+    def beside(self, other: Source, options: BuildOptions, progress: Progress = lambda *_: None) -> Score:
+        """Another model of the same tokens, built so; a part for each window."""
+        return self.score(pieces_of(other, self.text, options), progress)
+
+    def score(self, pieces: Sequence[Program], progress: Progress = lambda *_: None) -> Score:
+        """The same of pieces that are planned: their weights are loaded now, one piece's at a time."""
+        size = self.source.vocab_size
+        found = _read(pieces, self.text, size, "measuring it beside its source", progress)
+        with answers(self.read, size) as reference, answers(found, size) as its:
+            return score(reference, its, self.text)
 
 
 def why_not(checkpoint: Checkpoint) -> str:
@@ -45,42 +85,52 @@ def windows_for(source: Checkpoint, calibration: Calibration) -> Windows:
     return calibration.windows(source.tokenizer, Source.from_checkpoint(source).max_context)
 
 
+def memory_bytes(source: Checkpoint) -> int:
+    """About what measuring takes at most, from the headers: a layer's part, or both heads and what they answer."""
+    config, length = source.decoder, min(LENGTH, source.decoder.max_context)
+    layer = sum(math.prod(info.shape) for name, info in source.tensors.items() if ".layers.0." in name)
+    heads = 3 * _FLOAT_BYTES * config.vocab_size * config.hidden_size  # both, and one while it is packed
+    scores = length * config.vocab_size
+    scored = 2 * _FLOAT_BYTES * scores + 4 * 2 * _FLOAT_BYTES * min(scores, BLOCK)
+    return _BASE_BYTES + max(2 * _FLOAT_BYTES * layer, heads + scored)
+
+
 def measure(source: Checkpoint, made: Checkpoint, text: Windows, progress: Progress) -> Loss:
     """The source in float32; the folder in its own precision, with keys and values in bfloat16. Memory: a piece.
 
     raises MachineError where the logits are not finite
     """
-    model = Source.from_checkpoint(source)
-    exact = _pieces(model, text, BuildOptions(precision=PrecisionMap(Precision.FP32), kv_format=KvFormat.F32))
+    return loss_of(Reference.of(source, text, progress), made, progress)
+
+
+def loss_of(reference: Reference, made: Checkpoint, progress: Progress = lambda *_: None) -> Loss:
+    """As `measure`, beside a source that was read already."""
     other = Source.from_checkpoint(made)
-    pieces = _pieces(other, text, BuildOptions())
-    done, total = 0, len(exact) + len(pieces)
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        progress("measuring it beside its source", done, total)
-
-    size = model.vocab_size
-    with (
-        answers(read(exact, text, size, advance), size) as reference,
-        answers(read(pieces, text, size, advance), size) as found,
-    ):
-        result = score(reference, found, text)
-    kl = result.mean_kl
-    if not abs(kl) < float("inf"):
+    found = agreement(reference.beside(other, BuildOptions(), progress).tokens)
+    if not abs(found.divergence.value) < float("inf"):
         raise MachineError(
             "the compressed model's logits are not finite", "finite logits",
             "compress with more bits, or leave the layers that overflow as they are",
         )  # fmt: skip
     return Loss(
-        kl, result.perplexity, result.perplexity / result.ratio, result.agreement, result.n,
-        str(other.own_precision.default),
+        found.divergence.value, found.perplexity.value, found.reference_perplexity.value, found.same.value, found.n,
+        str(other.own_precision.default), found.divergence.error, found.perplexity.error, found.same.error,
     )  # fmt: skip
 
 
-def _pieces(source: Source, text: Windows, options: BuildOptions) -> tuple[Program, ...]:
+def pieces_of(source: Source, text: Windows, options: BuildOptions) -> tuple[Program, ...]:
     """For one window a step."""
     length = int(text.ids.shape[1])
     step = replace(options, max_batch=1, max_step_tokens=length, profile={"R": Bounds(1, _ROWS, _ROWS)})
     return tuple(plan_pieces(source, step))
+
+
+def _read(pieces: Sequence[Program], text: Windows, vocab_size: int, doing: str, progress: Progress) -> ReadText:
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        progress(doing, done, len(pieces))
+
+    return read(pieces, text, vocab_size, advance)

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from millrace.checkpoint.checkpoint import Checkpoint, CompressedCheckpoint, GgufCheckpoint
@@ -11,7 +11,9 @@ from millrace.checkpoint.encoder import EncoderConfig
 from millrace.checkpoint.weights import FLOAT_NAMES, TensorInfo
 from millrace.compress.forms import NAMES, Form, Spec
 from millrace.compress.grid import GROUPS
+from millrace.compress.prune import Prune, Sizes, shapes, sizes
 from millrace.compress.recipe import CLIP, Recipe, Treatment
+from millrace.compress.sparse import OF
 from millrace.errors import CheckpointError, ConfigError
 from millrace.model.families import HEAD
 
@@ -25,7 +27,10 @@ _BASE_BYTES, _MATRIX_BYTES, _KEPT_BYTES = 48 << 20, 28, 7
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """layers: what is done to each linear layer that is compressed; specs: the tensors that will be written"""
+    """layers: what is done to each linear layer that is rounded; specs: the tensors that will be written
+    sparse: layers whose weights stay floats, and of which some become zero; pruned: sizes that are left, where any is
+    less than it was, and the tensors that get smaller
+    """
 
     checkpoint: Checkpoint
     recipe: Recipe
@@ -33,20 +38,30 @@ class Job:
     ignored: tuple[str, ...]
     specs: Mapping[str, Spec]
     notes: tuple[str, ...]
+    sparse: Mapping[str, Treatment] = field(default_factory=dict)
+    pruned: tuple[Sizes, Mapping[str, tuple[int, ...]]] | None = None
+
+    @property
+    def treated(self) -> tuple[str, ...]:
+        """All layers that are changed."""
+        smaller = self.pruned[1] if self.pruned else {}
+        return (*self.layers, *self.sparse, *(n.removesuffix(WEIGHT) for n in smaller if n.endswith(WEIGHT)))
 
     @property
     def n_weights(self) -> int:
-        """In the layers that are compressed."""
-        return sum(math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.layers)
+        """In the layers that are changed; of those that get smaller what is left."""
+        smaller = self.pruned[1] if self.pruned else {}
+        shapes = (smaller.get(n + WEIGHT, self.checkpoint.tensors[n + WEIGHT].shape) for n in self.treated)
+        return sum(map(math.prod, shapes))
 
     @property
     def calibrated(self) -> bool:
         """Whether any layer needs statistics."""
-        return any(treatment.calibrated for treatment, _ in self.layers.values())
+        return bool(self.sparse or self.pruned) or any(treatment.calibrated for treatment, _ in self.layers.values())
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the layers that are compressed, scales included."""
+        """Of the layers that are changed, scales included; zeros count like other floats."""
         held = sum(spec.nbytes for name, spec in self.specs.items() if self._layer(name) and spec.dtype != "I64")
         return 8 * held / self.n_weights
 
@@ -63,17 +78,19 @@ class Job:
     def memory_bytes(self) -> int:
         """About what it takes at most: for the largest matrix, or the largest tensor that is only copied."""
         sizes = {name: math.prod(info.shape) for name, info in self.checkpoint.tensors.items()}
-        each = (_MATRIX_BYTES if n.removesuffix(WEIGHT) in self.layers else _KEPT_BYTES for n in sizes)
+        each = (_MATRIX_BYTES if n.removesuffix(WEIGHT) in self.treated else _KEPT_BYTES for n in sizes)
         return _BASE_BYTES + max(rate * size for rate, size in zip(each, sizes.values(), strict=True))
 
     @property
     def seconds(self) -> float:
         """About, for rounding alone: statistics, where they are needed, are there."""
         sizes = (math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.layers)
-        return sum(_rate(t) * size for (t, _), size in zip(self.layers.values(), sizes, strict=True)) / 1e6
+        thinned = sum(math.prod(self.checkpoint.tensors[name + WEIGHT].shape) for name in self.sparse)
+        rounded = sum(_rate(t) * size for (t, _), size in zip(self.layers.values(), sizes, strict=True))
+        return (rounded + _GPTQ_S * thinned) / 1e6
 
     def _layer(self, tensor: str) -> bool:
-        return tensor.rpartition(".")[0] in self.layers
+        return tensor.rpartition(".")[0] in self.treated
 
 
 def _rate(treatment: Treatment) -> float:
@@ -86,11 +103,14 @@ def _rate(treatment: Treatment) -> float:
 def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
     """Reads headers alone. raises CheckpointError for what cannot be compressed, ConfigError for a wrong recipe"""
     _check_source(checkpoint)
+    if recipe.prune:
+        return _pruning(checkpoint, recipe, recipe.prune)
     tensors = checkpoint.tensors
     # A tied head has no tensor, and yet is a linear layer to who reads config.json.
     ignored = [HEAD] if checkpoint.decoder.tie_embeddings else []
     linears = _linears(tensors)
     layers: dict[str, tuple[Treatment, Form]] = {}
+    sparse: dict[str, Treatment] = {}
     smaller: Counter[tuple[int, int, int]] = Counter()
     for name, (_, K) in linears.items():
         if name in ignored:
@@ -107,20 +127,58 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
                 f"the recipe {recipe.name} treats {name} by statistics", "those are of the decoder's layers alone",
                 f'give {name} method = "rtn", smooth = "none" and search = "none"',
             )  # fmt: skip
+        if treatment.sparse:
+            sparse[name] = _thinned(name, K, treatment)
+            ignored.append(name)
+            continue
         group = _fitting(name, K, treatment.group)
         if group != treatment.group:
             smaller[K, treatment.group, group] += 1
         form = Form(treatment.bits, group, treatment.minimums, treatment.method == "fp8", treatment.activations)
         layers[name] = (treatment, form)
     _check_patterns(recipe, linears)
-    if not layers:
+    if not layers and not sparse:
         raise ConfigError(f"the recipe {recipe.name} leaves all layers as they are", "some to compress", "correct it")
     notes = tuple(
         f"{n} matrices of {K:,} inputs have groups of {own}: {asked} does not divide these, and no runtime of this "
         "format has a shorter last group" for (K, asked, own), n in smaller.items()
     )  # fmt: skip
     return Job(
-        checkpoint, recipe, layers, tuple(ignored), _specs(checkpoint, layers), (*_source_notes(checkpoint), *notes)
+        checkpoint, recipe, layers, tuple(ignored), _specs(checkpoint, layers),
+        (*(_source_notes(checkpoint) if layers else ()), *notes, *_sparse_notes(sparse)), sparse,
+    )  # fmt: skip
+
+
+def _pruning(checkpoint: Checkpoint, recipe: Recipe, prune: Prune) -> Job:
+    """raises as `plan`"""
+    config, every = checkpoint.decoder, {name: info.shape for name, info in checkpoint.tensors.items()}
+    left = sizes(config, prune)
+    smaller = shapes(every, config, left)
+    specs = {name: Spec(kept_dtype(checkpoint, name), smaller.get(name, shape)) for name, shape in every.items()}
+    note = (
+        f"{left.channels:,} of {config.intermediate_size:,} MLP channels and {left.heads * config.n_kv_heads} of "
+        f"{config.n_heads} query heads are left, with the weights that they had: a pruned model has to be trained "
+        "again before it is of use, and that is not done here"
+    )
+    return Job(checkpoint, recipe, {}, (), specs, (note,), pruned=(left, smaller))
+
+
+def _thinned(name: str, K: int, treatment: Treatment) -> Treatment:
+    """raises CheckpointError where inputs do not come in fours"""
+    if K % OF:
+        raise CheckpointError(
+            f"{name} has {K:,} inputs", f"a multiple of {OF}, of which two are kept",
+            f'leave it as it is: method = "none", match = "*{name[name.rfind("."):]}"',
+        )  # fmt: skip
+    return treatment
+
+
+def _sparse_notes(sparse: Mapping[str, Treatment]) -> tuple[str, ...]:
+    if not sparse:
+        return ()
+    return (
+        f"{len(sparse)} matrices have two zeros among four weights, and as many bytes as before: nothing here, and of "
+        "what reads such folders next to nothing, is smaller or faster by them",
     )
 
 

@@ -1,7 +1,8 @@
 """Recipes: what is done to which linear layer. A versioned file (TOML or JSON), or a preset by its name.
 
 version = 1
-method = "rtn"            # of all linear layers of the decoder, to nearest; "gptq", "fp8"; "none" leaves floats
+method = "rtn"            # of all linear layers of the decoder, to nearest; "gptq", "fp8"; "none" leaves floats;
+                          # "wanda", "sparsegpt" make two of four weights zero, and nothing smaller
 smooth = "none"           # scales that move into norms and other layers before: "awq", "smoothquant"
 alpha = 0.5               # SmoothQuant's, 0 to 1: how much of the activations' outliers goes into weights
 bits = 4                  # 4 or 8
@@ -13,24 +14,30 @@ activations = 16          # bits of what they are meant to meet
 [[layers]]                # exceptions; the first that matches decides, with the values above where it has none
 match = "*.mlp.down_proj"
 bits = 8
+[prune]                   # beside method = "none" alone: shares of MLP channels and query heads that go
+mlp = 0.25
+heads = 0.34
 
-What needs statistics of a text (docs/calibration.md): "gptq", any smooth, and the searches "imatrix" and "clip".
+What needs statistics of a text (docs/calibration.md): "gptq", "wanda", "sparsegpt", prune, any smooth, and the
+searches "imatrix" and "clip".
 """
 
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from millrace.compress.grid import GPTQMODEL_MSE, GROUPS, IMATRIX_MSE, LLM_COMPRESSOR_MSE, Convention, Grid, Search
+from millrace.compress.prune import Prune
+from millrace.compress.sparse import METHODS as SPARSE
 from millrace.errors import ConfigError, nearest
 
 VERSION = 1
 ROW = "row"
-METHODS = ("rtn", "gptq", "fp8", "none")
+METHODS = ("rtn", "gptq", "fp8", "none", *SPARSE)
 SMOOTH = ("none", "awq", "smoothquant")
 CLIP = "clip"  # of the searches, the one that is no `Search`
 SEARCHES: Mapping[str, Search | None] = {
@@ -57,8 +64,15 @@ class Treatment:
     @property
     def calibrated(self) -> bool:
         """Whether it needs statistics of what goes into the layer."""
+        if self.sparse:
+            return True
         wants = self.method == "gptq" or self.smooth != "none" or self.search in ("imatrix", CLIP)
         return wants and self.method in ("rtn", "gptq")
+
+    @property
+    def sparse(self) -> bool:
+        """Whether its weights stay floats, half of them zeros."""
+        return self.method in SPARSE
 
     def grid(self, group: int) -> Grid:
         return Grid(self.bits, group, self.minimums, self.scales)
@@ -66,12 +80,13 @@ class Treatment:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """exceptions: the first whose pattern matches a layer's name decides"""
+    """exceptions: the first whose pattern matches a layer's name decides; prune: instead of all else"""
 
     name: str
     usual: Treatment
     exceptions: tuple[tuple[str, Treatment], ...] = ()
     about: str = field(default="", compare=False)  # of presets: whose it is
+    prune: Prune | None = None
 
     def of(self, layer: str) -> Treatment:
         return next((own for pattern, own in self.exceptions if fnmatchcase(layer, pattern)), self.usual)
@@ -136,7 +151,7 @@ def parsed(said: object, name: str) -> Recipe:
     layers = said.get("layers", [])
     if not isinstance(layers, list) or len(layers) > _MOST_LAYERS or not all(isinstance(x, dict) for x in layers):
         raise _wrong("layers", layers, f"at most {_MOST_LAYERS} tables, each with a match")
-    usual = _treatment({k: v for k, v in said.items() if k not in ("version", "layers")}, Treatment(), "")
+    usual = _treatment({k: v for k, v in said.items() if k not in ("version", "layers", "prune")}, Treatment(), "")
     exceptions = []
     for i, one in enumerate(layers):
         pattern = one.get("match")
@@ -144,13 +159,32 @@ def parsed(said: object, name: str) -> Recipe:
             raise _wrong(f"layers[{i}].match", pattern, "a pattern of names, such as *.mlp.down_proj")
         own = {k: v for k, v in one.items() if k != "match"}
         exceptions.append((pattern, _treatment(own, usual, f"layers[{i}].")))
-    return Recipe(name, usual, tuple(exceptions))
+    return Recipe(
+        name, usual, tuple(exceptions), prune=_prune(said["prune"], usual, layers) if "prune" in said else None
+    )
+
+
+def _prune(said: object, usual: Treatment, layers: list[object]) -> Prune:
+    """raises ConfigError for shares that are none, and beside anything else that is done to layers"""
+    if not isinstance(said, dict) or not said or not said.keys() <= {"mlp", "heads"}:
+        raise _wrong("prune", said, "a table with mlp, heads, or both")
+    for key, value in said.items():
+        if type(value) not in (int, float) or not 0 < value < 1:
+            raise _wrong(f"prune.{key}", value, "a share that goes, such as 0.25")
+    if usual.method != "none" or layers:
+        raise ConfigError(
+            "the recipe prunes and rounds", 'method = "none" and no layers, beside prune',
+            "prune first, and compress what comes out with another recipe",
+        )  # fmt: skip
+    return Prune(**said)
 
 
 def written(recipe: Recipe) -> dict[str, Any]:
     """As `parsed` reads it."""
     layers = [{"match": pattern, **_plain(own)} for pattern, own in recipe.exceptions]
-    return {"version": VERSION, **_plain(recipe.usual), **({"layers": layers} if layers else {})}
+    prune = {key: share for key, share in asdict(recipe.prune).items() if share} if recipe.prune else {}
+    more = {**({"layers": layers} if layers else {}), **({"prune": prune} if prune else {})}
+    return {"version": VERSION, **_plain(recipe.usual), **more}
 
 
 def _plain(one: Treatment) -> dict[str, Any]:
@@ -190,6 +224,8 @@ def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatme
             "activations": 8,
             **values,
         }
+    if values.get("method") in SPARSE:  # what the recipe has for others, it has not for these
+        values = {"smooth": "none", "search": "none", "minimums": False, "activations": 16, **values}
     made = replace(usual, **values)
     _check(made, where)
     return made
@@ -199,6 +235,10 @@ def _check(made: Treatment, where: str) -> None:
     if made.method == "fp8":
         if (made.smooth, made.bits, made.group, made.minimums, made.search) != ("none", 8, 0, False, "none"):
             raise _wrong(f"{where}method", "fp8", "nothing beside it but activations: 8 bits, a scale a row")
+        return
+    if made.sparse:
+        if (made.smooth, made.minimums, made.search, made.activations) != ("none", False, "none", 16):
+            raise _wrong(f"{where}method", made.method, "nothing beside it: its weights stay floats")
         return
     if made.bits == 8 and made.activations == 8 and made.group:
         raise _wrong(f"{where}group", made.group, '"row", with 8-bit weights and activations')

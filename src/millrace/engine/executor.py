@@ -4,6 +4,7 @@ A step carries packed tokens of any mix of prefill chunks and decode rows. The e
 belongs to whom is the runtime's business) and nothing else between steps.
 """
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
@@ -65,8 +66,16 @@ class StepInputs:
     bias_values: NDArray[np.float32]
     # (M, ceil(V / 32)): bit t % 32 of word t / 32 says whether token t may be drawn; None: no row has a mask
     masks: NDArray[np.uint32] | None = None
+    masks_ready: IntArray | None = None  # (1,) 0 as long as another thread still fills them; None: they are filled
     # (C, 2) from and to: full pages that are copied into others, of this step's sequences, before anything is stored
     copies: IntArray | None = None
+
+    def filled_masks(self) -> NDArray[np.uint32]:
+        """`masks`, of a step that has some, as soon as they are filled."""
+        assert self.masks is not None, "a mask of none"
+        while self.masks_ready is not None and not self.masks_ready[0]:
+            time.sleep(20e-6)
+        return self.masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,7 @@ class ExecutorLimits:
     page_tokens: int  # tokens in one KV page
     n_pages: int  # KV pages in all, ids 0 .. n_pages-1
     vocab_size: int
+    on_all_cores: bool = False  # it computes on every core that this process may use
     context_tokens: int = field(init=False)  # of one sequence: max_context, or all KV pages where those hold less
 
     def __post_init__(self) -> None:

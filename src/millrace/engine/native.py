@@ -316,6 +316,7 @@ class NativeExecutor(LoadedProgram, Executor):
         self.limits = ExecutorLimits(
             max_step_tokens=tokens, max_sequences=sequences, max_rows=rows,
             max_context=max_context, page_tokens=PAGE_TOKENS, n_pages=n_pages, vocab_size=vocab_size,
+            on_all_cores=self.threads >= usable_cores(),
         )  # fmt: skip
 
     def kept(self) -> list[NDArray[np.uint8]]:
@@ -333,8 +334,8 @@ class NativeExecutor(LoadedProgram, Executor):
             raise ExecutionError("a step was launched, and nobody has waited for it: this executor has a depth of 1")
         _check_arrays(step, self.limits.vocab_size)
         rows = len(step.sampling)
-        most = self.limits.vocab_size  # more than that the native core refuses
-        top = min(max(int(step.sampling["n_top"].max()), 0), most) if rows else 0
+        top = min(max(int(step.sampling["n_top"].max()), 0), self.limits.vocab_size) if rows else 0  # more is refused
+        masks, ready, copies = step.masks, step.masks_ready, step.copies
         out = StepOutputs(
             tokens=np.zeros(rows, np.int32), logprobs=np.zeros(rows, np.float32), ranks=np.zeros(rows, np.int32),
             top_ids=np.zeros((rows, top), np.int32), top_logprobs=np.zeros((rows, top), np.float32),
@@ -349,10 +350,9 @@ class NativeExecutor(LoadedProgram, Executor):
             out_tokens=out.tokens.ctypes.data, out_logprobs=out.logprobs.ctypes.data,
             out_ranks=out.ranks.ctypes.data, max_top=top,
             out_top_ids=out.top_ids.ctypes.data, out_top_logprobs=out.top_logprobs.ctypes.data,
-            masks=None if step.masks is None else step.masks.ctypes.data,
-            n_masks=0 if step.masks is None else len(step.masks),
-            copies=None if step.copies is None else step.copies.ctypes.data,
-            n_copies=0 if step.copies is None else len(step.copies),
+            masks=None if masks is None else masks.ctypes.data, n_masks=0 if masks is None else len(masks),
+            masks_ready=None if ready is None else ready.ctypes.data,
+            copies=None if copies is None else copies.ctypes.data, n_copies=0 if copies is None else len(copies),
         )  # fmt: skip
         error = ctypes.create_string_buffer(ERROR_BYTES)
         with self._native() as native:

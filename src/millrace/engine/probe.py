@@ -5,6 +5,7 @@ Each gives one figure per round, for `machine.roofline` to choose from.
 
 import ctypes
 import time
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,7 @@ from millrace.errors import MachineError
 from millrace.graph.types import Symbol
 from millrace.kernels.declare import Param, RowFormat, Space, WeightFormat
 from millrace.kernels.encode import Ref, encode
-from millrace.kernels.layout import matrix_bytes, row_bytes
+from millrace.kernels.layout import LINE, matrix_bytes, row_bytes, up
 from millrace.kernels.library import library
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.machine.cpu import caches, memory
@@ -86,19 +87,46 @@ def product_seconds(
     raises MachineError for an instruction set that this CPU lacks, EngineError for sizes that no kernel takes
     """
     format, weights, group = _FORMATS[precision]
-    x_stride, w_bytes = row_bytes(format, k, group), matrix_bytes(weights, n, k, group)
+    product = Product(n, k, format, weights, group, precision == BF16_BY_TILES)
+    return seconds_of(product, isa, threads, rows, repeats=repeats)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Rows of `format`, (rows, k), times weights (n, k), both in groups of `group` inputs; 0: there are none."""
+
+    n: int
+    k: int
+    format: RowFormat
+    weights: WeightFormat
+    group: int
+    tiles: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of packed weights."""
+        return matrix_bytes(self.weights, self.n, self.k, self.group)
+
+
+def seconds_of(
+    product: Product, isa: str, threads: int, rows: int, *, repeats: int = 1, matrices: int = 1
+) -> list[float]:
+    """Of one product, one figure per round: a program has `repeats` of them, of so many matrices in turn.
+
+    raises as product_seconds
+    """
+    n, k, group = product.n, product.k, product.group
+    x_stride, w_bytes = row_bytes(product.format, k, group), up(product.nbytes, LINE)
     params: dict[str, Param] = {
-        "rows": 0, "n": n, "k": k, "group": group, "x_group": group, "format": int(format), "weights": int(weights),
-        "x_stride": x_stride, "y_stride": n, "tiles": int(precision == BF16_BY_TILES),
+        "rows": 0, "n": n, "k": k, "group": group, "x_group": group, "format": int(product.format),
+        "weights": int(product.weights), "x_stride": x_stride, "y_stride": n, "tiles": int(product.tiles),
     }  # fmt: skip
-    operands = {
-        "x": Ref(Space.ACTIVATIONS, 0),
-        "w": Ref(Space.WEIGHTS, 0),
-        "y": Ref(Space.ACTIVATIONS, rows * x_stride),
-    }
+    x, y = Ref(Space.ACTIVATIONS, 0), Ref(Space.ACTIVATIONS, rows * x_stride)
+    calls = [encode("matmul", {"x": x, "w": Ref(Space.WEIGHTS, i * w_bytes), "y": y}, params) for i in range(matrices)]
     program = NativeProgram(
-        calls=encode("matmul", operands, params) * repeats, n_calls=repeats, weights=np.full(w_bytes, _FILL, np.uint8),
-        weights_bytes=w_bytes, activation_bytes=rows * (x_stride + 4 * n), symbols={Symbol("rows"): rows},
+        calls=b"".join(calls[i % matrices] for i in range(repeats)), n_calls=repeats,
+        weights=np.full(matrices * w_bytes, _FILL, np.uint8), weights_bytes=matrices * w_bytes,
+        activation_bytes=rows * (x_stride + 4 * n), symbols={Symbol("rows"): rows},
     )  # fmt: skip
     network = NativeNetwork(program, threads=threads, isa=isa)
     try:

@@ -56,8 +56,7 @@ class ReferenceExecutor(Executor):
             out.tokens[r] = NOT_FINITE
             return
         if row["mask"]:
-            assert step.masks is not None, "a mask of none"
-            logits = np.where(unpacked(step.masks[row["mask"] - 1], len(logits)), logits, -np.inf)
+            logits = np.where(unpacked(step.filled_masks()[row["mask"] - 1], len(logits)), logits, -np.inf)
         if not np.isfinite(logits).any():
             out.tokens[r] = NOTHING_ALLOWED
             return

@@ -27,7 +27,7 @@ class Runs(Protocol):
     def output(self, name: str) -> NDArray[np.generic]: ...
 
 
-_BLOCK = 1 << 22  # elements of log probabilities that are held in float64 at a time
+BLOCK = 1 << 22  # elements of log probabilities that are held in float64 at a time
 
 
 class Tokens(NamedTuple):
@@ -103,7 +103,7 @@ class Score:
 def beside(found: LogProbs, reference: LogProbs, targets: NDArray[np.int32]) -> Tokens:
     """found, reference: (n, vocabulary); targets: the tokens that came"""
     at, divergence = np.arange(len(targets)), np.empty(len(targets))
-    rows = max(1, _BLOCK // found.shape[1])
+    rows = max(1, BLOCK // found.shape[1])
     for begin in range(0, len(targets), rows):
         p, q = (x[begin : begin + rows].astype(np.float64) for x in (reference, found))
         divergence[begin : begin + rows] = (np.exp(p) * (p - q)).sum(axis=1)

@@ -13,7 +13,7 @@ from millrace.errors import MachineError
 from millrace.kernels.catalogue import declarations_digest
 
 INTERFACE = (
-    "fbc3f1a3bf397d1a"  # digest of native/millrace.h, from which the structures below are copied (a test compares both)
+    "0bc36e7967b0f099"  # digest of native/millrace.h, from which the structures below are copied (a test compares both)
 )
 NAME = "libmillrace.so"
 
@@ -61,7 +61,8 @@ class StepArgs(c.Structure):
         ("n_pages", c.c_int64), ("n_history", c.c_int64), ("n_bias", c.c_int64),
         ("out_tokens", c.c_void_p), ("out_logprobs", c.c_void_p), ("out_ranks", c.c_void_p),
         ("max_top", c.c_int32), ("out_top_ids", c.c_void_p), ("out_top_logprobs", c.c_void_p),
-        ("masks", c.c_void_p), ("n_masks", c.c_int32), ("copies", c.c_void_p), ("n_copies", c.c_int32),
+        ("masks", c.c_void_p), ("n_masks", c.c_int32), ("masks_ready", c.c_void_p),
+        ("copies", c.c_void_p), ("n_copies", c.c_int32),
     )  # fmt: skip
 
 

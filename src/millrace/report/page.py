@@ -5,6 +5,7 @@ A page is a template beside its user that extends `page.html` here; what goes in
 
 import base64
 import hashlib
+from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -25,11 +26,17 @@ def render(template: Path, **values: object) -> str:
     style = (_HERE / "style.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    pages = Environment(
-        loader=FileSystemLoader([template.parent, _HERE]), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+    page = _pages(template.parent).get_template(template.name)
+    return page.render(style=style, policy=policy, generator=_GENERATOR, **values)
+
+
+@cache
+def _pages(folder: Path) -> Environment:
+    """Which keeps what it has compiled of templates: that takes longer than to fill them in."""
+    return Environment(
+        loader=FileSystemLoader([folder, _HERE]), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
     )  # fmt: skip
-    return pages.get_template(template.name).render(style=style, policy=policy, generator=_GENERATOR, **values)
 
 
 def is_ours(path: Path) -> bool:

@@ -143,7 +143,7 @@ class BatchBuilder:
     """Owns the buffers of one engine loop, sized for its largest step. grammars: that answers are held to"""
 
     def __init__(self, limits: ExecutorLimits, grammars: Grammars) -> None:
-        self._grammars = grammars
+        self._grammars, self._all_cores = grammars, limits.on_all_cores
         S, T, R = limits.max_sequences, limits.max_step_tokens, limits.max_rows
         self._page_tokens = limits.page_tokens
         self._offsets = np.arange(max(T, limits.max_context), dtype=np.int32)  # slices of it are positions
@@ -190,6 +190,7 @@ class BatchBuilder:
         if draws:
             sampling["token"][rows], sampling["position"][rows] = tokens, positions
         bias_ids, bias_values = _fill_bias(sampling, rows, drawing)
+        masks, masks_ready = self._fill_masks(sampling, rows, drawing)
         return StepInputs(
             tokens=self._tokens[:n_tokens],
             positions=self._positions[:n_tokens],
@@ -200,9 +201,22 @@ class BatchBuilder:
             history=_fill_history(sampling, rows, drawing),
             bias_ids=bias_ids,
             bias_values=bias_values,
-            masks=_fill_masks(sampling, rows, drawing, self._grammars),
+            masks=masks,
+            masks_ready=masks_ready,
             copies=np.array(copies, dtype=np.int32) if copies else None,
         )
+
+    def _fill_masks(
+        self, sampling: NDArray[np.void], rows: IntArray, drawing: list[Sequence]
+    ) -> tuple[NDArray[np.uint32] | None, IntArray | None]:
+        """What may come next in the sequences that are held to something: while the step runs, or where that has all
+        cores before it, with all cores."""
+        held = [(r, seq.matcher) for r, seq in zip(rows, drawing, strict=True) if seq.matcher is not None]
+        if not held:
+            return None, None
+        sampling["mask"][[r for r, _ in held]] = np.arange(len(held)) + 1
+        matchers = [matcher for _, matcher in held]
+        return (self._grammars.masks(matchers), None) if self._all_cores else self._grammars.masks_beside(matchers)
 
 
 def _score(rows: NDArray[np.void], chunk: Chunk, start: int) -> None:
@@ -243,17 +257,6 @@ def _fill_bias(
             values.append(resolved.bias_values)
             at += len(resolved.bias_ids)
     return (np.concatenate(ids), np.concatenate(values)) if ids else (_NO_IDS, _NO_VALUES)
-
-
-def _fill_masks(
-    sampling: NDArray[np.void], rows: IntArray, drawing: list[Sequence], grammars: Grammars
-) -> NDArray[np.uint32] | None:
-    """What may come next in the sequences that are held to something."""
-    held = [(r, seq.matcher) for r, seq in zip(rows, drawing, strict=True) if seq.matcher is not None]
-    if not held:
-        return None
-    sampling["mask"][[r for r, _ in held]] = np.arange(len(held)) + 1
-    return grammars.masks([matcher for _, matcher in held])
 
 
 def token_logprobs(outputs: StepOutputs, row: int, n_top: int) -> TokenLogprobs:

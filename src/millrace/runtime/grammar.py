@@ -2,7 +2,8 @@
 
 Compiling takes from a millisecond to some 100: it is done before a request is submitted, in the caller's thread
 (the server has one for it) and never in the engine's; what was compiled is kept by its digest. The engine's thread
-tells each answer's `Matcher` what was drawn, and asks for the masks of all rows of a step in one call.
+tells each answer's `Matcher` what was drawn, and asks for the masks of all rows of a step in one call: computed
+while the step runs, where it leaves cores for that, else before it.
 
 When nothing but the end is left, the mask allows the model's end-of-text tokens alone. An answer that cannot be gone on
 with (limits, or a vocabulary without a byte that is needed) fails by itself: its mask allows nothing, and its `fault`
@@ -18,6 +19,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -177,6 +179,9 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._why_not = ""  # there is no vocabulary
+        self._beside = ThreadPoolExecutor(1, "millrace-masks")  # starts its thread with the first masks
+        self._filling = Future[None]()  # by it, the last time
+        self._filling.set_result(None)
 
     def matchers(
         self, asked: StructuredOutputsParams | None, n: int, thoughts: Thoughts | None = None
@@ -210,6 +215,31 @@ class Grammars:
         matchers: of this object
         """
         masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.uint32)
+        self._fill(masks, matchers)
+        return masks
+
+    def masks_beside(self, matchers: Sequence[Matcher]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
+        """The same, filled by a thread of its own, and (1,), 0 until they are. The matchers are its own meanwhile.
+
+        Where that fails, which is a defect, the masks allow nothing, and the next call raises what happened.
+        """
+        self._filling.result()
+        masks = np.zeros((len(matchers), -(-self._vocab_size // 32)), np.uint32)
+        ready = np.zeros(1, np.int32)
+
+        def work() -> None:
+            try:
+                self._fill(masks, matchers)
+            except BaseException:
+                masks[:] = 0
+                raise
+            finally:
+                ready[0] = 1
+
+        self._filling = self._beside.submit(work)
+        return masks, ready
+
+    def _fill(self, masks: NDArray[np.uint32], matchers: Sequence[Matcher]) -> None:
         self._compute(range(len(matchers)), matchers, masks)
         if left := self._left_by_their_lexer(matchers):
             for row in left:
@@ -217,7 +247,6 @@ class Grammars:
             self._compute(left, matchers, masks)
         for mask, matcher in zip(masks, matchers, strict=True):
             matcher.finish(mask, self._ends)
-        return masks
 
     def _compute(self, rows: Sequence[int], matchers: Sequence[Matcher], masks: NDArray[np.uint32]) -> None:
         assert self._executor is not None, "a matcher before its library"

@@ -31,6 +31,10 @@ MAX_FAILURES_IN_A_ROW = 3
 log = logging.getLogger(__name__)
 
 
+def _nothing(*_: object) -> None:
+    """No one to tell."""
+
+
 class EngineThread:
     """The life of a loop, of whatever engine: its thread, when it last got on, and why it stopped.
 
@@ -124,6 +128,7 @@ class EngineLoop:
         self._again: list[Step] = []  # of one that failed: each of its requests alone, the last goes first
         self._counters, self.history = Counters(), History()
         self._after_step: Callable[[], None] = _nothing
+        self._computing: Callable[[bool], None] = _nothing
         self._stepping = threading.Lock()  # several threads may wait for answers of a loop that has none of its own
         self._submitted: list[Request] = []  # guarded, as the two below, by thread.changed
         self._cancelled: list[Request] = []
@@ -201,9 +206,9 @@ class EngineLoop:
         with self._stepping:
             return self._pool.forget()
 
-    def start(self, after_step: Callable[[], None] | None = None) -> None:
-        """Run in a thread of its own; `after_step` is called there after each step's deliveries."""
-        self._after_step = after_step or _nothing
+    def start(self, after_step: Callable[[], None] = _nothing, computing: Callable[[bool], None] = _nothing) -> None:
+        """Run in a thread of its own, which calls `after_step` after each step's deliveries, `computing` around it."""
+        self._after_step, self._computing = after_step, computing
         self.thread.start(self._run)
 
     def stop(self) -> None:
@@ -214,7 +219,7 @@ class EngineLoop:
         if not self.thread.stop():
             with self._stepping:
                 self._end_everything(FinishReason.ABORT, "the server is stopping")
-        self._after_step, self.thread.stopping = _nothing, False
+        self._after_step, self._computing, self.thread.stopping = _nothing, _nothing, False
 
     # ------------------------------------------------------------------ for the engine thread
 
@@ -262,6 +267,7 @@ class EngineLoop:
     def _run_step(self) -> None:
         step = self._next_step()
         inputs = self._batch.build(step)
+        self._computing(True)
         started_s = self.thread.clock()
         try:
             self._executor.launch(inputs)
@@ -269,6 +275,8 @@ class EngineLoop:
         except (RuntimeError, MillraceError) as error:  # what executors raise; a failed assert is our own and ends us
             self._step_failed(step, error)
             return
+        finally:
+            self._computing(False)
         self.thread.step_done()
         now_s = self.thread.clock()
         self._scheduler.commit(step, now_s - started_s)
@@ -389,7 +397,3 @@ class EngineLoop:
 
     def _is_idle(self) -> bool:
         return self._n_submitted == 0 and not self._scheduler.has_work
-
-
-def _nothing() -> None:
-    """No one to tell after a step."""

@@ -26,6 +26,7 @@ from millrace.runtime.stats import LoopStats
 RETRY_LOW_S, RETRY_HIGH_S = 1.0, 60.0
 LEAST_LEFT = 4  # sequences whose times are remembered at least
 MAX_AT_ONCE = 512  # tokens that a reader gets in one go: who was slow must not hold up the others when it reads again
+TELLING_S = 0.001  # that the engine waits at most until the event loop has told what a step added
 STOP_S = 5.0  # for the step in progress, at the end, where nobody says otherwise
 SWITCH_INTERVAL_S = 0.0005  # the engine thread gets the interpreter back quickly after each native call
 
@@ -219,6 +220,7 @@ class AsyncEngine:
         self._outbox: list[tuple[RequestHandle, list[Delta]]] = []  # guarded by _lock
         self._flush_due = False  # guarded by _lock
         self._turnover = Turnover(loop.limits.max_sequences)
+        self._told = threading.Event()  # what the last step added was handed to its readers
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -228,10 +230,14 @@ class AsyncEngine:
     def grammars(self) -> Grammars:
         return self.loop.grammars
 
-    def start(self) -> None:
-        """Start the engine thread; call it inside the running event loop that will do all the submitting."""
+    def start(self, computing: Callable[[bool], None] | None = None) -> None:
+        """Start the engine thread; call it inside the running event loop that will do all the submitting.
+
+        computing: where the engine has all cores, called there with True before each step and with False behind it
+        """
         self._aio = asyncio.get_running_loop()
-        self.loop.start(after_step=self._after_step)
+        told = (computing,) if computing and self.limits.on_all_cores else ()
+        self.loop.start(self._after_step, *told)
 
     def submit(
         self,
@@ -344,18 +350,28 @@ class AsyncEngine:
         """In the engine thread: wake the event loop once for all requests of the step."""
         assert self._aio is not None
         with self._lock:
-            if self._flush_due or not self._outbox:
+            if not self._outbox:
                 return
-            self._flush_due = True
-        try:
-            self._aio.call_soon_threadsafe(self._flush)
-        except RuntimeError:  # the event loop is closed: nobody is left who could read
-            with self._lock:
-                self._outbox.clear()
+            due, self._flush_due = self._flush_due, True
+        if not due:
+            self._told.clear()
+            try:
+                self._aio.call_soon_threadsafe(self._flush)
+            except RuntimeError:  # the event loop is closed: nobody is left who could read
+                with self._lock:
+                    self._outbox.clear()
+                return
+        # Behind workers on every core the event loop would wait for the kernel's next tick, 2 to 4 ms, and its reader
+        # again; and a core that it takes from one of them stalls them all, so that waiting here costs nothing more.
+        if self.limits.on_all_cores:
+            self._told.wait(TELLING_S)
 
     def _flush(self) -> None:
         with self._lock:
             batch, self._outbox, self._flush_due = self._outbox, [], False
+        if self._aio is not None and not self._aio.is_closed():
+            # readers have their turn in the next round of the event loop, and have written by the one behind it
+            self._aio.call_soon(self._aio.call_soon, self._told.set)
         for handle, deltas in batch:
             handle._receive(deltas, self.options.max_undelivered_tokens)
             if handle.finished:

@@ -56,13 +56,9 @@ class Texts:
     """Text to tokens and back, and messages to text. At most `max_pending` calls wait or run in each lane."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        max_pending: int,
-        max_context: int,
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, max_pending: int, max_context: int,
         folder: Path | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """folder: of the tokenizer's files; with it, long texts are tokenised in processes of their own"""
         self.tokenizer = tokenizer
         self._max_context = max_context
@@ -96,6 +92,11 @@ class Texts:
             return [encoder.encode(text, add_special_tokens) for text in texts]
 
         return await encoder.lane.run(work, n)
+
+    def computing(self, on_all_cores: bool) -> None:
+        """From the engine's thread: long texts wait meanwhile."""
+        self._long.hold(on_all_cores)
+        self._very_long.hold(on_all_cores)
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """raises BusyError"""
@@ -198,6 +199,10 @@ class _Encoder:
             refusal = HttpError(503, "tokenizer_failed", error.what, error.expected, error.mend)
             refusal.headers["retry-after"] = "10"
             raise refusal from None
+
+    def hold(self, held: bool) -> None:
+        if self._process is not None:
+            self._process.hold(held)
 
 
 def _make_encoder(tokenizer: Tokenizer, folder: Path | None, name: str, max_pending: int) -> _Encoder:
@@ -332,7 +337,7 @@ class TextBackend(Backend):
         return await self._grammars.run(lambda: grammars.matchers(asked, n, thoughts))
 
     def start(self) -> None:
-        self.model.engine.start()
+        self.model.engine.start(self.texts.computing)
 
     async def warm_up(self) -> str | None:
         """A request, a chat and the vocabulary of grammars, side by side; then the prompts that are to be known."""

@@ -1,0 +1,313 @@
+"""What compressing costs in answers: rounding to nearest and every method, in one run, on one text.
+
+    python -m benchmarks.compression --model SmolLM2-135M-Instruct.Q4_1.gguf --text wiki.test.txt --kept FOLDER
+    python -m benchmarks.compression --model tiny
+
+Statistics are of 128 samples of 512 tokens of the text's first half, answers are judged on windows spread over its last
+two fifths, beside the source in float32. `tiny` reads documents of its generator instead: some that it may have been
+trained on, then held-out ones. Each recipe becomes a folder, as `millrace compress` makes it, and is measured in the
+engine that the folder gives.
+
+What was measured is in --kept, and a run that was ended goes on with it; of another commit, model or text it is
+measured anew. Writes results/compression-MODEL-TIME-COMMIT.json; docs/compress.md has its table: benchmarks.losses.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.record import commit, count, judged, provenance, write_result
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compile.build import BuildOptions
+from millrace.compile.find import BUNDLED
+from millrace.compile.precision import PrecisionMap
+from millrace.compile.source import Source
+from millrace.compress.calibrated import by_statistics, method_of
+from millrace.compress.collect import SAMPLES, collect, samples
+from millrace.compress.compress import by_rounding, compress
+from millrace.compress.layers import rounding
+from millrace.compress.measure import Reference
+from millrace.compress.mix import Candidate, mixed
+from millrace.compress.plan import WEIGHT, plan
+from millrace.compress.recipe import PRESETS, Recipe, Treatment
+from millrace.compress.statistics import Statistics
+from millrace.evaluate.divergence import Score
+from millrace.evaluate.windows import LENGTH, Windows, windows_of
+from millrace.kernels.precision import Precision
+
+WINDOWS = 12  # that are judged on
+MIX_BITS = 4.5
+TINY_LENGTH, TINY_SAMPLES, TINY_WINDOWS = 192, 96, 32
+_Z = 1.959963984540054  # 95 % of a normal distribution, both sides
+RTN, AWQ, GPTQ, GPTQ_CLIP, MIX = "int4-wo", "int4-awq", "int4-gptq", "int4-gptq-clip", f"mix of {MIX_BITS} bits"
+_INT4 = PRESETS[RTN].usual
+_BEST4 = PRESETS[GPTQ_CLIP].usual
+_ROWS_OF_8 = replace(_BEST4, bits=8, group=0)
+RECIPES: dict[str, Recipe] = {
+    name: PRESETS.get(name) or Recipe(name, treatment)
+    for name, treatment in {
+        "int8-wo": PRESETS["int8-wo"].usual, "int8-sq": PRESETS["int8-sq"].usual, "fp8": PRESETS["fp8"].usual,
+        RTN: _INT4, "int4-wo-mse": PRESETS["int4-wo-mse"].usual,
+        "rtn, searched by energy": replace(_INT4, search="imatrix"), "rtn, clipped": replace(_INT4, search="clip"),
+        "awq, not clipped": replace(_INT4, smooth="awq"), AWQ: PRESETS[AWQ].usual, GPTQ: PRESETS[GPTQ].usual,
+        GPTQ_CLIP: _BEST4, "awq, then gptq, clipped": replace(_BEST4, smooth="awq"),
+        "rtn, groups of 32": replace(_INT4, group=32), "rtn, by row": replace(_INT4, group=0),
+        "gptq, clipped, groups of 32": replace(_BEST4, group=32), "gptq, clipped, by row": replace(_BEST4, group=0),
+    }.items()
+}  # fmt: skip
+Say = Callable[[str], None]
+_GOALS = 5  # of a run that is kept as a result: all are decided
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one recipe. kl, perplexity, ratio (of perplexities), agreement: each with the standard error of its mean over
+    windows, which are what is independent; seconds: of making the folder, statistics at hand"""
+
+    recipe: str
+    about: str
+    precision: str
+    bits: float
+    kl: tuple[float, float]
+    perplexity: tuple[float, float]
+    ratio: tuple[float, float]
+    agreement: tuple[float, float]
+    seconds: float
+
+    @classmethod
+    def of(cls, name: str, about: str, precision: str, bits: float, score: Score, seconds: float) -> "Cost":
+        def over_windows(values: Sequence[float]) -> tuple[float, float]:
+            return float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+        def exp(mean: tuple[float, float]) -> tuple[float, float]:
+            return math.exp(mean[0]), math.exp(mean[0]) * mean[1]
+
+        parts = score.parts
+        return cls(
+            name, about, precision, round(bits, 3), over_windows([p.divergence.mean() for p in parts]),
+            exp(over_windows([p.loss.mean() for p in parts])),
+            exp(over_windows([(p.loss - p.reference_loss).mean() for p in parts])),
+            over_windows([p.same.mean() for p in parts]), round(seconds, 1),
+        )  # fmt: skip
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class Texts(NamedTuple):
+    calibration: Windows
+    judged: Windows
+    about: str
+
+    @property
+    def digest(self) -> str:
+        return _digest(self.calibration.ids.tobytes() + self.judged.ids.tobytes())
+
+
+def of_a_text(checkpoint: Checkpoint, file: Path, n: int, windows: int) -> Texts:
+    text = file.read_text(encoding="utf-8")
+    ids = checkpoint.tokenizer.encode(text[3 * len(text) // 5 :])
+    held_out = windows_of(checkpoint.tokenizer, ids, LENGTH).spread(windows)
+    about = f"{n} samples of {LENGTH} tokens of the first half of {file.name}; judged on its last two fifths"
+    return Texts(samples(checkpoint.tokenizer, text[: len(text) // 2], n), held_out, about)
+
+
+def of_the_world(checkpoint: Checkpoint) -> Texts:
+    """`tiny`'s: documents one behind the other, cut where a window is full."""
+    from tools.tiny.world import BOS, document, held_out_exam
+
+    def cut(texts: Sequence[str], n: int) -> Windows:
+        ids = [token for text in texts for token in checkpoint.tokenizer.encode(text)]
+        return windows_of(checkpoint.tokenizer, ids[: n * TINY_LENGTH], TINY_LENGTH)
+
+    trained = ["".join(piece.text for piece in document(seed)).removeprefix(BOS) for seed in range(4 * TINY_SAMPLES)]
+    exams = [held_out_exam(seed) for seed in range(4 * TINY_WINDOWS)]
+    held_out = [f"{e.prompt.removeprefix(BOS)} {e.choice.letter}" for e in exams]
+    about = f"{TINY_SAMPLES} samples of {TINY_LENGTH} tokens of its generator; judged on documents that it held out"
+    return Texts(cut(trained, TINY_SAMPLES), cut(held_out, TINY_WINDOWS), about)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """kept: results and statistics of earlier runs"""
+
+    checkpoint: Checkpoint
+    texts: Texts
+    kept: Path
+    say: Say
+
+    def run(self, names: Sequence[str]) -> list[Cost]:
+        self.say("statistics")
+        started_s = time.perf_counter()
+        source = Source.from_checkpoint(self.checkpoint)
+        statistics = collect(
+            source, self.texts.calibration, self.kept / f"statistics-{_digest(self.texts.calibration.ids.tobytes())}"
+        )
+        self.say(f"statistics: {time.perf_counter() - started_s:.0f} s")
+        reference = Reference.of(self.checkpoint, self.texts.judged)
+        found = []
+        for name in names:
+            found.append(self._kept(name) or self._measured(name, reference, statistics))
+            cost = found[-1]
+            self.say(f"{name:28} {cost.bits:6.3f} bits  KL {cost.kl[0]:.4f} ± {cost.kl[1]:.4f}  {cost.seconds:.0f} s")
+        return found
+
+    def _measured(self, name: str, reference: Reference, statistics: Statistics) -> Cost:
+        if name == "bf16":
+            options = BuildOptions(precision=PrecisionMap(Precision.BF16))
+            cost = Cost.of(name, "nothing compressed", name, 16.0, reference.beside(reference.source, options), 0.0)
+        else:
+            started_s = time.perf_counter()
+            recipe = mix(self.checkpoint, statistics) if name == MIX else RECIPES[name]
+            job = plan(self.checkpoint, recipe)
+            with tempfile.TemporaryDirectory(dir=self.kept) as folder:
+                compress(job, Path(folder) / "out", by_statistics(statistics) if job.calibrated else by_rounding)
+                seconds = time.perf_counter() - started_s
+                made = Source.from_checkpoint(Checkpoint.open(Path(folder) / "out"))
+                score = reference.beside(made, BuildOptions())
+            precision = str(made.own_precision.default)
+            cost = Cost.of(name, recipe.about, precision, job.bits_per_weight, score, seconds)
+        self._file(name).write_text(json.dumps(asdict(cost)))
+        return cost
+
+    def _file(self, name: str) -> Path:
+        key = f"{commit()} {self.texts.digest} {self.checkpoint.identity()} {name}"
+        return self.kept / f"cost-{_digest(key.encode())}.json"
+
+    def _kept(self, name: str) -> Cost | None:
+        file = self._file(name)
+        if not file.is_file():
+            return None
+        return msgspec.json.decode(file.read_bytes(), type=Cost)
+
+
+def mix(checkpoint: Checkpoint, statistics: Statistics, bits: float = MIX_BITS) -> Recipe:
+    """8 bits a row for those layers whose outputs lose most by 4, within so many bits a weight in all."""
+    job = plan(checkpoint, Recipe("four", _BEST4))
+    layers: dict[str, list[Candidate]] = {}
+    for name, (treatment, form) in job.layers.items():
+        w = checkpoint.tensors.load(name + WEIGHT)
+        found = []
+        for kind, one, group in (("4", treatment, form.group), ("8", _ROWS_OF_8, 0)):
+            method = method_of(one, group)
+            assert method is not None
+            size = method.grid.bits_per_weight(w.shape[1]) * w.size
+            found.append(Candidate(kind, size, rounding(w, statistics[name], method).error))
+        layers[name] = found
+    chosen = mixed(layers, bits * job.n_weights)
+    eight: list[tuple[str, Treatment]] = [(name, _ROWS_OF_8) for name, one in chosen.items() if one.format == "8"]
+    about = f"{len(eight)} of {len(chosen)} layers in 8 bits by row, by what their outputs lose"
+    return Recipe(MIX, _BEST4, tuple(eight), about)
+
+
+def goals(costs: Mapping[str, Cost]) -> list[dict[str, Any]]:
+    """Of what was measured, those that it decides."""
+    found = []
+    if RTN in costs:
+        share = {name: costs[name].kl[0] / costs[RTN].kl[0] for name in (AWQ, GPTQ, GPTQ_CLIP, MIX) if name in costs}
+        if {AWQ, GPTQ, GPTQ_CLIP} <= share.keys():
+            better, other = sorted([share[AWQ], min(share[GPTQ], share[GPTQ_CLIP])])
+            found += [
+                judged("the better of AWQ and GPTQ, of the KL of rounding to nearest", better, 0.5, 0.65, at_most=True),
+                judged("the other of them", other, 0.8, 0.8, at_most=True),
+            ]
+        if MIX in share:
+            found.append(judged(f"the {MIX}, of the KL of rounding to nearest", share[MIX], 0.4, 0.4, at_most=True))
+    for name in ("int8-sq", "fp8"):
+        if name in costs:
+            found.append(judged(f"KL of {name}", costs[name].kl[0], 0.01, 0.01, at_most=True) | {
+                "reached": round(costs[name].kl[0], 5)})  # fmt: skip
+    return found
+
+
+def about(result: Mapping[str, Any]) -> str:
+    return f"{result['text']}: {result['windows']} windows, {result['tokens']:,} predictions"
+
+
+def student(freedom: int) -> float:
+    """What 95 % of Student's t keep within, both sides; to three digits from 6 degrees of freedom on.
+
+    source: Abramowitz and Stegun, 26.7.5
+    """
+    z, v = _Z, freedom
+    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + sum(term / float(v**k) for k, term in enumerate(terms, 1))
+
+
+def losses(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): each recipe beside the source in float32; intervals of 95 %, of means over windows."""
+    t = student(result["windows"] - 1)
+    header = ["recipe", "runs in", "bits a weight", "KL, nats", "perplexity", "loss of it", "same token", "made in"]
+    base = next((cost["kl"][0] for cost in result["costs"] if cost["recipe"] == RTN), None)
+    rows = []
+    for cost in result["costs"]:
+        kl, error = cost["kl"]
+        share = f", {kl / base:.0%} of {RTN}'s" if base and cost["bits"] < 5 and cost["recipe"] != RTN else ""
+        ratio, off = cost["ratio"]
+        low, high = ratio - t * off - 1, ratio + t * off - 1
+        rows.append([
+            cost["recipe"] + (f": {cost['about']}" if cost["about"] and cost["recipe"] not in PRESETS else ""),
+            cost["precision"], f"{cost['bits']:.2f}", f"{kl:.4f} ± {t * error:.4f}{share}",
+            f"{cost['perplexity'][0]:.2f}", f"{ratio - 1:+.2%} ({low:+.2%} to {high:+.2%})",
+            f"{cost['agreement'][0]:.1%}", f"{cost['seconds']:.0f} s",
+        ])  # fmt: skip
+    return header, rows
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    checkpoint = Checkpoint.open(BUNDLED / "tiny" if args.model == "tiny" else Path(args.model))
+    texts = (
+        of_the_world(checkpoint) if args.text is None else of_a_text(checkpoint, args.text, args.samples, args.windows)
+    )
+    args.kept.mkdir(parents=True, exist_ok=True)
+    costs = Bench(checkpoint, texts, args.kept, lambda text: print(text, flush=True)).run(args.recipes)
+    return {
+        **provenance("benchmarks.compression"), "model": checkpoint.folder.stem, "text": texts.about,
+        "windows": len(texts.judged.ids), "tokens": texts.judged.n_scored, "costs": [asdict(cost) for cost in costs],
+        "goals": goals({cost.recipe: cost for cost in costs}),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compression",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    every = ["bf16", *RECIPES, MIX]
+    parser.add_argument("--model", default="tiny", help='"tiny", or a checkpoint with --text (default: %(default)s)')
+    parser.add_argument("--text", type=Path, help="a text in UTF-8")
+    parser.add_argument("--samples", type=count, default=SAMPLES, help="of statistics (default: %(default)s)")
+    parser.add_argument("--windows", type=count, default=WINDOWS, help="that are judged on (default: %(default)s)")
+    parser.add_argument(
+        "--recipes", nargs="+", choices=every, default=every, metavar="NAME",
+        help="default: all; with fewer a result file is written where they decide all goals",
+    )  # fmt: skip
+    parser.add_argument("--kept", type=Path, help="folder of what was measured before; default: one that is gone after")
+    args = parser.parse_args()
+    if (args.model == "tiny") != (args.text is None):
+        parser.error("--text goes with a --model of your own")
+    if args.windows < 2:
+        parser.error("--windows: at least 2, for an error")
+    with tempfile.TemporaryDirectory() as temporary:
+        args.kept = args.kept or Path(temporary)
+        result = run(args)
+    for goal in result["goals"]:
+        print(f"{goal['what']}: {goal['reached']}, goal at most {goal['goal']}: {goal['verdict']}")
+    if len(result["goals"]) == _GOALS:
+        print(write_result(f"compression-{result['model']}", result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""docs/compress.md's loss tables, from the newest run of each model: `python -m benchmarks.losses`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.compression import about, losses
+from benchmarks.page import table
+from benchmarks.runs import Result, label, of_kind
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "compress.md"
+BEGIN, END = "<!-- losses: written by python -m benchmarks.losses -->", "<!-- end of losses -->"
+
+
+def newest() -> list[Result]:
+    """The last run of each model."""
+    return list({result["model"]: result for _, result in of_kind("compression")}.values())
+
+
+def tables() -> Iterator[str]:
+    for result in newest():
+        yield f"**{result['model']}**, {about(result)}; {label(result)}."
+        yield table(*losses(result))
+        yield "\n".join(f"- {g['what']}: {g['reached']}, asked: at most {g['goal']}: {g['verdict']}"
+                        for g in result["goals"])  # fmt: skip
+
+
+def written(document: str) -> str:
+    """With the tables of the newest runs between its marks."""
+    before, rest = document.split(BEGIN)
+    inside = "\n\n".join(tables())
+    return f"{before}{BEGIN}\n{inside}\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(written(DOCUMENT.read_text()))

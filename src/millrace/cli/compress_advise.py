@@ -1,0 +1,222 @@
+"""`millrace compress --advise`: every method on this machine for this model, side by side, and which to take."""
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.cli.compress_asked import Sampling, opened, statistics_for
+from millrace.cli.eval_asked import precision_of
+from millrace.cli.screen import Progress, heading, note, pairs, print_json, progress, size, table
+from millrace.cli.signals import ended_in_order
+from millrace.compile.builder import build_engine
+from millrace.compile.find import model_folder
+from millrace.compile.settings import BuildSettings
+from millrace.compress.advice import (
+    HEADER,
+    PAGE,
+    About,
+    Row,
+    advice,
+    cells,
+    open_folder,
+    read_row,
+    write_page,
+    write_row,
+)
+from millrace.compress.calibrated import by_statistics
+from millrace.compress.compress import by_rounding, compress
+from millrace.compress.measure import Reference, loss_of, why_not, windows_for
+from millrace.compress.plan import Job, plan
+from millrace.compress.recipe import PRESETS
+from millrace.compress.speed import ROUNDS, Speeds, paces
+from millrace.compress.statistics import Statistics
+from millrace.env import Env
+from millrace.errors import CheckpointError, ConfigError, nearest
+from millrace.evaluate.calibration import Calibration
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import cpu_model, usable_cores
+from millrace.runtime.open import Opened, RunSettings, open_engine
+
+BATCH = 16  # sequences of the large batch, where nobody says
+_TUNE_S, _MOST_BATCH = 2.0, 1024
+Command = Callable[..., None]
+_OPTIONS = (
+    click.option("--advise", is_flag=True, help="Make no checkpoint: try methods side by side on this machine, and say "
+                 "which to take for what. -o is the folder of results; a run that was ended goes on there."),
+    click.option("--presets", metavar="NAME,...", help="Those to try with --advise; default: all."),
+)  # fmt: skip
+
+
+def or_advised(plain: Command) -> Command:
+    """The command that makes a checkpoint, or with --advise tells which to make."""
+
+    @wraps(plain)
+    def either(env: Env, /, advise: bool, presets: str | None, **given: Any) -> None:
+        if not advise:
+            if presets is not None:
+                raise ConfigError("--presets is given without --advise", "both", "name one with --recipe")
+            plain(env, **given)
+            return
+        _check(given)
+        names = _names(presets)
+        sampling = Sampling(given["samples_from"], given["samples"], given["statistics"])
+        asked = _Asked(names, given["batch"] or BATCH, given["output"], given["calibration"], sampling)
+        with ended_in_order(), progress(given["as_json"]) as report:
+            rows, about = _advised(given["model"], asked, env, report)
+        if given["as_json"]:
+            said = {"about": about, "rows": rows, "advice": dict(advice(rows, about))}
+            print_json(msgspec.to_builtins(said))
+        else:
+            _show(rows, about, asked.folder)
+
+    for option in reversed(_OPTIONS):
+        either = option(either)
+    return either
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    names: Sequence[str]
+    batch: int
+    folder: Path
+    calibration: str | None
+    sampling: Sampling
+
+
+def _check(given: dict[str, Any]) -> None:
+    """raises ConfigError for options that make or measure one checkpoint"""
+    for option, wrong in (
+        ("--recipe", given["recipe"] is not None), ("--max-loss", given["max_loss"] is not None),
+        ("--target", given["target"] is not None), ("--dry-run", given["dry_run"]), ("--measure", given["again"]),
+        ("--no-evaluate", not given["evaluate"]), ("--measure-speed", given["measure_speed"]),
+        ("--mmlu", given["mmlu"] is not None), ("--questions", given["questions"] is not None),
+    ):  # fmt: skip
+        if wrong:
+            raise ConfigError(f"--advise and {option} are given", "one of both", "leave one out")
+    batch = given["batch"]
+    if batch is not None and not 2 <= batch <= _MOST_BATCH:
+        raise ConfigError(
+            f"--batch is {batch}: --advise measures one sequence and a large batch", f"2 to {_MOST_BATCH}", "correct it"
+        )
+
+
+def _names(presets: str | None) -> list[str]:
+    names = [*PRESETS] if presets is None else [name.strip() for name in presets.split(",")]
+    for name in names:
+        if name not in PRESETS:
+            raise ConfigError(f"--presets has {name!r:.60}", nearest(name, PRESETS), "correct it")
+    return list(dict.fromkeys(names))
+
+
+def _advised(model: str, asked: _Asked, env: Env, report: Progress) -> tuple[list[Row], About]:
+    checkpoint = opened(model, env, report)
+    without = why_not(checkpoint)
+    if without:
+        raise CheckpointError(f"no loss can be measured: {without}", "a model that reads texts", "name a --recipe")
+    calibrated = any(PRESETS[name].usual.calibrated for name in asked.names)
+    asked.sampling.check("--advise", calibrated, asked.calibration)
+    text = windows_for(checkpoint, Calibration.open(asked.calibration))
+    with ExitStack() as stack:
+        statistics, seconds = None, None
+        if calibrated:
+            fresh = asked.sampling.statistics is None or not asked.sampling.statistics.exists()
+            started_s = time.perf_counter()
+            job = plan(checkpoint, PRESETS["int8-wo"])
+            statistics = stack.enter_context(statistics_for(job, asked.folder, asked.sampling, report))
+            seconds = time.perf_counter() - started_s if fresh else None
+        about = About(
+            model=checkpoint.identity(), source=checkpoint.folder.name, batch=asked.batch, machine=cpu_model(),
+            text=hashlib.blake2b(text.ids.tobytes(), digest_size=16).hexdigest(),
+            threads=usable_cores(), isa=usable_isas()[0],
+            bytes_before=checkpoint.tensors.nbytes,
+        )  # fmt: skip
+        open_folder(asked.folder, about)
+        known = statistics.about.text if statistics else ""
+        left = [name for name in asked.names if read_row(asked.folder, name, known) is None]
+        if left:
+            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".work.", dir=asked.folder)))
+            _, folder = model_folder(model, env, report)
+            source = stack.enter_context(_engine(folder, work / "source", asked.batch, report))
+            trial = _Trial(checkpoint, Reference.of(checkpoint, text, report), source, statistics, work, asked.batch)
+            for number, name in enumerate(left):
+                report(name, number, len(left))
+                made = trial.row(name, seconds, report)
+                write_row(asked.folder, made)
+                seconds = None if made.statistics else seconds
+        rows = [row for name in asked.names if (row := read_row(asked.folder, name, known)) is not None]
+        write_page(asked.folder, rows, about, size)
+    return rows, about
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What all methods are measured beside. work: a folder for what is made and goes again"""
+
+    checkpoint: Checkpoint
+    reference: Reference
+    source: Opened
+    statistics: Statistics | None
+    work: Path
+    batch: int
+
+    def row(self, name: str, statistics_s: float | None, report: Progress) -> Row:
+        def said(what: str, done: int, total: int) -> None:
+            report(f"{name}: {what}", done, total)
+
+        try:
+            job = plan(self.checkpoint, PRESETS[name])
+        except CheckpointError as error:  # a method that a layer of this model cannot take
+            return Row(name=name, refused=error.what)
+        with tempfile.TemporaryDirectory(dir=self.work) as folder:
+            out, started_s = Path(folder) / name, time.perf_counter()
+            self._made(job, out, said)
+            seconds = time.perf_counter() - started_s
+            used = self.statistics.about.text if self.statistics and job.calibrated else ""
+            return Row(
+                name=name, statistics=used, bits_per_weight=job.bits_per_weight, bytes=job.bytes_after,
+                seconds=seconds, statistics_s=statistics_s if job.calibrated else None,
+                loss=loss_of(self.reference, Checkpoint.open(out), said), speed=self._speed(out, Path(folder), said),
+            )  # fmt: skip
+
+    def _made(self, job: Job, out: Path, report: Progress) -> None:
+        if job.calibrated:
+            assert self.statistics is not None, "asked for before"
+            compress(job, out, by_statistics(self.statistics), report)
+        else:
+            compress(job, out, by_rounding, report)
+
+    def _speed(self, out: Path, folder: Path, report: Progress) -> Speeds:
+        with _engine(out, folder / "engine", self.batch, report) as made:
+            found = paces(self.source.executor, made.executor, report, ROUNDS, (1, self.batch))
+            return Speeds(
+                machine=cpu_model(), threads=usable_cores(), isa=made.isa, paces=found,
+                source_precision=precision_of(self.source), made_precision=precision_of(made),
+            )  # fmt: skip
+
+
+@contextmanager
+def _engine(checkpoint: Path, folder: Path, batch: int, report: Progress) -> Iterator[Opened]:
+    """Built beside all else, with this machine's tactics, and loaded. raises MachineError where memory holds it not"""
+    build = BuildSettings(tune=_TUNE_S, evaluate=False, max_batch=max(batch, 1))
+    engine = build_engine(checkpoint.name, checkpoint, folder, build, progress=report)
+    with closing(open_engine(checkpoint.name, engine, RunSettings(), batch)) as found:
+        yield found
+
+
+def _show(rows: Sequence[Row], about: About, folder: Path) -> None:
+    heading(f"{about.source} on {about.machine}, {about.threads} threads, {about.isa}")
+    table([h.replace("N", str(about.batch)) for h in HEADER], cells(rows, about, size))
+    note("speeds: tokens a second, and in brackets times the source's in the same rounds")
+    heading("which to take")
+    pairs(advice(rows, about))
+    note(f"{folder / PAGE} has it as a page")

@@ -1,0 +1,102 @@
+"""What `millrace compress` asks of its options in every form: a checkpoint, and statistics of a text."""
+
+import shlex
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.cli.screen import Progress
+from millrace.compile.find import model_folder
+from millrace.compress.calibrated import needs, same_file, sampled, statistics_of
+from millrace.compress.collect import SAMPLES
+from millrace.compress.plan import Job
+from millrace.compress.statistics import Statistics
+from millrace.engine.manifest import MANIFEST
+from millrace.env import Env
+from millrace.errors import ConfigError
+from millrace.evaluate.windows import LENGTH, Windows
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Where statistics come from."""
+
+    samples_from: str | None
+    samples: int | None
+    statistics: Path | None
+
+    @property
+    def n(self) -> int:
+        return self.samples or SAMPLES
+
+    def check(self, asks: str, needed: bool, calibration: str | None, dry_run: bool = False) -> None:
+        """asks: who needs statistics, or does not, in words. raises ConfigError for options that do not go together"""
+        if not needed:
+            if self != Sampling(None, None, None):
+                raise ConfigError(
+                    f"{asks} needs no statistics", "no text or folder for any",
+                    "leave out --samples-from, --samples and --statistics, or choose another recipe",
+                )  # fmt: skip
+            return
+        if self.samples_from is None:
+            if self.samples is not None:
+                raise ConfigError("--samples is given without a text", "both", "name one: --samples-from")
+            if self.statistics is None and not dry_run:
+                raise ConfigError(
+                    f"{asks} needs a text to collect statistics on",
+                    f"about {self.n * LENGTH:,} tokens of what the model is for, in UTF-8", "name it: --samples-from",
+                )  # fmt: skip
+        elif calibration is not None and same_file(self.samples_from, calibration):
+            raise ConfigError(
+                "--samples-from and --calibration are one text", "two: what is fitted to a text looks better on it",
+                "name another, or leave --calibration out",
+            )  # fmt: skip
+
+    def temporary_bytes(self, job: Job) -> int:
+        """Of statistics beside the output."""
+        return needs(job, 1).disk_bytes if self.statistics is None else 0
+
+
+@contextmanager
+def statistics_for(job: Job, out: Path, asked: Sampling, report: Progress) -> Iterator[Statistics]:
+    """Of the job's model. Those that nobody keeps lie beside the output, and are gone afterwards."""
+    text: Windows | None = None
+    if asked.samples_from is not None:
+        text = sampled(job.checkpoint, asked.samples_from, asked.n)
+    if asked.statistics is not None:
+        yield statistics_of(job.checkpoint, text, asked.statistics, report)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".statistics", dir=out.parent) as folder:
+        yield statistics_of(job.checkpoint, text, Path(folder), report)
+
+
+def recorded(found: Statistics) -> dict[str, Any]:
+    return {"statistics": {"text": found.about.text, "tokens": found.about.tokens, "precision": found.about.precision}}
+
+
+def opened(model: str, env: Env, report: Progress) -> Checkpoint:
+    """raises ConfigError for an engine"""
+    _, folder = model_folder(model, env, report)
+    if (folder / MANIFEST).is_file():
+        raise ConfigError(f"{folder} is an engine", "a checkpoint", "name the checkpoint it was built from")
+    return Checkpoint.open(folder)
+
+
+def command_line(model: str) -> str:
+    """What was typed, in the order of --help."""
+    context, said = click.get_current_context(), ["millrace", "compress", model]
+    for option in context.command.params:
+        name = option.name or ""
+        if isinstance(option, click.Option) and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            value = context.params[name]
+            said += [option.secondary_opts[0] if value is False else option.opts[-1]]
+            said += [] if isinstance(value, bool) else [str(value)]
+    return shlex.join(said)

@@ -1,0 +1,230 @@
+"""Methods side by side, as they were measured on one machine for one model: a table, and which to take for what.
+
+about.json   what the figures are of; a folder of another model, text or machine is refused
+NAME.json    a method's row, there when all of it is measured: a run that was ended goes on behind the last
+advice.html  the table and the words, for people
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from millrace.compress.measure import Loss
+from millrace.compress.speed import Pace, Rate, Speeds
+from millrace.engine.tactics import write_whole
+from millrace.errors import ConfigError
+from millrace.report.page import render
+from millrace.settings import read_given
+
+VERSION = 1
+ABOUT, PAGE = "about.json", "advice.html"
+NEAR = 0.01  # KL in nats a token up to which answers are hardly to be told apart: the bound of --precision auto
+_AS_SMALL = 1.01
+_MOST_BYTES = 16 << 20
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """model: its identity; text: a digest of the tokens that are measured on; batch: sequences of the large batch
+    machine, threads, isa: where times were taken"""
+
+    model: str
+    source: str
+    text: str
+    batch: int
+    machine: str
+    threads: int
+    isa: str
+    bytes_before: int
+    version: int = VERSION
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A method. refused: why this model cannot take it, and then there is nothing else
+
+    statistics: digest of the text that they are of, "" where it needs none
+    seconds: of rounding and writing; statistics_s: of collecting statistics in the same run, for the first that needed
+    them; speed: decode of 1 and of the large batch, and prefill, both beside the source in turns
+    """
+
+    name: str
+    refused: str = ""
+    statistics: str = ""
+    bits_per_weight: float = 0.0
+    bytes: int = 0
+    seconds: float = 0.0
+    statistics_s: float | None = None
+    loss: Loss | None = None
+    speed: Speeds | None = None
+
+    def pace(self, work: str) -> Pace:
+        assert self.speed is not None
+        return next(pace for pace in self.speed.paces if pace.work.startswith(work))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What somebody may want. works: how the paces that tell it begin; "" for bytes, of which fewer are better"""
+
+    name: str
+    work: str
+
+
+def targets(batch: int) -> list[Target]:
+    return [
+        Target("one answer at a time", "decode, alone"), Target(f"{batch} answers at a time", f"decode, {batch} "),
+        Target("long prompts", "prefill"), Target("memory", ""),
+    ]  # fmt: skip
+
+
+def open_folder(folder: Path, about: About) -> None:
+    """Begins one, or goes on with the same. raises ConfigError for another's, and for what cannot be written"""
+    path = folder / ABOUT
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            if any(folder.iterdir()):
+                raise ConfigError(f"{folder} has other files", "a folder that is new, or one of --advise", "name one")
+            write_whole(path, msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror}", "a folder for results", "name another") from error
+    found = _read(path, About)
+    for name in About.__struct_fields__:
+        if getattr(found, name) != getattr(about, name):
+            raise ConfigError(
+                f"{folder} has figures of {name} {getattr(found, name)!s:.80}", f"{getattr(about, name)!s:.80}",
+                "name another folder with -o",
+            )  # fmt: skip
+
+
+def read_row(folder: Path, name: str, statistics: str) -> Row | None:
+    """None where it is still to be measured. raises ConfigError for one that is damaged, or of other statistics"""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return None
+    found = _read(path, Row)
+    if found.statistics and found.statistics != statistics:
+        raise ConfigError(
+            f"{path} has figures of another calibration text", "the same for all methods", "name another folder with -o"
+        )
+    return found
+
+
+def write_row(folder: Path, row: Row) -> None:
+    write_whole(folder / f"{row.name}.json", msgspec.json.format(msgspec.json.encode(row)) + b"\n")
+
+
+def _read(path: Path, kind: type[S]) -> S:
+    try:
+        return msgspec.json.decode(read_given(path, _MOST_BYTES), type=kind)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", "what was measured", "check the file") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is damaged: {error}", "what was measured", "remove it: it is measured again"
+        ) from error
+
+
+def advice(rows: Sequence[Row], about: About) -> list[tuple[str, str]]:
+    """For each target which method, in words: of those that lose little the best, and what more loss would buy."""
+    measured = [row for row in rows if row.loss is not None]
+    return [(target.name, _advised(measured, target, about)) for target in targets(about.batch)] if measured else []
+
+
+def _advised(rows: Sequence[Row], target: Target, about: About) -> str:
+    near = [row for row in rows if _kl(row) <= NEAR]
+    any_loss = _best(rows, target)
+    if not near:
+        least = min(rows, key=_kl)
+        gain = _gain(least, target, about)
+        return f"none keeps within KL {NEAR:g}: {least.name} loses least (KL {_kl(least):.3g}), {gain}"
+    best = _best(near, target)
+    said = f"{best.name}: {_gain(best, target, about)}, KL {_kl(best):.3g}"
+    if not _gains(best, target, about):
+        said = f"leave it as it is: {best.name}, the best within KL {NEAR:g}, has {_gain(best, target, about)}"
+    if _kl(any_loss) > NEAR and _ahead(any_loss, best, target) and _gains(any_loss, target, about):
+        loss = any_loss.loss
+        assert loss is not None
+        said += (
+            f". {any_loss.name} has {_gain(any_loss, target, about)}, for KL {loss.kl:.3g}: of its likeliest tokens "
+            f"{1 - loss.agreement:.0%} are others"
+        )
+    return said
+
+
+def _kl(row: Row) -> float:
+    assert row.loss is not None
+    return row.loss.kl
+
+
+def _best(rows: Sequence[Row], target: Target) -> Row:
+    """The smallest, or the fastest; of those within a hundredth of the bytes, or whose rounds overlap with the
+    fastest's, the one that loses least."""
+    if not target.work:
+        least = min(row.bytes for row in rows)
+        return min((row for row in rows if row.bytes <= _AS_SMALL * least), key=_kl)
+    fastest = max(rows, key=lambda row: _relative(row, target).median)
+    low = _relative(fastest, target).low
+    return min((row for row in rows if _relative(row, target).high >= low), key=_kl)
+
+
+def _ahead(one: Row, other: Row, target: Target) -> bool:
+    if not target.work:
+        return _AS_SMALL * one.bytes < other.bytes
+    return _relative(one, target).low > _relative(other, target).high
+
+
+def _relative(row: Row, target: Target) -> Rate:
+    """To the source as it ran in the same turns: the machine may have been another at another time."""
+    pace = row.pace(target.work)
+    return Rate(*(value / pace.source.median for value in (pace.made.median, pace.made.low, pace.made.high)))
+
+
+def _gains(row: Row, target: Target, about: About) -> bool:
+    return row.bytes < about.bytes_before if not target.work else _relative(row, target).median > 1
+
+
+def _gain(row: Row, target: Target, about: About) -> str:
+    if not target.work:
+        return f"{row.bytes / about.bytes_before:.0%} of the source's bytes"
+    pace = row.pace(target.work)
+    return f"{_relative(row, target).median:.2f} times the source's speed ({pace.made.median:,.0f} tokens/s)"
+
+
+HEADER = ("method", "KL", "perplexity", "same token", "bits", "bytes", "decode 1", "decode N", "prefill", "seconds")
+
+
+def cells(rows: Sequence[Row], about: About, size: Callable[[float], str]) -> list[list[str]]:
+    """A line of the table for each method, the source's first; speeds in tokens a second, and in brackets as a share of
+    the source's in the same rounds."""
+    found = []
+    first = next((row for row in rows if row.speed is not None), None)
+    if first is not None:
+        speeds = [f"{first.pace(t.work).source.median:,.0f}" for t in targets(about.batch) if t.work]
+        found.append(["as it is", "", "", "", "", size(about.bytes_before), *speeds, ""])
+    for row in rows:
+        if row.loss is None or row.speed is None:
+            found.append([row.name, f"not for this model: {row.refused}", *[""] * 8])
+            continue
+        works = [t for t in targets(about.batch) if t.work]
+        speeds = [f"{row.pace(t.work).made.median:,.0f} ({_relative(row, t).median:.2f})" for t in works]
+        growth = row.loss.perplexity / row.loss.source_perplexity - 1
+        found.append([
+            row.name, f"{row.loss.kl:.3g}", f"{growth:+.1%}", f"{row.loss.agreement:.1%}", f"{row.bits_per_weight:.2f}",
+            size(row.bytes), *speeds, f"{row.seconds:.0f}",
+        ])  # fmt: skip
+    return found
+
+
+def write_page(folder: Path, rows: Sequence[Row], about: About, size: Callable[[float], str]) -> None:
+    collected = next((row.statistics_s for row in rows if row.statistics_s is not None), None)
+    values: dict[str, Any] = {
+        "a": about, "header": [h.replace("N", str(about.batch)) for h in HEADER], "rows": cells(rows, about, size),
+        "advice": advice(rows, about), "near": NEAR, "collected": collected,
+        "precision": next((row.speed.source_precision for row in rows if row.speed is not None), ""),
+        "tokens": next((row.loss.tokens for row in rows if row.loss is not None), 0),
+    }  # fmt: skip
+    write_whole(folder / PAGE, render(Path(__file__).with_name("advice.html"), **values).encode())

@@ -1,0 +1,200 @@
+"""The formats that each layer may have when a mix is searched: what each loses by its statistics, and the rounded
+matrix itself, on a shelf, so that a mix is put together without rounding anything again.
+
+N outputs, K inputs of a matrix. AWQ and SmoothQuant are left out: their scales move only where all layers of a site
+are treated alike, and behind clipped ranges they add nothing that two standard errors would see (docs/calibration.md).
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.compress.calibrated import method_of
+from millrace.compress.compress import Method, Piece, Progress
+from millrace.compress.forms import Form, Spec
+from millrace.compress.grid import Array, slabs
+from millrace.compress.layers import Rounding, rounding
+from millrace.compress.loss import output_error
+from millrace.compress.plan import WEIGHT, Job, kept_dtype
+from millrace.compress.recipe import PRESETS, Recipe, Treatment
+from millrace.compress.statistics import InputStatistics, Statistics, whole_file
+from millrace.errors import CheckpointError, ConfigError
+
+VERSION = 1  # of the arithmetic behind the formats
+FLOAT, _BYTES = "float", "-a8"  # the end of names whose activations have 8 bits
+_ROWS_OF_8 = PRESETS["int8-wo"].usual
+_FOUR = Treatment(method="gptq", search="clip")
+_GROUPS = (128, 64, 32)
+TREATMENTS: Mapping[str, Treatment] = {
+    FLOAT: Treatment(method="none"),
+    "int8": _ROWS_OF_8,
+    "int8-a8": replace(_ROWS_OF_8, activations=8),
+    **{f"int4-g{group}": replace(_FOUR, group=group) for group in _GROUPS},
+    **{f"int4-g{group}-a8": replace(_FOUR, group=group, activations=8) for group in _GROUPS},
+}
+
+
+def offered(K: int) -> list[str]:
+    """Formats for a matrix of so many inputs: groups that divide them."""
+    return [n for n, t in TREATMENTS.items() if n == FLOAT or not t.group or K % t.group == 0]
+
+
+def _stored(K: int) -> list[str]:
+    """Of those, the ones with a matrix of their own."""
+    return [name for name in offered(K) if name != FLOAT and not name.endswith(_BYTES)]
+
+
+def form_of(name: str) -> Form | None:
+    """How such a matrix lies in a folder; None for floats."""
+    t = TREATMENTS[name]
+    return None if name == FLOAT else Form(t.bits, t.group, t.minimums, activations=t.activations)
+
+
+def bytes_of(job: Job, layer: str, name: str) -> int:
+    """In the folder, scales included."""
+    shape, form = job.checkpoint.tensors[layer + WEIGHT].shape, form_of(name)
+    if form is None:
+        return Spec(kept_dtype(job.checkpoint, layer + WEIGHT), shape).nbytes
+    N, K = shape
+    return sum(spec.nbytes for spec in form.specs(N, K).values())
+
+
+def recipe_of(chosen: Mapping[str, str], name: str = "mix") -> Recipe:
+    """chosen: a format for each layer; that of most layers is the recipe's own, the others are named."""
+    formats = list(chosen.values())
+    usual = max(TREATMENTS, key=lambda f: (f != FLOAT and formats.count(f), f))
+    named = tuple((layer, TREATMENTS[own]) for layer, own in chosen.items() if own != usual)
+    return Recipe(name, TREATMENTS[usual], named)
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """Rounded matrices in a folder, by layer and format: of one model and its statistics. Activations change no matrix,
+    but what is lost. Files appear whole, so that a run that was ended leaves what it had."""
+
+    folder: Path
+
+    @classmethod
+    def beside(cls, statistics: Path) -> "Shelf":
+        """In their folder, for formats as they mean now: other ones would be other files."""
+        meant = hashlib.blake2b(f"{VERSION} {TREATMENTS}".encode(), digest_size=6).hexdigest()
+        return cls(statistics / f"formats-{meant}")
+
+    def put(self, layer: str, format: str, made: Rounding, of_activations: float) -> None:
+        """of_activations: what 8-bit ones lose besides"""
+        matrix = made.matrix
+        assert matrix.minimums is None and matrix.scale_levels is None, "candidates are symmetric"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with whole_file(self._file(layer, format)) as file:
+            np.savez(file, codes=matrix.codes, scales=matrix.scales, losses=[made.error, of_activations],
+                     form=[matrix.group, matrix.bits])  # fmt: skip
+
+    def has(self, layer: str, format: str) -> bool:
+        return self._file(layer, format).is_file()
+
+    def losses(self, layer: str, format: str) -> tuple[float, float]:
+        """Of the weights, and of 8-bit activations besides. raises ConfigError for a file that is damaged"""
+        with self._opened(layer, format) as held:
+            weights, activations = held["losses"].tolist()
+            return weights, activations
+
+    def get(self, layer: str, format: str) -> Rounding:
+        """raises ConfigError for a file that is damaged"""
+        with self._opened(layer, format) as held:
+            group, bits = held["form"].tolist()
+            return Rounding(QuantisedMatrix(held["codes"], held["scales"], group, bits), held["losses"].tolist()[0])
+
+    def _file(self, layer: str, format: str) -> Path:
+        return self.folder / f"{layer}.{format.removesuffix(_BYTES)}.npz"
+
+    @contextmanager
+    def _opened(self, layer: str, format: str) -> Iterator[Mapping[str, Array]]:
+        file = self._file(layer, format)
+        try:
+            with file.open("rb") as opened, np.load(opened, allow_pickle=False) as held:
+                yield held
+        except (OSError, ValueError, KeyError, BadZipFile) as error:
+            raise ConfigError(
+                f"{file} is damaged: {error}", "what was written", "remove it, and search again"
+            ) from error
+
+    def method(self, chosen: Mapping[str, str]) -> Method:
+        """A job of `recipe_of(chosen)`, from what is held: the same matrices as its own methods make."""
+
+        def made(job: Job) -> Iterator[Piece]:
+            for name in job.layers:
+                held = self.get(name, chosen[name])
+                yield Piece({name: held.matrix}, {name: held.error})
+
+        return made
+
+
+def shelf_bytes(job: Job) -> int:
+    """Of all candidates' matrices: a byte for each code, and scales."""
+    total = 0
+    for layer in job.layers:
+        N, K = job.checkpoint.tensors[layer + WEIGHT].shape
+        for name in _stored(K):
+            total += N * K + 2 * N * (K // (TREATMENTS[name].group or K))
+    return total
+
+
+def survey(job: Job, statistics: Statistics, shelf: Shelf, progress: Progress) -> dict[str, dict[str, float]]:
+    """Of each layer of the job, what each format loses: of its output's energy, the share that is off.
+
+    The job says which layers there are; its recipe does not matter. What is on the shelf already is taken from there.
+    Memory holds one layer's matrix and Gram matrix.
+    raises CheckpointError for a layer without statistics
+    """
+    found: dict[str, dict[str, float]] = {}
+    x: InputStatistics | None = None
+    for number, layer in enumerate(job.layers):
+        progress("trying formats, layer by layer", number, len(job.layers))
+        if layer not in statistics:
+            raise CheckpointError(
+                f"the model does not read {layer}: it has no statistics", "layers of this model",
+                "name its formats in a recipe of your own, without --max-loss",
+            )  # fmt: skip
+        names = _stored(job.checkpoint.tensors[layer + WEIGHT].shape[1])
+        if not all(shelf.has(layer, name) for name in names):
+            x = x if x is not None and layer in x.linears else statistics[layer]
+            w = np.asarray(job.checkpoint.tensors.load(layer + WEIGHT), np.float32)
+            of_activations = activation_errors(w, x, [TREATMENTS[name].group for name in names])
+            for name in names:
+                method = method_of(TREATMENTS[name], TREATMENTS[name].group)
+                assert method is not None
+                shelf.put(layer, name, rounding(w, x, method), of_activations[TREATMENTS[name].group])
+        found[layer] = {FLOAT: 0.0}
+        for name in names:
+            weights, activations = shelf.losses(layer, name)
+            found[layer] |= {name: weights, f"{name}{_BYTES}": weights + activations}
+    return found
+
+
+def activation_errors(w: Array, x: InputStatistics, groups: Sequence[int]) -> dict[int, float]:
+    """About what 8-bit activations in groups of so many lose (0: of a whole row): of the output's energy, the share in
+    the rounding of x alone.
+
+    A group of x has the scale amax / 127, and rounding leaves a variance of scale^2 / 12 in each. Of the mean of amax^2
+    the Gram matrix says no more than its diagonal: at least the largest of the group, and for normal values of
+    equal size their mean times 2 ln(2 n). The larger of both is taken
+    """
+    energy = x.gram.diagonal().astype(np.float64)
+    columns, whole = np.zeros(len(energy)), output_error(w, x.gram)
+    for rows in slabs(*w.shape):
+        columns += np.square(w[rows], dtype=np.float64).sum(axis=0)
+    found = {}
+    for group in groups:
+        n = group or len(energy)
+        each = energy.reshape(-1, n)
+        amax2 = np.maximum(each.max(axis=1), 2 * math.log(2 * n) * each.mean(axis=1))
+        noise = float((columns.reshape(-1, n).sum(axis=1) * amax2).sum()) / (12 * 127**2)
+        found[group] = noise / whole if whole else 0.0
+    return found

@@ -1,0 +1,147 @@
+"""The whole way from a bound on the loss to a folder within it: formats tried, costs taken, mixes made and measured."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compress import cost
+from millrace.compress.budget import MOST_MIXES, MaxLoss, Search, candidates, compressed, searched
+from millrace.compress.candidates import FLOAT, Shelf, bytes_of, recipe_of, shelf_bytes, survey
+from millrace.compress.compress import Progress, Result, compress
+from millrace.compress.cost import Target
+from millrace.compress.measure import Loss, Reference, loss_of
+from millrace.compress.mix import Mix, frontier
+from millrace.compress.page import write_page
+from millrace.compress.plan import Job, plan
+from millrace.compress.recipe import written
+from millrace.compress.statistics import Statistics
+from millrace.errors import ConfigError
+from millrace.evaluate.windows import Windows
+
+RECIPE = "recipe.json"  # in the folder: what to give to --recipe for the same again
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """rows: of a step whose time counts; 0 for bytes. isa, threads: on which it is timed"""
+
+    bound: MaxLoss
+    target: Target
+    rows: int
+    isa: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """loss: of the mix that was found; floats: what the layers cost as they are, in the unit of costs"""
+
+    asked: Asked
+    result: Result
+    search: Search
+    loss: Loss
+    floats: float
+
+    @property
+    def mix(self) -> Mix:
+        return self.search.mixes[self.search.found]
+
+
+def search(
+    job: Job, asked: Asked, statistics: Statistics, text: Windows, out: Path, progress: Progress,
+    shelf: Shelf | None = None,
+) -> Found:  # fmt: skip
+    """Writes the folder `out`, which must not exist, with the recipe that makes it again.
+
+    job: says which layers there are; text: that losses are measured on, another than that of the statistics
+    shelf: where formats that were tried are kept; None: nowhere
+    raises ConfigError where no mix is within the bound, and as `compress`
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".search", dir=out.parent) as work:
+        shelf = shelf or Shelf(Path(work) / "formats")
+        losses = survey(job, statistics, shelf, progress)
+        costs = cost.seconds(job, asked.rows, asked.isa, asked.threads, progress) if asked.rows else cost.nbytes(job)
+        mixes = compressed(frontier(candidates(losses, costs), MOST_MIXES), FLOAT)
+        trials = _Trials(job, asked.bound, (shelf, Path(work)), Reference.of(job.checkpoint, text, progress), progress)
+        found = searched(mixes, asked.bound, trials.measure)
+        made, loss = trials.kept[found.found]
+        whole = Found(asked, replace(made, folder=out), found, loss, sum(of[FLOAT] for of in costs.values()))
+        _record(made.folder, whole, statistics)
+        if out.exists():
+            raise ConfigError(f"{out} is there by now", "a folder of this run alone", "name another with -o")
+        made.folder.rename(out)
+    return whole
+
+
+def most_bytes(job: Job) -> int:
+    """That a search has on the disk at most: all matrices rounded, and two folders, as large as floats are."""
+    layers = sum(max(bytes_of(job, layer, f) for f in (FLOAT, "int8")) for layer in job.layers)
+    rest = job.bytes_after - sum(bytes_of(job, layer, "int8") for layer in job.layers)
+    return shelf_bytes(job) + 2 * (layers + rest)
+
+
+def _formats(mix: Mix) -> dict[str, str]:
+    return {layer: candidate.format for layer, candidate in mix.chosen.items()}
+
+
+@dataclass(slots=True)
+class _Trials:
+    """Mixes that are made and measured.
+
+    places: the shelf, and where folders go; kept: of those within the bound the last, which is the cheapest so far
+    """
+
+    job: Job
+    bound: MaxLoss
+    places: tuple[Shelf, Path]
+    reference: Reference
+    progress: Progress
+    kept: dict[int, tuple[Result, Loss]] = field(default_factory=dict)
+    n: int = 0
+
+    def measure(self, number: int, mix: Mix) -> float:
+        self.n += 1
+
+        def report(what: str, done: int, total: int) -> None:
+            self.progress(f"mix {self.n}: {what}", done, total)
+
+        (shelf, work), formats = self.places, _formats(mix)
+        job = plan(self.job.checkpoint, recipe_of(formats))
+        made = compress(job, work / f"mix-{number}", shelf.method(formats), report)
+        loss = loss_of(self.reference, Checkpoint.open(made.folder), report)
+        found = self.bound.of(loss)
+        if found > self.bound.bound:
+            shutil.rmtree(made.folder)
+            return found
+        for older, _ in self.kept.values():
+            shutil.rmtree(older.folder)
+        self.kept = {number: (made, loss)}
+        return found
+
+
+def _record(folder: Path, found: Found, statistics: Statistics) -> None:
+    """The recipe, and in what is recorded of the folder the search."""
+    (folder / RECIPE).write_text(json.dumps(written(found.result.job.recipe), indent=1) + "\n")
+    about = statistics.about
+    of_text = {"text": about.text, "tokens": about.tokens, "precision": about.precision}
+    write_page(folder, {**described(found), "loss": asdict(found.loss), "statistics": of_text})
+
+
+def described(found: Found) -> dict[str, Any]:
+    """The search as JSON has it. Costs are bytes, or seconds of all layers' products."""
+    asked, search_ = found.asked, found.search
+    timed = {"rows": asked.rows, "isa": asked.isa, "threads": asked.threads} if asked.rows else {}
+    mixes: list[Mapping[str, object]] = [
+        {"cost": mix.cost, "predicted": search_.predicted(i), "measured": search_.measured.get(i)}
+        for i, mix in enumerate(search_.mixes)
+    ]
+    return {"search": {
+        "loss": asked.bound.kind, "bound": asked.bound.bound, "target": str(asked.target), **timed,
+        "unit": "s" if asked.rows else "bytes", "floats": found.floats, "found": search_.found, "mixes": mixes,
+    }}  # fmt: skip

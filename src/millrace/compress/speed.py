@@ -1,0 +1,107 @@
+"""How fast a folder and its source are here, each as an engine at its best: in turns, for shared machines change."""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import msgspec
+
+from millrace.engine.dummy import dummy_step
+from millrace.engine.kv import PAGE_TOKENS
+from millrace.engine.native import NativeExecutor
+from millrace.errors import ConfigError
+
+PROMPT, AT, NEW = 512, 128, 16  # tokens: of a prompt; in the context while decoding; that are decoded
+SEQUENCES = (1, 4, 16)
+ROUNDS = 5
+_SHORTEST = AT + NEW
+TOKENS = max(SEQUENCES) * (_SHORTEST + PAGE_TOKENS)  # in KV pages at most, where these are shared out evenly
+Progress = Callable[[str, int, int], None]
+Work = Callable[[], object]
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """Tokens a second: the median of the rounds, the slowest and the fastest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, tokens: int, samples_s: Sequence[float]) -> "Rate":
+        return cls(tokens / median(samples_s), tokens / max(samples_s), tokens / min(samples_s))
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """One workload: "prefill of 512", "decode, 4 at once"."""
+
+    work: str
+    source: Rate
+    made: Rate
+
+
+class Speeds(msgspec.Struct, frozen=True, kw_only=True):
+    """machine: its processor; isa: instruction set; precisions: in which both ran"""
+
+    machine: str
+    threads: int
+    isa: str
+    source_precision: str
+    made_precision: str
+    paces: list[Pace]
+
+
+def paces(
+    source: NativeExecutor, made: NativeExecutor, progress: Progress, rounds: int = ROUNDS,
+    sequences: Sequence[int] = SEQUENCES,
+) -> list[Pace]:  # fmt: skip
+    """sequences: of decoding, at a time. raises ConfigError for a context that is too short"""
+    room = min(source.limits.context_tokens, made.limits.context_tokens)
+    if room < _SHORTEST:
+        raise ConfigError(
+            f"a context of {room} tokens is too short to measure speed in", f"at least {_SHORTEST}",
+            "leave --measure-speed out",
+        )  # fmt: skip
+    prompt = min(PROMPT, room)
+    works: list[tuple[str, int, Callable[[NativeExecutor], Work]]] = [
+        (f"prefill of {prompt}", prompt, lambda executor: _prefill(executor, prompt))
+    ]
+    for n in sequences:
+        name = f"decode, {n} at once" if n > 1 else "decode, alone"
+        works.append((name, n * NEW, lambda executor, n=n: _decode(executor, n)))  # type: ignore[misc]
+    found = []
+    for number, (name, tokens, work) in enumerate(works):
+        progress("measuring speed", number, len(works))
+        samples = in_turns([work(source), work(made)], rounds)
+        found.append(Pace(name, *(Rate.of(tokens, each) for each in samples)))
+    return found
+
+
+def in_turns(works: Sequence[Work], rounds: int) -> list[list[float]]:
+    """Seconds of each, of every round; the first of a round takes turns, and one round before warms up."""
+    found: list[list[float]] = [[] for _ in works]
+    for number in range(rounds + 1):
+        order = range(len(works)) if number % 2 else reversed(range(len(works)))
+        for i in order:
+            started_s = time.perf_counter()
+            works[i]()
+            if number:
+                found[i].append(time.perf_counter() - started_s)
+    return found
+
+
+def _prefill(executor: NativeExecutor, tokens: int) -> Work:
+    """One prompt, in steps as large as the engine takes."""
+    limits = executor.limits
+    most = limits.max_step_tokens
+    steps = [
+        dummy_step([min(most, tokens - at)], at, limits.n_pages, vocab=limits.vocab_size)
+        for at in range(0, tokens, most)
+    ]
+    return lambda: [executor.run(step) for step in steps]
+
+
+def _decode(executor: NativeExecutor, n: int) -> Work:
+    limits = executor.limits
+    steps = [dummy_step([1] * n, AT + i, limits.n_pages, seed=i, vocab=limits.vocab_size) for i in range(NEW)]
+    return lambda: [executor.run(step) for step in steps]

@@ -1,0 +1,57 @@
+"""`millrace compress --advise`: rows, page, going on; and mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from millrace.cli import compress_advise
+from millrace.compile.find import BUNDLED
+from tests.cli.conftest import Millrace
+from tests.fuzz.originals import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "c", width=64, inner=100)
+
+
+def test_methods_side_by_side(
+    millrace: Millrace, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """What is there is not measured again; what this model cannot take is said, and the rest goes on."""
+    monkeypatch.setattr(compress_advise, "_TUNE_S", 0)
+    monkeypatch.setattr(compress_advise, "ROUNDS", 1)
+    text, out = tmp_path / "half.txt", tmp_path / "out"
+    whole = (BUNDLED / "calibration.txt").read_text()
+    text.write_text(whole[: len(whole) // 2])
+    asked = ("compress", source, "-o", out, "--advise", "--batch", 2)
+    told = json.loads(millrace(*asked, "--presets", "int8-wo", "--json").out)
+    (row,) = told["rows"]
+    assert row["name"] == "int8-wo" and row["loss"]["kl"] >= 0 and row["loss"]["tokens"] > 100
+    assert [p["work"][:11] for p in row["speed"]["paces"]] == ["prefill of ", "decode, alo", "decode, 2 a"]
+    assert all(p["made"]["median"] > 0 for p in row["speed"]["paces"]) and set(told["advice"]) >= {"memory"}
+    assert row["bytes"] < told["about"]["bytes_before"] and row["statistics"] == ""
+    before = (out / "int8-wo.json").stat().st_mtime_ns
+    shown = millrace(*asked, "--presets", "int8-wo,int4-wo")
+    assert shown.code == 0 and "not for this model" in shown.out and "100 inputs" in shown.out, shown.err
+    assert "which to take" in shown.out and (out / "int8-wo.json").stat().st_mtime_ns == before
+    names = {p.name for p in out.iterdir()}
+    assert names == {"about.json", "advice.html", "int8-wo.json", "int4-wo.json"}, "nothing else is left"
+    given = ("--presets", "int8-wo,int8-sq", "--samples-from", text, "--samples", 2, "--json")
+    rows = json.loads(millrace(*asked, *given).out)["rows"]
+    assert rows[0] == row and rows[1]["statistics"] and rows[1]["statistics_s"] > 0
+    millrace(*asked, "--presets", "int8-wo", "--calibration", text).assert_mistake("has figures of text")
+
+
+def test_mistakes(millrace: Millrace, source: Path, tmp_path: Path) -> None:
+    asked = ("compress", source, "-o", tmp_path / "out", "--advise")
+    millrace(*asked[:-1], "--presets", "fp8").assert_mistake("--presets is given without --advise")
+    millrace(*asked, "--presets", "int4-w").assert_mistake("'int4-w'", "int4-wo")
+    millrace(*asked, "--recipe", "fp8").assert_mistake("--advise and --recipe")
+    millrace(*asked, "--max-loss", "1%").assert_mistake("--advise and --max-loss")
+    millrace(*asked, "--no-evaluate").assert_mistake("--advise and --no-evaluate")
+    millrace(*asked, "--batch", 1).assert_mistake("--batch is 1", "2 to 1024")
+    millrace(*asked).assert_mistake("--advise needs a text", "--samples-from")
+    millrace(*asked, "--presets", "fp8", "--samples", 3).assert_mistake("--advise needs no statistics")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,98 @@
+"""Which method to take, from figures that are given; and the folder that they lie in."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from millrace.compress.advice import PAGE, About, Row, advice, cells, open_folder, read_row, write_page, write_row
+from millrace.compress.measure import Loss
+from millrace.compress.speed import Pace, Rate, Speeds
+from millrace.errors import ConfigError
+
+ABOUT = About(model="m", source="mill", text="t", batch=16, machine="<cpu>", threads=2, isa="avx2",
+              bytes_before=1000)  # fmt: skip
+WORKS = ("decode, alone", "decode, 16 at once", "prefill of 512")
+
+
+def row(name: str, kl: float, nbytes: int, *rates: float, spread: float = 0.01) -> Row:
+    """rates: of each work, where the source has 100; spread: of rounds around the median"""
+    source = Rate(100, 99, 101)
+    paces = [Pace(w, source, Rate(r, r * (1 - spread), r * (1 + spread))) for w, r in zip(WORKS, rates, strict=True)]
+    speed = Speeds(machine="c", threads=2, isa="avx2", source_precision="bf16", made_precision="x", paces=paces)
+    loss = Loss(kl, 20 * (1 + kl), 20, 1 - 4 * kl, 1000, "w8a16")
+    return Row(name=name, bits_per_weight=8, bytes=nbytes, seconds=3, loss=loss, speed=speed)
+
+
+def words(*rows: Row) -> dict[str, str]:
+    return dict(advice(rows, ABOUT))
+
+
+def test_the_best_of_those_that_lose_little_and_what_more_loss_buys() -> None:
+    rows = (
+        row("eight", 0.004, 520, 180, 90, 80),
+        row("four", 0.05, 270, 300, 40, 110),
+        row("nine", 0.008, 530, 120, 95, 90),
+    )
+    found = words(*rows)
+    assert found["one answer at a time"] == (
+        "eight: 1.80 times the source's speed (180 tokens/s), KL 0.004. four has 3.00 times the source's speed "
+        "(300 tokens/s), for KL 0.05: of its likeliest tokens 20% are others"
+    )
+    assert found["16 answers at a time"] == (
+        "leave it as it is: nine, the best within KL 0.01, has 0.95 times the source's speed (95 tokens/s)"
+    ), "nothing is faster, and what loses more is slower still"
+    assert found["long prompts"].startswith("leave it as it is: nine,") and "four has 1.10" in found["long prompts"]
+    assert found["memory"].startswith("eight: 52% of the source's bytes, KL 0.004. four has 27% of the source's bytes")
+
+
+def test_within_the_noise_what_loses_least_is_taken() -> None:
+    fast, near = (
+        row("fast", 0.009, 500, 200, 200, 200, spread=0.05),
+        row("near", 0.001, 520, 195, 150, 195, spread=0.02),
+    )
+    found = words(fast, near)
+    assert found["one answer at a time"].startswith("near:") and found["16 answers at a time"].startswith("fast:")
+    assert found["memory"].startswith("fast:")
+    assert words(fast, row("near", 0.001, 504, 195, 150, 195))["memory"].startswith("near:"), "as small, to a hundredth"
+    larger = words(row("a", 0.004, 1200, 90, 90, 90), row("b", 0.2, 1100, 95, 95, 95))
+    assert all(said.startswith("leave it as it is: a") and "b has" not in said for said in larger.values())
+
+
+def test_where_all_lose_much_or_nothing_was_measured() -> None:
+    found = words(row("four", 0.3, 270, 300, 300, 300), row("five", 0.2, 300, 200, 300, 300))
+    assert found["memory"] == "none keeps within KL 0.01: five loses least (KL 0.2), 30% of the source's bytes"
+    assert words(Row(name="gptq", refused="a layer has 20 inputs")) == {}
+
+
+def test_a_folder_is_of_one_model(tmp_path: Path) -> None:
+    folder = tmp_path / "advice"
+    open_folder(folder, ABOUT)
+    assert read_row(folder, "eight", "") is None
+    eight, none = row("eight", 0.004, 520, 180, 90, 80), Row(name="gptq", refused="<20 inputs>")
+    for one in (eight, none):
+        write_row(folder, one)
+    open_folder(folder, ABOUT)
+    assert read_row(folder, "eight", "") == eight and read_row(folder, "gptq", "") == none
+    with pytest.raises(ConfigError, match="has figures of batch 16") as error:
+        open_folder(folder, msgspec.structs.replace(ABOUT, batch=8))
+    assert "another folder" in error.value.mend
+    write_row(folder, msgspec.structs.replace(eight, name="sq", statistics="s"))
+    assert read_row(folder, "sq", "s") and read_row(folder, "eight", "s") == eight, "which needed no statistics"
+    with pytest.raises(ConfigError, match=r"sq.json has figures of another calibration text"):
+        read_row(folder, "sq", "other")
+    (folder / "eight.json").write_bytes((folder / "eight.json").read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"eight.json is damaged"):
+        read_row(folder, "eight", "")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x").touch()
+    with pytest.raises(ConfigError, match="has other files"):
+        open_folder(tmp_path / "other", ABOUT)
+    with pytest.raises(ConfigError, match="cannot write"):
+        open_folder(tmp_path / "other" / "x", ABOUT)
+    table = cells([eight, none], ABOUT, str)
+    assert table[0] == ["as it is", "", "", "", "", "1000", "100", "100", "100", ""]
+    assert table[1] == ["eight", "0.004", "+0.4%", "98.4%", "8.00", "520", "180 (1.80)", "90 (0.90)", "80 (0.80)", "3"]
+    write_page(folder, [eight, none], ABOUT, str)
+    page = (folder / PAGE).read_text()
+    assert "&lt;cpu&gt;" in page and "&lt;20 inputs&gt;" in page and "<script" not in page and "decode 16" in page
