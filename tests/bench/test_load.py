@@ -58,7 +58,7 @@ def test_a_stream_is_heard_chunk_by_chunk() -> None:
     [
         ([], 500, "status 500"),
         ([chunk("a")], 200, "broke off"),
-        ([chunk("", "stop"), USAGE], 200, "broke off"),
+        ([chunk("", "stop"), USAGE], 200, "holds no token"),
         ([chunk("a"), FAILED], 200, "the engine"),
     ],
 )

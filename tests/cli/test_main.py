@@ -85,7 +85,7 @@ def test_version(millrace: Millrace) -> None:
     "arguments, fragments",
     [
         (["sreve", "tiny"], ['no command "sreve"', 'did you mean "serve"?']),
-        (["xyzzy"], ["one of: build, chat"]),
+        (["xyzzy"], ["one of: bench, build, chat"]),
         (["--verbos"], ["no option --verbos"]),
         (["serve", "tiny", "--prot", "80"], ["no option --prot", 'did you mean "--port"?']),
         (["serve", "tiny", "--max-model-len", "512"], ["did you mean --max-context?"]),

@@ -202,3 +202,18 @@ def test_a_list_that_nobody_reads_ends_quietly(millrace: Millrace, cache: Path) 
         with process(arguments, cache, writing, subprocess.PIPE) as told:
             os.close(writing)
             assert told.communicate(timeout=60)[1] == b"" and told.returncode == 1
+
+
+def test_what_was_asked_is_recorded_without_text(built_tiny: Path, tmp_path: Path) -> None:
+    file, text = tmp_path / "traffic.jsonl", "Tell me a story of a mill. " * 60
+    with ServerProcess(built_tiny, ("--record", str(file), "--log-level", "error")) as server:
+        heard = [ask(server.url, Ask(text, n, seed=1, ignore_eos=True)) for n in (3, 5)]
+        server.terminate()
+        server.wait()
+    lines = [json.loads(line) for line in file.read_text().splitlines()][-2:]  # before them, the warm-up's
+    assert [line["input_length"] for line in lines] == [h.n_prompt for h in heard]
+    assert [line["output_length"] for line in lines] == [3, 5]
+    assert lines[0]["hash_ids"] == lines[1]["hash_ids"] and lines[0]["timestamp"] < lines[1]["timestamp"]
+    assert "mill" not in file.read_text() and set(lines[0]) == {
+        "timestamp", "input_length", "output_length", "hash_ids",
+    }  # fmt: skip

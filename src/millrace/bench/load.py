@@ -1,16 +1,15 @@
-"""A small load against our own server, over HTTP as a client sees it: streamed chats, timed chunk by chunk.
+"""A few chats, asked from plain code: what `millrace demo` shows. A benchmark asks for more: `bench/run.py`."""
 
-Standard library only, and small: `millrace demo` uses it. A benchmark asks for more (arrival times, warm-up, repeats).
-"""
-
-import http.client
-import json
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
+import uvloop
+
+from millrace.bench.answer import Answer, Message, Question
+from millrace.bench.client import Client, Target
+from millrace.bench.endpoints import CHAT
 from millrace.errors import MachineError
 
 TIMEOUT_S = 60.0
@@ -25,11 +24,9 @@ class Ask:
     seed: int
     ignore_eos: bool = False
 
-    def body(self) -> dict[str, object]:
-        return {
-            "messages": [{"role": "user", "content": self.text}], "max_tokens": self.max_tokens, "seed": self.seed,
-            "ignore_eos": self.ignore_eos, "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
+    def question(self) -> Question:
+        extra = {"seed": self.seed, "ignore_eos": self.ignore_eos}
+        return Question([Message("user", self.text)], self.max_tokens, extra)
 
 
 @dataclass(slots=True)
@@ -41,6 +38,16 @@ class Heard:
     n_prompt: int = 0
     n_output: int = 0
     finish_reason: str | None = None
+
+    @classmethod
+    def of(cls, answer: Answer) -> "Heard":
+        """raises MachineError where the answer is no answer"""
+        if answer.failure is not None:
+            raise MachineError(
+                f"the server gave no answer ({answer.detail})", "a streamed chat completion", "its log says more"
+            )
+        chunk_s = [at_s - answer.sent_s for at_s in answer.chunk_s]
+        return cls(answer.text, chunk_s, answer.n_prompt or 0, answer.n_output, answer.finish_reason)
 
     @property
     def ttft_s(self) -> float:
@@ -59,36 +66,32 @@ class Heard:
 
 def ask(url: str, asked: Ask, show: Callable[[str], None] | None = None) -> Heard:
     """Sends one request and reads its stream to the end. raises MachineError where the answer is no answer"""
-    place = urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=TIMEOUT_S)
-    heard = Heard()
-    start_s = time.perf_counter()
-    try:
-        connection.request(
-            "POST", "/v1/chat/completions", json.dumps(asked.body()), {"content-type": "application/json"}
-        )
-        response = connection.getresponse()
-        if response.status != 200:
-            raise _no_answer(f"status {response.status}: {response.read(500).decode(errors='replace')}")
-        for event in _events(response):
-            text = _take(heard, event, time.perf_counter() - start_s)
-            if show is not None and text:
-                show(text)
-    except (OSError, http.client.HTTPException) as error:
-        raise _no_answer(f"{type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
-    if heard.finish_reason is None or not heard.chunk_s:
-        raise _no_answer("the stream broke off")
-    return heard
+
+    async def asking() -> Answer:
+        async with Client(_target(url)) as client:
+            return await client.ask(asked.question(), on_text=show)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return Heard.of(runner.run(asking()))
 
 
 def ask_all(url: str, asks: Sequence[Ask], concurrency: int) -> tuple[list[Heard], float]:
-    """All requests, so many at a time; and the seconds that took."""
+    """All requests, so many at a time; and the seconds that took. raises MachineError where an answer is no answer"""
+
+    async def asking() -> list[Answer]:
+        async with Client(_target(url)) as client:
+            places = asyncio.Semaphore(concurrency)
+
+            async def one(asked: Ask) -> Answer:
+                async with places:
+                    return await client.ask(asked.question())
+
+            return await asyncio.gather(*map(one, asks))
+
     start_s = time.perf_counter()
-    with ThreadPoolExecutor(concurrency) as pool:
-        heard = list(pool.map(lambda asked: ask(url, asked), asks))
-    return heard, time.perf_counter() - start_s
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        answers = runner.run(asking())
+    return [Heard.of(answer) for answer in answers], time.perf_counter() - start_s
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -97,31 +100,5 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, object]]:
-    while line := response.readline():
-        if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-            event: dict[str, object] = json.loads(line[6:])
-            yield event
-
-
-def _take(heard: Heard, event: dict[str, object], at_s: float) -> str:
-    """Adds one event to what was heard; gives its text."""
-    match event:
-        case {"error": error}:
-            raise _no_answer(str(error))
-        case {"usage": {"prompt_tokens": int(n_prompt), "completion_tokens": int(n_output)}}:
-            heard.n_prompt, heard.n_output = n_prompt, n_output
-    text = ""
-    match event:
-        case {"choices": [{"delta": delta, "finish_reason": finish_reason}, *_]}:
-            text = delta.get("content") or "" if isinstance(delta, dict) else ""
-            if isinstance(finish_reason, str):
-                heard.finish_reason = finish_reason
-    if text:
-        heard.text += text
-        heard.chunk_s.append(at_s)
-    return text
-
-
-def _no_answer(what: str) -> MachineError:
-    return MachineError(f"the server gave no answer ({what})", "a streamed chat completion", "its log says more")
+def _target(url: str) -> Target:
+    return Target(url, CHAT, timeout_s=TIMEOUT_S, keep_text=True)

@@ -26,6 +26,7 @@ COMMANDS = {
     "inspect": "inspect",
     "tune": "tune",
     "demo": "demo",
+    "bench": "bench",
     "doctor": "doctor",
     "verify": "verify",
     "eval": "eval",
@@ -45,7 +46,7 @@ _OTHER_COMMANDS = {
     **dict.fromkeys(("show", "info"), '"inspect"'), **dict.fromkeys(("download", "fetch", "get"), '"pull"'),
     **dict.fromkeys(("remove", "delete", "rmi"), '"rm"'),
     **dict.fromkeys(("convert", "compile", "create"), '"build"'), "quantize": '"compress", or "build --precision"',
-    **dict.fromkeys(("bench", "benchmark"), '"demo", or "doctor"'),
+    **dict.fromkeys(("benchmark", "profile", "perf"), '"bench"'),
 }  # fmt: skip
 
 

@@ -21,11 +21,13 @@ from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.machine.process import age_s
 from millrace.runtime.batch import DEFAULT_GAP_LIMIT_S, TokenBudget
+from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened, OpenedEncoder, RunSettings
 from millrace.runtime.order import POLICIES, policy_named
 from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
+from millrace.serve.record import RecordedEngine, Recorder
 from millrace.serve.routes import read_keys
 from millrace.serve.server import bind, serve
 from millrace.serve.settings import ServerSettings
@@ -65,6 +67,9 @@ class ServeFlags(Settings):
     )
     warm_prompts: str | None = setting(
         None, "file with a prompt or a conversation a line, as JSON, to be computed before it is ready", metavar="FILE"
+    )
+    record: str | None = setting(
+        None, "file for lengths, arrivals and shared beginnings of requests, never text, to replay", metavar="FILE"
     )
     log_level: str = setting("info", "least important lines that are logged", choices=LEVELS)
     log_format: str = setting("text", "one line a request, for people or for machines", choices=("text", "json"))
@@ -129,6 +134,9 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
     with opened_to_serve(model, build, run, env, quiet=as_json) as model_opened:
         served: ServedModel
         if isinstance(model_opened, OpenedEncoder):
+            if flags.record:
+                what = f"--record is given for {model_opened.name}, which is an encoder"
+                raise ConfigError(what, "a language model", "leave it out")
             if warm:
                 raise ConfigError(
                     f"--warm-prompts is given for {model_opened.name}, which is an encoder", "a language model",
@@ -139,7 +147,7 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
         else:
             budget = TokenBudget(model_opened.executor.limits.max_step_tokens, gap_limit_s=turns.itl_ms / 1e3)
             loop_ = model_opened.loop(budget, policy_named(turns.schedule))
-            engine = AsyncEngine(loop_, ServiceOptions(max_queued=turns.max_queued))
+            engine = _engine(loop_, ServiceOptions(max_queued=turns.max_queued), flags.record)
             clock = _decode_clock(model_opened, budget, env)
             served = replace(_served(model_opened, engine, flags.served_model_name, clock), warm_prompts=warm)
         if not as_json:
@@ -153,6 +161,10 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
                 note(f"Ready after {seconds:.1f} s: {click.style(url + '/v1', bold=True)}   (docs: {url}/docs)")
 
         serve([served], settings, ready, last=True)
+
+
+def _engine(loop: EngineLoop, options: ServiceOptions, record: str | None) -> AsyncEngine:
+    return AsyncEngine(loop, options) if record is None else RecordedEngine(loop, options, Recorder(Path(record)))
 
 
 def _warm_prompts(file: str | None, run: RunSettings) -> tuple[WarmPrompt, ...]:

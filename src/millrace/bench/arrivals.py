@@ -1,0 +1,47 @@
+"""When requests arrive: at a constant rate, or by chance, with a ramp at the start."""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PATTERNS = ("constant", "poisson", "gamma")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """rate_per_s: in the mean; burstiness: of `gamma`, its shape: 1 is Poisson, below 1 comes in bursts, above is more
+    even (as `vllm bench serve` means it); ramp_s: the rate grows linearly from 0 in this time"""
+
+    rate_per_s: float
+    pattern: str = "poisson"
+    burstiness: float = 1.0
+    ramp_s: float = 0.0
+
+    def times(self, rng: random.Random) -> Iterator[float]:
+        """Seconds after the start, without end. The first is at once where the rate is constant and without ramp."""
+        n = 0.0  # requests that should have come by now
+        while True:
+            gap = self._gap(rng)
+            if self.pattern == "constant":
+                yield self._when(n)
+                n += gap
+            else:
+                n += gap
+                yield self._when(n)
+
+    def _gap(self, rng: random.Random) -> float:
+        """Of mean 1."""
+        match self.pattern:
+            case "poisson":
+                return rng.expovariate(1.0)
+            case "gamma":
+                return rng.gammavariate(self.burstiness, 1 / self.burstiness)
+        return 1.0
+
+    def _when(self, n: float) -> float:
+        """The time by which n requests are expected: n = rate t^2 / (2 ramp), then rate (t - ramp / 2)."""
+        in_ramp = self.rate_per_s * self.ramp_s / 2
+        if n <= in_ramp:
+            return math.sqrt(2 * self.ramp_s * n / self.rate_per_s) if n else 0.0
+        return n / self.rate_per_s + self.ramp_s / 2

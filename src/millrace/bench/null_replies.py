@@ -1,0 +1,104 @@
+"""What the null server says: the events and bodies of each endpoint, without a model behind them."""
+
+import json
+from typing import Any
+
+PATHS = {
+    "/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+}  # fmt: skip
+WORD = " mill"  # every token of an answer
+MOST_TOKENS = 1 << 17
+
+
+def words_in(asked: Any) -> int:
+    """Tokens of a prompt: its words, wherever they stand in the request."""
+    match asked:
+        case str():
+            return len(asked.split())
+        case list():
+            return sum(map(words_in, asked))
+        case dict():
+            return words_in(asked.get("content")) or words_in(asked.get("text"))
+        case int():
+            return 1
+    return 0
+
+
+def n_asked(body: dict[str, Any]) -> int:
+    """Tokens of the answer: exactly as many as were asked for, 16 where nothing was said."""
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        if isinstance(n := body.get(name), int):
+            return max(1, min(n, MOST_TOKENS))
+    return 16
+
+
+def prompt_of(body: dict[str, Any]) -> int:
+    return words_in(body.get("messages") or body.get("prompt") or body.get("input"))
+
+
+def usage(kind: str, n_prompt: int, n_output: int) -> dict[str, int]:
+    names = ("input_tokens", "output_tokens") if kind == "responses" else ("prompt_tokens", "completion_tokens")
+    return dict(zip(names, (n_prompt, n_output), strict=True)) | {"total_tokens": n_prompt + n_output}
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event as one chunk of HTTP/1.1."""
+    line = b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    return b"%x\r\n%b\r\n" % (len(line), line)
+
+
+DONE = b"e\r\ndata: [DONE]\n\n\r\n"
+END = b"0\r\n\r\n"
+
+
+def text_event(kind: str, n_tokens: int, told: dict[str, int] | None) -> bytes:
+    """Several tokens may share an event. told: the usage so far, where each event is to carry it"""
+    text = WORD * n_tokens
+    match kind:
+        case "chat":
+            choice: dict[str, Any] = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+            more = {"id": "null", "object": "chat.completion.chunk", "created": 0, "model": "null", "choices": [choice]}
+        case "completions":
+            choice = {"index": 0, "text": text, "finish_reason": None}
+            more = {"id": "null", "object": "text_completion", "created": 0, "model": "null", "choices": [choice]}
+        case _:
+            more = {"type": "response.output_text.delta", "item_id": "null", "output_index": 0, "delta": text}
+    return event({**more, "usage": told} if told else more)
+
+
+def last_events(kind: str, n_prompt: int, n_output: int) -> bytes:
+    told = usage(kind, n_prompt, n_output)
+    match kind:
+        case "chat":
+            finish = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+        case "completions":
+            finish = {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
+        case _:
+            return event({"type": "response.completed", "response": {"status": "completed", "usage": told}}) + END
+    return event(finish) + event({"choices": [], "usage": told}) + DONE + END
+
+
+def whole(kind: str, n_prompt: int, n_output: int) -> bytes:
+    """An answer that is not streamed, with its head."""
+    told, text = usage(kind, n_prompt, n_output), WORD * n_output
+    match kind:
+        case "embeddings":
+            data: dict[str, Any] = {"data": [{"index": 0, "embedding": [0.125] * 8}], "usage": told}
+        case "chat":
+            data = {"choices": [{"message": {"content": text}, "finish_reason": "length"}], "usage": told}
+        case "completions":
+            data = {"choices": [{"text": text, "finish_reason": "length"}], "usage": told}
+        case _:
+            content = [{"type": "output_text", "text": text}]
+            data = {"output": [{"type": "message", "content": content}], "status": "completed", "usage": told}
+    return plain(200, data)
+
+
+def plain(status: int, data: Any) -> bytes:
+    body = json.dumps(data).encode()
+    head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, len(body)) + body
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

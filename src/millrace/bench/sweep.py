@@ -1,0 +1,130 @@
+"""One load after another, each heavier, until a limit breaks; then between the last that kept it and that one."""
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from millrace.bench.metrics import Metrics
+
+MOST_POINTS = 40
+_CLOSE = 1.15  # levels that differ by less are not told apart
+
+
+@dataclass(frozen=True, slots=True)
+class SweepLimits:
+    """In ms, of a percentile of requests; None: no limit."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    percentile: int = 90
+
+    def keeps(self, metrics: Metrics) -> bool:
+        """A failure breaks them, too, and so does a run without an answer."""
+        if not metrics.n or metrics.n_failed:
+            return False
+        for name, most in (("time_to_first_token", self.ttft_ms), ("inter_token_latency", self.itl_ms)):
+            found = metrics.of_requests.get(name)
+            if most is not None and found is not None and found.percentiles[self.percentile] > most:
+                return False
+        return True
+
+    @property
+    def says(self) -> str:
+        parts = [f"{name} <= {most:g} ms" for name, most in (("TTFT", self.ttft_ms), ("ITL", self.itl_ms)) if most]
+        return f"{' and '.join(parts)} for {self.percentile} % of requests" if parts else "no failures"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """level: users at a time, or requests a second"""
+
+    level: float
+    metrics: Metrics
+    keeps: bool
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.metrics.output_tokens_per_s.value
+
+    def value(self, name: str, percentile: int = 50) -> float | None:
+        found = self.metrics.of_requests.get(name)
+        return None if found is None else found.percentiles[percentile]
+
+
+async def swept(
+    first: float, most: float, whole: bool, limits: SweepLimits, run: Callable[[float], Awaitable[Metrics | None]]
+) -> list[Point]:
+    """Doubles from `first` to `most`, then halves the gap. whole: levels are whole numbers. run: None ends the sweep"""
+    points: list[Point] = []
+
+    async def at(level: float) -> bool | None:
+        metrics = await run(level)
+        if metrics is None:
+            return None
+        points.append(Point(level, metrics, limits.keeps(metrics)))
+        return points[-1].keeps
+
+    level, good, bad = first, None, None
+    while bad is None and len(points) < MOST_POINTS:
+        kept = await at(level)
+        if kept is None:
+            return _ordered(points)
+        good, bad = (level, None) if kept else (good, level)
+        if level >= most:
+            break
+        level = min(level * 2, most)
+    while good and bad and bad / good > _CLOSE and len(points) < MOST_POINTS:
+        level = math.sqrt(good * bad)
+        level = round(level) if whole else float(f"{level:.3g}")
+        if level in (good, bad):
+            break
+        kept = await at(level)
+        if kept is None:
+            break
+        good, bad = (level, bad) if kept else (good, level)
+    return _ordered(points)
+
+
+def _ordered(points: Sequence[Point]) -> list[Point]:
+    return sorted(points, key=lambda p: p.level)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """within: the most tokens a second that keep the limits; knee: the most tokens a second for its latency"""
+
+    within: Point | None
+    latency: Point
+    throughput: Point
+    knee: Point
+
+
+def best(points: Sequence[Point]) -> Best | None:
+    """None where nothing was answered."""
+    answered = [p for p in points if p.metrics.n]
+    if not answered:
+        return None
+    kept = [p for p in answered if p.keeps]
+
+    def latency(point: Point) -> float:
+        return point.value("request_latency") or math.inf
+
+    return Best(
+        max(kept, key=lambda p: p.tokens_per_s, default=None), min(answered, key=latency),
+        max(answered, key=lambda p: p.tokens_per_s), max(answered, key=lambda p: p.tokens_per_s / latency(p)),
+    )  # fmt: skip
+
+
+def on_front(points: Sequence[Point]) -> list[Point]:
+    """Those that no other beats in both tokens a second and latency (Pareto)."""
+    answered = [p for p in points if p.metrics.n]
+
+    def beaten(one: Point) -> bool:
+        latency = one.value("request_latency") or 0.0
+        return any(
+            p.tokens_per_s >= one.tokens_per_s and (p.value("request_latency") or 0.0) <= latency and p is not one
+            and (p.tokens_per_s, p.value("request_latency")) != (one.tokens_per_s, latency)
+            for p in answered
+        )  # fmt: skip
+
+    return [p for p in answered if not beaten(p)]

@@ -1,0 +1,29 @@
+"""A sweep as one offline page: throughput against latency, and every level in a table."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from millrace.bench.sweep import Best, Point, SweepLimits, on_front
+from millrace.report.page import render
+from millrace.report.plots import Axis, Plot
+
+
+def sweep_page(url: str, by: str, points: Sequence[Point], found: Best, limits: SweepLimits) -> str:
+    answered = [p for p in points if p.metrics.n]
+    xs = [p.value("request_latency") or 0.0 for p in answered]
+    plot = Plot(
+        Axis.over("ms to completion, median", xs), Axis.over("output tokens/s", [p.tokens_per_s for p in answered])
+    )
+    front = sorted(on_front(points), key=lambda p: p.value("request_latency") or 0.0)
+    plot.line([p.value("request_latency") or 0.0 for p in front], [p.tokens_per_s for p in front], 4)
+    for p, x in zip(answered, xs, strict=True):
+        plot.dots([x], [p.tokens_per_s], 0 if p.keeps else 1)
+        plot.text(x, p.tokens_per_s, f"{p.level:g}")
+    chosen = [
+        ("best within limits", found.within), ("lowest latency", found.latency),
+        ("most tokens/s", found.throughput), ("knee: most tokens/s for its latency", found.knee),
+    ]  # fmt: skip
+    return render(
+        Path(__file__).with_name("sweep_page.html"), url=url, by=by, points=points, chosen=chosen, limits=limits.says,
+        svg=plot.svg("output tokens a second against latency"),
+    )  # fmt: skip

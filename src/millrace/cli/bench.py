@@ -1,0 +1,183 @@
+"""`millrace bench`: a load on a server, and what its users would feel of it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.bench.certify import Certificate, certify
+from millrace.bench.exports import write_results
+from millrace.bench.goodput import READING, parse_limits
+from millrace.bench.plan import Plan, measure, planned, reached
+from millrace.bench.results import Finished, report
+from millrace.bench.run import Run
+from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
+from millrace.cli import bench_compare, bench_sweep
+from millrace.cli.bench_flags import TheirFlags
+from millrace.cli.bench_runner import Begins, driven
+from millrace.cli.options import json_option, made, settings_options
+from millrace.cli.screen import heading, note, pairs, print_json, table
+from millrace.env import Env
+from millrace.errors import ConfigError, MachineError
+
+EPILOG = """\b
+Examples:
+  millrace bench http://127.0.0.1:8000 --model tiny --concurrency 16 --duration-s 30
+  millrace bench URL --model M --request-rate 4 --isl 1000 --osl 200 --goodput ttft:500 itl:50
+  millrace bench URL --model M --input-file trace.jsonl --replay-speed 2 -o results/
+  millrace bench --engine tiny --isl 128 --osl 128 --request-count 64
+  millrace bench URL --model M --pattern short/long --pattern long/short:2 --json
+  millrace bench sweep --help        raise the load until a limit breaks
+  millrace bench compare --help      two servers or results: which is faster, and how surely"""
+PARTS = {"sweep": bench_sweep.command, "compare": bench_compare.command}
+QUEUED = 64  # requests in process for which nothing was said
+SHOWN = ("mean", "p50", "p90", "p99")
+ROWS = {
+    "time_to_first_token": "TTFT, ms", "inter_token_latency": "ITL, ms a token", "request_latency": "latency, ms",
+    "request_latency_from_intended": "  as intended", "output_token_throughput_per_user": "tokens/s a user",
+    "input_sequence_length": "input tokens", "output_sequence_length": "output tokens",
+}  # fmt: skip
+
+
+class Bench(TheirFlags):
+    """`bench URL ...`, or `bench sweep ...` and `bench compare ...`, which are commands of their own."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        part = PARTS.get(args[0]) if args else None
+        if part is None:
+            return super().make_context(info_name, args, parent, **extra)
+        return part.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+
+
+@click.command(cls=Bench, epilog=EPILOG)
+@click.argument("url", required=False)
+@click.option("--url", "url_given", hidden=True, help="The URL, as other tools take it.")
+@settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
+@click.option("--goodput", multiple=True, metavar="METRIC:MS", help=f"Limits that good requests keep; or {READING}.")
+@click.option("--engine", metavar="MODEL", help="Instead of a URL: a model or engine in this process, without HTTP.")
+@click.option(
+    "--certify-s",
+    type=click.FloatRange(0, 600),
+    default=2.0,
+    show_default=True,
+    metavar="X",
+    help="Seconds in which this client first proves itself on a server of known timing; 0: not.",
+)
+@click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there, as other tools do, too.")
+@json_option
+@click.pass_obj
+def command(
+    env: Env,
+    /,
+    url: str | None,
+    url_given: str | None,
+    goodput: tuple[str, ...],
+    engine: str | None,
+    certify_s: float,
+    output: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Measure what users of a server feel.
+
+    URL is any server of OpenAI's protocol. Flags of GenAI-Perf, AIPerf and `vllm bench serve` are taken where they mean
+    the same. Ctrl-C ends the run and reports what there is. With --engine, all requests are queued at once unless
+    --concurrency or --request-rate says otherwise, and prompts are random tokens.
+    """
+    targets = [target for target in (url, url_given, engine) if target]
+    if len(targets) != 1:
+        raise ConfigError("there is no one URL", "millrace bench http://HOST:PORT, or --engine MODEL", "give it, once")
+    limits = parse_limits(goodput)
+    plan = _planned(targets[0], given, in_process=engine is not None)
+    if output is not None and output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {output} is a file", "a folder", "name another")
+    if engine is None:
+        certificate, run = driven(lambda begins: _measured(plan, certify_s, as_json, begins), quiet=as_json)
+    else:
+        from millrace.cli.bench_engine import in_process  # what runs engines takes a second to import
+
+        certificate, run = None, in_process(engine, plan, env, as_json)
+    done = Finished.of(plan, run, limits, certificate)
+    if output is not None:
+        names = write_results(output, done)
+        note(f"  {len(names)} files in {output}")
+    told = report(done)
+    print_json(told) if as_json else show(told)
+    if not done.metrics.n:
+        raise MachineError("no request was answered", "one whole answer at least", "the failures above say why")
+
+
+def _planned(target: str, given: dict[str, Any], in_process: bool) -> Plan:
+    whom, load = made(TargetSettings, given), made(LoadSettings, given)
+    if in_process:
+        if whom != TargetSettings():
+            raise ConfigError("--engine beside flags of a server's requests", "lengths and a load", "leave them out")
+        if load.concurrency is None and load.request_rate is None:
+            n = load.request_count or QUEUED
+            load = replace(load, concurrency=n, request_count=n if load.duration_s is None else load.request_count)
+    return planned(target, whom, load, made(InputSettings, given), made(SessionSettings, given), in_process)
+
+
+async def _measured(plan: Plan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:
+    """A server that does not answer is found before the client is tried."""
+    words = await reached(plan)
+    certificate = await certify(plan, certify_s) if certify_s else None
+    if certificate is not None and not quiet:
+        note(f"  client: {certificate.says}")
+    return certificate, await measure(plan, begins, words)
+
+
+def show(told: dict[str, Any]) -> None:
+    """The report, for people."""
+    failed = told["requests"]["failed"]
+    click.echo()
+    heading(
+        f"{told['requests']['whole']} answers in {told['duration_s']:.1f} s" + (f", {failed} failed" * bool(failed))
+    )
+    rate, requests = told["output_tokens_per_s"], told["requests_per_s"]
+    rows = [
+        ("output tokens/s", f"{rate['value']:,.1f}{_interval(rate['interval'])}"),
+        ("requests/s", f"{requests['value']:,.2f}{_interval(requests['interval'], 2)}"),
+        ("at a time", f"{told['mean_concurrency']:.1f} requests in the mean"),
+    ]
+    rows += [
+        ("goodput", f"{g['requests_per_s']:.2f} requests/s, {g['share']:.0%}{_percent(g['interval'])}: {g['limits']}")
+        for g in told["goodput"]
+    ]
+    pairs(rows)
+    click.echo()
+    _metrics(told["metrics"])
+    for label, part in told["patterns"].items():
+        click.echo()
+        heading(f"{label}: {part['requests']['whole']} answers, {part['output_tokens_per_s']['value']:,.1f} tokens/s")
+        _metrics(part["metrics"])
+    if told["notes"]:
+        click.echo()
+    for said in told["notes"]:
+        click.echo(f"  {said}")
+
+
+def _metrics(metrics: dict[str, Any]) -> None:
+    rows = [
+        [label, *(_cell(metrics[name], column) for column in SHOWN)] for name, label in ROWS.items() if name in metrics
+    ]
+    if rows:
+        table(["", *SHOWN], rows)
+        if any("?" in cell for row in rows for cell in row):
+            click.echo("  ?: too few requests for an interval of 95 %, which stands in brackets elsewhere")
+
+
+def _cell(metric: dict[str, Any], column: str) -> str:
+    interval = metric["intervals"][column]
+    return f"{metric[column]:,.1f}{'?' if interval is None else _interval(interval)}"
+
+
+def _interval(interval: tuple[float, float] | None, digits: int = 1) -> str:
+    return "" if interval is None else f" [{interval[0]:,.{digits}f}, {interval[1]:,.{digits}f}]"
+
+
+def _percent(interval: tuple[float, float]) -> str:
+    return f" [{interval[0]:.0%}, {interval[1]:.0%}]"

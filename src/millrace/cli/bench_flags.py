@@ -1,0 +1,36 @@
+"""Flags as users of GenAI-Perf, AIPerf and `vllm bench serve` write them, made ours before they are parsed."""
+
+import re
+from collections.abc import Sequence
+
+import click
+
+from millrace.bench.goodput import READING
+from millrace.bench.settings import ALIASES
+
+_LIMIT = re.compile(rf"[a-z_0-9]+:[0-9.]+|{READING}")
+
+
+class TheirFlags(click.Command):
+    """A command that takes them, too; its help does not list them, docs/bench.md does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, as_ours(args))
+
+
+def as_ours(arguments: Sequence[str]) -> list[str]:
+    """`--request-count=5` and `--request-count 5` both; several limits may follow one --goodput."""
+    found: list[str] = []
+    in_goodput = False
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if in_goodput and found[-1] != "--goodput" and _LIMIT.fullmatch(argument):
+            found += ["--goodput", argument]
+            continue
+        in_goodput = argument == "--goodput" or (in_goodput and found[-1] == "--goodput")
+        ours = ALIASES.get(flag) if flag.startswith("-") else None
+        if ours is None:
+            found.append(argument)
+        elif ours:  # "": a flag that says what is so here anyway
+            found.append(ours + equals + value)
+    return found

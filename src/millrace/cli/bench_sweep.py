@@ -1,0 +1,141 @@
+"""`millrace bench sweep`: how much load a server takes within limits."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.bench.metrics import Metrics, measured
+from millrace.bench.plan import measure, planned
+from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
+from millrace.bench.sweep import Best, Point, SweepLimits, best, on_front, swept
+from millrace.bench.sweep_page import sweep_page
+from millrace.cli.bench_flags import TheirFlags
+from millrace.cli.bench_runner import Begins, driven
+from millrace.cli.options import json_option, made, settings_options
+from millrace.cli.screen import note, pairs, print_json, table
+from millrace.errors import ConfigError, MachineError
+
+EPILOG = """\b
+Examples:
+  millrace bench sweep http://127.0.0.1:8000 --model M --ttft-ms 500 --itl-ms 50 --isl 1000 --osl 200
+  millrace bench sweep URL --model M --by rate --from 0.5 --most 32 --duration-s 30 -o page.html"""
+EACH_S = 10.0
+NAMES = {"within": "best within limits", "latency": "lowest latency", "throughput": "most tokens/s", "knee": "knee"}
+
+
+@click.command(cls=TheirFlags, epilog=EPILOG)
+@click.argument("url")
+@settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
+@click.option(
+    "--by",
+    type=click.Choice(["concurrency", "rate"]),
+    default="concurrency",
+    show_default=True,
+    help="What grows: users at a time, or requests a second.",
+)
+@click.option(
+    "--from",
+    "first",
+    type=click.FloatRange(1e-6, 65_536),
+    default=1.0,
+    show_default=True,
+    help="Where it begins; each next is twice as much.",
+)
+@click.option("--most", type=click.FloatRange(1e-6, 65_536), default=256.0, show_default=True, help="Where it ends.")
+@click.option("--ttft-ms", type=click.FloatRange(0.001), metavar="X", help="The most that a first token may take.")
+@click.option("--itl-ms", type=click.FloatRange(0.001), metavar="X", help="The most that each further token may take.")
+@click.option(
+    "--percentile",
+    type=click.Choice(["50", "75", "90", "95", "99"]),
+    default="90",
+    show_default=True,
+    help="Percent of the requests that keep this.",
+)
+@click.option("-o", "--output", type=Path, metavar="FILE", help="Write an offline page there.")
+@json_option
+def command(url: str, by: str, first: float, most: float, output: Path | None, as_json: bool, **given: Any) -> None:
+    """Raise the load until a limit breaks, and find the best below.
+
+    Each level lasts --duration-s (10 unless said, or --request-count). Ctrl-C ends the sweep and reports what there is.
+    """
+    _agree(by, first, most, given)
+    if given["duration_s"] is None and given["request_count"] is None:
+        given["duration_s"] = EACH_S
+    limits = SweepLimits(given.pop("ttft_ms"), given.pop("itl_ms"), int(given.pop("percentile")))
+    points = driven(
+        lambda begins: swept(first, most, by == "concurrency", limits, _level(url, by, given, begins)), as_json
+    )
+    found = best(points)
+    if found is None:
+        raise MachineError("no request was answered", "one whole answer at least", "ask one level: millrace bench URL")
+    told = _told(by, points, found, limits)
+    if output is not None:
+        output.write_text(sweep_page(url, by, points, found, limits), encoding="utf-8")
+        note(f"  written to {output}")
+    print_json(told) if as_json else _show(told)
+
+
+def _agree(by: str, first: float, most: float, given: dict[str, Any]) -> None:
+    if by == "concurrency" and given["concurrency"] is not None:
+        raise ConfigError("--concurrency in a sweep of it", "--from and --most", "leave it out")
+    if given["request_rate"] is not None:
+        raise ConfigError("--request-rate in a sweep", "--by rate --from X --most Y", "leave it out")
+    if most < first:
+        raise ConfigError(f"--most {most:g} is below --from {first:g}", "the other way round", "correct them")
+    if by == "concurrency" and first != round(first):
+        raise ConfigError(f"--from {first:g}", "a whole number of users", "correct it")
+
+
+def _level(url: str, by: str, given: dict[str, Any], begins: Begins) -> Callable[[float], Awaitable[Metrics | None]]:
+    load = made(LoadSettings, given)
+
+    async def run(level: float) -> Metrics | None:
+        at = replace(load, concurrency=round(level)) if by == "concurrency" else replace(load, request_rate=level)
+        plan = planned(url, made(TargetSettings, given), at, made(InputSettings, given), made(SessionSettings, given))
+        done = await measure(plan, begins)
+        return None if done.ended == "Ctrl-C" else measured(done.records)
+
+    return run
+
+
+def _told(by: str, points: list[Point], found: Best, limits: SweepLimits) -> dict[str, Any]:
+    return {
+        "by": by, "limits": limits.says,
+        "points": [_point(p) for p in points], "front": [p.level for p in on_front(points)],
+        **{name: None if getattr(found, name) is None else _point(getattr(found, name)) for name in NAMES},
+    }  # fmt: skip
+
+
+def _point(p: Point) -> dict[str, Any]:
+    names = ("time_to_first_token", "inter_token_latency", "request_latency")
+    return {
+        "level": p.level, "keeps": p.keeps, "output_tokens_per_s": p.tokens_per_s,
+        "requests_per_s": p.metrics.requests_per_s.value, "answers": p.metrics.n, "failed": p.metrics.n_failed,
+        **{name: {"p50": p.value(name, 50), "p90": p.value(name, 90)} for name in names},
+    }  # fmt: skip
+
+
+def _show(told: dict[str, Any]) -> None:
+    def ms(p: dict[str, Any], name: str) -> str:
+        return "-" if p[name]["p50"] is None else f"{p[name]['p50']:,.1f} / {p[name]['p90']:,.1f}"
+
+    rows = [
+        [f"{p['level']:g}", f"{p['output_tokens_per_s']:,.1f}", f"{p['requests_per_s']:,.2f}",
+         ms(p, "time_to_first_token"), ms(p, "inter_token_latency"), "yes" if p["keeps"] else "no"]
+        for p in told["points"]
+    ]  # fmt: skip
+    click.echo()
+    table([told["by"], "tokens/s", "requests/s", "TTFT p50 / p90, ms", "ITL p50 / p90, ms", "kept"], rows)
+    click.echo(f"  kept: {told['limits']}")
+    click.echo()
+    pairs([(says, _said(told["by"], told[name])) for name, says in NAMES.items()])
+
+
+def _said(by: str, p: dict[str, Any] | None) -> str:
+    if p is None:
+        return "none"
+    latency_ms = p["request_latency"]["p50"]
+    return f"{by} {p['level']:g}: {p['output_tokens_per_s']:,.1f} tokens/s, {latency_ms:,.1f} ms to completion (p50)"

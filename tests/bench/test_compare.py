@@ -1,0 +1,140 @@
+"""Differences and their intervals: simulated truths, files of results, and rounds in turns."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from millrace.bench.answer import Answer
+from millrace.bench.compare import (
+    Difference,
+    compared_answers,
+    compared_rounds,
+    interleaved,
+    of_pairs,
+    of_samples,
+    read_answers,
+)  # fmt: skip
+from millrace.bench.inputs import Turn
+from millrace.bench.null_server import NullTiming
+from millrace.bench.plan import Plan, planned
+from millrace.bench.results import line_of
+from millrace.bench.run import Record
+from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
+from millrace.errors import ConfigError
+from tests.bench.conftest import Null
+
+RNG = np.random.default_rng(3)
+ROUNDS = 400
+
+
+def drawn_pairs(by: float, n: int = 8) -> Difference:
+    """Rounds that drift together by tens of percent, and differ by `by` with noise of 3 %."""
+    common = 100 * np.exp(RNG.normal(0, 0.3, n))
+    return of_pairs("x", False, common.tolist(), (common * (1 + by / 100) * np.exp(RNG.normal(0, 0.03, n))).tolist())
+
+
+def test_what_rounds_share_cancels_and_intervals_hold() -> None:
+    found = [drawn_pairs(5) for _ in range(ROUNDS)]
+    held = sum(d.interval is not None and d.interval[0] <= 5 <= d.interval[1] for d in found)
+    assert 0.92 <= held / ROUNDS <= 0.98
+    assert np.mean([d.percent for d in found]) == pytest.approx(5, abs=0.3)
+
+
+def test_no_difference_is_seen_where_there_is_none() -> None:
+    found = [drawn_pairs(0).verdict for _ in range(ROUNDS)]
+    assert 0.92 <= found.count("no difference seen") / ROUNDS <= 0.98
+
+
+def test_ci_is_seldom_alarmed_for_nothing() -> None:
+    """Of runs without a difference 1 % would fail on one side or the other: half of these are worse."""
+    alarms = sum(drawn_pairs(0, n).is_worse_by(0) for n in (3, 8, 20) for _ in range(ROUNDS))
+    assert alarms / (3 * ROUNDS) < 0.012
+
+
+def test_the_visible_effect_is_seen_four_times_out_of_five() -> None:
+    visible = float(np.mean([drawn_pairs(0).visible for _ in range(100)]))
+    seen = sum(drawn_pairs(visible).verdict == "worse" for _ in range(ROUNDS))
+    assert 0.7 <= seen / ROUNDS <= 0.9
+
+
+def test_samples_of_requests() -> None:
+    found = [
+        of_samples("x", False, RNG.gamma(4, 25, 80).tolist(), RNG.gamma(4, 27.5, 50).tolist()) for _ in range(ROUNDS)
+    ]
+    held = sum(d.interval is not None and d.interval[0] <= 10 <= d.interval[1] for d in found)
+    assert 0.92 <= held / ROUNDS <= 0.98
+    assert of_samples("x", False, [1.0, 1.0], [2.0, 2.0]).verdict == "too few to say"
+
+
+@pytest.mark.parametrize(
+    "more_is_better, interval, verdict, worse_by_5, worse_by_20",
+    [
+        (False, (10, 15), "worse", True, False), (False, (-15, -10), "better", False, False),
+        (True, (-50, -40), "worse", True, True), (True, (10, 15), "better", False, False),
+        (False, (-1, 9), "no difference seen", False, False), (False, (1, 9), "worse", False, False),
+    ],
+)  # fmt: skip
+def test_verdicts(
+    more_is_better: bool, interval: tuple[float, float], verdict: str, worse_by_5: bool, worse_by_20: bool
+) -> None:
+    one = Difference("x", more_is_better, 1, 1, 9, 0, interval, 1, surely=interval)
+    assert (one.verdict, one.is_worse_by(5), one.is_worse_by(20)) == (verdict, worse_by_5, worse_by_20)
+
+
+def test_rounds_go_in_turns_with_the_same_questions(null: Null) -> None:
+    slow, fast = NullTiming(ttft_ms="20", itl_ms="3"), NullTiming(ttft_ms="20", itl_ms="2")
+
+    def plans(url: str, round_: int) -> Plan:
+        load = LoadSettings(concurrency=2, request_count=4, random_seed=round_)
+        return planned(url, TargetSettings(), load, InputSettings(isl=10, osl=20), SessionSettings())
+
+    a, b = asyncio.run(
+        interleaved(lambda i: plans(null(slow).url, i), lambda i: plans(null(fast).url, i), 4)
+    )  # fmt: skip
+    order = sorted([(r.started_s, "A") for r in a.runs] + [(r.started_s, "B") for r in b.runs])
+    assert "".join(which for _, which in order) == "ABBAABBA"
+    texts = [[sorted(r.turn.text for r in run.records) for run in side.runs] for side in (a, b)]
+    assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
+    itl = {d.name: d for d in compared_rounds(a, b)}["inter_token_latency"]
+    assert itl.verdict == "better" and itl.percent == pytest.approx(-100 / 3, abs=6)
+
+
+def written(path: Path, itl_s: float, n: int = 40) -> Path:
+    records = []
+    for i in range(n):
+        chunks = (i + 0.1 + RNG.normal(0, 0.01) + itl_s * np.arange(10)).tolist()
+        records.append(Record(Turn("a"), Answer(f"x{i}", i, i, chunks, [], chunks[-1], 5, 10, status=200), i, 0))
+    path.mkdir()
+    (path / "requests.jsonl").write_text("".join(line_of(r, 1e9) + "\n" for r in records))
+    return path
+
+
+def test_two_results_that_were_written(tmp_path: Path) -> None:
+    a, b = written(tmp_path / "a", 0.010), written(tmp_path / "b", 0.012)
+    found = {d.name: d for d in compared_answers(read_answers(a), read_answers(b / "requests.jsonl"))}
+    assert found["inter_token_latency"].percent == pytest.approx(20, abs=0.1)
+    assert found["inter_token_latency"].verdict == "worse"
+    assert found["time_to_first_token"].n == 40
+
+
+@pytest.mark.parametrize("line", ["", "{", "7", "{}", '{"failure": "new"}', '{"failure": null, "sent": "x"}'])
+def test_a_file_that_is_no_result(tmp_path: Path, line: str) -> None:
+    folder = written(tmp_path / "a", 0.01, n=1)
+    with (folder / "requests.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        read_answers(folder)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_answers(tmp_path / "absent")
+
+
+def test_only_failures_are_no_result(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    record = Record(Turn("a"), Answer("x", 1, 1, end_s=2), 0, 0)
+    told = json.loads(line_of(record, 0)) | {"failure": "timeout"}
+    path.write_text(json.dumps(told) + "\n")
+    with pytest.raises(ConfigError, match="no whole answer"):
+        read_answers(path)

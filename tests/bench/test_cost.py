@@ -1,0 +1,57 @@
+"""What the client costs, and whether client and null server keep time under load: in processes of their own."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from millrace.bench.null_process import NullProcess
+from millrace.bench.null_server import NullTiming
+
+MOST_OF_A_CORE = 0.30
+# Streams begin one after the other within the time of a token, as they would after a warm-up: not all in one burst.
+CLIENT = """
+import asyncio, json, sys, time, uvloop
+from millrace.bench.answer import Message, Question
+from millrace.bench.client import Client, Target
+from millrace.bench.endpoints import CHAT
+url, streams, n_tokens, gap_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+async def one(client, i):
+    await asyncio.sleep(i * gap_s)
+    return await client.ask(Question([Message("user", "Hello there")], n_tokens))
+async def main():
+    async with Client(Target(url, CHAT)) as client:
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        answers = await asyncio.gather(*(one(client, i) for i in range(streams)))
+        cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+    told = [(a.id, a.sent_s, a.chunk_s) for a in answers if a.failure is None]
+    print(json.dumps({"share": cpu_s / wall_s, "answers": told}))
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "streams, rate, n_tokens",
+    [
+        (64, 50, 100),
+        pytest.param(64, 50, 500, marks=pytest.mark.timing),
+        pytest.param(512, 5, 50, marks=pytest.mark.timing),
+    ],
+)  # fmt: skip
+def test_the_client_costs_little_and_both_keep_time(streams: int, rate: int, n_tokens: int) -> None:
+    with NullProcess(NullTiming(ttft_ms="normal:150,20", itl_ms=str(1000 / rate))) as server:
+        arguments = [server.url, str(streams), str(n_tokens), str(1 / rate / streams)]
+        done = subprocess.run([sys.executable, "-c", CLIENT, *arguments], capture_output=True, check=True)
+        truth = server.truth
+    told = json.loads(done.stdout)
+    assert told["share"] < MOST_OF_A_CORE and len(told["answers"]) == streams
+    late, delay = [], []
+    for name, _, chunk_s in told["answers"]:
+        sent = truth[name]
+        late.append(np.array(sent.sent_s) - sent.arrived_s - np.array(sent.due_s))
+        delay.append(np.array(chunk_s) - np.array(sent.sent_s))
+    assert np.min(late) >= 0 and np.median(late) < 2e-3, "the server sends when it said"
+    assert np.min(delay) >= 0 and np.median(delay) < 1e-3, "the client stamps when bytes arrive"

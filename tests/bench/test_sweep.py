@@ -1,0 +1,86 @@
+"""The search for the heaviest load that keeps the limits, on a server that is a formula."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from millrace.bench.intervals import Summary
+from millrace.bench.metrics import Metrics, Rate
+from millrace.bench.sweep import Point, SweepLimits, best, on_front, swept
+from millrace.bench.sweep_page import sweep_page
+
+
+def metrics(level: float, capacity: float, failed: int = 0) -> Metrics:
+    """Throughput that saturates at `capacity`; TTFT of level ms."""
+    rate, latency = capacity * level / (level + capacity), 100 + level
+
+    def of(value: float) -> Summary:
+        return Summary(10, value, 0, value, value, dict.fromkeys((50, 75, 90, 95, 99), value), {})
+
+    found = {"time_to_first_token": of(level), "inter_token_latency": of(level / 10), "request_latency": of(latency)}
+    failures = {"timeout": failed} if failed else {}
+    return Metrics(10, failures, 1.0, found, Rate(rate, None), Rate(rate / 10, None), 1.0, "")
+
+
+def levels(first: float, most: float, limits: SweepLimits, whole: bool = True, fails_from: float = 1e9) -> list[Point]:
+    async def run(level: float) -> Metrics | None:
+        return metrics(level, 100, failed=1 if level >= fails_from else 0)
+
+    return asyncio.run(swept(first, most, whole, limits, run))
+
+
+@pytest.mark.parametrize("limit", [1.5, 5, 23, 60, 100])
+def test_it_finds_the_last_level_that_keeps_the_limit(limit: float) -> None:
+    points = levels(1, 256, SweepLimits(ttft_ms=limit))
+    kept, broken = [p.level for p in points if p.keeps], [p.level for p in points if not p.keeps]
+    assert max(kept) <= limit < min(broken) and (min(broken) / max(kept) <= 1.15 or min(broken) - max(kept) == 1)
+    assert [p.level for p in points] == sorted(p.level for p in points) and len(points) < 14
+
+
+def test_the_strictest_limit_counts_and_so_do_failures() -> None:
+    assert max(p.level for p in levels(1, 256, SweepLimits(500, itl_ms=2)) if p.keeps) <= 20
+    assert max(p.level for p in levels(1, 256, SweepLimits(), fails_from=40) if p.keeps) < 40
+
+
+def test_nothing_breaks_or_everything_does() -> None:
+    assert [p.level for p in levels(1, 10, SweepLimits())] == [1, 2, 4, 8, 10]
+    (only,) = levels(3, 10, SweepLimits(ttft_ms=2))
+    assert not only.keeps
+
+
+def test_rates_need_not_be_whole() -> None:
+    points = levels(0.5, 64, SweepLimits(ttft_ms=3.3), whole=False)
+    assert 3.3 / 1.16 <= max(p.level for p in points if p.keeps) <= 3.3
+
+
+def test_an_end_in_the_middle_keeps_what_there_is() -> None:
+    async def run(level: float) -> Metrics | None:
+        return metrics(level, 100) if level < 4 else None
+
+    assert [p.level for p in asyncio.run(swept(1, 64, True, SweepLimits(), run))] == [1, 2]
+
+
+def test_the_chosen_points() -> None:
+    points = levels(1, 256, SweepLimits(ttft_ms=40))
+    found = best(points)
+    assert found is not None and found.within is not None
+    assert found.within.level == max(p.level for p in points if p.keeps) and found.latency.level == 1
+    assert found.throughput.level == max(p.level for p in points)
+    power = {p.level: p.tokens_per_s / (100 + p.level) for p in points}
+    assert found.knee.level == max(power, key=lambda level: power[level])
+    lost = Point(512, replace(metrics(512, 1), n=0), False)
+    assert best([lost]) is None and on_front([lost]) == []
+    slow = Point(300, metrics(300, 20), False)
+    assert on_front([*points, slow]) == points, "more tokens/s cost latency; what is worse in both is left out"
+
+
+def test_the_page_of_a_sweep() -> None:
+    limits, points = SweepLimits(ttft_ms=40), levels(1, 64, SweepLimits(ttft_ms=40))
+    found = best(points)
+    assert found is not None
+    page = sweep_page("http://x/<b>", "concurrency", points, found, limits)
+    assert (
+        page.count("<circle") == len(points) and "&lt;b&gt;" in page and "TTFT &lt;= 40 ms for 90 % of requests" in page
+    )
+    assert page.count("<td>yes") + page.count("<td>no") == len(points)

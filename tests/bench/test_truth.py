@@ -1,0 +1,117 @@
+"""Every metric against what the null server did, computed apart from its own stamps in NumPy."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from millrace.bench.client import Client, Target
+from millrace.bench.endpoints import CHAT
+from millrace.bench.inputs import Shape, synthetic
+from millrace.bench.intervals import PERCENTILES
+from millrace.bench.metrics import Metrics, measured
+from millrace.bench.null_process import NullProcess
+from millrace.bench.null_server import NullTiming, Sent
+from millrace.bench.run import Load, Record, Run
+from millrace.bench.spread import Spread
+from millrace.bench.words import Words
+
+WITHIN = 0.02
+ROBUST = ("time_to_first_token", "inter_token_latency", "request_latency", "output_sequence_length")
+Stamps = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def driven(url: str, load: Load, n_tokens: int, warm_up: int) -> Run:
+    async def driving() -> Run:
+        async with Client(Target(url, CHAT, each_usage=True)) as client:
+            sessions = synthetic([Shape(Spread(20), Spread.normal(n_tokens, n_tokens / 5))], Words(), 1)
+            warming = Load(warm_up, n_sessions=warm_up, ramp_s=load.ramp_s)
+            await Run(client, warming).drive(sessions)  # connections are open then
+            run = Run(client, load)
+            await run.drive(sessions)
+            return run
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(driving())
+
+
+def by_numpy(start_s: Stamps, chunk_s: list[list[float]], n_tokens: list[list[int]]) -> dict[str, Stamps]:
+    """Each metric in ms or tokens, by request, of any side's stamps."""
+    first = np.array([s[0] for s in chunk_s]) - start_s
+    last = np.array([s[-1] for s in chunk_s]) - start_s
+    later = np.array([sum(n[1:]) for n in n_tokens])
+    return {
+        "time_to_first_token": 1e3 * first,
+        "time_to_second_token": 1e3 * np.array([s[1] - s[0] for s in chunk_s]),
+        "inter_token_latency": 1e3 * (last - first) / later,
+        "request_latency": 1e3 * last,
+        "output_token_throughput_per_user": later / (last - first),
+        "output_sequence_length": np.array([float(sum(n)) for n in n_tokens]),
+        "inter_token_latency_genai_perf": 1e3 * (last - first) / (later + [n[0] - 1 for n in n_tokens]),
+        "time_per_output_token_guidellm": 1e3 * last / [sum(n) for n in n_tokens],
+        "inter_chunk_latency": 1e3 * np.concatenate([np.diff(s) for s in chunk_s]),
+    }
+
+
+def assert_computed(records: list[Record], n_tokens: list[list[int]]) -> None:
+    """What is told is what follows from the client's stamps, to the last digits."""
+    answers, metrics = [r.answer for r in records], measured(records)
+    start_s = np.array([a.sent_s for a in answers])
+    for name, values in by_numpy(start_s, [a.chunk_s for a in answers], n_tokens).items():
+        found = metrics.of_requests[name]
+        assert (found.mean, found.std) == pytest.approx((values.mean(), values.std()), rel=1e-6, abs=1e-6), name
+        assert list(found.percentiles.values()) == pytest.approx(np.percentile(values, PERCENTILES).tolist(), rel=1e-6)
+
+
+def assert_true(metrics: Metrics, sent: list[Sent], whole: bool) -> None:
+    """Within 2 % of what the server did, or that lies in the interval: means and every percentile that has an interval.
+
+    whole: not only what is robust against a machine that computes other things, too
+    """
+    wrong, start_s = [], np.array([s.arrived_s for s in sent])
+    for name, values in by_numpy(start_s, [s.sent_s for s in sent], [s.n_tokens for s in sent]).items():
+        if not whole and name not in ROBUST:
+            continue
+        found = metrics.of_requests[name]
+        told = {"mean": found.mean} | {
+            f"p{p}": found.percentiles[p] for p in (25, 50, 75, 90, 95, 99)[: 6 if whole else 2]
+        }
+        for what, value in told.items():
+            true = values.mean() if what == "mean" else np.percentile(values, float(what[1:]))
+            interval = found.intervals[what]
+            if interval is None and what != "mean":
+                continue
+            holds = interval is not None and interval[0] <= true <= interval[1]
+            if not (holds or abs(value - true) <= WITHIN * true):
+                wrong.append((name, what, value, float(true), interval))
+    assert not wrong, wrong
+    span_s = max(s.sent_s[-1] for s in sent) - min(s.arrived_s for s in sent)
+    assert metrics.output_tokens_per_s.value == pytest.approx(sum(sum(s.n_tokens) for s in sent) / span_s, rel=WITHIN)
+    assert metrics.requests_per_s.value == pytest.approx(len(sent) / span_s, rel=WITHIN)
+
+
+@pytest.mark.parametrize(
+    "streams, requests, rate, n_tokens, tokens_per_chunk",
+    [
+        (1, 5, 100, 25, 3),
+        (64, 192, 50, 20, 1),
+        pytest.param(1, 30, 50, 50, 1, marks=pytest.mark.timing),
+        pytest.param(64, 384, 50, 100, 3, marks=pytest.mark.timing),
+        pytest.param(512, 1536, 5, 20, 1, marks=pytest.mark.timing),
+    ],
+)
+def test_every_metric_is_what_the_server_did(
+    request: pytest.FixtureRequest, streams: int, requests: int, rate: int, n_tokens: int, tokens_per_chunk: int
+) -> None:
+    itl_ms = 1000 / rate
+    timing = NullTiming("lognormal:200,40", f"normal:{itl_ms},{itl_ms / 5}", tokens_per_chunk, seed=5)
+    with NullProcess(timing) as server:
+        ramp_s = streams / 256  # the null server takes requests one after the other, as fast as Python is
+        run = driven(server.url, Load(streams, n_sessions=requests, ramp_s=ramp_s), n_tokens, warm_up=streams)
+        by_id = server.truth
+    assert [r.answer.failure for r in run.records] == [None] * requests
+    sent = [by_id[r.answer.id] for r in run.records]
+    assert_computed(run.records, [s.n_tokens for s in sent])
+    assert_true(measured(run.records), sent, whole=request.node.get_closest_marker("timing") is not None)

@@ -1,0 +1,231 @@
+"""`millrace bench` as people and programs run it, on the null server."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from millrace.bench import results
+from millrace.bench.null_process import NullProcess
+from millrace.bench.null_server import NullTiming
+from millrace.bench.settings import ALIASES, InputSettings, LoadSettings, SessionSettings, TargetSettings
+from millrace.cli.bench import command as bench
+from millrace.cli.bench_flags import as_ours
+from millrace.settings import Settings, declared
+from tests.cli.conftest import Millrace
+from tests.support.command_line import ROOT, environment
+
+SMALL = ("--isl", "20", "--osl", "5", "--request-count", "12", "--concurrency", "3", "--certify-s", "0")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with NullProcess(NullTiming(ttft_ms="10", itl_ms="2")) as server:
+        yield server.url
+
+
+def test_the_report_for_programs(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    result = millrace(
+        "bench", url, "--model", "m", *SMALL, "--json", "-o", str(folder), "--goodput", "ttft:500", "itl:50"
+    )
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert told == json.loads((folder / "summary.json").read_text())
+    assert told["requests"] == {"whole": 12, "failed": 0, "by_failure": {}}
+    assert told["metrics"]["input_sequence_length"]["mean"] == 20 and told["goodput"][0]["share"] == 1
+    assert told["token_source"] == "the server's usage" and told["ended_early"] is None
+
+
+def test_the_report_for_people(millrace: Millrace, url: str) -> None:
+    result = millrace("bench", url, *SMALL, "--pattern", "10/4", "--pattern", "20/6", "--goodput", "reading-speed")
+    assert result.code == 0, result.err
+    for said in ("12 answers in", "output tokens/s", "TTFT, ms", "ITL, ms a token", "10/4: ", "20/6: ", "<= 90 ms",
+                 "?: too few requests"):  # fmt: skip
+        assert said in result.out
+
+
+def test_flags_of_other_tools_are_taken(millrace: Millrace, url: str) -> None:
+    """As the pages of GenAI-Perf and AIPerf write them."""
+    flags = ["-m", "m", "-u", url, "--endpoint-type", "chat", "--streaming", "--synthetic-input-tokens-mean=20",
+             "--synthetic-input-tokens-stddev", "0", "--output-tokens-mean", "5", "--request-count", "4",
+             "--num-warmup-requests", "2", "--max-concurrency", "2", "--extra-inputs", "ignore_eos:true",
+             "--random-seed", "100", "-H", "x-key: value", "--json", "--certify-s", "0"]  # fmt: skip
+    result = millrace("bench", *flags)
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert told["requests"]["whole"] == 4 and told["load"]["warm_up"] == 2 and told["load"]["seed"] == 100
+
+
+def test_every_alias_is_a_flag_of_ours_and_told_in_the_docs() -> None:
+    known = {flag for parameter in bench.params for flag in parameter.opts}
+    page = (ROOT / "docs" / "bench.md").read_text()
+    for theirs, ours in ALIASES.items():
+        assert theirs not in known and (not ours or ours in known), theirs
+        assert f"`{theirs}`" in page, f"docs/bench.md leaves out {theirs}"
+
+
+def test_several_limits_may_follow_one_flag() -> None:
+    assert as_ours(["--goodput", "ttft:5", "itl:6", "http://x:1"]) == [
+        "--goodput", "ttft:5", "--goodput", "itl:6", "http://x:1",
+    ]  # fmt: skip
+    assert as_ours(["--goodput"]) == ["--goodput"] and as_ours(["--seed=4", "-m", "x"]) == [
+        "--random-seed=4", "--model", "x",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments, fragments",
+    [
+        ([], ["there is no one URL"]),
+        (["ftp://x"], ['the URL is "ftp://x"', "http://HOST:PORT"]),
+        (["http://127.0.0.1:1"], ["gives no answer to a first question: unreachable", "start it"]),
+        (["x", "--concurrency", "0"], ["--concurrency is 0", "1 to 65536"]),
+        (["x", "--endpoint", "speech"], ['--endpoint is "speech"', "chat, completions"]),
+        (["x", "--burstiness", "2"], ["--burstiness without"]),
+        (["x", "--pattern", "short"], ['--pattern is "short"']),
+        (["x", "--goodput", "tft:5"], ['--goodput knows no "tft"', 'did you mean "ttft"?']),
+        (["x", "--goodput"], ["requires an argument"]),
+        (["x", "--input-file", "absent.jsonl"], ["absent.jsonl cannot be read"]),
+        (["x", "--prefix-prompt-length", "600"], ["a shared prefix of 600 tokens in prompts of 550"]),
+        (["x", "--num-prefix-prompts", "6"], ["--num-prefix-prompts without a length"]),
+        (["x", "--header", "nothing"], ['--header is "nothing"', "NAME:VALUE"]),
+        (["x", "--request-cout", "5"], ["no option --request-cout", 'did you mean "--request-count"?']),
+    ],
+)
+def test_mistakes(millrace: Millrace, arguments: list[str], fragments: list[str]) -> None:
+    millrace("bench", *arguments).assert_mistake(*fragments)
+
+
+def test_a_model_or_path_that_is_not_there(millrace: Millrace, url: str) -> None:
+    millrace("bench", f"{url}/elsewhere").assert_mistake(
+        "status 404", "there is no /elsewhere/v1/chat", "correct --model"
+    )
+
+
+def test_an_invalid_trace_line_is_named(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5}\n{"timestamp": 0, "input_length": "x"}\n')
+    millrace("bench", url, "--input-file", str(trace)).assert_mistake(f"{trace}, line 2")
+
+
+def test_a_server_that_stops_midway_leaves_what_there_is(millrace: Millrace, tmp_path: Path) -> None:
+    with NullProcess(NullTiming(ttft_ms="10", itl_ms="2", fault="break", fault_every=4)) as server:
+        result = millrace("bench", server.url, *SMALL, "-o", str(tmp_path))
+    assert result.code == 0 and "failed (broken off)" in result.out and "9 answers" in result.out
+    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == 12
+
+
+def test_nothing_was_answered(millrace: Millrace, url: str) -> None:
+    result = millrace("bench", url, *SMALL, "--timeout-s", "0.012")
+    assert result.code == 2 and "timeout" in result.err
+
+
+def test_ctrl_c_still_reports(cache: Path, url: str, tmp_path: Path) -> None:
+    flags = ["--isl", "10", "--osl", "5", "--duration-s", "60", "-o", str(tmp_path), "--certify-s", "0"]
+    command = [sys.executable, "-m", "millrace", "bench", url, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(cache)) as process:
+        assert process.stderr is not None
+        assert b"running" in process.stderr.readline()  # it has begun
+        time.sleep(0.7)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert process.returncode == 0 and told["ended_early"] == "Ctrl-C" and told["requests"]["whole"] > 3, err
+    assert b"The run ended early: Ctrl-C." in out and b"TTFT, ms" in out
+
+
+def test_a_slower_server_is_found_and_ends_with_3(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    with NullProcess(NullTiming(ttft_ms="10", itl_ms="4")) as slower:
+        rounds = ("--isl", "10", "--osl", "10", "--request-count", "6", "--concurrency", "2", "--rounds", "4")
+        worse = millrace("bench", "compare", url, slower.url, *rounds, "--json")
+        better = millrace("bench", "compare", slower.url, url, *rounds, "--allow", "30")
+    assert worse.code == 3, worse.err
+    told = json.loads(worse.out)
+    assert "inter_token_latency" in told["worse"] and told["failed"] == [0, 0] and told["ended_early"] is None
+    assert better.code == 0 and "better" in better.out and "visible" in better.out
+
+
+def test_two_results_are_compared(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert millrace("bench", url, *SMALL, "--json", "-o", str(tmp_path / name)).code == 0
+    result = millrace("bench", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--allow", "50")
+    assert result.code == 0 and "request_latency" in result.out
+    millrace("bench", "compare", str(tmp_path / "a"), url).assert_mistake("one is a file, one is none")
+    millrace("bench", "compare", str(tmp_path), str(tmp_path)).assert_mistake("cannot be read")
+
+
+def test_a_sweep_ends_where_the_limit_breaks(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    flags = ["--isl", "10", "--osl", "5", "--request-count", "8", "--most", "4", "-o", str(tmp_path / "sweep.html")]
+    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "200", "--json")
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert [p["level"] for p in told["points"]] == [1, 2, 4] and told["within"]["level"] in (1, 2, 4)
+    assert (tmp_path / "sweep.html").read_text().count("<circle") == 3
+    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "1")
+    assert result.code == 0 and "best within limits  none" in result.out
+
+
+@pytest.mark.parametrize(
+    "arguments, fragments",
+    [
+        (["sweep", "x", "--concurrency", "4"], ["--concurrency in a sweep of it"]),
+        (["sweep", "x", "--by", "rate", "--request-rate", "4"], ["--request-rate in a sweep"]),
+        (["sweep", "x", "--from", "8", "--most", "4"], ["--most 4 is below --from 8"]),
+        (["sweep", "x", "--from", "1.5"], ["--from 1.5", "a whole number"]),
+        (["sweep"], ["Missing argument 'URL'", "millrace bench sweep"]),
+        (["compare", "x"], ["Missing argument 'B'"]),
+        (["compare", "x", "y", "--rounds", "1"], ["1 is not in the range"]),
+    ],
+)
+def test_mistakes_of_sweep_and_compare(millrace: Millrace, arguments: list[str], fragments: list[str]) -> None:
+    millrace("bench", *arguments).assert_mistake(*fragments)
+
+
+@pytest.mark.parametrize("part", ["sweep", "compare"])
+def test_the_parts_have_their_own_help(millrace: Millrace, part: str) -> None:
+    result = millrace("bench", part, "--help")
+    assert result.code == 0 and f"Usage: millrace bench {part}" in result.out and "Examples:" in result.out
+
+
+def test_the_client_proves_itself_first(millrace: Millrace, url: str) -> None:
+    result = millrace("bench", url, *SMALL[:-2], "--certify-s", "0.6", "--json")
+    assert result.code == 0, result.err
+    told = json.loads(result.out)["client"]
+    assert told["certificate"]["streams"] == 3 and 60 < told["certificate"]["chunks_per_s"] < 180
+    assert 0 < told["certificate"]["delay_p50_ms"] < 5 and 0 < told["cpu_share"] < 0.8
+
+
+def test_a_client_that_does_not_keep_up_says_so(millrace: Millrace, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "SATURATED", 1e-4)
+    result = millrace("bench", url, *SMALL, "--json")
+    told = json.loads(result.out)
+    assert told["valid"] is False and told["notes"][0].startswith("INVALID: this client does not keep up")
+
+
+def test_an_engine_in_this_process(millrace: Millrace, built_tiny: Path) -> None:
+    """All queued, random tokens, exact lengths; a prompt that is longer than the context is a failure."""
+    load = ("--isl", "20", "--osl", "6", "--request-count", "9", "--json")
+    result = millrace("bench", "--engine", str(built_tiny), *load)
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    lengths = [told["metrics"][f"{side}_sequence_length"] for side in ("input", "output")]
+    assert [(m["n"], m["min"], m["max"]) for m in lengths] == [(9, 20, 20), (9, 6, 6)]
+    assert told["load"]["concurrency"] == 9 and told["valid"] and told["client"]["certificate"] is None
+    mixed = millrace("bench", "--engine", str(built_tiny), *load, "--pattern", "10/4", "--pattern", "100000/4")
+    assert json.loads(mixed.out)["requests"]["by_failure"].keys() == {"server error"}
+    millrace("bench", "http://x", "--engine", "tiny").assert_mistake("there is no one URL")
+    millrace("bench", "--engine", "tiny", "--header", "a:b").assert_mistake(
+        "--engine beside flags of a server's requests"
+    )
+
+
+@pytest.mark.parametrize("settings", [TargetSettings, LoadSettings, InputSettings, SessionSettings])
+def test_settings_say_what_they_are(settings: type[Settings]) -> None:
+    assert 0 < len(fields(settings)) <= 12 and all(declared(f).help for f in fields(settings))

@@ -1,0 +1,85 @@
+"""What `--record` keeps of requests: lengths, arrivals, shared beginnings; and nothing of a text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.bench.files import read_requests
+from millrace.bench.words import Words
+from millrace.errors import ConfigError
+from millrace.serve import record as bounds
+from millrace.serve.record import BLOCK, Recorder
+
+RNG = np.random.default_rng(1)
+
+
+def tokens(n: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
+    return RNG.integers(0, 1000, n).astype(np.int32)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def recorded(path: Path, *prompts: Any) -> list[dict[str, Any]]:
+    recorder = Recorder(path)
+    for i, prompt in enumerate(prompts):
+        recorder.write(10 + i / 2, prompt, 5 + i)
+    recorder.close()
+    return lines(path)
+
+
+def test_prompts_that_begin_alike_share_numbers_as_far_as_they_do(tmp_path: Path) -> None:
+    first = tokens(2 * BLOCK + 10)
+    other_end, other_middle = first.copy(), first.copy()
+    other_end[-1] += 1
+    other_middle[BLOCK] += 1
+    told = recorded(tmp_path / "r", first, first, other_end, other_middle, first[:BLOCK], tokens(1), tokens(0))
+    a, b, c = told[0]["hash_ids"]
+    assert told[1]["hash_ids"] == [a, b, c] and told[2]["hash_ids"][:2] == [a, b] != told[2]["hash_ids"][1:]
+    assert told[3]["hash_ids"][0] == a and not {b, c} & set(told[3]["hash_ids"]), (
+        "what follows another block is another"
+    )
+    assert told[4]["hash_ids"] == [a] and len(told[5]["hash_ids"]) == 1 and told[6]["hash_ids"] == []
+    numbers = [n for line in told for n in line["hash_ids"]]
+    assert sorted(set(numbers)) == list(range(len(set(numbers)))), (
+        "they count up, and tell nothing of what they stand for"
+    )
+
+
+def test_the_trace_is_replayed(tmp_path: Path) -> None:
+    shared = tokens(BLOCK)
+    recorded(tmp_path / "r", np.concatenate([shared, tokens(88)]), np.concatenate([shared, tokens(38)]))
+    first, second = read_requests(tmp_path / "r", None, 0).sessions(Words())
+    assert (first.at_s, second.at_s) == (0, 0.5) and (first.turns[0].max_tokens, second.turns[0].max_tokens) == (5, 6)
+    texts = [s.turns[0].text.split() for s in (first, second)]
+    assert [len(t) for t in texts] == [600, 550] and texts[0][:BLOCK] == texts[1][:BLOCK] != texts[0][38 : 38 + BLOCK]
+
+
+def test_another_recording_has_other_digests(tmp_path: Path) -> None:
+    one, other = Recorder(tmp_path / "a"), Recorder(tmp_path / "b")
+    prompt = tokens(10)
+    assert one._beginnings(prompt) == other._beginnings(prompt) == [0]
+    assert not set(one._known) & set(other._known)
+    one.close()
+    other.close()
+
+
+def test_file_and_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "MOST_BYTES", 300)
+    monkeypatch.setattr(bounds, "MOST_KNOWN", 3)
+    recorder = Recorder(tmp_path / "r")
+    for _ in range(50):
+        recorder.write(1.0, tokens(3), 1)
+    assert 300 < (tmp_path / "r").stat().st_size < 400 and len(recorder._known) == 3
+
+
+def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "r").write_text("mine")
+    for path in (tmp_path / "r", tmp_path / "absent" / "r"):
+        with pytest.raises(ConfigError, match=r"exists|cannot be written"):
+            Recorder(path)
+    assert (tmp_path / "r").read_text() == "mine"
