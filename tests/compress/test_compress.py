@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -248,3 +250,21 @@ def test_presets_are_what_they_say(source: Path) -> None:
     assert found["int4-wo"] == found["int4-wo-mse"] == four
     assert found["int8-wo"] == [("pack-quantized", 8, 0)] and found["fp8"] == [("float-quantized", 8, 0)]
     assert Spec("I64", (2,)).nbytes == 16
+
+
+def test_what_a_killed_run_left_is_swept_away(tmp_path: Path) -> None:
+    """Of the same name alone, and not where somebody is still at work."""
+    out = tmp_path / "out"
+    script = "import sys, os, signal; from pathlib import Path; from millrace.compress.folder import unfinished\n"
+    script += "with unfinished(Path(sys.argv[1])) as path:\n    (path / 'part').write_bytes(b'x')\n"
+    subprocess.run([sys.executable, "-c", script + "    os.kill(os.getpid(), signal.SIGKILL)", str(out)], check=False)
+    (left,) = tmp_path.glob(".out.*.unfinished")
+    other = tmp_path / ".outer.0123456789ab.unfinished"
+    shutil.copytree(left, other)
+    with folders.unfinished(out) as path:
+        assert not left.exists() and other.exists()
+        with folders.unfinished(out) as second:
+            assert path.exists()
+            (second / "part").write_bytes(b"second")
+        shutil.rmtree(out)
+    assert not any(out.iterdir()) and sorted(tmp_path.iterdir()) == [other, out]

@@ -4,12 +4,14 @@ Memory holds one tensor. All sizes are known before the first, so that room is r
 the order in which tensors come does not matter.
 """
 
+import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from millrace.errors import ConfigError, MachineError
 from millrace.machine.disk import reserve, write_at
 
 SHARD_BYTES = 4 << 30
+_LOCK = ".lock"  # of a folder that is written
 _SMALL_BYTES = 64 << 20  # for what lies beside the weights: a tokenizer has at most 40 MB
 
 
@@ -106,15 +109,30 @@ def check_place(out: Path, nbytes: int) -> None:
 
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out` that becomes it at the end of the block, or goes if that fails."""
+    """An empty folder beside `out` that becomes it at the end of the block, or goes if that fails.
+
+    Removes first what was left of `out` by who was killed: a folder whose lock nobody holds any more.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(out.absolute())
     path = out.absolute().with_name(f".{out.name}.{secrets.token_hex(6)}.unfinished")
     path.mkdir()
     try:
-        yield path
-        if out.exists():
-            raise ConfigError(f"{out} is there by now", "a folder of this run alone", "name another with -o")
-        path.rename(out)
+        with (path / _LOCK).open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield path
+            if out.exists():
+                raise ConfigError(f"{out} is there by now", "a folder of this run alone", "name another with -o")
+            (path / _LOCK).unlink()
+            path.rename(out)
     except BaseException:  # also Ctrl-C: nothing half-written stays behind
         shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def _sweep(out: Path) -> None:
+    left = re.compile(re.escape(f".{out.name}.") + r"[0-9a-f]{12}\.unfinished")
+    for path in [p for p in out.parent.iterdir() if left.fullmatch(p.name)]:
+        with suppress(OSError), (path / _LOCK).open("rb") as lock:  # somebody is at work there, or has just begun
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)

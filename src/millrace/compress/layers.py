@@ -4,7 +4,6 @@ Methods are put together from the same parts: scales that move (AWQ, SmoothQuant
 and rounding to nearest or by GPTQ.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.compress.figures import Figures, heavy, peak
 from millrace.compress.gptq import Gptq, gptq
 from millrace.compress.grid import Array, Floats, Grid, Search, fitted, nearest, with_scales
-from millrace.compress.loss import clipped, output_error, relative_error
+from millrace.compress.loss import clipped, relative_error
 from millrace.compress.smooth import (
     WEIGHT,
     Awq,
@@ -160,23 +159,10 @@ def _moves(site: Site, chosen: Mapping[str, Method]) -> bool:
 def _factors(weights: Sequence[Array], site: Site, x: InputStatistics, method: Method) -> Floats | None:
     match method.smooth:
         case Awq() as awq:
-            factors = awq_factors(weights, site, x, method.grid, awq)
-            if factors is None or not method.clip:
-                return factors
-            # Found with whole ranges; within clipped ones the weights may do better as they are.
-            scaled = [w * factors for w in weights]
-            is_better = _lost(scaled, site, smaller(x, factors), method) < _lost(weights, site, x, method)
-            return factors if is_better else None
+            return awq_factors(weights, site, x, method.grid, awq)
         case SmoothQuant() as smooth if site.is_norm or smooth.linears:
             return smooth_factors(weights, site, x, smooth)
     return None
-
-
-def _lost(weights: Sequence[Array], site: Site, x: InputStatistics, method: Method) -> float:
-    """Of a site's outputs, to nearest within the ranges that the method gives its layers."""
-    alone = dataclasses.replace(method, gptq=None)
-    made = (rounding(w, x, alone, _clips(n, alone)).matrix for n, w in zip(site.linears, weights, strict=True))
-    return sum(output_error(one.dequantise() - w, x.gram) for one, w in zip(made, weights, strict=True))
 
 
 def _clips(linear: str, method: Method) -> bool:

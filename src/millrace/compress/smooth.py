@@ -119,19 +119,13 @@ def awq_factors(
     stacked = np.concatenate([w.astype(np.float32, copy=False) for w in weights])
     mean = np.maximum(site.base(x.mean), 1e-12)
     relative = site.base(_relative(stacked, grid)) if settings.duo else np.ones_like(mean)
-    ends = np.cumsum([len(w) for w in weights])[:-1]
-    energy = [max(output_error(w, x.gram), 1e-30) for w in np.split(stacked, ends)]
-
-    def loss(off: Floats) -> float:
-        return sum(output_error(part, x.gram) / own for part, own in zip(np.split(off, ends), energy, strict=True))
-
-    best, least = None, loss(nearest(stacked, fitted(stacked, grid), grid) - stacked)
+    best, least = None, output_error(nearest(stacked, fitted(stacked, grid), grid) - stacked, x.gram)
     for ratio in settings.ratios:
         base = mean**ratio / np.maximum(relative, 1e-12) ** ((1 - ratio) if settings.duo else 0)
         factors = site.spread(_normalised(base)).astype(np.float32)
         scaled = stacked * factors
         off = (nearest(scaled, fitted(scaled, grid), grid) - scaled) / factors
-        error = loss(off)
+        error = output_error(off, x.gram)
         if error < least:
             best, least = factors, error
     return best
