@@ -37,13 +37,15 @@ def costs(**kl: float) -> dict[str, Cost]:
 
 
 def test_goals_are_judged_by_shares() -> None:
-    whole = costs(**{RTN: 0.5, AWQ: 0.41, GPTQ: 0.3, GPTQ_CLIP: 0.2, MIX: 0.21, "int8-sq": 0.0099, "fp8": 0.0101})
+    whole = costs(**{RTN: 0.5, AWQ: 0.41, GPTQ: 0.3, GPTQ_CLIP: 0.2, MIX: 0.21, "int8-sq": 0.0099, "fp8-gptq": 0.0101})
     verdicts = {g["what"].split(",")[0]: (g["reached"], g["verdict"]) for g in goals(whole)}
     assert verdicts == {
         "the better of AWQ and GPTQ": (0.4, "goal met"), "the other of them": (0.82, "missed"),
-        f"the {MIX}": (0.42, "missed"), "KL of int8-sq": (0.0099, "goal met"), "KL of fp8": (0.0101, "missed"),
+        f"the {MIX}": (0.42, "missed"), "KL of int8-sq": (0.0099, "goal met"), "KL of fp8-gptq": (0.0101, "missed"),
     }  # fmt: skip
-    assert [g["what"] for g in goals(costs(**{RTN: 0.5, "fp8": 0.001}))] == ["KL of fp8"], "only what was measured"
+    assert [g["what"] for g in goals(costs(**{RTN: 0.5, "fp8-gptq": 0.001}))] == ["KL of fp8-gptq"], (
+        "only what was measured"
+    )
 
 
 @pytest.fixture(scope="module")

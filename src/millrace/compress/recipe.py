@@ -1,7 +1,7 @@
 """Recipes: what is done to which linear layer. A versioned file (TOML or JSON), or a preset by its name.
 
 version = 1
-method = "rtn"            # of all linear layers of the decoder, to nearest; "gptq", "fp8", "fp8-gptq"; "none" leaves floats;
+method = "rtn"            # of the decoder's linear layers, to nearest; "gptq", "fp8", "fp8-gptq"; "none" leaves floats;
                           # "wanda", "sparsegpt" make two of four weights zero, and nothing smaller
 smooth = "none"           # scales that move into norms and other layers before: "awq", "smoothquant"
 alpha = 0.5               # SmoothQuant's, 0 to 1: how much of the activations' outliers goes into weights
