@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.record import commit, count, judged, provenance, write_result
+from millrace.bench.intervals import student_t
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions
 from millrace.compile.find import BUNDLED
@@ -48,7 +49,6 @@ from millrace.kernels.precision import Precision
 WINDOWS = 12  # that are judged on
 MIX_BITS = 4.5
 TINY_LENGTH, TINY_SAMPLES, TINY_WINDOWS = 192, 96, 32
-_Z = 1.959963984540054  # 95 % of a normal distribution, both sides
 RTN, AWQ, GPTQ, GPTQ_CLIP, MIX = "int4-wo", "int4-awq", "int4-gptq", "int4-gptq-clip", f"mix of {MIX_BITS} bits"
 _INT4 = PRESETS[RTN].usual
 _BEST4 = PRESETS[GPTQ_CLIP].usual
@@ -236,19 +236,9 @@ def about(result: Mapping[str, Any]) -> str:
     return f"{result['text']}: {result['windows']} windows, {result['tokens']:,} predictions"
 
 
-def student(freedom: int) -> float:
-    """What 95 % of Student's t keep within, both sides; to three digits from 6 degrees of freedom on.
-
-    source: Abramowitz and Stegun, 26.7.5
-    """
-    z, v = _Z, freedom
-    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + sum(term / float(v**k) for k, term in enumerate(terms, 1))
-
-
 def losses(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """(header, rows): each recipe beside the source in float32; intervals of 95 %, of means over windows."""
-    t = student(result["windows"] - 1)
+    t = student_t(result["windows"] - 1)
     header = ["recipe", "runs in", "bits a weight", "KL, nats", "perplexity", "loss of it", "same token", "made in"]
     base = next((cost["kl"][0] for cost in result["costs"] if cost["recipe"] == RTN), None)
     rows = []
