@@ -22,6 +22,7 @@ from tests.e2e.live import JSON
 N_CLIENTS, N_ROUNDS, N_WARM_UP = 64, 20, 5
 TEXT = "/v1/completions"
 WORDS = "the river runs past a mill and the miller counts his sacks while the wheel turns slowly in spring "
+N_ATTACKERS, LEAST_REFUSED = 3, 4  # at a time; while a stream of 250 tokens comes: they wait for its steps
 KILOBYTES_100 = (WORDS * 1100)[:100_000]
 
 
@@ -130,24 +131,38 @@ while True:
 """
 
 
-@contextmanager
-def attacker(url: str) -> Iterator[Callable[[], None]]:
-    """Another client, in a process of its own, that posts 100 KB prompts in a loop from when it is told to."""
-    with subprocess.Popen(
-        [sys.executable, "-c", ATTACKER, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as client:
-        given, said = client.stdin, client.stdout
-        assert given is not None and said is not None
-        time.sleep(1.0)  # for its imports
+class Attacker:
+    """Other clients, in processes of their own, that post 100 KB prompts in a loop from when they are told to."""
 
-        def begin() -> None:
-            given.write(KILOBYTES_100.encode())
-            given.close()
+    def __init__(self, url: str, n: int) -> None:
+        command = [sys.executable, "-c", ATTACKER, url]
+        self._clients = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(n)
+        ]
+        self.statuses: list[int] = []  # of their answers, when they have ended
 
-        try:
-            yield begin
-        finally:
+    def begin(self) -> None:
+        for client in self._clients:
+            assert client.stdin is not None
+            client.stdin.write(KILOBYTES_100)
+            client.stdin.close()
+
+    def end(self) -> None:
+        for client in self._clients:
             client.kill()
+            assert client.stdout is not None
+            self.statuses += [int(line) for line in client.stdout.read().split()]
+            client.wait()
+
+
+@contextmanager
+def attacker(url: str, n: int = 1) -> Iterator[Attacker]:
+    found = Attacker(url, n)
+    try:
+        time.sleep(1.0)  # for their imports
+        yield found
+    finally:
+        found.end()
 
 
 def nothing() -> None:
@@ -188,8 +203,8 @@ def test_100_kb_prompts_do_not_stretch_a_stream(
         alone = gaps_s(url, 150)
         while len(seen) < 3 and not any(ratio < 2 for ratio, _, _ in seen):
             before = metric(url, "vllm:iteration_tokens_total_sum{")
-            with attacker(url) as begin:
-                gaps = gaps_s(url, 500, begin)
+            with attacker(url) as attack:
+                gaps = gaps_s(url, 500, attack.begin)
             of_prompts = metric(url, "vllm:iteration_tokens_total_sum{") - before - 500
             assert (of_prompts > 750) == (status == 200), f"{of_prompts} tokens"
             seen.append((quantile(gaps, 0.99) / quantile(gaps, 0.5), quantile(gaps, 0.5), quantile(gaps, 0.99)))
@@ -207,6 +222,7 @@ def test_refused_100_kb_prompts_beside_a_stream_are_hardly_felt(
     """p99 of the gaps is at most 1.15 x that of the same stream without them: five pairs, one after the other."""
     plain: list[float] = []
     beside: list[float] = []
+    refused: list[int] = []
     engine = built(large_checkpoint, tmp_path / "engine", "fp32", 8192)
     with served(engine, cache, "--kv-memory", "1700M") as (url, _):
         assert httpx.post(url + TEXT, json={"prompt": KILOBYTES_100, "max_tokens": 1}, timeout=30).status_code == 400
@@ -214,10 +230,13 @@ def test_refused_100_kb_prompts_beside_a_stream_are_hardly_felt(
         for _ in range(5):
             plain += gaps_s(url, 250)
             before = metric(url, "vllm:iteration_tokens_total_sum{")
-            with attacker(url) as begin:
-                beside += gaps_s(url, 250, begin)
+            with attacker(url, N_ATTACKERS) as attack:
+                beside += gaps_s(url, 250, attack.begin)
             assert metric(url, "vllm:iteration_tokens_total_sum{") - before < 1000, "they were not refused"
+            assert set(attack.statuses) == {400} and len(attack.statuses) >= LEAST_REFUSED, attack.statuses
+            refused.append(len(attack.statuses))
             wait_for_pages(url)
+    say(f"refused while 250 tokens came: {refused}")
     for name, gaps in (("alone", plain), ("beside refused prompts", beside)):
         say(f"{name}: median {quantile(gaps, 0.5) * 1e3:.1f} ms, p99 {quantile(gaps, 0.99) * 1e3:.1f} ms")
     assert quantile(beside, 0.99) <= 1.15 * quantile(plain, 0.99)
