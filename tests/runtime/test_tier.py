@@ -2,9 +2,11 @@
 
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,6 +132,7 @@ def test_after_a_restart_the_older_half_goes_first(tmp_path: Path, n_halves: int
     ):  # of four pages, a half each; what the pool still holds of the last two is not there
         store.computes(chain, 4)
         store.settle()
+    store.tier.known = tuple  # as where it is killed
     store.tier.close()
     again = Store(tmp_path / "tier", n_records=8)
     stats = again.tier.stats
@@ -306,3 +309,33 @@ def test_a_disk_that_cannot_be_read_costs_the_tier_alone(tmp_path: Path, monkeyp
     assert store.finds(0, 4) == 0 and store.tier.n_damaged > 0
     monkeypatch.undo()
     store.tier.close()
+
+
+def test_at_the_end_the_most_worth_goes_first(tmp_path: Path) -> None:
+    """Of three chains a file with room for four pages in a half keeps the last two left, from their beginnings."""
+    store = Store(tmp_path / "tier", n_records=8)
+    for chain in (1, 2, 3):
+        store.computes(chain, 2)
+    assert [k for k, _ in store.pool.index.worth_most()] == [key(i) for i in (300, 301, 200, 201, 100, 101)]
+    store.tier.close()
+    again = Store(tmp_path / "tier", n_records=8)
+    assert [again.finds(chain, 2) for chain in (1, 2, 3)] == [0, 2, 2]
+    again.tier.close()
+
+
+def test_an_end_does_not_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, write = Store(tmp_path / "tier"), Tier._write
+    monkeypatch.setattr("millrace.runtime.tier.CLOSE_S", 0.2)
+    store.tier._work.maxsize = 1
+
+    def slow(tier: Tier, *given: Any) -> None:
+        time.sleep(0.15)
+        write(tier, *given)
+
+    monkeypatch.setattr(Tier, "_write", slow)
+    store.computes(1, 8)
+    began_s = time.monotonic()
+    store.tier.close()
+    assert time.monotonic() - began_s < 1.0
+    monkeypatch.undo()
+    assert 1 <= Store(tmp_path / "tier").finds(1, 8) < 8

@@ -8,8 +8,11 @@ import pytest
 
 from millrace.checkpoint.tool_calls.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS
 from millrace.errors import RequestError
+from millrace.kernels.sample.ref import unpacked
+from millrace.runtime.grammar import Grammars
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.tools import MAX_TOOLS, Tools, tools_of
+from tests.serve.support import VOCABULARY, tokenizer
 
 ADD: dict[str, Any] = {
     "type": "function",
@@ -57,6 +60,18 @@ BAD: list[tuple[Any, Any, str, str]] = [
     ([{"type": "function", "function": {"name": "a", "parameters": []}}], None, "tools", "parameters is of type list"),
     ([{"type": "function", "function": {"name": "a", "parametres": {}}}], None, "tools", "has no 'parametres'"),
     ([{"type": "function", "name": "a"}], None, "tools", "tools[0] has no function"),
+    (
+        [NOW, {"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],
+        None,
+        "tools",
+        "tools[1].function.parameters.type is 'string'",
+    ),
+    (
+        [{"type": "function", "function": {"name": "a", "parameters": {"type": ["array", "null"]}}}],
+        None,
+        "tools",
+        "parameters.type is [",
+    ),
     ([ADD, ADD], None, "tools", "has the name 'add' again"),
     ([ADD] * (MAX_TOOLS + 1), None, "tools", "tools has 129 of them"),
     (None, "required", "tool_choice", "there are no tools"),
@@ -105,3 +120,31 @@ def test_forms_beside_tools() -> None:
 def test_names_are_written_as_json() -> None:
     odd = [{"type": "function", "function": {"name": "a/b.c:d-e"}}]
     assert json.dumps("a/b.c:d-e")[1:-1] in lark(HERMES, tools(odd, "required"))
+
+
+A, B = ({"type": "object", "properties": {n: {"const": 1}}, "required": [n]} for n in "ab")
+ELSEWHERE: list[tuple[dict[str, Any], list[str]]] = [
+    ({"$ref": "#/$defs/a", "$defs": {"a": A}}, ['{"a": 1}']),
+    ({"anyOf": [A, B]}, ['{"a": 1}', '{"b": 1}']),
+    ({"allOf": [A]}, ['{"a": 1}']),
+    ({"type": ["object", "null"], **{k: v for k, v in A.items() if k != "type"}}, ['{"a": 1}']),
+]
+
+
+@pytest.mark.parametrize("i", range(len(ELSEWHERE)))
+def test_properties_may_be_named_elsewhere(i: int) -> None:
+    """As pydantic writes models that hold themselves, and unions: their arguments may come, and nothing less."""
+    parameters, able = ELSEWHERE[i]
+    schema = tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required").schemas["f"]
+    end = tokenizer().eos_token_id or 0
+    grammars = Grammars(tokenizer(), VOCABULARY, [end])
+
+    def may_come(text: str) -> bool:
+        (matcher,) = grammars.matchers(StructuredOutputsParams(json=schema), 1)
+        for token in [*tokenizer().encode(text, add_special_tokens=False), end]:
+            if not unpacked(grammars.masks([matcher])[0], VOCABULARY)[token]:
+                return False
+            matcher.take(token)
+        return True
+
+    assert [text for text in ('{"a": 1}', '{"b": 1}', "{}", "null", "[]", '"a"') if may_come(text)] == able

@@ -10,7 +10,7 @@ Sources: PagedAttention, arXiv:2309.06180 section 4; RadixAttention, arXiv:2312.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
@@ -235,6 +235,18 @@ class PrefixIndex:
         self.n_evicted += 1
         return page, known.key if known.is_full else None
 
+    def worth_most(self) -> Iterator[tuple[Key, int]]:
+        """Full pages, those that would be given up last first, each behind those that its chain begins with."""
+        told: set[int] = set()
+        for known in sorted(self._by_page.values(), key=lambda k: (k.priority, k.left), reverse=True):
+            chain: list[_Known] = []
+            at: _Known | None = known
+            while at is not None and at.page not in told:
+                chain.append(at)
+                told.add(at.page)
+                at = at.before
+            yield from ((k.key, k.page) for k in reversed(chain) if k.is_full)
+
     def _forget(self, known: _Known) -> None:
         """A free end."""
         del self._by_page[known.page], self._by_key[known.key]
@@ -289,6 +301,8 @@ class PagePool:
         if self.n_pages < 1:
             raise ConfigError(f"room for {self.n_pages} KV pages", expected="at least 1", mend="raise the KV budget")
         self._empty, self._owners = list(range(self.n_pages))[::-1], [0] * self.n_pages
+        if self.tier is not None:
+            self.tier.known = self.index.worth_most
 
     @property
     def n_free(self) -> int:

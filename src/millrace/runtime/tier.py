@@ -12,14 +12,16 @@ can write the files decides what answers go on from: they are made for their own
 
 import fcntl
 import hashlib
+import itertools
 import logging
 import os
 import queue
 import stat
 import struct
 import threading
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +39,7 @@ GENERATION_BYTES, MAX_GENERATION = 8, 2**62
 RECORD = struct.Struct("<4sI32s")  # mark, checksum of key and page, key
 MARK = b"page"
 MAX_QUEUED = 64
+CLOSE_S = 5.0  # for writing what memory knows, at the end
 log = logging.getLogger(__name__)
 
 
@@ -94,6 +97,7 @@ class Tier:
         self._queued: dict[Key, PageBytes] = {}
         self._lock = threading.Lock()
         self._said = False
+        self.known: Callable[[], Iterable[tuple[Key, int]]] = tuple  # what the pool knows, the most worth first
         self._age = 0  # how often all was forgotten
         self.n_stored = self.n_found = self.n_damaged = self.n_dropped = 0
         try:
@@ -125,15 +129,15 @@ class Tier:
             damaged_total=self.n_damaged, dropped_total=self.n_dropped,
         )  # fmt: skip
 
-    def put(self, key: Key, page: int) -> None:
-        """Keep a page that the pool gives up, where it is not there already. Never waits."""
+    def put(self, key: Key, page: int, wait_s: float = 0) -> None:
+        """Keep a page that the pool gives up, where it is not there already. wait_s: for its turn to be written"""
         if key in self:
             return
         data = self._memory.read_page(page)
         with self._lock:
             self._queued[key] = data
         try:
-            self._work.put_nowait((self._age, key, data))
+            self._work.put((self._age, key, data), block=wait_s > 0, timeout=wait_s or None)
         except queue.Full:
             with self._lock:
                 del self._queued[key]
@@ -158,7 +162,12 @@ class Tier:
                 self._begin(segment, 0)
 
     def close(self) -> None:
-        """After what is queued was written."""
+        """After what is queued was written, and what memory still knows: of that the most worth, for some seconds."""
+        until_s = time.monotonic() + CLOSE_S
+        for key, page in itertools.islice(self.known(), self._most_records):
+            if (left_s := until_s - time.monotonic()) <= 0:
+                break
+            self.put(key, page, left_s)
         self._work.put(None)
         self._writer.join()
         for segment in self._segments:

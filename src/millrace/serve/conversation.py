@@ -1,7 +1,7 @@
 """A conversation to be answered, whatever the protocol it came by; each message as OpenAI's clients write it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.request import FREELY, Terms
@@ -24,6 +24,14 @@ class Rendering:
 
 
 PLAINLY = Rendering()
+
+
+def going_on(rendering: Rendering, said: Sequence[Message]) -> Rendering:
+    """Where the assistant said the last, the answer goes on with it: as Anthropic's and Ollama's clients mean it."""
+    last = said[-1] if said else None
+    if last is None or last.role != "assistant" or last.tool_calls or not isinstance(last.content, str):
+        return rendering
+    return replace(rendering, opens=False, continued=True)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,6 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 _TOOL = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
 _CHOICES = '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
 _OF_FUNCTION = {"name": str, "description": str, "parameters": dict, "strict": bool}
+_ELSEWHERE = {"$ref", "anyOf", "oneOf", "allOf"}  # where a schema may name properties instead of in `properties`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +116,21 @@ def _function(i: int, tool: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         what = f"tools[{i}] has no name" if not name else f"tools[{i}].function.name is {name!r:.80}"
         raise _wrong(what, "1 to 64 letters, digits and _ . : / -")
+    parameters = function.get("parameters")
+    kind = parameters.get("type", "object") if isinstance(parameters, Mapping) else "object"
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise _wrong(f"tools[{i}].function.parameters.type is {kind!r:.60}", '"object": arguments have names')
     return function
 
 
 def _schema(parameters: object) -> Mapping[str, object]:
-    """Of a call's arguments, which are always an object, and none but those that are named unless it is said."""
+    """Of a call's arguments, which are always an object, and none but those that are named unless it is said.
+
+    What names them elsewhere says itself what else may come: here it would be all of them.
+    """
     given = parameters if isinstance(parameters, Mapping) else {}
-    return {"type": "object", "properties": {}, "additionalProperties": False, **given}
+    closed = {} if given.keys() & _ELSEWHERE else {"properties": {}, "additionalProperties": False}
+    return {**closed, **given, "type": "object"}
 
 
 def _chosen(choice: object, schemas: Mapping[str, object]) -> tuple[bool, str | None]:

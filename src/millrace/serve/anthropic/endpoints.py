@@ -26,7 +26,7 @@ from millrace.serve.anthropic.protocol import (
     StopReason,
 )
 from millrace.serve.blocks import Block, Blocks, Kind, Turn
-from millrace.serve.conversation import PLAINLY, Conversation, Rendering
+from millrace.serve.conversation import PLAINLY, Conversation, Rendering, going_on
 from millrace.serve.errors import Problem, not_yet
 from millrace.serve.fields import let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, named_event
@@ -99,7 +99,8 @@ def conversation_of(asked: CountRequest, params: SamplingParams) -> Conversation
     for i, message in enumerate(asked.messages):
         said += _messages(message, f"messages[{i}].content")
     return Conversation(
-        messages=said, params=params, tools=_tools(asked), rendering=_rendering(asked.thinking), terms=terms_of(asked)
+        messages=said, params=params, tools=_tools(asked), terms=terms_of(asked),
+        rendering=going_on(_rendering(asked.thinking), said),
     )  # fmt: skip
 
 

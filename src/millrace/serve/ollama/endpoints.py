@@ -20,7 +20,7 @@ from millrace.runtime.params import Delta, SamplingParams, check_context
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.backend import Backend, Models
 from millrace.serve.blocks import Blocks, Kind
-from millrace.serve.conversation import PLAINLY, Conversation, Rendering
+from millrace.serve.conversation import PLAINLY, Conversation, Rendering, going_on
 from millrace.serve.errors import Problem
 from millrace.serve.fields import check_neutral, let_go, terms_of
 from millrace.serve.generation import EventStream, Generation, StreamForm, converse, start
@@ -102,9 +102,10 @@ async def generate(backend: TextBackend, call: Call, asked: OllamaGenerateReques
 
 
 def _conversation(asked: OllamaChatRequest) -> Conversation:
+    said = [_message(i, message) for i, message in enumerate(asked.messages)]
     return Conversation(
-        messages=[_message(i, message) for i, message in enumerate(asked.messages)], params=_params(asked),
-        tools=_tools(asked.tools), rendering=_rendering(asked.think), terms=terms_of(asked),
+        messages=said, params=_params(asked),
+        tools=_tools(asked.tools), rendering=going_on(_rendering(asked.think), said), terms=terms_of(asked),
     )  # fmt: skip
 
 

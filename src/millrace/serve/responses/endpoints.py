@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.responses import Response
@@ -221,7 +222,13 @@ def _kept(answer: Answer, kept: Kept, store: Responses | None) -> Iterator[None]
 
 
 def retrieve(models: Models, scope: Scope) -> Response:
-    """A stored response, complete or not."""
+    """A stored response, complete or not. raises RequestError where something else of it is asked for"""
+    for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
+        if (name, value) != ("stream", "false"):
+            raise RequestError(
+                f"{name:.60}={value:.60} is asked of a stored response", "the response as it is",
+                "leave it out: a response is streamed while it is created, and told whole afterwards", name[:60],
+            )  # fmt: skip
     return _told(_stored(models, scope))
 
 
