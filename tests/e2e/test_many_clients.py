@@ -22,7 +22,7 @@ from tests.e2e.live import JSON
 N_CLIENTS, N_ROUNDS, N_WARM_UP = 64, 20, 5
 TEXT = "/v1/completions"
 WORDS = "the river runs past a mill and the miller counts his sacks while the wheel turns slowly in spring "
-N_ATTACKERS, LEAST_REFUSED = 3, 4  # at a time; while a stream of 250 tokens comes: they wait for its steps
+N_ATTACKERS = 3  # at a time; their texts are worked on between the steps of a stream
 KILOBYTES_100 = (WORDS * 1100)[:100_000]
 
 
@@ -150,9 +150,9 @@ class Attacker:
     def end(self) -> None:
         for client in self._clients:
             client.kill()
-            assert client.stdout is not None
-            self.statuses += [int(line) for line in client.stdout.read().split()]
-            client.wait()
+            with client:
+                assert client.stdout is not None
+                self.statuses += [int(line) for line in client.stdout.read().split()]
 
 
 @contextmanager
@@ -233,10 +233,11 @@ def test_refused_100_kb_prompts_beside_a_stream_are_hardly_felt(
             with attacker(url, N_ATTACKERS) as attack:
                 beside += gaps_s(url, 250, attack.begin)
             assert metric(url, "vllm:iteration_tokens_total_sum{") - before < 1000, "they were not refused"
-            assert set(attack.statuses) == {400} and len(attack.statuses) >= LEAST_REFUSED, attack.statuses
+            assert set(attack.statuses) == {400}, attack.statuses
             refused.append(len(attack.statuses))
             wait_for_pages(url)
     say(f"refused while 250 tokens came: {refused}")
+    assert sum(refused) > 0.01 * len(beside), "fewer than the gaps beyond p99, which would not feel them"
     for name, gaps in (("alone", plain), ("beside refused prompts", beside)):
         say(f"{name}: median {quantile(gaps, 0.5) * 1e3:.1f} ms, p99 {quantile(gaps, 0.99) * 1e3:.1f} ms")
     assert quantile(beside, 0.99) <= 1.15 * quantile(plain, 0.99)
