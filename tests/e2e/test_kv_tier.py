@@ -1,5 +1,6 @@
-"""KV pages in a file: the same tokens with a hit, a miss, after eviction and after a restart."""
+"""KV pages in a file: the same answers to the last bit with a hit, a miss, after eviction and after a restart."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,39 +8,43 @@ import pytest
 
 from millrace import LLM, SamplingParams
 from millrace.errors import ConfigError
+from millrace.runtime.generate import CompletionOutput
 from millrace.runtime.open import Opened
 from millrace.runtime.stats import LoopStats
 
-GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=2)
 PROMPTS = [
     f"{word} and the miller went to the mill and the river ran past it. " * 12 for word in ("Fox", "Owl", "Cat", "Hen")
 ]
 
 
-def asked(llm: LLM, prompts: list[str]) -> list[tuple[list[int], int]]:
-    """Of each, one after the other: its tokens, and how many of its prompt were known."""
+Answers = list[CompletionOutput]  # equal where tokens, texts and log probabilities are
+
+
+def asked(llm: LLM, prompts: list[str]) -> tuple[Answers, list[int]]:
+    """Of each, one after the other: its answer, and how many tokens of its prompt were known."""
     answers = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
-    return [(answer.outputs[0].token_ids, answer.num_cached_tokens or 0) for answer in answers]
+    return [answer.outputs[0] for answer in answers], [answer.num_cached_tokens or 0 for answer in answers]
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 def test_bits_do_not_depend_on_where_pages_were(kv: str, tmp_path: Path) -> None:
     common: dict[str, Any] = {"kv_cache_dtype": kv, "max_context": 512, "max_batch": 1, "tune": 0}
     with LLM("tiny", **common, prefix_cache=False) as llm:
-        plain = [tokens for tokens, _ in asked(llm, PROMPTS)]
+        plain, _ = asked(llm, PROMPTS)
         small = llm._opened.engine.page_bytes * 8
     common |= {"kv_memory": small, "kv_tier": str(tmp_path / "tier"), "kv_tier_size": 64 * 2**20}
     with LLM("tiny", **common) as llm:
-        first = asked(llm, PROMPTS)
-        again = asked(llm, PROMPTS)
+        first, _ = asked(llm, PROMPTS)
+        again, n_again = asked(llm, PROMPTS)
         assert isinstance(llm._opened, Opened) and llm._opened.tier is not None and llm._opened.tier.n_found > 0, (
             "eight pages hold one of them"
         )
     with LLM("tiny", **common) as llm:
-        restarted = asked(llm, PROMPTS)
-    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again] == plain
-    assert [tokens for tokens, _ in restarted] == plain
-    assert all(n > 128 for _, n in again) and all(n > 128 for _, n in restarted[:3])
+        restarted, n_restarted = asked(llm, PROMPTS)
+    assert all(answer.logprobs and len(answer.logprobs) == GREEDY.max_tokens for answer in plain)
+    assert first == plain and again == plain and restarted == plain
+    assert all(n > 128 for n in n_again) and all(n > 128 for n in n_restarted[:3])
 
 
 def test_what_memory_knew_is_known_after_a_restart(tmp_path: Path) -> None:
@@ -56,15 +61,15 @@ def test_what_memory_knew_is_known_after_a_restart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
 def test_preempted_answers_come_back_from_the_tier(kv: str, tmp_path: Path) -> None:
-    """Four that grow to 300 tokens each in twelve pages: tokens as each has alone, with pages that were in the file."""
-    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    """Four that grow to 300 tokens each in twelve pages: answers as alone, with pages that were in the file."""
+    params = replace(GREEDY, max_tokens=200)
     prompts = [prompt[:250] for prompt in PROMPTS]
     common: dict[str, Any] = {"kv_cache_dtype": kv, "max_context": 512, "max_batch": 4, "tune": 0}
     with LLM("tiny", **common, prefix_cache=False) as llm:
-        plain = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+        plain = [llm.generate([prompt], params)[0].outputs[0] for prompt in prompts]
         small = llm._opened.engine.page_bytes * 12
     with LLM("tiny", **common, kv_memory=small, kv_tier=str(tmp_path / "tier"), kv_tier_size=64 * 2**20) as llm:
-        assert [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)] == plain
+        assert [answer.outputs[0] for answer in llm.generate(prompts, params)] == plain
         stats = llm._loop.stats()
         assert isinstance(stats, LoopStats)
         assert stats.preemptions_total > 0 and stats.tier is not None and stats.tier.found_total > 0

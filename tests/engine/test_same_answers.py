@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from millrace.engine.native import NativeExecutor
 from millrace.kernels.library import usable_isas
 from millrace.kernels.precision import BF16_BY_TILES
 from millrace.runtime.batch import TokenBudget
-from millrace.runtime.generate import generate
+from millrace.runtime.generate import CompletionOutput, generate
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import SamplingParams
 from tests.runtime.fakes import RandomBudget
@@ -27,7 +28,7 @@ from tests.support.shared import shared
 
 PRECISIONS = ("fp32", "bf16", BF16_BY_TILES, "w8a8", "w4a8", "w4a8:16", "w4a8 over int8")
 EVERY_PRECISION = (*PRECISIONS, "w8a16", "w4a16")
-Answers = list[list[int]]
+Answers = list[CompletionOutput]  # equal where tokens and log probabilities are
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def run(
     loop = EngineLoop(executor, open_tokenizer(folder), GenerationDefaults(), budget=budget)
     outputs = generate(loop, [{"prompt_token_ids": p} for p in prompts], params)
     assert loop.stats().pages_used == 0
-    return [list(c.token_ids) for o in outputs for c in o.outputs]
+    return [o.outputs[0] for o in outputs]
 
 
 @pytest.fixture
@@ -67,18 +68,19 @@ def test_the_golden_story(engines: dict[str, Engine], golden: list[int], isa: st
     params = [SamplingParams(temperature=0, max_tokens=201 - cut, ignore_eos=True) for cut in cuts]
     answers = run(executor, engines["fp32"].folder, [golden[:cut] for cut in cuts], params, seed=0)
     executor.close()
-    assert answers == [golden[cut:] for cut in cuts]
+    assert [answer.token_ids for answer in answers] == [golden[cut:] for cut in cuts]
 
 
 def sixteen(max_tokens: int = 24) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of 1 to 200 tokens; half greedy, half sampled with seeds, filters and penalties."""
+    """Prompts of 1 to 200 tokens; half greedy, half sampled with seeds, filters and penalties; with alternatives."""
     rng = random.Random(5)
     prompts = [
         [1, *(rng.randrange(3, 512) for _ in range(rng.choice([0, 1, 5, 30, 63, 64, 100, 199])))] for _ in range(16)
     ]
     sampled = dict(temperature=0.9, top_p=0.9, top_k=40, repetition_penalty=1.1, frequency_penalty=0.2)
+    common = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=2)
     params = [
-        SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=i, **(dict(temperature=0.0) if i % 2 else sampled))  # type: ignore[arg-type]
+        replace(common, seed=i, **(dict(temperature=0.0) if i % 2 else sampled))  # type: ignore[arg-type]
         for i in range(16)
     ]
     return prompts, params
@@ -197,7 +199,7 @@ def test_preemption_changes_nothing(engines: dict[str, Engine], precision: str) 
         whole = TokenBudget(128, chunk_low=128)  # as many sequences at once as there can be
         loop = EngineLoop(executor, open_tokenizer(engine.folder), GenerationDefaults(), budget=whole)
         outputs = generate(loop, [{"prompt_token_ids": p} for p in prompts], params)
-        answers.append([o.outputs[0].token_ids for o in outputs])
+        answers.append([o.outputs[0] for o in outputs])
         executor.close()
         assert (loop.stats().preemptions_total > 0) == (pages == 10)
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] and all(answer.logprobs and len(answer.logprobs) == 70 for answer in answers[0])

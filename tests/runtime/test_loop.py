@@ -247,6 +247,30 @@ def test_p12_logits_that_are_not_finite_fail_only_their_request() -> None:
     assert loop.stats().pages_used == 0 and loop.stats().healthy
 
 
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_p15_an_answer_as_long_as_the_context_ends_nobody_elses(prefix_cache: bool) -> None:
+    """Two that fill the context each, in pages for one: the second gives way, waits, and goes on where it was."""
+    of = limits(page_tokens=4, n_pages=8, max_context=32, max_sequences=2, max_rows=6)
+    loop = make_loop(of, prefix_cache=prefix_cache)
+    endless = SamplingParams(ignore_eos=True, seed=3, max_tokens=None)
+    first, second = clients = [Client(loop, prompt, endless) for prompt in ([1, 2], [3, 4, 5])]
+    n_used = 0
+    while not first.n_finished:
+        n_used = loop.stats().pages_used
+        assert loop.step()
+    n_had = len(second.outputs[0].token_ids)
+    assert n_used == of.n_pages, "the first had all of them in the end"
+    assert (first.request.timings.n_preemptions, second.request.timings.n_preemptions) == (0, 1)
+    assert 8 < n_had < 20 and not second.n_finished, "the second was on its way, and waits"
+    run_all(loop)
+    for client in clients:
+        assert client.outputs == alone(client) == [expected_choice(client.prompt, endless, 0, of)]
+        (output,) = client.outputs
+        assert output.finish_reason is FinishReason.LENGTH
+        assert len(client.prompt) + len(output.token_ids) == of.max_context
+    assert second.request.timings.n_preemptions == 1 and loop.stats().pages_used == 0
+
+
 def test_timings_are_readings_of_the_clock_in_order() -> None:
     loop = make_loop(clock=FakeClock(0.5))
     client = Client(loop, [1, 2], SamplingParams(max_tokens=3, ignore_eos=True, seed=1))

@@ -110,16 +110,6 @@ def test_a_page_is_left_for_each_running_answer() -> None:
     assert sched.running == [first] and sched.waiting == [second]
 
 
-def test_p15_a_sequence_as_large_as_the_pool_runs_alone_to_its_end() -> None:
-    sched = scheduler(limits(n_pages=4, page_tokens=4, max_context=64, max_step_tokens=8))
-    (seq,), (other,) = queued(sched, 2), queued(sched, 2)
-    for _ in range(30):
-        ran(sched)
-        if seq.n_tokens == 16:
-            break
-    assert seq.n_tokens == 16 and other.n_output > 0 and sched.waiting == [other]
-
-
 def test_kept_prompts_give_way_before_anybody_is_preempted() -> None:
     sched = scheduler(limits(n_pages=10, page_tokens=2, max_context=20, max_sequences=1, max_step_tokens=32))
     first, second, third = queued(sched, 9, n=3)

@@ -183,16 +183,17 @@ class Answer:
 
     def _settle(self, is_cut_off: bool = False) -> None:
         """What there is goes into the reply, with what it took."""
-        blocks = self._blocks.all
-        self.reply.output = [
-            self._item(block, "incomplete" if is_cut_off and block is blocks[-1] else "completed") for block in blocks
-        ]
+        self.reply.output = [self._item(block, self._status(block, is_cut_off)) for block in self._blocks.all]
         usage = self.generation.usage
         self.reply.usage = ResponseUsage(
             usage.prompt_tokens, InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
             usage.completion_tokens, OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
             usage.total_tokens,
         )  # fmt: skip
+
+    def _status(self, block: Block, is_cut_off: bool) -> str:
+        """Of a block that is over: the last one's end is where the answer was cut off."""
+        return "incomplete" if is_cut_off and block is self._blocks.all[-1] else "completed"
 
     def _item(self, block: Block, status: str, text: str | None = None) -> Item:
         """text: another one than the block's"""
@@ -215,7 +216,8 @@ class Answer:
     def _events(self, turn: Turn, block: Block, text: str, named: Named = ()) -> Iterator[bytes]:
         """named: of the text that was added"""
         is_closed = turn is Turn.CLOSED
-        item = self._item(block, "completed" if is_closed else "in_progress", None if is_closed else "")
+        status = self._status(block, self.reply.status == "incomplete") if is_closed else "in_progress"
+        item = self._item(block, status, None if is_closed else "")
         i, is_text = block.index, block.kind is Kind.TEXT
         if block.kind is Kind.CALL:
             yield from self._events_of_call(turn, block, text, item)
