@@ -215,7 +215,7 @@ def test_a_map_of_precisions() -> None:
         LLM("tiny", precision={"default": "w4a8", "layer.0.*": "bf16"})
 
 
-def test_keys_and_values_in_int8() -> None:
+def test_p19_keys_and_values_in_int8() -> None:
     """Half the memory of bfloat16, less a scale for each token and head; greedy answers of `tiny` stay sensible."""
     with (
         LLM("tiny", precision="w8a8", kv_cache_dtype="int8", evaluate=False) as small,

@@ -68,7 +68,7 @@ def test_too_little_kv_memory_names_a_context_that_fits(engine: Engine, tmp_path
 
 
 @pytest.mark.parametrize("spare", [-10 * MIB, 0, 2 * MIB, 8 * MIB])
-def test_too_little_memory_says_what_is_needed_and_what_would_fit(engine: Engine, spare: int) -> None:
+def test_p4_p5_p22_too_little_memory_says_what_is_needed_and_what_would_fit(engine: Engine, spare: int) -> None:
     with pytest.raises(MachineError) as refused:
         plan_run(engine, available(fixed(engine) + spare))
     assert "weights 9 MiB" in refused.value.what and "are available" in refused.value.what

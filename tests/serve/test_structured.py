@@ -136,6 +136,26 @@ def test_what_explodes_in_the_middle_is_the_clients_mistake(
     assert holding.wait_until_idle().healthy
 
 
+ENDLESS = {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
+TWICE = {"type": "object", "minProperties": 2, "additionalProperties": True}
+UNMET: list[tuple[dict[str, Any], str]] = [
+    ({"guided_json": ENDLESS}, "cannot be met by any text that ends"),
+    ({"guided_grammar": 'start: "a" start'}, "cannot be met by any text that ends"),
+    ({"response_format": form(schema=TWICE)}, '"minProperties": 2'),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": TWICE}}], "tool_choice": "required"},
+        '"minProperties": 2',
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, says", UNMET, ids=[next(iter(fields)) for fields, _ in UNMET])
+def test_what_no_answer_could_meet_is_a_400(holding: Running, fields: dict[str, Any], says: str) -> None:
+    reply = post(holding.url, "/v1/chat/completions", {"messages": HI, "max_tokens": 9, **fields})
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == next(iter(fields)) and says in error["message"], error
+
+
 def test_in_a_stream_it_is_an_event(holding: Running, few_states: None) -> None:
     body = {"messages": HI, "guided_regex": EXPLODES % 303, "max_tokens": 200, "seed": 1, "stream": True}
     reply = post(holding.url, "/v1/chat/completions", body)

@@ -30,6 +30,7 @@ from millrace.checkpoint.grammar_limits import parser_limits
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.errors import RequestError
 from millrace.machine.cpu import usable_cores
+from millrace.runtime.endings import check_ending
 from millrace.runtime.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -283,6 +284,7 @@ class Grammars:
             raise asked.refused(f"its {asked.kind} cannot be held to: {warnings[0]}", "a schema without that")
         if why := _why(first):
             raise asked.refused(f"its {asked.kind} cannot be held to: {why}", LIMITED)
+        check_ending(asked, text, _source(asked, text))
         return matcher
 
     def prepare(self) -> None:
