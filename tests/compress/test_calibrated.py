@@ -17,7 +17,7 @@ from millrace.compress.calibrated import by_statistics, method_of, needs, sample
 from millrace.compress.collect import samples
 from millrace.compress.compress import compress
 from millrace.compress.e4m3 import rounded_e4m3
-from millrace.compress.gptq import Gptq
+from millrace.compress.gptq import Gptq, gptq_e4m3
 from millrace.compress.grid import Convention, Grid, rounded
 from millrace.compress.layers import Method, rounded_layers
 from millrace.compress.measure import loss_of, memory_bytes
@@ -31,14 +31,15 @@ from tests.compress.conftest import TEXT, Trained
 from tests.fuzz.originals import write_checkpoint
 
 _MEASURED = """
-import resource, sys
+import sys
 from pathlib import Path
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compress.measure import measure, windows_for
 from millrace.evaluate.calibration import Calibration
 source, made = (Checkpoint.open(Path(name)) for name in sys.argv[1:])
 measure(source, made, windows_for(source, Calibration.open(None)), lambda *_: None)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+# of its own memory: ru_maxrss counts that of the process that started it, too
+print(int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024)
 """
 
 
@@ -80,8 +81,21 @@ def test_presets_mean_methods() -> None:
     for name, method in MEANT.items():
         usual = PRESETS[name].usual
         assert usual.calibrated and method_of(usual, usual.group and 64) == method
-    assert {name for name, recipe in PRESETS.items() if recipe.usual.calibrated} == set(MEANT)
-    assert method_of(PRESETS["fp8"].usual, 0) is None
+    assert {name for name, recipe in PRESETS.items() if recipe.usual.calibrated} == {*MEANT, "fp8-gptq"}
+    for name in ("fp8", "fp8-gptq"):
+        assert method_of(PRESETS[name].usual, 0) is None, "no grid of integers"
+
+
+def test_fp8_by_gptq_is_written_as_it_is_made(small: Small, tmp_path: Path) -> None:
+    """Every layer by itself; nothing else moves."""
+    tensors = small.checkpoint.tensors
+    made = small.made(plan(small.checkpoint, PRESETS["fp8-gptq"]), tmp_path / "out")
+    for tensor in tensors:
+        exact, linear = tensors.load(tensor), tensor.removesuffix(".weight")
+        if linear in small.statistics:
+            matrix, _ = gptq_e4m3(exact, small.statistics[linear].gram)
+            exact = matrix.dequantise().astype(np.float32)
+        np.testing.assert_array_equal(made.load(tensor), exact, err_msg=tensor)
 
 
 @pytest.mark.parametrize("name", MEANT)
