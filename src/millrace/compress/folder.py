@@ -121,13 +121,18 @@ def unfinished(out: Path) -> Iterator[Path]:
         with (path / _LOCK).open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield path
-            if out.exists():
-                raise ConfigError(f"{out} is there by now", "a folder of this run alone", "name another with -o")
             (path / _LOCK).unlink()
-            path.rename(out)
+            put_in_place(path, out)
     except BaseException:  # also Ctrl-C: nothing half-written stays behind
         shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def put_in_place(path: Path, out: Path) -> None:
+    """raises ConfigError where somebody else has made `out` meanwhile"""
+    if out.exists():
+        raise ConfigError(f"{out} is there by now", "a folder of this run alone", "name another with -o")
+    path.rename(out)
 
 
 def _sweep(out: Path) -> None:

@@ -62,42 +62,63 @@ def gptq(
     search: of ranges; scales: fixed ones, instead of any of its own choice
     raises as grid.fitted
     """
-    N, K = w.shape
-    energy = gram.diagonal().astype(np.float64)
-    dead = energy <= 0
-    weights = np.where(dead, np.float32(0), w.astype(np.float32, copy=False))
+    task = Task.of(w, gram, settings)
     if scales is None and (settings.order or grid.group == WHOLE_ROW):
-        scales = fitted(weights, grid, search, energy)
-    order = np.argsort(-energy, kind="stable") if settings.order else np.arange(K)
-    feedback, _, damping = feedback_of(gram, dead, order, settings.damping)
-    columns = np.ascontiguousarray(weights.T[order])
+        scales = fitted(task.weights, grid, search, task.energy)
     if scales is None:
-        codes, scales = _by_groups(columns, feedback, grid, search, energy)
+        codes, scales = _by_groups(task.columns, task.feedback, grid, search, task.energy)
     else:
-        codes = np.empty(columns.shape, np.int8)
-        _by_blocks(columns, feedback, codes, _on(grid, scales, order // grid.group_of(K)))
-    found = np.empty((K, N), np.int8)
-    found[order] = codes
-    return Rounded(matrix(np.ascontiguousarray(found.T), scales, grid), damping)
+        codes = np.empty(task.columns.shape, np.int8)
+        _by_blocks(task.columns, task.feedback, codes, _on(grid, scales, task.order // grid.group_of(w.shape[1])))
+    return Rounded(matrix(task.in_place(codes), scales, grid), task.damping)
 
 
 def gptq_e4m3(w: Array, gram: Array, settings: Gptq = LLM_COMPRESSOR) -> tuple[Fp8Matrix, float]:
     """The same for FP8, columns of most energy first, on the scales of `e4m3.scales_for`; and the damping."""
-    energy = gram.diagonal().astype(np.float64)
-    dead = energy <= 0
-    weights = np.where(dead, np.float32(0), w.astype(np.float32, copy=False))
-    scales = scales_for(weights, energy)
-    order = np.argsort(-energy, kind="stable")
-    feedback, _, damping = feedback_of(gram, dead, order, settings.damping)
-    columns = np.ascontiguousarray(weights.T[order])
-    codes, row = np.empty(columns.shape, E4M3), scales[:, 0]
-    _by_blocks(columns, feedback, codes, lambda _, column: rounded_to(column, row))
-    found = np.empty_like(codes)
-    found[order] = codes
-    return Fp8Matrix(np.ascontiguousarray(found.T), scales.astype(BF16)), damping
+    task = Task.of(w, gram, settings)
+    scales = scales_for(task.weights, task.energy)
+    codes, row = np.empty(task.columns.shape, E4M3), scales[:, 0]
+    _by_blocks(task.columns, task.feedback, codes, lambda _, column: rounded_to(column, row))
+    return Fp8Matrix(task.in_place(codes), scales.astype(BF16)), task.damping
 
 
-def feedback_of(
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A matrix before its columns are taken in their order.
+
+    weights (N, K), zero where an input is; energy (K,): mean squares of inputs; order (K,): of the columns
+    columns (K, N): weights in that order; feedback, diagonal, damping: as `_feedback_of` has them
+    """
+
+    weights: Floats
+    energy: NDArray[np.float64]
+    order: NDArray[np.intp]
+    columns: Floats
+    feedback: Floats
+    diagonal: NDArray[np.float64]
+    damping: float
+
+    @classmethod
+    def of(cls, w: Array, gram: Array, settings: Gptq) -> "Task":
+        energy = gram.diagonal().astype(np.float64)
+        dead = energy <= 0
+        weights = np.where(dead, np.float32(0), w.astype(np.float32, copy=False))
+        order = np.argsort(-energy, kind="stable") if settings.order else np.arange(len(energy))
+        columns = np.ascontiguousarray(weights.T[order])
+        return cls(weights, energy, order, columns, *_feedback_of(gram, dead, order, settings.damping))
+
+    def wanted(self, block: slice) -> Floats:
+        """What a block's columns should be, for all that was lost before it."""
+        return _wanted(self.columns, self.feedback, block)
+
+    def in_place(self, found: Array) -> Array:
+        """What was found for each column in its turn, (K, N), as the matrix (N, K)."""
+        back = np.empty_like(found)
+        back[self.order] = found
+        return np.ascontiguousarray(back.T)
+
+
+def _feedback_of(
     gram: Array, dead: NDArray[np.bool_], order: NDArray[np.intp], damping: float
 ) -> tuple[Floats, NDArray[np.float64], float]:
     """(K, K), strictly upper: column i says how it takes up the errors of the columns before it; R's diagonal (K,); and

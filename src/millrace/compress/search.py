@@ -14,13 +14,13 @@ from millrace.compress.budget import MOST_MIXES, MaxLoss, Search, candidates, co
 from millrace.compress.candidates import FLOAT, Shelf, bytes_of, recipe_of, shelf_bytes, survey
 from millrace.compress.compress import Progress, Result, compress
 from millrace.compress.cost import Target
+from millrace.compress.folder import put_in_place
 from millrace.compress.measure import Loss, Reference, loss_of
 from millrace.compress.mix import Mix, frontier
 from millrace.compress.page import write_page
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import written
 from millrace.compress.statistics import Statistics
-from millrace.errors import ConfigError
 from millrace.evaluate.windows import Windows
 
 RECIPE = "recipe.json"  # in the folder: what to give to --recipe for the same again
@@ -73,9 +73,7 @@ def search(
         made, loss = trials.kept[found.found]
         whole = Found(asked, replace(made, folder=out), found, loss, sum(of[FLOAT] for of in costs.values()))
         _record(made.folder, whole, statistics)
-        if out.exists():
-            raise ConfigError(f"{out} is there by now", "a folder of this run alone", "name another with -o")
-        made.folder.rename(out)
+        put_in_place(made.folder, out)
     return whole
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.compress.gptq import feedback_of, updated
+from millrace.compress.gptq import Gptq, Task, updated
 from millrace.compress.grid import Array, Floats
 from millrace.compress.loss import relative_error
 from millrace.compress.statistics import InputStatistics
@@ -49,20 +49,18 @@ def wanda(w: Array, gram: Array) -> Floats:
 
 def sparsegpt(w: Array, gram: Array, damping: float = DAMPING) -> Floats:
     """damping: doubled until the matrix has a factor"""
-    K = w.shape[1]
-    dead = gram.diagonal() <= 0
-    feedback, diagonal, _ = feedback_of(gram, dead, np.arange(K), damping)
-    columns = np.where(dead, np.float32(0), w).astype(np.float32).T.copy()  # (K, N); they become their errors
+    K, task = w.shape[1], Task.of(w, gram, Gptq(damping, order=False))
+    columns, feedback, diagonal = task.columns, task.feedback, task.diagonal  # columns become their errors
     found = np.empty_like(columns)
     for begin in range(0, K, _BLOCK):
         block = slice(begin, min(begin + _BLOCK, K))
-        wanted = columns[block] + feedback[:begin, block].T @ columns[:begin]
+        wanted = task.wanted(block)
         for first in range(0, len(wanted), OF):
             group = slice(begin + first, begin + first + OF)
             before = slice(begin, begin + first)
             own = wanted[first : first + OF] + feedback[before, group].T @ columns[before]
             found[group] = _group(own, columns[group], feedback[group, group], diagonal[group])
-    return np.ascontiguousarray(found.T)
+    return task.in_place(found)
 
 
 def _group(wanted: Floats, columns: Floats, feedback: Floats, diagonal: NDArray[np.float64]) -> Floats:

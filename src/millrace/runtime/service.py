@@ -236,8 +236,10 @@ class AsyncEngine:
         computing: where the engine has all cores, called there with True before each step and with False behind it
         """
         self._aio = asyncio.get_running_loop()
-        told = (computing,) if computing and self.limits.on_all_cores else ()
-        self.loop.start(self._after_step, *told)
+        if computing is None or not self.limits.on_all_cores:
+            self.loop.start(self._after_step)
+        else:
+            self.loop.start(self._after_step, computing)
 
     def submit(
         self,
@@ -369,7 +371,7 @@ class AsyncEngine:
     def _flush(self) -> None:
         with self._lock:
             batch, self._outbox, self._flush_due = self._outbox, [], False
-        if self._aio is not None and not self._aio.is_closed():
+        if self.limits.on_all_cores and self._aio is not None and not self._aio.is_closed():
             # readers have their turn in the next round of the event loop, and have written by the one behind it
             self._aio.call_soon(self._aio.call_soon, self._told.set)
         for handle, deltas in batch:
