@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from millrace.bench import results
+from millrace.bench.infer.settings import ALIASES as INFER_ALIASES
+from millrace.bench.infer.settings import LevelSettings, ModelSettings
+from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
-from millrace.bench.null_server import NullTiming
 from millrace.bench.settings import ALIASES, InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli.bench import command as bench
 from millrace.cli.bench_flags import as_ours
+from millrace.cli.bench_infer import command as bench_infer
 from millrace.settings import Settings, declared
 from tests.cli.conftest import Millrace
 from tests.support.command_line import ROOT, environment
@@ -51,6 +54,20 @@ def test_the_report_for_people(millrace: Millrace, url: str) -> None:
         assert said in result.out
 
 
+def test_inferences_of_a_tensor_model(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    """As perf_analyzer's page writes it."""
+    flags = ["-m", "null", "-u", url, "-b", "4", "--concurrency-range", "1:2", "--request-count", "6"]
+    flags += ["--certify-s", "0"]
+    told = json.loads(millrace("bench", "infer", *flags, "--json", "-o", str(tmp_path / "found")).out)
+    points = [(p["batch_size"], p["concurrency"], p["requests"]["whole"]) for p in told["points"]]
+    assert points == [(4, 1, 6), (4, 2, 6)]
+    assert told == json.loads((tmp_path / "found" / "summary.json").read_text()) and told["model"]["max_batch"] == 128
+    shown = millrace("bench", "infer", *flags)
+    assert shown.code == 0 and "null: instances: 1 on CPU" in shown.out and "Quickest: p50 " in shown.out
+    refused = millrace("bench", "infer", *flags[2:], "-m", "gone")
+    assert refused.code == 2 and "'gone' is not found" in refused.err
+
+
 def test_flags_of_other_tools_are_taken(millrace: Millrace, url: str) -> None:
     """As the pages of GenAI-Perf and AIPerf write them."""
     flags = ["-m", "m", "-u", url, "--endpoint-type", "chat", "--streaming", "--synthetic-input-tokens-mean=20",
@@ -66,6 +83,8 @@ def test_flags_of_other_tools_are_taken(millrace: Millrace, url: str) -> None:
 def test_every_alias_is_a_flag_of_ours_and_told_in_the_docs() -> None:
     known = {flag for parameter in bench.params for flag in parameter.opts}
     page = (ROOT / "docs" / "bench.md").read_text()
+    for theirs, ours in INFER_ALIASES.items():
+        assert ours in {flag for parameter in bench_infer.params for flag in parameter.opts} and f"`{theirs}`" in page
     for theirs, ours in ALIASES.items():
         assert theirs not in known and (not ours or ours in known), theirs
         assert f"`{theirs}`" in page, f"docs/bench.md leaves out {theirs}"
@@ -226,6 +245,8 @@ def test_an_engine_in_this_process(millrace: Millrace, built_tiny: Path) -> None
     )
 
 
-@pytest.mark.parametrize("settings", [TargetSettings, LoadSettings, InputSettings, SessionSettings])
+@pytest.mark.parametrize(
+    "settings", [TargetSettings, LoadSettings, InputSettings, SessionSettings, ModelSettings, LevelSettings]
+)
 def test_settings_say_what_they_are(settings: type[Settings]) -> None:
     assert 0 < len(fields(settings)) <= 12 and all(declared(f).help for f in fields(settings))

@@ -41,7 +41,7 @@ def planned(
 ) -> Plan:  # fmt: skip
     """in_process: `url` is the name of an engine. raises ConfigError"""
     _agree(load, what, talk)
-    headers = dict(_pair(text, "--header") for text in whom.header)
+    headers = parsed_headers(whom.header)
     extra = {key: _value(value) for key, value in (_pair(text, "--extra-inputs") for text in whom.extra_inputs)}
     if whom.ignore_eos:
         extra["ignore_eos"] = True
@@ -160,9 +160,15 @@ def _no_answer(target: Target, answer: Answer) -> MachineError:
             return MachineError(what, "a key that it takes", '-H "authorization:Bearer KEY"')
         case Failure.STATUS if answer.status in (400, 404, 422):
             return MachineError(
-                what, f"a model of this name at {target.endpoint.path}", "correct --model, --endpoint or the URL"
+                what, f"a model of this name at {target.path}", "correct --model, --endpoint or the URL"
             )
-    return MachineError(what, f"what {target.endpoint.path} answers by OpenAI's protocol", "its log says more")
+    protocol = "KServe's" if target.path.startswith("/v2/") else "OpenAI's"
+    return MachineError(what, f"what {target.path} answers by {protocol} protocol", "its log says more")
+
+
+def parsed_headers(texts: Sequence[str]) -> dict[str, str]:
+    """raises ConfigError"""
+    return dict(_pair(text, "--header") for text in texts)
 
 
 def _pair(text: str, flag: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from millrace.bench.plan import Plan, measure, planned, reached
 from millrace.bench.results import Finished, report
 from millrace.bench.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli import bench_compare, bench_sweep
+from millrace.cli import bench_compare, bench_infer, bench_sweep
 from millrace.cli.bench_flags import TheirFlags
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
@@ -29,8 +29,9 @@ Examples:
   millrace bench --engine tiny --isl 128 --osl 128 --request-count 64
   millrace bench URL --model M --pattern short/long --pattern long/short:2 --json
   millrace bench sweep --help        raise the load until a limit breaks
-  millrace bench compare --help      two servers or results: which is faster, and how surely"""
-PARTS = {"sweep": bench_sweep.command, "compare": bench_compare.command}
+  millrace bench compare --help      two servers or results: which is faster, and how surely
+  millrace bench infer --help        tensor models over KServe's protocol"""
+PARTS = {"sweep": bench_sweep.command, "compare": bench_compare.command, "infer": bench_infer.command}
 QUEUED = 64  # requests in process for which nothing was said
 SHOWN = ("mean", "p50", "p90", "p99")
 ROWS = {
@@ -41,7 +42,7 @@ ROWS = {
 
 
 class Bench(TheirFlags):
-    """`bench URL ...`, or `bench sweep ...` and `bench compare ...`, which are commands of their own."""
+    """`bench URL ...`, or `bench sweep ...` and its like, which are commands of their own."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
