@@ -24,11 +24,11 @@ from millrace.bench.null_process import NullProcess
 from millrace.errors import ConfigError, MachineError
 from tests.bench.conftest import Null
 
-WITHIN = 0.02
+WITHIN, WITHIN_BUSY = 0.02, 0.1  # of an idle machine; of one that computes other things, too
 BOTH = pytest.mark.parametrize("protocol", [HTTP, GRPC])
 QUICK = NullTiming(ttft_ms="5", itl_ms="0.5")
-# A batch of n takes 100 + 2.5 (n - 1) ms, on two instances.
-TIMED = NullTiming(ttft_ms="100", itl_ms="2.5", instances=2)
+# A batch of n takes 100 + 2.5 (n - 1) ms, on two instances; where it has to be quick, 60 + 1.5 (n - 1).
+TIMED, TIMED_QUICK = (NullTiming(f"{ms}", f"{ms / 40}", instances=2) for ms in (100, 60))
 
 
 def ran(work: Callable[[], Any]) -> Any:
@@ -53,7 +53,9 @@ def inferred(server: NullProcess, protocol: str = HTTP, certify_s: float = 0.0, 
 @pytest.mark.parametrize("n", [6, pytest.param(60, marks=pytest.mark.timing)])
 def test_every_figure_is_what_the_server_did(request: pytest.FixtureRequest, null: Null, protocol: str, n: int) -> None:
     """Six at once on two instances are answered in three steps: the mean of six waits for one service."""
-    server = null(TIMED, True)
+    within = WITHIN if request.node.get_closest_marker("timing") else WITHIN_BUSY
+    ms, timed = (60, TIMED_QUICK) if n == 6 else (100, TIMED)
+    server = null(timed, True)
     n_before = len(server.truth_list)
     done = inferred(server, protocol, batch_size=("1", "9"), concurrency=("1", "6"), request_count=n)
     truth = server.truth_list[n_before:]
@@ -64,17 +66,13 @@ def test_every_figure_is_what_the_server_did(request: pytest.FixtureRequest, nul
         assert [s.n_tokens for s in sent] == [[batch]] * n and {s.kind for s in sent} == {"infer"}
         took_ms = 1e3 * np.array([s.sent_s[0] - s.arrived_s for s in sent])
         latency = point.metrics.of_requests["request_latency"]
-        whole = request.node.get_closest_marker("timing") is not None  # one stall of a busy machine moves a mean
-        if whole:
-            assert latency.mean == pytest.approx(took_ms.mean(), rel=WITHIN)
-        assert latency.percentiles[50] == pytest.approx(np.median(took_ms), rel=WITHIN)
+        assert latency.mean == pytest.approx(took_ms.mean(), rel=within) and latency.mean > took_ms.mean()
+        assert latency.percentiles[50] == pytest.approx(np.median(took_ms), rel=within)
         span_s = max(s.sent_s[0] for s in sent) - min(s.arrived_s for s in sent)
+        assert point.metrics.output_tokens_per_s.value == pytest.approx(n * batch / span_s, rel=within)
+        service_ms = ms * (1 + (batch - 1) / 40)
         assert point.metrics.output_tokens_per_s.value == pytest.approx(
-            n * batch / span_s, rel=WITHIN if whole else 0.06
-        )
-        service_ms = 100 + 2.5 * (batch - 1)
-        assert point.metrics.output_tokens_per_s.value == pytest.approx(
-            1e3 * batch * min(at_a_time, 2) / service_ms, rel=0.06
+            1e3 * batch * min(at_a_time, 2) / service_ms, rel=max(within, 0.06)
         ), "by arithmetic"
         assert point.server is not None and point.server.n == n and point.server.per_execution == batch
         assert point.server.whole_ms == pytest.approx(took_ms.mean(), rel=1e-6)
@@ -132,19 +130,17 @@ def test_the_client_is_certified_with_the_tensors_themselves(null: Null, protoco
 # What goes wrong
 
 
-@BOTH
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_answer_that_fails_is_told_and_the_others_count(protocol: str, fault: str) -> None:
-    timing = NullTiming(ttft_ms="5", itl_ms="0", fault=fault, fault_every=3)
-    with NullProcess(timing, over_grpc=protocol == GRPC) as server:
-        done = inferred(server, protocol, request_count=6, timeout_s=0.3)
-    (point,) = done.points
-    assert point.metrics.n == 4 and point.metrics.n_failed == 2
+def test_an_answer_that_fails_is_told_and_the_others_count(fault: str) -> None:
     expected = {"stall": Failure.TIMEOUT, "malformed": Failure.MALFORMED}.get(fault, Failure.STATUS)
-    if fault == "break" and protocol == HTTP:
-        expected = Failure.BROKEN_OFF
-    assert point.metrics.failures == {str(expected): 2}
-    assert f"2 requests failed ({expected})" in report(done)["notes"][0]
+    with NullProcess(NullTiming(ttft_ms="5", itl_ms="0", fault=fault, fault_every=2), over_grpc=True) as server:
+        for protocol in (HTTP, GRPC):
+            done = inferred(server, protocol, request_count=4, timeout_s=0.2)
+            (point,) = done.points
+            assert point.metrics.n == 2 and point.metrics.n_failed == 2
+            kind = Failure.BROKEN_OFF if fault == "break" and protocol == HTTP else expected
+            assert point.metrics.failures == {str(kind): 2}
+            assert f"2 requests failed ({kind})" in report(done)["notes"][0]
 
 
 @BOTH
