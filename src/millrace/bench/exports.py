@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from millrace.bench.goodput import goodput
+from millrace.bench.histogram import NAME as HISTOGRAM
+from millrace.bench.histogram import told_histogram
 from millrace.bench.intervals import PERCENTILES, Summary
 from millrace.bench.metrics import OTHERS, OURS
 from millrace.bench.page import bench_page
@@ -48,6 +50,9 @@ def write_results(folder: Path, done: Finished) -> list[str]:
         "profile_export_aiperf.csv": _aiperf_csv(aiperf),
         "profile_export.jsonl": "".join(json.dumps(aiperf_record(r, done.epoch_s)) + "\n" for r in records),
     }
+    lengths = told_histogram([r.answer for r in records])
+    if lengths is not None:
+        files[HISTOGRAM] = json.dumps(lengths)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
     return list(files)

@@ -7,6 +7,7 @@ from millrace.bench.endpoints import ENDPOINTS
 from millrace.settings import Settings, setting
 
 _MANY = 10_000_000
+ISL = 550.0
 _TIMES_S = {"low": 0, "high": 1e7}
 
 
@@ -47,7 +48,7 @@ class LoadSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSettings(Settings):
-    isl: float = setting(550.0, "tokens of a prompt", low=1, high=_MANY)
+    isl: float = setting(ISL, "tokens of a prompt", low=1, high=_MANY)
     isl_stddev: float = setting(0.0, "their standard deviation", low=0, high=_MANY)
     osl: float | None = setting(None, "tokens of an answer at most; 150 unless a file says so", low=1, high=_MANY)
     osl_stddev: float = setting(0.0, "their standard deviation", low=0, high=_MANY)
@@ -57,6 +58,9 @@ class InputSettings(Settings):
     )  # fmt: skip
     input_file: str | None = setting(
         None, "prompts or a trace instead: JSONL, ShareGPT, Mooncake or Azure", metavar="FILE"
+    )
+    input_histogram: str | None = setting(
+        None, "lengths drawn from counts of input x output: of a result, of a trace, or your own", metavar="FILE"
     )
     replay_speed: float = setting(1.0, "times as fast as a trace's own times; 0: they do not matter", low=0, high=1e6)
 
