@@ -199,7 +199,9 @@ def test_a_sweep_ends_where_the_limit_breaks(millrace: Millrace, url: str, tmp_p
         (["sweep", "x", "--from", "8", "--most", "4"], ["--most 4 is below --from 8"]),
         (["sweep", "x", "--from", "1.5"], ["--from 1.5", "a whole number"]),
         (["sweep"], ["Missing argument 'URL'", "millrace bench sweep"]),
-        (["compare", "x"], ["Missing argument 'B'"]),
+        (["compare", "x"], ["there are not two to compare", "--engine twice"]),
+        (["compare", "--engine", "tiny"], ["1 engines", "--engine A --engine B"]),
+        (["compare", "x", "--engine", "tiny", "--engine", "tiny"], ["--engine A --engine B, and no URL"]),
         (["compare", "x", "y", "--rounds", "1"], ["1 is not in the range"]),
     ],
 )
@@ -243,6 +245,25 @@ def test_an_engine_in_this_process(millrace: Millrace, built_tiny: Path) -> None
     millrace("bench", "--engine", "tiny", "--header", "a:b").assert_mistake(
         "--engine beside flags of a server's requests"
     )
+
+
+def test_two_engines_are_compared_on_recorded_traffic(millrace: Millrace, built_tiny: Path, tmp_path: Path) -> None:
+    """The same engine twice is not worse; each round asks the trace's lengths of both, at its times."""
+    trace = tmp_path / "traffic.jsonl"
+    lines = [{"timestamp": 5 * i, "input_length": 600, "output_length": 4, "hash_ids": [1, 10 + i]} for i in range(4)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ("--engine", str(built_tiny), "--engine", str(built_tiny), "--input-file", str(trace), "--rounds", "3")
+    result = millrace("bench", "compare", *flags, "--allow", "300", "--json")
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert told["failed"] == [0, 0] and told["worse"] == [] and told["ended_early"] is None
+    assert {d["name"]: d["n"] for d in told["metrics"]} == dict.fromkeys(
+        ("output_tokens_per_s", "requests_per_s", "time_to_first_token", "inter_token_latency", "request_latency"), 3
+    )
+    shown = millrace(
+        "bench", "compare", *flags[:4], "--isl", "8", "--osl", "4", "--request-count", "4", "--rounds", "3"
+    )
+    assert shown.code in (0, 3) and "B over A" in shown.out
 
 
 @pytest.mark.parametrize(
