@@ -108,4 +108,12 @@ def plain(status: int, data: Any) -> bytes:
     return head % (status, len(body)) + body
 
 
+def metrics(running: int, waiting: int, kv: float) -> bytes:
+    """In Prometheus' format, under the names that vLLM gives them."""
+    values = {"num_requests_running": running, "num_requests_waiting": waiting, "kv_cache_usage_perc": kv}
+    lines = "".join(f'vllm:{name}{{model_name="null"}} {value}\n' for name, value in values.items())
+    head = "HTTP/1.1 200 OK\r\ncontent-type: text/plain; version=0.0.4\r\n"
+    return f"{head}content-length: {len(lines)}\r\n\r\n{lines}".encode()
+
+
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

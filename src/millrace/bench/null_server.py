@@ -81,6 +81,8 @@ class _Connection(asyncio.Protocol):
         self._start()
         if path == "/truth":
             self._write(replies.plain(200, [asdict(sent) for sent in self._ledger.truth]))
+        elif path == "/metrics" and self._ledger.timing.kv_tokens:
+            self._write(replies.metrics(*self._ledger.load(time.perf_counter())))
         elif path in replies.PATHS:
             self._answer(replies.PATHS[path], name, body)
         elif not path.startswith("/v2"):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from millrace.bench.sweep import Best, Point, SweepLimits, on_front
+from millrace.bench.sweep import Best, Point, SweepLimits, limited, on_front
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot
 
@@ -25,5 +25,6 @@ def sweep_page(url: str, by: str, points: Sequence[Point], found: Best, limits: 
     ]  # fmt: skip
     return render(
         Path(__file__).with_name("sweep_page.html"), url=url, by=by, points=points, chosen=chosen, limits=limits.says,
+        limited=limited(points), told=any(p.server for p in points),
         svg=plot.svg("output tokens a second against latency"),
     )  # fmt: skip

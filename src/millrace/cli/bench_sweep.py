@@ -1,16 +1,17 @@
 """`millrace bench sweep`: how much load a server takes within limits."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from millrace.bench.metrics import Metrics, measured
+from millrace.bench.metrics import measured
 from millrace.bench.plan import measure, planned
+from millrace.bench.server_load import Watch
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.bench.sweep import Best, Point, SweepLimits, best, on_front, swept
+from millrace.bench.sweep import Best, Point, Reached, SweepLimits, best, limited, on_front, swept
 from millrace.bench.sweep_page import sweep_page
 from millrace.cli.bench_flags import TheirFlags
 from millrace.cli.bench_runner import Begins, driven
@@ -89,21 +90,22 @@ def _agree(by: str, first: float, most: float, given: dict[str, Any]) -> None:
         raise ConfigError(f"--from {first:g}", "a whole number of users", "correct it")
 
 
-def _level(url: str, by: str, given: dict[str, Any], begins: Begins) -> Callable[[float], Awaitable[Metrics | None]]:
+def _level(url: str, by: str, given: dict[str, Any], begins: Begins) -> Callable[[float], Awaitable[Reached | None]]:
     load = made(LoadSettings, given)
 
-    async def run(level: float) -> Metrics | None:
+    async def run(level: float) -> Reached | None:
         at = replace(load, concurrency=round(level)) if by == "concurrency" else replace(load, request_rate=level)
         plan = planned(url, made(TargetSettings, given), at, made(InputSettings, given), made(SessionSettings, given))
-        done = await measure(plan, begins)
-        return None if done.ended == "Ctrl-C" else measured(done.records)
+        async with Watch(plan.target) as watch:
+            done = await measure(plan, begins)
+        return None if done.ended == "Ctrl-C" else Reached(measured(done.records), watch.during(done))
 
     return run
 
 
 def _told(by: str, points: list[Point], found: Best, limits: SweepLimits) -> dict[str, Any]:
     return {
-        "by": by, "limits": limits.says,
+        "by": by, "limits": limits.says, "limited_by": limited(points),
         "points": [_point(p) for p in points], "front": [p.level for p in on_front(points)],
         **{name: None if getattr(found, name) is None else _point(getattr(found, name)) for name in NAMES},
     }  # fmt: skip
@@ -114,6 +116,7 @@ def _point(p: Point) -> dict[str, Any]:
     return {
         "level": p.level, "keeps": p.keeps, "output_tokens_per_s": p.tokens_per_s,
         "requests_per_s": p.metrics.requests_per_s.value, "answers": p.metrics.n, "failed": p.metrics.n_failed,
+        "server": None if p.server is None else asdict(p.server),
         **{name: {"p50": p.value(name, 50), "p90": p.value(name, 90)} for name in names},
     }  # fmt: skip
 
@@ -132,6 +135,7 @@ def _show(told: dict[str, Any]) -> None:
     click.echo(f"  kept: {told['limits']}")
     click.echo()
     pairs([(says, _said(told["by"], told[name])) for name, says in NAMES.items()])
+    click.echo(f"  {told['limited_by']}")
 
 
 def _said(by: str, p: dict[str, Any] | None) -> str:

@@ -1,5 +1,6 @@
 """Tensors and requests of KServe's protocol, against bytes packed by `struct` and read back by the null server."""
 
+import asyncio
 import json
 import struct
 from pathlib import Path
@@ -93,7 +94,12 @@ def test_a_request_over_http_is_read_as_it_was_meant(binary: bool) -> None:
 
 def test_a_request_over_grpc_has_the_protocols_numbers() -> None:
     """Field by field, by hand: what the library makes of the table is compared with the wire format itself."""
-    body = OverGrpc(InferTarget("x:1", "m", "3", GRPC), 1).body(TWO[:1])
+
+    async def made() -> bytes:
+        async with OverGrpc(InferTarget("x:1", "m", "3", GRPC), 1) as over:
+            return over.body(TWO[:1])
+
+    body = asyncio.run(made())
 
     def field(number: int, data: bytes) -> bytes:
         return bytes([number << 3 | 2, len(data)]) + data
