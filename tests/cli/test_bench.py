@@ -20,6 +20,7 @@ from millrace.bench.settings import ALIASES, InputSettings, LoadSettings, Sessio
 from millrace.cli.bench import command as bench
 from millrace.cli.bench_flags import as_ours
 from millrace.cli.bench_infer import command as bench_infer
+from millrace.report.png import has_no_font
 from millrace.settings import Settings, declared
 from tests.cli.conftest import Millrace
 from tests.support.command_line import ROOT, environment
@@ -115,6 +116,7 @@ def test_several_limits_may_follow_one_flag() -> None:
         (["x", "--prefix-prompt-length", "600"], ["a shared prefix of 600 tokens in prompts of 550"]),
         (["x", "--num-prefix-prompts", "6"], ["--num-prefix-prompts without a length"]),
         (["x", "--header", "nothing"], ['--header is "nothing"', "NAME:VALUE"]),
+        (["x", "--png"], ["--png without --output", "-o"]),
         (["x", "--request-cout", "5"], ["no option --request-cout", 'did you mean "--request-count"?']),
     ],
 )
@@ -187,6 +189,7 @@ def test_a_sweep_ends_where_the_limit_breaks(millrace: Millrace, url: str, tmp_p
     told = json.loads(result.out)
     assert [p["level"] for p in told["points"]] == [1, 2, 4] and told["within"]["level"] in (1, 2, 4)
     assert (tmp_path / "sweep.html").read_text().count("<circle") == 3
+    assert "tells nothing" in told["limited_by"]
     result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "1")
     assert result.code == 0 and "best within limits  none" in result.out
 
@@ -245,6 +248,20 @@ def test_an_engine_in_this_process(millrace: Millrace, built_tiny: Path) -> None
     millrace("bench", "--engine", "tiny", "--header", "a:b").assert_mistake(
         "--engine beside flags of a server's requests"
     )
+
+
+@pytest.mark.skipif(has_no_font(), reason="no font here")
+def test_plots_as_pictures(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    """Beside the page of a run, of inferences and of a sweep."""
+    few = ("--request-count", "3", "--certify-s", "0", "--png")
+    assert millrace("bench", url, "--isl", "9", "--osl", "5", *few, "-o", str(tmp_path / "run")).code == 0
+    assert millrace("bench", "infer", url, "-m", "null", *few, "-o", str(tmp_path / "infer")).code == 0
+    flags = ("--isl", "9", "--osl", "5", "--request-count", "3", "--most", "2", "--png", "-o", str(tmp_path / "s.html"))
+    assert millrace("bench", "sweep", url, *flags).code == 0
+    pictures = sorted(path.name for path in (tmp_path / "run").glob("*.png"))
+    assert len(pictures) == (tmp_path / "run" / "report.html").read_text().count("<svg") and "timeline.png" in pictures
+    for path in (tmp_path / "infer" / "inferences.png", tmp_path / "s.png", tmp_path / "run" / "timeline.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_two_engines_are_compared_on_recorded_traffic(millrace: Millrace, built_tiny: Path, tmp_path: Path) -> None:

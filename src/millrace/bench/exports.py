@@ -16,7 +16,7 @@ from millrace.bench.histogram import NAME as HISTOGRAM
 from millrace.bench.histogram import told_histogram
 from millrace.bench.intervals import PERCENTILES, Summary
 from millrace.bench.metrics import OTHERS, OURS
-from millrace.bench.page import bench_page
+from millrace.bench.page import bench_page, pictures
 from millrace.bench.results import Finished, line_of, report
 from millrace.bench.run import Record
 
@@ -35,8 +35,8 @@ _VALUES = {m.name: m.value for m in (*OURS, *OTHERS)}
 Table = Mapping[str, Mapping[str, Any]]
 
 
-def write_results(folder: Path, done: Finished) -> list[str]:
-    """Names of the files that it wrote into the folder, which is made. raises OSError"""
+def write_results(folder: Path, done: Finished, with_pictures: bool = False) -> list[str]:
+    """Names of the files that it wrote into the folder, which is made. with_pictures: plots as PNG. raises OSError"""
     folder.mkdir(parents=True, exist_ok=True)
     genai, aiperf = genai_perf(done), aiperf_metrics(done)
     records = sorted(done.run.records, key=lambda r: r.answer.sent_s)
@@ -55,7 +55,10 @@ def write_results(folder: Path, done: Finished) -> list[str]:
         files[HISTOGRAM] = json.dumps(lengths)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
-    return list(files)
+    drawn = pictures(done) if with_pictures else {}
+    for name, data in drawn.items():
+        (folder / name).write_bytes(data)
+    return [*files, *drawn]
 
 
 def _summary(found: Summary, unit: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from millrace.bench.results import Finished, report
 from millrace.bench.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli import bench_compare, bench_infer, bench_sweep
-from millrace.cli.bench_flags import TheirFlags
+from millrace.cli.bench_flags import TheirFlags, check_output, png_option
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, print_json, table
@@ -66,6 +66,7 @@ class Bench(TheirFlags):
     help="Seconds in which this client first proves itself on a server of known timing; 0: not.",
 )
 @click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there, as other tools do, too.")
+@png_option
 @json_option
 @click.pass_obj
 def command(
@@ -90,6 +91,7 @@ def command(
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench http://HOST:PORT, or --engine MODEL", "give it, once")
     limits = parse_limits(goodput)
+    check_output(output, as_png := given.pop("as_png"))
     if output is not None and output.exists() and not output.is_dir():
         raise ConfigError(f"--output {output} is a file", "a folder", "name another")
     if engine is None:
@@ -108,7 +110,7 @@ def command(
         certificate, run = None, in_process(engine, plan, env, as_json)
     done = Finished.of(plan, run, limits, certificate)
     if output is not None:
-        names = write_results(output, done)
+        names = write_results(output, done, as_png)
         note(f"  {len(names)} files in {output}")
     told = report(done)
     print_json(told) if as_json else show(told)

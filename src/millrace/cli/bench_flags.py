@@ -2,12 +2,16 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import click
 
 from millrace.bench.goodput import READING
 from millrace.bench.settings import ALIASES
+from millrace.errors import ConfigError
+from millrace.report.png import check_png
 
+png_option = click.option("--png", "as_png", is_flag=True, help="Draw the page's plots as pictures beside it, too.")
 _LIMIT = re.compile(rf"[a-z_0-9]+:[0-9.]+|{READING}")
 
 
@@ -18,6 +22,14 @@ class TheirFlags(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, as_ours(args, self.aliases))
+
+
+def check_output(output: Path | None, as_png: bool) -> None:
+    """raises ConfigError, MachineError for what would show only when the run is over"""
+    if as_png and output is None:
+        raise ConfigError("--png without --output", "where to put the pictures", "name it with -o")
+    if as_png:
+        check_png()
 
 
 def as_ours(arguments: Sequence[str], aliases: Mapping[str, str] = ALIASES) -> list[str]:

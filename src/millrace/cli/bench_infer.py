@@ -8,7 +8,7 @@ import click
 from millrace.bench.infer.measure import infer, infer_plan
 from millrace.bench.infer.results import answered, report, write_results
 from millrace.bench.infer.settings import ALIASES, LevelSettings, ModelSettings
-from millrace.cli.bench_flags import TheirFlags
+from millrace.cli.bench_flags import TheirFlags, check_output, png_option
 from millrace.cli.bench_runner import driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, print_json, table
@@ -40,10 +40,17 @@ class Infer(TheirFlags):
     help="Seconds in which this client first proves itself on a server of known timing; 0: not.",
 )
 @click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there: a page, JSON, CSV.")
+@png_option
 @json_option
 def command(
-    url: str | None, url_given: str | None, certify_s: float, output: Path | None, as_json: bool, **given: Any
-) -> None:  # fmt: skip
+    url: str | None,
+    url_given: str | None,
+    certify_s: float,
+    output: Path | None,
+    as_png: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Measure inferences a second against latency.
 
     URL is any server of KServe's protocol (Triton, KServe, MLServer, OpenVINO): http://HOST:PORT, or HOST:PORT with
@@ -53,12 +60,13 @@ def command(
     targets = [target for target in (url, url_given) if target]
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench infer http://HOST:PORT", "give it, once")
+    check_output(output, as_png)
     if output is not None and output.exists() and not output.is_dir():
         raise ConfigError(f"--output {output} is a file", "a folder", "name another")
     plan = infer_plan(targets[0], made(ModelSettings, given), made(LevelSettings, given))
     done = driven(lambda begins: infer(plan, certify_s, begins), quiet=as_json)
     if output is not None:
-        names = write_results(output, done)
+        names = write_results(output, done, as_png)
         note(f"  {len(names)} files in {output}")
     told = report(done)
     print_json(told) if as_json else _show(told)

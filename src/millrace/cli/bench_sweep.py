@@ -12,12 +12,13 @@ from millrace.bench.plan import measure, planned
 from millrace.bench.server_load import Watch
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.bench.sweep import Best, Point, Reached, SweepLimits, best, limited, on_front, swept
-from millrace.bench.sweep_page import sweep_page
-from millrace.cli.bench_flags import TheirFlags
+from millrace.bench.sweep_page import sweep_page, sweep_plot
+from millrace.cli.bench_flags import TheirFlags, check_output, png_option
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import note, pairs, print_json, table
 from millrace.errors import ConfigError, MachineError
+from millrace.report.png import png
 
 EPILOG = """\b
 Examples:
@@ -56,13 +57,17 @@ NAMES = {"within": "best within limits", "latency": "lowest latency", "throughpu
     help="Percent of the requests that keep this.",
 )
 @click.option("-o", "--output", type=Path, metavar="FILE", help="Write an offline page there.")
+@png_option
 @json_option
-def command(url: str, by: str, first: float, most: float, output: Path | None, as_json: bool, **given: Any) -> None:
+def command(
+    url: str, by: str, first: float, most: float, output: Path | None, as_png: bool, as_json: bool, **given: Any
+) -> None:  # fmt: skip
     """Raise the load until a limit breaks, and find the best below.
 
     Each level lasts --duration-s (10 unless said, or --request-count). Ctrl-C ends the sweep and reports what there is.
     """
     _agree(by, first, most, given)
+    check_output(output, as_png)
     if given["duration_s"] is None and given["request_count"] is None:
         given["duration_s"] = EACH_S
     limits = SweepLimits(given.pop("ttft_ms"), given.pop("itl_ms"), int(given.pop("percentile")))
@@ -76,6 +81,8 @@ def command(url: str, by: str, first: float, most: float, output: Path | None, a
     if output is not None:
         output.write_text(sweep_page(url, by, points, found, limits), encoding="utf-8")
         note(f"  written to {output}")
+        if as_png:
+            output.with_suffix(".png").write_bytes(png(sweep_plot(points)))
     print_json(told) if as_json else _show(told)
 
 

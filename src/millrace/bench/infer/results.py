@@ -14,9 +14,10 @@ from millrace.bench.infer.measure import Inferred, Point
 from millrace.bench.results import DEFINITIONS
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot
+from millrace.report.png import png
 
 SCHEMA = 1
-LATENCY = "request_latency"
+LATENCY, PICTURE = "request_latency", "inferences.png"
 _PERCENTILES = (50, 90, 95, 99)
 _KINDS = 5  # colours of the style sheet
 
@@ -104,8 +105,8 @@ def notes(done: Inferred) -> list[str]:
     return said
 
 
-def write_results(folder: Path, done: Inferred) -> list[str]:
-    """Names of the files that it wrote into the folder, which is made. raises OSError"""
+def write_results(folder: Path, done: Inferred, with_picture: bool = False) -> list[str]:
+    """Names of the files that it wrote into the folder, which is made. with_picture: the plot as PNG. raises OSError"""
     folder.mkdir(parents=True, exist_ok=True)
     files = {"report.html": infer_page(done), "summary.json": json.dumps(report(done), indent=2)}
     for size in sorted({p.level.batch for p in done.points}):
@@ -114,7 +115,11 @@ def write_results(folder: Path, done: Inferred) -> list[str]:
             files[f"perf_analyzer_b{size}.csv"] = text
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
-    return list(files)
+    svg = plot(done.points) if with_picture else None
+    if svg is None:
+        return list(files)
+    (folder / PICTURE).write_bytes(png(svg))
+    return [*files, PICTURE]
 
 
 def perf_analyzer_csv(points: Sequence[Point]) -> str:
