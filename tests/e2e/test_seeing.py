@@ -7,6 +7,9 @@ from typing import Any
 
 import httpx
 
+from millrace import __version__
+from millrace.engine.engine import Engine
+from millrace.kernels.library import usable_isas
 from tests.e2e.live import Live
 from tests.support.command_line import run_process
 
@@ -65,11 +68,12 @@ def test_the_playground_needs_nobody_else(tiny: Live) -> None:
         assert httpx.get(tiny.url + path).status_code in (200, 405), path
 
 
-def test_an_answer_with_a_receipt(tiny: Live) -> None:
+def test_an_answer_with_a_receipt(tiny: Live, tiny_engine: Path) -> None:
     reply = ask(tiny, "r-1", receipt=True, n=2).json()["millrace"]
     receipt = reply["receipt"]
     assert receipt["path"] == CHAT and receipt["seed"] == reply["seed"] == 1 and len(receipt["answers"]) == 2
-    assert len(set(receipt["answers"])) == 2 and receipt["engine"] and receipt["release"]
+    assert len(set(receipt["answers"])) == 2 and receipt["release"] == __version__
+    assert receipt["engine"] == Engine.open(tiny_engine).manifest.identity and receipt["isa"] == usable_isas()[0]
     again = ask(tiny, "r-2", receipt=True, n=2).json()["millrace"]["receipt"]
     assert again == receipt
     other = ask(tiny, "r-3", receipt=True, n=2, seed=2).json()["millrace"]["receipt"]
@@ -90,10 +94,20 @@ def test_a_receipt_is_verified_by_a_server_of_its_own(tiny: Live, tiny_engine: P
     told.write_text(json.dumps({**response, "choices": [{**response["choices"][0], "text": "another"}]}))
     done = run_process(command, tmp_path / "cache")
     assert done.code == 2 and "choices are not what its tokens say" in done.err
-    response["millrace"]["receipt"]["answers"] = ["0" * 32]
+    asked.write_text(json.dumps({**request, "prompt": "Once upon the"}))
     told.write_text(json.dumps(response))
     done = run_process(command, tmp_path / "cache")
-    assert done.code == 2 and "the answer is another one" in done.err
+    assert done.code == 2 and "the request has another prompt" in done.err
+    asked.write_text(json.dumps(request))
+    receipt = response["millrace"]["receipt"]
+    for changed, why in (
+        ({"answers": ["0" * 32]}, "the answer is another"),
+        ({"engine": "0" * 32}, "is of the engine 0"),
+    ):
+        response["millrace"]["receipt"] = {**receipt, **changed}
+        told.write_text(json.dumps(response))
+        done = run_process(command, tmp_path / "cache")
+        assert done.code == 2 and why in done.err
     told.write_text("{}")
     done = run_process(command, tmp_path / "cache")
     assert done.code == 2 and "the response has no receipt" in done.err
