@@ -28,12 +28,18 @@ class StepReply(Struct):
 
 
 class TraceReply(Struct):
-    """One request. `null`: it has not come so far. steps: its last 512, of the last few thousand of all"""
+    """One request. `null`: it has not come so far. steps: its last 512, of the last few thousand of all
+
+    Between two of these times lies one stage of its way: received, prepared, queued, computed, told.
+    """
 
     id: str
-    queued_ms: float | None  # until its first step
-    first_token_ms: float | None  # from being queued
+    preparing_ms: float | None  # from its first byte to being queued: read, rendered, tokenised
+    queued_ms: float | None  # from then on, as all that follow, until its first step
+    first_token_ms: float | None  # until the step that drew it had ended
+    first_told_ms: float | None  # until it was text, and given to its connection
     total_ms: float | None
+    told_ms: float | None  # the last token, as the first
     prompt_tokens: int
     cached_tokens: int  # of them: their pages were known, so that nothing was computed
     prefill_saved_ms: float | None  # by that, at the pace of prompts in this server, of late; None where there was none
@@ -78,8 +84,10 @@ def _trace(trace: RequestTrace, token_s: float | None) -> TraceReply:
     ]  # fmt: skip
     saved = None if token_s is None else _ms(seen.n_cached * token_s)
     return TraceReply(
-        seen.id, _since(queued_s, timings.first_scheduled_s), _since(queued_s, timings.first_token_s),
-        _since(queued_s, timings.finished_s), seen.n_prompt, seen.n_cached, saved, timings.n_output_tokens,
+        seen.id, None if timings.received_s is None else _ms(queued_s - timings.received_s),
+        _since(queued_s, timings.first_scheduled_s), _since(queued_s, timings.first_token_s),
+        _since(queued_s, timings.first_told_s), _since(queued_s, timings.finished_s), _since(queued_s, timings.told_s),
+        seen.n_prompt, seen.n_cached, saved, timings.n_output_tokens,
         timings.n_preemptions, steps,
     )  # fmt: skip
 
