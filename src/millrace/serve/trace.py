@@ -1,12 +1,15 @@
 """What happened to a request, step by step."""
 
+import re
 from collections.abc import Sequence
+from urllib.parse import parse_qsl
 
 from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Scope
 
-from millrace.runtime.history import RequestTrace, StepSeen
+from millrace.errors import RequestError
+from millrace.runtime.history import MOST_STEPS, RequestTrace, StepSeen
 from millrace.serve.backend import Models
 from millrace.serve.errors import HttpError
 from millrace.serve.replies import json_reply
@@ -54,7 +57,8 @@ class TraceList(Struct):
 
 
 def request_trace(models: Models, scope: Scope) -> Response:
-    """By the id of the call: x-request-id. raises HttpError with 404"""
+    """By the id of the call: x-request-id; `?steps=N`: the last N steps. raises HttpError with 404, RequestError"""
+    n_steps = _steps_asked(scope)
     request_id: str = scope["path_params"]["request_id"]
     call: Call = scope[CALL]
     loops = [backend.model.engine.loop for backend in models.of_kind(TextBackend)]
@@ -62,7 +66,7 @@ def request_trace(models: Models, scope: Scope) -> Response:
     for loop in loops:
         if own := [trace for trace in loop.traces(request_id) if trace.seen.tenant == call.tenant]:
             token_s = _prompt_token_s(tuple(loop.history.steps))
-            found += [_trace(trace, token_s) for trace in own]
+            found += [_trace(trace, token_s, n_steps) for trace in own]
     if not found:
         raise HttpError(
             404, "request_not_found", f'nothing is known of the request "{request_id[:100]}"',
@@ -71,7 +75,16 @@ def request_trace(models: Models, scope: Scope) -> Response:
     return json_reply(TraceList(found))
 
 
-def _trace(trace: RequestTrace, token_s: float | None) -> TraceReply:
+def _steps_asked(scope: Scope) -> int:
+    found = MOST_STEPS
+    for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
+        if name != "steps" or not re.fullmatch("[0-9]{1,9}", value):
+            raise RequestError(f"{name:.60}={value:.60} is asked of a trace", "steps=N", "leave it out", name[:60])
+        found = int(value)
+    return found
+
+
+def _trace(trace: RequestTrace, token_s: float | None, n_steps: int = MOST_STEPS) -> TraceReply:
     seen, timings = trace.seen, trace.seen.timings
     queued_s = timings.queued_s
     steps = [
@@ -80,7 +93,7 @@ def _trace(trace: RequestTrace, token_s: float | None) -> TraceReply:
             int(parts["n_prompt"].sum()), int(parts["draws"].sum()), step.n_tokens,
             len(step.parts) - len(parts), step.waiting,
         )
-        for step, parts in trace.steps
+        for step, parts in trace.steps[max(0, len(trace.steps) - n_steps) :]
     ]  # fmt: skip
     saved = None if token_s is None else _ms(seen.n_cached * token_s)
     return TraceReply(
