@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
@@ -26,6 +27,7 @@ from tests.runtime.fakes import (
     make_loop,
     score,
 )
+from tests.support.drawn import SEEDS, examples
 
 
 class Client:
@@ -102,7 +104,8 @@ def tiny_limits(rng: random.Random) -> ExecutorLimits:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@settings(max_examples=examples(60))
+@given(seed=SEEDS)
 def test_any_schedule_gives_the_solo_answers(seed: int) -> None:
     rng = random.Random(seed)
     of = tiny_limits(rng)
