@@ -50,7 +50,7 @@ def inferred(server: NullProcess, protocol: str = HTTP, certify_s: float = 0.0, 
 
 
 @BOTH
-@pytest.mark.parametrize("n", [6, pytest.param(60, marks=pytest.mark.timing)])
+@pytest.mark.parametrize("n", [6, pytest.param(30, marks=pytest.mark.timing)])
 def test_every_figure_is_what_the_server_did(request: pytest.FixtureRequest, null: Null, protocol: str, n: int) -> None:
     """Six at once on two instances are answered in three steps: the mean of six waits for one service."""
     within = WITHIN if request.node.get_closest_marker("timing") else WITHIN_BUSY
