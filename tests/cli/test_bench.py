@@ -1,6 +1,7 @@
 """`millrace bench` as people and programs run it, on the null server."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from millrace.cli.bench_infer import command as bench_infer
 from millrace.report.png import has_no_font
 from millrace.settings import Settings, declared
 from tests.cli.conftest import Millrace
+from tests.serve.support import MODEL, Fake, running
 from tests.support.command_line import ROOT, environment
 
 SMALL = ("--isl", "20", "--osl", "5", "--request-count", "12", "--concurrency", "3", "--certify-s", "0")
@@ -231,6 +233,14 @@ def test_a_client_that_does_not_keep_up_says_so(millrace: Millrace, url: str, mo
     result = millrace("bench", url, *SMALL, "--json")
     told = json.loads(result.out)
     assert told["valid"] is False and told["notes"][0].startswith("INVALID: this client does not keep up")
+
+
+def test_the_command_tells_where_the_time_went(millrace: Millrace) -> None:
+    flags = ("--concurrency", "4", "--request-count", "24", "--isl", "8", "--osl", "6", "--certify-s", "0")
+    with running(Fake()) as server:
+        shown = millrace("bench", server.url, "--model", MODEL, "--endpoint", "completions", *flags).out
+    assert "where the time went, of 24 requests that the server tells of" in shown
+    assert re.search(r"\n  ms to the first token( +-?[\d.]+){5}\n    the 3 slowest", shown) and "slowest took" in shown
 
 
 def test_an_engine_in_this_process(millrace: Millrace, built_tiny: Path) -> None:
