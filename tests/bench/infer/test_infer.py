@@ -24,7 +24,7 @@ from millrace.bench.null_process import NullProcess
 from millrace.errors import ConfigError, MachineError
 from tests.bench.conftest import Null
 
-WITHIN, WITHIN_BUSY = 0.02, 0.1  # of an idle machine; of one that computes other things, too
+WITHIN, WITHIN_BUSY = 0.02, 0.3  # on an idle machine; on one that computes other things, too, only the scale
 BOTH = pytest.mark.parametrize("protocol", [HTTP, GRPC])
 QUICK = NullTiming(ttft_ms="5", itl_ms="0.5")
 # A batch of n takes 100 + 2.5 (n - 1) ms, on two instances; where it has to be quick, 60 + 1.5 (n - 1).
@@ -79,7 +79,7 @@ def test_every_figure_is_what_the_server_did(request: pytest.FixtureRequest, nul
         queue_ms = 1e3 * np.mean([s.queue_s for s in sent])
         assert point.server.stages_ms["queue"] == pytest.approx(queue_ms, rel=1e-6, abs=1e-6)
         if n == 6:
-            assert queue_ms == pytest.approx(service_ms if at_a_time == 6 else 0, rel=0.06)
+            assert queue_ms == pytest.approx(service_ms if at_a_time == 6 else 0, rel=max(within, 0.06))
     assert done.model.instances == "2 on CPU" and done.model.max_batch == 128 and done.is_valid
 
 
@@ -114,7 +114,7 @@ def test_requests_that_arrive_at_a_rate(null: Null) -> None:
     done = inferred(null(QUICK, True), request_rate=("200",), arrival_pattern="constant", request_count=60)
     (point,) = done.points
     assert point.level.rate == 200 and point.metrics.n == 60
-    assert point.metrics.requests_per_s.value == pytest.approx(200, rel=0.1)
+    assert point.metrics.requests_per_s.value == pytest.approx(200, rel=0.25)
 
 
 @BOTH
