@@ -57,6 +57,19 @@ def test_the_report_for_people(millrace: Millrace, url: str) -> None:
         assert said in result.out
 
 
+@pytest.mark.parametrize("streaming", ["--streaming", "--no-streaming"])
+def test_tritons_generate(millrace: Millrace, url: str, streaming: str) -> None:
+    """It tells no tokens: each chunk counts as one, and that is said; a model's name is in the path."""
+    flags = ("--endpoint", "generate", streaming, "--json")
+    told = json.loads(millrace("bench", url, "--model", "any/name", *SMALL, *flags).out)
+    assert told["requests"] == {"whole": 12, "failed": 0, "by_failure": {}} and told["endpoint"] == "generate"
+    assert any("tells no input lengths" in note for note in told["notes"])
+    assert ("time_to_first_token" in told["metrics"]) == (streaming == "--streaming")
+    if streaming == "--streaming":
+        assert told["metrics"]["output_sequence_length"]["mean"] == 5
+    millrace("bench", url, *SMALL, *flags).assert_mistake("--endpoint generate without a model", "--model")
+
+
 def test_inferences_of_a_tensor_model(millrace: Millrace, url: str, tmp_path: Path) -> None:
     """As perf_analyzer's page writes it."""
     flags = ["-m", "null", "-u", url, "-b", "4", "--concurrency-range", "1:2", "--request-count", "6"]
