@@ -180,12 +180,13 @@ def test_ctrl_c_still_reports(cache: Path, url: str, tmp_path: Path) -> None:
 def test_a_slower_server_is_found_and_ends_with_3(millrace: Millrace, url: str, tmp_path: Path) -> None:
     with NullProcess(NullTiming(ttft_ms="10", itl_ms="4")) as slower:
         rounds = ("--isl", "10", "--osl", "10", "--request-count", "6", "--concurrency", "2", "--rounds", "4")
-        worse = millrace("bench", "compare", url, slower.url, *rounds, "--json")
-        better = millrace("bench", "compare", slower.url, url, *rounds, "--allow", "30")
+        worse = millrace("bench", "compare", url, slower.url, *rounds, "--certify-s", "0.4", "--json")
+        better = millrace("bench", "compare", slower.url, url, *rounds, "--allow", "30", "--certify-s", "0")
     assert worse.code == 3, worse.err
     told = json.loads(worse.out)
     assert "inter_token_latency" in told["worse"] and told["failed"] == [0, 0] and told["ended_early"] is None
-    assert better.code == 0 and "better" in better.out and "visible" in better.out
+    assert told["valid"] is not told["client"].startswith("NOT CERTIFIED") and "2 streams, " in told["client"]
+    assert better.code == 0 and "better" in better.out and "visible" in better.out and "client:" not in better.out
 
 
 def test_two_results_are_compared(millrace: Millrace, url: str, tmp_path: Path) -> None:
@@ -199,13 +200,15 @@ def test_two_results_are_compared(millrace: Millrace, url: str, tmp_path: Path) 
 
 def test_a_sweep_ends_where_the_limit_breaks(millrace: Millrace, url: str, tmp_path: Path) -> None:
     flags = ["--isl", "10", "--osl", "5", "--request-count", "8", "--most", "4", "-o", str(tmp_path / "sweep.html")]
-    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "200", "--json")
+    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "200", "--certify-s", "0.4", "--json")
     assert result.code == 0, result.err
     told = json.loads(result.out)
     assert [p["level"] for p in told["points"]] == [1, 2, 4] and told["within"]["level"] in (1, 2, 4)
     assert (tmp_path / "sweep.html").read_text().count("<circle") == 3
     assert "tells nothing" in told["limited_by"]
-    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "1")
+    assert told["valid"] is not told["client"].startswith("NOT CERTIFIED")
+    assert told["client"] in (tmp_path / "sweep.html").read_text() and " streams, " in told["client"]
+    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "1", "--certify-s", "0")
     assert result.code == 0 and "best within limits  none" in result.out
 
 

@@ -15,7 +15,7 @@ from millrace.bench.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.bench.waterfall import TO_END, joined, traced
 from millrace.cli import bench_compare, bench_infer, bench_sweep
-from millrace.cli.bench_flags import TheirFlags, check_output, png_option
+from millrace.cli.bench_flags import TheirFlags, certify_option, check_output, png_option
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, print_json, table
@@ -59,14 +59,7 @@ class Bench(TheirFlags):
 @settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
 @click.option("--goodput", multiple=True, metavar="METRIC:MS", help=f"Limits that good requests keep; or {READING}.")
 @click.option("--engine", metavar="MODEL", help="Instead of a URL: a model or engine in this process, without HTTP.")
-@click.option(
-    "--certify-s",
-    type=click.FloatRange(0, 600),
-    default=2.0,
-    show_default=True,
-    metavar="X",
-    help="Seconds in which this client first proves itself on a server of known timing; 0: not.",
-)
+@certify_option
 @click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there, as other tools do, too.")
 @png_option
 @json_option
