@@ -39,6 +39,7 @@ MILLRACE_INLINE int64_t panel_bytes(int64_t weights, int64_t k, int64_t group, i
   const int64_t kp = padded_k(k, group);
   if (weights == 0) return k * kPanel * 4;
   if (weights == 1) return kp * kPanel * 2;
+  if (weights == 4) return kp * kPanel + kPanel * 4;
   return (weights == 2 ? kp * kPanel : kp * kPanel / 2) + scaling_bytes(k, group, scaling);
 }
 
@@ -69,6 +70,11 @@ MILLRACE_INLINE int64_t byte_tiles_floats(int64_t format, int64_t weights, int64
   if (format < 2 || weights < 2 || k > kTileInputs) return 0;
   const int64_t groups = n_groups(k, group);
   return (kTilePassRows + kTileBatch * kTileBlockRows + 2 * groups) * kPanel + groups * GroupTiles(k, group).code_bytes() / 4;
+}
+
+// What a worker needs for products of E4M3: a panel in bfloat16, and its scales.
+MILLRACE_INLINE int64_t fp8_floats(int64_t weights, int64_t k) {
+  return weights != 4 || k > kTileInputs ? 0 : padded_k(k, 0) * kPanel / 2 + kPanel;
 }
 
 }  // namespace millrace

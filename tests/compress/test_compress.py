@@ -23,6 +23,7 @@ from millrace.compress.grid import Convention, Grid, rounded
 from millrace.compress.layers import Layer, Rounding
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, parsed
+from millrace.engine.kv import KvFormat
 from millrace.errors import CheckpointError, ConfigError, MachineError
 from tests.fuzz.originals import write_checkpoint
 from tests.support.checkpoints import random_encoder
@@ -151,6 +152,21 @@ def test_transformers_reads_the_same(tmp_path: Path, source: Path, i: int) -> No
     executor = engine.executor(n_pages=8)
     assert_no_worse(last_logits(engine, executor, [ids])[0], theirs, exact)
     executor.close()
+
+
+def test_fp8_runs_in_the_folders_bytes(tmp_path: Path, source: Path) -> None:
+    """As near to the folder's own floats as bfloat16 is, whose weights are the same numbers (compress/e4m3.py)."""
+    compress(job(source, method="fp8"), folder := tmp_path / "out")
+    ids = [np.random.default_rng(seed).integers(0, 320, 33).tolist() for seed in range(7)]
+    logits, kept = {}, {}
+    for precision in ("fp32", "bf16", None):
+        engine = build(folder, tmp_path / f"{precision}.engine", precision, kv=KvFormat.F32)
+        executor = engine.executor(n_pages=8)
+        logits[precision], kept[precision] = last_logits(engine, executor, ids), engine.manifest
+        executor.close()
+    assert kept[None].precision["default"] == "fp8a16" and not any("again" in note for note in kept[None].notes)
+    off = {name: float(np.square(logits[name] - logits["fp32"]).mean()) for name in ("bf16", None)}
+    assert 0 < off[None] <= 1.5 * off["bf16"], off
 
 
 def left(folder: Path) -> list[str]:

@@ -162,7 +162,7 @@ def _put(folder: Folder, job: Job, name: str, array: Array) -> bytes:
 
 def _digest(matrix: Matrix) -> bytes:
     if isinstance(matrix, Fp8Matrix):
-        return _digest_of([matrix.dequantise().astype(np.float32)])
+        return _digest_of([matrix.codes.view(np.int8), matrix.scales.astype(np.float32)])
     return _digest_of([matrix.codes, *matrix.floats])
 
 

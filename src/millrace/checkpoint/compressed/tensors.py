@@ -13,20 +13,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.compressed.packing import unpack, words_of
 from millrace.checkpoint.compressed.scheme import Compression, Scheme
-from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
+from millrace.checkpoint.quantised import E4M3, FP8, QuantisedFormat, QuantisedMatrix
 from millrace.checkpoint.weights import FLOAT_NAMES, Array, TensorInfo, Tensors
 from millrace.errors import CheckpointError
 
 WEIGHT, PACKED, SHAPE = ".weight", ".weight_packed", ".weight_shape"
 SCALE, ZERO = ".weight_scale", ".weight_zero_point"
 NAMES = {"I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn"}  # beside those of floats
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_E4M3_NAN = 0x7F  # and with the sign
 _UNSUPPORTED = (".weight_g_idx", ".weight_global_scale", ".input_global_scale")
 _ALLOWED = (".input_scale", ".input_zero_point")  # of static FP8 activations, which stay bfloat16 here
 _SCALES = ("float32", "float16", "bfloat16")
@@ -99,10 +98,10 @@ class CompressedTensors(Tensors):
         return super().load(name) if layer is None else self._floats(layer)
 
     def format(self, name: str) -> QuantisedFormat | None:
-        """None: floats, and codes that float16 scales and minimums do not stand for exactly. Reads these."""
+        """None: floats, and integers that float16 scales and minimums do not stand for exactly. Reads these."""
         if name not in self._formats:
             layer = self._layers.get(name)
-            self._formats[name] = None if layer is None or layer.scheme.floats else self._format(layer)
+            self._formats[name] = self._format(layer) if layer else None
         return self._formats[name]
 
     def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
@@ -110,6 +109,9 @@ class CompressedTensors(Tensors):
         if held is None or held.bits > bits or held.group != group:
             return None
         layer = self._layers[name]
+        if held.e4m3:
+            own = np.ascontiguousarray(self._scales(layer)[:, :1], np.float32)
+            return QuantisedMatrix(self._e4m3(layer), own, group, bits, e4m3=True)
         codes, scales, zeros = self._codes(layer), self._scales(layer).astype(np.float16), self._zeros(layer)
         if zeros is None:
             return QuantisedMatrix(codes, scales, group, bits)
@@ -125,6 +127,8 @@ class CompressedTensors(Tensors):
         return 16 if layer is None or layer.scheme.float_activations else layer.scheme.activation_bits
 
     def _format(self, layer: _Layer) -> QuantisedFormat | None:
+        if layer.scheme.floats:  # float32 holds whatever scales they come with
+            return FP8 if layer.n_groups == 1 else None
         wide = self._scales(layer)
         with np.errstate(over="ignore"):
             scales = wide.astype(np.float16)
@@ -140,7 +144,7 @@ class CompressedTensors(Tensors):
     def _floats(self, layer: _Layer) -> NDArray[np.float32]:
         scales, zeros = self._scales(layer), self._zeros(layer)
         found = np.empty(layer.shape, np.float32)
-        codes = self._parts.load(layer.name) if layer.scheme.floats else self._codes(layer)
+        codes = self._e4m3(layer).view(E4M3) if layer.scheme.floats else self._codes(layer)
         rows = max((1 << 22) // layer.shape[1], 1)
         for start in range(0, len(codes), rows):  # of float64 some rows at a time
             part = slice(start, start + rows)
@@ -159,6 +163,18 @@ class CompressedTensors(Tensors):
             return self._parts.load(layer.name)
         words = self._parts.load(_module(layer) + PACKED)
         return unpack(words, layer.scheme.bits, layer.shape[1])
+
+    def _e4m3(self, layer: _Layer) -> NDArray[np.int8]:
+        """(N, K), their bytes. raises CheckpointError where one is no number"""
+        codes = np.ascontiguousarray(self._parts.load(layer.name)).view(np.int8)
+        wrong = (codes & np.int8(_E4M3_NAN)) == _E4M3_NAN
+        if wrong.any():
+            row, column = np.unravel_index(int(wrong.argmax()), wrong.shape)
+            raise CheckpointError(
+                f"{layer.name} has {np.count_nonzero(wrong):,} FP8 codes that are no numbers, the first at "
+                f"[{row}, {column}]", "E4M3 codes up to 448", _AGAIN,
+            )  # fmt: skip
+        return codes
 
     def _scales(self, layer: _Layer) -> NDArray[np.float64]:
         """(N, G). raises CheckpointError where one is no number"""

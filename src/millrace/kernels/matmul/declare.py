@@ -59,14 +59,15 @@ KERNEL = Kernel(
         "group % 4 == 0",
         "x_group == group or (x_group > 0 and x_group % 8 == 0 and group % x_group == 0)",
         f"x_group == group or format >= {RowFormat.Q8}",
-        f"weights < {WeightFormat.W8} or group > 0",
+        f"weights < {WeightFormat.W8} or weights > {WeightFormat.W4} or group > 0",
         f"weights < {WeightFormat.W8} or format >= {RowFormat.BF16}",
         f"weights != {WeightFormat.F32} or format == {RowFormat.F32}",
         f"weights != {WeightFormat.BF16} or format == {RowFormat.BF16}",
-        f"weights > {WeightFormat.BF16} or group == 0",
+        f"weights != {WeightFormat.FP8} or format == {RowFormat.BF16}",
+        f"weights == {WeightFormat.W8} or weights == {WeightFormat.W4} or group == 0",
         f"scaling >= {min(Scaling)}",
         f"scaling <= {max(Scaling)}",
-        f"scaling == {Scaling.PLAIN} or weights >= {WeightFormat.W8}",
+        f"scaling == {Scaling.PLAIN} or weights == {WeightFormat.W8} or weights == {WeightFormat.W4}",
         f"scaling != {Scaling.LEVELS} or weights == {WeightFormat.W8}",
         f"scaling < {Scaling.LEVELS} or group == 16 or group == 32",
         "x_stride % 4 == 0",
@@ -80,5 +81,5 @@ KERNEL = Kernel(
         Knob("task_panels", 1 << 20),  # panels of 32 outputs that a worker takes at a time
         Knob("ahead", 1 << 20),  # how many bytes ahead of their use weights are fetched
     ),
-    scratch="byte_tiles_floats(format, weights, k, x_group)",
+    scratch="byte_tiles_floats(format, weights, k, x_group) + fp8_floats(weights, k)",
 )

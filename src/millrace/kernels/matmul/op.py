@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.checkpoint.quantised import FP8, QuantisedMatrix
 from millrace.graph.rules import check_tree, illegal
 from millrace.graph.trees import as_tree, evaluate
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
@@ -22,6 +22,7 @@ from millrace.kernels.matmul.pack import (
     pack_codes,
     pack_matrix,
     rounded_codes,
+    rounded_e4m3,
     scaling_of,
     stored_codes,
 )
@@ -30,7 +31,7 @@ from millrace.kernels.places import Packed, Place, View, constant_of
 from millrace.kernels.precision import BF16_BY_TILES, HADAMARD, SCALING_WORDS, Precision
 from millrace.kernels.storage import Storage, storage_of
 
-_BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4}
+_BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4, WeightFormat.FP8: 8}  # of the codes that a checkpoint may hold
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -76,6 +77,8 @@ def product(values: Values, x: Value, w: Value, precision: Precision, group: int
                 held, _codes(values, w, precision.bits, group, hadamard_group=held.hadamard_group)
             )
         return products.matmul_a16(values.rows(x), _codes(values, w, precision.bits, group))
+    if precision == Precision.FP8A16:
+        return products.matmul_fp8(values.rows(x), _codes(values, w, FP8.bits, FP8.group))
     rows, weights = values.rows(x), values.rows(w).astype(np.float32).astype(np.float64)
     y = products.matmul_bf16(rows, weights) if precision == Precision.BF16 else products.matmul(rows, weights)
     return y.astype(np.float64)
@@ -83,7 +86,9 @@ def product(values: Values, x: Value, w: Value, precision: Precision, group: int
 
 def _codes(values: Values, w: Value, bits: int, group: int, *, hadamard_group: int = 0) -> QuantisedMatrix:
     stored = stored_codes([w.constant], bits, group) if w.constant and not hadamard_group else None
-    return stored[0] if stored else rounded_codes(values.rows(w), bits, group, hadamard_group)
+    if stored:
+        return stored[0]
+    return rounded_codes(values.rows(w), bits, group, hadamard_group) if group else rounded_e4m3(values.rows(w))
 
 
 def _reference(node: Node, values: Values) -> Held:

@@ -37,3 +37,8 @@ def matmul_q8(x: Quantised, w: QuantisedMatrix) -> NDArray[np.float64]:
 def matmul_a16(x: Array, w: QuantisedMatrix) -> NDArray[np.float64]:
     """x rounded to bfloat16, integer weights with their group's scale and minimum."""
     return to_bf16(x).astype(np.float64) @ w.dequantise().T
+
+
+def matmul_fp8(x: Array, w: QuantisedMatrix) -> NDArray[np.float64]:
+    """x rounded to bfloat16, weights of E4M3, each output times its scale."""
+    return to_bf16(x).astype(np.float64) @ w.values().T * w.scales.T.astype(np.float64)
