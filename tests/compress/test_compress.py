@@ -14,6 +14,8 @@ import safetensors.numpy
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.weights import INDEX, Tensors
+from millrace.compile.build import BuildOptions, plan_engine
+from millrace.compile.source import Source
 from millrace.compress import folder as folders
 from millrace.compress.compress import RECORD, Piece, by_layers, by_rounding, compress
 from millrace.compress.e4m3 import rounded_e4m3
@@ -25,6 +27,7 @@ from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, parsed
 from millrace.engine.kv import KvFormat
 from millrace.errors import CheckpointError, ConfigError, MachineError
+from millrace.evaluate.simulated import fp8_rows
 from tests.fuzz.originals import write_checkpoint
 from tests.support.checkpoints import random_encoder
 from tests.support.compressed_files import Kind, dequantised_by_spec, read_file, write_compressed
@@ -49,6 +52,7 @@ RECIPES: list[tuple[dict[str, Any], str, Grid | None]] = [
     ({"group": 32, "minimums": True}, "pack-quantized", Grid(group=32, minimums=True)),
     ({"group": "row", "scales": "model-optimizer"}, "pack-quantized", Grid(4, 0, False, Convention.MODEL_OPTIMIZER)),
     ({"group": 64, "activations": 8}, "pack-quantized", Grid(group=64)),
+    ({"group": 64, "activations": "fp8"}, "pack-quantized", Grid(group=64)),
     ({"bits": 8, "group": "row"}, "pack-quantized", Grid(8, 0)),
     ({"bits": 8, "group": "row", "activations": 8}, "int-quantized", Grid(8, 0)),
     ({"method": "fp8"}, "float-quantized", None),
@@ -167,6 +171,21 @@ def test_fp8_runs_in_the_folders_bytes(tmp_path: Path, source: Path) -> None:
     assert kept[None].precision["default"] == "fp8a16" and not any("again" in note for note in kept[None].notes)
     off = {name: float(np.square(logits[name] - logits["fp32"]).mean()) for name in ("bf16", None)}
     assert 0 < off[None] <= 1.5 * off["bf16"], off
+
+
+def test_fp8_beside_four_bits(tmp_path: Path, source: Path) -> None:
+    """llm-compressor's W4AFP8 in the file; here activations stay bfloat16, which is said once, and is simulated."""
+    compress(job(source, group=64, activations="fp8"), tmp_path / "out")
+    (group,) = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ].values()
+    assert group["weights"]["num_bits"] == 4 and group["weights"]["type"] == "int"
+    rows = group["input_activations"]
+    assert (rows["num_bits"], rows["type"], rows["strategy"], rows["dynamic"]) == (8, "float", "token", True)
+    opened = Source.from_checkpoint(Checkpoint.open(tmp_path / "out"))
+    made = plan_engine(opened, BuildOptions())
+    assert made.precision.default == "w4a16" and len(fp8_rows(opened)) == len(opened.stored) - 1  # but for the head
+    assert sum("stay bfloat16 here" in note for note in made.notes) == 1
 
 
 def left(folder: Path) -> list[str]:

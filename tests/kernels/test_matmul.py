@@ -61,7 +61,7 @@ def exact(kind: str, x: F32, w: F32, group: int) -> NDArray[np.floating[Any]]:
         case "w8a8" | "w4a8":
             return ref.matmul_q8(to_q8(x, group), rounded_codes(w, int(kind[1]), group))
         case "fp8a16":
-            return ref.matmul_fp8(wide, rounded_e4m3(w))
+            return ref.matmul_a16(wide, rounded_e4m3(w))
         case _:
             return ref.matmul_a16(wide, rounded_codes(w, int(kind[1]), group))
 

@@ -170,6 +170,10 @@ class Tensors(Mapping[str, TensorInfo]):
         """What the checkpoint means to multiply this matrix with: 8-bit integers, or 16-bit floats."""
         return 16
 
+    def meets_fp8(self, name: str) -> bool:
+        """Whether it means to multiply this matrix with E4M3 of a scale a token, for which 16-bit floats stand here."""
+        return False
+
 
 def _read_index(folder: Path) -> dict[str, str] | None:
     """Tensor name -> file name; None where the weights are one model.safetensors, which wins as in transformers."""

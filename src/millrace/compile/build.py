@@ -153,13 +153,21 @@ def plan_pieces(
     wanted: of a piece, what it shall give instead of its outputs; a piece of which nothing is wanted is left out
     raises as plan_engine
     """
-    chosen = settled(source, options)
-    traced = trace_model(source.module, source.weights, operators())
-    grown = run_passes(traced, [("fold_constants", fold_constants), ("fuse_elementwise", fuse_elementwise)])
-    pieces = cut(grown)
+    chosen, pieces = settled(source, options), _cut(source)
     if wanted is not None:
         pieces = tuple(prune(replace(piece, outputs=ports)) for piece in pieces if (ports := wanted(piece)))
     return (_program(piece, chosen) for piece in pieces)
+
+
+def reference_pieces(source: Source, options: BuildOptions) -> tuple[Graph, ...]:
+    """The graphs of the same pieces for the interpreter, one node for each layer and none of our fusions."""
+    precision = settled(source, options).precision
+    return tuple(run_passes(piece, unfused(precision)) for piece in _cut(source))
+
+
+def _cut(source: Source) -> tuple[Graph, ...]:
+    traced = trace_model(source.module, source.weights, operators())
+    return cut(run_passes(traced, [("fold_constants", fold_constants), ("fuse_elementwise", fuse_elementwise)]))
 
 
 def _program(traced: Graph, chosen: Settled) -> Program:

@@ -128,12 +128,14 @@ class StoredMatrix:
 
     held: its codes; None: floats, or codes that only floats stand for exactly
     byte_rows: what meets it is meant to have eight bits; else 16-bit floats
+    fp8_rows: what meets it is meant to be E4M3 with a scale for each token, which 16-bit floats stand for here
     """
 
     dtype: str
     n_weights: int
     held: QuantisedFormat | None = None
     byte_rows: bool = True
+    fp8_rows: bool = False
 
     @property
     def nearest(self) -> Precision:

@@ -131,5 +131,6 @@ def _stored_matrices(checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
             layer = HEAD
         if len(info.shape) == 2:
             size, bits = math.prod(info.shape), tensors.activation_bits(name)
-            found[layer] = StoredMatrix(info.dtype, size, tensors.format(name), byte_rows=bits == 8)
+            meets_fp8 = tensors.meets_fp8(name)
+            found[layer] = StoredMatrix(info.dtype, size, tensors.format(name), byte_rows=bits == 8, fp8_rows=meets_fp8)
     return found

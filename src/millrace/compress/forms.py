@@ -39,19 +39,28 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """group: 0 for a whole row; floats: E4M3; activations: bits of what they are meant to meet, of 8 the same kind"""
+    """group: 0 for a whole row; floats: E4M3
+
+    activations: bits of what they are meant to meet, of 8 the same kind; float_rows: E4M3 even beside integers
+    """
 
     bits: int
     group: int
     minimums: bool = False
     floats: bool = False
     activations: int = 16
+    float_rows: bool = False
 
     @property
     def format(self) -> str:
         if self.floats:
             return FLOATS
         return INTEGERS if self.bits == self.activations == 8 else PACKED
+
+    @property
+    def meets_fp8(self) -> bool:
+        """Whether they are meant to meet E4M3, for which bfloat16 stands here."""
+        return self.float_rows or (self.floats and self.activations == 8)
 
     @property
     def scheme(self) -> dict[str, object]:
@@ -62,7 +71,8 @@ class Form:
             "strategy": "group" if self.group else "channel", "group_size": self.group or None,
         }  # fmt: skip
         rows = {
-            "num_bits": 8, "type": kind, "symmetric": True, "dynamic": True, "strategy": "token", "group_size": None,
+            "num_bits": 8, "type": "float" if self.meets_fp8 else "int", "symmetric": True, "dynamic": True,
+            "strategy": "token", "group_size": None,
         }  # fmt: skip
         return {
             "weights": weights, "input_activations": rows if self.activations == 8 else None,

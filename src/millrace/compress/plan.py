@@ -12,7 +12,7 @@ from millrace.checkpoint.weights import FLOAT_NAMES, TensorInfo
 from millrace.compress.forms import NAMES, Form, Spec
 from millrace.compress.grid import GROUPS
 from millrace.compress.prune import Prune, Sizes, shapes, sizes
-from millrace.compress.recipe import CLIP, Recipe, Treatment
+from millrace.compress.recipe import CLIP, FP8, Recipe, Treatment
 from millrace.compress.sparse import OF
 from millrace.errors import CheckpointError, ConfigError
 from millrace.model.families import HEAD
@@ -134,7 +134,8 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
         group = _fitting(name, K, treatment.group)
         if group != treatment.group:
             smaller[K, treatment.group, group] += 1
-        form = Form(treatment.bits, group, treatment.minimums, treatment.fp8, treatment.activations)
+        floats = treatment.fp8, treatment.activation_bits, treatment.activations == FP8
+        form = Form(treatment.bits, group, treatment.minimums, *floats)
         layers[name] = (treatment, form)
     _check_patterns(recipe, linears)
     if not layers and not sparse:

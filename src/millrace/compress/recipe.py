@@ -10,7 +10,7 @@ group = 128               # 32, 64, 128 or "row"; where it does not divide a lay
 minimums = false          # 4 bits alone
 scales = "compressed-tensors"  # or "model-optimizer", "gguf": whose rule
 search = "none"           # "llm-compressor", "gptqmodel", "imatrix", "clip" (AutoAWQ's): smaller ranges are tried
-activations = 16          # bits of what they are meant to meet
+activations = 16          # bits of what they are meant to meet; 8 are of the weights' kind, or "fp8" beside 4 bits
 [[layers]]                # exceptions; the first that matches decides, with the values above where it has none
 match = "*.mlp.down_proj"
 bits = 8
@@ -60,7 +60,7 @@ class Treatment:
     minimums: bool = False
     scales: Convention = Convention.COMPRESSED_TENSORS
     search: str = "none"
-    activations: int = 16
+    activations: int | str = 16
 
     @property
     def calibrated(self) -> bool:
@@ -73,6 +73,10 @@ class Treatment:
     @property
     def fp8(self) -> bool:
         return self.method in (FP8, FP8_GPTQ)
+
+    @property
+    def activation_bits(self) -> int:
+        return self.activations if isinstance(self.activations, int) else 8
 
     @property
     def sparse(self) -> bool:
@@ -115,6 +119,8 @@ PRESETS: Mapping[str, Recipe] = {
                about="the same within ranges as AutoAWQ clips them: what loses least of these"),
         Recipe("int4-awq", Treatment(smooth="awq", search=CLIP),
                about="inputs that matter scaled up, ranges clipped: AutoAWQ's, symmetric"),
+        Recipe("w4afp8-awq", Treatment(smooth="awq", search=CLIP, activations=FP8),
+               about="the same, meant for FP8 activations as llm-compressor's W4AFP8 is; they stay bfloat16 here"),
         Recipe("int8-sq", replace(_ROWS_OF_8, method="gptq", smooth="smoothquant", alpha=0.65, activations=8),
                about="8-bit weights and activations: SmoothQuant, then GPTQ, as llm-compressor's W8A8"),
     )
@@ -202,7 +208,7 @@ def _plain(one: Treatment) -> dict[str, Any]:
 _CHOICES: Mapping[str, tuple[object, ...]] = {
     "method": METHODS, "smooth": SMOOTH, "bits": (4, 8),
     "group": (*(g for g in GROUPS if g), ROW), "minimums": (True, False),
-    "scales": tuple(map(str, Convention)), "search": tuple(SEARCHES), "activations": (8, 16),
+    "scales": tuple(map(str, Convention)), "search": tuple(SEARCHES), "activations": (8, 16, FP8),
 }  # fmt: skip
 
 
@@ -243,6 +249,10 @@ def _check(made: Treatment, where: str) -> None:
         if (made.smooth, made.bits, made.group, made.minimums, made.search) != ("none", 8, 0, False, "none"):
             raise _wrong(f"{where}method", made.method, "nothing beside it but activations: 8 bits, a scale a row")
         return
+    if made.activations == FP8 and made.bits != 4:
+        raise _wrong(
+            f"{where}activations", FP8, "8 or 16 beside 8-bit integers, which meet their own kind; fp8 beside 4"
+        )
     if made.sparse:
         if (made.smooth, made.minimums, made.search, made.activations) != ("none", False, "none", 16):
             raise _wrong(f"{where}method", made.method, "nothing beside it: its weights stay floats")

@@ -60,6 +60,7 @@ class Scheme:
     per_tensor: bool = False
     activation_bits: int = 16
     float_activations: bool = False  # of 8 bits
+    per_token: bool = False  # their scales, found as they come
 
     @property
     def packed(self) -> bool:
@@ -135,11 +136,15 @@ def _scheme(where: str, said: object, format: object) -> Scheme:
         raise _wrong(f"{where}.format", own, f"one of {', '.join(FORMATS)}; with {_MIXED} of each scheme's own")
     targets = _targets(f"{where}.targets", said.get("targets"))
     scheme = _weights(f"{where}.weights", said.get("weights"), targets, str(own))
-    activation_bits, floats = _activations(f"{where}.input_activations", said.get("input_activations"))
+    rows = said.get("input_activations")
+    activation_bits, floats = _activations(f"{where}.input_activations", rows)
+    per_token = isinstance(rows, dict) and bool(rows.get("dynamic")) and rows.get("strategy") == "token"
     if activation_bits == 8 and floats != scheme.floats and not (floats and scheme.bits == 4):
         raise _wrong(f"{where}.input_activations.type", "float" if floats else "int", "the weights' own type")
     values = {f: getattr(scheme, f) for f in ("bits", "group", "symmetric", "floats", "per_tensor")}
-    return Scheme(targets, str(own), **values, activation_bits=activation_bits, float_activations=floats)
+    return Scheme(
+        targets, str(own), **values, activation_bits=activation_bits, float_activations=floats, per_token=per_token
+    )
 
 
 def _weights(where: str, said: object, targets: tuple[str, ...], format: str) -> Scheme:

@@ -126,6 +126,10 @@ class CompressedTensors(Tensors):
         layer = self._layers.get(name)
         return 16 if layer is None or layer.scheme.float_activations else layer.scheme.activation_bits
 
+    def meets_fp8(self, name: str) -> bool:
+        layer = self._layers.get(name)
+        return layer is not None and layer.scheme.float_activations and layer.scheme.per_token
+
     def _format(self, layer: _Layer) -> QuantisedFormat | None:
         if layer.scheme.floats:  # float32 holds whatever scales they come with
             return FP8 if layer.n_groups == 1 else None

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import FP8, QuantisedMatrix
+from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.graph.rules import check_tree, illegal
 from millrace.graph.trees import as_tree, evaluate
 from millrace.graph.types import Attrs, Inputs, Node, Shape, Value
@@ -68,18 +68,17 @@ def group_of(node: Node) -> int:
     return whole(node, "group") if "group" in node.attrs else 0
 
 
-def product(values: Values, x: Value, w: Value, precision: Precision, group: int) -> Rows:
-    """x @ w.T as this numerics class means it. group: of the weights"""
-    if precision.quantised:
-        held = values.held(x)
-        if isinstance(held, Quantised):
-            return products.matmul_q8(
-                held, _codes(values, w, precision.bits, group, hadamard_group=held.hadamard_group)
-            )
-        return products.matmul_a16(values.rows(x), _codes(values, w, precision.bits, group))
-    if precision == Precision.FP8A16:
-        return products.matmul_fp8(values.rows(x), _codes(values, w, FP8.bits, FP8.group))
-    rows, weights = values.rows(x), values.rows(w).astype(np.float32).astype(np.float64)
+def product(values: Values, node: Node, w: Value) -> Rows:
+    """The node's first input times w.T, as its numerics class means it."""
+    x, precision, group = node.inputs[0], precision_of(node), group_of(node)
+    held = values.held(x)
+    if isinstance(held, Quantised):
+        return products.matmul_q8(held, _codes(values, w, precision.bits, group, hadamard_group=held.hadamard_group))
+    rows = values.rows(x)
+    if precision.coded:
+        of = products.matmul_e4m3 if values.meets_fp8(node) else products.matmul_a16
+        return of(rows, _codes(values, w, precision.bits, group))
+    weights = values.rows(w).astype(np.float32).astype(np.float64)
     y = products.matmul_bf16(rows, weights) if precision == Precision.BF16 else products.matmul(rows, weights)
     return y.astype(np.float64)
 
@@ -92,7 +91,7 @@ def _codes(values: Values, w: Value, bits: int, group: int, *, hadamard_group: i
 
 
 def _reference(node: Node, values: Values) -> Held:
-    y = product(values, node.inputs[0], node.inputs[1], precision_of(node), group_of(node))
+    y = product(values, node, node.inputs[1])
     if node.attrs.get("bias"):
         y = y + values.rows(node.inputs[2])
     y = evaluate(as_tree(node.attrs.get("tree", 0)), [y]).astype(np.float64)
@@ -102,8 +101,7 @@ def _reference(node: Node, values: Values) -> Held:
 
 
 def _gated_reference(node: Node, values: Values) -> Held:
-    x, gate, up = node.inputs
-    halves = [product(values, x, w, precision_of(node), group_of(node)) for w in (gate, up)]
+    halves = [product(values, node, w) for w in node.inputs[1:3]]
     return values.stored(evaluate(as_tree(node.attrs["tree"]), halves).astype(np.float64), node)
 
 
