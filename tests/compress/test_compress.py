@@ -123,7 +123,7 @@ def test_shards(tmp_path: Path, source: Path) -> None:
 # points, and else it rounds activations of FP8; but then it knows one scheme for all layers)
 READ: list[tuple[dict[str, Any], bool]] = [
     ({}, False), ({"bits": 8, "group": "row"}, False), ({"minimums": True, "group": 64}, True),
-    ({"method": "fp8"}, True),
+    ({"method": "fp8"}, True), ({"kv": "int8"}, False),
 ]  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def test_transformers_reads_the_same(tmp_path: Path, source: Path, i: int) -> No
         if "minimums" in said and name.startswith(LAYERS) and wanted.ndim == 2:
             wanted = wanted.astype(np.float16)  # the type of their scales, in which it multiplies
         np.testing.assert_array_equal(weight, wanted, err_msg=name)
-    if "minimums" in said:
+    if "minimums" in said or "kv" in said:  # it rounds keys and values as well, for each head with one scale
         return
     engine = build(tmp_path / "out", tmp_path / "engine", "fp32")
     executor = engine.executor(n_pages=8)
@@ -188,6 +188,21 @@ def test_fp8_beside_four_bits(tmp_path: Path, source: Path) -> None:
     assert sum("stay bfloat16 here" in note for note in made.notes) == 1
 
 
+def test_keys_and_values_are_kept_as_a_recipe_says(tmp_path: Path, source: Path) -> None:
+    """Unasked, with the bits of the same folder without it whose cache is asked for; so it is measured, too."""
+    ids, logits = [list(range(1, 200)), list(range(50, 90))], {}
+    for name, said in (("float", {}), ("int8", {"kv": "int8"})):
+        compress(job(source, group=64, **said), tmp_path / name)
+        for kv in (None, KvFormat.INT8):
+            engine = build(tmp_path / name, tmp_path / f"{name} {kv}", None, kv=kv)
+            executor = engine.executor(n_pages=8)
+            logits[name, kv] = last_logits(engine, executor, ids)
+            executor.close()
+    assert (logits["int8", None] == logits["float", KvFormat.INT8]).all()
+    assert (logits["int8", None] == logits["int8", KvFormat.INT8]).all()
+    assert (logits["float", None] != logits["float", KvFormat.INT8]).any()
+
+
 def left(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
@@ -202,6 +217,7 @@ def test_what_cannot_be_compressed(tmp_path: Path, source: Path) -> None:
         ("odd", {}, CheckpointError, ["down_proj has 100 inputs", "multiple of 32", 'match = "*.down_proj"']),
         (source, {"layers": [{"match": "*.experts.*", "bits": 8}]}, ConfigError, ["*.experts.*", "lm_head"]),
         (source, {"method": "none"}, ConfigError, ["leaves all layers"]),
+        (source, {"method": "wanda", "kv": "int8"}, ConfigError, ["keys and values", "--kv-cache-dtype int8"]),
     ):
         with pytest.raises(kind) as error:
             job(tmp_path / folder, **recipe)

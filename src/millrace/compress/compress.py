@@ -185,7 +185,8 @@ def _write_small(job: Job, path: Path, errors: Mapping[str, float], figures: Map
     if job.pruned:
         raw |= pruned_config(checkpoint.decoder, job.pruned[0])
     if job.layers:
-        raw[KEY] = described({name: form for name, (_, form) in job.layers.items()}, list(job.ignored))
+        forms = {name: form for name, (_, form) in job.layers.items()}
+        raw[KEY] = described(forms, list(job.ignored), job.recipe.kv)
     (path / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
     write_record(path, {
         "millrace": millrace.__version__, "source": checkpoint.folder.name, "model": checkpoint.identity(),

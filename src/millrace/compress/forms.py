@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.compressed.packing import pack, words_of
-from millrace.checkpoint.compressed.scheme import FLOATS, INTEGERS, PACKED
+from millrace.checkpoint.compressed.scheme import FLOATS, INTEGERS, PACKED, kv_scheme
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.compress.e4m3 import Fp8Matrix
 from millrace.compress.grid import Array
@@ -115,8 +115,8 @@ def _zeros(matrix: QuantisedMatrix) -> NDArray[np.int8]:
     return zeros
 
 
-def described(forms: Mapping[str, Form], ignore: list[str]) -> dict[str, object]:
-    """quantization_config. forms: by linear layer; ignore: those that stay floats"""
+def described(forms: Mapping[str, Form], ignore: list[str], kv: str | None = None) -> dict[str, object]:
+    """quantization_config. forms: by linear layer; ignore: those that stay floats; kv: how keys and values are kept"""
     groups: dict[Form, list[str]] = {}
     for layer, form in forms.items():
         groups.setdefault(form, []).append(layer)
@@ -128,5 +128,6 @@ def described(forms: Mapping[str, Form], ignore: list[str]) -> dict[str, object]
     return {
         "quant_method": "compressed-tensors", "quantization_status": "compressed",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": ignore,
+        "kv_cache_scheme": kv_scheme(kv),
         "config_groups": {f"group_{i}": scheme for i, scheme in enumerate(schemes)},
     }  # fmt: skip

@@ -140,6 +140,12 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
     _check_patterns(recipe, linears)
     if not layers and not sparse:
         raise ConfigError(f"the recipe {recipe.name} leaves all layers as they are", "some to compress", "correct it")
+    if recipe.kv and not layers:
+        raise ConfigError(
+            f"the recipe {recipe.name} says how keys and values are kept, and rounds no weights",
+            "some that are rounded: the file of a float model has no place to say it",
+            f"serve it with --kv-cache-dtype {recipe.kv}, or round some",
+        )  # fmt: skip
     notes = tuple(
         f"{n} matrices of {K:,} inputs have groups of {own}: {asked} does not divide these, and no runtime of this "
         "format has a shorter last group" for (K, asked, own), n in smaller.items()

@@ -15,7 +15,9 @@ from millrace.checkpoint.compressed.packing import pack, unpack, words_of
 from millrace.checkpoint.compressed.scheme import read_compression
 from millrace.checkpoint.quantised import FP8, QuantisedFormat
 from millrace.compile.build import BuildOptions, plan_engine
+from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
+from millrace.engine.kv import KvFormat
 from millrace.errors import CheckpointError
 from tests.fuzz.originals import write_checkpoint
 from tests.support.compressed_files import (
@@ -154,6 +156,27 @@ def test_an_engine_holds_the_files_bytes_of_fp8(tmp_path: Path, source: Path, pe
         assert packed.nbytes == expected.nbytes
 
 
+@pytest.mark.parametrize(("said", "kept", "notes"), [
+    (None, KvFormat.BF16, 0), (PER_TOKEN, KvFormat.INT8, 0), (FP8_PER_TOKEN, KvFormat.BF16, 1),
+    ({**FP8_PER_TOKEN, "strategy": "tensor", "dynamic": False}, KvFormat.BF16, 1),
+])  # fmt: skip
+def test_keys_and_values(tmp_path: Path, source: Path, said: object, kept: KvFormat, notes: int) -> None:
+    """As the folder says, unless something else is asked for; scales of FP8 ones are left aside, and that is said."""
+    write_compressed(folder := tmp_path / "c", source, Kind(), kv_cache_scheme=said)
+    if notes:
+        path = folder / "model.safetensors"
+        scale = {f"model.layers.0.self_attn.{name}_scale": np.ones(1, np.float32) for name in "kv"}
+        safetensors.numpy.save_file({**safetensors.numpy.load_file(path), **scale}, path)
+    opened = Source.from_checkpoint(Checkpoint.open(folder))
+    made = plan_engine(opened, BuildOptions())
+    assert sum("keys and values stay bfloat16" in note for note in made.notes) == notes
+    assert {cache.format for cache in made.program.caches} == {kept}
+    exact = BuildOptions(precision=precision_map("fp32"))
+    assert {cache.format for cache in plan_engine(opened, exact).program.caches} == {KvFormat.F32}
+    for asked in KvFormat:
+        assert {c.format for c in plan_engine(opened, BuildOptions(kv_format=asked)).program.caches} == {asked}
+
+
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_codes_of_fp8_that_are_no_numbers(tmp_path: Path, source: Path, code: int) -> None:
     write_compressed(tmp_path / "c", source, Kind(FLOATS, 8, ROW, floats=True))
@@ -186,7 +209,10 @@ WRONG: list[tuple[Edit, list[str]]] = [
     (at("quant_method", "gptq"), ["quantization_config", "compressed-tensors"]),
     (at("fromat", 1), ["fromat", "format"]),
     (at("format", "marlin-24"), ["marlin-24", "pack-quantized"]),
-    (at("kv_cache_scheme", {"num_bits": 8}), ["kv_cache_scheme", "null"]),
+    (at("kv_cache_scheme", {"num_bits": 8}), ["kv_cache_scheme.dynamic is None", "true"]),
+    (at("kv_cache_scheme", {**PER_TOKEN, "num_bits": 4}), ["kv_cache_scheme.num_bits is 4", "8"]),
+    (at("kv_cache_scheme", {**PER_TOKEN, "strategy": "tensor"}), ["kv_cache_scheme.strategy", "token"]),
+    (at("kv_cache_scheme", "fp8"), ["kv_cache_scheme is 'fp8'", "null"]),
     (at("quantization_status", "frozen"), ["frozen", "compressed"]),
     (at("sparsity_config", {"format": "sparse-24-bitmask"}), ["sparsity_config"]),
     (at("transform_config", {"config_groups": {}}), ["transform_config"]),

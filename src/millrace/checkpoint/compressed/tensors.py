@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.compressed.packing import unpack, words_of
+from millrace.checkpoint.compressed.scheme import FP8 as FP8_CACHE
 from millrace.checkpoint.compressed.scheme import Compression, Scheme
 from millrace.checkpoint.quantised import E4M3, FP8, QuantisedFormat, QuantisedMatrix
 from millrace.checkpoint.weights import FLOAT_NAMES, Array, TensorInfo, Tensors
@@ -28,6 +29,7 @@ NAMES = {"I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn
 _E4M3_NAN = 0x7F  # and with the sign
 _UNSUPPORTED = (".weight_g_idx", ".weight_global_scale", ".input_global_scale")
 _ALLOWED = (".input_scale", ".input_zero_point")  # of static FP8 activations, which stay bfloat16 here
+_KV_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of FP8 ones
 _SCALES = ("float32", "float16", "bfloat16")
 _TABLE = ".embed_tokens.weight"  # which is no linear layer
 _AGAIN = "download or copy the checkpoint again, or compress the original one with `millrace compress`"
@@ -53,8 +55,11 @@ class _Layer:
 class CompressedTensors(Tensors):
     """`load` gives floats, exact as far as float32 holds them; `stored` the checkpoint's own codes."""
 
-    def __init__(self, infos: dict[str, TensorInfo], parts: Tensors, layers: Mapping[str, _Layer]) -> None:
+    def __init__(
+        self, infos: dict[str, TensorInfo], parts: Tensors, layers: Mapping[str, _Layer], kv: str | None = None
+    ) -> None:
         super().__init__(infos, parts.states)
+        self.kv = kv
         self._parts, self._layers = parts, dict(layers)
         self._formats: dict[str, QuantisedFormat | None] = {}
 
@@ -80,18 +85,22 @@ class CompressedTensors(Tensors):
             infos[layer.name] = TensorInfo(layer.name, layer.shape, scheme.dtype, first.file, size, first.offset)
             layers[layer.name] = layer
         for name, info in parts.items():
-            if name in used:
+            if name in used or (compression.kv == FP8_CACHE and name.endswith(_KV_SCALES)):
                 continue
             _check_plain(name, info, compression)
             infos[name] = info
-        return cls(infos, parts, layers)
+        return cls(infos, parts, layers, compression.kv)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        n = sum(layer.scheme.float_activations for layer in self._layers.values())
-        if not n:
-            return ()
-        return (f"activations of {n} matrices stay bfloat16 here, where the checkpoint means FP8: closer, not faster",)
+        n, found = sum(layer.scheme.float_activations for layer in self._layers.values()), []
+        if n:
+            found = [
+                f"activations of {n} matrices stay bfloat16 here, where the checkpoint means FP8: closer, not faster"
+            ]
+        if self.kv == FP8_CACHE:
+            found += ["keys and values stay bfloat16 here, where the checkpoint means FP8: closer, in twice the memory"]
+        return tuple(found)
 
     def load(self, name: str) -> Array:
         layer = self._layers.get(name)
