@@ -72,9 +72,4 @@ MILLRACE_INLINE int64_t byte_tiles_floats(int64_t format, int64_t weights, int64
   return (kTilePassRows + kTileBatch * kTileBlockRows + 2 * groups) * kPanel + groups * GroupTiles(k, group).code_bytes() / 4;
 }
 
-// What a worker needs for products of E4M3: a panel in bfloat16, and its scales.
-MILLRACE_INLINE int64_t fp8_floats(int64_t weights, int64_t k) {
-  return weights != 4 || k > kTileInputs ? 0 : padded_k(k, 0) * kPanel / 2 + kPanel;
-}
-
 }  // namespace millrace

@@ -96,7 +96,7 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
                 assert (multiply(x[:M], w, Machine(isa, 1 + M % 3, tile_rows)) == alone[:M]).all(), (isa, M, tile_rows)
 
 
-def test_rows_too_long_to_bring_a_panel_of() -> None:
+def test_long_rows_have_the_sums_of_bfloat16() -> None:
     """The bits are those of bfloat16's own sums: blocks of 128 inputs, each pair the odd product first."""
     K, rng = (1 << 16) + 2, np.random.default_rng(4)
     x, codes = rng.standard_normal((15, K), np.float32), rng.choice(CODES, (1, K))

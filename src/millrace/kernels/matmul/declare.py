@@ -81,5 +81,5 @@ KERNEL = Kernel(
         Knob("task_panels", 1 << 20),  # panels of 32 outputs that a worker takes at a time
         Knob("ahead", 1 << 20),  # how many bytes ahead of their use weights are fetched
     ),
-    scratch="byte_tiles_floats(format, weights, k, x_group) + fp8_floats(weights, k)",
+    scratch="byte_tiles_floats(format, weights, k, x_group)",
 )

@@ -120,7 +120,7 @@ void tile_bf16(const TileInput& in, float* total) {
 #include "tiles.hpp"
 namespace millrace::MILLRACE_ISA {
 
-enum class Class { f32, bf16, bf16_tiles, w8a8, w4a8, w8a16, w4a16, fp8, fp8_brought };
+enum class Class { f32, bf16, bf16_tiles, w8a8, w4a8, w8a16, w4a16, fp8 };
 
 template <Class C, Scaling S, int MR>
 void tile(const TileInput& in, float* total) {
@@ -134,7 +134,6 @@ void tile(const TileInput& in, float* total) {
   if constexpr (C == Class::w8a16) tile_a16<MR, false, S>(in, total);
   if constexpr (C == Class::w4a16) tile_a16<MR, true, S>(in, total);
   if constexpr (C == Class::fp8) tile_fp8<MR>(in, total);
-  if constexpr (C == Class::fp8_brought) tile_brought<MR>(in, total);
 }
 
 template <Class C, Scaling S, int MR>
@@ -192,22 +191,14 @@ void multiply_panels(const MatmulArgs& a, const TileInput& in, int64_t panel_str
   }
 }
 
-// The same of E4M3: panels that more rows meet than one tile has are brought as bfloat16 once.
+// The same of E4M3, which more rows than a tile has meet as bfloat16.
 inline void multiply_fp8(const MatmulArgs& a, const TileInput& in, int64_t panel_stride, int64_t rows, int64_t most,
-                         int64_t panel, int64_t end, float* scratch) {
-  if (rows <= most || !fp8_floats(a.weights, in.k))
-    return multiply_panels<Class::fp8, Scaling::plain>(a, in, panel_stride, rows, most, panel, end);
-  TileInput brought = in;
-  brought.w = reinterpret_cast<const uint8_t*>(scratch);
-  brought.ahead = 0;
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, tile_height = (rows + tiles - 1) / tiles;
-  for (; panel < end; ++panel) {
-    bring_fp8(in, in.w + panel * panel_stride, scratch);
-    for (int64_t row = 0; row < rows; row += tile_height) {
-      const int64_t height = rows - row < tile_height ? rows - row : tile_height;
-      tile_of<Class::fp8_brought, Scaling::plain, kTileRows>(static_cast<int>(height), a, brought, 0, row, panel, 1);
-    }
-  }
+                         int64_t panel, int64_t end) {
+  if (rows <= most) return multiply_panels<Class::fp8, Scaling::plain>(a, in, panel_stride, rows, most, panel, end);
+  for (; panel < end; ++panel)
+    for (int64_t row = 0; row < rows; row += kBroughtRows)
+      rows_by_blocks(a, in, in.w + panel * panel_stride, row, rows - row < kBroughtRows ? rows - row : kBroughtRows,
+                     panel);
 }
 
 template <Class C, Scaling S = Scaling::plain>
@@ -233,7 +224,7 @@ void multiply(const MatmulArgs& a, StepContext& c) {
   const int64_t most = asked && asked < kRowsOf<C> ? asked : kRowsOf<C>;
   for (Chunk p(c, panels, task_panels(c, panels, panel_stride)); p.next();)
     if constexpr (C == Class::fp8)
-      multiply_fp8(a, in, panel_stride, rows, most, p.begin, p.end, c.scratch);
+      multiply_fp8(a, in, panel_stride, rows, most, p.begin, p.end);
     else
       multiply_panels<C, S>(a, in, panel_stride, rows, most, p.begin, p.end);
 }
