@@ -9,9 +9,9 @@ from tools.load.__main__ import MOST_GROWTH_BYTES, main
 
 
 def test_200_clients_of_one_prompt(tiny_engine: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = main([str(tiny_engine), "--seconds", "20", "--questions", "12"])
+    code = main([str(tiny_engine), "--seconds", "20", "--questions", "24"])
     outcome = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert code == 0, outcome
+    assert code == 0, outcome  # pages are too few: some were evicted, and answers gave way
     assert (
         outcome["wrong"] == 0 and outcome["answers"] > 100 and outcome["left"] > 25 and outcome["tokens_reused"] > 0.9
     )

@@ -31,6 +31,11 @@ def say(figures: str) -> None:
     sys.stdout.write(figures + "\n")
 
 
+def keep(**figures: float) -> None:
+    """As a line of JSON: a night keeps them with its result."""
+    say(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+
+
 @contextmanager
 def served(engine: Path, cache: Path, *flags: str) -> Iterator[tuple[str, psutil.Process]]:
     """The URL and the process of a server of its own: its memory and its interpreter lock are not the test's."""
@@ -212,6 +217,7 @@ def test_100_kb_prompts_do_not_stretch_a_stream(
     for ratio, median, p99 in seen:
         say(f"{status}: median {median * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms, p99/median {ratio:.2f}")
     say(f"alone: median {quantile(alone, 0.5) * 1e3:.1f} ms, p99 {quantile(alone, 0.99) * 1e3:.1f} ms")
+    keep(**{f"p99_over_median_beside_prompts_of_100_kb_with_{status}": min(seen)[0]})
     assert min(seen)[0] < 2
 
 
@@ -240,6 +246,7 @@ def test_refused_100_kb_prompts_beside_a_stream_are_hardly_felt(
     assert sum(refused) > 0.01 * len(beside), "fewer than the gaps beyond p99, which would not feel them"
     for name, gaps in (("alone", plain), ("beside refused prompts", beside)):
         say(f"{name}: median {quantile(gaps, 0.5) * 1e3:.1f} ms, p99 {quantile(gaps, 0.99) * 1e3:.1f} ms")
+    keep(p99_beside_refused_over_alone=quantile(beside, 0.99) / quantile(plain, 0.99))
     assert quantile(beside, 0.99) <= 1.15 * quantile(plain, 0.99)
 
 
@@ -264,6 +271,7 @@ def test_the_first_token_comes_4_times_sooner_at_90_percent_overlap(
             if seed:  # the first pair warms up
                 ratios.append(miss / hit)
     say(f"first token: {', '.join(f'{ratio:.2f}' for ratio in ratios)} times sooner")
+    keep(first_token_times_sooner_at_90_percent_overlap=quantile(ratios, 0.5))
     assert quantile(ratios, 0.5) >= 4
 
 

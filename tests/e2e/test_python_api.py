@@ -18,6 +18,7 @@ import pytest
 from millrace import LLM, MillraceError, RequestOutput, SamplingParams
 from millrace.compile.find import BUNDLED
 from millrace.errors import RequestError
+from millrace.runtime.open import Opened
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
@@ -216,14 +217,18 @@ def test_a_map_of_precisions() -> None:
 
 
 def test_p19_keys_and_values_in_int8() -> None:
-    """Half the memory of bfloat16, less a scale for each token and head; greedy answers of `tiny` stay sensible."""
+    """Half the memory of bfloat16, less a scale for each token and head: so many more pages in the same memory."""
+    memory = 32 * 2**20
     with (
-        LLM("tiny", precision="w8a8", kv_cache_dtype="int8", evaluate=False) as small,
-        LLM("tiny", precision="w8a8", evaluate=False) as plain,
+        LLM("tiny", precision="w8a8", kv_cache_dtype="int8", kv_memory=memory, evaluate=False) as small,
+        LLM("tiny", precision="w8a8", kv_memory=memory, evaluate=False) as plain,
     ):
         per_page = [m._opened.engine.page_bytes for m in (small, plain)]
         assert per_page[0] == per_page[1] * (32 + 4) // 64
-        assert texts(small.generate("The", GREEDY))
+        assert isinstance(small._opened, Opened) and isinstance(plain._opened, Opened)
+        n_pages = [m.plan.n_pages for m in (small._opened, plain._opened)]
+        assert n_pages == [memory // n_bytes for n_bytes in per_page]
+        assert small.generate("The", GREEDY)[0].outputs[0].token_ids
 
 
 def test_the_user_s_cache_is_not_touched(llm: LLM, cache: Path) -> None:

@@ -2,11 +2,15 @@
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from millrace import __version__
+from millrace.engine.engine import Engine
+from millrace.kernels.library import usable_isas
 from tests.e2e.live import Live
 from tests.support.command_line import run_process
 
@@ -19,12 +23,29 @@ def ask(tiny: Live, request_id: str, **fields: Any) -> httpx.Response:
 
 
 def test_a_trace_adds_up(tiny: Live) -> None:
+    began_s = time.perf_counter()
     usage = ask(tiny, "trace-1", cache_salt="a").json()["usage"]
+    took_ms = (time.perf_counter() - began_s) * 1e3
     (first,) = httpx.get(tiny.url + "/v1/requests/trace-1/trace").json()["data"]
     assert first["id"] == "trace-1" and first["prompt_tokens"] == usage["prompt_tokens"]
     assert first["generated_tokens"] == usage["completion_tokens"] == sum(s["drawn_tokens"] for s in first["steps"])
     assert sum(s["prompt_tokens"] for s in first["steps"]) == usage["prompt_tokens"] and first["cached_tokens"] == 0
-    assert 0 <= first["queued_ms"] <= first["first_token_ms"] <= first["total_ms"]
+    assert 0 <= first["queued_ms"] <= first["first_token_ms"] <= first["first_told_ms"] <= first["told_ms"]
+    assert first["first_token_ms"] <= first["total_ms"] <= first["told_ms"]
+    assert first["preparing_ms"] > 0 and first["preparing_ms"] + first["told_ms"] < took_ms, "its client waited longer"
+    for n in (0, 2, 10**8):
+        (some,) = httpx.get(f"{tiny.url}/v1/requests/trace-1/trace?steps={n}").json()["data"]
+        assert some == {
+            **first,
+            "steps": first["steps"][-n:] if n else [],
+            "prefill_saved_ms": some["prefill_saved_ms"],
+        }
+    for wrong in ("steps=-1", "steps=", "steps=a", "step=3", "steps=1&x"):
+        refused = httpx.get(f"{tiny.url}/v1/requests/trace-1/trace?{wrong}")
+        assert (
+            refused.status_code == 400
+            and refused.json()["error"]["param"] == wrong.rpartition("&")[2].partition("=")[0]
+        )
     times = [step["at_ms"] for step in first["steps"]]
     assert times == sorted(times) and all(step["took_ms"] > 0 for step in first["steps"])
     ask(tiny, "trace-2", cache_salt="a")
@@ -65,11 +86,12 @@ def test_the_playground_needs_nobody_else(tiny: Live) -> None:
         assert httpx.get(tiny.url + path).status_code in (200, 405), path
 
 
-def test_an_answer_with_a_receipt(tiny: Live) -> None:
+def test_an_answer_with_a_receipt(tiny: Live, tiny_engine: Path) -> None:
     reply = ask(tiny, "r-1", receipt=True, n=2).json()["millrace"]
     receipt = reply["receipt"]
     assert receipt["path"] == CHAT and receipt["seed"] == reply["seed"] == 1 and len(receipt["answers"]) == 2
-    assert len(set(receipt["answers"])) == 2 and receipt["engine"] and receipt["release"]
+    assert len(set(receipt["answers"])) == 2 and receipt["release"] == __version__
+    assert receipt["engine"] == Engine.open(tiny_engine).manifest.identity and receipt["isa"] == usable_isas()[0]
     again = ask(tiny, "r-2", receipt=True, n=2).json()["millrace"]["receipt"]
     assert again == receipt
     other = ask(tiny, "r-3", receipt=True, n=2, seed=2).json()["millrace"]["receipt"]
@@ -90,10 +112,20 @@ def test_a_receipt_is_verified_by_a_server_of_its_own(tiny: Live, tiny_engine: P
     told.write_text(json.dumps({**response, "choices": [{**response["choices"][0], "text": "another"}]}))
     done = run_process(command, tmp_path / "cache")
     assert done.code == 2 and "choices are not what its tokens say" in done.err
-    response["millrace"]["receipt"]["answers"] = ["0" * 32]
+    asked.write_text(json.dumps({**request, "prompt": "Once upon the"}))
     told.write_text(json.dumps(response))
     done = run_process(command, tmp_path / "cache")
-    assert done.code == 2 and "the answer is another one" in done.err
+    assert done.code == 2 and "the request has another prompt" in done.err
+    asked.write_text(json.dumps(request))
+    receipt = response["millrace"]["receipt"]
+    for changed, why in (
+        ({"answers": ["0" * 32]}, "the answer is another"),
+        ({"engine": "0" * 32}, "is of the engine 0"),
+    ):
+        response["millrace"]["receipt"] = {**receipt, **changed}
+        told.write_text(json.dumps(response))
+        done = run_process(command, tmp_path / "cache")
+        assert done.code == 2 and why in done.err
     told.write_text("{}")
     done = run_process(command, tmp_path / "cache")
     assert done.code == 2 and "the response has no receipt" in done.err

@@ -95,6 +95,29 @@ def test_failures_in_a_row_end_the_loop() -> None:
         loop.submit([1], LONG, deltas.extend)
 
 
+@pytest.mark.parametrize("n_pages_kept", [0, 2])
+def test_p12_a_request_that_comes_again_and_again_ends_nothing(n_pages_kept: int) -> None:
+    """As clients do that try again: nobody else is there whose steps go well, and pages are rare."""
+    n_alone = 0
+
+    def run(step: StepInputs) -> None:
+        nonlocal n_alone
+        n_alone += len(step.tokens) == 1 and step.tokens[0] == 0
+        if 4242 in step.sampling["seed"]:
+            raise RuntimeError("no step with this seed")
+
+    loop = make_loop(limits(max_sequences=2, max_step_tokens=8, page_tokens=4, max_context=12, n_pages=3), run)
+    answered(loop, [1] * 4 * n_pages_kept or [1], replace(LONG, max_tokens=1))
+    for i in range(2 * MAX_FAILURES_IN_A_ROW + 1):
+        bad = Client(loop, [77, 78, 79], replace(LONG, max_tokens=5, seed=4242))
+        run_all(loop)
+        assert bad.reasons == [FinishReason.ERROR] and "no step with this seed" in (bad.deltas[-1].error or "")
+        assert n_alone == (i + 1) // MAX_FAILURES_IN_A_ROW, "a step of its own, where it is time to doubt"
+    good = answered(loop, [5, 6], replace(LONG, max_tokens=9))
+    assert good.outputs == answered(make_loop(limits(), prefix_cache=False), [5, 6], good.params).outputs
+    assert loop.stats().healthy and loop.stats().pages_used == 0
+
+
 def test_failures_with_successes_between_do_not_end_it() -> None:
     loop = make_loop(limits(max_sequences=1, max_step_tokens=8), failing_at(1, 2, 4, 5, 7, 8))
     deltas: list[Delta] = []

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.errors import RequestError
@@ -26,6 +27,7 @@ from tests.runtime.fakes import (
     make_loop,
     score,
 )
+from tests.support.drawn import SEEDS, examples
 
 
 class Client:
@@ -102,7 +104,8 @@ def tiny_limits(rng: random.Random) -> ExecutorLimits:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@settings(max_examples=examples(60))
+@given(seed=SEEDS)
 def test_any_schedule_gives_the_solo_answers(seed: int) -> None:
     rng = random.Random(seed)
     of = tiny_limits(rng)
@@ -172,7 +175,8 @@ def test_the_random_schedules_do_preempt() -> None:
         assert client.outputs[0].token_ids == expected_choice(client.prompt, client.params, 0, of).token_ids
 
 
-@pytest.mark.parametrize("seed", range(10))
+@settings(max_examples=examples(10))
+@given(seed=SEEDS)
 def test_answers_agree_with_the_plain_model(seed: int) -> None:
     rng, of = random.Random(seed), limits()
     loop = make_loop(of, budget=RandomBudget(of.max_step_tokens, rng))

@@ -5,9 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from millrace.errors import ConfigError
 from millrace.runtime.pages import DEFAULT_PRIORITY, Content, Key, PagePool, Pages, extend_keys, root_key
+from tests.support.drawn import SEEDS, examples
 
 Chain = tuple[int, ...]  # a token a page
 
@@ -23,7 +25,8 @@ def content_of(chain: Chain, i: int) -> Content:
     return Content([root_key(), *keys_of(chain)][i], np.array(chain[i : i + 1], np.int32), 1)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@settings(max_examples=examples(20))
+@given(seed=SEEDS)
 def test_pool_agrees_with_plain_counting(seed: int) -> None:
     rng, pool = random.Random(seed), PagePool(8)
     held: list[Pages] = []
@@ -145,7 +148,8 @@ class Play:
                 self.retain()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@settings(max_examples=examples(20))
+@given(seed=SEEDS)
 def test_the_index_agrees_with_plain_sets(seed: int) -> None:
     """Random histories: what is found, what can be reserved, and what is given up for it."""
     play = Play(seed)
@@ -155,7 +159,7 @@ def test_the_index_agrees_with_plain_sets(seed: int) -> None:
             assert chain[:-1] == () or chain[:-1] in play.ref.page_of, "nobody could reach it"
             assert play.pool.index.find(keys_of(chain))[-1] == page
         assert len(play.pool.index) == len(play.ref.page_of) and play.pool.n_used == len(play.held)
-    assert play.pool.index.n_evicted > 10, "or this proves little"
+    assert play.pool.index.n_evicted > 2, "or this proves little: of 1,500 histories, none gave up fewer than 6"
     for owner in play.owners[:]:
         play.end(owner)
     assert play.pool.n_free == 12 and play.pool.forget() and len(play.pool.index) == 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from millrace.errors import RequestError
 from millrace.runtime.cache_options import CacheOptions
@@ -15,6 +16,7 @@ from millrace.runtime.pages import PrefixIndex
 from millrace.runtime.params import Delta, SamplingParams
 from millrace.runtime.request import Terms
 from tests.runtime.fakes import POISON, FakeClock, limits, make_loop
+from tests.support.drawn import SEEDS, examples
 
 PAGE = 4
 OF = limits(page_tokens=PAGE, n_pages=24, max_context=32, max_sequences=2, max_step_tokens=32)
@@ -202,7 +204,8 @@ def test_what_cannot_be_done_is_refused() -> None:
     assert asked(make_loop(OF, prefix_cache=False), PROMPT, salt="a") == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@settings(max_examples=examples(6))
+@given(seed=SEEDS)
 def test_pins_and_priorities_never_stall_or_leak(seed: int) -> None:
     """Random requests, some of them cancelled, on a small pool with a clock that jumps: all end, and all pages come
     back when the last pin has."""

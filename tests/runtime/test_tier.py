@@ -284,16 +284,22 @@ def test_forgetting_forgets_the_tier(tmp_path: Path) -> None:
     store.tier.close()
 
 
-@pytest.mark.parametrize("kind", ["a log", "another's", "a second name", "a folder's"])
+@pytest.mark.parametrize("kind", ["a log", "another's", "a second name", "a link", "a folder's"])
 def test_what_is_not_ours_is_left_alone(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "tier.1"
     path.write_bytes(b"" if kind == "another's" else b"my precious log\n")
     path.chmod(0o666 if kind == "another's" else 0o600)
     if kind == "a second name":
         (tmp_path / "other").hardlink_to(path)
+    if kind == "a link":  # to a file of ours, which somebody else's folder may hold
+        ours = Store(tmp_path / "ours")
+        ours.tier.close()
+        path.rename(tmp_path / "log")
+        path.symlink_to(tmp_path / "ours.1")
     with pytest.raises(ConfigError, match="second tier"):
         Store(Path("/") if kind == "a folder's" else tmp_path / "tier")
-    assert kind == "another's" or path.read_bytes() == b"my precious log\n"
+    kept = tmp_path / "log" if kind == "a link" else path
+    assert kind == "another's" or kept.read_bytes() == b"my precious log\n"
 
 
 def test_a_disk_that_cannot_be_read_costs_the_tier_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

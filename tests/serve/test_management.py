@@ -180,6 +180,16 @@ def test_p6_a_stuck_engine_is_not_ready_and_recovers() -> None:
         assert httpx.get(server.url + "/v1/health/ready").status_code == 200
 
 
+def test_p8_an_idle_server_stays_ready() -> None:
+    """sglang#16067: a server that nobody asks anything is no server that is stuck."""
+    with running(Fake(), ServerSettings(port=0, stall_timeout_s=0.05)) as server:
+        for _ in range(2):
+            time.sleep(0.2)
+            for path in ("/v1/health/ready", "/v1/health/live", "/health"):
+                assert httpx.get(server.url + path).status_code == 200
+            assert post(server.url, "/v1/completions", {"prompt": "a", "max_tokens": 3}).status_code == 200
+
+
 def test_a_dead_engine_is_not_ready_and_refuses_with_503() -> None:
     broken = threading.Event()
 

@@ -285,8 +285,9 @@ def test_large_tools_are_read_beside_the_event_loop(
     assert threads == ["millrace-replies"]
 
 
-def kept(n: int, n_bytes: int, answered: bool = True) -> Kept:
-    return Kept(f"resp_{n}", "", b"x" * (n_bytes - OVERHEAD_BYTES), status="completed" if answered else "in_progress")
+def kept(n: int, n_bytes: int, answered: bool = True, tenant: str = "") -> Kept:
+    said = b"x" * (n_bytes - OVERHEAD_BYTES)
+    return Kept(f"resp_{n}", tenant, said, status="completed" if answered else "in_progress")
 
 
 def test_the_store_is_bounded_in_bytes_and_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +311,22 @@ def test_the_store_is_bounded_in_bytes_and_in_number(monkeypatch: pytest.MonkeyP
     for n in range(10, 20):
         store.keep(kept(n, OVERHEAD_BYTES))
     assert [n for n in range(10, 20) if f"resp_{n}" in store._kept] == [16, 17, 18, 19]
+
+
+@pytest.mark.parametrize("sizes", [(2000, 2000), (2000, 5000)], ids=["too many", "too large"])
+def test_no_tenant_pushes_out_what_another_stored(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_KEPT", 5)
+    monkeypatch.setattr(store_module, "MAX_KEPT_BYTES", 20_000)
+    store = Responses()
+    for n in range(2):
+        store.keep(kept(n, sizes[0], tenant="a"))
+    for n in range(2, 50):
+        store.keep(kept(n, sizes[1], tenant="b"))
+    assert [kept.tenant for kept in store._kept.values()] == ["a", "a", "b", "b", "b"]
+    assert store.get("resp_49", "b") and store.n_bytes == 2 * sizes[0] + 3 * sizes[1]
+    for n in (0, 1, 47, 48, 49):
+        store.delete(f"resp_{n}")
+    assert store.n_bytes == 0 and not store._bytes and not store._number, "tenants who have none cost nothing"
 
 
 def watched_store(monkeypatch: pytest.MonkeyPatch) -> list[Responses]:

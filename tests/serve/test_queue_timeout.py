@@ -64,7 +64,7 @@ def told(way: str, error: dict[str, Any], kind: str, anthropics: str, code: str)
     return str(inner["message"])
 
 
-def test_whoever_waits_too_long_is_told_when_to_come_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_p21_whoever_waits_too_long_is_told_when_to_come_back(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "millrace")
     with engaged() as (server, clock):
         for way in WAYS:

@@ -48,6 +48,18 @@ def test_what_is_asked() -> None:
         assert nothing is None
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """An object in an object: two levels each, its `properties` too."""
+    return {"type": "object", "properties": {"a": nested(depth - 1)}} if depth else {"type": "string"}
+
+
+DEEP: dict[str, Any] = {"type": "function", "function": {"name": "deep", "parameters": nested(40)}}
+
+
+def test_a_schema_that_nothing_is_held_to_is_the_models_to_read() -> None:
+    assert tools_of([DEEP], "auto", None) is not None
+
+
 BAD: list[tuple[Any, Any, str, str]] = [
     ([{}], None, "tools", "tools[0].type is None"),
     ([{"type": "web_search"}], None, "tools", "tools[0].type is 'web_search'"),
@@ -74,12 +86,14 @@ BAD: list[tuple[Any, Any, str, str]] = [
     ),
     ([ADD, ADD], None, "tools", "has the name 'add' again"),
     ([ADD] * (MAX_TOOLS + 1), None, "tools", "tools has 129 of them"),
+    ([DEEP], "required", "tools", "the parameters of the tool 'deep': its schema is too deep"),
+    ([{**DEEP, "function": {**DEEP["function"], "strict": True}}], "auto", "tools", "its schema is too deep"),
     (None, "required", "tool_choice", "there are no tools"),
     ([ADD], "any", "tool_choice", "tool_choice is 'any'"),
     ([ADD], 3, "tool_choice", "tool_choice is 3"),
     ([ADD], {"type": "function", "function": {"name": "ad"}}, "tool_choice", "names 'ad'"),
     ([ADD], {"type": "function"}, "tool_choice", "tool_choice is {"),
-    ([ADD], {"type": "allowed_tools"}, 'tool_choice of the type "allowed_tools"', "not supported yet"),
+    ([ADD], {"type": "allowed_tools"}, "tool_choice", 'type "allowed_tools" is not supported yet'),
 ]
 
 

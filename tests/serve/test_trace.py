@@ -5,6 +5,7 @@ import pytest
 
 from millrace.runtime.history import PART, RequestSeen, RequestTrace, StepSeen
 from millrace.runtime.request import Timings
+from millrace.serve.timeline import PAUSE_S, _without_pauses
 from millrace.serve.trace import _prompt_token_s, _trace
 
 # 1,000 tokens of a prompt alone; then the last token of one that was known, beside 15 answers; then answers alone.
@@ -38,3 +39,9 @@ def test_without_a_prompt_nothing_is_known() -> None:
     assert _prompt_token_s([PLAIN]) is None and _prompt_token_s([]) is None
     seen = RequestSeen(0, "other-0", 50, 0, Timings(0.0), "")
     assert _trace(RequestTrace(seen, []), None).prefill_saved_ms is None
+
+
+def test_a_pause_of_an_hour_is_short_on_the_page() -> None:
+    steps = [seen_step(1, 0.0, 0.5, []), seen_step(2, 0.502, 1.0, []), seen_step(3, 3600.0, 2.0, [])]
+    begins, end_s = _without_pauses(steps)
+    assert begins == pytest.approx([0.0, 0.502, 1.502 + PAUSE_S]) and end_s == begins[-1] + 2.0

@@ -1,10 +1,12 @@
 """What hypothesis draws: the same examples each time in the fast suite; in a night many more, with a new seed."""
 
 from hypothesis import settings
+from hypothesis import strategies as st
 
 FAST, NIGHT = "fast", "night"
 TIMES = 80  # what a night draws of what the fast suite does: some five minutes
 _USUAL = 100  # of a profile that says nothing
+SEEDS = st.integers(0, 2**32 - 1)  # of histories with more turns than hypothesis can draw
 
 
 def register_profiles() -> None:

@@ -1,11 +1,12 @@
 """Many clients with one long beginning in common, of which some go away: no growth, and no wrong token.
 
     python -m tools.load tiny --seconds 600
-    python -m tools.load tiny --clients 200 --shared 1000 --leaving 0.3
+    python -m tools.load tiny --clients 200 --shared 700 --leaving 0.3
 
 Serves MODEL, asks each of some questions alone, then all clients ask them again and again side by side, streamed; those
-that leave do so in the middle of an answer. Each answer must be the one that it was alone. Prints one line of JSON; the
-exit code is 1 where a token was wrong, memory grew, or pages stayed in use.
+that leave do so in the middle of an answer. KV pages are too few for them: some are evicted, and some answers give way
+and are computed again. Each answer must be the one that it was alone. Prints one line of JSON; the exit code is 1 where
+a token was wrong, memory grew, pages stayed in use, or there were pages enough.
 """
 
 import argparse
@@ -40,6 +41,8 @@ class Outcome:
     refused: int = 0
     wrong: int = 0
     tokens_reused: float = 0.0  # share of all prompt tokens
+    evicted: int = 0  # pages
+    preempted: int = 0  # answers
     grown_bytes: int = 0
     pages_used: float = 0.0
 
@@ -47,7 +50,8 @@ class Outcome:
     def is_good(self) -> bool:
         done = self.answers > (self.clients if self.seconds >= SETTLED_S else 0) and self.left > 0
         grows = self.seconds >= SETTLED_S and self.grown_bytes >= MOST_GROWTH_BYTES
-        return done and not self.wrong and not self.pages_used and not grows
+        was_short = self.evicted > 0 and (self.preempted > 0 or self.seconds < SETTLED_S)
+        return done and was_short and not self.wrong and not self.pages_used and not grows
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Load:
     def body(self, question: int) -> dict[str, object]:
         prompt = f"{self.shared} {' '.join(WORDS[: 1 + question % len(WORDS)])}"
         return {
-            "prompt": prompt, "seed": question, "temperature": 1.0, "max_tokens": 8 + question % 24,
+            "prompt": prompt, "seed": question, "temperature": 1.0, "max_tokens": 8 + 24 * (question % 8),
             "ignore_eos": True, "stream": True,
         }  # fmt: skip
 
@@ -123,6 +127,8 @@ async def settle(client: httpx.AsyncClient, url: str, outcome: Outcome) -> None:
             break
         await asyncio.sleep(0.05)
     queried = metric(text, "vllm:prefix_cache_queries_total{")
+    outcome.evicted = int(metric(text, "millrace:kv_pages_evicted_total{"))
+    outcome.preempted = int(metric(text, "vllm:num_preemptions_total{"))
     outcome.tokens_reused = round(metric(text, "vllm:prefix_cache_hits_total{") / max(1.0, queried), 4)
 
 
@@ -138,14 +144,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--shared", type=int, default=1000, help="tokens, about, that all prompts begin with")
+    parser.add_argument("--shared", type=int, default=700, help="words in common: for `tiny` 1,350 tokens")
     parser.add_argument("--leaving", type=float, default=0.3, help="share of the clients' requests that are left")
     parser.add_argument("--questions", type=int, default=48, help="that differ in their ends")
+    parser.add_argument("--kv-memory", default="5M", help="for pages; the default is short for `tiny`")
     args = parser.parse_args(arguments)
     shared = " ".join(random.Random(0).choices(WORDS, k=args.shared))
     outcome = Outcome(args.seconds, args.clients)
     before = set(psutil.Process().children())
-    with ServerProcess(args.model, ("--log-level", "error")) as server:
+    flags = ("--log-level", "error", "--kv-memory", args.kv_memory)
+    with ServerProcess(args.model, flags) as server:
         (process,) = set(psutil.Process().children()) - before
         asyncio.run(run(Load(server.url, shared, args.leaving, args.questions), process, outcome))
     print(json.dumps(asdict(outcome)))

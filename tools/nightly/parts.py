@@ -34,9 +34,12 @@ class Part:
 
 
 FUZZ_CASES = 100_000
+# Of a served language model, from the socket to the kernels.
+SERVER = ("src/millrace/checkpoint", "src/millrace/engine", "src/millrace/runtime", "src/millrace/serve", "native")
 # Pinned: a comparison is with a version. Built from source, as the benchmarks build it.
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
 BESIDE_LLAMA_CPP = ("tests/checkpoint/gguf", "tests/benchmarks")
+BESIDE_TRITON = ("tests/nightly/test_tritonclient.py",)
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
 # Of the server, and how they look. Chromium is the distribution's: apt-get install -y chromium.
@@ -56,7 +59,9 @@ def _fuzz(target: str) -> Part:
 
 def _client(name: str) -> Part:
     command = ("{python}", "-m", "tools.clients", name)
-    return Part(f"client-{name}", f"{name} against `millrace serve`", command, files=("tools/clients",))
+    return Part(
+        f"client-{name}", f"{name} against `millrace serve`", command, files=("tools/clients", "src/millrace/serve")
+    )
 
 
 def _holding(text: str, folder: str = "tests") -> tuple[str, ...]:
@@ -82,7 +87,7 @@ PARTS = (
     ),
     Part(
         "slow-tests", "tests that take minutes", ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known"),
-        files=(*_marked("nightly"), "docs/extending"),
+        files=(*_marked("nightly"), "docs/extending", *SERVER),
     ),
     Part(
         "mmlu", "questions of all 57 subjects, choices and WikiText beside lm-eval on transformers, one by one",
@@ -90,23 +95,29 @@ PARTS = (
         packages=("lm-eval==0.4.13", "accelerate==1.15.0"), files=BESIDE_LM_EVAL,
     ),
     Part(
+        "tritonclient", "Triton's own client on the server that the load generator is tested with",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", *BESIDE_TRITON),
+        packages=("tritonclient[http,grpc]==2.73.0",),
+        files=(*BESIDE_TRITON, "src/millrace/bench/null_kserve.py", "src/millrace/bench/null_grpc.py"),
+    ),
+    Part(
         "playground", "the server's pages in Chromium, by keyboard, on a desktop's and a phone's screen",
         ("{python}", "-m", "pytest", "--skips", "none", "tests/browser"),
-        packages=("playwright==1.65.2",), files=("tests/browser", *PAGES),
+        packages=("playwright==1.65.2",), files=("tests/browser", *PAGES, *SERVER),
     ),
     Part(
         "timing", "tests that judge times; needs an idle machine", ("{python}", "-m", "pytest", "-m", "timing", "-s"),
-        files=_marked("timing"),
+        files=(*_marked("timing"), *SERVER),
     ),
     Part(
         "schedules", f"random schedules of the runtime, {TIMES} times the fast suite's, with a new seed each night",
         ("{python}", "-m", "pytest", "-m", "hypothesis", "--hypothesis-profile", NIGHT, "--hypothesis-seed", "{seed}",
          "--timeout", str(60 * MINUTES), "tests/runtime"),
-        TIMES, files=(*_holding("@given", "tests/runtime"), "tests/support/drawn.py"),
+        TIMES, files=(*_holding("@given", "tests/runtime"), "tests/support/drawn.py", "src/millrace/runtime"),
     ),
     Part(
         "load", "200 clients of one long prompt for ten minutes, a third of whose requests are left",
-        ("{python}", "-m", "tools.load", "tiny"), files=("tools/load",),
+        ("{python}", "-m", "tools.load", "tiny"), files=("tools/load", *SERVER),
     ),
     *map(_fuzz, FUZZERS),
     *map(_client, CLIENTS),

@@ -1,6 +1,5 @@
 """`millrace bench`: a load on a server, and what its users would feel of it."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,14 @@ import click
 from millrace.bench.certify import Certificate, certify
 from millrace.bench.exports import write_results
 from millrace.bench.goodput import READING, parse_limits
+from millrace.bench.metrics import good
 from millrace.bench.plan import Plan, measure, planned, reached
 from millrace.bench.results import Finished, report
 from millrace.bench.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli import bench_compare, bench_sweep
-from millrace.cli.bench_flags import TheirFlags
+from millrace.bench.waterfall import TO_END, joined, traced
+from millrace.cli import bench_compare, bench_infer, bench_sweep
+from millrace.cli.bench_flags import TheirFlags, certify_option, check_output, png_option
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, print_json, table
@@ -29,9 +30,9 @@ Examples:
   millrace bench --engine tiny --isl 128 --osl 128 --request-count 64
   millrace bench URL --model M --pattern short/long --pattern long/short:2 --json
   millrace bench sweep --help        raise the load until a limit breaks
-  millrace bench compare --help      two servers or results: which is faster, and how surely"""
-PARTS = {"sweep": bench_sweep.command, "compare": bench_compare.command}
-QUEUED = 64  # requests in process for which nothing was said
+  millrace bench compare --help      two servers or results: which is faster, and how surely
+  millrace bench infer --help        tensor models over KServe's protocol"""
+PARTS = {"sweep": bench_sweep.command, "compare": bench_compare.command, "infer": bench_infer.command}
 SHOWN = ("mean", "p50", "p90", "p99")
 ROWS = {
     "time_to_first_token": "TTFT, ms", "inter_token_latency": "ITL, ms a token", "request_latency": "latency, ms",
@@ -41,7 +42,7 @@ ROWS = {
 
 
 class Bench(TheirFlags):
-    """`bench URL ...`, or `bench sweep ...` and `bench compare ...`, which are commands of their own."""
+    """`bench URL ...`, or `bench sweep ...` and its like, which are commands of their own."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -58,15 +59,9 @@ class Bench(TheirFlags):
 @settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
 @click.option("--goodput", multiple=True, metavar="METRIC:MS", help=f"Limits that good requests keep; or {READING}.")
 @click.option("--engine", metavar="MODEL", help="Instead of a URL: a model or engine in this process, without HTTP.")
-@click.option(
-    "--certify-s",
-    type=click.FloatRange(0, 600),
-    default=2.0,
-    show_default=True,
-    metavar="X",
-    help="Seconds in which this client first proves itself on a server of known timing; 0: not.",
-)
+@certify_option
 @click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there, as other tools do, too.")
+@png_option
 @json_option
 @click.pass_obj
 def command(
@@ -91,34 +86,33 @@ def command(
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench http://HOST:PORT, or --engine MODEL", "give it, once")
     limits = parse_limits(goodput)
-    plan = _planned(targets[0], given, in_process=engine is not None)
+    check_output(output, as_png := given.pop("as_png"))
     if output is not None and output.exists() and not output.is_dir():
         raise ConfigError(f"--output {output} is a file", "a folder", "name another")
     if engine is None:
+        plan = planned(
+            targets[0], made(TargetSettings, given), made(LoadSettings, given), made(InputSettings, given),
+            made(SessionSettings, given),
+        )  # fmt: skip
         certificate, run = driven(lambda begins: _measured(plan, certify_s, as_json, begins), quiet=as_json)
     else:
-        from millrace.cli.bench_engine import in_process  # what runs engines takes a second to import
+        from millrace.cli.bench_engine import (
+            in_process,
+            planned_in_process,
+        )  # what runs engines takes a second to import
 
+        plan = planned_in_process(engine, given)
         certificate, run = None, in_process(engine, plan, env, as_json)
-    done = Finished.of(plan, run, limits, certificate)
+    answers = good(run.records)
+    waterfall = None if engine is not None else joined(answers, traced(plan.target, answers))
+    done = Finished.of(plan, run, limits, certificate, waterfall)
     if output is not None:
-        names = write_results(output, done)
+        names = write_results(output, done, as_png)
         note(f"  {len(names)} files in {output}")
     told = report(done)
     print_json(told) if as_json else show(told)
     if not done.metrics.n:
         raise MachineError("no request was answered", "one whole answer at least", "the failures above say why")
-
-
-def _planned(target: str, given: dict[str, Any], in_process: bool) -> Plan:
-    whom, load = made(TargetSettings, given), made(LoadSettings, given)
-    if in_process:
-        if whom != TargetSettings():
-            raise ConfigError("--engine beside flags of a server's requests", "lengths and a load", "leave them out")
-        if load.concurrency is None and load.request_rate is None:
-            n = load.request_count or QUEUED
-            load = replace(load, concurrency=n, request_count=n if load.duration_s is None else load.request_count)
-    return planned(target, whom, load, made(InputSettings, given), made(SessionSettings, given), in_process)
 
 
 async def _measured(plan: Plan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:
@@ -154,10 +148,31 @@ def show(told: dict[str, Any]) -> None:
         click.echo()
         heading(f"{label}: {part['requests']['whole']} answers, {part['output_tokens_per_s']['value']:,.1f} tokens/s")
         _metrics(part["metrics"])
+    if told["waterfall"]:
+        _waterfall(told["waterfall"])
     if told["notes"]:
         click.echo()
     for said in told["notes"]:
         click.echo(f"  {said}")
+
+
+def _waterfall(told: dict[str, Any]) -> None:
+    click.echo()
+    heading(f"where the time went, of {told['n']} requests that the server tells of")
+    rows = []
+    for name, part in (("ms to the first token", told["to_first_token"]), ("ms to its end", told["to_end"])):
+        slowest = part["slowest"]
+        rows.append([name, *(_stage(part["mean_ms"].get(stage)) for stage in TO_END)])
+        if slowest:
+            rows.append([f"  the {slowest['n']} slowest", *(_stage(slowest["mean_ms"].get(s)) for s in TO_END)])
+    table(["", *TO_END], rows)
+    slowest = told["to_first_token"]["slowest"]
+    if slowest:
+        click.echo(f"  to the first token, {slowest['says']}")
+
+
+def _stage(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:,.1f}"
 
 
 def _metrics(metrics: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ PRESETS: Mapping[str, Recipe] = {
         Recipe("int4-gptq-clip", Treatment(method="gptq", search=CLIP),
                about="the same within ranges as AutoAWQ clips them: what loses least of these"),
         Recipe("int4-awq", Treatment(smooth="awq", search=CLIP),
-               about="inputs that matter scaled up, ranges clipped: AutoAWQ's, symmetric"),
+               about="inputs that matter scaled up, ranges clipped (q's and k's, too): AutoAWQ's, symmetric"),
         Recipe("w4afp8-awq", Treatment(smooth="awq", search=CLIP, activations=FP8),
                about="the same, meant for FP8 activations as llm-compressor's W4AFP8 is; they stay bfloat16 here"),
         Recipe("int8-sq", replace(_ROWS_OF_8, method="gptq", smooth="smoothquant", alpha=0.65, activations=8),

@@ -5,15 +5,17 @@ Python work per sequence, none per token.
 T tokens, S sequences, R sampling rows; see StepInputs. The buffers are reused: inputs are valid until the next `build`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.engine.executor import SAMPLING, ExecutorLimits, IntArray, StepInputs, StepOutputs, plain_rows
+from millrace.engine.executor import SAMPLING, Executor, ExecutorLimits, IntArray, StepInputs, StepOutputs, plain_rows
 from millrace.errors import ConfigError
 from millrace.runtime.grammar import Grammars
 from millrace.runtime.history import PART, Parts
+from millrace.runtime.pages import PagePool
 from millrace.runtime.params import TokenLogprobs
 from millrace.runtime.request import Request, Sequence, Stage
 
@@ -128,9 +130,17 @@ class Step:
         n_prefill = sum(chunk.n for chunk in chunks if chunk.n > 1)
         return Step(chunks, n, n_prefill, sum(chunk.n_scored for chunk in chunks))
 
-    def parts(self) -> Parts:
-        """As the history keeps them."""
-        return np.array([_seen(chunk, chunk.sequence) for chunk in self.chunks], PART)
+    def rows(self) -> Iterator[tuple[Chunk, int, int]]:
+        """Of each chunk its first row and the one behind its last."""
+        row = 0
+        for chunk in self.chunks:
+            yield chunk, row, row + chunk.n_rows
+            row += chunk.n_rows
+
+    def seen(self) -> tuple[Parts, tuple[str, ...]]:
+        """As the history keeps it: its chunks, and the ids of their requests."""
+        ids = tuple(chunk.sequence.request.id for chunk in self.chunks)
+        return np.array([_seen(chunk, chunk.sequence) for chunk in self.chunks], PART), ids
 
 
 def _seen(chunk: Chunk, seq: Sequence) -> tuple[int, int, int, int, int, bool]:
@@ -217,6 +227,21 @@ class BatchBuilder:
         sampling["mask"][[r for r, _ in held]] = np.arange(len(held)) + 1
         matchers = [matcher for _, matcher in held]
         return (self._grammars.masks(matchers), None) if self._all_cores else self._grammars.masks_beside(matchers)
+
+
+def check(executor: Executor, pool: PagePool) -> None:
+    """Compute a step of token 0 alone, where it can have a page: elsewhere the steps of those who have them tell.
+
+    raises RuntimeError, MillraceError where it fails
+    """
+    if pages := pool.reserve(1):
+        starts, first = np.array([0, 1], np.int32), np.zeros(1, np.int32)
+        own, rows = np.array(pages, np.int32), plain_rows(1)
+        rows["position"] = 1
+        try:
+            executor.run(StepInputs(first, first, starts, own, starts, rows, _NO_IDS, _NO_IDS, _NO_VALUES))
+        finally:
+            pool.release(pages)
 
 
 def _score(rows: NDArray[np.void], chunk: Chunk, start: int) -> None:

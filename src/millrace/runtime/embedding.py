@@ -259,9 +259,13 @@ class EncoderLoop:
             with self.thread.changed:
                 self._again = list(alone.values())[::-1]
             return
-        self.thread.step_failed(f"a step of {len(step)} texts", error)
         for job in alone:
             _settle(job, _failed(f"the step that computed this request failed: {error}"))
+        self.thread.step_failed(f"a step of {len(step)} texts", error, self._check)
+
+    def _check(self) -> None:
+        """A text of one token."""
+        self._network.run(text_inputs([np.zeros(1, np.int32)], self.limits.inputs))
 
     def _end(self, why: str) -> None:
         """Nobody who waits is forgotten. why: what went wrong, "" where it is only being closed"""

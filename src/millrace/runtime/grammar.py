@@ -1,7 +1,7 @@
 """Grammars that answers are held to, through llguidance: what may come next, as a mask over the vocabulary.
 
 Compiling takes from a millisecond to some 100: it is done before a request is submitted, in the caller's thread
-(the server has one for it) and never in the engine's; what was compiled is kept by its digest. The engine's thread
+(the server has some for it) and never in the engine's; what was compiled is kept by its digest. The engine's thread
 tells each answer's `Matcher` what was drawn, and asks for the masks of all rows of a step in one call: computed
 while the step runs, where it leaves cores for that, else before it.
 

@@ -10,12 +10,13 @@ import time
 import uuid
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
+from functools import partial
 
 from millrace.checkpoint.generation import GenerationDefaults
 from millrace.checkpoint.tokenizer import Detokenizer, Tokenizer
 from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepOutputs
 from millrace.errors import MillraceError, RequestError, has_stopped
-from millrace.runtime.batch import BatchBuilder, Step, TokenBudget, token_logprobs
+from millrace.runtime.batch import BatchBuilder, Step, TokenBudget, check, token_logprobs
 from millrace.runtime.grammar import Grammars, Matcher
 from millrace.runtime.history import History, RequestSeen, RequestTrace, StepSeen, traces
 from millrace.runtime.order import Policy, first_come
@@ -93,12 +94,19 @@ class EngineThread:
     def step_done(self) -> None:
         self._failed_in_row = 0
 
-    def step_failed(self, what: str, error: Exception) -> None:
-        """Only what was in the step fails with it; but a loop whose steps fail again and again has ended."""
+    def step_failed(self, what: str, error: Exception, check: Callable[[], object]) -> None:
+        """Only what was in the step fails with it; but a loop that computes nothing any more has ended.
+
+        check: computes something else, as one request may have come again and again. raises what a step raises
+        """
         self._failed_in_row += 1
         log.error("%s failed, %d in a row", what, self._failed_in_row, exc_info=error)
-        if self._failed_in_row >= MAX_FAILURES_IN_A_ROW:
-            self.dead_because = f"{self._failed_in_row} steps in a row failed, the last with: {error}"
+        if self._failed_in_row == MAX_FAILURES_IN_A_ROW:
+            try:
+                check()
+                self._failed_in_row = 0
+            except (RuntimeError, MillraceError) as failed:
+                self.dead_because = f"{MAX_FAILURES_IN_A_ROW} steps in a row failed, then one of its own: {failed}"
 
 
 class EngineLoop:
@@ -180,10 +188,9 @@ class EngineLoop:
 
     def stats(self) -> LoopStats:
         """A snapshot, cheap enough for every request."""
-        counters, scheduler, now_s = self._counters, self._scheduler, self.thread.clock()
+        counters, scheduler, index, now_s = self._counters, self._scheduler, self._pool.index, self.thread.clock()
         with self.thread.changed:
             n_waiting, idle = self._n_submitted + len(scheduler.waiting), self._is_idle()
-        index = self._pool.index
         return LoopStats(
             running=len(scheduler.running), waiting=n_waiting, idle=idle, healthy=not self.thread.dead_because,
             pages_used=self._pool.n_used, pages_kept=index.n_free, pages_total=self._pool.n_pages,
@@ -283,17 +290,14 @@ class EngineLoop:
         self._counters.steps += 1
         self._counters.step_tokens += step.n_tokens
         n, n_waiting = self._counters.steps, len(self._scheduler.waiting)
-        ids = tuple(chunk.sequence.request.id for chunk in step.chunks)
-        self.history.steps.append(StepSeen(n, started_s, now_s - started_s, n_waiting, step.parts(), ids))
+        self.history.steps.append(StepSeen(n, started_s, now_s - started_s, n_waiting, *step.seen()))
         self._distribute(step, outputs, now_s)
 
     def _distribute(self, step: Step, outputs: StepOutputs, now_s: float) -> None:
         """Give each scored and each drawn token to its choice."""
         tokens: list[int] = outputs.tokens.tolist()
-        row = 0
-        for chunk in step.chunks:
-            seq, first = chunk.sequence, row
-            row += chunk.n_rows
+        for chunk, first, row in step.rows():
+            seq = chunk.sequence
             if first == row or seq.stage is Stage.GONE:  # its sibling failed a moment ago
                 continue
             if min(tokens[first:row]) < 0:
@@ -334,13 +338,11 @@ class EngineLoop:
             log.warning("a step of %d requests failed; each is computed alone", len(alone), exc_info=error)
             self._again = alone[::-1]
             return
-        self.thread.step_failed(f"a step of {step.n_tokens} tokens", error)
         for request in dict.fromkeys(chunk.sequence.request for chunk in step.chunks):
             self._end(request, FinishReason.ERROR, f"the step that computed this request failed: {error}")
+        self.thread.step_failed(f"a step of {step.n_tokens} tokens", error, partial(check, self._executor, self._pool))
         if why := self.thread.dead_because:
             self._end_everything(FinishReason.ERROR, f"the engine has stopped: {why}")
-
-    # ------------------------------------------------------------------ finishing and delivering
 
     def _add(self, seq: Sequence, delta: Delta) -> None:
         request, reason = seq.request, delta.finish_reason
@@ -379,8 +381,7 @@ class EngineLoop:
         for request in dict.fromkeys([*self._pending, *self._live, *submitted]):
             deltas = self._pending.get(request, [])
             ended = {d.index for d in deltas if d.finish_reason is not None}
-            still_open = (seq for seq in request.choices if seq.stage is not Stage.GONE)
-            indices = {request.first + seq.index for seq in still_open} - ended
+            indices = {request.first + seq.index for seq in request.choices if seq.stage is not Stage.GONE} - ended
             failed = [Delta(i, "", (), finish_reason=FinishReason.ERROR, error=error) for i in sorted(indices)]
             request.deliver(deltas + failed)
         self._live, self._pending = {}, {}

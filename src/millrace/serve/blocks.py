@@ -1,4 +1,4 @@
-"""An answer as blocks, one after the other: thoughts, text, calls. All four protocols read answers so.
+"""An answer as blocks, one after the other: thoughts, text, calls. Whole answers, and streams of all but chats.
 
 Each block is opened, added to, and closed before the next begins.
 """

@@ -138,5 +138,6 @@ class GenerationFailedError(Exception):
         self.log_level = logging.INFO if aborted or fault is not None else logging.ERROR
 
 
-def not_yet(field: str, mend: str) -> RequestError:
-    return RequestError(f"{field} is not supported yet", f"a request without {field}", mend, param=field)
+def not_yet(field: str, mend: str, what: str = "") -> RequestError:
+    """what: of the field, where it is not the field itself"""
+    return RequestError(f"{what or field} is not supported yet", f"a request without {what or 'it'}", mend, param=field)

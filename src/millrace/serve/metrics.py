@@ -169,7 +169,12 @@ def engine_metrics(model: str, stats: LoopStats, limits: ExecutorLimits) -> Iter
     """What the engine loop of a language model counts, at this moment."""
     used = stats.pages_used / max(1, stats.pages_total)
     yield gauge(model, "vllm:num_requests_running", "Sequences that hold KV pages", stats.running)
-    yield gauge(model, "vllm:num_requests_waiting", "Sequences that wait for their first step", stats.waiting)
+    yield gauge(
+        model,
+        "vllm:num_requests_waiting",
+        "Sequences that wait for their first step, or for pages again",
+        stats.waiting,
+    )
     yield gauge(model, "vllm:kv_cache_usage_perc", "Share of the KV pages in use; 1 is all", used)
     yield counter(
         model, "vllm:prompt_tokens", "Prompt tokens, computed or found in the prefix cache", stats.prompt_tokens_total

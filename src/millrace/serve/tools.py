@@ -92,6 +92,9 @@ def tools_of(tools: Sequence[Mapping[str, object]] | None, choice: object, paral
     if choice == "none":
         return None
     strict = any(function.get("strict") for function in functions)
+    if must or strict:  # the others are for the model to read
+        for name, schema in schemas.items():
+            _check_schema(name, schema)
     return Tools(
         specs=tools, schemas=schemas, strict=strict, must=must, only=only, parallel=parallel is not False
     )  # fmt: skip
@@ -133,6 +136,15 @@ def _schema(parameters: object) -> Mapping[str, object]:
     return {**closed, **given, "type": "object"}
 
 
+def _check_schema(name: str, schema: Mapping[str, object]) -> None:
+    """raises RequestError as for any schema that an answer is held to"""
+    try:
+        StructuredOutputsParams(json=schema).text()
+    except RequestError as error:
+        what = f"the parameters of the tool {name!r}: {error.what.partition(': ')[2]}"
+        raise RequestError(what, error.expected, "correct tools", "tools") from None
+
+
 def _chosen(choice: object, schemas: Mapping[str, object]) -> tuple[bool, str | None]:
     """(one must be called, which one)"""
     match choice:
@@ -147,7 +159,7 @@ def _chosen(choice: object, schemas: Mapping[str, object]) -> tuple[bool, str | 
                 )
             return True, name
         case {"type": str(kind)} if kind != "function":
-            raise not_yet(f'tool_choice of the type "{kind[:60]}"', f"send {_CHOICES}")
+            raise not_yet("tool_choice", f"send {_CHOICES}", f'tool_choice of the type "{kind[:60]}"')
     raise RequestError(f"tool_choice is {choice!r:.80}", _CHOICES, "correct tool_choice", "tool_choice")
 
 

@@ -1,24 +1,20 @@
-"""What happened to a request, step by step; and a page of the last steps: who was in prefill, decode or waiting."""
+"""What happened to a request, step by step."""
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import re
+from collections.abc import Sequence
+from urllib.parse import parse_qsl
 
 from msgspec import Struct
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.types import Scope
 
-from millrace.report.page import render
-from millrace.report.scale import Scale
-from millrace.runtime.history import RequestTrace, StepSeen
+from millrace.errors import RequestError
+from millrace.runtime.history import MOST_STEPS, RequestTrace, StepSeen
 from millrace.serve.backend import Models
 from millrace.serve.errors import HttpError
 from millrace.serve.replies import json_reply
 from millrace.serve.text import TextBackend
 from millrace.serve.wire import CALL, Call
-
-SHOWN_STEPS, SHOWN_ROWS = 240, 48  # of a timeline: what a screen can hold
-WIDTH, LEFT, TOP, ROW = 1080, 190, 26, 16
-PAUSE_S = 0.005  # at most, of the time that is shown
 
 
 class StepReply(Struct):
@@ -35,12 +31,18 @@ class StepReply(Struct):
 
 
 class TraceReply(Struct):
-    """One request. `null`: it has not come so far. steps: its last 512, of the last few thousand of all"""
+    """One request. `null`: it has not come so far. steps: its last 512, of the last few thousand of all
+
+    Between two of these times lies one stage of its way: received, prepared, queued, computed, told.
+    """
 
     id: str
-    queued_ms: float | None  # until its first step
-    first_token_ms: float | None  # from being queued
+    preparing_ms: float | None  # from its first byte to being queued: read, rendered, tokenised
+    queued_ms: float | None  # from then on, as all that follow, until its first step
+    first_token_ms: float | None  # until the step that drew it had ended
+    first_told_ms: float | None  # until it was text, and given to its connection
     total_ms: float | None
+    told_ms: float | None  # the last token, as the first
     prompt_tokens: int
     cached_tokens: int  # of them: their pages were known, so that nothing was computed
     prefill_saved_ms: float | None  # by that, at the pace of prompts in this server, of late; None where there was none
@@ -55,7 +57,8 @@ class TraceList(Struct):
 
 
 def request_trace(models: Models, scope: Scope) -> Response:
-    """By the id of the call: x-request-id. raises HttpError with 404"""
+    """By the id of the call: x-request-id; `?steps=N`: the last N steps. raises HttpError with 404, RequestError"""
+    n_steps = _steps_asked(scope)
     request_id: str = scope["path_params"]["request_id"]
     call: Call = scope[CALL]
     loops = [backend.model.engine.loop for backend in models.of_kind(TextBackend)]
@@ -63,7 +66,7 @@ def request_trace(models: Models, scope: Scope) -> Response:
     for loop in loops:
         if own := [trace for trace in loop.traces(request_id) if trace.seen.tenant == call.tenant]:
             token_s = _prompt_token_s(tuple(loop.history.steps))
-            found += [_trace(trace, token_s) for trace in own]
+            found += [_trace(trace, token_s, n_steps) for trace in own]
     if not found:
         raise HttpError(
             404, "request_not_found", f'nothing is known of the request "{request_id[:100]}"',
@@ -72,7 +75,16 @@ def request_trace(models: Models, scope: Scope) -> Response:
     return json_reply(TraceList(found))
 
 
-def _trace(trace: RequestTrace, token_s: float | None) -> TraceReply:
+def _steps_asked(scope: Scope) -> int:
+    found = MOST_STEPS
+    for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
+        if name != "steps" or not re.fullmatch("[0-9]{1,9}", value):
+            raise RequestError(f"{name:.60}={value:.60} is asked of a trace", "steps=N", "leave it out", name[:60])
+        found = int(value)
+    return found
+
+
+def _trace(trace: RequestTrace, token_s: float | None, n_steps: int = MOST_STEPS) -> TraceReply:
     seen, timings = trace.seen, trace.seen.timings
     queued_s = timings.queued_s
     steps = [
@@ -81,12 +93,14 @@ def _trace(trace: RequestTrace, token_s: float | None) -> TraceReply:
             int(parts["n_prompt"].sum()), int(parts["draws"].sum()), step.n_tokens,
             len(step.parts) - len(parts), step.waiting,
         )
-        for step, parts in trace.steps
+        for step, parts in trace.steps[max(0, len(trace.steps) - n_steps) :]
     ]  # fmt: skip
     saved = None if token_s is None else _ms(seen.n_cached * token_s)
     return TraceReply(
-        seen.id, _since(queued_s, timings.first_scheduled_s), _since(queued_s, timings.first_token_s),
-        _since(queued_s, timings.finished_s), seen.n_prompt, seen.n_cached, saved, timings.n_output_tokens,
+        seen.id, None if timings.received_s is None else _ms(queued_s - timings.received_s),
+        _since(queued_s, timings.first_scheduled_s), _since(queued_s, timings.first_token_s),
+        _since(queued_s, timings.first_told_s), _since(queued_s, timings.finished_s), _since(queued_s, timings.told_s),
+        seen.n_prompt, seen.n_cached, saved, timings.n_output_tokens,
         timings.n_preemptions, steps,
     )  # fmt: skip
 
@@ -107,57 +121,3 @@ def _since(start_s: float, end_s: float | None) -> float | None:
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
-
-
-def timeline(models: Models, scope: Scope) -> Response:
-    """A page that needs no network and runs no script: save it, and it stays what it is."""
-    pages = [
-        {"name": backend.model.name, **_drawn(tuple(backend.model.engine.loop.history.steps)[-SHOWN_STEPS:])}
-        for backend in models.of_kind(TextBackend)
-    ]
-    template = Path(__file__).with_name("timeline.html")
-    return HTMLResponse(
-        render(template, models=pages, steps=SHOWN_STEPS, width=WIDTH, left=LEFT, row=ROW, most=SHOWN_ROWS)
-    )
-
-
-def _drawn(steps: Iterable[StepSeen]) -> dict[str, object]:
-    """A row for each sequence, a block for each of its steps: prompt tokens, a token drawn, or output once more."""
-    steps = list(steps)
-    if not steps:
-        return {"rows": [], "height": TOP, "ticks": [], "n_steps": 0, "n_left_out": 0, "waiting": []}
-    begins, end_s = _without_pauses(steps)
-    x = Scale(0.0, end_s, LEFT, WIDTH - 24)
-    blocks: dict[tuple[str, int], list[dict[str, object]]] = {}
-    for step, begin_s in zip(steps, begins, strict=True):
-        at, width = x.at(begin_s), max(0.8, x.at(begin_s + step.took_s) - x.at(begin_s))
-        for request_id, part in zip(step.request_ids, step.parts, strict=True):
-            again = "a token" if part["draws"] and part["n"] == 1 else f"{part['n']} tokens again"
-            what = f"{part['n_prompt']} prompt tokens" if part["n_prompt"] else again
-            title = f"step {step.number}: {what}, {step.took_s * 1e3:.1f} ms, {len(step.parts)} sequences"
-            kind = 1 if part["n_prompt"] else 0
-            block: dict[str, object] = {"x": at, "width": round(width, 2), "kind": kind, "title": title}
-            blocks.setdefault((request_id, int(part["choice"])), []).append(block)
-    shown = list(blocks.items())[-SHOWN_ROWS:]
-    rows = [
-        {"label": f"{request_id[:20]} {choice}", "y": TOP + ROW * i, "blocks": of_row}
-        for i, ((request_id, choice), of_row) in enumerate(shown)
-    ]
-    y = TOP + ROW * len(rows)
-    waiting = [{"x": x.at(s), "n": step.waiting} for step, s in zip(steps, begins, strict=True) if step.waiting]
-    ticks = [{"x": x.at(end_s * i / 6), "ms": round(end_s * i / 6 * 1e3)} for i in range(7)]
-    return {
-        "rows": rows, "height": y + 24, "ticks": ticks, "n_steps": len(steps), "waiting": waiting, "waiting_y": y + 4,
-        "n_left_out": len(blocks) - len(rows),
-    }  # fmt: skip
-
-
-def _without_pauses(steps: Sequence[StepSeen]) -> tuple[list[float], float]:
-    """When each begins, and the last one ends, where pauses in which nobody asked for anything are short."""
-    begins, now_s = [], 0.0
-    for i, step in enumerate(steps):
-        before = steps[i - 1] if i else step
-        now_s += min(max(0.0, step.began_s - before.began_s - before.took_s), PAUSE_S) if i else 0.0
-        begins.append(now_s)
-        now_s += step.took_s
-    return begins, now_s

@@ -109,7 +109,9 @@ def _rendering(thinking: Mapping[str, object] | None) -> Rendering:
         return PLAINLY
     kind = thinking.get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
-        raise RequestError(f"thinking.type is {kind!r:.60}", '"enabled" or "disabled"', "correct thinking", "thinking")
+        raise RequestError(
+            f"thinking.type is {kind!r:.60}", '"enabled", "adaptive" or "disabled"', "correct thinking", "thinking"
+        )
     return Rendering({"enable_thinking": kind != "disabled"})
 
 
@@ -120,7 +122,7 @@ def _tools(asked: CountRequest) -> Tools | None:
     given: list[dict[str, object]] = []
     for i, tool in enumerate(asked.tools or ()):
         if tool.get("type") not in (None, "custom"):
-            raise not_yet(f"tools[{i}] of the type {tool['type']!r:.60}", "send tools with an input_schema")
+            raise not_yet("tools", "send tools with an input_schema", f"tools[{i}] of the type {tool['type']!r:.60}")
         check_names(tool, _TOOL, f"tools[{i}]", "tools")
         function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
         function["parameters"] = tool.get("input_schema")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from millrace.serve import management, trace
+from millrace.serve import management, timeline, trace
 from millrace.serve.embeddings import EncoderBackend, embeddings
 from millrace.serve.errors import Problem
 from millrace.serve.openai.chat import chat_completions
@@ -93,7 +93,7 @@ _MAIN: tuple[Endpoint, ...] = (
     get("/v1/models", management.model_list, "The model and its aliases", ModelList, protected=True),
     get("/v1/models/{model}", management.model, "One model", ModelCard, protected=True),
     get("/v1/requests/{request_id}/trace", trace.request_trace, "What happened to a request", trace.TraceList, True),
-    get("/timeline", trace.timeline, "A page of the last steps, and who was in them", None, True),
+    get("/timeline", timeline.timeline, "A page of the last steps, and who was in them", None, True),
     get("/v1/metadata", management.metadata, "Model, engine and licence", MetadataReply, protected=True),
     get("/v1/health/live", management.live, "Does the process answer?", HealthReply),
     get("/v1/health/ready", management.ready, "May requests be sent? 503: not now", HealthReply),

@@ -76,7 +76,7 @@ def tools_of_response(asked: ResponsesRequest) -> Tools | None:
     given: list[dict[str, object]] = []
     for i, tool in enumerate(asked.tools or ()):
         if tool.get("type") != "function":
-            raise not_yet(f"tools[{i}] of the type {tool.get('type')!r:.60}", 'send tools of the type "function"')
+            raise not_yet("tools", "send functions", f"tools[{i}] of the type {tool.get('type')!r:.60}")
         check_names(tool, _FUNCTION, f"tools[{i}]", "tools")
         function = {name: value for name, value in tool.items() if name != "type" and value is not None}
         given.append({"type": "function", "function": function})

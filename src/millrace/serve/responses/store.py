@@ -3,7 +3,7 @@
 They are kept as JSON, and decoded when somebody goes on from one: decoded, a tool or a message is many times as large.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,22 +64,28 @@ class Kept:
 
 
 class Responses:
-    """Of one server, in the event loop's thread. The one that was not asked for the longest goes first."""
+    """Of one server, in the event loop's thread.
+
+    Where there are too many, one goes of the tenant who has most: the one that was not asked for the longest.
+    """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._counted: dict[str, int] = {}  # bytes of each
+        self._number, self._bytes = Counter[str](), Counter[str]()  # of each tenant's
         self.n_bytes = 0  # of all of them
 
     def keep(self, kept: Kept) -> None:
         """It fits; others go for it."""
-        self._kept[kept.id], self._counted[kept.id] = kept, kept.n_bytes
-        self.n_bytes += kept.n_bytes
-        for other in list(self._kept.values()):
-            if len(self._kept) <= MAX_KEPT and self.n_bytes <= MAX_KEPT_BYTES:
+        self._kept[kept.id] = kept
+        self._count(kept, kept.n_bytes)
+        while len(self._kept) > MAX_KEPT or self.n_bytes > MAX_KEPT_BYTES:
+            held = self._number if len(self._kept) > MAX_KEPT else self._bytes
+            ended = (other for other in self._kept.values() if not other.is_under_way)  # the rest is somebody's
+            goes = max(ended, key=lambda other: held[other.tenant], default=None)  # of equals the first
+            if goes is None:
                 return
-            if not other.is_under_way:  # what is still being answered is somebody's
-                self._forget(other.id)
+            self._forget(goes.id)
 
     def changed(self, kept: Kept) -> bool:
         """It has another size now. Where it fits no more it goes, and others stay. Whether it is there"""
@@ -126,5 +132,16 @@ class Responses:
         self._forget(response_id)
 
     def _forget(self, response_id: str) -> None:
-        self._kept.pop(response_id, None)
-        self.n_bytes -= self._counted.pop(response_id, 0)
+        if (kept := self._kept.pop(response_id, None)) is not None:
+            self._count(kept, None)
+
+    def _count(self, kept: Kept, n_bytes: int | None) -> None:
+        """n_bytes: as they are now; None: it is gone"""
+        change = (n_bytes or 0) - self._counted.pop(kept.id, 0)
+        self.n_bytes += change
+        self._bytes[kept.tenant] += change
+        self._number[kept.tenant] += 1 if n_bytes is not None else -1
+        if n_bytes is not None:
+            self._counted[kept.id] = n_bytes
+        elif not self._number[kept.tenant]:
+            del self._number[kept.tenant], self._bytes[kept.tenant]
