@@ -4,7 +4,7 @@ A line for each request that ended, in Mooncake's format: when it came (ms since
 answer were, and for each 512 tokens of the prompt a number, which is the same where prompts have begun alike so far.
 The numbers count up in the order in which beginnings were first seen: nothing can be computed back from them.
 Beside that what `millrace build --traffic` chooses by: how long it was there ("duration", ms), how long of that before
-its first step ("waited", ms), how many "choices" it had and up to how many tokens each, where it said so ("max_tokens").
+its first step ("waited", ms), how many "choices" it had, up to how many tokens each where it said so ("max_tokens").
 """
 
 import hashlib
