@@ -252,14 +252,16 @@ def test_presets_are_what_they_say(source: Path) -> None:
     assert Spec("I64", (2,)).nbytes == 16
 
 
-def test_what_a_killed_run_left_is_swept_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["unfinished", "statistics", "search"])
+def test_what_a_killed_run_left_is_swept_away(tmp_path: Path, what: str) -> None:
     """Of the same name alone, and not where somebody is still at work."""
     out = tmp_path / "out"
-    script = "import sys, os, signal; from pathlib import Path; from millrace.compress.folder import unfinished\n"
-    script += "with unfinished(Path(sys.argv[1])) as path:\n    (path / 'part').write_bytes(b'x')\n"
-    subprocess.run([sys.executable, "-c", script + "    os.kill(os.getpid(), signal.SIGKILL)", str(out)], check=False)
-    (left,) = tmp_path.glob(".out.*.unfinished")
-    other = tmp_path / ".outer.0123456789ab.unfinished"
+    script = "import sys, os, signal; from pathlib import Path; from millrace.compress.folder import beside\n"
+    script += "with beside(Path(sys.argv[1]), sys.argv[2]) as path:\n    (path / 'part').write_bytes(b'x')\n"
+    script += "    os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", script, str(out), what], check=False)
+    (left,) = tmp_path.glob(f".out.*.{what}")
+    other = tmp_path / f".outer.0123456789ab.{what}"
     shutil.copytree(left, other)
     with folders.unfinished(out) as path:
         assert not left.exists() and other.exists()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,29 @@ def ask(tiny: Live, request_id: str, **fields: Any) -> httpx.Response:
 
 
 def test_a_trace_adds_up(tiny: Live) -> None:
+    began_s = time.perf_counter()
     usage = ask(tiny, "trace-1", cache_salt="a").json()["usage"]
+    took_ms = (time.perf_counter() - began_s) * 1e3
     (first,) = httpx.get(tiny.url + "/v1/requests/trace-1/trace").json()["data"]
     assert first["id"] == "trace-1" and first["prompt_tokens"] == usage["prompt_tokens"]
     assert first["generated_tokens"] == usage["completion_tokens"] == sum(s["drawn_tokens"] for s in first["steps"])
     assert sum(s["prompt_tokens"] for s in first["steps"]) == usage["prompt_tokens"] and first["cached_tokens"] == 0
-    assert 0 <= first["queued_ms"] <= first["first_token_ms"] <= first["total_ms"]
+    assert 0 <= first["queued_ms"] <= first["first_token_ms"] <= first["first_told_ms"] <= first["told_ms"]
+    assert first["first_token_ms"] <= first["total_ms"] <= first["told_ms"]
+    assert first["preparing_ms"] > 0 and first["preparing_ms"] + first["told_ms"] < took_ms, "its client waited longer"
+    for n in (0, 2, 10**8):
+        (some,) = httpx.get(f"{tiny.url}/v1/requests/trace-1/trace?steps={n}").json()["data"]
+        assert some == {
+            **first,
+            "steps": first["steps"][-n:] if n else [],
+            "prefill_saved_ms": some["prefill_saved_ms"],
+        }
+    for wrong in ("steps=-1", "steps=", "steps=a", "step=3", "steps=1&x"):
+        refused = httpx.get(f"{tiny.url}/v1/requests/trace-1/trace?{wrong}")
+        assert (
+            refused.status_code == 400
+            and refused.json()["error"]["param"] == wrong.rpartition("&")[2].partition("=")[0]
+        )
     times = [step["at_ms"] for step in first["steps"]]
     assert times == sorted(times) and all(step["took_ms"] > 0 for step in first["steps"])
     ask(tiny, "trace-2", cache_salt="a")

@@ -1,7 +1,6 @@
 """What `millrace compress` asks of its options in every form: a checkpoint, and statistics of a text."""
 
 import shlex
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from millrace.cli.screen import Progress
 from millrace.compile.find import model_folder
 from millrace.compress.calibrated import needs, same_file, sampled, statistics_of
 from millrace.compress.collect import SAMPLES
+from millrace.compress.folder import beside
 from millrace.compress.plan import Job
 from millrace.compress.statistics import Statistics
 from millrace.engine.manifest import MANIFEST
@@ -73,9 +73,8 @@ def statistics_for(job: Job, out: Path, asked: Sampling, report: Progress) -> It
     if asked.statistics is not None:
         yield statistics_of(job.checkpoint, text, asked.statistics, report)
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".statistics", dir=out.parent) as folder:
-        yield statistics_of(job.checkpoint, text, Path(folder), report)
+    with beside(out, "statistics") as folder:
+        yield statistics_of(job.checkpoint, text, folder / "kept", report)
 
 
 def recorded(found: Statistics) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from millrace.machine.disk import reserve, write_at
 
 SHARD_BYTES = 4 << 30
 _LOCK = ".lock"  # of a folder that is written
+_WHAT = ("unfinished", "statistics", "search")  # lies beside a folder that is being made
 _SMALL_BYTES = 64 << 20  # for what lies beside the weights: a tokenizer has at most 40 MB
 
 
@@ -109,23 +110,29 @@ def check_place(out: Path, nbytes: int) -> None:
 
 @contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out` that becomes it at the end of the block, or goes if that fails.
+    """An empty folder beside `out` that becomes it at the end of the block, or goes if that fails."""
+    with beside(out) as path:
+        yield path
+        (path / _LOCK).unlink()
+        put_in_place(path, out)
 
-    Removes first what was left of `out` by who was killed: a folder whose lock nobody holds any more.
+
+@contextmanager
+def beside(out: Path, what: str = "unfinished") -> Iterator[Path]:
+    """An empty folder next to `out`, locked while the block runs, and gone after it. what: one of _WHAT
+
+    Removes first what was left of `out` by who was killed: folders whose lock nobody holds any more.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     _sweep(out.absolute())
-    path = out.absolute().with_name(f".{out.name}.{secrets.token_hex(6)}.unfinished")
+    path = out.absolute().with_name(f".{out.name}.{secrets.token_hex(6)}.{what}")
     path.mkdir()
     try:
         with (path / _LOCK).open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield path
-            (path / _LOCK).unlink()
-            put_in_place(path, out)
-    except BaseException:  # also Ctrl-C: nothing half-written stays behind
+    finally:  # also after Ctrl-C: nothing half-written stays behind
         shutil.rmtree(path, ignore_errors=True)
-        raise
 
 
 def put_in_place(path: Path, out: Path) -> None:
@@ -136,7 +143,7 @@ def put_in_place(path: Path, out: Path) -> None:
 
 
 def _sweep(out: Path) -> None:
-    left = re.compile(re.escape(f".{out.name}.") + r"[0-9a-f]{12}\.unfinished")
+    left = re.compile(re.escape(f".{out.name}.") + rf"[0-9a-f]{{12}}\.({'|'.join(_WHAT)})")
     for path in [p for p in out.parent.iterdir() if left.fullmatch(p.name)]:
         with suppress(OSError), (path / _LOCK).open("rb") as lock:  # somebody is at work there, or has just begun
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

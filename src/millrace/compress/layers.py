@@ -30,8 +30,6 @@ from millrace.compress.smooth import (
 from millrace.compress.statistics import InputStatistics, Statistics
 from millrace.errors import ConfigError
 
-_UNCLIPPED = (".q_proj", ".k_proj")  # AutoAWQ: their products are multiplied with each other
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
@@ -112,17 +110,17 @@ def _rounded_layer(
             found.folds.append(moved)
             inputs |= dict.fromkeys(site.linears, smaller(inputs[first], moved.factors))
     for linear, method in chosen.items():
-        made = rounding(arrays.pop(linear + WEIGHT), inputs[linear], method, _clips(linear, method))
+        made = rounding(arrays.pop(linear + WEIGHT), inputs[linear], method)
         found.matrices[linear] = made
         found.figures[linear] = replace(found.figures[linear], error=made.error, moved=_moved(found.folds, linear))
     found.floats = {n: array for n, array in arrays.items() if array is not given[n]}
     return found
 
 
-def rounding(w: Array, x: InputStatistics, method: Method, clip: bool | None = None) -> Rounding:
-    """One matrix (N, K) whose input is x. clip: in place of the method's"""
+def rounding(w: Array, x: InputStatistics, method: Method) -> Rounding:
+    """One matrix (N, K) whose input is x."""
     grid = method.grid
-    if method.clip if clip is None else clip:
+    if method.clip:
         scales = clipped(w, x.gram, grid)
     elif method.gptq and not method.gptq.order and not method.search:
         scales = None
@@ -159,14 +157,20 @@ def _moves(site: Site, chosen: Mapping[str, Method]) -> bool:
 def _factors(weights: Sequence[Array], site: Site, x: InputStatistics, method: Method) -> Floats | None:
     match method.smooth:
         case Awq() as awq:
-            return awq_factors(weights, site, x, method.grid, awq)
+            factors = awq_factors(weights, site, x, method.grid, awq)
+            if factors is None or not method.clip:
+                return factors
+            # Found with whole ranges; within clipped ones the weights may do better as they are.
+            as_scaled = _lost([w * factors for w in weights], smaller(x, factors), method)
+            return factors if as_scaled < _lost(weights, x, method) else None
         case SmoothQuant() as smooth if site.is_norm or smooth.linears:
             return smooth_factors(weights, site, x, smooth)
     return None
 
 
-def _clips(linear: str, method: Method) -> bool:
-    return method.clip and not (isinstance(method.smooth, Awq) and linear.endswith(_UNCLIPPED))
+def _lost(weights: Sequence[Array], x: InputStatistics, method: Method) -> float:
+    """Of each layer's output, in shares of its energy: to nearest within clipped ranges."""
+    return sum(rounding(w, x, Method(grid=method.grid, clip=True)).error for w in weights)
 
 
 def sensitivity(w: Array, x: InputStatistics, methods: Sequence[Method]) -> list[float]:

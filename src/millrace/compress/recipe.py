@@ -114,7 +114,7 @@ PRESETS: Mapping[str, Recipe] = {
         Recipe("int4-gptq-clip", Treatment(method="gptq", search=CLIP),
                about="the same within ranges as AutoAWQ clips them: what loses least of these"),
         Recipe("int4-awq", Treatment(smooth="awq", search=CLIP),
-               about="inputs that matter scaled up, ranges clipped: AutoAWQ's, symmetric"),
+               about="inputs that matter scaled up, ranges clipped (q's and k's, too): AutoAWQ's, symmetric"),
         Recipe("int8-sq", replace(_ROWS_OF_8, method="gptq", smooth="smoothquant", alpha=0.65, activations=8),
                about="8-bit weights and activations: SmoothQuant, then GPTQ, as llm-compressor's W8A8"),
     )

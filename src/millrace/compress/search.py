@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from millrace.compress.budget import MOST_MIXES, MaxLoss, Search, candidates, co
 from millrace.compress.candidates import FLOAT, Shelf, bytes_of, recipe_of, shelf_bytes, survey
 from millrace.compress.compress import Progress, Result, compress
 from millrace.compress.cost import Target
-from millrace.compress.folder import put_in_place
+from millrace.compress.folder import beside, put_in_place
 from millrace.compress.measure import Loss, Reference, loss_of
 from millrace.compress.mix import Mix, frontier
 from millrace.compress.page import write_page
@@ -62,13 +61,12 @@ def search(
     shelf: where formats that were tried are kept; None: nowhere
     raises ConfigError where no mix is within the bound, and as `compress`
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".search", dir=out.parent) as work:
-        shelf = shelf or Shelf(Path(work) / "formats")
+    with beside(out, "search") as work:
+        shelf = shelf or Shelf(work / "formats")
         losses = survey(job, statistics, shelf, progress)
         costs = cost.seconds(job, asked.rows, asked.isa, asked.threads, progress) if asked.rows else cost.nbytes(job)
         mixes = compressed(frontier(candidates(losses, costs), MOST_MIXES), FLOAT)
-        trials = _Trials(job, asked.bound, (shelf, Path(work)), Reference.of(job.checkpoint, text, progress), progress)
+        trials = _Trials(job, asked.bound, (shelf, work), Reference.of(job.checkpoint, text, progress), progress)
         found = searched(mixes, asked.bound, trials.measure)
         made, loss = trials.kept[found.found]
         whole = Found(asked, replace(made, folder=out), found, loss, sum(of[FLOAT] for of in costs.values()))

@@ -114,18 +114,25 @@ def awq_factors(
 ) -> Floats | None:
     """(K,), or None where no scale is better. weights: (N, K) each, of the site's linears
 
-    The loss is that of each layer's own output, as Model Optimizer's awq_lite has it, summed over them.
+    The loss is that of each layer's own output, as Model Optimizer's awq_lite has it, in shares of its energy: so that
+    of q, k and v none decides alone.
     """
     stacked = np.concatenate([w.astype(np.float32, copy=False) for w in weights])
     mean = np.maximum(site.base(x.mean), 1e-12)
     relative = site.base(_relative(stacked, grid)) if settings.duo else np.ones_like(mean)
-    best, least = None, output_error(nearest(stacked, fitted(stacked, grid), grid) - stacked, x.gram)
+    ends = np.cumsum([len(w) for w in weights])[:-1]
+    energy = [max(output_error(w, x.gram), 1e-30) for w in np.split(stacked, ends)]
+
+    def loss(off: Floats) -> float:
+        return sum(output_error(part, x.gram) / own for part, own in zip(np.split(off, ends), energy, strict=True))
+
+    best, least = None, loss(nearest(stacked, fitted(stacked, grid), grid) - stacked)
     for ratio in settings.ratios:
         base = mean**ratio / np.maximum(relative, 1e-12) ** ((1 - ratio) if settings.duo else 0)
         factors = site.spread(_normalised(base)).astype(np.float32)
         scaled = stacked * factors
         off = (nearest(scaled, fitted(scaled, grid), grid) - scaled) / factors
-        error = output_error(off, x.gram)
+        error = loss(off)
         if error < least:
             best, least = factors, error
     return best

@@ -208,6 +208,9 @@ class Timings:
     finished_s: float | None = None
     n_preemptions: int = 0
     n_output_tokens: int = 0  # of all choices
+    received_s: float | None = None  # by a server, which writes this and the next two: its request's first byte,
+    first_told_s: float | None = None  # and when a token was first read
+    told_s: float | None = None  # and the last one
 
     def held_s(self, now_s: float) -> float:
         """Since the first step; 0 before."""

@@ -73,6 +73,8 @@ class Generation:
         self._last_s: dict[int, float] = {}  # when each choice last got a token
         self._first_token_seen = False
         self._reasons: set[str] = set()
+        for request in handle.requests:
+            request.timings.received_s = call.arrived_s
 
     def keep_receipt(self) -> None:
         """Before the first token: `asked` will have it."""
@@ -111,9 +113,8 @@ class Generation:
             (request,) = self.handle.requests
             engine, isa = (str(self._known.get(name, "")) for name in ("engine", "isa"))
             answers = [digest.hexdigest() for digest in self._digests]
-            prompt = digest_of(request.prompt)
-            receipt = Receipt(self._call.log.path, __version__, engine, isa, seeds[0], prompt, answers)
-            return Asked(seeds[0], receipt=receipt)
+            path, prompt = self._call.log.path, digest_of(request.prompt)
+            return Asked(seeds[0], receipt=Receipt(path, __version__, engine, isa, seeds[0], prompt, answers))
         return Asked(seeds[0], seeds) if len(seeds) > 1 else Asked(seeds[0])
 
     def said(self, delta: Delta) -> Said:
@@ -188,7 +189,8 @@ class Generation:
             self._n_generated[choice] += n_tokens
             if self._digests:
                 self._digests[choice].update(np.array(delta.token_ids, "<i4").tobytes())
-            last_s = self._last_s.get(choice)
+            last_s, timings = self._last_s.get(choice), self.handle.requests[choice // self.params.n].timings
+            timings.first_told_s, timings.told_s = timings.first_told_s or now_s, now_s
             if not self._first_token_seen:
                 self._first_token_seen = True
                 self._call.log.ttft_ms = (now_s - self._call.arrived_s) * 1e3

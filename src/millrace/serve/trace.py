@@ -1,12 +1,15 @@
 """What happened to a request, step by step."""
 
+import re
 from collections.abc import Sequence
+from urllib.parse import parse_qsl
 
 from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Scope
 
-from millrace.runtime.history import RequestTrace, StepSeen
+from millrace.errors import RequestError
+from millrace.runtime.history import MOST_STEPS, RequestTrace, StepSeen
 from millrace.serve.backend import Models
 from millrace.serve.errors import HttpError
 from millrace.serve.replies import json_reply
@@ -28,12 +31,18 @@ class StepReply(Struct):
 
 
 class TraceReply(Struct):
-    """One request. `null`: it has not come so far. steps: its last 512, of the last few thousand of all"""
+    """One request. `null`: it has not come so far. steps: its last 512, of the last few thousand of all
+
+    Between two of these times lies one stage of its way: received, prepared, queued, computed, told.
+    """
 
     id: str
-    queued_ms: float | None  # until its first step
-    first_token_ms: float | None  # from being queued
+    preparing_ms: float | None  # from its first byte to being queued: read, rendered, tokenised
+    queued_ms: float | None  # from then on, as all that follow, until its first step
+    first_token_ms: float | None  # until the step that drew it had ended
+    first_told_ms: float | None  # until it was text, and given to its connection
     total_ms: float | None
+    told_ms: float | None  # the last token, as the first
     prompt_tokens: int
     cached_tokens: int  # of them: their pages were known, so that nothing was computed
     prefill_saved_ms: float | None  # by that, at the pace of prompts in this server, of late; None where there was none
@@ -48,7 +57,8 @@ class TraceList(Struct):
 
 
 def request_trace(models: Models, scope: Scope) -> Response:
-    """By the id of the call: x-request-id. raises HttpError with 404"""
+    """By the id of the call: x-request-id; `?steps=N`: the last N steps. raises HttpError with 404, RequestError"""
+    n_steps = _steps_asked(scope)
     request_id: str = scope["path_params"]["request_id"]
     call: Call = scope[CALL]
     loops = [backend.model.engine.loop for backend in models.of_kind(TextBackend)]
@@ -56,7 +66,7 @@ def request_trace(models: Models, scope: Scope) -> Response:
     for loop in loops:
         if own := [trace for trace in loop.traces(request_id) if trace.seen.tenant == call.tenant]:
             token_s = _prompt_token_s(tuple(loop.history.steps))
-            found += [_trace(trace, token_s) for trace in own]
+            found += [_trace(trace, token_s, n_steps) for trace in own]
     if not found:
         raise HttpError(
             404, "request_not_found", f'nothing is known of the request "{request_id[:100]}"',
@@ -65,7 +75,16 @@ def request_trace(models: Models, scope: Scope) -> Response:
     return json_reply(TraceList(found))
 
 
-def _trace(trace: RequestTrace, token_s: float | None) -> TraceReply:
+def _steps_asked(scope: Scope) -> int:
+    found = MOST_STEPS
+    for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
+        if name != "steps" or not re.fullmatch("[0-9]{1,9}", value):
+            raise RequestError(f"{name:.60}={value:.60} is asked of a trace", "steps=N", "leave it out", name[:60])
+        found = int(value)
+    return found
+
+
+def _trace(trace: RequestTrace, token_s: float | None, n_steps: int = MOST_STEPS) -> TraceReply:
     seen, timings = trace.seen, trace.seen.timings
     queued_s = timings.queued_s
     steps = [
@@ -74,12 +93,14 @@ def _trace(trace: RequestTrace, token_s: float | None) -> TraceReply:
             int(parts["n_prompt"].sum()), int(parts["draws"].sum()), step.n_tokens,
             len(step.parts) - len(parts), step.waiting,
         )
-        for step, parts in trace.steps
+        for step, parts in trace.steps[max(0, len(trace.steps) - n_steps) :]
     ]  # fmt: skip
     saved = None if token_s is None else _ms(seen.n_cached * token_s)
     return TraceReply(
-        seen.id, _since(queued_s, timings.first_scheduled_s), _since(queued_s, timings.first_token_s),
-        _since(queued_s, timings.finished_s), seen.n_prompt, seen.n_cached, saved, timings.n_output_tokens,
+        seen.id, None if timings.received_s is None else _ms(queued_s - timings.received_s),
+        _since(queued_s, timings.first_scheduled_s), _since(queued_s, timings.first_token_s),
+        _since(queued_s, timings.first_told_s), _since(queued_s, timings.finished_s), _since(queued_s, timings.told_s),
+        seen.n_prompt, seen.n_cached, saved, timings.n_output_tokens,
         timings.n_preemptions, steps,
     )  # fmt: skip
 
