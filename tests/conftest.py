@@ -18,6 +18,7 @@ KNOWN = {
     "lm-eval is not installed": "`make nightly`, part mmlu",
     "playwright is not installed": "`make nightly`, part playground",
     "no IPv6 here": "machines with IPv6",
+    "no font here": "machines with a font, like fonts-dejavu-core",
     "AVX2 is x86-64's": "x86-64",
     "a score of minus infinity is a weight of 0": "other classes of the same test",
     "needs g++-aarch64-linux-gnu and qemu-user-static": "CI installs them where it may",

@@ -5,20 +5,20 @@ from contextlib import ExitStack
 
 import pytest
 
+from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
-from millrace.bench.null_server import NullTiming
 
-Null = Callable[[NullTiming], NullProcess]
+Null = Callable[..., NullProcess]
 
 
 @pytest.fixture(scope="session")
 def null() -> Iterator[Null]:
-    started: dict[NullTiming, NullProcess] = {}
+    started: dict[tuple[NullTiming, bool], NullProcess] = {}
     with ExitStack() as stack:
 
-        def start(timing: NullTiming) -> NullProcess:
-            if timing not in started:
-                started[timing] = stack.enter_context(NullProcess(timing))
-            return started[timing]
+        def start(timing: NullTiming, over_grpc: bool = False) -> NullProcess:
+            if (timing, over_grpc) not in started:
+                started[timing, over_grpc] = stack.enter_context(NullProcess(timing, over_grpc))
+            return started[timing, over_grpc]
 
         yield start

@@ -18,7 +18,7 @@ from millrace.bench.compare import (
     read_answers,
 )  # fmt: skip
 from millrace.bench.inputs import Turn
-from millrace.bench.null_server import NullTiming
+from millrace.bench.null_ledger import NullTiming
 from millrace.bench.plan import Plan, planned
 from millrace.bench.results import line_of
 from millrace.bench.run import Record

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
-from millrace.bench.null_server import NullTiming
 
 MOST_OF_A_CORE = 0.30
 # Streams begin one after the other within the time of a token, as they would after a warm-up: not all in one burst.

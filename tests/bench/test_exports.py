@@ -11,7 +11,7 @@ import pytest
 
 from millrace.bench.exports import write_results
 from millrace.bench.goodput import parse_limits
-from millrace.bench.null_server import NullTiming
+from millrace.bench.null_ledger import NullTiming
 from millrace.bench.plan import measure, planned
 from millrace.bench.results import Finished, report
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings

@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from millrace.bench.null_server import NullTiming
+from millrace.bench.null_ledger import NullTiming
 from millrace.bench.spread import Spread
 from millrace.errors import ConfigError
 from tests.bench.conftest import Null

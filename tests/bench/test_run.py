@@ -14,7 +14,7 @@ from millrace.bench.arrivals import Arrivals
 from millrace.bench.client import Client, Target
 from millrace.bench.endpoints import CHAT
 from millrace.bench.inputs import Session, Shape, Talk, Turn, synthetic
-from millrace.bench.null_server import NullTiming
+from millrace.bench.null_ledger import NullTiming
 from millrace.bench.plan import measure, planned
 from millrace.bench.run import Load, Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings

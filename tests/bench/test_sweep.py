@@ -7,7 +7,7 @@ import pytest
 
 from millrace.bench.intervals import Summary
 from millrace.bench.metrics import Metrics, Rate
-from millrace.bench.sweep import Point, SweepLimits, best, on_front, swept
+from millrace.bench.sweep import Point, Reached, SweepLimits, best, on_front, swept
 from millrace.bench.sweep_page import sweep_page
 
 
@@ -24,8 +24,8 @@ def metrics(level: float, capacity: float, failed: int = 0) -> Metrics:
 
 
 def levels(first: float, most: float, limits: SweepLimits, whole: bool = True, fails_from: float = 1e9) -> list[Point]:
-    async def run(level: float) -> Metrics | None:
-        return metrics(level, 100, failed=1 if level >= fails_from else 0)
+    async def run(level: float) -> Reached | None:
+        return Reached(metrics(level, 100, failed=1 if level >= fails_from else 0))
 
     return asyncio.run(swept(first, most, whole, limits, run))
 
@@ -55,8 +55,8 @@ def test_rates_need_not_be_whole() -> None:
 
 
 def test_an_end_in_the_middle_keeps_what_there_is() -> None:
-    async def run(level: float) -> Metrics | None:
-        return metrics(level, 100) if level < 4 else None
+    async def run(level: float) -> Reached | None:
+        return Reached(metrics(level, 100)) if level < 4 else None
 
     assert [p.level for p in asyncio.run(swept(1, 64, True, SweepLimits(), run))] == [1, 2]
 

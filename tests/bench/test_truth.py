@@ -12,8 +12,8 @@ from millrace.bench.endpoints import CHAT
 from millrace.bench.inputs import Shape, synthetic
 from millrace.bench.intervals import PERCENTILES
 from millrace.bench.metrics import Metrics, measured
+from millrace.bench.null_ledger import NullTiming, Sent
 from millrace.bench.null_process import NullProcess
-from millrace.bench.null_server import NullTiming, Sent
 from millrace.bench.run import Load, Record, Run
 from millrace.bench.spread import Spread
 from millrace.bench.words import Words

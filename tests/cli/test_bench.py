@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 
 from millrace.bench import results
+from millrace.bench.infer.settings import ALIASES as INFER_ALIASES
+from millrace.bench.infer.settings import LevelSettings, ModelSettings
+from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
-from millrace.bench.null_server import NullTiming
 from millrace.bench.settings import ALIASES, InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli.bench import command as bench
 from millrace.cli.bench_flags import as_ours
+from millrace.cli.bench_infer import command as bench_infer
+from millrace.report.png import has_no_font
 from millrace.settings import Settings, declared
 from tests.cli.conftest import Millrace
 from tests.support.command_line import ROOT, environment
@@ -51,6 +55,20 @@ def test_the_report_for_people(millrace: Millrace, url: str) -> None:
         assert said in result.out
 
 
+def test_inferences_of_a_tensor_model(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    """As perf_analyzer's page writes it."""
+    flags = ["-m", "null", "-u", url, "-b", "4", "--concurrency-range", "1:2", "--request-count", "6"]
+    flags += ["--certify-s", "0"]
+    told = json.loads(millrace("bench", "infer", *flags, "--json", "-o", str(tmp_path / "found")).out)
+    points = [(p["batch_size"], p["concurrency"], p["requests"]["whole"]) for p in told["points"]]
+    assert points == [(4, 1, 6), (4, 2, 6)]
+    assert told == json.loads((tmp_path / "found" / "summary.json").read_text()) and told["model"]["max_batch"] == 128
+    shown = millrace("bench", "infer", *flags)
+    assert shown.code == 0 and "null: instances: 1 on CPU" in shown.out and "Quickest: p50 " in shown.out
+    refused = millrace("bench", "infer", *flags[2:], "-m", "gone")
+    assert refused.code == 2 and "'gone' is not found" in refused.err
+
+
 def test_flags_of_other_tools_are_taken(millrace: Millrace, url: str) -> None:
     """As the pages of GenAI-Perf and AIPerf write them."""
     flags = ["-m", "m", "-u", url, "--endpoint-type", "chat", "--streaming", "--synthetic-input-tokens-mean=20",
@@ -66,6 +84,8 @@ def test_flags_of_other_tools_are_taken(millrace: Millrace, url: str) -> None:
 def test_every_alias_is_a_flag_of_ours_and_told_in_the_docs() -> None:
     known = {flag for parameter in bench.params for flag in parameter.opts}
     page = (ROOT / "docs" / "bench.md").read_text()
+    for theirs, ours in INFER_ALIASES.items():
+        assert ours in {flag for parameter in bench_infer.params for flag in parameter.opts} and f"`{theirs}`" in page
     for theirs, ours in ALIASES.items():
         assert theirs not in known and (not ours or ours in known), theirs
         assert f"`{theirs}`" in page, f"docs/bench.md leaves out {theirs}"
@@ -96,6 +116,7 @@ def test_several_limits_may_follow_one_flag() -> None:
         (["x", "--prefix-prompt-length", "600"], ["a shared prefix of 600 tokens in prompts of 550"]),
         (["x", "--num-prefix-prompts", "6"], ["--num-prefix-prompts without a length"]),
         (["x", "--header", "nothing"], ['--header is "nothing"', "NAME:VALUE"]),
+        (["x", "--png"], ["--png without --output", "-o"]),
         (["x", "--request-cout", "5"], ["no option --request-cout", 'did you mean "--request-count"?']),
     ],
 )
@@ -168,6 +189,7 @@ def test_a_sweep_ends_where_the_limit_breaks(millrace: Millrace, url: str, tmp_p
     told = json.loads(result.out)
     assert [p["level"] for p in told["points"]] == [1, 2, 4] and told["within"]["level"] in (1, 2, 4)
     assert (tmp_path / "sweep.html").read_text().count("<circle") == 3
+    assert "tells nothing" in told["limited_by"]
     result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "1")
     assert result.code == 0 and "best within limits  none" in result.out
 
@@ -180,7 +202,9 @@ def test_a_sweep_ends_where_the_limit_breaks(millrace: Millrace, url: str, tmp_p
         (["sweep", "x", "--from", "8", "--most", "4"], ["--most 4 is below --from 8"]),
         (["sweep", "x", "--from", "1.5"], ["--from 1.5", "a whole number"]),
         (["sweep"], ["Missing argument 'URL'", "millrace bench sweep"]),
-        (["compare", "x"], ["Missing argument 'B'"]),
+        (["compare", "x"], ["there are not two to compare", "--engine twice"]),
+        (["compare", "--engine", "tiny"], ["1 engines", "--engine A --engine B"]),
+        (["compare", "x", "--engine", "tiny", "--engine", "tiny"], ["--engine A --engine B, and no URL"]),
         (["compare", "x", "y", "--rounds", "1"], ["1 is not in the range"]),
     ],
 )
@@ -226,6 +250,41 @@ def test_an_engine_in_this_process(millrace: Millrace, built_tiny: Path) -> None
     )
 
 
-@pytest.mark.parametrize("settings", [TargetSettings, LoadSettings, InputSettings, SessionSettings])
+@pytest.mark.skipif(has_no_font(), reason="no font here")
+def test_plots_as_pictures(millrace: Millrace, url: str, tmp_path: Path) -> None:
+    """Beside the page of a run, of inferences and of a sweep."""
+    few = ("--request-count", "3", "--certify-s", "0", "--png")
+    assert millrace("bench", url, "--isl", "9", "--osl", "5", *few, "-o", str(tmp_path / "run")).code == 0
+    assert millrace("bench", "infer", url, "-m", "null", *few, "-o", str(tmp_path / "infer")).code == 0
+    flags = ("--isl", "9", "--osl", "5", "--request-count", "3", "--most", "2", "--png", "-o", str(tmp_path / "s.html"))
+    assert millrace("bench", "sweep", url, *flags).code == 0
+    pictures = sorted(path.name for path in (tmp_path / "run").glob("*.png"))
+    assert len(pictures) == (tmp_path / "run" / "report.html").read_text().count("<svg") and "timeline.png" in pictures
+    for path in (tmp_path / "infer" / "inferences.png", tmp_path / "s.png", tmp_path / "run" / "timeline.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_engines_are_compared_on_recorded_traffic(millrace: Millrace, built_tiny: Path, tmp_path: Path) -> None:
+    """The same engine twice is not worse; each round asks the trace's lengths of both, at its times."""
+    trace = tmp_path / "traffic.jsonl"
+    lines = [{"timestamp": 5 * i, "input_length": 600, "output_length": 4, "hash_ids": [1, 10 + i]} for i in range(4)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ("--engine", str(built_tiny), "--engine", str(built_tiny), "--input-file", str(trace), "--rounds", "3")
+    result = millrace("bench", "compare", *flags, "--allow", "300", "--json")
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert told["failed"] == [0, 0] and told["worse"] == [] and told["ended_early"] is None
+    assert {d["name"]: d["n"] for d in told["metrics"]} == dict.fromkeys(
+        ("output_tokens_per_s", "requests_per_s", "time_to_first_token", "inter_token_latency", "request_latency"), 3
+    )
+    shown = millrace(
+        "bench", "compare", *flags[:4], "--isl", "8", "--osl", "4", "--request-count", "4", "--rounds", "3"
+    )
+    assert shown.code in (0, 3) and "B over A" in shown.out
+
+
+@pytest.mark.parametrize(
+    "settings", [TargetSettings, LoadSettings, InputSettings, SessionSettings, ModelSettings, LevelSettings]
+)
 def test_settings_say_what_they_are(settings: type[Settings]) -> None:
     assert 0 < len(fields(settings)) <= 12 and all(declared(f).help for f in fields(settings))

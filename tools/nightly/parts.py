@@ -39,6 +39,7 @@ SERVER = ("src/millrace/checkpoint", "src/millrace/engine", "src/millrace/runtim
 # Pinned: a comparison is with a version. Built from source, as the benchmarks build it.
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
 BESIDE_LLAMA_CPP = ("tests/checkpoint/gguf", "tests/benchmarks")
+BESIDE_TRITON = ("tests/nightly/test_tritonclient.py",)
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
 # Of the server, and how they look. Chromium is the distribution's: apt-get install -y chromium.
@@ -92,6 +93,12 @@ PARTS = (
         "mmlu", "questions of all 57 subjects, choices and WikiText beside lm-eval on transformers, one by one",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", *BESIDE_LM_EVAL),
         packages=("lm-eval==0.4.13", "accelerate==1.15.0"), files=BESIDE_LM_EVAL,
+    ),
+    Part(
+        "tritonclient", "Triton's own client on the server that the load generator is tested with",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", *BESIDE_TRITON),
+        packages=("tritonclient[http,grpc]==2.73.0",),
+        files=(*BESIDE_TRITON, "src/millrace/bench/null_kserve.py", "src/millrace/bench/null_grpc.py"),
     ),
     Part(
         "playground", "the server's pages in Chromium, by keyboard, on a desktop's and a phone's screen",

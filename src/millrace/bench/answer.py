@@ -58,6 +58,7 @@ class Answer:
     status: int = 0  # of HTTP; 0 where there was none
     failure: Failure | None = None
     detail: str = ""
+    n_json: int | None = None  # bytes of a body's JSON, where tensors follow it in binary
 
     @property
     def n_output(self) -> int:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.bench.client import Client
+from millrace.bench.null_ledger import NullTiming, Sent
 from millrace.bench.null_process import NullProcess
-from millrace.bench.null_server import NullTiming, Sent
 from millrace.bench.plan import Plan, prepared
 from millrace.bench.run import Run
 from millrace.bench.words import Words
@@ -59,12 +59,12 @@ async def certify(plan: Plan, seconds: float) -> Certificate:
             ending = loop.call_later(seconds, run.stop, "certified")
             await run.drive(sessions)
             ending.cancel()
-        return _certificate(run, await loop.run_in_executor(None, lambda: null.truth))
+        return certificate_of(run, await loop.run_in_executor(None, lambda: null.truth))
     finally:
         null.__exit__(None, None, None)
 
 
-def _certificate(run: Run, truth: dict[str, Sent]) -> Certificate:
+def certificate_of(run: Run, truth: dict[str, Sent]) -> Certificate:
     delays, changes = [0.0], [(0.0, 0)]
     for record in run.records:
         answer, sent = record.answer, truth.get(record.answer.id)

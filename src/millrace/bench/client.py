@@ -7,17 +7,17 @@ costs is what it takes to read it (tests/bench/test_cost.py). Everything that a 
 import asyncio
 import ssl
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import cast
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 import httptools
 import msgspec
 
 from millrace.bench.answer import Answer, Failure, Question
-from millrace.bench.endpoints import Endpoint
+from millrace.bench.endpoints import PAGE, Endpoint
 from millrace.errors import ConfigError
 
 MOST_ANSWER_BYTES, MOST_HEAD_BYTES, MOST_EVENT_BYTES = 256 << 20, 64 << 10, 1 << 20
@@ -40,6 +40,14 @@ class Target:
     keep_text: bool = False
 
     @property
+    def path(self) -> str:
+        """Of the endpoint. raises ConfigError where it names a model, and there is none"""
+        if "{model}" in self.endpoint.path and not self.model:
+            raise ConfigError(f"--endpoint {self.endpoint.name} without a model", "--model", "give its name")
+        path = self.endpoint.path.format(model=quote(self.model, safe=""))
+        return path + self.endpoint.stream_suffix if self.streamed else path
+
+    @property
     def place(self) -> SplitResult:
         """raises ConfigError where it is no address"""
         url = self.url if "://" in self.url else f"http://{self.url}"
@@ -52,16 +60,16 @@ class Target:
             raise ConfigError(f'the URL is "{self.url}"', "http://HOST:PORT or https://HOST", "write it so")
         return place
 
-    def head(self) -> bytes:
-        """What every request begins with, up to the headers that are its own."""
+    def head(self, method: str = "POST", path: str | None = None) -> bytes:
+        """What every request begins with, up to the headers that are its own. path: another than the endpoint's"""
         place = self.place
-        base = place.path.rstrip("/").removesuffix("/v1")
+        base = place.path.rstrip("/").removesuffix("/v1").removesuffix("/v2")
         fields = {"host": place.netloc.rpartition("@")[2], "content-type": "application/json", **self.headers}
         for name, value in fields.items():
             if not (name + value).isprintable() or not (name + value).isascii():
                 raise ConfigError(f'the header "{name}: {value}"', "printable ASCII", "correct it")
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        return f"POST {base}{self.endpoint.path} HTTP/1.1\r\n{lines}".encode()
+        return f"{method} {base}{self.path if path is None else path} HTTP/1.1\r\n{lines}".encode()
 
 
 class Client:
@@ -88,12 +96,26 @@ class Client:
 
         answer: where to write, for one who wants what had come before a cancel
         """
-        self._n_asked += 1
-        answer = answer or Answer()
-        answer.id = f"millrace-bench-{self._n_asked}"
         target = self.target
         body = target.endpoint.request(target.model, question, target.streamed, target.each_usage)
-        head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (self._head, answer.id.encode(), len(body))
+        return await self.send(answer or Answer(), body, on_text=on_text)
+
+    async def send(self, answer: Answer, body: bytes, more: bytes = b"", on_text: OnText | None = None) -> Answer:
+        """The same with a body as it is. more: further lines of its head"""
+        lines = b"%b%bcontent-length: %d\r\n" % (self._head, more, len(body))
+        return await self._sent(answer, self.target, lines, body, on_text)
+
+    async def get(self, path: str, timeout_s: float) -> Answer:
+        """Another page of the server, below its base; its text is the answer's."""
+        page = replace(self.target, endpoint=PAGE, streamed=False, keep_text=True, timeout_s=timeout_s)
+        return await self._sent(Answer(), page, page.head("GET", path))
+
+    async def _sent(
+        self, answer: Answer, target: Target, lines: bytes, body: bytes = b"", on_text: OnText | None = None
+    ) -> Answer:
+        self._n_asked += 1
+        answer.id = f"millrace-bench-{self._n_asked}"
+        head = b"%bx-request-id: %b\r\n\r\n" % (lines, answer.id.encode())
         answer.sent_s = time.perf_counter()
         answer.intended_s = answer.intended_s or answer.sent_s
         again = True
@@ -102,11 +124,11 @@ class Client:
             if connection is None:
                 break
             reused, connection.used = connection.used, True
-            await connection.exchange(_Exchange(answer, target, on_text), head + body)
+            await connection.exchange(_Exchange(answer, target, on_text), (head, body))
             # a kept connection that the server had just closed: nothing of the request was answered
             again = reused and answer.failure is Failure.BROKEN_OFF and not answer.status
             if again:
-                answer.failure, answer.detail = None, ""
+                answer.failure, answer.detail, answer.end_s = None, "", 0.0
         answer.end_s = answer.end_s or time.perf_counter()
         return answer
 
@@ -151,7 +173,7 @@ class _Exchange:
 
     def finish(self) -> None:
         if not self.done.done():
-            self.answer.end_s = time.perf_counter()
+            self.answer.end_s = self.answer.end_s or time.perf_counter()
             self.done.set_result(None)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -160,6 +182,8 @@ class _Exchange:
             self._is_stream = False
         elif name in (b"content-length", b"transfer-encoding"):
             self._to_the_end = False
+        elif name == b"inference-header-content-length":
+            self.answer.n_json = int(value) if value.isdigit() and len(value) < 16 else None
 
     def on_body(self, body: bytes, at_s: float) -> None:
         self._n_bytes += len(body)
@@ -197,13 +221,14 @@ class _Exchange:
 
     def on_close(self, said: str) -> None:
         if self._to_the_end and self.answer.status:
-            self.on_end()
+            self.on_end(time.perf_counter())
         else:
             self.fail(Failure.BROKEN_OFF, f"the stream broke off, the connection was closed{said}")
 
-    def on_end(self) -> None:
-        """The whole message is here."""
+    def on_end(self, at_s: float) -> None:
+        """The whole message is here, since `at_s`: what it takes to read it is not the server's."""
         answer, rest = self.answer, bytes(self._rest)
+        answer.end_s = at_s
         if answer.status != 200:
             answer.fail(Failure.STATUS, f"status {answer.status}: {_shown(rest)}")
         elif not self._is_stream:
@@ -245,7 +270,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def exchange(self, exchange: _Exchange, request: bytes) -> None:
+    async def exchange(self, exchange: _Exchange, request: Sequence[bytes]) -> None:
         """Until the answer is whole, or failed. A cancelled one closes its connection, as a user does who goes away."""
         assert self._transport is not None
         self._n_head = 0
@@ -253,7 +278,7 @@ class _Connection(asyncio.Protocol):
         timer = asyncio.get_running_loop().call_later(exchange.timeout_s, self._too_late)
         try:
             exchange.answer.sent_s = time.perf_counter()
-            self._transport.write(request)
+            self._transport.writelines(request)  # tensors are large: not joined
             await exchange.done
         finally:
             timer.cancel()
@@ -309,7 +334,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._exchange is not None:
-            self._exchange.on_end()
+            self._exchange.on_end(self._at_s)
 
 
 def _shown(data: bytes) -> str:

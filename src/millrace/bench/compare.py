@@ -6,7 +6,7 @@ go A B, B A, A B, ... with the same questions, so that a machine that slows down
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from millrace.bench.plan import Plan, measure
 from millrace.bench.run import Run
 from millrace.errors import ConfigError
 
+Measuring = Callable[[Plan, Callable[[Run], None]], Awaitable[Run]]
 _POWER_Z = 0.8416212335729143  # 80 % of the effects of that size would be seen
 _FEWEST = 3
 MOST_LINES, MOST_LINE = 10_000_000, 64 << 20
@@ -131,14 +132,18 @@ class Side:
 
 
 async def interleaved(
-    a: Callable[[int], Plan], b: Callable[[int], Plan], rounds: int, on_run: Callable[[Run], None] = lambda run: None
+    a: Callable[[int], Plan],
+    b: Callable[[int], Plan],
+    rounds: int,
+    on_run: Callable[[Run], None] = lambda run: None,
+    measuring: Measuring = measure,
 ) -> tuple[Side, Side]:
     """a, b: the plan of round 0, 1, ..., of the same questions. In turns: A B, B A, ...; it ends early where a run
-    does. raises MachineError"""
+    does. measuring: a server, unless said. raises MachineError"""
     sides = (Side(a(0).target.url, []), Side(b(0).target.url, []))
     for i in range(rounds):
         for which in (0, 1) if i % 2 == 0 else (1, 0):
-            run = await measure((a, b)[which](i), on_run)
+            run = await measuring((a, b)[which](i), on_run)
             sides[which].runs.append(run)
             if run.ended:
                 return sides

@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's protocol: what is sent to each, and what its events and bodies say.
+"""The endpoints of OpenAI's protocol, and Triton's `generate`: what is sent to each, and what its answers say.
 
 An event is read as it arrives: only what a benchmark needs is decoded, and checked; servers differ in the rest.
 """
@@ -74,6 +74,14 @@ class _Embeddings(msgspec.Struct):
     error: Any = None
 
 
+class _Generated(msgspec.Struct):
+    """An event or a whole body. A text is one tensor of one element, which Triton unwraps, or a list of several."""
+
+    text_output: str | list[str] | None = None
+    error: Any = None
+
+
+_generated = msgspec.json.Decoder(_Generated)
 _completion = msgspec.json.Decoder(_Completion)
 _response_event = msgspec.json.Decoder(_ResponseEvent)
 _response = msgspec.json.Decoder(_Response)
@@ -97,13 +105,16 @@ class Endpoint:
     on_event: Callable[[Answer, bytes], str | None]
     on_body: Callable[[Answer, bytes], str | None]
     streams: bool = True
+    stream_suffix: str = ""  # of the path, where streams have one of their own
 
     def request(self, model: str, question: Question, streamed: bool, each_usage: bool) -> bytes:
         """The body. each_usage: ask for the usage in every event, which vLLM, SGLang and millrace know"""
-        body: dict[str, object] = {**({"model": model} if model else {}), **self.fields(question)}
+        body = self.fields(question)
+        if model and "{model}" not in self.path:
+            body = {"model": model, **body}
         if self.streams:
             body["stream"] = streamed
-            if streamed and self.name != "responses":
+            if streamed and self.name in ("chat", "completions"):
                 body["stream_options"] = {"include_usage": True} | (
                     {"continuous_usage_stats": True} if each_usage else {}
                 )
@@ -181,6 +192,16 @@ def _take_embeddings(answer: Answer, data: bytes) -> str | None:
     return None
 
 
+def _take_generated(answer: Answer, data: bytes) -> str | None:
+    """Nothing says how many tokens a text has, nor which event is the last: the end of HTTP's body ends the answer."""
+    found = _generated.decode(data)
+    if found.error is not None:
+        answer.fail(Failure.SERVER_ERROR, str(found.error))
+    answer.finish_reason = "end of the body"
+    text = found.text_output
+    return ("".join(text) if isinstance(text, list) else text) or None
+
+
 CHAT = Endpoint(
     "chat", "/v1/chat/completions",
     lambda q: {"messages": _messages(q), **_limit("max_tokens", q)}, _take_completion, _take_completion,
@@ -196,4 +217,9 @@ RESPONSES = Endpoint(
 EMBEDDINGS = Endpoint(
     "embeddings", "/v1/embeddings", lambda q: {"input": q.text}, _take_embeddings, _take_embeddings, streams=False
 )
-ENDPOINTS = {e.name: e for e in (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS)}
+GENERATE = Endpoint(
+    "generate", "/v2/models/{model}/generate", lambda q: {"text_input": q.text, **_limit("max_tokens", q)},
+    _take_generated, _take_generated, stream_suffix="_stream",
+)  # fmt: skip
+PAGE = Endpoint("page", "", lambda q: {}, lambda a, data: None, lambda a, data: data.decode(errors="replace"), False)
+ENDPOINTS = {e.name: e for e in (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS, GENERATE)}

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from millrace.bench.goodput import goodput
+from millrace.bench.histogram import NAME as HISTOGRAM
+from millrace.bench.histogram import told_histogram
 from millrace.bench.intervals import PERCENTILES, Summary
 from millrace.bench.metrics import OTHERS, OURS
-from millrace.bench.page import bench_page
+from millrace.bench.page import bench_page, pictures
 from millrace.bench.results import Finished, line_of, report
 from millrace.bench.run import Record
 
@@ -33,8 +35,8 @@ _VALUES = {m.name: m.value for m in (*OURS, *OTHERS)}
 Table = Mapping[str, Mapping[str, Any]]
 
 
-def write_results(folder: Path, done: Finished) -> list[str]:
-    """Names of the files that it wrote into the folder, which is made. raises OSError"""
+def write_results(folder: Path, done: Finished, with_pictures: bool = False) -> list[str]:
+    """Names of the files that it wrote into the folder, which is made. with_pictures: plots as PNG. raises OSError"""
     folder.mkdir(parents=True, exist_ok=True)
     genai, aiperf = genai_perf(done), aiperf_metrics(done)
     records = sorted(done.run.records, key=lambda r: r.answer.sent_s)
@@ -48,9 +50,15 @@ def write_results(folder: Path, done: Finished) -> list[str]:
         "profile_export_aiperf.csv": _aiperf_csv(aiperf),
         "profile_export.jsonl": "".join(json.dumps(aiperf_record(r, done.epoch_s)) + "\n" for r in records),
     }
+    lengths = told_histogram([r.answer for r in records])
+    if lengths is not None:
+        files[HISTOGRAM] = json.dumps(lengths)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
-    return list(files)
+    drawn = pictures(done) if with_pictures else {}
+    for name, data in drawn.items():
+        (folder / name).write_bytes(data)
+    return [*files, *drawn]
 
 
 def _summary(found: Summary, unit: str) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from millrace.bench.inputs import MOST_TOKENS, Session, Turn
+from millrace.bench.histogram import MOST_TOKENS
+from millrace.bench.inputs import Session, Turn
 from millrace.bench.words import Words
 from millrace.errors import ConfigError
 

@@ -1,8 +1,10 @@
 """The same load on an engine in this process, without HTTP: random tokens of fixed lengths, as in published tables."""
 
-import random
 import time
+import zlib
 from types import TracebackType
+
+import numpy as np
 
 from millrace.bench.answer import Answer, Failure, Question
 from millrace.bench.run import MOST_AT_A_TIME
@@ -19,7 +21,7 @@ class EngineClient:
 
     def __init__(self, loop: EngineLoop, seed: int) -> None:
         self._engine = AsyncEngine(loop, ServiceOptions(max_queued=MOST_AT_A_TIME))
-        self._seed, self._n_asked = seed, 0
+        self._drawn, self._n_asked = Drawn(seed, self._engine.limits.vocab_size), 0
 
     async def __aenter__(self) -> "EngineClient":
         self._engine.start()
@@ -31,8 +33,8 @@ class EngineClient:
         await self._engine.close()
 
     async def ask(self, question: Question, answer: Answer | None = None) -> Answer:
-        """A question that says how long it is becomes so many random tokens; else its text is encoded, without a
-        template. The answer is exactly `max_tokens` long."""
+        """A question that says how long it is becomes so many random tokens, alike where texts begin alike; else its
+        text is encoded, without a template. The answer is exactly `max_tokens` long."""
         self._n_asked += 1
         answer = answer or Answer()
         answer.id = f"millrace-bench-{self._n_asked}"
@@ -67,5 +69,20 @@ class EngineClient:
     def _tokens(self, question: Question) -> list[int]:
         if question.n_input is None:
             return self._engine.loop.tokenizer.encode(question.text)
-        rng = random.Random(f"{self._seed}/tokens/{self._n_asked}")
-        return rng.choices(range(self._engine.limits.vocab_size), k=question.n_input)
+        return self._drawn.of(question.text, question.n_input)
+
+
+class Drawn:
+    """Random tokens for texts whose words stand for tokens: each word is another token at each place, the same in every
+    text. So texts that begin alike have tokens that do, which an engine may keep."""
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self._rng, self._vocab_size, self._places = np.random.default_rng(seed), vocab_size, list[int]()
+
+    def of(self, text: str, n: int) -> list[int]:
+        """Exactly `n`."""
+        while len(self._places) < n:
+            self._places += self._rng.integers(0, 1 << 32, 4096).tolist()
+        words = text.split()[:n]
+        words += [""] * (n - len(words))
+        return [zlib.crc32(word.encode(), at) % self._vocab_size for word, at in zip(words, self._places, strict=False)]

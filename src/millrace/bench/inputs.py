@@ -4,12 +4,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from millrace.bench.histogram import MOST_TOKENS, Histogram
 from millrace.bench.spread import Spread
 from millrace.bench.words import Words
 from millrace.errors import ConfigError
 
 LONG, SHORT = 2048, 128  # tokens, in the four query patterns
-MOST_TOKENS = 10_000_000
 _NAMED = {"short": SHORT, "long": LONG}
 
 
@@ -35,12 +35,20 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Input and output length in tokens, and how often it is drawn among others."""
+    """Input and output length in tokens, and how often it is drawn among others. pairs: drawn together, in place"""
 
     isl: Spread
     osl: Spread | None = None
     label: str = ""
     weight: float = 1.0
+    pairs: Histogram | None = None
+
+    def draw(self, rng: random.Random) -> tuple[int, int | None]:
+        """Input and output tokens."""
+        if self.pairs is not None:
+            return self.pairs.draw(rng)
+        n_input = max(1, round(min(self.isl.draw(rng), MOST_TOKENS)))
+        return n_input, None if self.osl is None else max(1, round(min(self.osl.draw(rng), MOST_TOKENS)))
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
@@ -89,10 +97,9 @@ def synthetic(
         begins = rng.choice(beginnings) if beginnings else ""
         turns = []
         for i in range(max(1, round(talk.turns.draw(rng)))):
-            n_input = max(1, round(min(shape.isl.draw(rng), MOST_TOKENS)))
+            n_input, n_output = shape.draw(rng)
             rest = n_input - (prefixes.tokens if i == 0 and begins else 0)
             text = (begins if i == 0 else "") + words.text(rest, rng, fresh=i == 0)
-            n_output = None if shape.osl is None else max(1, round(min(shape.osl.draw(rng), MOST_TOKENS)))
             turns.append(Turn(text, n_output, talk.pause_ms.draw(rng) / 1e3 if i else 0.0, (), n_input))
         yield Session(tuple(turns), None, shape.label)
         number += 1

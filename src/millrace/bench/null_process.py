@@ -8,7 +8,7 @@ import urllib.request
 from dataclasses import asdict
 from types import TracebackType
 
-from millrace.bench.null_server import NullTiming, Sent
+from millrace.bench.null_ledger import NullTiming, Sent
 from millrace.errors import MachineError
 
 START_S = 20.0
@@ -17,15 +17,16 @@ START_S = 20.0
 class NullProcess:
     """`with NullProcess(NullTiming(ttft_ms="100")) as server:` gives one that listens; the end stops it."""
 
-    def __init__(self, timing: NullTiming) -> None:
-        command = [sys.executable, "-P", "-m", "millrace.bench.null_server", json.dumps(asdict(timing))]
+    def __init__(self, timing: NullTiming, over_grpc: bool = False) -> None:
+        command = [sys.executable, "-P", "-m", "millrace.bench.null_main", json.dumps(asdict(timing))]
+        command += ["grpc"] * over_grpc
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.url = ""
+        self.url = self.grpc_url = ""
 
     def __enter__(self) -> "NullProcess":
         assert self._process.stdout is not None
         if select.select([self._process.stdout], [], [], START_S)[0]:
-            self.url = self._process.stdout.readline().strip()
+            self.url, _, self.grpc_url = self._process.stdout.readline().strip().partition(" ")
         if not self.url:
             self._end()
             raise MachineError("the null server did not start", f"it to listen within {START_S:g} s", "report it")

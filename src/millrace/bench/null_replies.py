@@ -34,7 +34,8 @@ def n_asked(body: dict[str, Any]) -> int:
 
 
 def prompt_of(body: dict[str, Any]) -> int:
-    return words_in(body.get("messages") or body.get("prompt") or body.get("input"))
+    names = ("messages", "prompt", "input", "text_input")
+    return words_in(next((body[name] for name in names if body.get(name)), None))
 
 
 def usage(kind: str, n_prompt: int, n_output: int) -> dict[str, int]:
@@ -62,6 +63,8 @@ def text_event(kind: str, n_tokens: int, told: dict[str, int] | None) -> bytes:
         case "completions":
             choice = {"index": 0, "text": text, "finish_reason": None}
             more = {"id": "null", "object": "text_completion", "created": 0, "model": "null", "choices": [choice]}
+        case "generate":
+            return event({"model_name": "null", "model_version": "1", "text_output": text})
         case _:
             more = {"type": "response.output_text.delta", "item_id": "null", "output_index": 0, "delta": text}
     return event({**more, "usage": told} if told else more)
@@ -74,6 +77,8 @@ def last_events(kind: str, n_prompt: int, n_output: int) -> bytes:
             finish = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
         case "completions":
             finish = {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
+        case "generate":
+            return END
         case _:
             return event({"type": "response.completed", "response": {"status": "completed", "usage": told}}) + END
     return event(finish) + event({"choices": [], "usage": told}) + DONE + END
@@ -89,6 +94,8 @@ def whole(kind: str, n_prompt: int, n_output: int) -> bytes:
             data = {"choices": [{"message": {"content": text}, "finish_reason": "length"}], "usage": told}
         case "completions":
             data = {"choices": [{"text": text, "finish_reason": "length"}], "usage": told}
+        case "generate":
+            data = {"model_name": "null", "model_version": "1", "text_output": text}
         case _:
             content = [{"type": "output_text", "text": text}]
             data = {"output": [{"type": "message", "content": content}], "status": "completed", "usage": told}
@@ -99,6 +106,14 @@ def plain(status: int, data: Any) -> bytes:
     body = json.dumps(data).encode()
     head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     return head % (status, len(body)) + body
+
+
+def metrics(running: int, waiting: int, kv: float) -> bytes:
+    """In Prometheus' format, under the names that vLLM gives them."""
+    values = {"num_requests_running": running, "num_requests_waiting": waiting, "kv_cache_usage_perc": kv}
+    lines = "".join(f'vllm:{name}{{model_name="null"}} {value}\n' for name, value in values.items())
+    head = "HTTP/1.1 200 OK\r\ncontent-type: text/plain; version=0.0.4\r\n"
+    return f"{head}content-length: {len(lines)}\r\n\r\n{lines}".encode()
 
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -1,84 +1,51 @@
 """A server without a model, of known timing: what a load generator measures of it can be held against what it did.
 
-It speaks streamed and whole chats, completions and responses, and embeddings. Times are drawn by seed and number of the
-request; tokens are sent at times fixed when the request has arrived, so no delay adds to another. What it really did
-stands in `/truth`: the clock of all stamps is the machine's monotonic one, which every process here shares.
+It speaks streamed and whole chats, completions and responses, embeddings, and KServe's protocol
+(`bench/null_kserve.py`; over gRPC `bench/null_grpc.py`). Times are drawn by seed and number of the request; tokens are
+sent at times fixed when the request has arrived, so no delay adds to another. What it really did stands in `/truth`:
+the clock of all stamps is the machine's monotonic one, which every process here shares.
 """
 
 import asyncio
 import json
-import random
-import sys
+import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httptools
 
+from millrace.bench import null_kserve as kserve
 from millrace.bench import null_replies as replies
-from millrace.bench.spread import Spread
+from millrace.bench.null_ledger import Ledger, Sent
 
-FAULTS = ("status", "break", "malformed", "stall", "error")
 HOST = "127.0.0.1"
-_MOST_BODY_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class NullTiming:
-    """ttft_ms: from the request's last byte to the first token; itl_ms: from one token to the next."""
-
-    ttft_ms: str = "100"
-    itl_ms: str = "20"
-    tokens_per_chunk: int = 1
-    seed: int = 0
-    fault: str | None = None  # one of FAULTS: half-way through an answer, but `status`, which is at once
-    fault_every: int = 1  # of so many requests the last
-
-    def token_s(self, number: int, n: int) -> list[float]:
-        """When each of `n` tokens of request `number` is due, in seconds after its arrival."""
-        rng, due = random.Random(f"{self.seed}/{number}"), []
-        ttft, itl = Spread.parse(self.ttft_ms, "ttft_ms"), Spread.parse(self.itl_ms, "itl_ms")
-        at = ttft.draw(rng) / 1e3
-        for _ in range(n):
-            due.append(at)
-            at += itl.draw(rng) / 1e3
-        return due
-
-
-@dataclass(slots=True)
-class Sent:
-    """What was done for one request. sent_s, n_tokens: of each chunk"""
-
-    id: str
-    kind: str
-    arrived_s: float
-    n_prompt: int
-    due_s: list[float] = field(default_factory=list)
-    sent_s: list[float] = field(default_factory=list)
-    n_tokens: list[int] = field(default_factory=list)
+_MOST_BODY_BYTES = 256 << 20
+_KSERVE = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]+))?/(infer|generate|generate_stream)")
 
 
 class NullServer:
     """Listens on a free port of this machine alone once started."""
 
-    def __init__(self, timing: NullTiming) -> None:
-        self.timing, self.truth = timing, list[Sent]()
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
 
     async def start(self) -> asyncio.Server:
-        return await asyncio.get_running_loop().create_server(lambda: _Connection(self), HOST, 0, backlog=2048)
+        return await asyncio.get_running_loop().create_server(lambda: _Connection(self.ledger), HOST, 0, backlog=2048)
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, server: NullServer) -> None:
-        self._server, self._loop = server, asyncio.get_running_loop()
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._loop = ledger, asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
+        self._n_json: int | None = None  # bytes of the body's JSON, where tensors follow it
         self._start()
 
     def _start(self) -> None:
-        self._path, self._id, self._body = b"", "", bytearray()
+        self._path, self._id, self._body, self._n_json = b"", "", bytearray(), None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -101,6 +68,8 @@ class _Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"x-request-id":
             self._id = value.decode("latin-1")
+        elif name.lower() == kserve.HEADER.lower().encode():
+            self._n_json = int(value) if value.isdigit() else -1
 
     def on_body(self, body: bytes) -> None:
         self._body += body
@@ -108,34 +77,71 @@ class _Connection(asyncio.Protocol):
             self._close()
 
     def on_message_complete(self) -> None:
-        path, name, body = self._path.decode("latin-1"), self._id, bytes(self._body)
+        path, name, body, n_json = self._path.decode("latin-1"), self._id, bytes(self._body), self._n_json
         self._start()
         if path == "/truth":
-            self._write(replies.plain(200, [asdict(sent) for sent in self._server.truth]))
-        elif path not in replies.PATHS:
-            self._write(replies.plain(404, {"error": {"message": f"there is no {path}"}}))
-        else:
+            self._write(replies.plain(200, [asdict(sent) for sent in self._ledger.truth]))
+        elif path == "/metrics" and self._ledger.timing.kv_tokens:
+            self._write(replies.metrics(*self._ledger.load(time.perf_counter())))
+        elif path in replies.PATHS:
             self._answer(replies.PATHS[path], name, body)
+        elif not path.startswith("/v2"):
+            self._write(replies.plain(404, {"error": {"message": f"there is no {path}"}}))
+        elif match := _KSERVE.fullmatch(path):
+            if match[3] == "infer":
+                self._infer(match[1], match[2] or "", name, body, n_json)
+            else:
+                self._answer("generate", name, body, streamed=match[3] == "generate_stream")
+        else:
+            method, ledger = self._parser.get_method().decode(), self._ledger
+            self._write(kserve.told(method, path, ledger.truth, ledger.timing.instances))
 
-    def _answer(self, kind: str, name: str, body: bytes) -> None:
+    def _answer(self, kind: str, name: str, body: bytes, streamed: bool | None = None) -> None:
+        """streamed: where the path says so"""
         try:
             asked: dict[str, Any] = json.loads(body)
         except ValueError:
             return self._write(replies.plain(400, {"error": {"message": "the body is not JSON"}}))
-        server, timing = self._server, self._server.timing
-        number = len(server.truth)
+        ledger, number = self._ledger, len(self._ledger.truth)
         n = 1 if kind == "embeddings" else replies.n_asked(asked)
-        sent = Sent(name, kind, time.perf_counter(), replies.prompt_of(asked), timing.token_s(number, n))
-        server.truth.append(sent)
-        fault = timing.fault if timing.fault and number % timing.fault_every == timing.fault_every - 1 else None
+        sent, fault = ledger.taken(name, kind, replies.prompt_of(asked), n), ledger.fault_of(number)
         if fault == "status":
             return self._write(replies.plain(500, {"error": {"message": "as it was told to"}}))
-        streamed = bool(asked.get("stream")) and kind != "embeddings"
+        if streamed is None:
+            streamed = bool(asked.get("stream")) and kind != "embeddings"
         options = asked.get("stream_options") or {}
-        _Stream(self, sent, timing.tokens_per_chunk if streamed else n, fault).run(
+        _Stream(self, sent, ledger.timing.tokens_per_chunk if streamed else n, fault).run(
             streamed, bool(options.get("continuous_usage_stats"))
         )
         return None
+
+    def _infer(self, model: str, version: str, name: str, body: bytes, n_json: int | None) -> None:
+        ledger = self._ledger
+        try:
+            found = kserve.model_of(model, version)
+            asked, inputs = kserve.read_request(body, n_json)
+            outputs, n = found.echoed(inputs)
+        except kserve.RefusedError as error:
+            return self._write(replies.plain(error.status, {"error": str(error)}))
+        sent, fault = ledger.inferred(name, model, n), ledger.fault_of(len(ledger.truth) - 1)
+        reply = kserve.infer_reply(model, asked, outputs)
+        self.later(sent.arrived_s + sent.due_s[0], lambda: self._inferred(sent, n, reply, fault))
+        return None
+
+    def _inferred(self, sent: Sent, n: int, reply: bytes, fault: str | None) -> None:
+        match fault:
+            case "status" | "error":
+                return self._write(replies.plain(500, {"error": "as it was told to"}))
+            case "break":
+                self._write(reply[: len(reply) // 2])
+                return self._close()
+            case "malformed":
+                return self._write(reply.replace(b'"outputs"', b'"outpost"'))
+            case "stall":
+                return None
+        sent.sent_s.append(time.perf_counter())
+        sent.n_tokens.append(n)
+        return self._write(reply)
 
     def later(self, due_s: float, call: Callable[[], None]) -> None:
         """due_s: by the machine's clock"""
@@ -215,15 +221,3 @@ class _Stream:
         self.sent.sent_s.append(time.perf_counter())
         self.sent.n_tokens.append(len(self.sent.due_s))
         self.connection.write(replies.whole(self.sent.kind, self.sent.n_prompt, len(self.sent.due_s)))
-
-
-async def _serve(timing: NullTiming) -> None:
-    """Until stdin ends, as it does with the process that started this one."""
-    server = await NullServer(timing).start()
-    sys.stdout.write(f"http://{HOST}:{server.sockets[0].getsockname()[1]}\n")
-    sys.stdout.flush()
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-
-
-if __name__ == "__main__":
-    asyncio.run(_serve(NullTiming(**json.loads(sys.argv[1]))))

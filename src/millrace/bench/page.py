@@ -16,6 +16,7 @@ from millrace.bench.run import Record
 from millrace.bench.verdicts import fitted, gaps_by_position, itl_drift, spread_percent, ttft_by_length
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot, some
+from millrace.report.png import png
 
 _BINS, _POSITIONS, _LANES = 24, 60, 300
 _BOX = (5, 25, 50, 75, 95)
@@ -23,11 +24,19 @@ _BOX = (5, 25, 50, 75, 95)
 
 def bench_page(done: Finished) -> str:
     """The whole page."""
+    return render(Path(__file__).with_name("bench_page.html"), told=report(done), plots=plots_of(done))
+
+
+def plots_of(done: Finished) -> list[dict[str, Any]]:
+    """Each with `title`, `svg` and `verdict`, in their order."""
     records, answers = done.run.records, good(done.run.records)
     plots = [lengths(answers), ttft(answers), positions(answers), *boxes(records), timeline(done)]
-    return render(
-        Path(__file__).with_name("bench_page.html"), told=report(done), plots=[p for p in plots if p is not None]
-    )
+    return [p for p in plots if p is not None]
+
+
+def pictures(done: Finished) -> dict[str, bytes]:
+    """The same as PNG, by their files' names."""
+    return {f"{p['title'].lower().replace(' ', '-')}.png": png(p["svg"]) for p in plots_of(done)}
 
 
 def _drawn(title: str, svg: Markup, verdict: str) -> dict[str, Any]:

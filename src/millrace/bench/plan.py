@@ -12,9 +12,10 @@ from millrace.bench.arrivals import Arrivals
 from millrace.bench.client import Client, Target
 from millrace.bench.endpoints import ENDPOINTS
 from millrace.bench.files import Given, read_requests
+from millrace.bench.histogram import read_histogram
 from millrace.bench.inputs import Prefixes, Session, Shape, Talk, synthetic
 from millrace.bench.run import Asker, Load, Record, Run
-from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
+from millrace.bench.settings import ISL, InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.bench.spread import Spread
 from millrace.bench.words import WORDS, Words
 from millrace.errors import ConfigError, MachineError
@@ -41,7 +42,7 @@ def planned(
 ) -> Plan:  # fmt: skip
     """in_process: `url` is the name of an engine. raises ConfigError"""
     _agree(load, what, talk)
-    headers = dict(_pair(text, "--header") for text in whom.header)
+    headers = parsed_headers(whom.header)
     extra = {key: _value(value) for key, value in (_pair(text, "--extra-inputs") for text in whom.extra_inputs)}
     if whom.ignore_eos:
         extra["ignore_eos"] = True
@@ -74,13 +75,17 @@ def _agree(load: LoadSettings, what: InputSettings, talk: SessionSettings) -> No
         raise ConfigError("--burstiness without --arrival-pattern gamma", "both, or neither", "give the pattern")
     if talk.num_prefix_prompts and not talk.prefix_prompt_length:
         raise ConfigError("--num-prefix-prompts without a length", "--prefix-prompt-length", "give it")
-    if talk.prefix_prompt_length and talk.prefix_prompt_length >= what.isl and not what.pattern:
+    own_lengths = what.pattern or what.input_histogram
+    if talk.prefix_prompt_length and talk.prefix_prompt_length >= what.isl and not own_lengths:
         raise ConfigError(
             f"a shared prefix of {talk.prefix_prompt_length} tokens in prompts of {what.isl:g}", "a shorter one",
             "raise --isl, which counts the prefix",
         )  # fmt: skip
-    if what.pattern and what.input_file:
-        raise ConfigError("--pattern beside --input-file", "one of them: a file says its own lengths", "leave one out")
+    said = {"--pattern": what.pattern, "--input-file": what.input_file, "--input-histogram": what.input_histogram}
+    if len(both := [flag for flag, value in said.items() if value]) > 1:
+        raise ConfigError(" beside ".join(both), "one of them: each says its own lengths", "leave one out")
+    if what.input_histogram and (what.isl, what.isl_stddev, what.osl, what.osl_stddev) != (ISL, 0.0, None, 0.0):
+        raise ConfigError("--isl or --osl beside --input-histogram", "one of them", "leave one out")
 
 
 def _inputs(
@@ -91,6 +96,8 @@ def _inputs(
     lengths = Shape(
         Spread.normal(what.isl, what.isl_stddev), Spread.normal(OSL if what.osl is None else what.osl, what.osl_stddev)
     )
+    if what.input_histogram:
+        lengths = Shape(Spread(0), pairs=read_histogram(Path(what.input_histogram)))
     shapes = [Shape.parse(text) for text in what.pattern] or [lengths]
     turns = Talk(
         Spread.normal(talk.session_turns_mean, talk.session_turns_stddev),
@@ -160,9 +167,15 @@ def _no_answer(target: Target, answer: Answer) -> MachineError:
             return MachineError(what, "a key that it takes", '-H "authorization:Bearer KEY"')
         case Failure.STATUS if answer.status in (400, 404, 422):
             return MachineError(
-                what, f"a model of this name at {target.endpoint.path}", "correct --model, --endpoint or the URL"
+                what, f"a model of this name at {target.path}", "correct --model, --endpoint or the URL"
             )
-    return MachineError(what, f"what {target.endpoint.path} answers by OpenAI's protocol", "its log says more")
+    protocol = "KServe's" if target.path.startswith("/v2/") else "OpenAI's"
+    return MachineError(what, f"what {target.path} answers by {protocol} protocol", "its log says more")
+
+
+def parsed_headers(texts: Sequence[str]) -> dict[str, str]:
+    """raises ConfigError"""
+    return dict(_pair(text, "--header") for text in texts)
 
 
 def _pair(text: str, flag: str) -> tuple[str, str]:

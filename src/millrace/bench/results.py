@@ -126,6 +126,8 @@ def notes(done: Finished) -> list[str]:
         said.append(
             f"{off} of {len(wanted)} answers were not of the length asked for; --ignore-eos asks for exactly it."
         )
+    if answers and all(r.answer.n_prompt is None for r in answers):
+        said.append("The server tells no input lengths: prompts have as many words as tokens were asked for.")
     n_chunks = sum(len(r.answer.chunk_s) for r in answers)
     n_reads = sum(len(set(r.answer.chunk_s)) for r in answers)
     if n_chunks > 1.1 * n_reads:

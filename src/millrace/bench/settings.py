@@ -7,13 +7,14 @@ from millrace.bench.endpoints import ENDPOINTS
 from millrace.settings import Settings, setting
 
 _MANY = 10_000_000
+ISL = 550.0
 _TIMES_S = {"low": 0, "high": 1e7}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSettings(Settings):
     model: str = setting("", "name of the model, as the server knows it")
-    endpoint: str = setting("chat", "endpoint of OpenAI's protocol", choices=tuple(ENDPOINTS))
+    endpoint: str = setting("chat", "endpoint of OpenAI's protocol, or Triton's `generate`", choices=tuple(ENDPOINTS))
     streaming: bool = setting(True, "streamed answers; without, only whole latencies are known")
     per_chunk_usage: bool = setting(False, "ask for the tokens of each chunk (millrace, vLLM and SGLang tell them)")
     ignore_eos: bool = setting(False, "ask for answers of exactly their length (millrace, vLLM and SGLang do)")
@@ -47,7 +48,7 @@ class LoadSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSettings(Settings):
-    isl: float = setting(550.0, "tokens of a prompt", low=1, high=_MANY)
+    isl: float = setting(ISL, "tokens of a prompt", low=1, high=_MANY)
     isl_stddev: float = setting(0.0, "their standard deviation", low=0, high=_MANY)
     osl: float | None = setting(None, "tokens of an answer at most; 150 unless a file says so", low=1, high=_MANY)
     osl_stddev: float = setting(0.0, "their standard deviation", low=0, high=_MANY)
@@ -57,6 +58,9 @@ class InputSettings(Settings):
     )  # fmt: skip
     input_file: str | None = setting(
         None, "prompts or a trace instead: JSONL, ShareGPT, Mooncake or Azure", metavar="FILE"
+    )
+    input_histogram: str | None = setting(
+        None, "lengths drawn from counts of input x output: of a result, of a trace, or your own", metavar="FILE"
     )
     replay_speed: float = setting(1.0, "times as fast as a trace's own times; 0: they do not matter", low=0, high=1e6)
 

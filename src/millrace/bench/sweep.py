@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from millrace.bench.metrics import Metrics
+from millrace.bench.server_load import NOTHING, ServerLoad
 
 MOST_POINTS = 40
 _CLOSE = 1.15  # levels that differ by less are not told apart
@@ -35,12 +36,21 @@ class SweepLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class Reached:
+    """What was measured of one level. server: what it says of its own load meanwhile"""
+
+    metrics: Metrics
+    server: ServerLoad | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Point:
     """level: users at a time, or requests a second"""
 
     level: float
     metrics: Metrics
     keeps: bool
+    server: ServerLoad | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -52,16 +62,16 @@ class Point:
 
 
 async def swept(
-    first: float, most: float, whole: bool, limits: SweepLimits, run: Callable[[float], Awaitable[Metrics | None]]
+    first: float, most: float, whole: bool, limits: SweepLimits, run: Callable[[float], Awaitable[Reached | None]]
 ) -> list[Point]:
     """Doubles from `first` to `most`, then halves the gap. whole: levels are whole numbers. run: None ends the sweep"""
     points: list[Point] = []
 
     async def at(level: float) -> bool | None:
-        metrics = await run(level)
-        if metrics is None:
+        reached = await run(level)
+        if reached is None:
             return None
-        points.append(Point(level, metrics, limits.keeps(metrics)))
+        points.append(Point(level, reached.metrics, limits.keeps(reached.metrics), reached.server))
         return points[-1].keeps
 
     level, good, bad = first, None, None
@@ -113,6 +123,16 @@ def best(points: Sequence[Point]) -> Best | None:
         max(kept, key=lambda p: p.tokens_per_s, default=None), min(answered, key=latency),
         max(answered, key=lambda p: p.tokens_per_s), max(answered, key=lambda p: p.tokens_per_s / latency(p)),
     )  # fmt: skip
+
+
+def limited(points: Sequence[Point]) -> str:
+    """What limits the server, by its own metrics: where a limit breaks first, else where most tokens/s are."""
+    found = best(points)
+    if found is None:
+        return NOTHING
+    broken = [p for p in points if not p.keeps and p.metrics.n]
+    point = min(broken, key=lambda p: p.level) if broken else found.throughput
+    return NOTHING if point.server is None else f"At {point.level:g}: {point.server.says}"
 
 
 def on_front(points: Sequence[Point]) -> list[Point]:

@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from millrace.bench.sweep import Best, Point, SweepLimits, on_front
+from markupsafe import Markup
+
+from millrace.bench.sweep import Best, Point, SweepLimits, limited, on_front
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot
 
 
-def sweep_page(url: str, by: str, points: Sequence[Point], found: Best, limits: SweepLimits) -> str:
+def sweep_plot(points: Sequence[Point]) -> Markup:
+    """Throughput against latency; a line through what no other level beats."""
     answered = [p for p in points if p.metrics.n]
     xs = [p.value("request_latency") or 0.0 for p in answered]
     plot = Plot(
@@ -19,11 +22,16 @@ def sweep_page(url: str, by: str, points: Sequence[Point], found: Best, limits: 
     for p, x in zip(answered, xs, strict=True):
         plot.dots([x], [p.tokens_per_s], 0 if p.keeps else 1)
         plot.text(x, p.tokens_per_s, f"{p.level:g}")
+    return plot.svg("output tokens a second against latency")
+
+
+def sweep_page(url: str, by: str, points: Sequence[Point], found: Best, limits: SweepLimits) -> str:
     chosen = [
         ("best within limits", found.within), ("lowest latency", found.latency),
         ("most tokens/s", found.throughput), ("knee: most tokens/s for its latency", found.knee),
     ]  # fmt: skip
     return render(
         Path(__file__).with_name("sweep_page.html"), url=url, by=by, points=points, chosen=chosen, limits=limits.says,
-        svg=plot.svg("output tokens a second against latency"),
+        limited=limited(points), told=any(p.server for p in points),
+        svg=sweep_plot(points),
     )  # fmt: skip

@@ -1,6 +1,5 @@
 """`millrace bench`: a load on a server, and what its users would feel of it."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from millrace.bench.plan import Plan, measure, planned, reached
 from millrace.bench.results import Finished, report
 from millrace.bench.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli import bench_compare, bench_sweep
-from millrace.cli.bench_flags import TheirFlags
+from millrace.cli import bench_compare, bench_infer, bench_sweep
+from millrace.cli.bench_flags import TheirFlags, check_output, png_option
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, print_json, table
@@ -29,9 +28,9 @@ Examples:
   millrace bench --engine tiny --isl 128 --osl 128 --request-count 64
   millrace bench URL --model M --pattern short/long --pattern long/short:2 --json
   millrace bench sweep --help        raise the load until a limit breaks
-  millrace bench compare --help      two servers or results: which is faster, and how surely"""
-PARTS = {"sweep": bench_sweep.command, "compare": bench_compare.command}
-QUEUED = 64  # requests in process for which nothing was said
+  millrace bench compare --help      two servers or results: which is faster, and how surely
+  millrace bench infer --help        tensor models over KServe's protocol"""
+PARTS = {"sweep": bench_sweep.command, "compare": bench_compare.command, "infer": bench_infer.command}
 SHOWN = ("mean", "p50", "p90", "p99")
 ROWS = {
     "time_to_first_token": "TTFT, ms", "inter_token_latency": "ITL, ms a token", "request_latency": "latency, ms",
@@ -41,7 +40,7 @@ ROWS = {
 
 
 class Bench(TheirFlags):
-    """`bench URL ...`, or `bench sweep ...` and `bench compare ...`, which are commands of their own."""
+    """`bench URL ...`, or `bench sweep ...` and its like, which are commands of their own."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -67,6 +66,7 @@ class Bench(TheirFlags):
     help="Seconds in which this client first proves itself on a server of known timing; 0: not.",
 )
 @click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there, as other tools do, too.")
+@png_option
 @json_option
 @click.pass_obj
 def command(
@@ -91,34 +91,31 @@ def command(
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench http://HOST:PORT, or --engine MODEL", "give it, once")
     limits = parse_limits(goodput)
-    plan = _planned(targets[0], given, in_process=engine is not None)
+    check_output(output, as_png := given.pop("as_png"))
     if output is not None and output.exists() and not output.is_dir():
         raise ConfigError(f"--output {output} is a file", "a folder", "name another")
     if engine is None:
+        plan = planned(
+            targets[0], made(TargetSettings, given), made(LoadSettings, given), made(InputSettings, given),
+            made(SessionSettings, given),
+        )  # fmt: skip
         certificate, run = driven(lambda begins: _measured(plan, certify_s, as_json, begins), quiet=as_json)
     else:
-        from millrace.cli.bench_engine import in_process  # what runs engines takes a second to import
+        from millrace.cli.bench_engine import (
+            in_process,
+            planned_in_process,
+        )  # what runs engines takes a second to import
 
+        plan = planned_in_process(engine, given)
         certificate, run = None, in_process(engine, plan, env, as_json)
     done = Finished.of(plan, run, limits, certificate)
     if output is not None:
-        names = write_results(output, done)
+        names = write_results(output, done, as_png)
         note(f"  {len(names)} files in {output}")
     told = report(done)
     print_json(told) if as_json else show(told)
     if not done.metrics.n:
         raise MachineError("no request was answered", "one whole answer at least", "the failures above say why")
-
-
-def _planned(target: str, given: dict[str, Any], in_process: bool) -> Plan:
-    whom, load = made(TargetSettings, given), made(LoadSettings, given)
-    if in_process:
-        if whom != TargetSettings():
-            raise ConfigError("--engine beside flags of a server's requests", "lengths and a load", "leave them out")
-        if load.concurrency is None and load.request_rate is None:
-            n = load.request_count or QUEUED
-            load = replace(load, concurrency=n, request_count=n if load.duration_s is None else load.request_count)
-    return planned(target, whom, load, made(InputSettings, given), made(SessionSettings, given), in_process)
 
 
 async def _measured(plan: Plan, certify_s: float, quiet: bool, begins: Begins) -> tuple[Certificate | None, Run]:

@@ -13,18 +13,23 @@ from millrace.cli.bench_flags import TheirFlags
 from millrace.cli.bench_runner import driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import print_json, table
+from millrace.env import Env
 from millrace.errors import ConfigError, MachineError
 
 WORSE = 3  # the exit code for CI
 EPILOG = """\b
 Examples:
   millrace bench compare http://old:8000 http://new:8000 --model M --concurrency 8 --request-count 40 --rounds 10
+  millrace bench compare --engine old.engine --engine new.engine --input-file traffic.jsonl --replay-speed 4
   millrace bench compare old-results/ new-results/ --allow 5 --json"""
 
 
 @click.command(cls=TheirFlags, epilog=EPILOG)
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", required=False)
+@click.argument("b", required=False)
+@click.option(
+    "--engine", "engines", multiple=True, metavar="MODEL", help="In place of A and of B: engines, without HTTP."
+)
 @settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
 @click.option(
     "--rounds",
@@ -42,27 +47,52 @@ Examples:
     help="Exit with 3 only where B is surely worse by more than this.",
 )
 @json_option
-def command(a: str, b: str, rounds: int, allow: float, as_json: bool, **given: Any) -> int:
-    """Compare two servers, or two results: is B faster than A?
+@click.pass_obj
+def command(
+    env: Env,
+    /,
+    a: str | None,
+    b: str | None,
+    engines: tuple[str, ...],
+    rounds: int,
+    allow: float,
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Compare two servers, two engines or two results: is B faster than A?
 
     A and B are URLs, asked the same in turns (--request-count and --duration-s are those of a round), or folders that
-    `millrace bench -o` wrote. Each difference comes with its interval of 95 % and the smallest that would have been
-    seen. The exit code is 3 where B is surely worse.
+    `millrace bench -o` wrote; or --engine A --engine B, models or engines in this process. Each difference comes with
+    its interval of 95 % and the smallest that would have been seen. The exit code is 3 where B is surely worse.
     """  # fmt: skip
+    if engines:
+        if a is not None or len(engines) != 2:
+            raise ConfigError(f"{len(engines)} engines", "--engine A --engine B, and no URL", "name two")
+        from millrace.cli.bench_engine import compared_engines  # what runs engines takes a second to import
+
+        sides = compared_engines((engines[0], engines[1]), given, rounds, env, as_json)
+        told = _told(compared_rounds(*sides), allow, sides)
+    elif a is None or b is None:
+        raise ConfigError("there are not two to compare", "A and B: URLs or results; or --engine twice", "name both")
+    else:
+        told = _compared(a, b, rounds, allow, as_json, given)
+    if not told["metrics"]:
+        raise MachineError("nothing can be compared", "whole answers of both", "see what each says by itself")
+    print_json(told) if as_json else _show(told)
+    return WORSE if told["worse"] else 0
+
+
+def _compared(a: str, b: str, rounds: int, allow: float, quiet: bool, given: dict[str, Any]) -> dict[str, Any]:
+    """Two URLs, or two results."""
     are_files = [Path(x).exists() for x in (a, b)]
     if are_files[0] != are_files[1]:
         raise ConfigError(
             f"{a} and {b}: one is a file, one is none", "two URLs, or two results", "compare like with like"
         )
     if all(are_files):
-        told = _told(compared_answers(*(read_answers(Path(x)) for x in (a, b))), allow)
-    else:
-        sides = driven(lambda begins: interleaved(_plans(a, given), _plans(b, given), rounds, begins), as_json)
-        told = _told(compared_rounds(*sides), allow, sides)
-    if not told["metrics"]:
-        raise MachineError("nothing can be compared", "whole answers of both", "see what each says by itself")
-    print_json(told) if as_json else _show(told)
-    return WORSE if told["worse"] else 0
+        return _told(compared_answers(*(read_answers(Path(x)) for x in (a, b))), allow)
+    sides = driven(lambda begins: interleaved(_plans(a, given), _plans(b, given), rounds, begins), quiet)
+    return _told(compared_rounds(*sides), allow, sides)
 
 
 def _plans(url: str, given: dict[str, Any]) -> Any:

@@ -1,22 +1,24 @@
 """`millrace bench sweep`: how much load a server takes within limits."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from millrace.bench.metrics import Metrics, measured
+from millrace.bench.metrics import measured
 from millrace.bench.plan import measure, planned
+from millrace.bench.server_load import Watch
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.bench.sweep import Best, Point, SweepLimits, best, on_front, swept
-from millrace.bench.sweep_page import sweep_page
-from millrace.cli.bench_flags import TheirFlags
+from millrace.bench.sweep import Best, Point, Reached, SweepLimits, best, limited, on_front, swept
+from millrace.bench.sweep_page import sweep_page, sweep_plot
+from millrace.cli.bench_flags import TheirFlags, check_output, png_option
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import note, pairs, print_json, table
 from millrace.errors import ConfigError, MachineError
+from millrace.report.png import png
 
 EPILOG = """\b
 Examples:
@@ -55,13 +57,17 @@ NAMES = {"within": "best within limits", "latency": "lowest latency", "throughpu
     help="Percent of the requests that keep this.",
 )
 @click.option("-o", "--output", type=Path, metavar="FILE", help="Write an offline page there.")
+@png_option
 @json_option
-def command(url: str, by: str, first: float, most: float, output: Path | None, as_json: bool, **given: Any) -> None:
+def command(
+    url: str, by: str, first: float, most: float, output: Path | None, as_png: bool, as_json: bool, **given: Any
+) -> None:  # fmt: skip
     """Raise the load until a limit breaks, and find the best below.
 
     Each level lasts --duration-s (10 unless said, or --request-count). Ctrl-C ends the sweep and reports what there is.
     """
     _agree(by, first, most, given)
+    check_output(output, as_png)
     if given["duration_s"] is None and given["request_count"] is None:
         given["duration_s"] = EACH_S
     limits = SweepLimits(given.pop("ttft_ms"), given.pop("itl_ms"), int(given.pop("percentile")))
@@ -75,6 +81,8 @@ def command(url: str, by: str, first: float, most: float, output: Path | None, a
     if output is not None:
         output.write_text(sweep_page(url, by, points, found, limits), encoding="utf-8")
         note(f"  written to {output}")
+        if as_png:
+            output.with_suffix(".png").write_bytes(png(sweep_plot(points)))
     print_json(told) if as_json else _show(told)
 
 
@@ -89,21 +97,22 @@ def _agree(by: str, first: float, most: float, given: dict[str, Any]) -> None:
         raise ConfigError(f"--from {first:g}", "a whole number of users", "correct it")
 
 
-def _level(url: str, by: str, given: dict[str, Any], begins: Begins) -> Callable[[float], Awaitable[Metrics | None]]:
+def _level(url: str, by: str, given: dict[str, Any], begins: Begins) -> Callable[[float], Awaitable[Reached | None]]:
     load = made(LoadSettings, given)
 
-    async def run(level: float) -> Metrics | None:
+    async def run(level: float) -> Reached | None:
         at = replace(load, concurrency=round(level)) if by == "concurrency" else replace(load, request_rate=level)
         plan = planned(url, made(TargetSettings, given), at, made(InputSettings, given), made(SessionSettings, given))
-        done = await measure(plan, begins)
-        return None if done.ended == "Ctrl-C" else measured(done.records)
+        async with Watch(plan.target) as watch:
+            done = await measure(plan, begins)
+        return None if done.ended == "Ctrl-C" else Reached(measured(done.records), watch.during(done))
 
     return run
 
 
 def _told(by: str, points: list[Point], found: Best, limits: SweepLimits) -> dict[str, Any]:
     return {
-        "by": by, "limits": limits.says,
+        "by": by, "limits": limits.says, "limited_by": limited(points),
         "points": [_point(p) for p in points], "front": [p.level for p in on_front(points)],
         **{name: None if getattr(found, name) is None else _point(getattr(found, name)) for name in NAMES},
     }  # fmt: skip
@@ -114,6 +123,7 @@ def _point(p: Point) -> dict[str, Any]:
     return {
         "level": p.level, "keeps": p.keeps, "output_tokens_per_s": p.tokens_per_s,
         "requests_per_s": p.metrics.requests_per_s.value, "answers": p.metrics.n, "failed": p.metrics.n_failed,
+        "server": None if p.server is None else asdict(p.server),
         **{name: {"p50": p.value(name, 50), "p90": p.value(name, 90)} for name in names},
     }  # fmt: skip
 
@@ -132,6 +142,7 @@ def _show(told: dict[str, Any]) -> None:
     click.echo(f"  kept: {told['limits']}")
     click.echo()
     pairs([(says, _said(told["by"], told[name])) for name, says in NAMES.items()])
+    click.echo(f"  {told['limited_by']}")
 
 
 def _said(by: str, p: dict[str, Any] | None) -> str:

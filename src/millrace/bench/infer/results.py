@@ -1,0 +1,178 @@
+"""Inferences at several levels as data, as perf_analyzer's CSV, and as one offline page."""
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from millrace.bench.infer.measure import Inferred, Point
+from millrace.bench.results import DEFINITIONS
+from millrace.report.page import render
+from millrace.report.plots import Axis, Plot
+from millrace.report.png import png
+
+SCHEMA = 1
+LATENCY, PICTURE = "request_latency", "inferences.png"
+_PERCENTILES = (50, 90, 95, 99)
+_KINDS = 5  # colours of the style sheet
+
+
+def report(done: Inferred) -> dict[str, Any]:
+    """JSON-able. Times in ms."""
+    model = asdict(done.model)
+    return {
+        "schema": SCHEMA, "url": done.target.url, "protocol": done.target.protocol, "model": model,
+        "definitions": {
+            "inferences_per_s": "items of whole answers, from the first sending to the last answer",
+            "latency_ms": DEFINITIONS[LATENCY][1] + ", of a request with its whole batch",
+            "server": "means of the server's own statistics, for each request",
+        },
+        "valid": done.is_valid, "ended_early": done.ended or None,
+        "certificate": None if done.certificate is None else {
+            **asdict(done.certificate), "holds": done.certificate.holds,
+        },
+        "points": [_point(p) for p in done.points], "verdict": verdict(done.points), "notes": notes(done),
+    }  # fmt: skip
+
+
+def _point(p: Point) -> dict[str, Any]:
+    found = p.metrics.of_requests.get(LATENCY)
+    latency = None if found is None else {
+        "mean": found.mean, "std": found.std, "min": found.min, "max": found.max,
+        **{f"p{n}": found.percentiles[n] for n in _PERCENTILES}, "intervals": found.intervals,
+    }  # fmt: skip
+    rate = p.metrics.output_tokens_per_s
+    return {
+        "batch_size": p.level.batch, "concurrency": p.level.concurrency, "request_rate": p.level.rate,
+        "inferences_per_s": {"value": rate.value, "interval": rate.interval},
+        "requests": {"whole": p.metrics.n, "failed": p.metrics.n_failed, "by_failure": p.metrics.failures},
+        "latency_ms": latency, "server": None if p.server is None else asdict(p.server),
+        "client_cpu_share": p.cpu_share, "valid": p.keeps_up,
+    }  # fmt: skip
+
+
+def answered(points: Sequence[Point]) -> list[Point]:
+    return [p for p in points if p.metrics.n]
+
+
+def latency_ms(p: Point, percentile: int = 50) -> float:
+    return p.metrics.of_requests[LATENCY].percentiles[percentile]
+
+
+def rate(p: Point) -> float:
+    return p.metrics.output_tokens_per_s.value
+
+
+def verdict(points: Sequence[Point]) -> str:
+    """What the plot says, in figures."""
+    found = answered(points)
+    if not found:
+        return "No request was answered."
+    most, quickest = max(found, key=rate), min(found, key=latency_ms)
+    said = [
+        f"Most: {rate(most):,.1f} inferences/s at {most.level.says}, p50 {latency_ms(most):,.2f} ms.",
+        f"Quickest: p50 {latency_ms(quickest):,.2f} ms at {quickest.level.says}, {rate(quickest):,.1f} inferences/s.",
+    ]
+    if most is not quickest:
+        said.append(
+            f"The first has {rate(most) / rate(quickest):.2f} times the inferences of the second at "
+            f"{latency_ms(most) / latency_ms(quickest):.2f} times its latency."
+        )
+    return " ".join(said)
+
+
+def notes(done: Inferred) -> list[str]:
+    said = [f"It ended early: {done.ended}."] if done.ended else []
+    if not done.is_valid:
+        slow = [p.level.says for p in done.points if not p.keeps_up]
+        said.append(
+            "INVALID: this client does not keep up"
+            + (f" at {'; '.join(slow)}" if slow else "")
+            + (f" ({done.certificate.says})" if done.certificate and not done.certificate.holds else "")
+            + ". Send less, or from a machine that does less."
+        )
+    failed = {kind: n for p in done.points for kind, n in p.metrics.failures.items()}
+    if failed:
+        total = sum(p.metrics.n_failed for p in done.points)
+        said.append(f"{total} requests failed ({', '.join(failed)}); they are in no rate and no latency.")
+    if done.points and all(p.server is None for p in done.points):
+        said.append("The server tells no statistics of its own: what is queue and what is computing is not known.")
+    return said
+
+
+def write_results(folder: Path, done: Inferred, with_picture: bool = False) -> list[str]:
+    """Names of the files that it wrote into the folder, which is made. with_picture: the plot as PNG. raises OSError"""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"report.html": infer_page(done), "summary.json": json.dumps(report(done), indent=2)}
+    for size in sorted({p.level.batch for p in done.points}):
+        text = perf_analyzer_csv([p for p in done.points if p.level.batch == size])
+        if text:
+            files[f"perf_analyzer_b{size}.csv"] = text
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="")
+    svg = plot(done.points) if with_picture else None
+    if svg is None:
+        return list(files)
+    (folder / PICTURE).write_bytes(png(svg))
+    return [*files, PICTURE]
+
+
+def perf_analyzer_csv(points: Sequence[Point]) -> str:
+    """As `perf_analyzer -f` writes it: microseconds; what sending alone takes this client does not tell apart, so that
+    is in the network's column. Without the server's statistics their columns are left out, as there."""
+    found = answered(points)
+    if not found:
+        return ""
+    stages = ("queue", "compute_input", "compute_infer", "compute_output")
+    told = all(p.server is not None for p in found)
+    names = ["Server Queue", "Server Compute Input", "Server Compute Infer", "Server Compute Output"]
+    rows: list[list[Any]] = [[
+        "Concurrency" if found[0].level.concurrency else "Request Rate", "Inferences/Second", "Client Send",
+        *(["Network+Server Send/Recv", *names] if told else []), "Client Recv",
+        *(f"p{n} latency" for n in _PERCENTILES),
+    ]]  # fmt: skip
+    for p in found:
+        server = []
+        if told and p.server is not None:
+            times = [round(1e3 * p.server.stages_ms[name]) for name in stages]
+            mean_us = round(1e3 * p.metrics.of_requests[LATENCY].mean)
+            server = [max(0, mean_us - sum(times)), *times]
+        percentiles = [round(1e3 * latency_ms(p, n)) for n in _PERCENTILES]
+        level = p.level.concurrency or f"{p.level.rate:g}"
+        rows.append([level, f"{rate(p):.6g}", 0, *server, 0, *percentiles])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def infer_page(done: Inferred) -> str:
+    told, sizes = report(done), sorted({p.level.batch for p in done.points})
+    return render(
+        Path(__file__).with_name("infer_page.html"), told=told, model=done.model, svg=plot(done.points),
+        key=[(i % _KINDS, size) for i, size in enumerate(sizes)],
+    )  # fmt: skip
+
+
+def plot(points: Sequence[Point]) -> Markup | None:
+    """A line for each batch size, from the lightest load to the heaviest; dots say the load."""
+    found = answered(points)
+    if not found:
+        return None
+    drawn = Plot(
+        Axis.over("ms a request, median", [latency_ms(p) for p in found]),
+        Axis.over("inferences/s", [rate(p) for p in found]),
+    )
+    for i, size in enumerate(sorted({p.level.batch for p in points})):
+        line = [p for p in found if p.level.batch == size]
+        xs, ys = [latency_ms(p) for p in line], [rate(p) for p in line]
+        if len(line) > 1:
+            drawn.line(xs, ys, i % _KINDS)
+        drawn.dots(xs, ys, i % _KINDS)
+        for p, x, y in zip(line, xs, ys, strict=True):
+            drawn.text(x, y, f"{p.level.concurrency or p.level.rate:g}")
+    return drawn.svg("inferences a second against latency, by batch size")

@@ -1,0 +1,92 @@
+"""Tensors of KServe's protocol: datatypes, and their bytes as the binary extension has them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from millrace.errors import ConfigError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+BYTES = "BYTES"
+DTYPES: dict[str, Any] = {
+    "BOOL": np.bool_, "UINT8": np.uint8, "UINT16": np.dtype("<u2"), "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"), "INT8": np.int8, "INT16": np.dtype("<i2"), "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"), "FP16": np.dtype("<f2"), "FP32": np.dtype("<f4"), "FP64": np.dtype("<f8"),
+    "BF16": ml_dtypes.bfloat16, BYTES: np.object_,
+}  # fmt: skip
+ONLY_BINARY = ("FP16", "BF16")  # have no form in JSON
+_FLOATS = ("FP16", "FP32", "FP64", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """values: of `DTYPES[datatype]`; of BYTES objects, each `bytes`"""
+
+    name: str
+    datatype: str
+    values: Array
+
+    def raw(self) -> bytes:
+        """Little-endian, row after row; each element of BYTES after its length in four bytes."""
+        if self.datatype == BYTES:
+            return b"".join(len(v).to_bytes(4, "little") + v for v in self.values.reshape(-1))
+        return np.ascontiguousarray(self.values).tobytes()
+
+    def listed(self) -> list[Any]:
+        """Flat, for JSON. raises ConfigError where the datatype has no such form"""
+        flat = self.values.reshape(-1)
+        if self.datatype in ONLY_BINARY:
+            raise ConfigError(
+                f'input "{self.name}" of {self.datatype} as JSON', "--tensor-format binary", "leave out --tensor-format"
+            )
+        if self.datatype != BYTES:
+            return list(flat.tolist())
+        try:
+            return [v.decode() for v in flat]
+        except UnicodeDecodeError:
+            raise ConfigError(
+                f'input "{self.name}" holds bytes that are no text', "--tensor-format binary", "leave it out"
+            ) from None
+
+
+def typed(values: Any, datatype: str, shape: Sequence[int]) -> Array:
+    """What JSON says, nested or flat, as an array. raises ValueError, OverflowError"""
+    if datatype == BYTES:
+        return _strings(values).reshape(shape)
+    found = np.asarray(values)
+    if found.dtype.kind not in ("buif" if datatype in _FLOATS else "bui"):
+        raise ValueError(f"values that are no {datatype}")
+    whole: Array = found.astype(DTYPES[datatype])
+    if datatype not in _FLOATS and not np.array_equal(whole, found):
+        raise ValueError(f"values beyond {datatype}")
+    return whole.reshape(shape)
+
+
+def _strings(values: Any) -> Array:
+    flat = np.array(values, dtype=np.object_).reshape(-1)
+    if not all(isinstance(v, str) for v in flat):
+        raise ValueError("values that are no strings")
+    return objects([v.encode() for v in flat])
+
+
+def objects(values: Sequence[bytes]) -> Array:
+    array = np.empty(len(values), dtype=np.object_)
+    array[:] = values
+    return array
+
+
+def from_raw(data: bytes, datatype: str, shape: Sequence[int]) -> Array:
+    """raises ValueError"""
+    if datatype != BYTES:
+        return np.frombuffer(data, DTYPES[datatype]).reshape(shape)
+    found, at = [], 0
+    while at < len(data):
+        n = int.from_bytes(data[at : at + 4], "little")
+        found.append(data[at + 4 : at + 4 + n])
+        at += 4 + n
+    if at != len(data):
+        raise ValueError("its last string ends too early")
+    return objects(found).reshape(shape)

@@ -1,0 +1,102 @@
+"""`millrace bench infer`: tensor models over KServe's protocol, by batch size and load."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.bench.infer.measure import infer, infer_plan
+from millrace.bench.infer.results import answered, report, write_results
+from millrace.bench.infer.settings import ALIASES, LevelSettings, ModelSettings
+from millrace.cli.bench_flags import TheirFlags, check_output, png_option
+from millrace.cli.bench_runner import driven
+from millrace.cli.options import json_option, made, settings_options
+from millrace.cli.screen import heading, note, print_json, table
+from millrace.errors import ConfigError, MachineError
+
+EPILOG = """\b
+Examples:
+  millrace bench infer http://127.0.0.1:8000 --model resnet50 -b 1,8,32 --concurrency 1,2,4,8 -o results/
+  millrace bench infer 127.0.0.1:8001 --protocol grpc --model bert --shape input_ids:128 --shape mask:128
+  millrace bench infer URL --model M --input-data inputs.json --request-rate 50:200:50 --json"""
+
+
+class Infer(TheirFlags):
+    """It knows perf_analyzer's flags."""
+
+    aliases = ALIASES
+
+
+@click.command(cls=Infer, epilog=EPILOG)
+@click.argument("url", required=False)
+@click.option("--url", "url_given", hidden=True, help="The URL, as perf_analyzer takes it.")
+@settings_options(ModelSettings, LevelSettings)
+@click.option(
+    "--certify-s",
+    type=click.FloatRange(0, 600),
+    default=2.0,
+    show_default=True,
+    metavar="X",
+    help="Seconds in which this client first proves itself on a server of known timing; 0: not.",
+)
+@click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there: a page, JSON, CSV.")
+@png_option
+@json_option
+def command(
+    url: str | None,
+    url_given: str | None,
+    certify_s: float,
+    output: Path | None,
+    as_png: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Measure inferences a second against latency.
+
+    URL is any server of KServe's protocol (Triton, KServe, MLServer, OpenVINO): http://HOST:PORT, or HOST:PORT with
+    --protocol grpc. Every batch size is measured at every load. Flags of perf_analyzer are taken where they mean the
+    same. Ctrl-C ends it and reports the levels that are done.
+    """
+    targets = [target for target in (url, url_given) if target]
+    if len(targets) != 1:
+        raise ConfigError("there is no one URL", "millrace bench infer http://HOST:PORT", "give it, once")
+    check_output(output, as_png)
+    if output is not None and output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {output} is a file", "a folder", "name another")
+    plan = infer_plan(targets[0], made(ModelSettings, given), made(LevelSettings, given))
+    done = driven(lambda begins: infer(plan, certify_s, begins), quiet=as_json)
+    if output is not None:
+        names = write_results(output, done, as_png)
+        note(f"  {len(names)} files in {output}")
+    told = report(done)
+    print_json(told) if as_json else _show(told)
+    if not answered(done.points):
+        kinds = {kind for p in done.points for kind in p.metrics.failures}
+        raise MachineError(
+            f"no request was answered ({', '.join(sorted(kinds)) or done.ended})", "one whole answer at least",
+            "the server's log says more",
+        )  # fmt: skip
+
+
+def _show(told: dict[str, Any]) -> None:
+    model, points = told["model"], told["points"]
+    click.echo()
+    heading(f"{model['name']}: instances: {model['instances'] or 'the server does not say'}")
+    load = "concurrency" if points and points[0]["concurrency"] else "requests/s"
+    table(["batch", load, "inferences/s", "p50, ms", "p90", "p99", "server: queue, ms", "computing", "failed"],
+          [_row(p) for p in points])  # fmt: skip
+    click.echo()
+    for said in (told["verdict"], *told["notes"]):
+        click.echo(f"  {said}")
+
+
+def _row(p: dict[str, Any]) -> list[str]:
+    rate, server = p["inferences_per_s"], p["server"]
+    latency = p["latency_ms"]
+    times = ["-"] * 3 if latency is None else [f"{latency[name]:,.2f}" for name in ("p50", "p90", "p99")]
+    stages = ["-"] * 2
+    if server is not None:
+        computing = sum(ms for name, ms in server["stages_ms"].items() if name != "queue")
+        stages = [f"{server['stages_ms']['queue']:,.2f}", f"{computing:,.2f}"]
+    load = p["concurrency"] or f"{p['request_rate']:g}"
+    return [str(p["batch_size"]), str(load), f"{rate['value']:,.1f}", *times, *stages, str(p["requests"]["failed"])]
