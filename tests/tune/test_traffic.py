@@ -156,6 +156,9 @@ def test_who_waited_did_not_run(tmp_path: Path) -> None:
     lines = [line(0, 64, 64, duration=1000 * (i + 1), waited=1000 * i) for i in range(10)]
     p = propose(recording(tmp_path / "r", lines * 6), ASKED)
     assert p.batch == 60 and p.waited == pytest.approx(0.9)
+    for waited, share in ((99, 0.0), (100, 1.0)):
+        lines = [line(i, 64, 64, duration=1000, waited=waited) for i in range(60)]
+        assert propose(recording(tmp_path / "r", lines), ASKED).waited == share, "less than a tenth is the step before"
 
 
 def test_equal_requests_need_equal_things(tmp_path: Path) -> None:

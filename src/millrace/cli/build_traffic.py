@@ -160,7 +160,7 @@ class _Words:
             return value, DEFAULT_BATCH, _by(told, "default"), "the recording does not say how long requests stayed"
         why = f"at {BUSY:g} % of the arrivals no more than {p.batch:,} ran, at most {p.peak:,}"
         late = f"{p.n_late:,} of {p.n:,} ({percent(p.n_late / p.n)})" if p.n_late else "none"
-        why += f"; {late} would have waited, {percent(p.waited)} did"
+        why += f"; {late} would have waited, {percent(p.waited)} did for a tenth of their time"
         return told or p.batch, DEFAULT_BATCH, _by(told), why
 
     def _tuning(self) -> Choice:

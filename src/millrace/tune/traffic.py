@@ -19,6 +19,7 @@ FEWEST = (
 )
 BUSY = 99.0  # percent of arrivals that find a free place, and their pages
 MOST_BATCH = 1024
+WAITING = 0.1  # of a request's time: from here on it waited
 SHOWN = (50, 90, 99, 100)
 Mask = NDArray[np.bool_]
 
@@ -46,7 +47,7 @@ class Proposal:
     lengths: percentiles of SHOWN by name; sure: percent of requests like these that fit, 19 times of 20
     n_unfit: recorded requests that the context has no room for; longest: tokens that one needed
     batch: None where the recording does not say how long requests stayed; peak: the most there were at a time
-    n_late: arrivals that find no free place; waited: share of the arrivals that waited when they were recorded
+    n_late: arrivals that find no free place; waited: share of those that did wait, a tenth of their time or more
     pages_running, pages_kept: for those that run; with all beginnings that come again
     again: share of the prompts' tokens that had come before
     """
@@ -93,7 +94,6 @@ def propose(recording: Recording, asked: Asked, among: Mask | None = None) -> Pr
     context = asked.max_context or _context(needed, asked)
     batch, there = _batch(recording, asked, mask)
     places = asked.max_batch or batch or asked.usual_batch
-    waited = 0.0 if recording.waited_s is None else float(np.mean(recording.waited_s[mask] > 0.001))
     running, kept = _pages(recording, places, mask)
     prompts, fresh = recording.n_input[mask], computed(recording)[mask]
     return Proposal(
@@ -101,7 +101,7 @@ def propose(recording: Recording, asked: Asked, among: Mask | None = None) -> Pr
                       "needed": percentiles(needed)},
         context=context, longest=int(needed.max()), n_unfit=int(np.sum(needed > context)),
         sure=100 * float(0.05 ** (1 / n)), batch=batch, peak=int(there.max(initial=0)),
-        n_late=int(np.sum(there > places)), waited=waited, pages_running=running, pages_kept=kept,
+        n_late=int(np.sum(there > places)), waited=_waited(recording, mask), pages_running=running, pages_kept=kept,
         again=1 - float(fresh.sum() / max(1, prompts.sum())),
         rows=TunedRows(_decode_rows(recording, places, mask), _prompt_rows(fresh, min(asked.step_tokens, context))),
     )  # fmt: skip
@@ -119,6 +119,14 @@ def _batch(recording: Recording, asked: Asked, mask: Mask) -> tuple[int | None, 
         return None, np.zeros(0, np.int64)
     there = sequences(recording).at(recording.at_s[mask])
     return min(percentile(there, BUSY), MOST_BATCH), there
+
+
+def _waited(recording: Recording, mask: Mask) -> float:
+    """Every request waits for the step that runs when it comes: less is nothing."""
+    if recording.stay_s is None or recording.waited_s is None:
+        return 0.0
+    waited, stay = recording.waited_s[mask], recording.stay_s[mask]
+    return float(np.mean((waited > 0) & (waited >= WAITING * (waited + stay))))
 
 
 def _pages(recording: Recording, places: int, mask: Mask) -> tuple[int, int]:
