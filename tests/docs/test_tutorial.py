@@ -43,8 +43,9 @@ def test_every_command_of_the_page_is_one() -> None:
             command = cli.get_command(context, name)
             assert command is not None, name
             command.make_context(name, arguments, parent=context)  # parses, and runs nothing
+        build = cli.get_command(context, "build")
         with pytest.raises(click.NoSuchOption):
-            command.make_context("build", ["tiny", "-o", "x", "--trafic", "y"], parent=context)
+            build and build.make_context("build", ["tiny", "-o", "x", "--trafic", "y"], parent=context)
 
 
 def test_what_the_page_shows_is_there() -> None:

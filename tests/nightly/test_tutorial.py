@@ -22,7 +22,7 @@ from tools.tutorial import PAGE, run, steps, words
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3300)]
 OFTEN = {"At", "B is worse", "B is worse by more than", "written to sweep.html"}  # said where it is so
-GEMMA = {"hidden_size": 384, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1,
+GEMMA: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1,
          "head_dim": 128, "max_position_embeddings": 2048}  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_the_page_runs_as_it_stands_there(name: str, tmp_path: Path) -> None:
 
 def check_questions(folder: Path, said: str) -> int:
     answers = lines(folder / "answers.jsonl")[1:]
-    right = sum(a["chosen"] == a["answer"] for a in answers)
+    right = sum(int(a["chosen"] == a["answer"]) for a in answers)
     assert len(answers) == len({a["group"] for a in answers}) == 57 and f"{right} of 57: " in said
     assert all(a["chosen"] == int(np.argmax(a["logprobs"])) for a in answers)
     return right
