@@ -43,7 +43,9 @@ from millrace.machine.cpu import usable_cores
 
 CONTEXT, PROMPT, NEW_TOKENS = 2048, 512, 32
 AT = 128  # tokens already in the context while decoding
-_INSTRUCTION = {"fp32": "fp32", "bf16": "bf16", "w8a8": "int8", "w4a8": "int8", "w8a16": "bf16", "w4a16": "bf16"}
+_INSTRUCTION = {
+    "fp32": "fp32", "bf16": "bf16", "w8a8": "int8", "w4a8": "int8", "w8a16": "bf16", "w4a16": "bf16", "fp8a16": "bf16",
+}  # fmt: skip
 
 
 def multiply_operations(engine: Engine) -> float:

@@ -61,12 +61,14 @@ RECIPES: dict[str, Recipe] = {
         RTN: _INT4, "int4-wo-mse": PRESETS["int4-wo-mse"].usual,
         "rtn, searched by energy": replace(_INT4, search="imatrix"), "rtn, clipped": replace(_INT4, search="clip"),
         "awq, not clipped": replace(_INT4, smooth="awq"), AWQ: PRESETS[AWQ].usual, GPTQ: PRESETS[GPTQ].usual,
+        "w4afp8-awq": PRESETS["w4afp8-awq"].usual,
         GPTQ_CLIP: _BEST4, "awq, then gptq, clipped": replace(_BEST4, smooth="awq"),
         "rtn, groups of 32": replace(_INT4, group=32), "rtn, by row": replace(_INT4, group=0),
         "gptq, clipped, groups of 32": replace(_BEST4, group=32), "gptq, clipped, by row": replace(_BEST4, group=0),
     }.items()
 }  # fmt: skip
 Say = Callable[[str], None]
+SIMULATED = ", FP8 activations"  # of a recipe's second line
 _GOALS = 5  # of a run that is kept as a result: all are decided
 
 
@@ -159,12 +161,15 @@ class Bench:
         reference = Reference.of(self.checkpoint, self.texts.judged)
         found = []
         for name in names:
-            found.append(self._kept(name) or self._measured(name, reference, statistics))
-            cost = found[-1]
-            self.say(f"{name:28} {cost.bits:6.3f} bits  KL {cost.kl[0]:.4f} ± {cost.kl[1]:.4f}  {cost.seconds:.0f} s")
+            for cost in self._kept(name) or self._measured(name, reference, statistics):
+                found.append(cost)
+                kl = f"KL {cost.kl[0]:.4f} ± {cost.kl[1]:.4f}"
+                self.say(f"{cost.recipe:28} {cost.bits:6.3f} bits  {kl}  {cost.seconds:.0f} s")
         return found
 
-    def _measured(self, name: str, reference: Reference, statistics: Statistics) -> Cost:
+    def _measured(self, name: str, reference: Reference, statistics: Statistics) -> list[Cost]:
+        """As it runs here and, where the folder means FP8 activations, as it would run with these."""
+        simulated = None
         if name == "bf16":
             options = BuildOptions(precision=PrecisionMap(Precision.BF16))
             cost = Cost.of(name, "nothing compressed", name, 16.0, reference.beside(reference.source, options), 0.0)
@@ -177,20 +182,24 @@ class Bench:
                 seconds = time.perf_counter() - started_s
                 made = Source.from_checkpoint(Checkpoint.open(Path(folder) / "out"))
                 score = reference.beside(made, BuildOptions())
+                simulated = reference.with_fp8(made, BuildOptions())
             precision = str(made.own_precision.default)
             cost = Cost.of(name, recipe.about, precision, job.bits_per_weight, score, seconds)
-        self._file(name).write_text(json.dumps(asdict(cost)))
-        return cost
+        costs = [cost]
+        if simulated is not None:
+            costs.append(Cost.of(f"{name}{SIMULATED}", "", "simulated", cost.bits, simulated, cost.seconds))
+        self._file(name).write_text(json.dumps([asdict(one) for one in costs]))
+        return costs
 
     def _file(self, name: str) -> Path:
         key = f"{commit()} {self.texts.digest} {self.checkpoint.identity()} {name}"
         return self.kept / f"cost-{_digest(key.encode())}.json"
 
-    def _kept(self, name: str) -> Cost | None:
+    def _kept(self, name: str) -> list[Cost] | None:
         file = self._file(name)
         if not file.is_file():
             return None
-        return msgspec.json.decode(file.read_bytes(), type=Cost)
+        return msgspec.json.decode(file.read_bytes(), type=list[Cost])
 
 
 def mix(checkpoint: Checkpoint, statistics: Statistics, bits: float = MIX_BITS) -> Recipe:

@@ -39,6 +39,7 @@ MILLRACE_INLINE int64_t panel_bytes(int64_t weights, int64_t k, int64_t group, i
   const int64_t kp = padded_k(k, group);
   if (weights == 0) return k * kPanel * 4;
   if (weights == 1) return kp * kPanel * 2;
+  if (weights == 4) return kp * kPanel + kPanel * 4;
   return (weights == 2 ? kp * kPanel : kp * kPanel / 2) + scaling_bytes(k, group, scaling);
 }
 

@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html import unescape
 
 import numpy as np
@@ -12,12 +13,13 @@ from millrace.bench.client import Client, Target
 from millrace.bench.endpoints import CHAT
 from millrace.bench.goodput import parse_limits
 from millrace.bench.inputs import Turn
-from millrace.bench.page import bench_page
+from millrace.bench.page import bench_page, waterfall
 from millrace.bench.plan import planned
-from millrace.bench.results import Finished
+from millrace.bench.results import Finished, report
 from millrace.bench.run import Load, Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.bench.verdicts import fitted, gaps_by_position, itl_drift, spread_percent, ttft_by_length
+from millrace.bench.waterfall import Waterfall
 
 RNG = np.random.default_rng(1)
 
@@ -106,6 +108,25 @@ def test_every_plot_has_its_verdict() -> None:
             for name in ("x", "cx", "x1", "x2"):
                 assert 0 <= float(shape.attrib.get(name, 0)) <= 1080, shape.attrib
     assert page.count("<svg") == 6
+
+
+def test_where_the_time_went_is_drawn_stage_by_stage() -> None:
+    rows = np.tile([2.0, 3.0, 5.0, 70.0, 1.0], (100, 1))
+    rows[98:, 2] = 400
+    done = replace(
+        finished([Record(Turn("a"), prefill(1)[0], 0, 0)]), waterfall=Waterfall(rows, np.c_[rows, rows[:, 0]])
+    )
+    drawn = waterfall(done.waterfall)
+    assert drawn is not None and "263.3 ms in queue" in drawn["verdict"], "395 ms more in two of the three slowest"
+    boxes = [
+        b.attrib for b in ET.fromstring(drawn["svg"]).iter() if b.tag.endswith("rect") and "k" in b.attrib["class"]
+    ]
+    widths = np.array([float(b["width"]) for b in boxes]).reshape(2, 5)
+    slow = rows[-3:].mean(axis=0)
+    assert widths[0] / widths[0].sum() == pytest.approx(slow / slow.sum(), abs=0.005)
+    assert widths[1].sum() / widths[0].sum() == pytest.approx(81 / slow.sum(), abs=0.005)
+    assert "Where the time went" in bench_page(done) and report(done)["waterfall"]["n"] == 100
+    assert waterfall(None) is None and report(finished([]))["waterfall"] is None
 
 
 def test_a_page_of_nothing_says_so() -> None:

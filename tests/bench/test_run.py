@@ -1,7 +1,8 @@
 """Loads against the null server: how many at a time, when, how long, and what a run leaves behind."""
 
 import asyncio
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from millrace.bench.run import Load, Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.bench.spread import Spread
 from millrace.bench.words import Words
-from millrace.errors import MachineError
+from millrace.errors import ConfigError, MachineError
 from tests.bench.conftest import Null
 
 SHAPE = Shape(Spread(5), Spread(4))
@@ -154,3 +155,35 @@ def test_prompts_have_the_length_that_the_server_counts(null: Null) -> None:
 def test_no_server_is_said_at_once() -> None:
     with pytest.raises(MachineError, match="gives no answer to a first question"):
         asyncio.run(measure(planned("http://127.0.0.1:1", *settings())))
+
+
+def test_no_collection_of_everything_stops_a_run(null: Null) -> None:
+    """Thresholds so low that there would be many; a mistake in the middle leaves them as they were, too."""
+    seen: list[int] = []
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        seen.append(info["generation"] if phase == "stop" else -1)
+
+    before, hold = gc.get_threshold(), [[] for _ in range(10_000)]  # type: ignore[var-annotated]
+    gc.collect()
+    gc.callbacks.append(watch)
+    try:
+        gc.set_threshold(20, 1, 1)
+        hold += [[] for _ in range(100_000 + len(gc.get_objects()) // 3)]  # a quarter of what there is has to be new
+        assert 2 in seen, "a pass over everything is seen as one"
+        seen.clear()
+        url, grown = null(TIMING).url, []  # type: ignore[var-annotated]
+
+        def growing() -> Iterator[Session]:
+            for i in range(12):
+                grown.extend([] for _ in range(50_000))
+                yield Session((Turn("a", 4),))
+                if i == 10:
+                    raise ConfigError("what", "was", "wrong")
+
+        with pytest.raises(ConfigError):
+            driven(url, Load(concurrency=4), growing())
+        assert 1 in seen and 2 not in seen and gc.get_threshold() == (20, 1, 1)
+    finally:
+        gc.callbacks.remove(watch)
+        gc.set_threshold(*before)

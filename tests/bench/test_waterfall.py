@@ -13,7 +13,7 @@ import pytest
 from millrace.bench.answer import Answer, Failure, Message, Question
 from millrace.bench.client import Client, Target
 from millrace.bench.endpoints import ENDPOINTS
-from millrace.bench.waterfall import TO_FIRST, TO_LAST, Seen, gone, joined, told_of, traced
+from millrace.bench.waterfall import TO_END, TO_FIRST, Seen, gone, joined, told_of, traced
 from tests.serve.support import MODEL, Fake, running
 
 STAGES = {"outside": 2.0, "preparing": 3.0, "queue": 5.0, "prefill": 70.0, "telling": 1.5, "decode": 400.0}
@@ -27,7 +27,9 @@ def request(i: int, last_ms: float = 0.5, **stages: float) -> tuple[Answer, Seen
     queued, first = s["queue"], s["queue"] + s["prefill"]
     first_told = first + s["telling"] - last_ms
     end = first_told + s["decode"]
-    answer = Answer(id=f"r-{i}", sent_s=100.0, chunk_s=[100 + to_first / 1e3, 100 + latency / 1e3], n_told=9)
+    answer = Answer(
+        id=f"r-{i}", sent_s=100.0, end_s=100 + latency / 1e3, chunk_s=[100 + to_first / 1e3, 100 + latency / 1e3]
+    )
     return answer, Seen(s["preparing"], queued, first, first_told, end, end + last_ms)
 
 
@@ -35,7 +37,7 @@ def test_the_stages_of_one_request_are_its_whole_time() -> None:
     answer, seen = request(0)
     found = joined([answer], {"r-0": seen})
     assert found is not None
-    assert found.to_last[0] == pytest.approx([STAGES[stage] for stage in TO_LAST])
+    assert found.to_end[0] == pytest.approx([STAGES[stage] for stage in TO_END])
     assert found.to_first[0] == pytest.approx([2.0, 3.0, 5.0, 70.0, 1.0])
 
 
@@ -67,14 +69,14 @@ def test_few_requests_have_no_slowest() -> None:
     found = joined([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
     assert found is not None and gone(found.to_first, TO_FIRST) is None
     told = told_of(found)
-    assert told["n"] == 19 and told["to_last_token"] == {"mean_ms": pytest.approx(STAGES), "slowest": None}
+    assert told["n"] == 19 and told["to_end"] == {"mean_ms": pytest.approx(STAGES), "slowest": None}
 
 
 def test_of_equal_requests_none_is_slow() -> None:
     pairs = [request(i) for i in range(40)]
     found = joined([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
     assert found is not None
-    slow = gone(found.to_last, TO_LAST)
+    slow = gone(found.to_end, TO_END)
     assert slow is not None and slow.says == "none was slow"
 
 
@@ -95,7 +97,7 @@ def test_our_server_tells_of_each_request_within_what_its_client_saw() -> None:
         assert traced(target, [*answers, Answer(id="never asked")]) == traces, "one that is forgotten costs no other"
     found = joined(answers, traces)
     assert found is not None and found.n == 12
-    assert (found.to_first >= 0).all() and (found.to_last >= 0).all(), "each began after the one before"
+    assert (found.to_first >= 0).all() and (found.to_end >= 0).all(), "each began after the one before"
     assert traced(target, answers) == {}, "the server has gone"
 
 

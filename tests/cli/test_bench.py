@@ -1,6 +1,7 @@
 """`millrace bench` as people and programs run it, on the null server."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from millrace.cli.bench_infer import command as bench_infer
 from millrace.report.png import has_no_font
 from millrace.settings import Settings, declared
 from tests.cli.conftest import Millrace
+from tests.serve.support import MODEL, Fake, running
 from tests.support.command_line import ROOT, environment
 
 SMALL = ("--isl", "20", "--osl", "5", "--request-count", "12", "--concurrency", "3", "--certify-s", "0")
@@ -53,6 +55,19 @@ def test_the_report_for_people(millrace: Millrace, url: str) -> None:
     for said in ("12 answers in", "output tokens/s", "TTFT, ms", "ITL, ms a token", "10/4: ", "20/6: ", "<= 90 ms",
                  "?: too few requests"):  # fmt: skip
         assert said in result.out
+
+
+@pytest.mark.parametrize("streaming", ["--streaming", "--no-streaming"])
+def test_tritons_generate(millrace: Millrace, url: str, streaming: str) -> None:
+    """It tells no tokens: each chunk counts as one, and that is said; a model's name is in the path."""
+    flags = ("--endpoint", "generate", streaming, "--json")
+    told = json.loads(millrace("bench", url, "--model", "any/name", *SMALL, *flags).out)
+    assert told["requests"] == {"whole": 12, "failed": 0, "by_failure": {}} and told["endpoint"] == "generate"
+    assert any("tells no input lengths" in note for note in told["notes"])
+    assert ("time_to_first_token" in told["metrics"]) == (streaming == "--streaming")
+    if streaming == "--streaming":
+        assert told["metrics"]["output_sequence_length"]["mean"] == 5
+    millrace("bench", url, *SMALL, *flags).assert_mistake("--endpoint generate without a model", "--model")
 
 
 def test_inferences_of_a_tensor_model(millrace: Millrace, url: str, tmp_path: Path) -> None:
@@ -165,12 +180,13 @@ def test_ctrl_c_still_reports(cache: Path, url: str, tmp_path: Path) -> None:
 def test_a_slower_server_is_found_and_ends_with_3(millrace: Millrace, url: str, tmp_path: Path) -> None:
     with NullProcess(NullTiming(ttft_ms="10", itl_ms="4")) as slower:
         rounds = ("--isl", "10", "--osl", "10", "--request-count", "6", "--concurrency", "2", "--rounds", "4")
-        worse = millrace("bench", "compare", url, slower.url, *rounds, "--json")
-        better = millrace("bench", "compare", slower.url, url, *rounds, "--allow", "30")
+        worse = millrace("bench", "compare", url, slower.url, *rounds, "--certify-s", "0.4", "--json")
+        better = millrace("bench", "compare", slower.url, url, *rounds, "--allow", "30", "--certify-s", "0")
     assert worse.code == 3, worse.err
     told = json.loads(worse.out)
     assert "inter_token_latency" in told["worse"] and told["failed"] == [0, 0] and told["ended_early"] is None
-    assert better.code == 0 and "better" in better.out and "visible" in better.out
+    assert told["valid"] is not told["client"].startswith("NOT CERTIFIED") and "2 streams, " in told["client"]
+    assert better.code == 0 and "better" in better.out and "visible" in better.out and "client:" not in better.out
 
 
 def test_two_results_are_compared(millrace: Millrace, url: str, tmp_path: Path) -> None:
@@ -184,13 +200,15 @@ def test_two_results_are_compared(millrace: Millrace, url: str, tmp_path: Path) 
 
 def test_a_sweep_ends_where_the_limit_breaks(millrace: Millrace, url: str, tmp_path: Path) -> None:
     flags = ["--isl", "10", "--osl", "5", "--request-count", "8", "--most", "4", "-o", str(tmp_path / "sweep.html")]
-    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "200", "--json")
+    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "200", "--certify-s", "0.4", "--json")
     assert result.code == 0, result.err
     told = json.loads(result.out)
     assert [p["level"] for p in told["points"]] == [1, 2, 4] and told["within"]["level"] in (1, 2, 4)
     assert (tmp_path / "sweep.html").read_text().count("<circle") == 3
     assert "tells nothing" in told["limited_by"]
-    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "1")
+    assert told["valid"] is not told["client"].startswith("NOT CERTIFIED")
+    assert told["client"] in (tmp_path / "sweep.html").read_text() and " streams, " in told["client"]
+    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "1", "--certify-s", "0")
     assert result.code == 0 and "best within limits  none" in result.out
 
 
@@ -231,6 +249,14 @@ def test_a_client_that_does_not_keep_up_says_so(millrace: Millrace, url: str, mo
     result = millrace("bench", url, *SMALL, "--json")
     told = json.loads(result.out)
     assert told["valid"] is False and told["notes"][0].startswith("INVALID: this client does not keep up")
+
+
+def test_the_command_tells_where_the_time_went(millrace: Millrace) -> None:
+    flags = ("--concurrency", "4", "--request-count", "24", "--isl", "8", "--osl", "6", "--certify-s", "0")
+    with running(Fake()) as server:
+        shown = millrace("bench", server.url, "--model", MODEL, "--endpoint", "completions", *flags).out
+    assert "where the time went, of 24 requests that the server tells of" in shown
+    assert re.search(r"\n  ms to the first token( +-?[\d.]+){5}\n    the 3 slowest", shown) and "slowest took" in shown
 
 
 def test_an_engine_in_this_process(millrace: Millrace, built_tiny: Path) -> None:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.compile.precision import precision_map
+from millrace.checkpoint.quantised import FP8, QuantisedFormat
+from millrace.compile.precision import StoredMatrix, nearest_precisions, precision_map, rounding_notes
 from millrace.errors import ConfigError
 from millrace.kernels.precision import Precision
 
@@ -34,6 +35,31 @@ def test_the_head_of_a_4_bit_engine() -> None:
     assert precision_map("w4a16").of("head", is_head=True) == Precision.W8A16
     assert precision_map("w4a8", head="w4a8").of("head", is_head=True) == Precision.W4A8
     assert precision_map({"default": "w4a8", "head": "w4a8"}).of("head", is_head=True) == Precision.W4A8
+
+
+FP8_MATRIX, INT8_MATRIX = StoredMatrix("fp8", 100, FP8), StoredMatrix("int8", 10, QuantisedFormat(8, 64))
+
+
+def test_fp8_is_kept_in_its_own_bytes_and_no_others_in_them() -> None:
+    chosen = nearest_precisions({"q": FP8_MATRIX, "k": INT8_MATRIX, "lm_head": StoredMatrix("float32", 1)})
+    assert (chosen.of("q"), chosen.of("k"), chosen.of("lm_head", is_head=True)) == ("fp8a16", "w8a8", "fp32")
+    assert chosen.kept(FP8, Precision.FP8A16) == FP8 and chosen.kept(INT8_MATRIX.held, Precision.W8A8)
+    for precision in Precision:
+        assert not (precision != Precision.FP8A16 and chosen.kept(FP8, precision)), precision
+    assert not chosen.kept(INT8_MATRIX.held, Precision.FP8A16)
+    alone = nearest_precisions({"q": FP8_MATRIX})
+    assert alone.meaning == precision_map("fp8a16").meaning, "nothing in groups: none is said"
+
+
+def test_what_becomes_of_fp8_is_said() -> None:
+    stored = {"q": FP8_MATRIX}
+    assert rounding_notes(stored, nearest_precisions(stored)) == ()
+    assert rounding_notes(stored, precision_map("fp32")) == ()
+    for precision in ("bf16", "w8a8"):
+        (note,) = rounding_notes(stored, precision_map(precision))
+        assert "1 of 1 matrices are stored as FP8 and rounded again" in note and "fp8a16 would keep them" in note
+    (note,) = rounding_notes({"k": INT8_MATRIX}, precision_map("fp8a16"))
+    assert "rounded again, from their exact values, to fp8a16 (FP8 weights" in note and "w8a8" in note
 
 
 WRONG_PRECISIONS = (

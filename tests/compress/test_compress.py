@@ -14,6 +14,8 @@ import safetensors.numpy
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.weights import INDEX, Tensors
+from millrace.compile.build import BuildOptions, plan_engine
+from millrace.compile.source import Source
 from millrace.compress import folder as folders
 from millrace.compress.compress import RECORD, Piece, by_layers, by_rounding, compress
 from millrace.compress.e4m3 import rounded_e4m3
@@ -23,7 +25,9 @@ from millrace.compress.grid import Convention, Grid, rounded
 from millrace.compress.layers import Layer, Rounding
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, parsed
+from millrace.engine.kv import KvFormat
 from millrace.errors import CheckpointError, ConfigError, MachineError
+from millrace.evaluate.simulated import fp8_rows
 from tests.fuzz.originals import write_checkpoint
 from tests.support.checkpoints import random_encoder
 from tests.support.compressed_files import Kind, dequantised_by_spec, read_file, write_compressed
@@ -48,6 +52,7 @@ RECIPES: list[tuple[dict[str, Any], str, Grid | None]] = [
     ({"group": 32, "minimums": True}, "pack-quantized", Grid(group=32, minimums=True)),
     ({"group": "row", "scales": "model-optimizer"}, "pack-quantized", Grid(4, 0, False, Convention.MODEL_OPTIMIZER)),
     ({"group": 64, "activations": 8}, "pack-quantized", Grid(group=64)),
+    ({"group": 64, "activations": "fp8"}, "pack-quantized", Grid(group=64)),
     ({"bits": 8, "group": "row"}, "pack-quantized", Grid(8, 0)),
     ({"bits": 8, "group": "row", "activations": 8}, "int-quantized", Grid(8, 0)),
     ({"method": "fp8"}, "float-quantized", None),
@@ -118,7 +123,7 @@ def test_shards(tmp_path: Path, source: Path) -> None:
 # points, and else it rounds activations of FP8; but then it knows one scheme for all layers)
 READ: list[tuple[dict[str, Any], bool]] = [
     ({}, False), ({"bits": 8, "group": "row"}, False), ({"minimums": True, "group": 64}, True),
-    ({"method": "fp8"}, True),
+    ({"method": "fp8"}, True), ({"kv": "int8"}, False),
 ]  # fmt: skip
 
 
@@ -145,12 +150,57 @@ def test_transformers_reads_the_same(tmp_path: Path, source: Path, i: int) -> No
         if "minimums" in said and name.startswith(LAYERS) and wanted.ndim == 2:
             wanted = wanted.astype(np.float16)  # the type of their scales, in which it multiplies
         np.testing.assert_array_equal(weight, wanted, err_msg=name)
-    if "minimums" in said:
+    if "minimums" in said or "kv" in said:  # it rounds keys and values as well, for each head with one scale
         return
     engine = build(tmp_path / "out", tmp_path / "engine", "fp32")
     executor = engine.executor(n_pages=8)
     assert_no_worse(last_logits(engine, executor, [ids])[0], theirs, exact)
     executor.close()
+
+
+def test_fp8_runs_in_the_folders_bytes(tmp_path: Path, source: Path) -> None:
+    """As near to the folder's own floats as bfloat16 is, whose weights are the same numbers (compress/e4m3.py)."""
+    compress(job(source, method="fp8"), folder := tmp_path / "out")
+    ids = [np.random.default_rng(seed).integers(0, 320, 33).tolist() for seed in range(7)]
+    logits, kept = {}, {}
+    for precision in ("fp32", "bf16", None):
+        engine = build(folder, tmp_path / f"{precision}.engine", precision, kv=KvFormat.F32)
+        executor = engine.executor(n_pages=8)
+        logits[precision], kept[precision] = last_logits(engine, executor, ids), engine.manifest
+        executor.close()
+    assert kept[None].precision["default"] == "fp8a16" and not any("again" in note for note in kept[None].notes)
+    off = {name: float(np.square(logits[name] - logits["fp32"]).mean()) for name in ("bf16", None)}
+    assert 0 < off[None] <= 1.5 * off["bf16"], off
+
+
+def test_fp8_beside_four_bits(tmp_path: Path, source: Path) -> None:
+    """llm-compressor's W4AFP8 in the file; here activations stay bfloat16, which is said once, and is simulated."""
+    compress(job(source, group=64, activations="fp8"), tmp_path / "out")
+    (group,) = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ].values()
+    assert group["weights"]["num_bits"] == 4 and group["weights"]["type"] == "int"
+    rows = group["input_activations"]
+    assert (rows["num_bits"], rows["type"], rows["strategy"], rows["dynamic"]) == (8, "float", "token", True)
+    opened = Source.from_checkpoint(Checkpoint.open(tmp_path / "out"))
+    made = plan_engine(opened, BuildOptions())
+    assert made.precision.default == "w4a16" and len(fp8_rows(opened)) == len(opened.stored) - 1  # but for the head
+    assert sum("stay bfloat16 here" in note for note in made.notes) == 1
+
+
+def test_keys_and_values_are_kept_as_a_recipe_says(tmp_path: Path, source: Path) -> None:
+    """Unasked, with the bits of the same folder without it whose cache is asked for; so it is measured, too."""
+    ids, logits = [list(range(1, 200)), list(range(50, 90))], {}
+    for name, said in (("float", {}), ("int8", {"kv": "int8"})):
+        compress(job(source, group=64, **said), tmp_path / name)
+        for kv in (None, KvFormat.INT8):
+            engine = build(tmp_path / name, tmp_path / f"{name} {kv}", None, kv=kv)
+            executor = engine.executor(n_pages=8)
+            logits[name, kv] = last_logits(engine, executor, ids)
+            executor.close()
+    assert (logits["int8", None] == logits["float", KvFormat.INT8]).all()
+    assert (logits["int8", None] == logits["int8", KvFormat.INT8]).all()
+    assert (logits["float", None] != logits["float", KvFormat.INT8]).any()
 
 
 def left(folder: Path) -> list[str]:
@@ -167,6 +217,7 @@ def test_what_cannot_be_compressed(tmp_path: Path, source: Path) -> None:
         ("odd", {}, CheckpointError, ["down_proj has 100 inputs", "multiple of 32", 'match = "*.down_proj"']),
         (source, {"layers": [{"match": "*.experts.*", "bits": 8}]}, ConfigError, ["*.experts.*", "lm_head"]),
         (source, {"method": "none"}, ConfigError, ["leaves all layers"]),
+        (source, {"method": "wanda", "kv": "int8"}, ConfigError, ["keys and values", "--kv-cache-dtype int8"]),
     ):
         with pytest.raises(kind) as error:
             job(tmp_path / folder, **recipe)

@@ -34,6 +34,12 @@ def test_presets_survive_a_file(tmp_path: Path, name: str) -> None:
     assert read_recipe(str(path)) == PRESETS[name] == read_recipe(name)
 
 
+def test_keys_and_values() -> None:
+    assert parsed({"version": 1}, "x").kv is None and parsed({"version": 1, "kv": "float"}, "x").kv is None
+    kept = parsed({"version": 1, "kv": "int8"}, "x")
+    assert kept.kv == "int8" and parsed(written(kept), "x") == kept
+
+
 def test_a_mix_by_layers(tmp_path: Path) -> None:
     (tmp_path / "mix.toml").write_text(MIX)
     mix = read_recipe(str(tmp_path / "mix.toml"))
@@ -57,6 +63,8 @@ WRONG: list[tuple[Any, list[str]]] = [
     ({"version": 1, "method": "magic"}, ["method is 'magic'", '"rtn"']),
     ({"version": 1, "method": "fp8", "bits": 4}, ["fp8", "8 bits"]),
     ({"version": 1, "bits": 8, "activations": 8}, ['group is 128', '"row"']),
+    ({"version": 1, "bits": 8, "activations": "fp8"}, ["activations is 'fp8'", "fp8 beside 4"]),
+    ({"version": 1, "activations": "fp4"}, ["activations is 'fp4'", '8, 16, "fp8"']),
     ({"version": 1, "method": "fp8", "smooth": "awq"}, ["fp8", "8 bits"]),
     ({"version": 1, "smooth": "quant"}, ["smooth is 'quant'", '"smoothquant"']),
     ({"version": 1, "alpha": 1.5}, ["alpha is 1.5", "0 to 1"]),
@@ -64,6 +72,10 @@ WRONG: list[tuple[Any, list[str]]] = [
     ({"version": 1, "alpha": float("nan")}, ["alpha is nan"]),
     ({"version": 1, "alfa": 0.5}, ["alfa is unknown", "alpha"]),
     ({"version": 1, "bits": 8, "minimums": True}, ["8 bits with minimums"]),
+    ({"version": 1, "kv": "fp8"}, ["kv is 'fp8'", '"float" or "int8"']),
+    ({"version": 1, "kv": ["int8"]}, ["kv is ['int8']"]),
+    ({"version": 1, "method": "none", "prune": {"mlp": 0.1}, "kv": "int8"}, ["kv is 'int8'", "beside prune"]),
+    ({"version": 1, "layers": [{"match": "*", "kv": "int8"}]}, ["layers[0].kv is unknown"]),
     ({"version": 1, "layers": {}}, ["layers is {}"]),
     ({"version": 1, "layers": [{"bits": 8}]}, ["layers[0].match is None"]),
     ({"version": 1, "layers": [{"match": "*", "bits": 5}]}, ["layers[0].bits is 5"]),

@@ -22,7 +22,7 @@ RECORDED = Path(__file__).parent / "golden.json"
 # Every family in the plainest and the most fused precision, one of them in all; lengths around blocks and pages.
 CASES = (
     *((family, precision) for family in FAMILIES for precision in ("fp32", "w4a8")),
-    *(("qwen3", precision) for precision in ("bf16", BF16_BY_TILES, "w8a8", "w8a16", "w4a16")),
+    *(("qwen3", precision) for precision in ("bf16", BF16_BY_TILES, "w8a8", "w8a16", "w4a16", "fp8a16")),
     *(("qwen3", precision) for precision in ("bf16 over int8", "w8a8 over f32", "w8a8 by tiles")),
     ("gemma", BF16_BY_TILES),
 )

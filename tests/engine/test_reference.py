@@ -50,7 +50,7 @@ def shaken(executor: ReferenceExecutor, seed: int) -> ReferenceExecutor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "w8a8", "w4a8", "w8a16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "w8a8", "w4a8", "w8a16", "fp8a16"])
 def test_logits_agree(family: str, precision: str, tmp_path: Path) -> None:
     assert_agree(random_checkpoint(tmp_path / "checkpoint", family, seed=5), precision, tmp_path)
 

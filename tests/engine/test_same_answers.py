@@ -27,7 +27,7 @@ from tests.support.gguf_files import BLOCKY, write_gguf
 from tests.support.shared import shared
 
 PRECISIONS = ("fp32", "bf16", BF16_BY_TILES, "w8a8", "w4a8", "w4a8:16", "w4a8 over int8")
-EVERY_PRECISION = (*PRECISIONS, "w8a16", "w4a16")
+EVERY_PRECISION = (*PRECISIONS, "w8a16", "w4a16", "fp8a16")
 Answers = list[CompletionOutput]  # equal where tokens and log probabilities are
 
 

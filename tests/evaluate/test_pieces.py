@@ -67,7 +67,7 @@ def piecewise(
 TINY: tuple[tuple[object, dict[str, object]], ...] = (
     ("w4a8", {}), ("w4a8", {"head": "w4a8"}),  # a head in two steps
     ("w4a8", {"kv_format": KvFormat.INT8}), ("w4a16", {}), ("w8a8", {"tiles": True}), ("w8a16", {}), ("bf16", {}),
-    ("bf16", {"tiles": True}), ("fp32", {}), ("fp32", {"kv_format": KvFormat.BF16}),
+    ("fp8a16", {}), ("bf16", {"tiles": True}), ("fp32", {}), ("fp32", {"kv_format": KvFormat.BF16}),
     ({"default": "w4a8", "layers.0.*": "bf16", "lm_head": "w8a8"}, {}),
 )  # fmt: skip
 

@@ -75,7 +75,7 @@ def test_llama_3_scaling_beyond_the_original_context(precision: str, dtype: str,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "w8a8", "w4a8", "w8a16", "w4a16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "w8a8", "w4a8", "w8a16", "w4a16", "fp8a16"])
 def test_fusing_changes_nothing(family: str, precision: str, tmp_path: Path) -> None:
     """The fused program gives the bits of the plain one-to-one lowering."""
     folder = random_checkpoint(tmp_path / "checkpoint", family, seed=3)

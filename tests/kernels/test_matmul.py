@@ -13,7 +13,7 @@ from millrace.kernels.expression import compile_tree
 from millrace.kernels.layout import row_bytes, up
 from millrace.kernels.library import usable_isas
 from millrace.kernels.matmul import ref
-from millrace.kernels.matmul.pack import interleave_halves, pack_matrix, rounded_codes
+from millrace.kernels.matmul.pack import interleave_halves, pack_matrix, rounded_codes, rounded_e4m3
 from tests.support.one_step import Machine, run_kernel
 from tests.support.tolerance import assert_no_worse
 
@@ -25,6 +25,7 @@ CLASSES = {
     "w4a8": (RowFormat.Q8, WeightFormat.W4),
     "w8a16": (RowFormat.BF16, WeightFormat.W8),
     "w4a16": (RowFormat.BF16, WeightFormat.W4),
+    "fp8a16": (RowFormat.BF16, WeightFormat.FP8),
 }
 F32 = NDArray[np.float32]
 
@@ -32,7 +33,7 @@ F32 = NDArray[np.float32]
 def multiply(kind: str, x: F32, w: F32, group: int, machine: Machine, **more: Any) -> F32:
     """x (M, K) times w (N, K) through the kernel; more: bias, residual, gated with a tree."""
     format, weights = CLASSES[kind]
-    (M, K), N, group = x.shape, w.shape[0], group if weights >= WeightFormat.W8 else 0
+    (M, K), N, group = x.shape, w.shape[0], group if weights in (WeightFormat.W8, WeightFormat.W4) else 0
     rows = x if format == RowFormat.F32 else pack_rows(x, format, group)
     width, packed = int(more["width"]) if "width" in more else N, int("packed" in more)
     y_stride = int(more["packed"]) if packed else width
@@ -59,6 +60,8 @@ def exact(kind: str, x: F32, w: F32, group: int) -> NDArray[np.floating[Any]]:
             return ref.matmul_bf16(wide, w)
         case "w8a8" | "w4a8":
             return ref.matmul_q8(to_q8(x, group), rounded_codes(w, int(kind[1]), group))
+        case "fp8a16":
+            return ref.matmul_a16(wide, rounded_e4m3(w))
         case _:
             return ref.matmul_a16(wide, rounded_codes(w, int(kind[1]), group))
 
@@ -70,12 +73,14 @@ def plain(kind: str, x: F32, w: F32, group: int) -> F32:
     right = w
     if kind.startswith("bf16"):
         right = to_bf16(w)
+    elif kind == "fp8a16":
+        right = rounded_e4m3(w).values().astype(np.float32)
     elif kind != "f32":
         right = rounded_codes(w, int(kind[1]), group).dequantise().astype(np.float32)
         left = to_q8(x, group).dequantise().astype(np.float32) if kind.endswith("a8") else left
     for k in range(x.shape[1]):
         y += left[:, k, None] * right[None, :, k]
-    return y
+    return y * rounded_e4m3(w).scales.T if kind == "fp8a16" else y
 
 
 def operands(M: int, N: int, K: int, seed: int) -> tuple[F32, F32]:
@@ -168,7 +173,7 @@ def test_bias_and_residual(kind: str, machine: Machine) -> None:
     assert (multiply(kind, x, w, 32, machine, bias=bias, residual=residual) == y + bias + residual).all()
 
 
-@pytest.mark.parametrize("kind", ["bf16", "bf16 by tiles", "w8a16"])
+@pytest.mark.parametrize("kind", ["bf16", "bf16 by tiles", "w8a16", "fp8a16"])
 def test_packed_rows_are_those_of_convert(kind: str, machine: Machine) -> None:
     x, w = operands(19, 48, 64, seed=8)
     tree: Tree = ("mul", ("mul", 0, ("sigmoid", 0)), 1)
@@ -179,7 +184,7 @@ def test_packed_rows_are_those_of_convert(kind: str, machine: Machine) -> None:
         assert (packed == (to_bf16(plain_y).view(np.uint32) >> 16)).all()
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", "bf16 by tiles", "w4a8"])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "bf16 by tiles", "w4a8", "fp8a16"])
 @pytest.mark.parametrize("width", [16, 43, 172])
 def test_gated_epilogue(kind: str, width: int, machine: Machine) -> None:
     """silu(gate) * up in the epilogue equals the same expression over the plain product."""

@@ -35,7 +35,7 @@ def test_layout_agrees(tmp_path: Path) -> None:
         lines.append(f"static_assert(byte_row_bytes({k}, {group}) == {byte_row_bytes(k, group)});")
         for format in range(3):
             lines.append(f"static_assert(row_bytes({format}, {k}, {group}) == {row_bytes(format, k, group)});")
-        for weights, n in itertools.product(range(4), (1, 33)):
+        for weights, n in itertools.product(WeightFormat, (1, 33)):
             expected = matrix_bytes(weights, n, k, group)
             lines.append(f"static_assert(matrix_bytes({weights}, {n}, {k}, {group}) == {expected});")
     for k, group, scaling in itertools.product((1, 45, 256, 300, 1024), (16, 32), Scaling):

@@ -175,7 +175,8 @@ def test_the_random_schedules_do_preempt() -> None:
         assert client.outputs[0].token_ids == expected_choice(client.prompt, client.params, 0, of).token_ids
 
 
-@pytest.mark.parametrize("seed", range(10))
+@settings(max_examples=examples(10))
+@given(seed=SEEDS)
 def test_answers_agree_with_the_plain_model(seed: int) -> None:
     rng, of = random.Random(seed), limits()
     loop = make_loop(of, budget=RandomBudget(of.max_step_tokens, rng))

@@ -95,7 +95,7 @@ def read_file(path: Path) -> dict[str, Array]:
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    del header["__metadata__"]
+    header.pop("__metadata__", None)
     spans = {
         name: (8 + size + said["data_offsets"][0], 8 + size + said["data_offsets"][1]) for name, said in header.items()
     }

@@ -11,9 +11,10 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.quantised import FP8
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.find import BUNDLED
-from millrace.compile.precision import PrecisionMap, precision_map
+from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_precisions, precision_map
 from millrace.compile.pricing import Question
 from millrace.compile.source import Source
 from millrace.engine.engine import Engine
@@ -144,6 +145,8 @@ def test_candidates(tmp_path: Path) -> None:
     assert of(four) == ["w4a8", "w4a16", "bf16", "fp32"] and of(eight) == ["w8a8", "w8a16", "bf16", "fp32"]
     as_stored, wider, *_ = PRICER.candidates(four)
     assert as_stored == four and {p for _, p in wider.patterns} <= {"w4a16", "w8a16"}
+    fp8 = nearest_precisions({"q": StoredMatrix("fp8", 9, FP8), "lm_head": StoredMatrix("bfloat16", 1)})
+    assert of(fp8) == ["fp8a16", "bf16", "fp32"] and PRICER.candidates(fp8)[0] == fp8
     assert of(replace(four, group=128, stored_groups=False)) == [
         "w4a8",
         "w8a8",

@@ -20,7 +20,7 @@ def test_auto_takes_the_integers_that_smollm2_stores(tmp_path: Path) -> None:
     engine = build_engine("smollm2", smollm2(), tmp_path / "auto", auto, pricing=pricing)
     assert time.perf_counter() - start_s < 120
     evaluation = engine.manifest.evaluation
-    assert [p.name for p in evaluation.tried] == ["w4a8 g32, lm_head w8a8"] and evaluation.tokens > 1000
+    assert [p.name for p in evaluation.tried] == ["w4a8 as stored, lm_head w8a8"] and evaluation.tokens > 1000
     assert evaluation.price is not None and evaluation.price.kl is not None and 0 < evaluation.price.kl < 0.01
     rounded = BuildSettings(precision="w4a8", group=128, max_context=1024, tune=0)
     again = build_engine("smollm2", smollm2(), tmp_path / "rounded", rounded, pricing=pricing).manifest.evaluation

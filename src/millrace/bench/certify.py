@@ -45,6 +45,13 @@ class Certificate:
         return said if self.holds else f"NOT CERTIFIED: {said}"
 
 
+def told_of(certificate: Certificate | None) -> dict[str, object]:
+    """For reports. None: it did not prove itself"""
+    if certificate is None:
+        return {"valid": None, "client": None}
+    return {"valid": certificate.holds, "client": certificate.says}
+
+
 async def certify(plan: Plan, seconds: float) -> Certificate:
     """Drives the plan's own load and texts for so long. raises MachineError where the null server does not start"""
     loop = asyncio.get_running_loop()

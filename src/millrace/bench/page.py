@@ -14,6 +14,7 @@ from millrace.bench.plan import patterns
 from millrace.bench.results import Finished, report
 from millrace.bench.run import Record
 from millrace.bench.verdicts import fitted, gaps_by_position, itl_drift, spread_percent, ttft_by_length
+from millrace.bench.waterfall import TO_END, TO_FIRST, Waterfall, gone
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot, some
 from millrace.report.png import png
@@ -30,7 +31,9 @@ def bench_page(done: Finished) -> str:
 def plots_of(done: Finished) -> list[dict[str, Any]]:
     """Each with `title`, `svg` and `verdict`, in their order."""
     records, answers = done.run.records, good(done.run.records)
-    plots = [lengths(answers), ttft(answers), positions(answers), *boxes(records), timeline(done)]
+    plots = [
+        lengths(answers), ttft(answers), positions(answers), *boxes(records), waterfall(done.waterfall), timeline(done)
+    ]  # fmt: skip
     return [p for p in plots if p is not None]
 
 
@@ -135,6 +138,27 @@ def _boxes(title: str, values: dict[str, list[float]]) -> dict[str, Any] | None:
     )
     verdict = f"From the 10th to the 90th percentile: {', '.join(said)}. Whiskers 5 % and 95 %, the dot is the slowest."
     return _drawn(title, plot.svg(f"box plot: {title}"), verdict)
+
+
+def waterfall(found: Waterfall | None) -> dict[str, Any] | None:
+    """To the first token, stage by stage: requests in the middle, and the slowest."""
+    slow = None if found is None else gone(found.to_first, TO_FIRST)
+    if found is None or slow is None:
+        return None
+    lanes = {"the slowest": slow.slow, "usual": slow.usual}
+    plot = Plot(
+        Axis.over("ms to the first token", [sum(means.values()) for means in lanes.values()]),
+        Axis("", -0.6, len(lanes) - 0.4, list(lanes)), height=190,
+    )  # fmt: skip
+    for lane, means in enumerate(lanes.values()):
+        begin = 0.0
+        for kind, (stage, ms) in enumerate(means.items()):
+            plot.box((begin, lane - 0.3), (begin + ms, lane + 0.3), kind, says=f"{stage}: {ms:,.1f} ms")
+            begin += ms
+    last = gone(found.to_end, TO_END)
+    stages = ", ".join(f"{stage} {slow.slow[stage]:,.1f} ms (usually {slow.usual[stage]:,.1f})" for stage in TO_FIRST)
+    verdict = f"To the first token {slow.says}: {stages}." + ("" if last is None else f" To its end {last.says}.")
+    return _drawn("Where the time went", plot.svg("stages of the usual and of the slowest requests"), verdict)
 
 
 def timeline(done: Finished) -> dict[str, Any] | None:

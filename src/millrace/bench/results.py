@@ -15,6 +15,7 @@ from millrace.bench.intervals import Summary
 from millrace.bench.metrics import CHUNK_GAP, CHUNK_GAP_SAYS, NOT_COUNTED, OTHERS, OURS, Metrics, Rate, measured
 from millrace.bench.plan import Plan, patterns
 from millrace.bench.run import Record, Run
+from millrace.bench.waterfall import Waterfall, told_of
 
 SCHEMA = 1
 OSL_OFF = 0.1  # of the tokens asked for: what more than half of the answers miss by more is said
@@ -31,10 +32,15 @@ class Finished:
     limits: Sequence[Limits]
     epoch_s: float
     certificate: Certificate | None = None
+    waterfall: Waterfall | None = None  # where the server tells of each request
 
     @classmethod
-    def of(cls, plan: Plan, run: Run, limits: Sequence[Limits], certificate: Certificate | None = None) -> "Finished":
-        return cls(plan, run, measured(run.records), limits, time.time() - time.perf_counter(), certificate)
+    def of(
+        cls, plan: Plan, run: Run, limits: Sequence[Limits], certificate: Certificate | None = None,
+        waterfall: Waterfall | None = None,
+    ) -> "Finished":  # fmt: skip
+        epoch_s = time.time() - time.perf_counter()
+        return cls(plan, run, measured(run.records), limits, epoch_s, certificate, waterfall)
 
     @property
     def is_valid(self) -> bool:
@@ -64,6 +70,7 @@ def report(done: Finished) -> dict[str, Any]:
             label: _figures(records, measured(records), done.limits)
             for label, records in patterns(done.run.records).items()
         },
+        "waterfall": None if done.waterfall is None else told_of(done.waterfall),
         "notes": notes(done),
     }
 

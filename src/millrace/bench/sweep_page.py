@@ -5,6 +5,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from millrace.bench.certify import Certificate
 from millrace.bench.sweep import Best, Point, SweepLimits, limited, on_front
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot
@@ -25,7 +26,9 @@ def sweep_plot(points: Sequence[Point]) -> Markup:
     return plot.svg("output tokens a second against latency")
 
 
-def sweep_page(url: str, by: str, points: Sequence[Point], found: Best, limits: SweepLimits) -> str:
+def sweep_page(
+    url: str, by: str, points: Sequence[Point], found: Best, limits: SweepLimits, certificate: Certificate | None = None
+) -> str:
     chosen = [
         ("best within limits", found.within), ("lowest latency", found.latency),
         ("most tokens/s", found.throughput), ("knee: most tokens/s for its latency", found.knee),
@@ -33,5 +36,5 @@ def sweep_page(url: str, by: str, points: Sequence[Point], found: Best, limits: 
     return render(
         Path(__file__).with_name("sweep_page.html"), url=url, by=by, points=points, chosen=chosen, limits=limits.says,
         limited=limited(points), told=any(p.server for p in points),
-        svg=sweep_plot(points),
+        client=certificate, svg=sweep_plot(points),
     )  # fmt: skip

@@ -7,7 +7,7 @@ preparing   read, decoded, rendered by its template, tokenised
 queue       until its first step
 prefill     until the step that drew its first token had ended
 telling     turned into text and given to its connection: the first token, and the last one
-decode      from the first token to the last
+decode      from the first token to the last, of which a client may see nothing (an end of text)
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,10 @@ import numpy.typing as npt
 
 from millrace.bench.answer import Answer
 from millrace.bench.client import Target
-from millrace.bench.metrics import last_s
 
 Floats = npt.NDArray[np.float64]
 TO_FIRST = ("outside", "preparing", "queue", "prefill", "telling")
-TO_LAST = (*TO_FIRST, "decode")
+TO_END = (*TO_FIRST, "decode")
 MOST, MOST_BYTES = 512, 1 << 16  # requests that a server remembers; of what it says of one
 TIMEOUT_S = 10.0
 FEWEST = 20  # below, nothing is slow or usual
@@ -54,10 +53,10 @@ class _Reply(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """n: requests that both sides tell of. to_first, to_last: (n, stages) of TO_FIRST and TO_LAST, in ms"""
+    """n: requests that both sides tell of. to_first, to_end: (n, stages) of TO_FIRST and TO_END, in ms"""
 
     to_first: Floats
-    to_last: Floats
+    to_end: Floats
 
     @property
     def n(self) -> int:
@@ -118,7 +117,7 @@ def joined(answers: Sequence[Answer], traces: Mapping[str, Seen]) -> Waterfall |
         if seen is None or not seen.is_whole or answer.failure is not None or not answer.chunk_s:
             continue
         stages = _stages(seen)
-        ttft, latency = 1e3 * (answer.chunk_s[0] - answer.sent_s), 1e3 * (last_s(answer) - answer.sent_s)
+        ttft, latency = 1e3 * (answer.chunk_s[0] - answer.sent_s), 1e3 * (answer.end_s - answer.sent_s)
         preparing, queue, prefill, telling, decode, told = stages
         first.append((ttft - preparing - queue - prefill - telling, preparing, queue, prefill, telling))
         last.append((latency - sum(stages), preparing, queue, prefill, telling + told, decode))
@@ -150,7 +149,7 @@ def told_of(found: Waterfall) -> dict[str, object]:
     said: dict[str, object] = {"n": found.n}
     for name, times, stages in (
         ("to_first_token", found.to_first, TO_FIRST),
-        ("to_last_token", found.to_last, TO_LAST),
+        ("to_end", found.to_end, TO_END),
     ):
         slow = gone(times, stages)
         said[name] = {

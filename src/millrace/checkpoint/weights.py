@@ -153,6 +153,8 @@ class Tensors(Mapping[str, TensorInfo]):
     def _data(self, info: TensorInfo) -> NDArray[np.uint8]:
         return read_span(info.file, self._states[info.file], info.offset, info.nbytes)
 
+    kv: str | None = None  # how keys and values are meant to be kept, "int8" or "fp8"; None: as floats
+
     def format(self, name: str) -> QuantisedFormat | None:
         """In which integers the tensor is stored; None where it is not."""
         return None
@@ -169,6 +171,10 @@ class Tensors(Mapping[str, TensorInfo]):
     def activation_bits(self, name: str) -> int:
         """What the checkpoint means to multiply this matrix with: 8-bit integers, or 16-bit floats."""
         return 16
+
+    def meets_fp8(self, name: str) -> bool:
+        """Whether it means to multiply this matrix with E4M3 of a scale a token, for which 16-bit floats stand here."""
+        return False
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:

@@ -8,12 +8,14 @@ import click
 from millrace.bench.certify import Certificate, certify
 from millrace.bench.exports import write_results
 from millrace.bench.goodput import READING, parse_limits
+from millrace.bench.metrics import good
 from millrace.bench.plan import Plan, measure, planned, reached
 from millrace.bench.results import Finished, report
 from millrace.bench.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
+from millrace.bench.waterfall import TO_END, joined, traced
 from millrace.cli import bench_compare, bench_infer, bench_sweep
-from millrace.cli.bench_flags import TheirFlags, check_output, png_option
+from millrace.cli.bench_flags import TheirFlags, certify_option, check_output, png_option
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, print_json, table
@@ -57,14 +59,7 @@ class Bench(TheirFlags):
 @settings_options(TargetSettings, LoadSettings, InputSettings, SessionSettings)
 @click.option("--goodput", multiple=True, metavar="METRIC:MS", help=f"Limits that good requests keep; or {READING}.")
 @click.option("--engine", metavar="MODEL", help="Instead of a URL: a model or engine in this process, without HTTP.")
-@click.option(
-    "--certify-s",
-    type=click.FloatRange(0, 600),
-    default=2.0,
-    show_default=True,
-    metavar="X",
-    help="Seconds in which this client first proves itself on a server of known timing; 0: not.",
-)
+@certify_option
 @click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there, as other tools do, too.")
 @png_option
 @json_option
@@ -108,7 +103,9 @@ def command(
 
         plan = planned_in_process(engine, given)
         certificate, run = None, in_process(engine, plan, env, as_json)
-    done = Finished.of(plan, run, limits, certificate)
+    answers = good(run.records)
+    waterfall = None if engine is not None else joined(answers, traced(plan.target, answers))
+    done = Finished.of(plan, run, limits, certificate, waterfall)
     if output is not None:
         names = write_results(output, done, as_png)
         note(f"  {len(names)} files in {output}")
@@ -151,10 +148,31 @@ def show(told: dict[str, Any]) -> None:
         click.echo()
         heading(f"{label}: {part['requests']['whole']} answers, {part['output_tokens_per_s']['value']:,.1f} tokens/s")
         _metrics(part["metrics"])
+    if told["waterfall"]:
+        _waterfall(told["waterfall"])
     if told["notes"]:
         click.echo()
     for said in told["notes"]:
         click.echo(f"  {said}")
+
+
+def _waterfall(told: dict[str, Any]) -> None:
+    click.echo()
+    heading(f"where the time went, of {told['n']} requests that the server tells of")
+    rows = []
+    for name, part in (("ms to the first token", told["to_first_token"]), ("ms to its end", told["to_end"])):
+        slowest = part["slowest"]
+        rows.append([name, *(_stage(part["mean_ms"].get(stage)) for stage in TO_END)])
+        if slowest:
+            rows.append([f"  the {slowest['n']} slowest", *(_stage(slowest["mean_ms"].get(s)) for s in TO_END)])
+    table(["", *TO_END], rows)
+    slowest = told["to_first_token"]["slowest"]
+    if slowest:
+        click.echo(f"  to the first token, {slowest['says']}")
+
+
+def _stage(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:,.1f}"
 
 
 def _metrics(metrics: dict[str, Any]) -> None:

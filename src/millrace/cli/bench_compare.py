@@ -6,11 +6,12 @@ from typing import Any
 
 import click
 
+from millrace.bench.certify import Certificate, certify, told_of
 from millrace.bench.compare import Difference, Side, compared_answers, compared_rounds, interleaved, read_answers
 from millrace.bench.plan import Plan, planned
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli.bench_flags import TheirFlags
-from millrace.cli.bench_runner import driven
+from millrace.cli.bench_flags import TheirFlags, certify_option
+from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import print_json, table
 from millrace.env import Env
@@ -46,6 +47,7 @@ Examples:
     metavar="PERCENT",
     help="Exit with 3 only where B is surely worse by more than this.",
 )
+@certify_option
 @json_option
 @click.pass_obj
 def command(
@@ -91,8 +93,14 @@ def _compared(a: str, b: str, rounds: int, allow: float, quiet: bool, given: dic
         )
     if all(are_files):
         return _told(compared_answers(*(read_answers(Path(x)) for x in (a, b))), allow)
-    sides = driven(lambda begins: interleaved(_plans(a, given), _plans(b, given), rounds, begins), quiet)
-    return _told(compared_rounds(*sides), allow, sides)
+    certify_s, plans = given.pop("certify_s"), (_plans(a, given), _plans(b, given))
+
+    async def compared(begins: Begins) -> tuple[Certificate | None, tuple[Side, Side]]:
+        certificate = await certify(plans[0](0), certify_s) if certify_s else None
+        return certificate, await interleaved(*plans, rounds, begins)
+
+    certificate, sides = driven(compared, quiet)
+    return {**_told(compared_rounds(*sides), allow, sides), **told_of(certificate)}
 
 
 def _plans(url: str, given: dict[str, Any]) -> Any:
@@ -115,6 +123,7 @@ def _told(differences: list[Difference], allow: float, sides: tuple[Side, Side] 
     return {
         "metrics": [{**asdict(d), "verdict": d.verdict} for d in differences],
         "failed": failed, "worse": worse, "allowed_percent": allow, "ended_early": ended[0] if ended else None,
+        **told_of(None),
     }  # fmt: skip
 
 
@@ -127,6 +136,8 @@ def _show(told: dict[str, Any]) -> None:
     click.echo()
     table(["", "A", "B", "B over A", "95 %", "visible", "B is"], rows)
     click.echo("  visible: what would have been seen four times out of five")
+    if told["client"]:
+        click.echo(f"  client: {told['client']}")
     if told["ended_early"]:
         click.echo(f"  The comparison ended early: {told['ended_early']}.")
     if any(told["failed"]):

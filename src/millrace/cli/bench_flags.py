@@ -12,6 +12,10 @@ from millrace.errors import ConfigError
 from millrace.report.png import check_png
 
 png_option = click.option("--png", "as_png", is_flag=True, help="Draw the page's plots as pictures beside it, too.")
+certify_option = click.option(
+    "--certify-s", type=click.FloatRange(0, 600), default=2.0, show_default=True, metavar="X",
+    help="Seconds in which this client proves itself on a server of known timing, at this load; 0: not.",
+)  # fmt: skip
 _LIMIT = re.compile(rf"[a-z_0-9]+:[0-9.]+|{READING}")
 
 

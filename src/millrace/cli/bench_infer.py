@@ -8,7 +8,7 @@ import click
 from millrace.bench.infer.measure import infer, infer_plan
 from millrace.bench.infer.results import answered, report, write_results
 from millrace.bench.infer.settings import ALIASES, LevelSettings, ModelSettings
-from millrace.cli.bench_flags import TheirFlags, check_output, png_option
+from millrace.cli.bench_flags import TheirFlags, certify_option, check_output, png_option
 from millrace.cli.bench_runner import driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, print_json, table
@@ -31,14 +31,7 @@ class Infer(TheirFlags):
 @click.argument("url", required=False)
 @click.option("--url", "url_given", hidden=True, help="The URL, as perf_analyzer takes it.")
 @settings_options(ModelSettings, LevelSettings)
-@click.option(
-    "--certify-s",
-    type=click.FloatRange(0, 600),
-    default=2.0,
-    show_default=True,
-    metavar="X",
-    help="Seconds in which this client first proves itself on a server of known timing; 0: not.",
-)
+@certify_option
 @click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there: a page, JSON, CSV.")
 @png_option
 @json_option

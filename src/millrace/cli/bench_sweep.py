@@ -1,19 +1,21 @@
 """`millrace bench sweep`: how much load a server takes within limits."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
+from millrace.bench.certify import Certificate, certify, told_of
 from millrace.bench.metrics import measured
-from millrace.bench.plan import measure, planned
+from millrace.bench.plan import Plan, measure, planned
 from millrace.bench.server_load import Watch
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.bench.sweep import Best, Point, Reached, SweepLimits, best, limited, on_front, swept
 from millrace.bench.sweep_page import sweep_page, sweep_plot
-from millrace.cli.bench_flags import TheirFlags, check_output, png_option
+from millrace.cli.bench_flags import TheirFlags, certify_option, check_output, png_option
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import note, pairs, print_json, table
@@ -56,30 +58,38 @@ NAMES = {"within": "best within limits", "latency": "lowest latency", "throughpu
     show_default=True,
     help="Percent of the requests that keep this.",
 )
+@certify_option
 @click.option("-o", "--output", type=Path, metavar="FILE", help="Write an offline page there.")
 @png_option
 @json_option
 def command(
-    url: str, by: str, first: float, most: float, output: Path | None, as_png: bool, as_json: bool, **given: Any
+    url: str, by: str, first: float, most: float, output: Path | None, as_json: bool, **given: Any
 ) -> None:  # fmt: skip
     """Raise the load until a limit breaks, and find the best below.
 
     Each level lasts --duration-s (10 unless said, or --request-count). Ctrl-C ends the sweep and reports what there is.
+    At the end the client proves itself at the level of most tokens/s.
     """
     _agree(by, first, most, given)
-    check_output(output, as_png)
+    check_output(output, as_png := given.pop("as_png"))
+    certify_s = given.pop("certify_s")
     if given["duration_s"] is None and given["request_count"] is None:
         given["duration_s"] = EACH_S
     limits = SweepLimits(given.pop("ttft_ms"), given.pop("itl_ms"), int(given.pop("percentile")))
-    points = driven(
-        lambda begins: swept(first, most, by == "concurrency", limits, _level(url, by, given, begins)), as_json
-    )
-    found = best(points)
+    level = _level(url, by, given)
+
+    async def sweep(begins: Begins) -> tuple[list[Point], Best | None, Certificate | None]:
+        points = await swept(first, most, by == "concurrency", limits, partial(_run, level, begins))
+        found = best(points)
+        certified = certify(level(found.throughput.level), certify_s) if found and certify_s else None
+        return points, found, await certified if certified else None
+
+    points, found, certificate = driven(sweep, as_json)
     if found is None:
         raise MachineError("no request was answered", "one whole answer at least", "ask one level: millrace bench URL")
-    told = _told(by, points, found, limits)
+    told = {**_told(by, points, found, limits), **told_of(certificate)}
     if output is not None:
-        output.write_text(sweep_page(url, by, points, found, limits), encoding="utf-8")
+        output.write_text(sweep_page(url, by, points, found, limits, certificate), encoding="utf-8")
         note(f"  written to {output}")
         if as_png:
             output.with_suffix(".png").write_bytes(png(sweep_plot(points)))
@@ -97,17 +107,21 @@ def _agree(by: str, first: float, most: float, given: dict[str, Any]) -> None:
         raise ConfigError(f"--from {first:g}", "a whole number of users", "correct it")
 
 
-def _level(url: str, by: str, given: dict[str, Any], begins: Begins) -> Callable[[float], Awaitable[Reached | None]]:
+def _level(url: str, by: str, given: dict[str, Any]) -> Callable[[float], Plan]:
     load = made(LoadSettings, given)
 
-    async def run(level: float) -> Reached | None:
+    def plan(level: float) -> Plan:
         at = replace(load, concurrency=round(level)) if by == "concurrency" else replace(load, request_rate=level)
-        plan = planned(url, made(TargetSettings, given), at, made(InputSettings, given), made(SessionSettings, given))
-        async with Watch(plan.target) as watch:
-            done = await measure(plan, begins)
-        return None if done.ended == "Ctrl-C" else Reached(measured(done.records), watch.during(done))
+        return planned(url, made(TargetSettings, given), at, made(InputSettings, given), made(SessionSettings, given))
 
-    return run
+    return plan
+
+
+async def _run(plan: Callable[[float], Plan], begins: Begins, level: float) -> Reached | None:
+    at = plan(level)
+    async with Watch(at.target) as watch:
+        done = await measure(at, begins)
+    return None if done.ended == "Ctrl-C" else Reached(measured(done.records), watch.during(done))
 
 
 def _told(by: str, points: list[Point], found: Best, limits: SweepLimits) -> dict[str, Any]:
@@ -143,6 +157,8 @@ def _show(told: dict[str, Any]) -> None:
     click.echo()
     pairs([(says, _said(told["by"], told[name])) for name, says in NAMES.items()])
     click.echo(f"  {told['limited_by']}")
+    if told["client"]:
+        click.echo(f"  client: {told['client']}")
 
 
 def _said(by: str, p: dict[str, Any] | None) -> str:

@@ -170,7 +170,8 @@ def _about(job: Job) -> dict[str, Any]:
 def _show_plan(job: Job, asked: Sampling, measures: bool, as_json: bool) -> None:
     tokens = asked.n * LENGTH
     first = needs(job, tokens) if job.calibrated else None
-    memory, measuring = job.memory_bytes + (first.memory_bytes if first else 0), memory_bytes(job.checkpoint)
+    memory = job.memory_bytes + (first.memory_bytes if first else 0)
+    measuring = memory_bytes(job.checkpoint, fp8=any(form.meets_fp8 for _, form in job.layers.values()))
     if as_json:
         more: dict[str, Any] = {"statistics": asdict(first)} if first else {}
         more |= {"measuring_memory_bytes": measuring} if measures else {}

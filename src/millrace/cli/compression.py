@@ -19,7 +19,7 @@ from millrace.cli.models import opened
 from millrace.cli.screen import Progress, note, progress
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
-from millrace.compress.measure import Loss, measure, why_not, windows_for
+from millrace.compress.measure import Loss, Simulated, measure, why_not, windows_for
 from millrace.compress.page import write_page
 from millrace.compress.record import Flips, read_record
 from millrace.compress.speed import TOKENS, Speeds, paces
@@ -173,12 +173,20 @@ def _loss(found: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     if "not_measured" in found:
         return [("loss", f"not measured: {found['not_measured']}")]
-    loss = Loss(**found)
+    loss = msgspec.convert(found, Loss)
     return [
         ("KL", f"{loss.kl:.3g} nats a token, beside the source in fp32, on {loss.tokens:,} tokens ({loss.precision})"),
         ("perplexity", f"{loss.perplexity:.3f}, the source's {loss.source_perplexity:.3f}"),
         ("same token", f"{loss.agreement:.1%} of the likeliest"),
+        *_simulated(loss.fp8_activations),
     ]  # fmt: skip
+
+
+def _simulated(found: Simulated | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    said = f"KL {found.kl:.3g}, perplexity {found.perplexity:.3f}, same token {found.agreement:.1%}"
+    return [("elsewhere", f"with FP8 activations, simulated: {said}")]
 
 
 def _speed(found: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -126,7 +126,7 @@ def _own_float(asked: Asked) -> str | None:
             "name the reference: --against MODEL",
         )  # fmt: skip
     own = Source.from_checkpoint(Checkpoint.open(folder)).own_precision
-    quantised = own.default.quantised or any(p.quantised for _, p in own.patterns)
+    quantised = own.default.coded or any(p.coded for _, p in own.patterns)
     return "fp32" if quantised else None
 
 

@@ -70,7 +70,7 @@ class BuildOptions:
     precision: PrecisionMap | None = None
     max_batch: int = DEFAULT_BATCH
     max_step_tokens: int = STEP_TOKENS
-    kv_format: KvFormat | None = None  # None: float32 for an engine of that precision, else bfloat16
+    kv_format: KvFormat | None = None  # None: float32 for such an engine, else the checkpoint's own, or bfloat16
     fuse: bool = True
     profile: Mapping[str, Bounds] = field(default_factory=dict)
     tiles: bool = False  # products of bfloat16 are summed as the tiles of AMX do it, and not in pairs
@@ -113,9 +113,11 @@ def settled(source: Source, options: BuildOptions) -> Settled:
     _check(options)
     precision = keeping_the_head(options.precision or source.own_precision, source.stored)
     table = plain_format(precision.default)
+    kv = options.kv_format
+    if kv is None:
+        kv = KvFormat[table.upper()] if source.kv_format is None or table == "f32" else source.kv_format
     return Settled(
-        precision=precision, table=table, tiles=options.tiles,
-        kv_format=KvFormat[table.upper()] if options.kv_format is None else options.kv_format,
+        precision=precision, table=table, tiles=options.tiles, kv_format=kv,
         max_context=source.max_context, max_batch=options.max_batch, max_step_tokens=options.max_step_tokens,
         fuse=options.fuse, profile=options.profile, keep=options.keep,
     )  # fmt: skip
@@ -153,13 +155,21 @@ def plan_pieces(
     wanted: of a piece, what it shall give instead of its outputs; a piece of which nothing is wanted is left out
     raises as plan_engine
     """
-    chosen = settled(source, options)
-    traced = trace_model(source.module, source.weights, operators())
-    grown = run_passes(traced, [("fold_constants", fold_constants), ("fuse_elementwise", fuse_elementwise)])
-    pieces = cut(grown)
+    chosen, pieces = settled(source, options), _cut(source)
     if wanted is not None:
         pieces = tuple(prune(replace(piece, outputs=ports)) for piece in pieces if (ports := wanted(piece)))
     return (_program(piece, chosen) for piece in pieces)
+
+
+def reference_pieces(source: Source, options: BuildOptions) -> tuple[Graph, ...]:
+    """The graphs of the same pieces for the interpreter, one node for each layer and none of our fusions."""
+    precision = settled(source, options).precision
+    return tuple(run_passes(piece, unfused(precision)) for piece in _cut(source))
+
+
+def _cut(source: Source) -> tuple[Graph, ...]:
+    traced = trace_model(source.module, source.weights, operators())
+    return cut(run_passes(traced, [("fold_constants", fold_constants), ("fuse_elementwise", fuse_elementwise)]))
 
 
 def _program(traced: Graph, chosen: Settled) -> Program:

@@ -49,8 +49,10 @@ class PrecisionMap:
 
     def kept(self, held: QuantisedFormat | None, precision: Precision) -> QuantisedFormat | None:
         """The codes that a product in this precision takes over as a checkpoint holds them; None: it rounds weights."""
-        if held is None or not precision.quantised or held.bits > precision.bits:
+        if held is None or not precision.coded or held.bits > precision.bits:
             return None
+        if held.e4m3 or not precision.quantised:
+            return held if held.e4m3 and not precision.quantised else None
         return held if self.stored_groups or held.group == self.group else None
 
     @property
@@ -126,18 +128,22 @@ class StoredMatrix:
 
     held: its codes; None: floats, or codes that only floats stand for exactly
     byte_rows: what meets it is meant to have eight bits; else 16-bit floats
+    fp8_rows: what meets it is meant to be E4M3 with a scale for each token, which 16-bit floats stand for here
     """
 
     dtype: str
     n_weights: int
     held: QuantisedFormat | None = None
     byte_rows: bool = True
+    fp8_rows: bool = False
 
     @property
     def nearest(self) -> Precision:
         """The class that keeps it, at the fewest bits per weight."""
         if self.held is None:
             return _FLOATS.get(self.dtype, Precision.BF16)
+        if self.held.e4m3:
+            return Precision.FP8A16
         eight, sixteen = (Precision.W4A8, Precision.W4A16) if self.held.bits <= 4 else (Precision.W8A8, Precision.W8A16)
         return eight if self.byte_rows else sixteen
 
@@ -160,7 +166,7 @@ def nearest_precisions(stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
 
 def _like(held: QuantisedFormat | None) -> int:
     """The groups of what is rounded beside such codes: as blocks of files have them; of whole rows our own."""
-    return max(held.group, 32) if held and held.group <= DEFAULT_GROUP else DEFAULT_GROUP
+    return max(held.group, 32) if held and not held.e4m3 and held.group <= DEFAULT_GROUP else DEFAULT_GROUP
 
 
 def keeping_the_head(chosen: PrecisionMap, stored: Mapping[str, StoredMatrix]) -> PrecisionMap:
@@ -172,8 +178,8 @@ def keeping_the_head(chosen: PrecisionMap, stored: Mapping[str, StoredMatrix]) -
 
 
 def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> tuple[str, ...]:
-    """Which matrices that a checkpoint holds in integers are rounded once more, and into what; which take more room."""
-    rounded: Counter[tuple[str, Precision, int]] = Counter()
+    """Which matrices that a checkpoint holds in codes are rounded once more, and into what; which take more room."""
+    rounded: Counter[tuple[str, Precision, str]] = Counter()
     widened: Counter[str] = Counter()
     floats: Counter[str] = Counter()
     for name, matrix in stored.items():
@@ -183,16 +189,15 @@ def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> 
         if held is None or precision == Precision.FP32:
             continue
         if not chosen.kept(held, precision):
-            rounded[matrix.dtype, precision, held.bits] += 1
+            rounded[matrix.dtype, precision, _why(held, precision, chosen.stored_groups)] += 1
         elif held.bits not in (4, precision.bits):
             widened[matrix.dtype] += 1
     again = (
         f"{n} of {len(stored)} matrices are stored as {dtype.upper()} and rounded again, from their exact values, "
         f"to {precision}"
         + (f" with groups of {chosen.group}" if precision.quantised else "")
-        + f" ({_WORDS[precision]})"
-        + _why(bits, precision, chosen.stored_groups)
-        for (dtype, precision, bits), n in rounded.items()
+        + f" ({_WORDS[precision]}){why}"
+        for (dtype, precision, why), n in rounded.items()
     )
     wider = (
         f"{n} of {len(stored)} matrices are stored as {dtype.upper()} and kept exactly, their codes in eight bits each"
@@ -209,15 +214,17 @@ def rounding_notes(stored: Mapping[str, StoredMatrix], chosen: PrecisionMap) -> 
 _WORDS = {
     Precision.BF16: "16-bit floats", Precision.W8A8: "8-bit weights and activations",
     Precision.W8A16: "8-bit weights, 16-bit activations", Precision.W4A8: "4-bit weights, 8-bit activations",
-    Precision.W4A16: "4-bit weights, 16-bit activations",
+    Precision.W4A16: "4-bit weights, 16-bit activations", Precision.FP8A16: "FP8 weights, 16-bit activations",
 }  # fmt: skip
 
 
-def _why(bits: int, precision: Precision, stored_groups: bool) -> str:
+def _why(held: QuantisedFormat, precision: Precision, stored_groups: bool) -> str:
     """What a user who wonders about the choice needs to know, at the end of a note."""
-    if not precision.quantised:
+    if held.e4m3:
+        return f"; {Precision.FP8A16} would keep them exactly"
+    if not precision.coded:
         return ""
-    exact = "w4a8" if bits <= 4 else "w8a8"
+    exact = "w4a8" if held.bits <= 4 else "w8a8"
     return f"; {exact}{'' if stored_groups else ' without --group'} would keep them exactly"
 
 
@@ -231,7 +238,7 @@ _MEANT = {
     "float32": "use fp32", "f32": "use fp32", "float": "use fp32", "bfloat16": "use bf16",
     "int8": "use w8a8 (8-bit weights and activations) or w8a16 (8-bit weights alone)",
     "int4": "use w4a8 (4-bit weights, 8-bit activations) or w4a16 (4-bit weights alone)",
-    "fp8": "use w8a8, which has 8 bits too",
+    "fp8": "use fp8a16 (E4M3 weights; activations stay bfloat16 here)",
     "auto": "auto is chosen for the whole model: --precision auto, without a map",
 }  # fmt: skip
 

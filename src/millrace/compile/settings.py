@@ -17,8 +17,8 @@ class BuildSettings(Settings):
 
     precision: str | None = setting(
         None,
-        "fp32, bf16, w8a8, w8a16, w4a8 or w4a16; auto: the cheapest that keeps within --max-kl, which is measured; "
-        "default: the checkpoint's own (float16 runs as fp32)",
+        "fp32, bf16, w8a8, w8a16, w4a8, w4a16 or fp8a16; auto: the cheapest that keeps within --max-kl, which is "
+        "measured; default: the checkpoint's own (float16 runs as fp32)",
     )
     max_kl: float | None = setting(
         None,
@@ -36,7 +36,7 @@ class BuildSettings(Settings):
         None,
         "precision of the head; default: that of the layers, but 8 bits where these have 4; w4a8: a 4-bit pass, and "
         "the best 256 tokens again in 8 bits",
-        choices=("fp32", "bf16", "w8a8", "w8a16", "w4a8", "w4a16"),
+        choices=("fp32", "bf16", "w8a8", "w8a16", "w4a8", "w4a16", "fp8a16"),
     )
     bf16_sums: str | None = setting(
         None,

@@ -11,6 +11,7 @@ from millrace.checkpoint.config import ModelConfig
 from millrace.checkpoint.encoder import EncoderConfig
 from millrace.checkpoint.tokenizer import Files
 from millrace.compile.precision import PrecisionMap, StoredMatrix, nearest_precisions
+from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
 from millrace.errors import CheckpointError, ConfigError
 from millrace.graph.types import Array
 from millrace.kernels.precision import Precision
@@ -36,6 +37,7 @@ class Source:
     # of a checkpoint in which each tensor has a type of its own: the linear layers by name, and the embedding
     stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
     stored_table: str | None = None
+    kv_format: KvFormat | None = None  # as the checkpoint means keys and values to be kept; None: as floats
     identity: Callable[[], str] = str  # of a checkpoint: of its whole content, which reads all of it
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -65,6 +67,7 @@ class Source:
             eos_token_ids=checkpoint.eos_token_ids, bos_token_id=checkpoint.bos_token_id,
             notes=checkpoint.notes, files=lambda: checkpoint.files, stored=_stored_matrices(checkpoint) if own else {},
             stored_table=tensors[EMBEDDING].dtype if own else None,
+            kv_format=KV_CACHE_DTYPES.get(tensors.kv or ""),
         )  # fmt: skip
 
     @classmethod
@@ -131,5 +134,6 @@ def _stored_matrices(checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
             layer = HEAD
         if len(info.shape) == 2:
             size, bits = math.prod(info.shape), tensors.activation_bits(name)
-            found[layer] = StoredMatrix(info.dtype, size, tensors.format(name), byte_rows=bits == 8)
+            meets_fp8 = tensors.meets_fp8(name)
+            found[layer] = StoredMatrix(info.dtype, size, tensors.format(name), byte_rows=bits == 8, fp8_rows=meets_fp8)
     return found

@@ -54,7 +54,7 @@ def _stored(K: int) -> list[str]:
 def form_of(name: str) -> Form | None:
     """How such a matrix lies in a folder; None for floats."""
     t = TREATMENTS[name]
-    return None if name == FLOAT else Form(t.bits, t.group, t.minimums, activations=t.activations)
+    return None if name == FLOAT else Form(t.bits, t.group, t.minimums, activations=t.activation_bits)
 
 
 def bytes_of(job: Job, layer: str, name: str) -> int:

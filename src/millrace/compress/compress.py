@@ -162,7 +162,7 @@ def _put(folder: Folder, job: Job, name: str, array: Array) -> bytes:
 
 def _digest(matrix: Matrix) -> bytes:
     if isinstance(matrix, Fp8Matrix):
-        return _digest_of([matrix.dequantise().astype(np.float32)])
+        return _digest_of([matrix.codes.view(np.int8), matrix.scales.astype(np.float32)])
     return _digest_of([matrix.codes, *matrix.floats])
 
 
@@ -185,7 +185,8 @@ def _write_small(job: Job, path: Path, errors: Mapping[str, float], figures: Map
     if job.pruned:
         raw |= pruned_config(checkpoint.decoder, job.pruned[0])
     if job.layers:
-        raw[KEY] = described({name: form for name, (_, form) in job.layers.items()}, list(job.ignored))
+        forms = {name: form for name, (_, form) in job.layers.items()}
+        raw[KEY] = described(forms, list(job.ignored), job.recipe.kv)
     (path / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
     write_record(path, {
         "millrace": millrace.__version__, "source": checkpoint.folder.name, "model": checkpoint.identity(),

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.compressed.packing import pack, words_of
-from millrace.checkpoint.compressed.scheme import FLOATS, INTEGERS, PACKED
+from millrace.checkpoint.compressed.scheme import FLOATS, INTEGERS, PACKED, kv_scheme
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.compress.e4m3 import Fp8Matrix
 from millrace.compress.grid import Array
@@ -39,19 +39,28 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """group: 0 for a whole row; floats: E4M3; activations: bits of what they are meant to meet, of 8 the same kind"""
+    """group: 0 for a whole row; floats: E4M3
+
+    activations: bits of what they are meant to meet, of 8 the same kind; float_rows: E4M3 even beside integers
+    """
 
     bits: int
     group: int
     minimums: bool = False
     floats: bool = False
     activations: int = 16
+    float_rows: bool = False
 
     @property
     def format(self) -> str:
         if self.floats:
             return FLOATS
         return INTEGERS if self.bits == self.activations == 8 else PACKED
+
+    @property
+    def meets_fp8(self) -> bool:
+        """Whether they are meant to meet E4M3, for which bfloat16 stands here."""
+        return self.float_rows or (self.floats and self.activations == 8)
 
     @property
     def scheme(self) -> dict[str, object]:
@@ -62,7 +71,8 @@ class Form:
             "strategy": "group" if self.group else "channel", "group_size": self.group or None,
         }  # fmt: skip
         rows = {
-            "num_bits": 8, "type": kind, "symmetric": True, "dynamic": True, "strategy": "token", "group_size": None,
+            "num_bits": 8, "type": "float" if self.meets_fp8 else "int", "symmetric": True, "dynamic": True,
+            "strategy": "token", "group_size": None,
         }  # fmt: skip
         return {
             "weights": weights, "input_activations": rows if self.activations == 8 else None,
@@ -105,8 +115,8 @@ def _zeros(matrix: QuantisedMatrix) -> NDArray[np.int8]:
     return zeros
 
 
-def described(forms: Mapping[str, Form], ignore: list[str]) -> dict[str, object]:
-    """quantization_config. forms: by linear layer; ignore: those that stay floats"""
+def described(forms: Mapping[str, Form], ignore: list[str], kv: str | None = None) -> dict[str, object]:
+    """quantization_config. forms: by linear layer; ignore: those that stay floats; kv: how keys and values are kept"""
     groups: dict[Form, list[str]] = {}
     for layer, form in forms.items():
         groups.setdefault(form, []).append(layer)
@@ -118,5 +128,6 @@ def described(forms: Mapping[str, Form], ignore: list[str]) -> dict[str, object]
     return {
         "quant_method": "compressed-tensors", "quantization_status": "compressed",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": ignore,
+        "kv_cache_scheme": kv_scheme(kv),
         "config_groups": {f"group_{i}": scheme for i, scheme in enumerate(schemes)},
     }  # fmt: skip

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_pieces
@@ -15,12 +16,29 @@ from millrace.evaluate.agreement import agreement
 from millrace.evaluate.calibration import SHORTEST, Calibration
 from millrace.evaluate.divergence import BLOCK, Score
 from millrace.evaluate.pieces import ReadText, answers, read, score
+from millrace.evaluate.simulated import fp8_rows, read_with_fp8
 from millrace.evaluate.windows import LENGTH, Windows
 from millrace.kernels.precision import Precision
 
 Progress = Callable[[str, int, int], None]
 _ROWS = 64  # of logits in a step
-_FLOAT_BYTES, _BASE_BYTES = 4, 96 << 20
+_DOING = "measuring it beside its source"
+_FLOAT_BYTES, _DOUBLE_BYTES, _BASE_BYTES = 4, 8, 96 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """The same figures of a folder that means FP8 activations, with these: in `reference`, no engine here has them.
+
+    What an engine here computes with bfloat16 is closer to the source. Figures are as in `Loss`
+    """
+
+    kl: float
+    perplexity: float
+    agreement: float
+    kl_error: float | None = None
+    perplexity_error: float | None = None
+    agreement_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +57,7 @@ class Loss:
     kl_error: float | None = None
     perplexity_error: float | None = None
     agreement_error: float | None = None
+    fp8_activations: Simulated | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +84,17 @@ class Reference:
 
     def score(self, pieces: Sequence[Program], progress: Progress = lambda *_: None) -> Score:
         """The same of pieces that are planned: their weights are loaded now, one piece's at a time."""
+        return self._score(_read(pieces, self.text, self.source.vocab_size, _DOING, progress))
+
+    def with_fp8(self, other: Source, options: BuildOptions, progress: Progress = lambda *_: None) -> Score | None:
+        """As `beside`, with the FP8 activations that the other's checkpoint means; None where it means none."""
+        if not fp8_rows(other):
+            return None
+        said = partial(progress, "simulating its FP8 activations")
+        return self._score(read_with_fp8(other, _one_window(self.text, options), self.text, said))
+
+    def _score(self, found: ReadText) -> Score:
         size = self.source.vocab_size
-        found = _read(pieces, self.text, size, "measuring it beside its source", progress)
         with answers(self.read, size) as reference, answers(found, size) as its:
             return score(reference, its, self.text)
 
@@ -85,14 +113,18 @@ def windows_for(source: Checkpoint, calibration: Calibration) -> Windows:
     return calibration.windows(source.tokenizer, Source.from_checkpoint(source).max_context)
 
 
-def memory_bytes(source: Checkpoint) -> int:
-    """About what measuring takes at most, from the headers: a layer's part, or both heads and what they answer."""
+def memory_bytes(source: Checkpoint, *, fp8: bool = False) -> int:
+    """About what measuring takes at most, from the headers: a layer's part, or both heads and what they answer.
+
+    fp8: of a folder whose FP8 activations are simulated, in float64
+    """
     config, length = source.decoder, min(LENGTH, source.decoder.max_context)
     layer = sum(math.prod(info.shape) for name, info in source.tensors.items() if ".layers.0." in name)
     heads = 3 * _FLOAT_BYTES * config.vocab_size * config.hidden_size  # both, and one while it is packed
     scores = length * config.vocab_size
     scored = 2 * _FLOAT_BYTES * scores + 4 * 2 * _FLOAT_BYTES * min(scores, BLOCK)
-    return _BASE_BYTES + max(2 * _FLOAT_BYTES * layer, heads + scored)
+    simulated = _DOUBLE_BYTES * (2 * layer + 3 * config.n_heads * length**2) if fp8 else 0
+    return _BASE_BYTES + max(2 * _FLOAT_BYTES * layer, heads + scored, simulated)
 
 
 def measure(source: Checkpoint, made: Checkpoint, text: Windows, progress: Progress) -> Loss:
@@ -107,6 +139,7 @@ def loss_of(reference: Reference, made: Checkpoint, progress: Progress = lambda 
     """As `measure`, beside a source that was read already."""
     other = Source.from_checkpoint(made)
     found = agreement(reference.beside(other, BuildOptions(), progress).tokens)
+    simulated = reference.with_fp8(other, BuildOptions(), progress)
     if not abs(found.divergence.value) < float("inf"):
         raise MachineError(
             "the compressed model's logits are not finite", "finite logits",
@@ -115,22 +148,39 @@ def loss_of(reference: Reference, made: Checkpoint, progress: Progress = lambda 
     return Loss(
         found.divergence.value, found.perplexity.value, found.reference_perplexity.value, found.same.value, found.n,
         str(other.own_precision.default), found.divergence.error, found.perplexity.error, found.same.error,
+        None if simulated is None else _simulated(simulated),
+    )  # fmt: skip
+
+
+def _simulated(score: Score) -> Simulated:
+    found = agreement(score.tokens)
+    return Simulated(
+        found.divergence.value, found.perplexity.value, found.same.value, found.divergence.error,
+        found.perplexity.error, found.same.error,
     )  # fmt: skip
 
 
 def pieces_of(source: Source, text: Windows, options: BuildOptions) -> tuple[Program, ...]:
     """For one window a step."""
+    return tuple(plan_pieces(source, _one_window(text, options)))
+
+
+def _one_window(text: Windows, options: BuildOptions) -> BuildOptions:
     length = int(text.ids.shape[1])
-    step = replace(options, max_batch=1, max_step_tokens=length, profile={"R": Bounds(1, _ROWS, _ROWS)})
-    return tuple(plan_pieces(source, step))
+    return replace(options, max_batch=1, max_step_tokens=length, profile={"R": Bounds(1, _ROWS, _ROWS)})
 
 
 def _read(pieces: Sequence[Program], text: Windows, vocab_size: int, doing: str, progress: Progress) -> ReadText:
+    return read(pieces, text, vocab_size, _counted(doing, progress, len(pieces)))
+
+
+def _counted(doing: str, progress: Progress, n: int) -> Callable[[], None]:
+    """Tells the progress of one thing that has n parts."""
     done = 0
 
     def advance() -> None:
         nonlocal done
         done += 1
-        progress(doing, done, len(pieces))
+        progress(doing, done, n)
 
-    return read(pieces, text, vocab_size, advance)
+    return advance

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from millrace.compress.figures import Figures, reasons, usual
-from millrace.compress.measure import Loss
+from millrace.compress.measure import Loss, Simulated
 from millrace.compress.record import Applied, Flips, Record, add_to_record, read_record
 from millrace.compress.speed import Rate, Speeds
 from millrace.engine.tactics import write_whole
@@ -101,6 +101,13 @@ def _wider(forms: Mapping[str, Applied]) -> int:
     return sum(b > median(bits) for b in bits) if bits else 0
 
 
+def _simulated(found: Simulated | None) -> str:
+    if found is None:
+        return ""
+    kl = f"{found.kl:.4g}{_error(found.kl_error, '.2g')}"
+    return f"KL {kl}, perplexity {found.perplexity:.3f}, {found.agreement:.1%} the same likeliest token"
+
+
 def _loss(loss: Loss | None) -> dict[str, str] | None:
     if loss is None:
         return None
@@ -109,7 +116,7 @@ def _loss(loss: Loss | None) -> dict[str, str] | None:
         "kl": f"{loss.kl:.4g}{_error(loss.kl_error, '.2g')}", "tokens": f"{loss.tokens:,}",
         "perplexity": f"{loss.perplexity:.3f}{_error(loss.perplexity_error, '.2f')}",
         "source": f"{loss.source_perplexity:.3f}", "change": change, "same": f"{loss.agreement:.1%}",
-        "precision": loss.precision[:_LONGEST],
+        "precision": loss.precision[:_LONGEST], "simulated": _simulated(loss.fp8_activations),
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from millrace.checkpoint.weights import FLOAT_NAMES, TensorInfo
 from millrace.compress.forms import NAMES, Form, Spec
 from millrace.compress.grid import GROUPS
 from millrace.compress.prune import Prune, Sizes, shapes, sizes
-from millrace.compress.recipe import CLIP, Recipe, Treatment
+from millrace.compress.recipe import CLIP, FP8, Recipe, Treatment
 from millrace.compress.sparse import OF
 from millrace.errors import CheckpointError, ConfigError
 from millrace.model.families import HEAD
@@ -134,11 +134,18 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
         group = _fitting(name, K, treatment.group)
         if group != treatment.group:
             smaller[K, treatment.group, group] += 1
-        form = Form(treatment.bits, group, treatment.minimums, treatment.fp8, treatment.activations)
+        floats = treatment.fp8, treatment.activation_bits, treatment.activations == FP8
+        form = Form(treatment.bits, group, treatment.minimums, *floats)
         layers[name] = (treatment, form)
     _check_patterns(recipe, linears)
     if not layers and not sparse:
         raise ConfigError(f"the recipe {recipe.name} leaves all layers as they are", "some to compress", "correct it")
+    if recipe.kv and not layers:
+        raise ConfigError(
+            f"the recipe {recipe.name} says how keys and values are kept, and rounds no weights",
+            "some that are rounded: the file of a float model has no place to say it",
+            f"serve it with --kv-cache-dtype {recipe.kv}, or round some",
+        )  # fmt: skip
     notes = tuple(
         f"{n} matrices of {K:,} inputs have groups of {own}: {asked} does not divide these, and no runtime of this "
         "format has a shorter last group" for (K, asked, own), n in smaller.items()

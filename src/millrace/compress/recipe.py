@@ -10,7 +10,8 @@ group = 128               # 32, 64, 128 or "row"; where it does not divide a lay
 minimums = false          # 4 bits alone
 scales = "compressed-tensors"  # or "model-optimizer", "gguf": whose rule
 search = "none"           # "llm-compressor", "gptqmodel", "imatrix", "clip" (AutoAWQ's): smaller ranges are tried
-activations = 16          # bits of what they are meant to meet
+activations = 16          # bits of what they are meant to meet; 8 are of the weights' kind, or "fp8" beside 4 bits
+kv = "float"              # keys and values of who reads the folder; "int8": with a scale for each token and head
 [[layers]]                # exceptions; the first that matches decides, with the values above where it has none
 match = "*.mlp.down_proj"
 bits = 8
@@ -30,6 +31,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from millrace.checkpoint.compressed.scheme import INT8
 from millrace.compress.grid import GPTQMODEL_MSE, GROUPS, IMATRIX_MSE, LLM_COMPRESSOR_MSE, Convention, Grid, Search
 from millrace.compress.prune import Prune
 from millrace.compress.sparse import METHODS as SPARSE
@@ -37,6 +39,8 @@ from millrace.errors import ConfigError, nearest
 
 VERSION = 1
 ROW = "row"
+_FLOAT = "float"  # of keys and values
+_OF_ALL = ("version", "layers", "prune", "kv")  # keys of a recipe that are no treatment's
 FP8, FP8_GPTQ = "fp8", "fp8-gptq"
 METHODS = ("rtn", "gptq", FP8, FP8_GPTQ, "none", *SPARSE)
 SMOOTH = ("none", "awq", "smoothquant")
@@ -60,7 +64,7 @@ class Treatment:
     minimums: bool = False
     scales: Convention = Convention.COMPRESSED_TENSORS
     search: str = "none"
-    activations: int = 16
+    activations: int | str = 16
 
     @property
     def calibrated(self) -> bool:
@@ -75,6 +79,10 @@ class Treatment:
         return self.method in (FP8, FP8_GPTQ)
 
     @property
+    def activation_bits(self) -> int:
+        return self.activations if isinstance(self.activations, int) else 8
+
+    @property
     def sparse(self) -> bool:
         """Whether its weights stay floats, half of them zeros."""
         return self.method in SPARSE
@@ -85,13 +93,17 @@ class Treatment:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """exceptions: the first whose pattern matches a layer's name decides; prune: instead of all else"""
+    """exceptions: the first whose pattern matches a layer's name decides; prune: instead of all else
+
+    kv: how keys and values are to be kept; None: as floats
+    """
 
     name: str
     usual: Treatment
     exceptions: tuple[tuple[str, Treatment], ...] = ()
     about: str = field(default="", compare=False)  # of presets: whose it is
     prune: Prune | None = None
+    kv: str | None = None
 
     def of(self, layer: str) -> Treatment:
         return next((own for pattern, own in self.exceptions if fnmatchcase(layer, pattern)), self.usual)
@@ -115,6 +127,8 @@ PRESETS: Mapping[str, Recipe] = {
                about="the same within ranges as AutoAWQ clips them: what loses least of these"),
         Recipe("int4-awq", Treatment(smooth="awq", search=CLIP),
                about="inputs that matter scaled up, ranges clipped (q's and k's, too): AutoAWQ's, symmetric"),
+        Recipe("w4afp8-awq", Treatment(smooth="awq", search=CLIP, activations=FP8),
+               about="the same, meant for FP8 activations as llm-compressor's W4AFP8 is; they stay bfloat16 here"),
         Recipe("int8-sq", replace(_ROWS_OF_8, method="gptq", smooth="smoothquant", alpha=0.65, activations=8),
                about="8-bit weights and activations: SmoothQuant, then GPTQ, as llm-compressor's W8A8"),
     )
@@ -158,7 +172,7 @@ def parsed(said: object, name: str) -> Recipe:
     layers = said.get("layers", [])
     if not isinstance(layers, list) or len(layers) > _MOST_LAYERS or not all(isinstance(x, dict) for x in layers):
         raise _wrong("layers", layers, f"at most {_MOST_LAYERS} tables, each with a match")
-    usual = _treatment({k: v for k, v in said.items() if k not in ("version", "layers", "prune")}, Treatment(), "")
+    usual = _treatment({k: v for k, v in said.items() if k not in _OF_ALL}, Treatment(), "")
     exceptions = []
     for i, one in enumerate(layers):
         pattern = one.get("match")
@@ -166,9 +180,16 @@ def parsed(said: object, name: str) -> Recipe:
             raise _wrong(f"layers[{i}].match", pattern, "a pattern of names, such as *.mlp.down_proj")
         own = {k: v for k, v in one.items() if k != "match"}
         exceptions.append((pattern, _treatment(own, usual, f"layers[{i}].")))
-    return Recipe(
-        name, usual, tuple(exceptions), prune=_prune(said["prune"], usual, layers) if "prune" in said else None
-    )
+    prune = _prune(said["prune"], usual, layers) if "prune" in said else None
+    return Recipe(name, usual, tuple(exceptions), prune=prune, kv=_kv(said.get("kv", _FLOAT), prune))
+
+
+def _kv(said: object, prune: Prune | None) -> str | None:
+    if said not in (_FLOAT, INT8):
+        raise _wrong("kv", said, f'"{_FLOAT}" or "{INT8}"; FP8 and 4 bits are not kept here')
+    if prune and said != _FLOAT:
+        raise _wrong("kv", said, f'"{_FLOAT}" beside prune, whose folder says nothing of precisions')
+    return None if said == _FLOAT else INT8
 
 
 def _prune(said: object, usual: Treatment, layers: list[object]) -> Prune:
@@ -190,7 +211,8 @@ def written(recipe: Recipe) -> dict[str, Any]:
     """As `parsed` reads it."""
     layers = [{"match": pattern, **_plain(own)} for pattern, own in recipe.exceptions]
     prune = {key: share for key, share in asdict(recipe.prune).items() if share} if recipe.prune else {}
-    more = {**({"layers": layers} if layers else {}), **({"prune": prune} if prune else {})}
+    kv = {"kv": recipe.kv} if recipe.kv else {}
+    more = {**({"layers": layers} if layers else {}), **({"prune": prune} if prune else {}), **kv}
     return {"version": VERSION, **_plain(recipe.usual), **more}
 
 
@@ -202,7 +224,7 @@ def _plain(one: Treatment) -> dict[str, Any]:
 _CHOICES: Mapping[str, tuple[object, ...]] = {
     "method": METHODS, "smooth": SMOOTH, "bits": (4, 8),
     "group": (*(g for g in GROUPS if g), ROW), "minimums": (True, False),
-    "scales": tuple(map(str, Convention)), "search": tuple(SEARCHES), "activations": (8, 16),
+    "scales": tuple(map(str, Convention)), "search": tuple(SEARCHES), "activations": (8, 16, FP8),
 }  # fmt: skip
 
 
@@ -243,6 +265,10 @@ def _check(made: Treatment, where: str) -> None:
         if (made.smooth, made.bits, made.group, made.minimums, made.search) != ("none", 8, 0, False, "none"):
             raise _wrong(f"{where}method", made.method, "nothing beside it but activations: 8 bits, a scale a row")
         return
+    if made.activations == FP8 and made.bits != 4:
+        raise _wrong(
+            f"{where}activations", FP8, "8 or 16 beside 8-bit integers, which meet their own kind; fp8 beside 4"
+        )
     if made.sparse:
         if (made.smooth, made.minimums, made.search, made.activations) != ("none", False, "none", 16):
             raise _wrong(f"{where}method", made.method, "nothing beside it: its weights stay floats")

@@ -10,7 +10,7 @@ from millrace.engine.tables import Call, read_program_table
 from millrace.machine.roofline import Bound, Roofline
 
 # A product with 16-bit activations runs in bfloat16 arithmetic, whatever its weights are stored in.
-_ARITHMETIC = {"w8a16": "bf16", "w4a16": "bf16"}
+_ARITHMETIC = {"w8a16": "bf16", "w4a16": "bf16", "fp8a16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)

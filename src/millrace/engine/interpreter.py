@@ -4,7 +4,7 @@ Computes in float64 and rounds where a kernel would store. Slow and plain: it sa
 native core against it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,11 +31,16 @@ class _Pages:
 
 
 class Interpreter(Values):
-    """kv: how keys and values are kept. bf16_table: embedding tables are rounded, as in engines other than FP32."""
+    """kv: how keys and values are kept. bf16_table: embedding tables are rounded, as in engines other than FP32.
 
-    def __init__(self, graph: Graph, *, kv: KvFormat, bf16_table: bool, n_pages: int = 0) -> None:
+    fp8_rows: linear layers by name whose rows, of bfloat16, are rounded to E4M3 first, each by its own scale
+    """
+
+    def __init__(
+        self, graph: Graph, *, kv: KvFormat, bf16_table: bool, n_pages: int = 0, fp8_rows: Collection[str] = ()
+    ) -> None:
         self._graph, self._kv, self._n_pages = graph, kv, n_pages
-        self.bf16_table = bf16_table
+        self.bf16_table, self._fp8_rows = bf16_table, frozenset(fp8_rows)
         self.constants = {v: v.constant.load().astype(np.float64) for v in graph.constants() if v.constant}
         self._pages: dict[int, _Pages] = {}
         self._values: dict[Value, Held] = {}
@@ -81,6 +86,9 @@ class Interpreter(Values):
         if storage.format >= RowFormat.Q8:
             return to_q8(rounded, storage.group, storage.hadamard)
         return (to_bf16(rounded) if storage.format == RowFormat.BF16 else rounded).astype(np.float64)
+
+    def meets_fp8(self, node: Node) -> bool:
+        return any(name in self._fp8_rows for name in node.origin)
 
     @property
     def bf16_weights(self) -> bool:

@@ -38,6 +38,7 @@ class WeightFormat(IntEnum):
     BF16 = 1
     W8 = 2
     W4 = 3
+    FP8 = 4  # bytes of E4M3, and a float scale for each output
 
 
 class Scaling(IntEnum):

@@ -11,7 +11,14 @@ from millrace.checkpoint.quantised import SUPER_BLOCK, QuantisedMatrix
 from millrace.kernels.catalogue import declarations_digest
 from millrace.kernels.declare import RowFormat, WeightFormat
 from millrace.kernels.layout import n_groups, row_bytes
-from millrace.kernels.matmul.pack import hadamard, interleave_codes, interleave_halves, pack_codes, pack_matrix
+from millrace.kernels.matmul.pack import (
+    hadamard,
+    interleave_codes,
+    interleave_halves,
+    pack_codes,
+    pack_matrix,
+    rounded_e4m3,
+)
 from millrace.kernels.rescore.pack import pack_byte_rows
 
 _N, _K, _GROUPS = 19, 45, (12, 32)  # no multiple of a panel, of a line, of a group
@@ -38,6 +45,7 @@ def kernels_digest() -> str:
             digest.update(pack_byte_rows(gate).tobytes() if bits == 8 else b"")
         for minimums, levels in ((True, False), (True, True), *([(False, True)] if bits == 8 else [])):
             digest.update(pack_codes(_sample(bits, 32 if minimums else 16, minimums, levels), format).tobytes())
+    digest.update(pack_codes(rounded_e4m3(floats), WeightFormat.FP8).tobytes())
     return digest.hexdigest()
 
 

@@ -55,6 +55,8 @@ def panel_bytes(weights: int, k: int, group: int, scaling: int = Scaling.PLAIN) 
         return k * PANEL * 4
     if weights == WeightFormat.BF16:
         return kp * PANEL * 2
+    if weights == WeightFormat.FP8:
+        return kp * PANEL + PANEL * 4
     return (kp * PANEL if weights == WeightFormat.W8 else kp * PANEL // 2) + scaling_bytes(k, group, scaling)
 
 

@@ -43,6 +43,9 @@ class Values(Protocol):
     def stored(self, x: Array, node: Node) -> Held:
         """Rounded as the node's kernel writes it."""
 
+    def meets_fp8(self, node: Node) -> bool:
+        """Whether rows are rounded to E4M3 before this product takes them, which no kernel does."""
+
     @property
     def bf16_weights(self) -> bool:
         """Whether attention rounds its weights, as over bfloat16 pages."""

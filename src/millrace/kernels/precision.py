@@ -9,7 +9,7 @@ from millrace.kernels.storage import Storage
 
 
 class Precision(StrEnum):
-    """W4A8 is 4-bit weights times 8-bit activations; A16 is bfloat16 activations."""
+    """W4A8 is 4-bit weights times 8-bit activations; A16 is bfloat16 activations, FP8 weights of E4M3."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -17,6 +17,7 @@ class Precision(StrEnum):
     W8A16 = "w8a16"
     W4A8 = "w4a8"
     W4A16 = "w4a16"
+    FP8A16 = "fp8a16"
 
     @property
     def weights(self) -> WeightFormat:
@@ -29,7 +30,13 @@ class Precision(StrEnum):
 
     @property
     def quantised(self) -> bool:
+        """Whether its weights are integers, in groups that share a scale."""
         return self.weights in (WeightFormat.W8, WeightFormat.W4)
+
+    @property
+    def coded(self) -> bool:
+        """Whether its weights are codes with scales, integers or E4M3."""
+        return self.quantised or self.weights == WeightFormat.FP8
 
     @property
     def takes_bytes(self) -> bool:
@@ -62,4 +69,5 @@ _WEIGHTS = {
     Precision.W8A16: WeightFormat.W8,
     Precision.W4A8: WeightFormat.W4,
     Precision.W4A16: WeightFormat.W4,
+    Precision.FP8A16: WeightFormat.FP8,
 }

@@ -20,7 +20,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "pipeline_parallel_size": ((1,), "1: the whole model runs in this process"),
     "data_parallel_size": ((1,), "one LLM in each process"),
     "trust_remote_code": ((False,), "a model of your own, written as in examples/own_model.py"),
-    "quantization": ((None,), 'precision="w8a8" or another of fp32, bf16, w8a8, w8a16, w4a8, w4a16'),
+    "quantization": ((None,), 'precision="w8a8" or another of fp32, bf16, w8a8, w8a16, w4a8, w4a16, fp8a16'),
     "gpu_memory_utilization": ((), 'kv_memory="4G", the memory of the KV cache on this machine'),
     "kv_cache_memory_bytes": ((), "kv_memory="),
     "swap_space": ((0,), "kv_tier=, a file for KV pages that memory has no room for, or kv_memory=, for more room"),

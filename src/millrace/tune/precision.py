@@ -44,8 +44,8 @@ class PrecisionPricer:
         return self.calibration.digest
 
     def candidates(self, own: PrecisionMap) -> tuple[PrecisionMap, ...]:
-        """All of `ORDER` up to the checkpoint's own type. Of stored integers these as they are, then wider ones."""
-        if own.default.quantised and own.stored_groups:
+        """All of `ORDER` up to the checkpoint's own type. Of stored codes these as they are, then wider ones."""
+        if own.default.coded and own.stored_groups:
             wider = tuple((pattern, _WIDER.get(p, p)) for pattern, p in own.patterns)
             stored = (own, replace(own, default=_WIDER.get(own.default, own.default), patterns=wider))
             return (*dict.fromkeys(stored), *(_plain(p, own) for p in (Precision.BF16, Precision.FP32)))

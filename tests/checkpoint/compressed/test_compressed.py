@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from numpy.typing import NDArray
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.compressed.packing import pack, unpack, words_of
 from millrace.checkpoint.compressed.scheme import read_compression
-from millrace.checkpoint.quantised import QuantisedFormat
+from millrace.checkpoint.quantised import FP8, QuantisedFormat
 from millrace.compile.build import BuildOptions, plan_engine
+from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
+from millrace.engine.kv import KvFormat
 from millrace.errors import CheckpointError
 from tests.fuzz.originals import write_checkpoint
 from tests.support.compressed_files import (
@@ -22,6 +25,7 @@ from tests.support.compressed_files import (
     PER_TOKEN,
     Kind,
     packed_by_spec,
+    read_file,
     unpacked_by_spec,
     write_compressed,
 )
@@ -66,9 +70,10 @@ KINDS: list[tuple[Kind, QuantisedFormat | None, str]] = [
     (Kind(bits=8, symmetric=False), None, "bf16"),
     (Kind(INTS, 8, ROW, activations=PER_TOKEN), QuantisedFormat(8, 256), "w8a8"),
     (Kind(INTS, 8, ROW, symmetric=False, coarse=3), QuantisedFormat(8, 256, minimums=True), "w8a16"),
-    (Kind(FLOATS, 8, ROW, floats=True, scale="float32", activations=FP8_PER_TOKEN), None, "bf16"),
-    (Kind(FLOATS, 8, ROW, floats=True, per_tensor=True, activations=FP8_PER_TOKEN), None, "bf16"),
-    (Kind("naive-quantized", 8, ROW, floats=True), None, "bf16"),
+    (Kind(FLOATS, 8, ROW, floats=True, scale="float32", activations=FP8_PER_TOKEN), FP8, "fp8a16"),
+    (Kind(FLOATS, 8, ROW, floats=True, per_tensor=True, activations=FP8_PER_TOKEN), FP8, "fp8a16"),
+    (Kind("naive-quantized", 8, ROW, floats=True), FP8, "fp8a16"),
+    (Kind(FLOATS, 8, 32, floats=True, scale="float32"), None, "bf16"),
 ]
 
 
@@ -112,6 +117,81 @@ def test_an_engine_holds_the_files_codes(tmp_path: Path, source: Path) -> None:
         assert made.notes == ("the embedding table, stored as float32, is rounded to bfloat16",)
 
 
+def panels_by_spec(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Of 32 outputs each: pairs of inputs, all outputs of a pair side by side, then the outputs' float scales."""
+    N, K = codes.shape
+    wide = np.zeros((-(-N // 32) * 32, -(-K // 2) * 2), np.uint8)
+    wide[:N, :K] = codes
+    of_all = np.zeros(len(wide), np.float32)
+    of_all[:N] = scales
+    parts = []
+    for first in range(0, len(wide), 32):
+        rows = slice(first, first + 32)
+        parts += [wide[rows, k : k + 2].reshape(-1) for k in range(0, wide.shape[1], 2)]
+        parts.append(of_all[rows].view(np.uint8))
+    return np.concatenate(parts)
+
+
+def interleaved(halves: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    return [half[first : first + 16] for first in range(0, len(halves[0]), 16) for half in halves]
+
+
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_an_engine_holds_the_files_bytes_of_fp8(tmp_path: Path, source: Path, per_tensor: bool) -> None:
+    """Half of what bfloat16 takes; q, k and v are one product, and so are gate and up, each with its own scales."""
+    kind = Kind(FLOATS, 8, ROW, floats=True, scale="float32", coarse=24, per_tensor=per_tensor)
+    write_compressed(folder := tmp_path / "c", source, kind)
+    file = read_file(folder / "model.safetensors")
+    made = plan_engine(Source.from_checkpoint(Checkpoint.open(folder)), BuildOptions())
+    matrices = [w for w in made.program.weights if w.format == "fp8"]
+    assert {len(w.origin) for w in matrices} == {1, 2, 3} and not any("again" in note for note in made.notes)
+    for packed in matrices:
+        parts = [(file[name].view(np.uint8), file[f"{name}_scale"]) for name in packed.origin]
+        codes, scales = [c for c, _ in parts], [np.broadcast_to(s.reshape(-1), len(c)) for c, s in parts]
+        if len(parts) == 2:  # gate and up, by 16 rows in turn, with zeros where there are no more
+            codes = interleaved([np.pad(c, ((0, -len(c) % 16), (0, 0))) for c in codes])
+            scales = interleaved([np.pad(s, (0, -len(s) % 16)) for s in scales])
+        expected = panels_by_spec(np.concatenate(codes), np.concatenate(scales).astype(np.float32))
+        np.testing.assert_array_equal(packed.pack(map), expected, err_msg=packed.name)
+        assert packed.nbytes == expected.nbytes
+
+
+@pytest.mark.parametrize(("said", "kept", "notes"), [
+    (None, KvFormat.BF16, 0), (PER_TOKEN, KvFormat.INT8, 0), (FP8_PER_TOKEN, KvFormat.BF16, 1),
+    ({**FP8_PER_TOKEN, "strategy": "tensor", "dynamic": False}, KvFormat.BF16, 1),
+])  # fmt: skip
+def test_keys_and_values(tmp_path: Path, source: Path, said: object, kept: KvFormat, notes: int) -> None:
+    """As the folder says, unless something else is asked for; scales of FP8 ones are left aside, and that is said."""
+    write_compressed(folder := tmp_path / "c", source, Kind(), kv_cache_scheme=said)
+    if notes:
+        path = folder / "model.safetensors"
+        scale = {f"model.layers.0.self_attn.{name}_scale": np.ones(1, np.float32) for name in "kv"}
+        safetensors.numpy.save_file({**safetensors.numpy.load_file(path), **scale}, path)
+    opened = Source.from_checkpoint(Checkpoint.open(folder))
+    made = plan_engine(opened, BuildOptions())
+    assert sum("keys and values stay bfloat16" in note for note in made.notes) == notes
+    assert {cache.format for cache in made.program.caches} == {kept}
+    exact = BuildOptions(precision=precision_map("fp32"))
+    assert {cache.format for cache in plan_engine(opened, exact).program.caches} == {KvFormat.F32}
+    for asked in KvFormat:
+        assert {c.format for c in plan_engine(opened, BuildOptions(kv_format=asked)).program.caches} == {asked}
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_codes_of_fp8_that_are_no_numbers(tmp_path: Path, source: Path, code: int) -> None:
+    write_compressed(tmp_path / "c", source, Kind(FLOATS, 8, ROW, floats=True))
+    path = tmp_path / "c" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    begin = json.loads(data[8 : 8 + size])[f"{Q}.weight"]["data_offsets"][0]
+    data[8 + size + begin + 3 * 256 + 5] = code
+    path.write_bytes(data)
+    tensors = Checkpoint.open(tmp_path / "c").tensors
+    for read in (lambda: tensors.load(f"{Q}.weight"), lambda: tensors.stored(f"{Q}.weight", 8, 0)):
+        with pytest.raises(CheckpointError, match=r"q_proj\.weight has 1 FP8 codes that are no numbers.*\[3, 5\]"):
+            read()
+
+
 def at(path: str, value: object) -> Edit:
     """Sets a key of quantization_config, by its path."""
 
@@ -129,7 +209,10 @@ WRONG: list[tuple[Edit, list[str]]] = [
     (at("quant_method", "gptq"), ["quantization_config", "compressed-tensors"]),
     (at("fromat", 1), ["fromat", "format"]),
     (at("format", "marlin-24"), ["marlin-24", "pack-quantized"]),
-    (at("kv_cache_scheme", {"num_bits": 8}), ["kv_cache_scheme", "null"]),
+    (at("kv_cache_scheme", {"num_bits": 8}), ["kv_cache_scheme.dynamic is None", "true"]),
+    (at("kv_cache_scheme", {**PER_TOKEN, "num_bits": 4}), ["kv_cache_scheme.num_bits is 4", "8"]),
+    (at("kv_cache_scheme", {**PER_TOKEN, "strategy": "tensor"}), ["kv_cache_scheme.strategy", "token"]),
+    (at("kv_cache_scheme", "fp8"), ["kv_cache_scheme is 'fp8'", "null"]),
     (at("quantization_status", "frozen"), ["frozen", "compressed"]),
     (at("sparsity_config", {"format": "sparse-24-bitmask"}), ["sparsity_config"]),
     (at("transform_config", {"config_groups": {}}), ["transform_config"]),

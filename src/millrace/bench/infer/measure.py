@@ -14,7 +14,7 @@ from millrace.bench.infer.inputs import RANDOM, ZERO, batches, parse_shapes, rea
 from millrace.bench.infer.model import Model
 from millrace.bench.infer.over_http import OverHttp
 from millrace.bench.infer.settings import Level, LevelSettings, ModelSettings, levels
-from millrace.bench.infer.target import GRPC, InferTarget, Transport
+from millrace.bench.infer.target import GRPC, HTTP, InferTarget, Transport
 from millrace.bench.infer.tensors import Tensor
 from millrace.bench.inputs import Session, Turn
 from millrace.bench.metrics import Metrics, measured
@@ -25,8 +25,7 @@ from millrace.bench.run import Load, Run
 from millrace.errors import ConfigError
 
 EACH_S, WARM_UP = 5.0, 8
-NULL_MS, NULL_PER_S = 20, {GRPC: 500}  # what the null server itself can bear
-_NULL_PER_S = 1000
+NULL_MS, NULL_PER_S = 20, {HTTP: 1000, GRPC: 500}  # requests that the null server itself can bear
 EXTRA = "millrace[grpc]"
 _STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
 OnRun = Callable[[Run], None]
@@ -152,9 +151,9 @@ class _Asker:
 
 
 async def _measured(
-    server: Transport, bodies: Sequence[Any], load: LevelSettings, level: Level, on_run: OnRun
+    server: Transport, bodies: Sequence[Any], load: LevelSettings, level: Level, on_run: OnRun, ramp_s: float = 0.0
 ) -> tuple[Run, ServerTimes | None]:
-    """One level: warm-up, and the run between two looks at the server's statistics."""
+    """One level: warm-up, and the run between two looks at the server's statistics. ramp_s: in which users begin"""
     asker = _Asker(server, bodies, level.batch)
     n_warm, at_a_time = load.warmup_request_count, level.concurrency or 1
     n_warm = max(WARM_UP, at_a_time) if n_warm is None else n_warm  # which opens all connections
@@ -167,7 +166,7 @@ async def _measured(
     before = await server.statistics()
     duration_s = load.duration_s or (None if load.request_count else EACH_S)
     arrivals = Arrivals(level.rate, load.arrival_pattern) if level.rate else None
-    run = Run(asker, Load(level.concurrency, arrivals, load.request_count, duration_s, seed=load.random_seed))
+    run = Run(asker, Load(level.concurrency, arrivals, load.request_count, duration_s, ramp_s, seed=load.random_seed))
     on_run(run)
     await run.drive(_sessions())
     return run, _between(before, await server.statistics())
@@ -210,14 +209,16 @@ def _between(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) 
 async def _certified(plan: InferPlan, inputs: Callable[[int], list[list[Tensor]]], seconds: float) -> Certificate:
     """The heaviest level on the null server, with its own tensors. raises MachineError where that does not start"""
     heaviest = max(plan.levels, key=lambda level: (level.concurrency or level.rate or 0, level.batch))
-    latency_ms = max(NULL_MS, 1e3 * (heaviest.concurrency or 0) / NULL_PER_S.get(plan.target.protocol, _NULL_PER_S))
+    most_per_s = NULL_PER_S[plan.target.protocol]
+    latency_ms = max(NULL_MS, 1e3 * (heaviest.concurrency or 0) / most_per_s)
     null = NullProcess(NullTiming(str(latency_ms), "0"), over_grpc=plan.target.protocol == GRPC)
     with null:
         url = null.grpc_url if plan.target.protocol == GRPC else null.url
         target = replace(plan.target, url=url, model="any", version="", headers={})
-        rate = min(heaviest.rate, NULL_PER_S.get(plan.target.protocol, _NULL_PER_S)) if heaviest.rate else None
+        rate = min(heaviest.rate, most_per_s) if heaviest.rate else None
         load = replace(plan.load, duration_s=seconds, request_count=None)
         async with transport(target, _most_at_a_time([heaviest])) as server:
             bodies = [server.body(tensors) for tensors in islice(inputs(heaviest.batch), 4)]
-            run, _ = await _measured(server, bodies, load, replace(heaviest, rate=rate), lambda run: None)
+            level, ramp_s = replace(heaviest, rate=rate), latency_ms / 1e3  # or all would be answered at the same time
+            run, _ = await _measured(server, bodies, load, level, lambda run: None, ramp_s)
         return certificate_of(run, null.truth)

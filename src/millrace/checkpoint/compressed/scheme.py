@@ -23,14 +23,16 @@ LINEAR = "Linear"  # the one class of modules that is read
 _MOST_SCHEMES, _MOST_NAMES, _MOST_PATTERNS, _LONGEST = 256, 100_000, 256, 300
 _MEND = "choose another checkpoint, or compress the original one with `millrace compress`"
 
-# keys whose values change no weight
+_KV = "kv_cache_scheme"
+INT8, FP8 = "int8", "fp8"  # of keys and values
+
+# keys whose values change no weight, or are read each by itself
 _HARMLESS = {
     "quant_method", "global_compression_ratio", "version", "run_compressed", "dequantize", "use_optimized_inference",
-    "config_groups", "format", "ignore",
+    "config_groups", "format", "ignore", _KV,
 }  # fmt: skip
 _ONLY_AT: Mapping[str, tuple[object, ...]] = {
     "quantization_status": (None, "compressed"),
-    "kv_cache_scheme": (None,),
     "sparsity_config": (None, {}),
     "transform_config": (None, {}),
     "moe_sparsity_config": (None,),
@@ -60,6 +62,7 @@ class Scheme:
     per_tensor: bool = False
     activation_bits: int = 16
     float_activations: bool = False  # of 8 bits
+    per_token: bool = False  # their scales, found as they come
 
     @property
     def packed(self) -> bool:
@@ -72,11 +75,11 @@ class Scheme:
 
 
 class Compression:
-    """Which linear layer is in which scheme."""
+    """Which linear layer is in which scheme. kv: how keys and values are meant to be kept; None: as floats"""
 
-    def __init__(self, schemes: Sequence[Scheme], ignore: Sequence[str]) -> None:
+    def __init__(self, schemes: Sequence[Scheme], ignore: Sequence[str], kv: str | None = None) -> None:
         """raises CheckpointError where there are more names or patterns than any model needs"""
-        self.schemes = tuple(schemes)
+        self.schemes, self.kv = tuple(schemes), kv
         pairs = [(target, scheme) for scheme in schemes for target in scheme.targets]
         _check_bounds([target for target, _ in pairs] + list(ignore))
         self._named = {target: scheme for target, scheme in reversed(pairs) if _is_name(target)}
@@ -121,7 +124,33 @@ def read_compression(said: Mapping[str, Any]) -> Compression:
     if not isinstance(groups, dict) or not 0 < len(groups) <= _MOST_SCHEMES:
         raise _wrong("config_groups", groups, f"1 to {_MOST_SCHEMES} schemes")
     schemes = tuple(_scheme(f"config_groups.{name}", value, said.get("format")) for name, value in groups.items())
-    return Compression(schemes, _targets("ignore", said.get("ignore") or []))
+    return Compression(schemes, _targets("ignore", said.get("ignore") or []), _kv_cache(said.get(_KV)))
+
+
+def kv_scheme(kv: str | None) -> dict[str, object] | None:
+    """What `_kv_cache` reads. There is no word for a scale of each token and head; one of each token is next."""
+    if kv is None:
+        return None
+    return {
+        "num_bits": 8, "type": "int" if kv == INT8 else "float", "symmetric": True, "dynamic": True,
+        "strategy": "token", "group_size": None,
+    }  # fmt: skip
+
+
+def _kv_cache(said: object) -> str | None:
+    """Integers must have scales that are found as they come, as ours are; floats stay bfloat16 here in any case."""
+    if said is None:
+        return None
+    if not isinstance(said, dict):
+        raise _wrong(_KV, said, "null, or how keys and values are kept")
+    _check_keys(_KV, said, _ARGUMENTS)
+    floats = said.get("type", "int") == "float"
+    _check_values(_KV, said, {
+        "num_bits": (8,), "type": (None, "int", "float"), "symmetric": (None, True), "block_structure": (None,),
+        "dynamic": (None, True, False) if floats else (True,), "group_size": (None,), "actorder": (None,),
+        "strategy": (None, "tensor", "attn_head", "token") if floats else ("token",),
+    })  # fmt: skip
+    return FP8 if floats else INT8
 
 
 def _scheme(where: str, said: object, format: object) -> Scheme:
@@ -135,11 +164,15 @@ def _scheme(where: str, said: object, format: object) -> Scheme:
         raise _wrong(f"{where}.format", own, f"one of {', '.join(FORMATS)}; with {_MIXED} of each scheme's own")
     targets = _targets(f"{where}.targets", said.get("targets"))
     scheme = _weights(f"{where}.weights", said.get("weights"), targets, str(own))
-    activation_bits, floats = _activations(f"{where}.input_activations", said.get("input_activations"))
+    rows = said.get("input_activations")
+    activation_bits, floats = _activations(f"{where}.input_activations", rows)
+    per_token = isinstance(rows, dict) and bool(rows.get("dynamic")) and rows.get("strategy") == "token"
     if activation_bits == 8 and floats != scheme.floats and not (floats and scheme.bits == 4):
         raise _wrong(f"{where}.input_activations.type", "float" if floats else "int", "the weights' own type")
     values = {f: getattr(scheme, f) for f in ("bits", "group", "symmetric", "floats", "per_tensor")}
-    return Scheme(targets, str(own), **values, activation_bits=activation_bits, float_activations=floats)
+    return Scheme(
+        targets, str(own), **values, activation_bits=activation_bits, float_activations=floats, per_token=per_token
+    )
 
 
 def _weights(where: str, said: object, targets: tuple[str, ...], format: str) -> Scheme:

@@ -13,22 +13,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.compressed.packing import unpack, words_of
+from millrace.checkpoint.compressed.scheme import FP8 as FP8_CACHE
 from millrace.checkpoint.compressed.scheme import Compression, Scheme
-from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
+from millrace.checkpoint.quantised import E4M3, FP8, QuantisedFormat, QuantisedMatrix
 from millrace.checkpoint.weights import FLOAT_NAMES, Array, TensorInfo, Tensors
 from millrace.errors import CheckpointError
 
 WEIGHT, PACKED, SHAPE = ".weight", ".weight_packed", ".weight_shape"
 SCALE, ZERO = ".weight_scale", ".weight_zero_point"
 NAMES = {"I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn"}  # beside those of floats
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_E4M3_NAN = 0x7F  # and with the sign
 _UNSUPPORTED = (".weight_g_idx", ".weight_global_scale", ".input_global_scale")
 _ALLOWED = (".input_scale", ".input_zero_point")  # of static FP8 activations, which stay bfloat16 here
+_KV_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of FP8 ones
 _SCALES = ("float32", "float16", "bfloat16")
 _TABLE = ".embed_tokens.weight"  # which is no linear layer
 _AGAIN = "download or copy the checkpoint again, or compress the original one with `millrace compress`"
@@ -54,8 +55,11 @@ class _Layer:
 class CompressedTensors(Tensors):
     """`load` gives floats, exact as far as float32 holds them; `stored` the checkpoint's own codes."""
 
-    def __init__(self, infos: dict[str, TensorInfo], parts: Tensors, layers: Mapping[str, _Layer]) -> None:
+    def __init__(
+        self, infos: dict[str, TensorInfo], parts: Tensors, layers: Mapping[str, _Layer], kv: str | None = None
+    ) -> None:
         super().__init__(infos, parts.states)
+        self.kv = kv
         self._parts, self._layers = parts, dict(layers)
         self._formats: dict[str, QuantisedFormat | None] = {}
 
@@ -81,28 +85,32 @@ class CompressedTensors(Tensors):
             infos[layer.name] = TensorInfo(layer.name, layer.shape, scheme.dtype, first.file, size, first.offset)
             layers[layer.name] = layer
         for name, info in parts.items():
-            if name in used:
+            if name in used or (compression.kv == FP8_CACHE and name.endswith(_KV_SCALES)):
                 continue
             _check_plain(name, info, compression)
             infos[name] = info
-        return cls(infos, parts, layers)
+        return cls(infos, parts, layers, compression.kv)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        n = sum(layer.scheme.float_activations for layer in self._layers.values())
-        if not n:
-            return ()
-        return (f"activations of {n} matrices stay bfloat16 here, where the checkpoint means FP8: closer, not faster",)
+        n, found = sum(layer.scheme.float_activations for layer in self._layers.values()), []
+        if n:
+            found = [
+                f"activations of {n} matrices stay bfloat16 here, where the checkpoint means FP8: closer, not faster"
+            ]
+        if self.kv == FP8_CACHE:
+            found += ["keys and values stay bfloat16 here, where the checkpoint means FP8: closer, in twice the memory"]
+        return tuple(found)
 
     def load(self, name: str) -> Array:
         layer = self._layers.get(name)
         return super().load(name) if layer is None else self._floats(layer)
 
     def format(self, name: str) -> QuantisedFormat | None:
-        """None: floats, and codes that float16 scales and minimums do not stand for exactly. Reads these."""
+        """None: floats, and integers that float16 scales and minimums do not stand for exactly. Reads these."""
         if name not in self._formats:
             layer = self._layers.get(name)
-            self._formats[name] = None if layer is None or layer.scheme.floats else self._format(layer)
+            self._formats[name] = self._format(layer) if layer else None
         return self._formats[name]
 
     def stored(self, name: str, bits: int, group: int) -> QuantisedMatrix | None:
@@ -110,6 +118,9 @@ class CompressedTensors(Tensors):
         if held is None or held.bits > bits or held.group != group:
             return None
         layer = self._layers[name]
+        if held.e4m3:
+            own = np.ascontiguousarray(self._scales(layer)[:, :1], np.float32)
+            return QuantisedMatrix(self._e4m3(layer), own, group, bits, e4m3=True)
         codes, scales, zeros = self._codes(layer), self._scales(layer).astype(np.float16), self._zeros(layer)
         if zeros is None:
             return QuantisedMatrix(codes, scales, group, bits)
@@ -124,7 +135,13 @@ class CompressedTensors(Tensors):
         layer = self._layers.get(name)
         return 16 if layer is None or layer.scheme.float_activations else layer.scheme.activation_bits
 
+    def meets_fp8(self, name: str) -> bool:
+        layer = self._layers.get(name)
+        return layer is not None and layer.scheme.float_activations and layer.scheme.per_token
+
     def _format(self, layer: _Layer) -> QuantisedFormat | None:
+        if layer.scheme.floats:  # float32 holds whatever scales they come with
+            return FP8 if layer.n_groups == 1 else None
         wide = self._scales(layer)
         with np.errstate(over="ignore"):
             scales = wide.astype(np.float16)
@@ -140,7 +157,7 @@ class CompressedTensors(Tensors):
     def _floats(self, layer: _Layer) -> NDArray[np.float32]:
         scales, zeros = self._scales(layer), self._zeros(layer)
         found = np.empty(layer.shape, np.float32)
-        codes = self._parts.load(layer.name) if layer.scheme.floats else self._codes(layer)
+        codes = self._e4m3(layer).view(E4M3) if layer.scheme.floats else self._codes(layer)
         rows = max((1 << 22) // layer.shape[1], 1)
         for start in range(0, len(codes), rows):  # of float64 some rows at a time
             part = slice(start, start + rows)
@@ -159,6 +176,18 @@ class CompressedTensors(Tensors):
             return self._parts.load(layer.name)
         words = self._parts.load(_module(layer) + PACKED)
         return unpack(words, layer.scheme.bits, layer.shape[1])
+
+    def _e4m3(self, layer: _Layer) -> NDArray[np.int8]:
+        """(N, K), their bytes. raises CheckpointError where one is no number"""
+        codes = np.ascontiguousarray(self._parts.load(layer.name)).view(np.int8)
+        wrong = (codes & np.int8(_E4M3_NAN)) == _E4M3_NAN
+        if wrong.any():
+            row, column = np.unravel_index(int(wrong.argmax()), wrong.shape)
+            raise CheckpointError(
+                f"{layer.name} has {np.count_nonzero(wrong):,} FP8 codes that are no numbers, the first at "
+                f"[{row}, {column}]", "E4M3 codes up to 448", _AGAIN,
+            )  # fmt: skip
+        return codes
 
     def _scales(self, layer: _Layer) -> NDArray[np.float64]:
         """(N, G). raises CheckpointError where one is no number"""

@@ -152,6 +152,26 @@ inline void store_i8(int8_t* p, I x) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(t[i]);
 }
 
+// The high byte of a bfloat16 follows from a code's upper four bits, the low one from its lower four. Where those of the
+// exponent are 0 but for the last, both follow from the lower four: saturated so that others find nothing in the tables.
+inline I load_e4m3(const uint8_t* p) {
+  const auto both = [](__m128i half) { return _mm256_broadcastsi128_si256(half); };
+  const __m256i normal_high = both(_mm_setr_epi8(0, 61, 62, 63, 64, 65, 66, 67, -128, -67, -66, -65, -64, -63, -62, -61));
+  const __m256i small_high = both(_mm_setr_epi8(0, 59, 59, 59, 60, 60, 60, 60, 60, 60, 60, 60, 60, 60, 60, 60));
+  const __m256i small_low = both(_mm_setr_epi8(0, 0x10, -0x60, -0x10, 0x40, 0x70, 0x20, 0x10, 0, 0, 0, 0, 0, 0, 0, 0));
+  const __m256i nibble = _mm256_set1_epi8(15);
+  const __m256i code = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i small = _mm256_add_epi8(_mm256_and_si256(code, _mm256_set1_epi8(0x7f)), _mm256_set1_epi8(0x70));
+  const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(code, 4), nibble);
+  const __m256i lower = _mm256_andnot_si256(nibble, _mm256_slli_epi16(code, 4));
+  const __m256i high = _mm256_or_si256(_mm256_shuffle_epi8(normal_high, upper), _mm256_shuffle_epi8(small_high, small));
+  const __m256i low = _mm256_xor_si256(lower, _mm256_shuffle_epi8(small_low, small));
+  return {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
+}
+
+// Halves of registers are unpacked by themselves: lanes 4 to 7 have changed places with 8 to 11.
+inline F in_order(F x) { return {_mm256_permute2f128_ps(x.a, x.b, 0x20), _mm256_permute2f128_ps(x.a, x.b, 0x31)}; }
+
 // As vdpbf16ps does it: the odd product first, then the even one, each rounded.
 inline F dot2(F acc, I w, I x) {
   const I high = splat_i(static_cast<int32_t>(0xffff0000u));

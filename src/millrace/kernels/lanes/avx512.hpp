@@ -101,6 +101,19 @@ inline void store_i8(int8_t* p, I a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
 }
 
+// Magnitudes below 8 are subnormal in E4M3, and looked up.
+inline I load_e4m3(const uint8_t* p) {
+  const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
+  const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(0x3c00));
+  const __m512i subnormals = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  const __mmask32 small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+  return {_mm512_or_si512(sign, _mm512_mask_permutexvar_epi16(normal, small, magnitude, subnormals))};
+}
+
+inline F in_order(F a) { return a; }
+
 // The hot instructions, written so that the broadcast x stays in a register: GCC 12 would fold it into each of them as a
 // memory operand, and Zen 5 then runs two thirds as many (docs/log.md).
 inline F dot2(F acc, I w, I x) {

@@ -168,6 +168,23 @@ inline F dot2(F acc, I w, I x) {
   return fma(as_float(shift_left(w, 16)), as_float(shift_left(x, 16)), acc);
 }
 
+// Thirty-two codes of E4M3, two of each lane, as bfloat16 pairs, exactly: its own subnormals are normal numbers there.
+// In which order lanes come is the instruction set's business; in_order puts their sums right.
+// What is no number in E4M3 would become 480: no weights have it (matmul/pack.py).
+inline int32_t e4m3_to_bf16(uint8_t code) {
+  constexpr int32_t kSubnormals[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  const int32_t magnitude = code & 0x7f, sign = (code & 0x80) << 8;
+  return sign | (magnitude < 8 ? kSubnormals[magnitude] : 0x3c00 + (magnitude << 4));
+}
+inline I load_e4m3(const uint8_t* p) {
+  return each_i([=](int i) {
+    const uint32_t odd = static_cast<uint32_t>(e4m3_to_bf16(p[2 * i + 1]));
+    return static_cast<int32_t>(odd << 16) | e4m3_to_bf16(p[2 * i]);
+  });
+}
+
+inline F in_order(F a) { return a; }
+
 // acc + the dot product of four unsigned bytes of w with four signed bytes of x, exactly.
 inline I dot4(I acc, I w, I x) {
   int8_t xs[64];

@@ -11,6 +11,7 @@
 //   a16   per group: integer weights as bfloat16, pairs as in bf16; then y = fma(dot, w_scale, y), groups in order;
 //         with minimums, after each such step y = fma(sum of x, w_minimum, y); that sum is of pairs as in bf16 with
 //         weights of 1, pair i of each 32 inputs in lane i of 16, then their tree
+//   fp8   E4M3 as bfloat16, which holds it exactly, summed as in bf16; then y = sum * the output's float scale
 //   Scales and minimums in two levels are products that float32 holds exactly, so they add no rounding.
 // gated: a panel holds 16 gates and their 16 ups; y = expression(gate, up) has half as many columns.
 #pragma once
@@ -81,35 +82,45 @@ template <int MR, int L, class V, class Op>
   }
 }
 
-// Lines of 32 outputs, one float or one bfloat16 pair each, in blocks of 128 inputs.
-template <int MR, class Op>
-[[gnu::always_inline]] inline void tile_blocks(const TileInput& in, int64_t n_lines, int64_t block, float* total, Op op) {
+// Lines of 32 outputs, one float or one bfloat16 pair each, in blocks of 128 inputs: line(k, v) is a half of one.
+template <int MR, class Line, class Op>
+[[gnu::always_inline]] inline void tile_blocks(const TileInput& in, int64_t n_lines, int64_t block, float* total, Line line,
+                                               Op op) {
   for (int64_t from = 0; from < n_lines; from += block) {
     const int64_t to = from + block < n_lines ? from + block : n_lines;
     F acc[MR][2];
     fill(acc, zero());
     for (int64_t k = from; k < to; ++k)
-      each_row(acc, lines<2>([&](int v) { return in.load_ahead(in.w + k * 128 + v * 64); }), in.x + k * 4, in.x_stride, op);
+      each_row(acc, lines<2>([&](int v) { return line(k, v); }), in.x + k * 4, in.x_stride, op);
     add_block(acc, from == 0, total);
   }
 }
 
 template <int MR>
 void tile_f32(const TileInput& in, float* total) {
-  tile_blocks<MR>(in, in.k, kBlock, total, [](F acc, I w, I x) { return fma(as_float(w), as_float(x), acc); });
+  tile_blocks<MR>(
+      in, in.k, kBlock, total, [&](int64_t k, int v) { return in.load_ahead(in.w + k * 128 + v * 64); },
+      [](F acc, I w, I x) { return fma(as_float(w), as_float(x), acc); });
+}
+
+// Pairs of inputs.
+template <int MR, class Line>
+[[gnu::always_inline]] inline void tile_pairs(const TileInput& in, float* total, Line line) {
+  tile_blocks<MR>(in, padded_k(in.k, 0) / 2, kBlock / 2, total, line, [](F acc, I w, I x) { return dot2(acc, w, x); });
 }
 
 template <int MR>
 void tile_bf16(const TileInput& in, float* total) {
-  tile_blocks<MR>(in, padded_k(in.k, 0) / 2, kBlock / 2, total, [](F acc, I w, I x) { return dot2(acc, w, x); });
+  tile_pairs<MR>(in, total, [&](int64_t k, int v) { return in.load_ahead(in.w + k * 128 + v * 64); });
 }
 
 }  // namespace millrace::MILLRACE_ISA
 #include "byte_tiles.hpp"
+#include "fp8.hpp"
 #include "tiles.hpp"
 namespace millrace::MILLRACE_ISA {
 
-enum class Class { f32, bf16, bf16_tiles, w8a8, w4a8, w8a16, w4a16 };
+enum class Class { f32, bf16, bf16_tiles, w8a8, w4a8, w8a16, w4a16, fp8 };
 
 template <Class C, Scaling S, int MR>
 void tile(const TileInput& in, float* total) {
@@ -122,6 +133,7 @@ void tile(const TileInput& in, float* total) {
   if constexpr (C == Class::w4a8) tile_q8<MR, true, S>(in, total);
   if constexpr (C == Class::w8a16) tile_a16<MR, false, S>(in, total);
   if constexpr (C == Class::w4a16) tile_a16<MR, true, S>(in, total);
+  if constexpr (C == Class::fp8) tile_fp8<MR>(in, total);
 }
 
 template <Class C, Scaling S, int MR>
@@ -147,8 +159,8 @@ template <Class C>
 constexpr int kRowsOf = C == Class::w4a8                        ? kNibbleRows
                         : C == Class::bf16_tiles                ? kTilesRows
                         : C == Class::w8a8                      ? kByteRows
-                        : C == Class::w8a16 || C == Class::w4a16 ? kPairRows
-                                                                 : kTileRows;
+                        : C == Class::w8a16 || C == Class::w4a16 || C == Class::fp8 ? kPairRows
+                                                                                    : kTileRows;
 
 // Panels of a task: what the tactic says, or else so many that their weights stay in a second-level cache while all rows
 // pass over them, that there are several tasks a worker, and that the workers finish together.
@@ -179,6 +191,16 @@ void multiply_panels(const MatmulArgs& a, const TileInput& in, int64_t panel_str
   }
 }
 
+// The same of E4M3, which more rows than a tile has meet as bfloat16.
+inline void multiply_fp8(const MatmulArgs& a, const TileInput& in, int64_t panel_stride, int64_t rows, int64_t most,
+                         int64_t panel, int64_t end) {
+  if (rows <= most) return multiply_panels<Class::fp8, Scaling::plain>(a, in, panel_stride, rows, most, panel, end);
+  for (; panel < end; ++panel)
+    for (int64_t row = 0; row < rows; row += kBroughtRows)
+      rows_by_blocks(a, in, in.w + panel * panel_stride, row, rows - row < kBroughtRows ? rows - row : kBroughtRows,
+                     panel);
+}
+
 template <Class C, Scaling S = Scaling::plain>
 void multiply(const MatmulArgs& a, StepContext& c) {
   const int64_t rows = c.sizes[a.rows], panels = up(a.n, kPanel) / kPanel;
@@ -201,7 +223,10 @@ void multiply(const MatmulArgs& a, StepContext& c) {
 #endif
   const int64_t most = asked && asked < kRowsOf<C> ? asked : kRowsOf<C>;
   for (Chunk p(c, panels, task_panels(c, panels, panel_stride)); p.next();)
-    multiply_panels<C, S>(a, in, panel_stride, rows, most, p.begin, p.end);
+    if constexpr (C == Class::fp8)
+      multiply_fp8(a, in, panel_stride, rows, most, p.begin, p.end);
+    else
+      multiply_panels<C, S>(a, in, panel_stride, rows, most, p.begin, p.end);
 }
 
 template <Class C>
@@ -219,6 +244,7 @@ inline void matmul(const MatmulArgs& a, StepContext& c) {
   if (a.weights == 0) return multiply<Class::f32>(a, c);
   if (a.weights == 1) return a.tiles ? multiply<Class::bf16_tiles>(a, c) : multiply<Class::bf16>(a, c);
   if (a.weights == 2) return a.format >= 2 ? multiply_codes<Class::w8a8>(a, c) : multiply_codes<Class::w8a16>(a, c);
+  if (a.weights == 4) return multiply<Class::fp8>(a, c);
   return a.format >= 2 ? multiply_codes<Class::w4a8>(a, c) : multiply_codes<Class::w4a16>(a, c);
 }
 

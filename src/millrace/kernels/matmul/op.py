@@ -22,6 +22,7 @@ from millrace.kernels.matmul.pack import (
     pack_codes,
     pack_matrix,
     rounded_codes,
+    rounded_e4m3,
     scaling_of,
     stored_codes,
 )
@@ -30,7 +31,7 @@ from millrace.kernels.places import Packed, Place, View, constant_of
 from millrace.kernels.precision import BF16_BY_TILES, HADAMARD, SCALING_WORDS, Precision
 from millrace.kernels.storage import Storage, storage_of
 
-_BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4}
+_BITS = {WeightFormat.W8: 8, WeightFormat.W4: 4, WeightFormat.FP8: 8}  # of the codes that a checkpoint may hold
 
 
 def _shapes(inputs: Inputs, attrs: Attrs) -> tuple[Shape, ...]:
@@ -67,27 +68,30 @@ def group_of(node: Node) -> int:
     return whole(node, "group") if "group" in node.attrs else 0
 
 
-def product(values: Values, x: Value, w: Value, precision: Precision, group: int) -> Rows:
-    """x @ w.T as this numerics class means it. group: of the weights"""
-    if precision.quantised:
-        held = values.held(x)
-        if isinstance(held, Quantised):
-            return products.matmul_q8(
-                held, _codes(values, w, precision.bits, group, hadamard_group=held.hadamard_group)
-            )
-        return products.matmul_a16(values.rows(x), _codes(values, w, precision.bits, group))
-    rows, weights = values.rows(x), values.rows(w).astype(np.float32).astype(np.float64)
+def product(values: Values, node: Node, w: Value) -> Rows:
+    """The node's first input times w.T, as its numerics class means it."""
+    x, precision, group = node.inputs[0], precision_of(node), group_of(node)
+    held = values.held(x)
+    if isinstance(held, Quantised):
+        return products.matmul_q8(held, _codes(values, w, precision.bits, group, hadamard_group=held.hadamard_group))
+    rows = values.rows(x)
+    if precision.coded:
+        of = products.matmul_e4m3 if values.meets_fp8(node) else products.matmul_a16
+        return of(rows, _codes(values, w, precision.bits, group))
+    weights = values.rows(w).astype(np.float32).astype(np.float64)
     y = products.matmul_bf16(rows, weights) if precision == Precision.BF16 else products.matmul(rows, weights)
     return y.astype(np.float64)
 
 
 def _codes(values: Values, w: Value, bits: int, group: int, *, hadamard_group: int = 0) -> QuantisedMatrix:
     stored = stored_codes([w.constant], bits, group) if w.constant and not hadamard_group else None
-    return stored[0] if stored else rounded_codes(values.rows(w), bits, group, hadamard_group)
+    if stored:
+        return stored[0]
+    return rounded_codes(values.rows(w), bits, group, hadamard_group) if group else rounded_e4m3(values.rows(w))
 
 
 def _reference(node: Node, values: Values) -> Held:
-    y = product(values, node.inputs[0], node.inputs[1], precision_of(node), group_of(node))
+    y = product(values, node, node.inputs[1])
     if node.attrs.get("bias"):
         y = y + values.rows(node.inputs[2])
     y = evaluate(as_tree(node.attrs.get("tree", 0)), [y]).astype(np.float64)
@@ -97,8 +101,7 @@ def _reference(node: Node, values: Values) -> Held:
 
 
 def _gated_reference(node: Node, values: Values) -> Held:
-    x, gate, up = node.inputs
-    halves = [product(values, x, w, precision_of(node), group_of(node)) for w in (gate, up)]
+    halves = [product(values, node, w) for w in node.inputs[1:3]]
     return values.stored(evaluate(as_tree(node.attrs["tree"]), halves).astype(np.float64), node)
 
 

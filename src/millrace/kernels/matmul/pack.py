@@ -3,6 +3,7 @@
     F32   [N/32][K][32] float
     BF16  [N/32][K/2][32][2] bfloat16
     W8    [N/32] groups of ([K/4][32][4] uint8 = code + 128, then the scales of 32 outputs)
+    FP8   [N/32] of ([K/2][32][2] bytes of E4M3, then the float scales of 32 outputs)
     W4    [N/32] groups of ([K/8][32][4] bytes, then the scales of 32 outputs); byte b of a block holds code + 8 (with
           minimums, the code) of input 8i + b in its low nibble and of 8i + 4 + b in its high one
 Scales are float16; with minimums, 32 of these follow. In two levels nothing follows a group: each super-block of 256
@@ -18,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checkpoint.quantised import SUPER_BLOCK, QuantisedFormat, QuantisedMatrix, combined
+from millrace.checkpoint.quantised import E4M3, FP8, SUPER_BLOCK, QuantisedFormat, QuantisedMatrix, combined
 from millrace.errors import CheckpointError
 from millrace.graph.types import Constant
 from millrace.kernels.arrays import Array
@@ -75,6 +76,7 @@ def stored_codes(constants: Sequence[Constant], bits: int, group: int) -> list[Q
     return kept if len(kept) == len(held) else None
 
 
+_LARGEST_E4M3, _LEAST_SCALE = np.float32(448), np.float32(2.0**-126)  # a smaller scale would be flushed to zero
 _COARSE = 0.1  # a scale is that far from what it should be: of such groups there may be a few, next to nothing
 
 
@@ -94,6 +96,18 @@ def rounded_codes(w: Array, bits: int, group: int, hadamard_group: int = 0) -> Q
         lost += energy
     _check_lost(lost, [w], bits)
     return QuantisedMatrix(codes, scales, group, bits)
+
+
+def rounded_e4m3(w: Array) -> QuantisedMatrix:
+    """w (N, K) -> the nearest codes, half to even, with the scales that map each row's largest magnitude to 448.
+
+    raises CheckpointError for what is not finite
+    error: |w - dequantise| <= |w| / 16, or half of 2^-9 scales for what is tiny beside its row
+    """
+    x = finite(w, np.dtype(np.float32))
+    scales = np.maximum(np.abs(x).max(axis=1, keepdims=True) / _LARGEST_E4M3, _LEAST_SCALE)
+    codes = np.clip(x / scales, -_LARGEST_E4M3, _LARGEST_E4M3).astype(E4M3).view(np.int8)
+    return QuantisedMatrix(codes, scales, FP8.group, FP8.bits, e4m3=True)
 
 
 def _rounded(w: Array, bits: int, group: int, hadamard_group: int) -> tuple[QuantisedMatrix, float]:
@@ -218,7 +232,7 @@ def _slabs(N: int, K: int) -> list[slice]:
 def pack_matrix(
     w: Array, format: WeightFormat, group: int, hadamard_group: int = 0, *, up_: Array | None = None, run: Run = map
 ) -> NDArray[np.uint8]:
-    """w (N, K) -> the packed bytes, one dimension. `group` is 0 for F32 and BF16.
+    """w (N, K) -> the packed bytes, one dimension. `group` is 0 for F32, BF16 and FP8.
 
     hadamard_group: for rows that are transformed in groups of so many
     up_: w is the gate to this (N, K), and rows of both are interleaved
@@ -230,6 +244,8 @@ def pack_matrix(
 
     def packed(slab: slice) -> tuple[NDArray[np.uint8], float]:
         rows = _whole_panels(_float_rows(matrices, slab))
+        if format == WeightFormat.FP8:
+            return _pack_e4m3(rounded_e4m3(rows)), 0.0
         if bits is None:
             return _pack_floats(rows, format), 0.0
         codes, lost = _rounded(rows, bits, group, hadamard_group)
@@ -242,11 +258,11 @@ def pack_matrix(
 
 
 def pack_codes(q: QuantisedMatrix, format: WeightFormat, run: Run = map) -> NDArray[np.uint8]:
-    """The packed bytes of codes and scales as they are. `format` W8 or W4, of as many bits as `q`."""
-    N, K = q.codes.shape
+    """The packed bytes of codes and scales as they are. `format` W8 or W4, of as many bits as `q`, or FP8."""
+    (N, K), pack = q.codes.shape, _pack_e4m3 if q.e4m3 else _pack_groups
 
     def packed(slab: slice) -> tuple[NDArray[np.uint8], float]:
-        return _pack_groups(q.each(lambda array: _whole_panels(array[slab]))), 0.0
+        return pack(q.each(lambda array: _whole_panels(array[slab]))), 0.0
 
     return _packed(packed, N, K, panel_bytes(format, K, q.group, scaling(q.format)), run)[0]
 
@@ -291,6 +307,16 @@ def _pack_floats(w: NDArray[np.float32], format: WeightFormat) -> NDArray[np.uin
     return np.ascontiguousarray(words.reshape(N // PANEL, PANEL, -1).transpose(0, 2, 1)).reshape(-1).view(np.uint8)
 
 
+def _pack_e4m3(q: QuantisedMatrix) -> NDArray[np.uint8]:
+    N, K = q.codes.shape
+    wide = np.zeros((N, padded_k(K, 0)), np.int8)
+    wide[:, :K] = q.codes
+    pairs = wide.view(np.int16).reshape(N // PANEL, PANEL, -1).transpose(0, 2, 1)
+    lines = np.ascontiguousarray(pairs).reshape(len(pairs), -1).view(np.uint8)
+    scales = q.scales.astype(np.float32).reshape(N // PANEL, PANEL).view(np.uint8)
+    return np.concatenate([lines, scales], axis=1).reshape(-1)
+
+
 def _pack_groups(q: QuantisedMatrix) -> NDArray[np.uint8]:
     levels, lines, parts = SUPER_BLOCK // q.group, _lines(q), []
     floats = [_of_panels(array) for array in (q.scales, q.minimums) if array is not None]
@@ -333,7 +359,7 @@ def _super_block(values: NDArray[np.uint8], levels: NDArray[np.int8], block: int
     return np.concatenate([values[block], lower], axis=1)
 
 
-def _of_panels(values: NDArray[np.float16]) -> NDArray[np.uint8]:
+def _of_panels(values: Array) -> NDArray[np.uint8]:
     """(N, G) -> (G, N/32, 64)"""
     N, G = values.shape
     return np.ascontiguousarray(values.T).reshape(G, N // PANEL, PANEL).view(np.uint8)

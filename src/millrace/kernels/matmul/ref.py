@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.kernels.arrays import Array
-from millrace.kernels.convert.ref import Quantised, to_bf16
+from millrace.kernels.convert.ref import Quantised, to_bf16, to_e4m3
 
 
 def matmul(x: Array, w: Array) -> Array:
@@ -35,5 +35,10 @@ def matmul_q8(x: Quantised, w: QuantisedMatrix) -> NDArray[np.float64]:
 
 
 def matmul_a16(x: Array, w: QuantisedMatrix) -> NDArray[np.float64]:
-    """x rounded to bfloat16, integer weights with their group's scale and minimum."""
+    """x rounded to bfloat16, weights as their codes and scales have them: integers with their groups', or E4M3."""
     return to_bf16(x).astype(np.float64) @ w.dequantise().T
+
+
+def matmul_e4m3(x: Array, w: QuantisedMatrix) -> NDArray[np.float64]:
+    """The same with x rounded once more, to E4M3 by rows: what engines with FP8 arithmetic do, and no kernel here."""
+    return to_e4m3(to_bf16(x)).astype(np.float64) @ w.dequantise().T
