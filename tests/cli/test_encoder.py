@@ -46,6 +46,7 @@ def test_what_it_cannot_do(millrace: Millrace, model: Path, tmp_path: Path) -> N
     for options, says in (
         (("--precision", "w4a8"), "not measured for encoders"), (("--head", "bf16"), "--head"),
         (("--kv-cache-dtype", "int8"), "--kv-cache-dtype"), (("--max-context", "131"), "1 to 130"),
+        (("--tune-rows", "1/64"), "--tune-rows"), (("--traffic", tmp_path), "--traffic is given for an encoder"),
     ):  # fmt: skip
         millrace("build", model, "-o", tmp_path / "never", *options).assert_mistake(says)
     millrace("serve", model, "--tune", "0", "--kv-memory", "1G", "--port", "0").assert_mistake("--kv-memory")

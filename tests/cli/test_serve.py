@@ -215,5 +215,5 @@ def test_what_was_asked_is_recorded_without_text(built_tiny: Path, tmp_path: Pat
     assert [line["output_length"] for line in lines] == [3, 5]
     assert lines[0]["hash_ids"] == lines[1]["hash_ids"] and lines[0]["timestamp"] < lines[1]["timestamp"]
     assert "mill" not in file.read_text() and set(lines[0]) == {
-        "timestamp", "input_length", "output_length", "hash_ids",
+        "timestamp", "input_length", "output_length", "hash_ids", "duration", "waited", "max_tokens",
     }  # fmt: skip

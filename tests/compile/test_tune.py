@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from millrace.compile import regions as regions_module
 from millrace.compile import tune as tune_module
-from millrace.compile.cases import cases_of
+from millrace.compile.cases import TunedRows, cases_of, pages_of
 from millrace.compile.find import BUNDLED
 from millrace.compile.regions import regions, regions_of
 from millrace.compile.timings import TimingCache, machine_key
@@ -34,7 +34,7 @@ from millrace.engine.tactics import (
     write_tactics,
 )
 from millrace.engine.texts import text_inputs
-from millrace.errors import EngineError, MachineError
+from millrace.errors import ConfigError, EngineError, MachineError
 from millrace.kernels.catalogue import kernels
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import Memory, usable_cores
@@ -361,3 +361,26 @@ def test_an_encoder_is_tuned_and_its_vectors_stay(tmp_path: Path) -> None:
         ]
         write_tactics(tmp_path / "engine", replace(table, regions=regions))
         assert vectors() == before
+
+
+@pytest.mark.parametrize("text", ["2,7/100", "8/1", "1/128", "1,2,3,4,5,6,7,8/16,24,32,40,48,56,64,128"])
+def test_rows_that_were_asked_for_are_timed(engine: Engine, text: str) -> None:
+    rows = TunedRows.parse(text, engine.manifest.max_sequences, 128)
+    cases = cases_of(engine, rows)
+    asked = sorted(int(n) for n in text.replace("/", ",").split(","))
+    assert str(rows) == text and sorted(case.rows for case in cases) == asked and rows.n_cases == len(asked)
+    for case in cases:  # each is a step that an executor of so many pages takes
+        step = case.step()
+        assert len(step.tokens) == case.rows and max(step.pages) < pages_of(engine, rows)
+        last = step.positions[np.asarray(step.starts[1:]) - 1]
+        assert all(last < 64 * np.diff(step.page_starts)), "positions lie in pages"
+    table = tune(engine, Tuning(0.2, rows=rows))
+    assert sorted({c.rows for r in table.regions for c in r.choices}) == sorted(set(asked))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1,4", "1/2/3", "1,x/2", "0,1/64", "17/64", "1/129", "/64", "1/1,2,3,4,5,6,7,8,9", "-1/64", "1.5/64"]
+)
+def test_rows_that_no_step_has_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--tune-rows"):
+        TunedRows.parse(text, 16, 128)

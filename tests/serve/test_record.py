@@ -1,6 +1,8 @@
 """What `--record` keeps of requests: lengths, arrivals, shared beginnings; and nothing of a text."""
 
+import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,11 @@ import pytest
 from millrace.bench.files import read_requests
 from millrace.bench.words import Words
 from millrace.errors import ConfigError
+from millrace.runtime.params import SamplingParams
+from millrace.runtime.service import ServiceOptions
 from millrace.serve import record as bounds
-from millrace.serve.record import BLOCK, Recorder
+from millrace.serve.record import BLOCK, RecordedEngine, Recorder
+from tests.runtime.fakes import limits, make_loop
 
 RNG = np.random.default_rng(1)
 
@@ -83,3 +88,30 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"exists|cannot be written"):
             Recorder(path)
     assert (tmp_path / "r").read_text() == "mine"
+
+
+def test_what_each_line_says_of_a_stay(tmp_path: Path) -> None:
+    """By the wall clock, from outside: the one of two places is taken, so the second request waits for the first."""
+    asked = [SamplingParams(max_tokens=40, ignore_eos=True), SamplingParams(max_tokens=3, n=1, ignore_eos=True),
+             SamplingParams(max_tokens=4, n=2, ignore_eos=True), SamplingParams(max_tokens=None, seed=1)]  # fmt: skip
+
+    async def ask() -> float:
+        loop = make_loop(limits(max_sequences=1), lambda step: time.sleep(0.002), clock=time.perf_counter)
+        async with RecordedEngine(loop, ServiceOptions(), Recorder(tmp_path / "r")) as engine:
+            handles = [engine.submit([[5, 6, i]], [params]) for i, params in enumerate(asked)]
+            for handle in handles:
+                async for _ in handle:
+                    pass
+        return time.time()
+
+    began_s = time.time()
+    ended_s = asyncio.run(ask())
+    first, second, pair, open_ended = lines(tmp_path / "r")
+    for line in (first, second, pair, open_ended):
+        assert began_s <= line["timestamp"] / 1e3 <= ended_s, "milliseconds since 1970"
+        assert 0 <= line["waited"] <= line["duration"] <= 1e3 * (ended_s - began_s)
+    assert first["duration"] - first["waited"] >= 40 * 2, "40 steps of 2 ms at least"
+    assert second["waited"] >= 40 * 2 - 5 and second["waited"] > first["waited"]
+    assert [line.get("max_tokens") for line in (first, second, pair, open_ended)] == [40, 3, 4, None]
+    assert [line.get("choices") for line in (first, second, pair, open_ended)] == [None, None, 2, None]
+    assert pair["output_length"] == 8

@@ -40,6 +40,7 @@ SERVER = ("src/millrace/checkpoint", "src/millrace/engine", "src/millrace/runtim
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
 BESIDE_LLAMA_CPP = ("tests/checkpoint/gguf", "tests/benchmarks")
 BESIDE_TRITON = ("tests/nightly/test_tritonclient.py",)
+TUTORIAL = "tests/nightly/test_tutorial.py"
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
 # Of the server, and how they look. Chromium is the distribution's: apt-get install -y chromium.
@@ -86,7 +87,8 @@ PARTS = (
         packages=LLAMA_CPP, environment={"CMAKE_ARGS": cmake_args(cpu_flags())}, files=BESIDE_LLAMA_CPP,
     ),
     Part(
-        "slow-tests", "tests that take minutes", ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known"),
+        "slow-tests", "tests that take minutes",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known", f"--ignore={TUTORIAL}"),
         files=(*_marked("nightly"), "docs/extending", *SERVER),
     ),
     Part(
@@ -99,6 +101,11 @@ PARTS = (
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", *BESIDE_TRITON),
         packages=("tritonclient[http,grpc]==2.73.0",),
         files=(*BESIDE_TRITON, "src/millrace/bench/null_kserve.py", "src/millrace/bench/null_grpc.py"),
+    ),
+    Part(
+        "tutorial", "docs/tutorial.md as it stands, on tiny, SmolLM2 and Gemma's shape, its figures computed again",
+        ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known", "-s", TUTORIAL),
+        files=(TUTORIAL, "docs/tutorial.md", "tools/tutorial", "src/millrace/bench", "src/millrace/tune"),
     ),
     Part(
         "playground", "the server's pages in Chromium, by keyboard, on a desktop's and a phone's screen",

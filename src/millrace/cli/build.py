@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from millrace.cli.build_told import Figures, show_traffic
+from millrace.cli.build_traffic import Chosen, TrafficSettings, chosen
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import count, heading, pairs, print_json, progress, size
 from millrace.cli.signals import ended_in_order
 from millrace.cli.tables import Tables, tuned
 from millrace.compile.builder import build_engine
 from millrace.compile.find import model_folder
+from millrace.compile.room import check_new
 from millrace.compile.settings import BuildSettings
 from millrace.engine.manifest import MANIFEST
-from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.settings import read_given
 from millrace.tune.pricing import pricing
@@ -25,6 +28,7 @@ Examples:
   millrace build tiny -o tiny.engine --precision w8a8
   millrace build ./llama-3.2-1b -o llama.engine --precision-map map.json --max-context 4096
   millrace build ./llama-3.2-1b-Q4_0.gguf -o llama.engine
+  millrace build tiny -o tiny.engine --traffic traffic.jsonl     for requests as `serve --record` saw them
 
 \b
 A map of precisions is JSON: the first pattern that matches a module's name decides, "default" the rest.
@@ -36,32 +40,52 @@ w8a8:32 has its activations in groups of 32, which divide those of the weights.
 @click.argument("model")
 @click.option("-o", "--output", type=Path, required=True, metavar="ENGINE", help="The folder to write; must not exist.")
 @click.option("--precision-map", type=Path, metavar="FILE", help="Precisions per layer pattern, as JSON; see below.")
-@settings_options(BuildSettings)
+@settings_options(TrafficSettings, BuildSettings)
 @json_option
-@click.pass_obj
-def command(env: Env, /, model: str, output: Path, precision_map: Path | None, as_json: bool, **given: Any) -> None:
+@click.pass_context
+def command(
+    ctx: click.Context, /, model: str, output: Path, precision_map: Path | None, as_json: bool, **given: Any
+) -> None:
     """Compile a checkpoint into an engine folder for this machine.
 
     MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The engine carries all that serving needs. The
     integers of a GGUF run as they are stored; what is rounded again is said.
     """
     started_s = time.perf_counter()
-    build = made(BuildSettings, given)
-    tables = _build(model, output, build, precision_map, env, quiet=as_json)
-    seconds = time.perf_counter() - started_s
-    if as_json:
-        print_json({**tables.summary(), "seconds": seconds})
-    else:
-        show(tables, seconds)
-
-
-def _build(model: str, output: Path, build: BuildSettings, map_file: Path | None, env: Env, *, quiet: bool) -> Tables:
-    precisions = _read_map(map_file, build) if map_file else None
-    with ended_in_order(), progress(quiet) as report:
+    build, traffic = made(BuildSettings, given), made(TrafficSettings, given)
+    precisions = _read_map(precision_map, build) if precision_map else None
+    tune_said = ctx.get_parameter_source("tune") is not ParameterSource.DEFAULT
+    engines: list[tuple[Path, BuildSettings, Chosen | None]] = [(output, build, None)]
+    told, env = [], ctx.obj
+    with ended_in_order(), progress(as_json) as report:
         name, folder = model_folder(model, env, report)
         if (folder / MANIFEST).is_file():
             raise ConfigError(f"{folder} is an engine already", "a checkpoint", "name the checkpoint it was built from")
-        return Tables(build_engine(name, folder, output, build, env.cache, precisions, report, pricing))
+        if traffic.traffic is not None:
+            found = chosen(folder, traffic, build, tune_said=tune_said)
+            engines = [(_beside(output, suffix), c.settings(build), c) for suffix, c in found]
+        for path, _, _ in engines:
+            check_new(path)
+        for path, settings, by in engines:
+            engine = build_engine(name, folder, path, settings, env.cache, precisions, report, pricing)
+            seconds, started_s = time.perf_counter() - started_s, time.perf_counter()
+            told.append((Tables(engine), seconds, by))
+    if as_json:
+        summaries = [_summary(*one) for one in told]
+        print_json(summaries[0] if len(summaries) == 1 else summaries)
+    else:
+        for one in told:
+            show(*one)
+
+
+def _beside(output: Path, suffix: str) -> Path:
+    """tiny.engine with -day is tiny-day.engine."""
+    return output.with_name(f"{output.stem}{suffix}{output.suffix}") if suffix else output
+
+
+def _summary(tables: Tables, seconds: float, by: Chosen | None) -> dict[str, Any]:
+    traffic = {} if by is None else {"traffic": Figures.of(by, tables).summary()}
+    return {**tables.summary(), **traffic, "seconds": seconds}
 
 
 _MAP_BYTES = 1 << 20
@@ -93,8 +117,12 @@ def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:
     return asked
 
 
-def show(tables: Tables, seconds: float) -> None:
+def show(tables: Tables, seconds: float, by: Chosen | None = None) -> None:
     """The closing screen of a build."""
+    figures = None if by is None else Figures.of(by, tables)
+    if figures is not None:
+        show_traffic(figures)
+    serve = f"millrace serve {tables.engine.folder}" + (f" {figures.flag}" if figures else "")
     m, memory = tables.engine.manifest, tables.memory()
     formats = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in tables.bytes_by_format().items())
     heading(f"{m.model_name}: built in {seconds:.1f} s")
@@ -114,6 +142,6 @@ def show(tables: Tables, seconds: float) -> None:
             ("tactics", tuned(tables)),
             ("price", m.evaluation.said),
             *(("note", text) for text in m.notes),
-            ("next", f"millrace serve {tables.engine.folder}"),
+            ("next", serve),
         ]
     )  # fmt: skip

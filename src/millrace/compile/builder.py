@@ -11,6 +11,7 @@ from pathlib import Path
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.encoder import EncoderConfig
 from millrace.compile.build import DEFAULT_BATCH, BuildOptions, plan_engine, settled, write_engine
+from millrace.compile.cases import USUAL_ROWS, TunedRows
 from millrace.compile.digests import checkpoint_identity
 from millrace.compile.precision import PrecisionMap, precision_map
 from millrace.compile.pricing import AUTO, Pricing, Question, ToMeasure, check_measured, to_measure
@@ -71,7 +72,8 @@ class Builder:
         measure = to_measure(build, checkpoint, source, options, pricing)
         check_measured(build, measure)
         timings = None if cache is None else TimingCache(cache / "timings.json")
-        tuning = Tuning(build.tune, cache=timings) if build.tune else None
+        rows = _rows(build, options, source.max_context)
+        tuning = Tuning(build.tune, cache=timings, rows=rows) if build.tune else None
         return cls(
             name=name, checkpoint=checkpoint, source=source, options=options, measure=measure, tuning=tuning,
             cache=cache, progress=progress,
@@ -135,9 +137,13 @@ OF_ENCODERS = (Precision.FP32, Precision.BF16, Precision.W8A8)
 
 def _check_encoder(build: BuildSettings, precision: PrecisionMap | None) -> None:
     """raises ConfigError for what only decoders have, and for a precision that is not measured"""
-    for name in ("head", "kv_cache_dtype"):
+    lacks = {
+        "head": "it has no head",
+        "kv_cache_dtype": "it keeps no keys and values",
+        "tune_rows": "it answers nothing",
+    }
+    for name, what in lacks.items():
         if getattr(build, name) is not None:
-            what = "it has no head" if name == "head" else "it keeps no keys and values"
             raise ConfigError(f"{flag_of(name)} is given for an encoder", f"nothing: {what}", "leave it out")
     used = {precision.default, *(p for _, p in precision.patterns)} if precision else set()
     for other in sorted(used - {*OF_ENCODERS}):
@@ -145,6 +151,13 @@ def _check_encoder(build: BuildSettings, precision: PrecisionMap | None) -> None
             f"precision {other} is not measured for encoders", "one of " + ", ".join(OF_ENCODERS),
             "choose one of these: w8a8 is the smallest",
         )  # fmt: skip
+
+
+def _rows(build: BuildSettings, options: BuildOptions, context: int) -> TunedRows:
+    """raises ConfigError"""
+    if build.tune_rows is None:
+        return USUAL_ROWS
+    return TunedRows.parse(build.tune_rows, options.max_batch, min(options.max_step_tokens, context))
 
 
 def asked_precision(

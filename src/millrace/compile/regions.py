@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.compile.cases import Case, deepest
+from millrace.compile.cases import USUAL_ROWS, Case, TunedRows, deepest
 from millrace.engine.engine import Engine
 from millrace.engine.manifest import PROGRAM, PROGRAM_TABLE, Manifest, damaged
 from millrace.engine.tables import Call, read_program_table
@@ -86,9 +86,9 @@ def _knobs() -> dict[str, frozenset[str]]:
     return {k.name: frozenset(knob.name for knob in k.knobs) for k in kernels() if k.knobs}
 
 
-def regions_of(engine: Engine) -> dict[str, Work]:
+def regions_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> dict[str, Work]:
     """raises EngineError where the program's table does not fit its program"""
-    return regions(_calls(engine), _symbols(engine.manifest), deepest(engine))
+    return regions(_calls(engine), _symbols(engine.manifest), deepest(engine, rows))
 
 
 def regions(calls: Sequence[Call], symbols: Sequence[str] = SAMPLED, context: int = 0) -> dict[str, Work]:

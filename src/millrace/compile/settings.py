@@ -69,6 +69,11 @@ class BuildSettings(Settings):
         low=0,
         high=3600,
     )
+    tune_rows: str | None = setting(
+        None,
+        "rows of the steps that are timed: of answers, one a sequence, and of prompts; default: 1,4,16/64,128",
+        metavar="N,N/N,N",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

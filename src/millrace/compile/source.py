@@ -48,7 +48,7 @@ class Source:
     def from_checkpoint(cls, checkpoint: Checkpoint, max_context: int | None = None) -> "Source":
         """raises ConfigError for a context that the model was not made for"""
         config = checkpoint.config
-        usual, most = _contexts(config)
+        usual, most = contexts(config)
         context = max_context or usual
         if not 1 <= context <= most:
             why = "the longest that an engine takes" if most == LONGEST else "for which the model was made"
@@ -101,7 +101,7 @@ class Source:
         return total
 
 
-def _contexts(config: ModelConfig | EncoderConfig) -> tuple[int, int]:
+def contexts(config: ModelConfig | EncoderConfig) -> tuple[int, int]:
     """Tokens of the longest sequence: where nobody says otherwise, and at most."""
     if isinstance(config, EncoderConfig):
         return config.max_context, min(config.max_positions, LONGEST)

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from millrace.compile.cases import Case, cases_of, filling, input_bytes, pages_of
+from millrace.compile.cases import USUAL_ROWS, Case, TunedRows, cases_of, filling, input_bytes, pages_of
 from millrace.compile.regions import Work, regions_of
 from millrace.compile.settings import Progress
 from millrace.compile.timings import TimingCache, machine_key
@@ -50,6 +50,7 @@ class Tuning:
     threads: int | None = None
     cache: TimingCache | None = None
     anew: bool = False  # what the cache knows is timed again
+    rows: TunedRows = USUAL_ROWS
 
 
 def tune_folder(folder: Path, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
@@ -77,16 +78,16 @@ def kept(before: TacticTable, now: TacticTable) -> TacticTable:
 def tune(engine: Engine, tuning: Tuning, progress: Progress | None = None) -> TacticTable:
     """Times what the cache does not know, and adds it there."""
     cache, isa, threads = tuning.cache, usable_isas()[0], usable_cores() if tuning.threads is None else tuning.threads
-    works, cases = regions_of(engine), cases_of(engine)
+    works, cases = regions_of(engine, tuning.rows), cases_of(engine, tuning.rows)
     key = machine_key(isa, threads)
     for name, choices in (cache.read(key) if cache and not tuning.anew else {}).items():
         if name in works:
             works[name].known = {c.rows: c for c in choices}
     note, missing = "", [c for c in cases if any(w.takes_part(c) and c.rows not in w.known for w in works.values())]
-    if missing and not _fits(engine):
+    if missing and not _fits(engine, tuning.rows):
         note = "not timed: weights, activations and inputs do not fit into the memory that is free"
     elif missing:
-        found = _timed(engine, works, missing, _Clock(tuning.seconds, len(missing), progress), threads)
+        found = _timed(engine, works, missing, _Clock(tuning.seconds, len(missing), progress), threads, tuning.rows)
         try:
             if cache:
                 cache.merge(key, found)
@@ -110,8 +111,8 @@ def choose(tried: Sequence[Timed]) -> int:
     return best.value if samples >= SAMPLES and best.median_us < clearly * tried[0].median_us else tried[0].value
 
 
-def _fits(engine: Engine) -> bool:
-    cpu, kv = engine.manifest.cpu, pages_of(engine) * engine.page_bytes
+def _fits(engine: Engine, rows: TunedRows) -> bool:
+    cpu, kv = engine.manifest.cpu, pages_of(engine, rows) * engine.page_bytes
     return cpu.weights_bytes + cpu.activation_bytes + kv + input_bytes(engine.manifest) < memory().available_bytes
 
 
@@ -149,13 +150,13 @@ class _Clock:
 
 
 def _timed(
-    engine: Engine, works: Mapping[str, Work], cases: Sequence[Case], clock: _Clock, threads: int
+    engine: Engine, works: Mapping[str, Work], cases: Sequence[Case], clock: _Clock, threads: int, rows: TunedRows
 ) -> dict[str, list[Choice]]:
     """The choices that were not known before; they are added to `works`."""
     executor: Tuned
     if engine.manifest.is_language_model:
-        executor = engine.executor(n_pages=pages_of(engine), threads=threads, tuned=False)
-        for step in filling(engine):
+        executor = engine.executor(n_pages=pages_of(engine, rows), threads=threads, tuned=False)
+        for step in filling(engine, rows):
             executor.run(step)
     else:
         executor = engine.network(threads=threads, tuned=False)

@@ -1,14 +1,17 @@
 """`--record`: what a server was asked, without any text, as a trace that `millrace bench --input-file` replays.
 
-A line for each request that ended, in Mooncake's format: when it came (ms of the engine's clock), how long prompt and
+A line for each request that ended, in Mooncake's format: when it came (ms since 1970, UTC), how long prompt and
 answer were, and for each 512 tokens of the prompt a number, which is the same where prompts have begun alike so far.
 The numbers count up in the order in which beginnings were first seen: nothing can be computed back from them.
+Beside that what `millrace build --traffic` chooses by: how long it was there ("duration", ms), how long of that before
+its first step ("waited", ms), how many "choices" it had, up to how many tokens each where it said so ("max_tokens").
 """
 
 import hashlib
 import json
 import logging
 import secrets
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import IO
@@ -16,6 +19,7 @@ from typing import IO
 from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
 from millrace.runtime.loop import EngineLoop
+from millrace.runtime.request import Request
 from millrace.runtime.service import STOP_S, AsyncEngine, ServiceOptions
 
 BLOCK = 512  # tokens, as in Mooncake's traces
@@ -39,16 +43,17 @@ class Recorder:
         self._known: OrderedDict[bytes, int] = OrderedDict()
         self._n_numbers, self._n_bytes = 0, 0
 
-    def write(self, queued_s: float, prompt: IntArray, n_output: int) -> None:
-        """prompt: (N,) token ids"""
+    def write(self, came_s: float, prompt: IntArray, n_output: int, **stay: float) -> None:
+        """prompt: (N,) token ids; stay: what else its line says"""
         if self._file is None:
             return
         line = json.dumps(
             {
-                "timestamp": round(1e3 * queued_s, 3),
+                "timestamp": round(1e3 * came_s, 3),
                 "input_length": len(prompt),
                 "output_length": n_output,
                 "hash_ids": self._beginnings(prompt),
+                **stay,
             }
         )
         self._n_bytes += len(line) + 1
@@ -90,6 +95,7 @@ class RecordedEngine(AsyncEngine):
     def __init__(self, loop: EngineLoop, options: ServiceOptions, recorder: Recorder) -> None:
         super().__init__(loop, options)
         self._recorder = recorder
+        self._epoch_s = time.time() - loop.thread.clock()  # of the engine's clock, which begins anywhere
 
     def _flush(self) -> None:
         before = list(self._live)
@@ -97,9 +103,26 @@ class RecordedEngine(AsyncEngine):
         for handle in before:
             if handle not in self._live:
                 for request in handle.requests:
-                    timings = request.timings
-                    self._recorder.write(timings.queued_s, request.prompt, timings.n_output_tokens)
+                    came_s, n_output = self._epoch_s + request.timings.queued_s, request.timings.n_output_tokens
+                    stay = stay_of(request, self.limits.context_tokens)
+                    self._recorder.write(came_s, request.prompt, n_output, **stay)
 
     async def close(self, within_s: float = STOP_S) -> None:
         await super().close(within_s)
         self._recorder.close()
+
+
+def stay_of(request: Request, context: int) -> dict[str, float]:
+    """What the line of a request that ended says of its stay; a limit that is the rest of the context is nobody's."""
+    timings, resolved = request.timings, request.resolved
+    ended_s = timings.queued_s if timings.finished_s is None else timings.finished_s
+    began_s = ended_s if timings.first_scheduled_s is None else timings.first_scheduled_s
+    told = {
+        "duration": round(1e3 * (ended_s - timings.queued_s), 3),
+        "waited": round(1e3 * (began_s - timings.queued_s), 3),
+    }
+    if resolved.n > 1:
+        told["choices"] = resolved.n
+    if len(request.prompt) + resolved.max_tokens < context:
+        told["max_tokens"] = resolved.max_tokens
+    return told

@@ -1,0 +1,167 @@
+"""What recorded requests ask of an engine: context, sequences at a time, KV pages, and the rows that are timed.
+
+Nothing is assumed of how lengths or arrivals are distributed: each choice is a percentile of what was recorded.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.compile.cases import USUAL_ROWS, TunedRows
+from millrace.engine.kv import PAGE_TOKENS
+from millrace.errors import ConfigError
+from millrace.tune.occupancy import computed, held, pages, sequences
+from millrace.tune.recording import Ints, Recording
+
+FEWEST = (
+    59  # requests of which the longest is, 19 times of 20, as long as 95 % of all that will come (0.95 ** 59 < 0.05)
+)
+BUSY = 99.0  # percent of arrivals that find a free place, and their pages
+MOST_BATCH = 1024
+WAITING = 0.1  # of a request's time: from here on it waited
+SHOWN = (50, 90, 99, 100)
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the traffic does not decide. covers: percent of the requests that are to fit into the context
+
+    model_context: for which the model was made; usual_batch: where the recording says nothing of it
+    max_context, max_batch: where flags say them
+    """
+
+    model_context: int
+    usual_batch: int
+    step_tokens: int
+    covers: float = 100.0
+    max_context: int | None = None
+    max_batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """What an engine for these requests needs, and the figures that say so.
+
+    lengths: percentiles of SHOWN by name; sure: percent of requests like these that fit, 19 times of 20
+    n_unfit: recorded requests that the context has no room for; longest: tokens that one needed
+    batch: None where the recording does not say how long requests stayed; peak: the most there were at a time
+    n_late: arrivals that find no free place; waited: share of those that did wait, a tenth of their time or more
+    pages_running, pages_kept: for those that run; with all beginnings that come again
+    again: share of the prompts' tokens that had come before
+    """
+
+    n: int
+    lengths: dict[str, dict[str, int]]
+    context: int
+    longest: int
+    n_unfit: int
+    sure: float
+    batch: int | None
+    peak: int
+    n_late: int
+    waited: float
+    pages_running: int
+    pages_kept: int
+    again: float
+    rows: TunedRows
+
+
+def percentile(values: Ints, q: float) -> int:
+    """The least value that at least q percent do not exceed: one of them, nothing in between."""
+    return int(np.percentile(values, q, method="inverted_cdf"))
+
+
+def percentiles(values: Ints) -> dict[str, int]:
+    return {"longest" if q == 100 else f"p{q}": percentile(values, q) for q in SHOWN}
+
+
+def check_enough(recording: Recording, name: str) -> None:
+    """raises ConfigError for a recording that says nothing of what will come"""
+    if len(recording) < FEWEST:
+        raise ConfigError(
+            f"{name} holds {len(recording)} request{'s' * (len(recording) != 1)}",
+            f"{FEWEST} at least: the longest of these is as long as 95 % of those to come, 19 times of 20",
+            "record longer, or say --max-context and --max-batch without --traffic",
+        )  # fmt: skip
+
+
+def propose(recording: Recording, asked: Asked, among: Mask | None = None) -> Proposal:
+    """among: (N,) of which arrivals; the others are there as well while they run"""
+    mask = np.ones(len(recording), bool) if among is None else among
+    n, needed = int(mask.sum()), recording.needed[mask]
+    context = asked.max_context or _context(needed, asked)
+    batch, there = _batch(recording, asked, mask)
+    places = asked.max_batch or batch or asked.usual_batch
+    running, kept = _pages(recording, places, mask)
+    prompts, fresh = recording.n_input[mask], computed(recording)[mask]
+    return Proposal(
+        n=n, lengths={"input": percentiles(prompts), "output": percentiles(recording.answers[mask]),
+                      "needed": percentiles(needed)},
+        context=context, longest=int(needed.max()), n_unfit=int(np.sum(needed > context)),
+        sure=100 * float(0.05 ** (1 / n)), batch=batch, peak=int(there.max(initial=0)),
+        n_late=int(np.sum(there > places)), waited=_waited(recording, mask), pages_running=running, pages_kept=kept,
+        again=1 - float(fresh.sum() / max(1, prompts.sum())),
+        rows=TunedRows(_decode_rows(recording, places, mask), _prompt_rows(fresh, min(asked.step_tokens, context))),
+    )  # fmt: skip
+
+
+def _context(needed: Ints, asked: Asked) -> int:
+    """Whole pages, within what the model was made for."""
+    tokens = max(percentile(needed, asked.covers), 1)
+    return min(-(-tokens // PAGE_TOKENS) * PAGE_TOKENS, asked.model_context)
+
+
+def _batch(recording: Recording, asked: Asked, mask: Mask) -> tuple[int | None, Ints]:
+    """Sequences at a time, and how many there were at each arrival. (n,)"""
+    if recording.stay_s is None:
+        return None, np.zeros(0, np.int64)
+    there = sequences(recording).at(recording.at_s[mask])
+    return min(percentile(there, BUSY), MOST_BATCH), there
+
+
+def _waited(recording: Recording, mask: Mask) -> float:
+    """Every request waits for the step that runs when it comes: less is nothing."""
+    if recording.stay_s is None or recording.waited_s is None:
+        return 0.0
+    waited, stay = recording.waited_s[mask], recording.stay_s[mask]
+    return float(np.mean((waited > 0) & (waited >= WAITING * (waited + stay))))
+
+
+def _pages(recording: Recording, places: int, mask: Mask) -> tuple[int, int]:
+    """No more run than there are places: that many in a row, where it is not known how long they stayed."""
+    each = pages(recording)
+    sums = np.concatenate([[0], np.cumsum(each)])
+    ends = np.flatnonzero(mask) + 1
+    in_a_row = percentile(sums[ends] - sums[np.maximum(ends - places, 0)], BUSY)
+    if recording.stay_s is None:
+        return in_a_row, in_a_row
+    times = recording.at_s[mask]
+    held_then = held(recording, kept=False).at(times)
+    running = np.minimum(held_then, in_a_row)
+    between = held(recording, kept=True).at(times) - held_then
+    return percentile(running, BUSY), percentile(running + between, BUSY)
+
+
+def _decode_rows(recording: Recording, places: int, mask: Mask) -> tuple[int, ...]:
+    """Of steps half, 90 % and 99 % of the time in which something runs."""
+    if recording.stay_s is None:
+        return tuple(n for n in USUAL_ROWS.decode if n <= places)
+    times, lasting_s, level = sequences(recording).levels()
+    arrival = np.clip(np.searchsorted(recording.at_s, times, side="right") - 1, 0, len(recording) - 1)
+    busy = (level > 0) & mask[arrival] & (lasting_s > 0)
+    if not busy.any():
+        return (1,)
+    level, lasting_s = level[busy], lasting_s[busy]
+    order = np.argsort(level, kind="stable")
+    share = np.cumsum(lasting_s[order]) / lasting_s.sum()
+    at = np.minimum(np.searchsorted(share, [0.5, 0.9, 0.99]), len(order) - 1)
+    found = level[order][at].tolist()
+    return tuple(sorted({min(n, places) for n in found}))
+
+
+def _prompt_rows(fresh: Ints, most: int) -> tuple[int, ...]:
+    """Of half and of 90 % of the prompts what is not known of them, in powers of two: chunks differ."""
+    sizes = (max(16, 1 << (percentile(fresh, q) - 1).bit_length()) for q in (50, 90))
+    return tuple(sorted({min(size, most) for size in sizes}))
