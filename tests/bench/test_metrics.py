@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from millrace.bench.answer import Answer, Failure
-from millrace.bench.goodput import Limits, goodput, parse_limits
+from millrace.bench.goodput import Limits, check_limits, goodput, parse_limits
 from millrace.bench.inputs import Turn
 from millrace.bench.metrics import measured
 from millrace.bench.run import Record
@@ -82,11 +82,20 @@ def test_nothing_was_answered() -> None:
 def test_goodput_counts_failures_as_not_good_and_ours_not_at_all() -> None:
     records = [record(0.0, [ms, ms + 20], 2) for ms in (50, 100, 150, 200)]
     records += [record(0.0, [1, 2], 2, failure=f) for f in (Failure.BROKEN_OFF, Failure.CANCELLED)]
-    found = goodput(records, Limits((("time_to_first_token", 150.001),)), duration_s=2.0)
+    # each was sent 50 ms after it should have been
+    found = goodput(records, Limits((("time_to_first_token", 200.001),)), duration_s=2.0)
     assert (found.requests_per_s, found.share, found.interval) == (1.5, 3 / 5, wilson(3, 5))
     both = Limits((("time_to_first_token", 1e3), ("inter_token_latency", 19)))
     assert goodput(records, both, 2.0).share == 0
     assert goodput([record(0.0, [10], 1)], both, 1.0).share == 1, "one token has no time between tokens"
+    in_one_piece = [record(0.0, [], 9)]
+    for name in ("time_to_first_token", "inter_token_latency", "time_to_second_token"):
+        limits = [Limits(((name, 1e6),))]
+        assert goodput(in_one_piece, limits[0], 1.0).share == 0, "what nobody measured is not kept"
+        check_limits(limits, streams=True)
+        with pytest.raises(ConfigError, match=f"{name} <= 1e.06 ms, of answers that come in one piece"):
+            check_limits(limits, streams=False)
+    check_limits([Limits((("request_latency", 1.0),))], streams=False)
 
 
 def test_limits_as_they_are_written() -> None:

@@ -9,16 +9,20 @@ from millrace.bench.intervals import Summary
 from millrace.bench.metrics import Metrics, Rate
 from millrace.bench.sweep import Point, Reached, SweepLimits, best, on_front, swept
 from millrace.bench.sweep_page import sweep_page
+from millrace.errors import ConfigError
 
 
 def metrics(level: float, capacity: float, failed: int = 0) -> Metrics:
-    """Throughput that saturates at `capacity`; TTFT of level ms."""
+    """Throughput that saturates at `capacity`; TTFT of level ms, the half of it before anything was sent."""
     rate, latency = capacity * level / (level + capacity), 100 + level
 
     def of(value: float) -> Summary:
         return Summary(10, value, 0, value, value, dict.fromkeys((50, 75, 90, 95, 99), value), {})
 
-    found = {"time_to_first_token": of(level), "inter_token_latency": of(level / 10), "request_latency": of(latency)}
+    found = {
+        "time_to_first_token": of(level / 2), "time_to_first_token_from_intended": of(level),
+        "inter_token_latency": of(level / 10), "request_latency": of(latency),
+    }  # fmt: skip
     failures = {"timeout": failed} if failed else {}
     return Metrics(10, failures, 1.0, found, Rate(rate, None), Rate(rate / 10, None), 1.0, "")
 
@@ -41,6 +45,14 @@ def test_it_finds_the_last_level_that_keeps_the_limit(limit: float) -> None:
 def test_the_strictest_limit_counts_and_so_do_failures() -> None:
     assert max(p.level for p in levels(1, 256, SweepLimits(500, itl_ms=2)) if p.keeps) <= 20
     assert max(p.level for p in levels(1, 256, SweepLimits(), fails_from=40) if p.keeps) < 40
+
+
+def test_limits_that_no_answer_could_break_are_refused() -> None:
+    SweepLimits().check(streams=False)
+    SweepLimits(ttft_ms=1, itl_ms=1).check(streams=True)
+    for limits in (SweepLimits(ttft_ms=1), SweepLimits(itl_ms=1)):
+        with pytest.raises(ConfigError, match="of answers that come in one piece"):
+            limits.check(streams=False)
 
 
 def test_nothing_breaks_or_everything_does() -> None:

@@ -1,6 +1,8 @@
 """`millrace bench` as people and programs run it, on the null server."""
 
+import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,14 +15,21 @@ from pathlib import Path
 import pytest
 
 from millrace.bench import results
+from millrace.bench.client import Client, Target
+from millrace.bench.endpoints import CHAT
 from millrace.bench.infer.settings import ALIASES as INFER_ALIASES
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
 from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
+from millrace.bench.plan import Plan
+from millrace.bench.run import Load, Run
 from millrace.bench.settings import ALIASES, InputSettings, LoadSettings, SessionSettings, TargetSettings
+from millrace.bench.words import Words
+from millrace.cli import bench_compare
 from millrace.cli.bench import command as bench
 from millrace.cli.bench_flags import as_ours
 from millrace.cli.bench_infer import command as bench_infer
+from millrace.cli.bench_runner import Begins, driven
 from millrace.report.png import has_no_font
 from millrace.settings import Settings, declared
 from tests.cli.conftest import Millrace
@@ -187,6 +196,36 @@ def test_a_slower_server_is_found_and_ends_with_3(millrace: Millrace, url: str, 
     assert "inter_token_latency" in told["worse"] and told["failed"] == [0, 0] and told["ended_early"] is None
     assert told["valid"] is not told["client"].startswith("NOT CERTIFIED") and "2 streams, " in told["client"]
     assert better.code == 0 and "better" in better.out and "visible" in better.out and "client:" not in better.out
+
+
+def test_two_servers_are_asked_the_same(millrace: Millrace, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever each makes of words: the old server and the new one may count tokens otherwise."""
+    per_word = iter((1.0, 4.0))
+
+    async def reached(plan: Plan) -> Words:
+        return Words(next(per_word))
+
+    monkeypatch.setattr(bench_compare, "reached", reached)
+    with NullProcess(NullTiming(ttft_ms="2", itl_ms="1")) as a, NullProcess(NullTiming(ttft_ms="2", itl_ms="1")) as b:
+        few = ("--isl", "20", "--osl", "3", "--request-count", "2", "--rounds", "3", "--certify-s", "0")
+        assert millrace("bench", "compare", a.url, b.url, *few, "--allow", "1000").code == 0
+        asked = [sorted(sent.n_prompt for sent in server.truth_list) for server in (a, b)]
+    assert asked[0] == asked[1] and len(asked[0]) == 6 and min(asked[0]) > 15
+
+
+def test_ctrl_c_between_two_runs_ends_the_next() -> None:
+    async def work(begins: Begins) -> Run:
+        async with Client(Target("http://127.0.0.1:9", CHAT)) as client:
+            begins(Run(client, Load()))
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.05)
+            begins(run := Run(client, Load(n_sessions=1)))
+            await run.drive(iter([]))
+            return run
+
+    run = driven(work, quiet=True)
+    assert run.ended == "Ctrl-C" and not run.records
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "what comes later ends the command"
 
 
 def test_two_results_are_compared(millrace: Millrace, url: str, tmp_path: Path) -> None:

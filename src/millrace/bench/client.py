@@ -48,6 +48,11 @@ class Target:
         return path + self.endpoint.stream_suffix if self.streamed else path
 
     @property
+    def streams(self) -> bool:
+        """Answers come token by token."""
+        return self.streamed and self.endpoint.streams
+
+    @property
     def place(self) -> SplitResult:
         """raises ConfigError where it is no address"""
         url = self.url if "://" in self.url else f"http://{self.url}"

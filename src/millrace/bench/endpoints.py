@@ -5,20 +5,22 @@ An event is read as it arrives: only what a benchmark needs is decoded, and chec
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from millrace.bench.answer import Answer, Failure, Question
 
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=10_000_000)]
+
 
 class _Usage(msgspec.Struct):
     """Names of chat and completions, and of responses."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
+    prompt_tokens: _Tokens | None = None
+    completion_tokens: _Tokens | None = None
+    input_tokens: _Tokens | None = None
+    output_tokens: _Tokens | None = None
 
 
 class _Said(msgspec.Struct):
@@ -135,6 +137,8 @@ def _take_usage(answer: Answer, usage: _Usage | None) -> None:
     n_prompt = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
     n_output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
     answer.n_prompt = answer.n_prompt if n_prompt is None else n_prompt
+    if n_output is not None and n_output < (answer.n_told or 0):
+        answer.fail(Failure.MALFORMED, f"its usage went from {answer.n_told} output tokens back to {n_output}")
     answer.n_told = answer.n_told if n_output is None else n_output
 
 

@@ -66,7 +66,12 @@ class Run:
         self._tasks, self._failed_in_a_row, self._n_begun = set[asyncio.Task[None]](), 0, 0
 
     async def drive(self, sessions: Iterator[Session]) -> None:
-        """Until the load is done, or `sessions` are, or `stop` is called. What was sent is in `records`."""
+        """Until the load is done, or `sessions` are, or `stop` is called. What was sent is in `records`.
+
+        A run that has `ended` before sends nothing.
+        """
+        if self.ended:
+            return
         with _without_long_collections():
             await self._drive(sessions)
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from millrace.bench.goodput import Limits, check_limits
 from millrace.bench.metrics import Metrics
 from millrace.bench.server_load import NOTHING, ServerLoad
 
@@ -20,14 +21,19 @@ class SweepLimits:
     percentile: int = 90
 
     def keeps(self, metrics: Metrics) -> bool:
-        """A failure breaks them, too, and so does a run without an answer."""
+        """First tokens count from when the load wanted them asked for: a rate that is not reached is not kept. Answers
+        of one token have no ITL. A failure breaks them, too, and so does a run without an answer."""
         if not metrics.n or metrics.n_failed:
             return False
-        for name, most in (("time_to_first_token", self.ttft_ms), ("inter_token_latency", self.itl_ms)):
-            found = metrics.of_requests.get(name)
-            if most is not None and found is not None and found.percentiles[self.percentile] > most:
-                return False
-        return True
+        ttft, itl = (metrics.of_requests.get(n) for n in ("time_to_first_token_from_intended", "inter_token_latency"))
+        if self.ttft_ms is not None and (ttft is None or ttft.percentiles[self.percentile] > self.ttft_ms):
+            return False
+        return self.itl_ms is None or itl is None or itl.percentiles[self.percentile] <= self.itl_ms
+
+    def check(self, streams: bool) -> None:
+        """raises ConfigError where no answer could break them"""
+        names = (("time_to_first_token", self.ttft_ms), ("inter_token_latency", self.itl_ms))
+        check_limits([Limits(tuple((name, most) for name, most in names if most is not None))], streams)
 
     @property
     def says(self) -> str:

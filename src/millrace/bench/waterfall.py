@@ -10,6 +10,7 @@ telling     turned into text and given to its connection: the first token, and t
 decode      from the first token to the last, of which a client may see nothing (an end of text)
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -26,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 TO_FIRST = ("outside", "preparing", "queue", "prefill", "telling")
 TO_END = (*TO_FIRST, "decode")
 MOST, MOST_BYTES = 512, 1 << 16  # requests that a server remembers; of what it says of one
-TIMEOUT_S = 10.0
+TIMEOUT_S, BUDGET_S = 2.0, 10.0  # of one of these questions; of all together
 FEWEST = 20  # below, nothing is slow or usual
 SLOW = 0.99  # the slowest: from this quantile on,
 _FEWEST_SLOW = 3  # at least so many of them
@@ -91,8 +92,11 @@ def traced(target: Target, answers: Sequence[Answer]) -> dict[str, Seen]:
     kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
     connection = kind(place.hostname or "", place.port, timeout=TIMEOUT_S)
     base = place.path.rstrip("/").removesuffix("/v1")
+    until_s = time.monotonic() + BUDGET_S
     try:
         for answer in [a for a in answers if a.id][-MOST:]:
+            if time.monotonic() > until_s:
+                break
             path = f"{base}/v1/requests/{quote(answer.id, safe='')}/trace?steps=0"
             connection.request("GET", path, headers=dict(target.headers))
             reply = connection.getresponse()

@@ -7,13 +7,13 @@ import click
 
 from millrace.bench.certify import Certificate, certify
 from millrace.bench.exports import write_results
-from millrace.bench.goodput import READING, parse_limits
+from millrace.bench.goodput import READING, check_limits, parse_limits
 from millrace.bench.metrics import good
 from millrace.bench.plan import Plan, measure, planned, reached
 from millrace.bench.results import Finished, report
 from millrace.bench.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.bench.waterfall import TO_END, joined, traced
+from millrace.bench.waterfall import TO_END, Waterfall, joined, traced
 from millrace.cli import bench_compare, bench_infer, bench_sweep
 from millrace.cli.bench_flags import TheirFlags, certify_option, check_output, png_option
 from millrace.cli.bench_runner import Begins, driven
@@ -94,6 +94,7 @@ def command(
             targets[0], made(TargetSettings, given), made(LoadSettings, given), made(InputSettings, given),
             made(SessionSettings, given),
         )  # fmt: skip
+        check_limits(limits, plan.target.streams)
         certificate, run = driven(lambda begins: _measured(plan, certify_s, as_json, begins), quiet=as_json)
     else:
         from millrace.cli.bench_engine import (
@@ -103,9 +104,7 @@ def command(
 
         plan = planned_in_process(engine, given)
         certificate, run = None, in_process(engine, plan, env, as_json)
-    answers = good(run.records)
-    waterfall = None if engine is not None else joined(answers, traced(plan.target, answers))
-    done = Finished.of(plan, run, limits, certificate, waterfall)
+    done = Finished.of(plan, run, limits, certificate, None if engine is not None else _traced(plan, run))
     if output is not None:
         names = write_results(output, done, as_png)
         note(f"  {len(names)} files in {output}")
@@ -122,6 +121,15 @@ async def _measured(plan: Plan, certify_s: float, quiet: bool, begins: Begins) -
     if certificate is not None and not quiet:
         note(f"  client: {certificate.says}")
     return certificate, await measure(plan, begins, words)
+
+
+def _traced(plan: Plan, run: Run) -> Waterfall | None:
+    """Ctrl-C leaves it out: what was measured stands without it."""
+    answers = good(run.records)
+    try:
+        return joined(answers, traced(plan.target, answers))
+    except KeyboardInterrupt:
+        return None
 
 
 def show(told: dict[str, Any]) -> None:

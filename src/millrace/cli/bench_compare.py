@@ -8,7 +8,7 @@ import click
 
 from millrace.bench.certify import Certificate, certify, told_of
 from millrace.bench.compare import Difference, Side, compared_answers, compared_rounds, interleaved, read_answers
-from millrace.bench.plan import Plan, planned
+from millrace.bench.plan import Plan, measure, planned, reached
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.cli.bench_flags import TheirFlags, certify_option
 from millrace.cli.bench_runner import Begins, driven
@@ -96,8 +96,9 @@ def _compared(a: str, b: str, rounds: int, allow: float, quiet: bool, given: dic
     certify_s, plans = given.pop("certify_s"), (_plans(a, given), _plans(b, given))
 
     async def compared(begins: Begins) -> tuple[Certificate | None, tuple[Side, Side]]:
+        words, _ = [await reached(plan(0)) for plan in plans]  # both answer, and are asked the same
         certificate = await certify(plans[0](0), certify_s) if certify_s else None
-        return certificate, await interleaved(*plans, rounds, begins)
+        return certificate, await interleaved(*plans, rounds, begins, lambda plan, on: measure(plan, on, words))
 
     certificate, sides = driven(compared, quiet)
     return {**_told(compared_rounds(*sides), allow, sides), **told_of(certificate)}

@@ -23,22 +23,27 @@ def driven(work: Callable[[Begins], Awaitable[T]], quiet: bool) -> T:
 
 
 async def _stoppable(work: Callable[[Begins], Awaitable[T]], tell: Progress) -> T:
-    loop, running = asyncio.get_running_loop(), list[Run]()
+    loop, running, stopped = asyncio.get_running_loop(), list[Run](), False
     ticking = loop.create_task(_tick(running, tell))
 
     def stop() -> None:
+        nonlocal stopped
+        stopped = True
         loop.remove_signal_handler(signal.SIGINT)
         running[-1].stop("Ctrl-C")
 
     def begins(run: Run) -> None:
         if not running:
             loop.add_signal_handler(signal.SIGINT, stop)  # from here on there is something to report
+        if stopped:  # it came between two runs
+            run.ended = "Ctrl-C"
         running.append(run)
 
     try:
         return await work(begins)
     finally:
         ticking.cancel()
+        loop.remove_signal_handler(signal.SIGINT)  # what comes now is Python's own again
 
 
 async def _tick(running: list[Run], tell: Progress) -> None:

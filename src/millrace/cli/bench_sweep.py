@@ -77,6 +77,7 @@ def command(
         given["duration_s"] = EACH_S
     limits = SweepLimits(given.pop("ttft_ms"), given.pop("itl_ms"), int(given.pop("percentile")))
     level = _level(url, by, given)
+    limits.check(level(first).target.streams)
 
     async def sweep(begins: Begins) -> tuple[list[Point], Best | None, Certificate | None]:
         points = await swept(first, most, by == "concurrency", limits, partial(_run, level, begins))
