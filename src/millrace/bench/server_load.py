@@ -120,7 +120,8 @@ class Watch:
                 return
             if sample is not None:
                 self._samples.append(sample)
-            await asyncio.sleep(max(EVERY_S, 10 * (time.perf_counter() - begin_s)))  # a tenth of the time at most
+            took_s = time.perf_counter() - begin_s
+            await asyncio.sleep(max(EVERY_S, min(10 * took_s, 10 * EVERY_S)))  # a tenth of the time, if it is quick
 
     def during(self, run: Run) -> ServerLoad | None:
         """None where nothing was told in that time."""
