@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench import certify, sweep
+from millrace.bench import certify, plan, sweep
 from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
 from millrace.bench.plan import Plan
@@ -84,12 +84,12 @@ def test_levels_of_a_sweep_ask_different_texts(millrace: Millrace, url: str, mon
     """And the same ones when it is done again; the seed is the largest that there is."""
     texts: list[frozenset[str]] = []
 
-    async def measure(plan: Plan, begins: Begins) -> Run:
-        run = await measuring(plan, begins)
+    async def measure(asked: Plan, begins: Begins) -> Run:
+        run = await measuring(asked, begins)
         texts.append(frozenset(r.turn.text for r in run.records))
         return run
 
-    measuring = bench_sweep.measure
+    measuring = plan.measure
     monkeypatch.setattr(bench_sweep, "measure", measure)
     flags = ("--isl", "10", "--osl", "3", "--request-count", "4", "--most", "4", "--certify-s", "0")
     for _ in range(2):
