@@ -6,7 +6,7 @@ import time
 import pytest
 import uvloop
 
-from millrace.bench.certify import Certificate, certify
+from millrace.bench.certify import Certificate, certify, invalid, told_of
 from millrace.bench.plan import planned
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 
@@ -51,3 +51,15 @@ def test_a_client_that_is_busy_is_found_out() -> None:
 @pytest.mark.parametrize("cpu, p99, holds", [(0.79, 4.9, True), (0.8, 1, False), (0.1, 5.0, False)])
 def test_what_holds(cpu: float, p99: float, holds: bool) -> None:
     assert Certificate(1, 1.0, cpu, 0.1, p99).holds is holds
+
+
+@pytest.mark.parametrize(
+    "holds, cpu_share, valid",
+    [(None, 0.79, None), (None, 0.8, False), (True, 0.79, True), (True, 0.8, False), (False, 0.1, False)],
+)
+def test_a_client_is_judged_by_its_runs_too(holds: bool | None, cpu_share: float, valid: bool | None) -> None:
+    certificate = None if holds is None else Certificate(1, 1.0, 0.1, 0.1, 1.0 if holds else 9.0)
+    told = told_of(certificate, cpu_share)
+    assert told["valid"] is valid and told["client_cpu_share"] == cpu_share
+    said = invalid(told, "in a round")
+    assert len(said) == (valid is False) and all(f"{cpu_share:.0%} of a core in a round" in one for one in said)

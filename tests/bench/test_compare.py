@@ -7,15 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.bench.answer import Answer
+from millrace.bench.answer import Answer, Failure
 from millrace.bench.compare import (
     Difference,
     compared_answers,
     compared_rounds,
     interleaved,
+    more_failures,
     of_pairs,
     of_samples,
-    read_answers,
+    only_one_has,
+    read_result,
 )  # fmt: skip
 from millrace.bench.inputs import Turn
 from millrace.bench.null_ledger import NullTiming
@@ -102,11 +104,12 @@ def test_rounds_go_in_turns_with_the_same_questions(null: Null) -> None:
     assert itl.verdict == "better" and itl.percent == pytest.approx(-100 / 3, abs=6)
 
 
-def written(path: Path, itl_s: float, n: int = 40) -> Path:
+def written(path: Path, itl_s: float, n: int = 40, failures: tuple[Failure, ...] = ()) -> Path:
     records = []
     for i in range(n):
         chunks = (i + 0.1 + RNG.normal(0, 0.01) + itl_s * np.arange(10)).tolist()
         records.append(Record(Turn("a"), Answer(f"x{i}", i, i, chunks, [], chunks[-1], 5, 10, status=200), i, 0))
+    records += [Record(Turn("a"), Answer("y", 1, 1, end_s=2, failure=kind), n, 0) for kind in failures]
     path.mkdir()
     (path / "requests.jsonl").write_text("".join(line_of(r, 1e9) + "\n" for r in records))
     return path
@@ -114,7 +117,7 @@ def written(path: Path, itl_s: float, n: int = 40) -> Path:
 
 def test_two_results_that_were_written(tmp_path: Path) -> None:
     a, b = written(tmp_path / "a", 0.010), written(tmp_path / "b", 0.012)
-    found = {d.name: d for d in compared_answers(read_answers(a), read_answers(b / "requests.jsonl"))}
+    found = {d.name: d for d in compared_answers(read_result(a).answers, read_result(b / "requests.jsonl").answers)}
     assert found["inter_token_latency"].percent == pytest.approx(20, abs=0.1)
     assert found["inter_token_latency"].verdict == "worse"
     assert found["time_to_first_token"].n == 40
@@ -126,9 +129,9 @@ def test_a_file_that_is_no_result(tmp_path: Path, line: str) -> None:
     with (folder / "requests.jsonl").open("a") as file:
         file.write(line + "\n")
     with pytest.raises(ConfigError, match="line 2"):
-        read_answers(folder)
+        read_result(folder)
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_answers(tmp_path / "absent")
+        read_result(tmp_path / "absent")
 
 
 def test_only_failures_are_no_result(tmp_path: Path) -> None:
@@ -137,4 +140,58 @@ def test_only_failures_are_no_result(tmp_path: Path) -> None:
     told = json.loads(line_of(record, 0)) | {"failure": "timeout"}
     path.write_text(json.dumps(told) + "\n")
     with pytest.raises(ConfigError, match="no whole answer"):
-        read_answers(path)
+        read_result(path)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("chunk_ms", "[1.0, NaN]"), ("chunk_ms", "[1e999]"), ("chunk_ms", "[2, 1]"), ("chunk_ms", "[-1]"),
+        ("sent", "true"), ("end_ms", "Infinity"), ("n_output_told", "-3"), ("n_output_told", "1e999"),
+        ("n_output_told", "2.5"), ("n_output_told", "1" + "0" * 400), ("chunk_tokens", "[0.5]"), ("n_prompt", "NaN"),
+    ],
+)  # fmt: skip
+def test_figures_that_no_run_writes(tmp_path: Path, field: str, value: str) -> None:
+    """They would become a verdict on a server, or a traceback."""
+    folder = written(tmp_path / "a", 0.01, n=1)
+    line = json.loads((folder / "requests.jsonl").read_text())
+    with (folder / "requests.jsonl").open("a") as file:
+        file.write(json.dumps(line | {field: "here"}).replace('"here"', value) + "\n")
+    with pytest.raises(ConfigError, match=f'requests.jsonl, line 2: "{field}"'):
+        read_result(folder)
+
+
+def test_failures_and_the_clients_word_are_read(tmp_path: Path) -> None:
+    """What we gave up ourselves is no failure of the server."""
+    kinds = (Failure.TIMEOUT, Failure.CANCELLED, Failure.STATUS, Failure.INTERRUPTED)
+    folder = written(tmp_path / "a", 0.01, n=5, failures=kinds)
+    found = read_result(folder)
+    assert (len(found.answers), found.n_failed, found.n, found.valid) == (5, 2, 7, None)
+    summary = folder / "summary.json"
+    for valid in (True, False):
+        summary.write_text(json.dumps({"valid": valid}))
+        assert read_result(folder).valid is read_result(folder / "requests.jsonl").valid is valid
+    for text in ("", "[]", "{}", '{"valid": "no"}', "\xff"):
+        summary.write_bytes(text.encode("latin-1"))
+        with pytest.raises(ConfigError, match=r"summary\.json is no summary"):
+            read_result(folder)
+
+
+@pytest.mark.parametrize(
+    "failed, n, more",
+    [
+        ((0, 0), (40, 40), False), ((0, 1), (40, 40), True), ((1, 1), (40, 40), False), ((2, 1), (40, 40), False),
+        ((1, 1), (100, 99), False), ((1, 10), (10, 100), False), ((1, 11), (10, 100), True),
+        ((60, 50), (1000, 100), True),
+    ],
+)  # fmt: skip
+def test_failures_are_compared_as_shares(failed: tuple[int, int], n: tuple[int, int], more: bool) -> None:
+    """One request more than A's share of them, at least."""
+    assert more_failures(failed, n) is more
+
+
+def test_a_metric_that_one_side_lacks_is_named() -> None:
+    streamed, whole = Answer("x", 0, 0, [1.0, 2.0], [], 2, 5, 10), Answer("x", 0, 0, [], [], 2, 5, 10)
+    assert only_one_has([whole], [streamed]) == {"time_to_first_token": "B", "inter_token_latency": "B"}
+    assert only_one_has([streamed], [whole, whole]) == {"time_to_first_token": "A", "inter_token_latency": "A"}
+    assert only_one_has([whole], [whole]) == only_one_has([streamed], [whole, streamed]) == {}

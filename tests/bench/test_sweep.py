@@ -87,6 +87,39 @@ def test_the_chosen_points() -> None:
     assert on_front([*points, slow]) == points, "more tokens/s cost latency; what is worse in both is left out"
 
 
+def test_embeddings_have_requests_but_no_tokens() -> None:
+    """Requests/s grow to level 8 and fall from there; of tokens there are 0 everywhere."""
+
+    def point(level: float) -> Point:
+        rate = 8.0 - abs(8 - level) / 2
+        return Point(
+            level,
+            replace(metrics(level, 100), output_tokens_per_s=Rate(0, None), requests_per_s=Rate(rate, None)),
+            True,
+        )
+
+    points = [point(level) for level in (1, 2, 4, 8, 16)]
+    found = best(points)
+    assert found is not None and found.within is not None
+    assert (found.within.level, found.throughput.level, found.knee.level, found.latency.level) == (8, 8, 8, 1)
+    assert [p.level for p in on_front(points)] == [1, 2, 4, 8]
+    page = sweep_page("http://x", "concurrency", points, found, SweepLimits())
+    assert "most requests/s" in page and "8 requests/s, " in page and "most tokens/s" not in page
+
+
+@pytest.mark.parametrize("cpu_share, is_valid", [(0.79, True), (0.8, False)])
+def test_levels_at_which_the_client_does_not_keep_up(cpu_share: float, is_valid: bool) -> None:
+    async def run(level: float) -> Reached | None:
+        return Reached(metrics(level, 100), cpu_share=cpu_share if level == 4 else 0.1)
+
+    points = asyncio.run(swept(1, 4, True, SweepLimits(), run))
+    assert [p.is_valid for p in points] == [True, True, is_valid]
+    found = best(points)
+    assert found is not None
+    page = sweep_page("http://x", "concurrency", points, found, SweepLimits(), notes=["INVALID <at 4>"])
+    assert page.count("<td>yes, INVALID") == (not is_valid) and "INVALID &lt;at 4&gt;" in page
+
+
 def test_the_page_of_a_sweep() -> None:
     limits, points = SweepLimits(ttft_ms=40), levels(1, 64, SweepLimits(ttft_ms=40))
     found = best(points)

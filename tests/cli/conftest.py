@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from millrace.bench.null_ledger import NullTiming
+from millrace.bench.null_process import NullProcess
 from millrace.cli import demo, doctor
 from millrace.cli.main import run
 from millrace.compile.builder import build_engine
@@ -62,6 +64,13 @@ def measured(monkeypatch: pytest.MonkeyPatch, roofline: Roofline) -> list[tuple[
 def engine(built_tiny: Path, tmp_path: Path) -> Path:
     """A copy that the test may damage."""
     return Path(shutil.copytree(built_tiny, tmp_path / "tiny.engine"))
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Of a null server."""
+    with NullProcess(NullTiming(ttft_ms="10", itl_ms="2")) as server:
+        yield server.url
 
 
 @pytest.fixture

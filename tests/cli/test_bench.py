@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,13 +20,10 @@ from millrace.bench.infer.settings import ALIASES as INFER_ALIASES
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
 from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
-from millrace.bench.plan import Plan
 from millrace.bench.run import Load, Run
 from millrace.bench.settings import ALIASES, InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.bench.words import Words
-from millrace.cli import bench_compare
 from millrace.cli.bench import command as bench
-from millrace.cli.bench_flags import as_ours
+from millrace.cli.bench_flags import as_ours, told_and_written
 from millrace.cli.bench_infer import command as bench_infer
 from millrace.cli.bench_runner import Begins, driven
 from millrace.report.png import has_no_font
@@ -37,12 +33,6 @@ from tests.serve.support import MODEL, Fake, running
 from tests.support.command_line import ROOT, environment
 
 SMALL = ("--isl", "20", "--osl", "5", "--request-count", "12", "--concurrency", "3", "--certify-s", "0")
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with NullProcess(NullTiming(ttft_ms="10", itl_ms="2")) as server:
-        yield server.url
 
 
 def test_the_report_for_programs(millrace: Millrace, url: str, tmp_path: Path) -> None:
@@ -167,6 +157,68 @@ def test_a_server_that_stops_midway_leaves_what_there_is(millrace: Millrace, tmp
     assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == 12
 
 
+NOBODY = "http://127.0.0.1:1"  # who asked it would hear of that
+
+
+@pytest.mark.parametrize(
+    "part, output, fragment",
+    [
+        ((NOBODY,), "/proc/nope/x", "/proc/nope/x cannot be written: No such file"),
+        ((NOBODY,), "taken", "report.html is a folder"),
+        ((NOBODY,), "file", "is a file"),
+        (("infer", NOBODY, "--model", "m"), "/proc/nope/x", "/proc/nope/x cannot be written"),
+        (("infer", NOBODY, "--model", "m"), "taken", "report.html is a folder"),
+        (("sweep", NOBODY), "/proc/nope/x.html", "x.html cannot be written"),
+        (("sweep", NOBODY), "taken", "taken is a folder"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_found_before_the_run(
+    millrace: Millrace, tmp_path: Path, part: tuple[str, ...], output: str, fragment: str
+) -> None:
+    (tmp_path / "taken" / "report.html").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    millrace("bench", *part, "-o", str(tmp_path / output)).assert_mistake("--output", fragment)
+
+
+@pytest.mark.parametrize("part, full", [((), "requests.jsonl"), (("infer",), "summary.json"), (("sweep",), "")])
+def test_a_full_disk_takes_no_figures_away(
+    millrace: Millrace, url: str, tmp_path: Path, part: tuple[str, ...], full: str
+) -> None:
+    """They are told first, then the mistake."""
+    output = tmp_path / full if full else Path("/dev/full")
+    if full:
+        output.symlink_to("/dev/full")
+    few = (
+        "--model",
+        "null",
+        "--request-count",
+        "3",
+        "--certify-s",
+        "0",
+        *(() if full == "summary.json" else ("--osl", "3")),
+    )
+    few += () if full else ("--most", "1")
+    result = millrace("bench", *part, url, *few, "--json", "-o", str(tmp_path if full else output))
+    result.assert_mistake("is not whole: No space left on device", "--output")
+    told = json.loads(result.out)
+    assert told["requests"]["whole"] == 3 if part == () else len(told["points"]) == 1
+
+
+def test_files_are_written_where_nobody_reads_the_figures(tmp_path: Path) -> None:
+    """`millrace bench -o results | head -1`"""
+
+    def closed() -> None:
+        raise BrokenPipeError
+
+    def write(folder: Path) -> list[str]:
+        (folder / "summary.json").touch()
+        return ["summary.json"]
+
+    with pytest.raises(BrokenPipeError):
+        told_and_written(closed, tmp_path, write)
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
 def test_nothing_was_answered(millrace: Millrace, url: str) -> None:
     result = millrace("bench", url, *SMALL, "--timeout-s", "0.012")
     assert result.code == 2 and "timeout" in result.err
@@ -186,33 +238,6 @@ def test_ctrl_c_still_reports(cache: Path, url: str, tmp_path: Path) -> None:
     assert b"The run ended early: Ctrl-C." in out and b"TTFT, ms" in out
 
 
-def test_a_slower_server_is_found_and_ends_with_3(millrace: Millrace, url: str, tmp_path: Path) -> None:
-    with NullProcess(NullTiming(ttft_ms="10", itl_ms="4")) as slower:
-        rounds = ("--isl", "10", "--osl", "10", "--request-count", "6", "--concurrency", "2", "--rounds", "4")
-        worse = millrace("bench", "compare", url, slower.url, *rounds, "--certify-s", "0.4", "--json")
-        better = millrace("bench", "compare", slower.url, url, *rounds, "--allow", "30", "--certify-s", "0")
-    assert worse.code == 3, worse.err
-    told = json.loads(worse.out)
-    assert "inter_token_latency" in told["worse"] and told["failed"] == [0, 0] and told["ended_early"] is None
-    assert told["valid"] is not told["client"].startswith("NOT CERTIFIED") and "2 streams, " in told["client"]
-    assert better.code == 0 and "better" in better.out and "visible" in better.out and "client:" not in better.out
-
-
-def test_two_servers_are_asked_the_same(millrace: Millrace, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever each makes of words: the old server and the new one may count tokens otherwise."""
-    per_word = iter((1.0, 4.0))
-
-    async def reached(plan: Plan) -> Words:
-        return Words(next(per_word))
-
-    monkeypatch.setattr(bench_compare, "reached", reached)
-    with NullProcess(NullTiming(ttft_ms="2", itl_ms="1")) as a, NullProcess(NullTiming(ttft_ms="2", itl_ms="1")) as b:
-        few = ("--isl", "20", "--osl", "3", "--request-count", "2", "--rounds", "3", "--certify-s", "0")
-        assert millrace("bench", "compare", a.url, b.url, *few, "--allow", "1000").code == 0
-        asked = [sorted(sent.n_prompt for sent in server.truth_list) for server in (a, b)]
-    assert asked[0] == asked[1] and len(asked[0]) == 6 and min(asked[0]) > 15
-
-
 def test_ctrl_c_between_two_runs_ends_the_next() -> None:
     async def work(begins: Begins) -> Run:
         async with Client(Target("http://127.0.0.1:9", CHAT)) as client:
@@ -226,53 +251,6 @@ def test_ctrl_c_between_two_runs_ends_the_next() -> None:
     run = driven(work, quiet=True)
     assert run.ended == "Ctrl-C" and not run.records
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "what comes later ends the command"
-
-
-def test_two_results_are_compared(millrace: Millrace, url: str, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        assert millrace("bench", url, *SMALL, "--json", "-o", str(tmp_path / name)).code == 0
-    result = millrace("bench", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--allow", "50")
-    assert result.code == 0 and "request_latency" in result.out
-    millrace("bench", "compare", str(tmp_path / "a"), url).assert_mistake("one is a file, one is none")
-    millrace("bench", "compare", str(tmp_path), str(tmp_path)).assert_mistake("cannot be read")
-
-
-def test_a_sweep_ends_where_the_limit_breaks(millrace: Millrace, url: str, tmp_path: Path) -> None:
-    flags = ["--isl", "10", "--osl", "5", "--request-count", "8", "--most", "4", "-o", str(tmp_path / "sweep.html")]
-    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "200", "--certify-s", "0.4", "--json")
-    assert result.code == 0, result.err
-    told = json.loads(result.out)
-    assert [p["level"] for p in told["points"]] == [1, 2, 4] and told["within"]["level"] in (1, 2, 4)
-    assert (tmp_path / "sweep.html").read_text().count("<circle") == 3
-    assert "tells nothing" in told["limited_by"]
-    assert told["valid"] is not told["client"].startswith("NOT CERTIFIED")
-    assert told["client"] in (tmp_path / "sweep.html").read_text() and " streams, " in told["client"]
-    result = millrace("bench", "sweep", url, *flags, "--ttft-ms", "1", "--certify-s", "0")
-    assert result.code == 0 and "best within limits  none" in result.out
-
-
-@pytest.mark.parametrize(
-    "arguments, fragments",
-    [
-        (["sweep", "x", "--concurrency", "4"], ["--concurrency in a sweep of it"]),
-        (["sweep", "x", "--by", "rate", "--request-rate", "4"], ["--request-rate in a sweep"]),
-        (["sweep", "x", "--from", "8", "--most", "4"], ["--most 4 is below --from 8"]),
-        (["sweep", "x", "--from", "1.5"], ["--from 1.5", "a whole number"]),
-        (["sweep"], ["Missing argument 'URL'", "millrace bench sweep"]),
-        (["compare", "x"], ["there are not two to compare", "--engine twice"]),
-        (["compare", "--engine", "tiny"], ["1 engines", "--engine A --engine B"]),
-        (["compare", "x", "--engine", "tiny", "--engine", "tiny"], ["--engine A --engine B, and no URL"]),
-        (["compare", "x", "y", "--rounds", "1"], ["1 is not in the range"]),
-    ],
-)
-def test_mistakes_of_sweep_and_compare(millrace: Millrace, arguments: list[str], fragments: list[str]) -> None:
-    millrace("bench", *arguments).assert_mistake(*fragments)
-
-
-@pytest.mark.parametrize("part", ["sweep", "compare"])
-def test_the_parts_have_their_own_help(millrace: Millrace, part: str) -> None:
-    result = millrace("bench", part, "--help")
-    assert result.code == 0 and f"Usage: millrace bench {part}" in result.out and "Examples:" in result.out
 
 
 def test_the_client_proves_itself_first(millrace: Millrace, url: str) -> None:

@@ -5,7 +5,9 @@ adds, and no difference below that can be resolved.
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -45,11 +47,22 @@ class Certificate:
         return said if self.holds else f"NOT CERTIFIED: {said}"
 
 
-def told_of(certificate: Certificate | None) -> dict[str, object]:
-    """For reports. None: it did not prove itself"""
-    if certificate is None:
-        return {"valid": None, "client": None}
-    return {"valid": certificate.holds, "client": certificate.says}
+def told_of(certificate: Certificate | None, cpu_share: float) -> dict[str, object]:
+    """For reports of several runs. cpu_share: the most of a core that one took; valid: None where the client kept
+    up, but did not prove itself"""
+    holds = None if certificate is None else certificate.holds
+    return {
+        "valid": holds if cpu_share < SATURATED else False, "client": None if certificate is None else certificate.says,
+        "client_cpu_share": cpu_share,
+    }  # fmt: skip
+
+
+def invalid(told: Mapping[str, Any], where: str) -> list[str]:
+    """What people have to read of such a report; nothing, where it is valid. where: the runs in which it is not"""
+    if told["valid"] is not False:
+        return []
+    share = f"{told['client_cpu_share']:.0%} of a core {where}"
+    return [f"INVALID: this client does not keep up ({share}). Send less, or from a machine that does less."]
 
 
 async def certify(plan: Plan, seconds: float) -> Certificate:

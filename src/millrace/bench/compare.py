@@ -6,7 +6,7 @@ go A B, B A, A B, ... with the same questions, so that a machine that slows down
 
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from millrace.bench.answer import Answer, Failure
+from millrace.bench.exports import REQUESTS, SUMMARY
+from millrace.bench.histogram import MOST_TOKENS
 from millrace.bench.intervals import Interval, student_t
-from millrace.bench.metrics import itl_ms, latency_ms, measured, ttft_ms
+from millrace.bench.metrics import NOT_COUNTED, good, itl_ms, latency_ms, measured, ttft_ms
 from millrace.bench.plan import Plan, measure
 from millrace.bench.run import Run
 from millrace.errors import ConfigError
@@ -23,7 +25,8 @@ from millrace.errors import ConfigError
 Measuring = Callable[[Plan, Callable[[Run], None]], Awaitable[Run]]
 _POWER_Z = 0.8416212335729143  # 80 % of the effects of that size would be seen
 _FEWEST = 3
-MOST_LINES, MOST_LINE = 10_000_000, 64 << 20
+MOST_LINES, MOST_LINE, MOST_SUMMARY = 10_000_000, 64 << 20, 64 << 20
+MOST_TIME = 1e12  # ms, or seconds since 1970
 # name, whether more is better, the value of one answer
 PER_REQUEST: tuple[tuple[str, bool, Callable[[Answer], float | None]], ...] = (
     ("time_to_first_token", False, ttft_ms), ("inter_token_latency", False, itl_ms),
@@ -127,8 +130,22 @@ class Side:
     runs: list[Run]
 
     @property
+    def answers(self) -> list[Answer]:
+        return [answer for run in self.runs for answer in good(run.records)]
+
+    @property
     def n_failed(self) -> int:
-        return sum(measured(run.records).n_failed for run in self.runs)
+        return sum(r.answer.failure not in (None, *NOT_COUNTED) for run in self.runs for r in run.records)
+
+    @property
+    def n(self) -> int:
+        """Of requests, less those that we gave up."""
+        return len(self.answers) + self.n_failed
+
+    @property
+    def cpu_share(self) -> float:
+        """The most of a core that this client took in a round."""
+        return max((run.cpu_share for run in self.runs), default=0.0)
 
 
 async def interleaved(
@@ -171,6 +188,20 @@ def _of_pairs(name: str, more_is_better: bool, values: Sequence[tuple[float, flo
     return [of_pairs(name, more_is_better, [x for x, _ in used], [y for _, y in used])] if used else []
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A result that was read. n_failed: by the server; valid: whether its client kept up, None where nothing says so"""
+
+    answers: Sequence[Answer]
+    n_failed: int = 0
+    valid: bool | None = None
+
+    @property
+    def n(self) -> int:
+        """Of requests, less those that we gave up."""
+        return len(self.answers) + self.n_failed
+
+
 def compared_answers(a: Sequence[Answer], b: Sequence[Answer]) -> list[Difference]:
     """Of results that were written; rates have one value there, and are left out."""
     found = []
@@ -181,43 +212,105 @@ def compared_answers(a: Sequence[Answer], b: Sequence[Answer]) -> list[Differenc
     return found
 
 
-def read_answers(path: Path) -> list[Answer]:
-    """Whole answers of `requests.jsonl`, or of the folder that holds it. raises ConfigError"""
-    path = path / "requests.jsonl" if path.is_dir() else path
-    found = []
+def only_one_has(a: Sequence[Answer], b: Sequence[Answer]) -> dict[str, str]:
+    """ "A" or "B", by the names of metrics that the other lacks: such are not compared, which has to be said."""
+    found = {}
+    for name, _, value in PER_REQUEST:
+        has = [any(value(answer) is not None for answer in answers) for answers in (a, b)]
+        if has[0] != has[1]:
+            found[name] = "A" if has[0] else "B"
+    return found
+
+
+def more_failures(n_failed: tuple[int, int], n: tuple[int, int]) -> bool:
+    """Whether B has a failure more, at least, than A's share of failures would give among as many requests."""
+    return (n_failed[1] - 1) * n[0] >= n_failed[0] * n[1] and n_failed[1] > 0
+
+
+def read_result(path: Path) -> Written:
+    """`requests.jsonl`, or the folder that holds it; beside it `summary.json`, if there is one. raises ConfigError"""
+    path = path / REQUESTS if path.is_dir() else path
+    found, n_failed = [], 0
+    for number, line in _lines(path):
+        answer = _read(path, number, line)
+        if answer.failure is None:
+            found.append(answer)
+        n_failed += answer.failure not in (None, *NOT_COUNTED)
+    if not found:
+        raise ConfigError(f"{path} holds no whole answer", "one at least", "measure again")
+    return Written(found, n_failed, _is_valid(path.with_name(SUMMARY)) if path.name == REQUESTS else None)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with path.open(encoding="utf-8") as file:
-            for number in range(1, MOST_LINES):
-                line = file.readline(MOST_LINE)
-                if not line:
-                    break
-                answer = _read(path, number, line)
-                if answer.failure is None:
-                    found.append(answer)
+            number = 0
+            while line := file.readline(MOST_LINE):
+                number += 1
+                if number > MOST_LINES:
+                    raise ConfigError(f"{path} has more than {MOST_LINES} lines", "at most so many", "measure fewer")
+                yield number, line
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror}"
         raise ConfigError(what, "a result of millrace bench -o", "check the path") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8", "requests.jsonl of millrace bench -o", "check the path") from None
-    if not found:
-        raise ConfigError(f"{path} holds no whole answer", "one at least", "measure again")
-    return found
+        raise ConfigError(f"{path} is not UTF-8", f"{REQUESTS} of millrace bench -o", "check the path") from None
+
+
+def _is_valid(path: Path) -> bool | None:
+    """What a summary says of its own client."""
+    if not path.exists():
+        return None
+    try:
+        with path.open("rb") as file:
+            told = json.loads(file.read(MOST_SUMMARY))
+        valid = told["valid"]
+        if not isinstance(valid, bool):
+            raise ValueError(f'"valid" is {valid!r:.40}')
+        return valid
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        why = f"is no summary: {_why(error)}"
+    raise ConfigError(f"{path} {why}", f"{SUMMARY} of millrace bench -o", "measure again, or remove it")
 
 
 def _read(path: Path, number: int, line: str) -> Answer:
     try:
         told: Mapping[str, Any] = json.loads(line)
         failure = None if told["failure"] is None else Failure(told["failure"])
-        sent_s = float(told["sent"])
-        chunks = [sent_s + float(ms) / 1e3 for ms in told["chunk_ms"]]
-        end_s, n_told = sent_s + float(told["end_ms"]) / 1e3, told["n_output_told"]
-        tokens = [int(n) for n in told["chunk_tokens"]]
-        return Answer(
-            str(told["id"]), sent_s, sent_s, chunks, tokens, end_s, told["n_prompt"],
-            None if n_told is None else int(n_told), failure=failure,
-        )  # fmt: skip
-    except (ValueError, KeyError, TypeError, RecursionError):
+        sent_s = _time("sent", told["sent"])
+        stamps_ms = [_time("chunk_ms", ms) for ms in told["chunk_ms"]]
+        if stamps_ms != sorted(stamps_ms):
+            raise ValueError('"chunk_ms" goes back')
+        tokens = [_count("chunk_tokens", n) for n in told["chunk_tokens"]]
+        n_prompt, n_told = (
+            None if told[name] is None else _count(name, told[name]) for name in ("n_prompt", "n_output_told")
+        )
+        end_s = sent_s + _time("end_ms", told["end_ms"]) / 1e3
+        chunks = [sent_s + ms / 1e3 for ms in stamps_ms]
+        return Answer(str(told["id"]), sent_s, sent_s, chunks, tokens, end_s, n_prompt, n_told, failure=failure)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"{path}, line {number}: {line.strip():.80}", "a line of requests.jsonl, as millrace bench -o writes it",
+            f"{path}, line {number}: {_why(error)}", "a line of requests.jsonl, as millrace bench -o writes it",
             "give that file, or its folder",
         ) from None  # fmt: skip
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg}"
+    return f'no "{error.args[0]}"' if isinstance(error, KeyError) else f"{error}"
+
+
+def _time(name: str, value: object) -> float:
+    """Of seconds since 1970, or of ms. raises ValueError"""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_TIME:
+        raise ValueError(f'"{name}" holds {value!r:.40}')
+    return float(value)
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOKENS:
+        raise ValueError(f'"{name}" holds {value!r:.40}')
+    return value

@@ -6,7 +6,7 @@ Names and units are theirs, and so is the inter-token latency: (t_e - t_1) / (n 
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,32 +33,43 @@ _GENAI_COLUMNS = ["avg", "min", "max", "p99", "p95", "p90", "p75", "p50", "p25"]
 _AIPERF_COLUMNS = ["avg", "min", "max", *_PERCENTILES, "std"]
 _VALUES = {m.name: m.value for m in (*OURS, *OTHERS)}
 Table = Mapping[str, Mapping[str, Any]]
+PAGE, SUMMARY, REQUESTS = "report.html", "summary.json", "requests.jsonl"
+GENAI_PERF, AIPERF = "profile_export_genai_perf", "profile_export_aiperf"
+NAMES = (
+    REQUESTS, SUMMARY, PAGE, f"{GENAI_PERF}.json", f"{GENAI_PERF}.csv", f"{AIPERF}.json", f"{AIPERF}.csv",
+    "profile_export.jsonl", HISTOGRAM,
+)  # fmt: skip
 
 
 def write_results(folder: Path, done: Finished, with_pictures: bool = False) -> list[str]:
-    """Names of the files that it wrote into the folder, which is made. with_pictures: plots as PNG. raises OSError"""
+    """Names of the files that it wrote into the folder, which is made; first those of which all others can be made.
+    with_pictures: plots as PNG. raises OSError"""
     folder.mkdir(parents=True, exist_ok=True)
-    genai, aiperf = genai_perf(done), aiperf_metrics(done)
+    names = []
+    for name, text in _files(done):
+        (folder / name).write_text(text, encoding="utf-8", newline="")
+        names.append(name)
+    for name, data in pictures(done).items() if with_pictures else ():
+        (folder / name).write_bytes(data)
+        names.append(name)
+    return names
+
+
+def _files(done: Finished) -> Iterator[tuple[str, str]]:
+    """Of NAMES, in that order."""
     records = sorted(done.run.records, key=lambda r: r.answer.sent_s)
-    files = {
-        "report.html": bench_page(done),
-        "summary.json": json.dumps(report(done), indent=2),
-        "requests.jsonl": "".join(line_of(r, done.epoch_s) + "\n" for r in records),
-        "profile_export_genai_perf.json": json.dumps({**genai, "input_config": _config(done)}, indent=2),
-        "profile_export_genai_perf.csv": _genai_csv(genai),
-        "profile_export_aiperf.json": json.dumps(aiperf_json(done, aiperf), indent=2),
-        "profile_export_aiperf.csv": _aiperf_csv(aiperf),
-        "profile_export.jsonl": "".join(json.dumps(aiperf_record(r, done.epoch_s)) + "\n" for r in records),
-    }
+    yield REQUESTS, "".join(line_of(r, done.epoch_s) + "\n" for r in records)
+    yield SUMMARY, json.dumps(report(done), indent=2)
+    yield PAGE, bench_page(done)
+    genai, aiperf = genai_perf(done), aiperf_metrics(done)
+    yield f"{GENAI_PERF}.json", json.dumps({**genai, "input_config": _config(done)}, indent=2)
+    yield f"{GENAI_PERF}.csv", _genai_csv(genai)
+    yield f"{AIPERF}.json", json.dumps(aiperf_json(done, aiperf), indent=2)
+    yield f"{AIPERF}.csv", _aiperf_csv(aiperf)
+    yield "profile_export.jsonl", "".join(json.dumps(aiperf_record(r, done.epoch_s)) + "\n" for r in records)
     lengths = told_histogram([r.answer for r in records])
     if lengths is not None:
-        files[HISTOGRAM] = json.dumps(lengths)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8", newline="")
-    drawn = pictures(done) if with_pictures else {}
-    for name, data in drawn.items():
-        (folder / name).write_bytes(data)
-    return [*files, *drawn]
+        yield HISTOGRAM, json.dumps(lengths)
 
 
 def _summary(found: Summary, unit: str) -> dict[str, Any]:

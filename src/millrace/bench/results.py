@@ -127,7 +127,8 @@ def notes(done: Finished) -> list[str]:
         if r.answer.failure is not None and r.answer.failure not in NOT_COUNTED:
             kinds.setdefault(str(r.answer.failure), r.answer.detail)
     said += [f"{done.metrics.failures[kind]} requests failed ({kind}), the first: {why}" for kind, why in kinds.items()]
-    wanted = [(r.turn.max_tokens, r.answer.n_output) for r in answers if r.turn.max_tokens]
+    has_output = done.plan.target.endpoint.streams  # embeddings have none
+    wanted = [(r.turn.max_tokens, r.answer.n_output) for r in answers if r.turn.max_tokens and has_output]
     off = sum(abs(got - asked) > OSL_OFF * asked for asked, got in wanted)
     if off > len(wanted) / 2:
         said.append(
@@ -141,7 +142,7 @@ def notes(done: Finished) -> list[str]:
         said.append(
             f"{n_chunks / n_reads:.1f} chunks came in one read: times between chunks tell little, ITL is by tokens."
         )
-    if done.metrics.n and done.metrics.token_source != "the server's usage" and done.plan.target.endpoint.streams:
+    if done.metrics.n and done.metrics.token_source != "the server's usage" and has_output:
         said.append(f"Output tokens are from {done.metrics.token_source}.")
     return said
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from millrace.bench.certify import SATURATED
 from millrace.bench.goodput import Limits, check_limits
 from millrace.bench.metrics import Metrics
 from millrace.bench.server_load import NOTHING, ServerLoad
@@ -43,10 +44,12 @@ class SweepLimits:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What was measured of one level. server: what it says of its own load meanwhile"""
+    """What was measured of one level. server: what it says of its own load meanwhile; cpu_share: of a core, that this
+    client took"""
 
     metrics: Metrics
     server: ServerLoad | None = None
+    cpu_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,20 @@ class Point:
     metrics: Metrics
     keeps: bool
     server: ServerLoad | None = None
+    cpu_share: float = 0.0
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the client kept up: what a saturated one stamps is its own lateness."""
+        return self.cpu_share < SATURATED
 
     @property
     def tokens_per_s(self) -> float:
         return self.metrics.output_tokens_per_s.value
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.metrics.requests_per_s.value
 
     def value(self, name: str, percentile: int = 50) -> float | None:
         found = self.metrics.of_requests.get(name)
@@ -77,7 +90,8 @@ async def swept(
         reached = await run(level)
         if reached is None:
             return None
-        points.append(Point(level, reached.metrics, limits.keeps(reached.metrics), reached.server))
+        keeps = limits.keeps(reached.metrics)
+        points.append(Point(level, reached.metrics, keeps, reached.server, reached.cpu_share))
         return points[-1].keeps
 
     level, good, bad = first, None, None
@@ -106,8 +120,23 @@ def _ordered(points: Sequence[Point]) -> list[Point]:
 
 
 @dataclass(frozen=True, slots=True)
+class Throughput:
+    """By what levels are compared."""
+
+    unit: str
+    of: Callable[[Point], float]
+
+
+def throughput(points: Sequence[Point]) -> Throughput:
+    """Output tokens a second; requests a second where no level has such tokens (embeddings)."""
+    if any(p.tokens_per_s for p in points):
+        return Throughput("tokens/s", lambda p: p.tokens_per_s)
+    return Throughput("requests/s", lambda p: p.requests_per_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Best:
-    """within: the most tokens a second that keep the limits; knee: the most tokens a second for its latency"""
+    """within: the most throughput that keeps the limits; knee: the most throughput for its latency"""
 
     within: Point | None
     latency: Point
@@ -120,19 +149,19 @@ def best(points: Sequence[Point]) -> Best | None:
     answered = [p for p in points if p.metrics.n]
     if not answered:
         return None
-    kept = [p for p in answered if p.keeps]
+    kept, of = [p for p in answered if p.keeps], throughput(points).of
 
     def latency(point: Point) -> float:
         return point.value("request_latency") or math.inf
 
     return Best(
-        max(kept, key=lambda p: p.tokens_per_s, default=None), min(answered, key=latency),
-        max(answered, key=lambda p: p.tokens_per_s), max(answered, key=lambda p: p.tokens_per_s / latency(p)),
+        max(kept, key=of, default=None), min(answered, key=latency), max(answered, key=of),
+        max(answered, key=lambda p: of(p) / latency(p)),
     )  # fmt: skip
 
 
 def limited(points: Sequence[Point]) -> str:
-    """What limits the server, by its own metrics: where a limit breaks first, else where most tokens/s are."""
+    """What limits the server, by its own metrics: where a limit breaks first, else where the most throughput is."""
     found = best(points)
     if found is None:
         return NOTHING
@@ -142,14 +171,14 @@ def limited(points: Sequence[Point]) -> str:
 
 
 def on_front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other beats in both tokens a second and latency (Pareto)."""
-    answered = [p for p in points if p.metrics.n]
+    """Those that no other beats in both throughput and latency (Pareto)."""
+    answered, of = [p for p in points if p.metrics.n], throughput(points).of
 
     def beaten(one: Point) -> bool:
         latency = one.value("request_latency") or 0.0
         return any(
-            p.tokens_per_s >= one.tokens_per_s and (p.value("request_latency") or 0.0) <= latency and p is not one
-            and (p.tokens_per_s, p.value("request_latency")) != (one.tokens_per_s, latency)
+            of(p) >= of(one) and (p.value("request_latency") or 0.0) <= latency and p is not one
+            and (of(p), p.value("request_latency")) != (of(one), latency)
             for p in answered
         )  # fmt: skip
 

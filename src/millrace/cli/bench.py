@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from millrace.bench.certify import Certificate, certify
-from millrace.bench.exports import write_results
+from millrace.bench.exports import NAMES, write_results
 from millrace.bench.goodput import READING, check_limits, parse_limits
 from millrace.bench.metrics import good
 from millrace.bench.plan import Plan, measure, planned, reached
@@ -15,7 +15,14 @@ from millrace.bench.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.bench.waterfall import TO_END, Waterfall, joined, traced
 from millrace.cli import bench_compare, bench_infer, bench_sweep
-from millrace.cli.bench_flags import TheirFlags, certify_option, check_output, png_option
+from millrace.cli.bench_flags import (
+    TheirFlags,
+    certify_option,
+    check_pictures,
+    png_option,
+    ready_folder,
+    told_and_written,
+)
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, print_json, table
@@ -86,15 +93,14 @@ def command(
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench http://HOST:PORT, or --engine MODEL", "give it, once")
     limits = parse_limits(goodput)
-    check_output(output, as_png := given.pop("as_png"))
-    if output is not None and output.exists() and not output.is_dir():
-        raise ConfigError(f"--output {output} is a file", "a folder", "name another")
+    check_pictures(output, as_png := given.pop("as_png"))
     if engine is None:
         plan = planned(
             targets[0], made(TargetSettings, given), made(LoadSettings, given), made(InputSettings, given),
             made(SessionSettings, given),
         )  # fmt: skip
         check_limits(limits, plan.target.streams)
+        ready_folder(output, NAMES)
         certificate, run = driven(lambda begins: _measured(plan, certify_s, as_json, begins), quiet=as_json)
     else:
         from millrace.cli.bench_engine import (
@@ -103,13 +109,13 @@ def command(
         )  # what runs engines takes a second to import
 
         plan = planned_in_process(engine, given)
+        ready_folder(output, NAMES)
         certificate, run = None, in_process(engine, plan, env, as_json)
     done = Finished.of(plan, run, limits, certificate, None if engine is not None else _traced(plan, run))
-    if output is not None:
-        names = write_results(output, done, as_png)
-        note(f"  {len(names)} files in {output}")
     told = report(done)
-    print_json(told) if as_json else show(told)
+    told_and_written(
+        lambda: print_json(told) if as_json else show(told), output, lambda folder: write_results(folder, done, as_png)
+    )
     if not done.metrics.n:
         raise MachineError("no request was answered", "one whole answer at least", "the failures above say why")
 

@@ -1,16 +1,26 @@
 """`millrace bench compare`: which of two servers, or of two results, is faster, and how surely."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from millrace.bench.certify import Certificate, certify, told_of
-from millrace.bench.compare import Difference, Side, compared_answers, compared_rounds, interleaved, read_answers
+from millrace.bench.certify import Certificate, certify, invalid, told_of
+from millrace.bench.compare import (
+    Difference,
+    Side,
+    Written,
+    compared_answers,
+    compared_rounds,
+    interleaved,
+    more_failures,
+    only_one_has,
+    read_result,
+)
 from millrace.bench.plan import Plan, measure, planned, reached
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.cli.bench_flags import TheirFlags, certify_option
+from millrace.cli.bench_flags import TheirFlags, certify_option, reseeded
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import print_json, table
@@ -72,8 +82,7 @@ def command(
             raise ConfigError(f"{len(engines)} engines", "--engine A --engine B, and no URL", "name two")
         from millrace.cli.bench_engine import compared_engines  # what runs engines takes a second to import
 
-        sides = compared_engines((engines[0], engines[1]), given, rounds, env, as_json)
-        told = _told(compared_rounds(*sides), allow, sides)
+        told = _told_rounds(compared_engines((engines[0], engines[1]), given, rounds, env, as_json), allow, None)
     elif a is None or b is None:
         raise ConfigError("there are not two to compare", "A and B: URLs or results; or --engine twice", "name both")
     else:
@@ -92,7 +101,7 @@ def _compared(a: str, b: str, rounds: int, allow: float, quiet: bool, given: dic
             f"{a} and {b}: one is a file, one is none", "two URLs, or two results", "compare like with like"
         )
     if all(are_files):
-        return _told(compared_answers(*(read_answers(Path(x)) for x in (a, b))), allow)
+        return _told_written((read_result(Path(a)), read_result(Path(b))), allow)
     certify_s, plans = given.pop("certify_s"), (_plans(a, given), _plans(b, given))
 
     async def compared(begins: Begins) -> tuple[Certificate | None, tuple[Side, Side]]:
@@ -101,7 +110,7 @@ def _compared(a: str, b: str, rounds: int, allow: float, quiet: bool, given: dic
         return certificate, await interleaved(*plans, rounds, begins, lambda plan, on: measure(plan, on, words))
 
     certificate, sides = driven(compared, quiet)
-    return {**_told(compared_rounds(*sides), allow, sides), **told_of(certificate)}
+    return _told_rounds(sides, allow, certificate)
 
 
 def _plans(url: str, given: dict[str, Any]) -> Any:
@@ -109,22 +118,51 @@ def _plans(url: str, given: dict[str, Any]) -> Any:
 
     def plan(round_: int) -> Plan:
         return planned(
-            url, made(TargetSettings, given), replace(load, random_seed=load.random_seed + round_),
-            made(InputSettings, given), made(SessionSettings, given),
+            url, made(TargetSettings, given), reseeded(load, round_), made(InputSettings, given),
+            made(SessionSettings, given),
         )  # fmt: skip
 
     return plan
 
 
-def _told(differences: list[Difference], allow: float, sides: tuple[Side, Side] | None = None) -> dict[str, Any]:
+def _told_rounds(sides: tuple[Side, Side], allow: float, certificate: Certificate | None) -> dict[str, Any]:
+    ended = [run.ended for side in sides for run in side.runs if run.ended]
+    proved = told_of(certificate, max(side.cpu_share for side in sides))
+    notes = invalid(proved, "in a round")
+    if ended:
+        notes.append(f"The comparison ended early: {ended[0]}.")
+    told = _told(compared_rounds(*sides), allow, sides, notes)
+    return {**told, "ended_early": ended[0] if ended else None, **proved}
+
+
+def _told_written(sides: tuple[Written, Written], allow: float) -> dict[str, Any]:
+    """Their clients were judged when they were measured."""
+    valid = [side.valid for side in sides]
+    notes = [
+        f"INVALID: the client of {name} did not keep up when it was measured; measure it again with less load."
+        for name, one in zip("AB", valid, strict=True) if one is False
+    ]  # fmt: skip
+    told = _told(compared_answers(sides[0].answers, sides[1].answers), allow, sides, notes)
+    both = None if None in valid else True
+    return {
+        **told, "ended_early": None, "valid": False if False in valid else both,
+        "client": None, "client_cpu_share": None,
+    }  # fmt: skip
+
+
+def _told(
+    differences: list[Difference], allow: float, sides: tuple[Side, Side] | tuple[Written, Written], notes: list[str]
+) -> dict[str, Any]:
     """More failures are worse, too."""
-    failed = [side.n_failed for side in sides] if sides else [0, 0]
-    worse = [d.name for d in differences if d.is_worse_by(allow)] + ["failures"] * (failed[1] > failed[0])
-    ended = [run.ended for side in sides for run in side.runs if run.ended] if sides else []
+    a, b = sides
+    failed, requests = (a.n_failed, b.n_failed), (a.n, b.n)
+    alone = only_one_has(a.answers, b.answers)
+    notes += [f"Only {name} has {metric}: it is not compared." for metric, name in alone.items()]
+    worse = [d.name for d in differences if d.is_worse_by(allow)]
     return {
         "metrics": [{**asdict(d), "verdict": d.verdict} for d in differences],
-        "failed": failed, "worse": worse, "allowed_percent": allow, "ended_early": ended[0] if ended else None,
-        **told_of(None),
+        "failed": failed, "requests": requests, "worse": worse + ["failures"] * more_failures(failed, requests),
+        "allowed_percent": allow, "only_one_has": alone, "notes": notes,
     }  # fmt: skip
 
 
@@ -139,10 +177,11 @@ def _show(told: dict[str, Any]) -> None:
     click.echo("  visible: what would have been seen four times out of five")
     if told["client"]:
         click.echo(f"  client: {told['client']}")
-    if told["ended_early"]:
-        click.echo(f"  The comparison ended early: {told['ended_early']}.")
+    for said in told["notes"]:
+        click.echo(f"  {said}")
     if any(told["failed"]):
-        click.echo(f"  Failed requests: {told['failed'][0]} of A, {told['failed'][1]} of B.")
+        of = [f"{n} of {name}'s {all_}" for name, n, all_ in zip("AB", told["failed"], told["requests"], strict=True)]
+        click.echo(f"  Failed requests: {', '.join(of)}.")
     if told["worse"]:
         click.echo(f"  B is worse by more than {told['allowed_percent']:g} %: {', '.join(told['worse'])}.")
 

@@ -6,12 +6,19 @@ from typing import Any
 import click
 
 from millrace.bench.infer.measure import infer, infer_plan
-from millrace.bench.infer.results import answered, report, write_results
+from millrace.bench.infer.results import PICTURE, answered, report, write_results
 from millrace.bench.infer.settings import ALIASES, LevelSettings, ModelSettings
-from millrace.cli.bench_flags import TheirFlags, certify_option, check_output, png_option
+from millrace.cli.bench_flags import (
+    TheirFlags,
+    certify_option,
+    check_pictures,
+    png_option,
+    ready_folder,
+    told_and_written,
+)
 from millrace.cli.bench_runner import driven
 from millrace.cli.options import json_option, made, settings_options
-from millrace.cli.screen import heading, note, print_json, table
+from millrace.cli.screen import heading, print_json, table
 from millrace.errors import ConfigError, MachineError
 
 EPILOG = """\b
@@ -19,6 +26,7 @@ Examples:
   millrace bench infer http://127.0.0.1:8000 --model resnet50 -b 1,8,32 --concurrency 1,2,4,8 -o results/
   millrace bench infer 127.0.0.1:8001 --protocol grpc --model bert --shape input_ids:128 --shape mask:128
   millrace bench infer URL --model M --input-data inputs.json --request-rate 50:200:50 --json"""
+NAMES = ("report.html", "summary.json", PICTURE)  # of files that may be in the way
 
 
 class Infer(TheirFlags):
@@ -53,16 +61,14 @@ def command(
     targets = [target for target in (url, url_given) if target]
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench infer http://HOST:PORT", "give it, once")
-    check_output(output, as_png)
-    if output is not None and output.exists() and not output.is_dir():
-        raise ConfigError(f"--output {output} is a file", "a folder", "name another")
+    check_pictures(output, as_png)
     plan = infer_plan(targets[0], made(ModelSettings, given), made(LevelSettings, given))
+    ready_folder(output, NAMES)
     done = driven(lambda begins: infer(plan, certify_s, begins), quiet=as_json)
-    if output is not None:
-        names = write_results(output, done, as_png)
-        note(f"  {len(names)} files in {output}")
     told = report(done)
-    print_json(told) if as_json else _show(told)
+    told_and_written(
+        lambda: print_json(told) if as_json else _show(told), output, lambda folder: write_results(folder, done, as_png)
+    )
     if not answered(done.points):
         kinds = {kind for p in done.points for kind in p.metrics.failures}
         raise MachineError(

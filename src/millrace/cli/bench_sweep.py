@@ -2,23 +2,31 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import click
 
-from millrace.bench.certify import Certificate, certify, told_of
+from millrace.bench.certify import Certificate, certify, invalid, told_of
 from millrace.bench.metrics import measured
 from millrace.bench.plan import Plan, measure, planned
 from millrace.bench.server_load import Watch
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
-from millrace.bench.sweep import Best, Point, Reached, SweepLimits, best, limited, on_front, swept
+from millrace.bench.sweep import Best, Point, Reached, SweepLimits, best, limited, on_front, swept, throughput
 from millrace.bench.sweep_page import sweep_page, sweep_plot
-from millrace.cli.bench_flags import TheirFlags, certify_option, check_output, png_option
+from millrace.cli.bench_flags import (
+    TheirFlags,
+    certify_option,
+    check_pictures,
+    png_option,
+    ready_file,
+    reseeded,
+    told_and_written,
+)
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.options import json_option, made, settings_options
-from millrace.cli.screen import note, pairs, print_json, table
+from millrace.cli.screen import pairs, print_json, table
 from millrace.errors import ConfigError, MachineError
 from millrace.report.png import png
 
@@ -27,7 +35,8 @@ Examples:
   millrace bench sweep http://127.0.0.1:8000 --model M --ttft-ms 500 --itl-ms 50 --isl 1000 --osl 200
   millrace bench sweep URL --model M --by rate --from 0.5 --most 32 --duration-s 30 -o page.html"""
 EACH_S = 10.0
-NAMES = {"within": "best within limits", "latency": "lowest latency", "throughput": "most tokens/s", "knee": "knee"}
+RATES = {"tokens/s": "output_tokens_per_s", "requests/s": "requests_per_s"}
+NAMES = {"within": "best within limits", "latency": "lowest latency", "throughput": "most {unit}", "knee": "knee"}
 
 
 @click.command(cls=TheirFlags, epilog=EPILOG)
@@ -71,30 +80,41 @@ def command(
     At the end the client proves itself at the level of most tokens/s.
     """
     _agree(by, first, most, given)
-    check_output(output, as_png := given.pop("as_png"))
+    check_pictures(output, as_png := given.pop("as_png"))
     certify_s = given.pop("certify_s")
     if given["duration_s"] is None and given["request_count"] is None:
         given["duration_s"] = EACH_S
     limits = SweepLimits(given.pop("ttft_ms"), given.pop("itl_ms"), int(given.pop("percentile")))
     level = _level(url, by, given)
-    limits.check(level(first).target.streams)
+    limits.check(level(first, 0).target.streams)
+    ready_file(output, *([output.with_suffix(".png")] if output and as_png else []))
 
     async def sweep(begins: Begins) -> tuple[list[Point], Best | None, Certificate | None]:
-        points = await swept(first, most, by == "concurrency", limits, partial(_run, level, begins))
+        numbers = count()
+        points = await swept(
+            first, most, by == "concurrency", limits, lambda at: _run(level(at, next(numbers)), begins)
+        )
         found = best(points)
-        certified = certify(level(found.throughput.level), certify_s) if found and certify_s else None
+        certified = certify(level(found.throughput.level, 0), certify_s) if found and certify_s else None
         return points, found, await certified if certified else None
 
     points, found, certificate = driven(sweep, as_json)
     if found is None:
         raise MachineError("no request was answered", "one whole answer at least", "ask one level: millrace bench URL")
-    told = {**_told(by, points, found, limits), **told_of(certificate)}
-    if output is not None:
-        output.write_text(sweep_page(url, by, points, found, limits, certificate), encoding="utf-8")
-        note(f"  written to {output}")
+    told = {**_told(by, points, found, limits), **told_of(certificate, max(p.cpu_share for p in points))}
+    told["notes"] = invalid(told, f"at {_levels_invalid(points) or 'most'}")
+
+    def write(file: Path) -> list[str]:
+        file.write_text(sweep_page(url, by, points, found, limits, certificate, told["notes"]), encoding="utf-8")
         if as_png:
-            output.with_suffix(".png").write_bytes(png(sweep_plot(points)))
-    print_json(told) if as_json else _show(told)
+            file.with_suffix(".png").write_bytes(png(sweep_plot(points)))
+        return [file.name]
+
+    told_and_written(lambda: print_json(told) if as_json else _show(told), output, write)
+
+
+def _levels_invalid(points: list[Point]) -> str:
+    return " and ".join(f"{p.level:g}" for p in points if not p.is_valid)
 
 
 def _agree(by: str, first: float, most: float, given: dict[str, Any]) -> None:
@@ -108,26 +128,30 @@ def _agree(by: str, first: float, most: float, given: dict[str, Any]) -> None:
         raise ConfigError(f"--from {first:g}", "a whole number of users", "correct it")
 
 
-def _level(url: str, by: str, given: dict[str, Any]) -> Callable[[float], Plan]:
+def _level(url: str, by: str, given: dict[str, Any]) -> Callable[[float, int], Plan]:
+    """Of a level, and how many were before: each asks new texts, for what a server remembers of the last would make the
+    next seem faster."""
     load = made(LoadSettings, given)
 
-    def plan(level: float) -> Plan:
+    def plan(level: float, n: int) -> Plan:
         at = replace(load, concurrency=round(level)) if by == "concurrency" else replace(load, request_rate=level)
+        at = reseeded(at, n)
         return planned(url, made(TargetSettings, given), at, made(InputSettings, given), made(SessionSettings, given))
 
     return plan
 
 
-async def _run(plan: Callable[[float], Plan], begins: Begins, level: float) -> Reached | None:
-    at = plan(level)
-    async with Watch(at.target) as watch:
-        done = await measure(at, begins)
-    return None if done.ended == "Ctrl-C" else Reached(measured(done.records), watch.during(done))
+async def _run(plan: Plan, begins: Begins) -> Reached | None:
+    async with Watch(plan.target) as watch:
+        done = await measure(plan, begins)
+    if done.ended == "Ctrl-C":
+        return None
+    return Reached(measured(done.records), watch.during(done), done.cpu_share)
 
 
 def _told(by: str, points: list[Point], found: Best, limits: SweepLimits) -> dict[str, Any]:
     return {
-        "by": by, "limits": limits.says, "limited_by": limited(points),
+        "by": by, "limits": limits.says, "limited_by": limited(points), "ranked_by": throughput(points).unit,
         "points": [_point(p) for p in points], "front": [p.level for p in on_front(points)],
         **{name: None if getattr(found, name) is None else _point(getattr(found, name)) for name in NAMES},
     }  # fmt: skip
@@ -137,8 +161,8 @@ def _point(p: Point) -> dict[str, Any]:
     names = ("time_to_first_token", "inter_token_latency", "request_latency")
     return {
         "level": p.level, "keeps": p.keeps, "output_tokens_per_s": p.tokens_per_s,
-        "requests_per_s": p.metrics.requests_per_s.value, "answers": p.metrics.n, "failed": p.metrics.n_failed,
-        "server": None if p.server is None else asdict(p.server),
+        "requests_per_s": p.requests_per_s, "answers": p.metrics.n, "failed": p.metrics.n_failed,
+        "server": None if p.server is None else asdict(p.server), "client_cpu_share": p.cpu_share, "valid": p.is_valid,
         **{name: {"p50": p.value(name, 50), "p90": p.value(name, 90)} for name in names},
     }  # fmt: skip
 
@@ -149,21 +173,25 @@ def _show(told: dict[str, Any]) -> None:
 
     rows = [
         [f"{p['level']:g}", f"{p['output_tokens_per_s']:,.1f}", f"{p['requests_per_s']:,.2f}",
-         ms(p, "time_to_first_token"), ms(p, "inter_token_latency"), "yes" if p["keeps"] else "no"]
+         ms(p, "time_to_first_token"), ms(p, "inter_token_latency"),
+         ("yes" if p["keeps"] else "no") + ("" if p["valid"] else ", INVALID")]
         for p in told["points"]
     ]  # fmt: skip
     click.echo()
     table([told["by"], "tokens/s", "requests/s", "TTFT p50 / p90, ms", "ITL p50 / p90, ms", "kept"], rows)
     click.echo(f"  kept: {told['limits']}")
     click.echo()
-    pairs([(says, _said(told["by"], told[name])) for name, says in NAMES.items()])
+    unit = told["ranked_by"]
+    pairs([(says.format(unit=unit), _said(told["by"], unit, told[name])) for name, says in NAMES.items()])
     click.echo(f"  {told['limited_by']}")
     if told["client"]:
         click.echo(f"  client: {told['client']}")
+    for said in told["notes"]:
+        click.echo(f"  {said}")
 
 
-def _said(by: str, p: dict[str, Any] | None) -> str:
+def _said(by: str, unit: str, p: dict[str, Any] | None) -> str:
     if p is None:
         return "none"
-    latency_ms = p["request_latency"]["p50"]
-    return f"{by} {p['level']:g}: {p['output_tokens_per_s']:,.1f} tokens/s, {latency_ms:,.1f} ms to completion (p50)"
+    rate, latency_ms = p[RATES[unit]], p["request_latency"]["p50"]
+    return f"{by} {p['level']:g}: {rate:,.1f} {unit}, {latency_ms:,.1f} ms to completion (p50)"
