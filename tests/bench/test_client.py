@@ -129,6 +129,19 @@ def test_chunks_of_one_read_have_one_stamp() -> None:
     assert answer.failure is None and answer.chunk_s[0] == answer.chunk_s[1]
 
 
+HINTS = b"HTTP/1.1 103 Early Hints\r\ncontent-type: application/json\r\nlink: </a>\r\n\r\n"
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n" + HINTS
+
+
+@pytest.mark.parametrize("parts", [[INTERIM + HEAD + TEXT + STOP], [INTERIM, HEAD, TEXT + STOP]])
+def test_what_comes_before_an_answer_is_none(parts: list[bytes]) -> None:
+    answer = heard(parts)
+    assert (answer.failure, answer.status, answer.text) == (None, 200, "h\u00e9")
+    gone = heard([part.replace(b"200 OK", b"404 Not Found") for part in parts])
+    assert (gone.failure, gone.status) == (Failure.STATUS, 404)
+    assert heard(HINTS).failure == Failure.BROKEN_OFF
+
+
 @pytest.mark.parametrize(
     "reply, failure, said",
     [
@@ -136,6 +149,8 @@ def test_chunks_of_one_read_have_one_stamp() -> None:
         (b"", Failure.BROKEN_OFF, "closed"),
         (b"HTTP/1.1 200 OK\r\nx: ", Failure.BROKEN_OFF, "closed"),
         (b"HTTP/1.1 200 OK\r\nx: " + b"y" * (bounds.MOST_HEAD_BYTES + 1), Failure.TOO_LARGE, "headers"),
+        (HINTS * 2000, Failure.TOO_LARGE, "headers"),
+        (b"HTTP/1.1 101 Other Protocol\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", Failure.STATUS, "status 101"),
         (HEAD, Failure.BROKEN_OFF, "without a finish_reason"),
         (HEAD + TEXT, Failure.BROKEN_OFF, "without a finish_reason"),
         (HEAD + STOP, Failure.EMPTY, "no token"),

@@ -1,6 +1,7 @@
 """Prompts and traces from files; whatever is wrong with one is said with its line."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,23 @@ def test_an_azure_trace_at_twice_its_speed(tmp_path: Path) -> None:
     assert [s.at_s for s in sessions(tmp_path, AZURE, speed=0)] == [0, 0]
 
 
+def test_times_of_a_zone_are_set_beside_those_without(tmp_path: Path) -> None:
+    times = ["00:00:05+00:00", "02:00:07.5000001+02:00", "00:00:09", "00:00:10Z"]
+    text = "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"2024-05-10 {time},1,1" for time in times)])
+    assert [s.at_s for s in sessions(tmp_path, text)] == [0, 2.5, 4, 5]
+
+
+CHAT = json.dumps([{"conversations": [{"from": "human", "value": "a"}]}])
+
+
+@pytest.mark.parametrize("text", [AZURE, MOONCAKE, CHAT])
+@pytest.mark.parametrize("before", [b"\xef\xbb\xbf", b" \r\n\n ", b"\xef\xbb\xbf\n", b"\n" * 70_000])
+def test_what_stands_before_it_does_not_count(tmp_path: Path, text: str, before: bytes) -> None:
+    found = given(tmp_path, before + text.encode())
+    assert len(found.entries) == len(given(tmp_path, text).entries)
+    assert [s.at_s for s in found.sessions(Words())] == [s.at_s for s in sessions(tmp_path, text)]
+
+
 def test_lines_of_prompts(tmp_path: Path) -> None:
     lines = [
         {"text": "a"}, {"prompt": "b", "max_tokens": 3}, {"text_input": "c", "output_length": 4},
@@ -88,13 +106,29 @@ def test_sharegpt(tmp_path: Path) -> None:
         (MOONCAKE + '{"text": "a"}', "times for some"), ("[" * 100_000, "is not JSON"),
         (AZURE.replace("396,109", "396"), "line 3"), (AZURE.replace("396", "many"), "line 3"),
         (AZURE.replace("2023-11-16 18:15:50", "yesterday"), "line 3"), (AZURE.replace("396", "-1"), "line 3: -1 and"),
-        ("TIMESTAMP,Context\n1,2", "line 1"),
+        ("TIMESTAMP,Context\n1,2", "line 1"), ("T" * 131_073, "line 1: no CSV: field larger"),
+        (AZURE + "1" * 131_073 + ",1,1", "line 4: no CSV: field larger"),
+        (AZURE.replace("396", "1" * 5000), "line 3"), (AZURE.replace("50.9951690", "50.9951690+99:00"), "line 3"),
+        (MOONCAKE + '{"timestamp": ' + "1" * 5000 + "}", "line 4: not JSON"), ("[" + "1" * 5000 + "]", "is not JSON"),
+        ('{"text": "a"}\n{"text": "\\ud800"}', "line 2: the text has \\ud800"),
+        ('{"turns": [{"text": "a"}, {"text": "b\\udfff"}]}', "line 1: the text has \\udfff"),
+        ('{"messages": [{"role": "user", "content": "\\udc00\\ud800"}]}', "line 1: the text has \\udc00"),
+        ('{"messages": [{"role": "\\ud800", "content": "a"}]}', "line 1: the text has \\ud800"),
+        (CHAT[:-1] + ", " + CHAT[1:].replace('"a"', '"\\ud83d"'), "line 2: the text has \\ud83d"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, text: str | bytes, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         given(tmp_path, text)
     assert said in str(error.value) and str(tmp_path / "requests") in str(error.value)
+
+
+def test_lines_as_deep_as_can_just_be_read(tmp_path: Path) -> None:
+    """What can be read need not be short enough to be shown."""
+    for name in ("text", "turns", "timestamp", "delay", "messages"):
+        for depth in range(sys.getrecursionlimit() - 120, sys.getrecursionlimit()):
+            with pytest.raises(ConfigError, match="line 1"):
+                given(tmp_path, f'{{"{name}": {"[" * depth}{"]" * depth}}}')
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

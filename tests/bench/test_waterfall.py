@@ -123,7 +123,15 @@ def answering(status: int, body: bytes) -> Iterator[str]:
         thread.join()
 
 
+def trace(first_token_ms: str) -> bytes:
+    return (
+        b'{"data": [{"preparing_ms": 1, "queued_ms": 1, "first_token_ms": %b, "first_told_ms": 1, "total_ms": null, '
+        b'"told_ms": 1000000000}]}'
+    ) % first_token_ms.encode()
+
+
 OTHERS = [
+    *((200, trace(ms)) for ms in ("1e308", "1e999", "1000000001", "-1", "NaN", "Infinity")),
     (404, b'{"detail": "Not Found"}'), (200, b"<html>"), (200, b'{"data": []}'), (200, b'{"data": [{"id": "a"}]}'),
     (200, b'{"data": ' + b"[" * 70_000), (200, b'{"data": [{"preparing_ms": "\xff"}]}'), (500, b""),
 ]  # fmt: skip
@@ -131,5 +139,12 @@ OTHERS = [
 
 @pytest.mark.parametrize("status, body", OTHERS)
 def test_another_server_has_no_waterfall(status: int, body: bytes) -> None:
+    """Nor one that tells of times that are none."""
     with answering(status, body) as url:
         assert traced(Target(url, ENDPOINTS["chat"]), [Answer(id="a"), Answer(id="b")]) == {}
+
+
+def test_the_longest_time_that_is_one() -> None:
+    with answering(200, trace("1e9")) as url:
+        (seen,) = traced(Target(url, ENDPOINTS["chat"]), [Answer(id="a")]).values()
+    assert seen.first_token_ms == seen.told_ms == 1e9 and seen.total_ms is None

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,25 @@ def test_file_and_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for _ in range(50):
         recorder.write(1.0, tokens(3), 1)
     assert 300 < (tmp_path / "r").stat().st_size < 400 and len(recorder._known) == 3
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The limit on a file's size is a disk that takes half a line, and then no more."""
+    path, prompt = tmp_path / "r", tokens(3)
+    recorder = Recorder(path)
+    recorder.write(1.0, prompt, 1)
+    n = path.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n + n // 2, hard))
+    try:
+        recorder.write(2.0, prompt, 1)
+        recorder.write(3.0, prompt, 1)
+        recorder.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.stat().st_size == n and [line["timestamp"] for line in lines(path)] == [1000.0]
+    assert caplog.text.count("nothing more is recorded: the file cannot be written (File too large)") == 1
+    assert len(list(read_requests(path, None, 0).sessions(Words()))) == 1
 
 
 def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ class _Exchange:
         self._on_text, self._keep_text = on_text, target.keep_text or on_text is not None
         self._is_stream = target.streamed and target.endpoint.streams
         self._to_the_end, self.whole = True, False  # to the connection's end, unless the head says otherwise
+        self._streams = self._is_stream
         self._rest = bytearray()  # of a body that is not streamed, or the beginning of an event's line
         self._n_bytes = 0
 
@@ -180,6 +181,10 @@ class _Exchange:
         if not self.done.done():
             self.answer.end_s = self.answer.end_s or time.perf_counter()
             self.done.set_result(None)
+
+    def on_interim(self) -> None:
+        """100, 102 and 103 come before the answer; what their heads said is not of it."""
+        self._to_the_end, self._is_stream, self.answer.n_json = True, self._streams, None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -265,7 +270,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._exchange: _Exchange | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self.used, self._n_head = False, 0
+        self.used, self._n_head, self._is_interim = False, 0, False
 
     @property
     def usable(self) -> bool:
@@ -315,7 +320,7 @@ class _Connection(asyncio.Protocol):
             return self.close()
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             exchange.fail(Failure.MALFORMED, f"not HTTP: {error}: {_shown(data)}")
         if not exchange.answer.status:
             self._n_head += len(data)
@@ -331,14 +336,19 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._exchange is not None and self._parser is not None:
-            self._exchange.answer.status = self._parser.get_status_code()
+            status = self._parser.get_status_code()
+            self._is_interim = 100 <= status < 200 and status != 101
+            if self._is_interim:
+                self._exchange.on_interim()
+            else:
+                self._exchange.answer.status = status
 
     def on_body(self, body: bytes) -> None:
         if self._exchange is not None:
             self._exchange.on_body(body, self._at_s)
 
     def on_message_complete(self) -> None:
-        if self._exchange is not None:
+        if self._exchange is not None and not self._is_interim:
             self._exchange.on_end(self._at_s)
 
 

@@ -15,9 +15,9 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from millrace.bench.histogram import MOST_TOKENS
 from millrace.bench.inputs import Session, Turn
@@ -62,11 +62,10 @@ def read_requests(path: Path, max_tokens: int | None, seed: int) -> Given:
         size = path.stat().st_size
         if size > MOST_FILE:
             raise ConfigError(f"{path} has {size} bytes", f"at most {MOST_FILE}", "split it")
-        with path.open(encoding="utf-8", errors="strict") as file:
-            first = file.read(1)
-            file.seek(0)
+        with path.open(encoding="utf-8-sig", errors="strict") as file:
+            first = _first(file)
             if first == "[":
-                found = list(_sharegpt(json.load(file), path, max_tokens))
+                found = list(_sharegpt(file.read(), path, max_tokens))
             else:
                 lines = _lines(file, path)
                 found = list(_azure(lines, path) if first == "T" else _jsonl(lines, path, max_tokens, seed))
@@ -74,8 +73,6 @@ def read_requests(path: Path, max_tokens: int | None, seed: int) -> Given:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "a file of prompts", "check the path") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: {error.reason}", "UTF-8 text", "convert it with iconv") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}", "a list of conversations, or lines", "correct it") from None
     if not found:
         raise ConfigError(f"{path} holds no request", "one at least", "check the file")
     if len({entry.at_s is None for entry in found}) > 1:
@@ -83,7 +80,16 @@ def read_requests(path: Path, max_tokens: int | None, seed: int) -> Given:
     return Given(sorted(found, key=lambda entry: entry.at_s or 0.0))
 
 
-def _lines(file: Any, path: Path) -> Iterator[tuple[int, str]]:
+def _first(file: TextIO) -> str:
+    """What the file begins with but for white space, "" where it holds nothing else."""
+    first = ""
+    while not first and (part := file.read(1 << 16)):
+        first = part.lstrip()[:1]
+    file.seek(0)
+    return first
+
+
+def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     while line := file.readline(MOST_LINE + 1):
         number += 1
@@ -98,42 +104,57 @@ def _wrong(path: Path, line: int, what: str, expected: str = "a request") -> NoR
 
 
 def _azure(lines: Iterator[tuple[int, str]], path: Path) -> Iterator[Entry]:
+    """Times without a zone are taken for UTC."""
     number, head = next(lines)
-    if next(csv.reader([head.strip()])) != AZURE:
+    if _fields(head, path, number) != AZURE:
         _wrong(path, number, f'"{head.strip()}"', ",".join(AZURE))
-    epoch = datetime(1970, 1, 1)
+    epoch = datetime(1970, 1, 1, tzinfo=UTC)
     for number, line in lines:
-        fields = next(csv.reader([line.strip()]))
+        fields = _fields(line, path, number)
         try:
-            at = datetime.fromisoformat(fields[0][:26])  # its seconds have seven digits
+            at = datetime.fromisoformat(fields[0])
             n_input, n_output = int(fields[1]), int(fields[2])
         except (ValueError, IndexError):
             _wrong(path, number, f'"{line.strip()}"', ",".join(AZURE))
-        yield Entry((at - epoch).total_seconds(), _traced(path, number, n_input, n_output))
+        at_s = ((at if at.tzinfo else at.replace(tzinfo=UTC)) - epoch).total_seconds()
+        yield Entry(at_s, _traced(path, number, n_input, n_output))
+
+
+def _fields(line: str, path: Path, number: int) -> list[str]:
+    try:
+        return next(csv.reader([line.strip()]))
+    except csv.Error as error:  # such as a field of more than 131,072 characters
+        _wrong(path, number, f"no CSV: {error}", ",".join(AZURE))
 
 
 def _jsonl(lines: Iterator[tuple[int, str]], path: Path, max_tokens: int | None, seed: int) -> Iterator[Entry]:
     for number, line in lines:
         try:
-            told = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+            yield _entry(line, path, number, max_tokens, seed)
+        except RecursionError as error:  # in reading it, or in showing what is wrong with it
             _wrong(path, number, f"not JSON: {error}", "a JSON object")
-        if not isinstance(told, dict):
-            _wrong(path, number, f"{line.strip():.80}", "a JSON object")
-        at_s = None
-        if "timestamp" in told:
-            at_ms = told["timestamp"]
-            if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not abs(at_ms) < 1e15:
-                _wrong(path, number, f'"timestamp" is {at_ms!r}', "milliseconds")
-            at_s = at_ms / 1e3
-        if "input_length" in told:
-            n_input, n_output = _count(told, "input_length", path, number), _count(told, "output_length", path, number)
-            ids = told.get("hash_ids", [])
-            if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-                _wrong(path, number, '"hash_ids" is no list of numbers', "one id for each 512 tokens")
-            yield Entry(at_s, _traced(path, number, n_input, n_output, tuple(ids), seed))
-        else:
-            yield _said(at_s, _turns(told, path, number, max_tokens))
+
+
+def _entry(line: str, path: Path, number: int, max_tokens: int | None, seed: int) -> Entry:
+    try:
+        told = json.loads(line)
+    except ValueError as error:  # also a number of 5,000 digits
+        _wrong(path, number, f"not JSON: {error}", "a JSON object")
+    if not isinstance(told, dict):
+        _wrong(path, number, f"{line.strip():.80}", "a JSON object")
+    at_s = None
+    if "timestamp" in told:
+        at_ms = told["timestamp"]
+        if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not abs(at_ms) < 1e15:
+            _wrong(path, number, f'"timestamp" is {at_ms!r}', "milliseconds")
+        at_s = at_ms / 1e3
+    if "input_length" not in told:
+        return _said(at_s, _turns(told, path, number, max_tokens))
+    n_input, n_output = _count(told, "input_length", path, number), _count(told, "output_length", path, number)
+    ids = told.get("hash_ids", [])
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        _wrong(path, number, '"hash_ids" is no list of numbers', "one id for each 512 tokens")
+    return Entry(at_s, _traced(path, number, n_input, n_output, tuple(ids), seed))
 
 
 def _said(at_s: float | None, turns: tuple[Turn, ...]) -> Entry:
@@ -174,7 +195,7 @@ def _turns(told: Mapping[str, Any], path: Path, line: int, max_tokens: int | Non
         for message in messages:
             match message:
                 case {"role": str(role), "content": str(content)}:
-                    said.append((role, content))
+                    said.append((_whole(role, path, line), _whole(content, path, line)))
                 case _:
                     _wrong(path, line, f"the message {message!s:.80}", "a role and a content")
         return (Turn(said[-1][1], _limit(told, path, line, max_tokens), history=tuple(said[:-1])),)
@@ -188,7 +209,17 @@ def _turn(told: Any, path: Path, line: int, max_tokens: int | None) -> Turn:
     pause_ms = told.get("delay", 0)
     if isinstance(pause_ms, bool) or not isinstance(pause_ms, int | float) or not 0 <= pause_ms <= 1e9:
         _wrong(path, line, f'"delay" is {pause_ms!r:.40}', "milliseconds")
-    return Turn(text, _limit(told, path, line, max_tokens), pause_ms / 1e3)
+    return Turn(_whole(text, path, line), _limit(told, path, line, max_tokens), pause_ms / 1e3)
+
+
+def _whole(text: str, path: Path, line: int) -> str:
+    """JSON can write half of a character, which no request can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        _wrong(path, line, f"the text has {half}, which is half of a character", "both surrogates of a pair")
+    return text
 
 
 def _limit(told: Mapping[str, Any], path: Path, line: int, otherwise: int | None) -> int | None:
@@ -196,8 +227,12 @@ def _limit(told: Mapping[str, Any], path: Path, line: int, otherwise: int | None
     return otherwise if name is None else max(1, _count(told, name, path, line))
 
 
-def _sharegpt(told: Any, path: Path, max_tokens: int | None) -> Iterator[Entry]:
+def _sharegpt(text: str, path: Path, max_tokens: int | None) -> Iterator[Entry]:
     """Each human's message is a turn; the answers are the server's own. What begins with an answer loses it."""
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}", "a list of conversations, or lines", "correct it") from None
     for number, one in enumerate(told, 1):
         turns = one.get("conversations") if isinstance(one, dict) else None
         if not isinstance(turns, list):
@@ -207,4 +242,4 @@ def _sharegpt(told: Any, path: Path, max_tokens: int | None) -> Iterator[Entry]:
             if isinstance(t, dict) and t.get("from") in ("human", "user") and isinstance(t.get("value"), str)
         ]  # fmt: skip
         if any(texts):
-            yield _said(None, tuple(Turn(text, max_tokens) for text in texts if text))
+            yield _said(None, tuple(Turn(_whole(text, path, number), max_tokens) for text in texts if text))

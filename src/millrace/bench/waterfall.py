@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Annotated
 from urllib.parse import quote
 
 import msgspec
@@ -33,15 +34,18 @@ SLOW = 0.99  # the slowest: from this quantile on,
 _FEWEST_SLOW = 3  # at least so many of them
 
 
+_Ms = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # what is beyond is no time: its sums would be infinite
+
+
 class Seen(msgspec.Struct):
     """Of `GET /v1/requests/ID/trace`, in ms since the request was queued; None: it has not come so far."""
 
-    preparing_ms: float | None
-    queued_ms: float | None
-    first_token_ms: float | None
-    first_told_ms: float | None
-    total_ms: float | None
-    told_ms: float | None
+    preparing_ms: _Ms | None
+    queued_ms: _Ms | None
+    first_token_ms: _Ms | None
+    first_told_ms: _Ms | None
+    total_ms: _Ms | None
+    told_ms: _Ms | None
 
     @property
     def is_whole(self) -> bool:

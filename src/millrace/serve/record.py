@@ -13,8 +13,8 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
 from millrace.engine.executor import IntArray
 from millrace.errors import ConfigError
@@ -33,7 +33,7 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         """raises ConfigError where there is such a file, or cannot be one"""
         try:
-            self._file: IO[str] | None = path.open("x", encoding="utf-8", buffering=1)
+            self._file: FileIO | None = path.open("xb", buffering=0)  # a buffer would fail once more when it is closed
         except FileExistsError:
             raise ConfigError(f"--record {path} exists", "a file that is not there yet", "name another") from None
         except OSError as error:
@@ -56,18 +56,32 @@ class Recorder:
                 **stay,
             }
         )
-        self._n_bytes += len(line) + 1
         try:
-            self._file.write(line + "\n")
+            self._append(self._file, f"{line}\n".encode())
         except OSError as error:
             self._end(f"the file cannot be written ({error.strerror})")
         if self._n_bytes > MOST_BYTES:
             self._end(f"it has {MOST_BYTES} bytes")
 
+    def _append(self, file: FileIO, data: bytes) -> None:
+        """raises OSError; the file has whole lines then, too: one that is torn would not be replayed"""
+        n_written = 0
+        try:
+            while n_written < len(data):  # a disk that gets full takes what it has room for
+                n_written += file.write(data[n_written:])
+        except OSError:
+            file.truncate(self._n_bytes)
+            raise
+        self._n_bytes += n_written
+
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            file.close()
+        except OSError as error:  # some disks tell only now that they were full
+            log.warning("the end of the recording may be missing: %s", error.strerror)
 
     def _end(self, why: str) -> None:
         log.warning("nothing more is recorded: %s", why)

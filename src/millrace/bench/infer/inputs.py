@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from millrace.bench.infer.model import MOST_DIMENSIONS, Model, Spec, dims
-from millrace.bench.infer.tensors import BYTES, DTYPES, Array, Tensor, from_raw, objects, typed
+from millrace.bench.infer.model import Model, Spec, dims
+from millrace.bench.infer.tensors import BYTES, DTYPES, MOST_DIMENSIONS, Array, Tensor, from_raw, objects, typed
 from millrace.errors import ConfigError
 
 RANDOM, ZERO = "random", "zero"

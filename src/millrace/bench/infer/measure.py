@@ -7,11 +7,11 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from millrace.bench.answer import Answer, Question
+from millrace.bench.answer import Answer, Failure, Question
 from millrace.bench.arrivals import Arrivals
 from millrace.bench.certify import SATURATED, Certificate, certificate_of
 from millrace.bench.infer.inputs import RANDOM, ZERO, batches, parse_shapes, read_items, synthetic
-from millrace.bench.infer.model import Model
+from millrace.bench.infer.model import Model, whole
 from millrace.bench.infer.over_http import OverHttp
 from millrace.bench.infer.settings import Level, LevelSettings, ModelSettings, levels
 from millrace.bench.infer.target import GRPC, HTTP, InferTarget, Transport
@@ -84,6 +84,10 @@ def infer_plan(url: str, what: ModelSettings, load: LevelSettings) -> InferPlan:
         raise ConfigError("--protocol grpc without grpcio", f'pip install "{EXTRA}"', "install it, or take http")
     parse_shapes(what.shape)
     binary, headers = what.tensor_format == "binary", parsed_headers(what.header)
+    if what.protocol == GRPC:
+        from millrace.bench.infer.over_grpc import check_headers  # an extra
+
+        check_headers(headers)
     target = InferTarget(url, what.model, what.model_version, what.protocol, binary, headers, what.timeout_s)
     return InferPlan(target, what, load, levels(load))
 
@@ -100,7 +104,8 @@ async def infer(plan: InferPlan, certify_s: float, on_run: OnRun = lambda run: N
         for level in plan.levels:
             if level.batch not in bodies:
                 bodies = {level.batch: [server.body(tensors) for tensors in shaped(level.batch)]}
-            run, times = await _measured(server, bodies[level.batch], plan.load, level, on_run)
+            asker = _Asker(server, bodies[level.batch], level.batch, bool(model.max_batch))
+            run, times = await _measured(asker, plan.load, level, on_run)
             if run.ended == "Ctrl-C":
                 ended = run.ended
                 break
@@ -137,24 +142,28 @@ def _inputs_of(plan: InferPlan, model: Model) -> Callable[[int], list[list[Tenso
 
 
 class _Asker:
-    """Sends the same requests in turns; whatever a run asks of it."""
+    """Sends the same requests in turns; whatever a run asks of it. in_batches: answers have the batch as their first
+    dimension"""
 
-    def __init__(self, server: Transport, bodies: Sequence[Any], batch: int) -> None:
-        self._server, self._bodies, self._batch, self._number = server, bodies, batch, count()
+    def __init__(self, server: Transport, bodies: Sequence[Any], batch: int, in_batches: bool = False) -> None:
+        self.server, self._bodies, self._batch, self._number = server, bodies, batch, count()
+        self._in_batches = in_batches
 
     async def ask(self, question: Question, answer: Answer | None = None) -> Answer:
         answer = answer or Answer()
-        await self._server.send(self._bodies[next(self._number) % len(self._bodies)], answer)
+        await self.server.send(self._bodies[next(self._number) % len(self._bodies)], answer)
         if answer.failure is None:
+            if self._in_batches and answer.n_told != self._batch:
+                n = "not the same" if answer.n_told is None else answer.n_told
+                answer.fail(Failure.MALFORMED, f"its outputs' first dimension is {n}, for a batch of {self._batch}")
             answer.n_told = self._batch
         return answer
 
 
 async def _measured(
-    server: Transport, bodies: Sequence[Any], load: LevelSettings, level: Level, on_run: OnRun, ramp_s: float = 0.0
+    asker: _Asker, load: LevelSettings, level: Level, on_run: OnRun, ramp_s: float = 0.0
 ) -> tuple[Run, ServerTimes | None]:
     """One level: warm-up, and the run between two looks at the server's statistics. ramp_s: in which users begin"""
-    asker = _Asker(server, bodies, level.batch)
     n_warm, at_a_time = load.warmup_request_count, level.concurrency or 1
     n_warm = max(WARM_UP, at_a_time) if n_warm is None else n_warm  # which opens all connections
     if n_warm:
@@ -163,13 +172,13 @@ async def _measured(
         await warming.drive(_sessions())
         if warming.ended:
             return warming, None
-    before = await server.statistics()
+    before = await asker.server.statistics()
     duration_s = load.duration_s or (None if load.request_count else EACH_S)
     arrivals = Arrivals(level.rate, load.arrival_pattern) if level.rate else None
     run = Run(asker, Load(level.concurrency, arrivals, load.request_count, duration_s, ramp_s, seed=load.random_seed))
     on_run(run)
     await run.drive(_sessions())
-    return run, _between(before, await server.statistics())
+    return run, _between(before, await asker.server.statistics())
 
 
 def _sessions() -> Iterator[Session]:
@@ -185,12 +194,12 @@ def _between(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) 
     """What the statistics have grown by; what others asked meanwhile is in it."""
 
     def grown(*path: str) -> int:
-        values = []
+        values: list[int] = []
         for told in (before, after):
             found: Any = told
             for name in path:
                 found = found[name]
-            values.append(int(found))
+            values.append(whole(found, values[-1] if values else 0, 2**64 - 1))  # counters do not go back
         return values[1] - values[0]
 
     try:
@@ -220,5 +229,5 @@ async def _certified(plan: InferPlan, inputs: Callable[[int], list[list[Tensor]]
         async with transport(target, _most_at_a_time([heaviest])) as server:
             bodies = [server.body(tensors) for tensors in islice(inputs(heaviest.batch), 4)]
             level, ramp_s = replace(heaviest, rate=rate), latency_ms / 1e3  # or all would be answered at the same time
-            run, _ = await _measured(server, bodies, load, level, lambda run: None, ramp_s)
+            run, _ = await _measured(_Asker(server, bodies, heaviest.batch), load, level, lambda run: None, ramp_s)
         return certificate_of(run, null.truth)

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from millrace.bench.infer.tensors import DTYPES
-from millrace.errors import ConfigError, MachineError
+from millrace.bench.infer.tensors import DTYPES, MOST_DIMENSIONS, MOST_ELEMENTS
+from millrace.errors import ConfigError, MachineError, plain
 
-MOST_DIMENSIONS, MOST_ELEMENTS = 32, 1 << 32
+_MOST = 2**31 - 1  # of a batch and of instances, as Triton's configuration has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +80,52 @@ def told_model(metadata: Mapping[str, Any], config: Mapping[str, Any] | None) ->
     """
     try:
         inputs, outputs = (tuple(map(_spec, metadata.get(key) or ())) for key in ("inputs", "outputs"))
-        name, versions = str(metadata["name"]), [str(v) for v in metadata.get("versions") or ()]
+        name, versions = _text(metadata["name"]), [_text(v) for v in metadata.get("versions") or ()]
+        platform = _text(metadata.get("platform") or (config or {}).get("backend") or "")
         if config is None:
             max_batch = None if inputs and all(spec.shape[:1] == (-1,) for spec in inputs) else 0
         else:
-            max_batch = int(config.get("max_batch_size", 0))
+            max_batch = whole(config.get("max_batch_size", 0), 0, _MOST)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _no_model(f"{type(error).__name__}: {error}") from None
     if max_batch != 0:
         inputs, outputs = (tuple(replace(s, shape=s.shape[1:]) for s in specs) for specs in (inputs, outputs))
     if not inputs:
         raise _no_model("no inputs")
-    platform = str(metadata.get("platform") or (config or {}).get("backend") or "")
-    return Model(name, versions[-1] if versions else "", platform, inputs, outputs, max_batch, _instances(config))
+    version = versions[-1] if versions else ""
+    return Model(name, version, platform, inputs, outputs, max_batch, _instances(config))
 
 
 def _spec(told: Mapping[str, Any]) -> Spec:
-    shape = tuple(int(d) for d in told["shape"])
-    if len(shape) > MOST_DIMENSIONS or any(not -1 <= d <= MOST_ELEMENTS for d in shape):
-        raise ValueError(f"the shape {told['shape']!s:.80}")
+    """Its name as it is, since it is sent back."""
+    shape = tuple(whole(d, -1, MOST_ELEMENTS) for d in told["shape"])
+    if len(shape) > MOST_DIMENSIONS:
+        raise ValueError(f"{len(shape)} dimensions")
     if told["datatype"] not in DTYPES:
         raise ValueError(f"the datatype {told['datatype']!s:.80}")
-    return Spec(str(told["name"]), str(told["datatype"]), shape)
+    name = told["name"]
+    if not isinstance(name, str):
+        raise TypeError("a name that is no text")
+    name.encode()  # raises UnicodeEncodeError, a ValueError, for half of a character
+    return Spec(name, str(told["datatype"]), shape)
+
+
+def _text(told: Any) -> str:
+    """To be shown. raises TypeError"""
+    if not isinstance(told, str | int):
+        raise TypeError(f"{type(told).__name__} where a text was expected")
+    return plain(str(told))
+
+
+def whole(told: Any, low: int, high: int) -> int:
+    """A number that a server tells, as JSON's or as protobuf's text. raises ValueError, TypeError"""
+    try:
+        n = int(told)
+    except OverflowError:  # 1e999
+        raise ValueError(f"the number {told}") from None
+    if not low <= n <= high:
+        raise ValueError(f"a number that is not from {low} to {high}")
+    return n
 
 
 def _no_model(why: str) -> MachineError:
@@ -113,8 +137,9 @@ def _instances(config: Mapping[str, Any] | None) -> str:
     found: dict[str, int] = {}
     try:
         for group in (config or {}).get("instance_group") or ():
-            kind = str(group.get("kind", "KIND_AUTO")).removeprefix("KIND_")
-            found[kind] = found.get(kind, 0) + int(group.get("count", 1)) * max(1, len(group.get("gpus") or ()))
+            kind = _text(group.get("kind", "KIND_AUTO")).removeprefix("KIND_")
+            n = whole(group.get("count", 1), 0, _MOST)
+            found[kind] = found.get(kind, 0) + n * max(1, len(group.get("gpus") or ()))
     except (TypeError, ValueError, AttributeError):
         return ""
     return ", ".join(f"{n} on {kind}" for kind, n in found.items())

@@ -1,6 +1,7 @@
 """Inference over gRPC. A request is made into bytes once; what arrives is read when its time has been taken."""
 
 import asyncio
+import re
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -13,7 +14,7 @@ from millrace.bench.answer import Answer, Failure
 from millrace.bench.infer.messages import KINDS, SERVICE, message
 from millrace.bench.infer.model import Model, told_model
 from millrace.bench.infer.target import InferTarget
-from millrace.bench.infer.tensors import Tensor
+from millrace.bench.infer.tensors import Tensor, check_count, check_size, n_items
 from millrace.errors import ConfigError, MachineError
 
 ASIDE_S = 30.0  # for what is asked beside the load
@@ -25,6 +26,24 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", 1 << 30), ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # or all channels would share one connection
 ]  # fmt: skip
+_CONTENTS = {  # where values are that are not raw
+    "BOOL": "bool_contents", "INT64": "int64_contents", "UINT64": "uint64_contents", "FP32": "fp32_contents",
+    "FP64": "fp64_contents", "BYTES": "bytes_contents", **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+}  # fmt: skip
+_METADATA = re.compile(r"[0-9a-z_.-]+")
+
+
+def check_headers(headers: Mapping[str, str]) -> None:
+    """raises ConfigError for what gRPC cannot send"""
+    for name, value in headers.items():
+        lower = name.lower()
+        if not _METADATA.fullmatch(lower) or lower.startswith("grpc-"):
+            raise ConfigError(f'the header "{name}" over gRPC', "letters, digits, - _ . and not grpc-", "correct it")
+        if lower.endswith("-bin"):
+            raise ConfigError(f'the header "{name}", which is binary over gRPC', "one of text", "leave it out")
+        if not (value.isascii() and value.isprintable()):
+            raise ConfigError(f'the header "{name}: {value}"', "printable ASCII", "correct it")
 
 
 class OverGrpc:
@@ -52,18 +71,18 @@ class OverGrpc:
             await channel.close()
 
     async def _called(self, name: str) -> Any:
-        """Of this model. raises grpc.aio.AioRpcError"""
-        call = self._channels[0].unary_unary(
-            f"{SERVICE}{name}", message(f"{name}Request").SerializeToString, message(f"{name}Response").FromString
-        )
+        """Of this model. raises grpc.aio.AioRpcError, DecodeError"""
+        call = self._channels[0].unary_unary(f"{SERVICE}{name}")
         asked = message(f"{name}Request")(name=self._target.model, version=self._target.version)
-        return await call(asked, timeout=ASIDE_S, metadata=self._headers)
+        told = await call(asked.SerializeToString(), timeout=ASIDE_S, metadata=self._headers)
+        return message(f"{name}Response").FromString(told)  # grpc itself would give None for what cannot be read
 
     async def model(self) -> Model:
         try:
             told = await self._called("ModelMetadata")
-        except grpc.aio.AioRpcError as error:
-            what = f'{self._target.url} tells nothing of the model "{self._target.model}": {_said(error)}'
+        except (grpc.aio.AioRpcError, DecodeError) as error:
+            why = _said(error) if isinstance(error, grpc.aio.AioRpcError) else f"no message: {error}"
+            what = f'{self._target.url} tells nothing of the model "{self._target.model}": {why}'
             expected, mend = "KServe's gRPC service, which Triton has on port 8001", "correct --model or the URL"
             raise MachineError(what, expected, mend) from None
         await asyncio.gather(*(channel.channel_ready() for channel in self._channels))  # none connects in the load
@@ -80,7 +99,7 @@ class OverGrpc:
     async def _config(self) -> Mapping[str, Any] | None:
         try:
             told = (await self._called("ModelConfig")).config
-        except grpc.aio.AioRpcError:  # not every server of the protocol has Triton's extensions
+        except (grpc.aio.AioRpcError, DecodeError):  # not every server of the protocol has Triton's extensions
             return None
         groups = [
             {"kind": KINDS[g.kind] if 0 <= g.kind < len(KINDS) else "KIND_AUTO", "count": g.count, "gpus": list(g.gpus)}
@@ -91,7 +110,7 @@ class OverGrpc:
     async def statistics(self) -> Mapping[str, Any] | None:
         try:
             told = (await self._called("ModelStatistics")).model_stats
-        except grpc.aio.AioRpcError:
+        except (grpc.aio.AioRpcError, DecodeError):
             return None
         if not told:
             return None
@@ -126,13 +145,27 @@ class OverGrpc:
             return answer.fail(_failure(error), _said(error))
         answer.end_s = time.perf_counter()
         try:
-            found = message("ModelInferResponse").FromString(data)
-        except DecodeError as error:
-            return answer.fail(Failure.MALFORMED, str(error))
-        n_raw = len(found.raw_output_contents)
-        if not found.outputs or (n_raw and n_raw != len(found.outputs)):
-            answer.fail(Failure.MALFORMED, f"{len(found.outputs)} outputs, {n_raw} of them with data")
+            _take(answer, message("ModelInferResponse").FromString(data))
+        except (DecodeError, ValueError) as error:
+            answer.fail(Failure.MALFORMED, str(error))
         return None
+
+
+def _take(answer: Answer, found: Any) -> None:
+    """Whether outputs and their data agree, and how many items they have. raises ValueError where not"""
+    n_raw = len(found.raw_output_contents)
+    if not found.outputs or (n_raw and n_raw != len(found.outputs)):
+        raise ValueError(f"{len(found.outputs)} outputs, {n_raw} of them with data")
+    for i, output in enumerate(found.outputs):
+        try:
+            if n_raw:
+                check_size(output.datatype, output.shape, len(found.raw_output_contents[i]))
+            else:
+                listed = _CONTENTS.get(output.datatype)
+                check_count(output.datatype, output.shape, len(getattr(output.contents, listed)) if listed else 0)
+        except ValueError as error:
+            raise ValueError(f'output "{output.name:.80}": {error}') from None
+    answer.n_told = n_items([output.shape for output in found.outputs])
 
 
 def _place(url: str) -> tuple[str, str]:

@@ -1,9 +1,10 @@
 """Inference over HTTP, by the client that asks for tokens, too: as JSON, or with tensors in binary behind it."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
@@ -13,15 +14,16 @@ from millrace.bench.client import Client, Target
 from millrace.bench.endpoints import Endpoint
 from millrace.bench.infer.model import Model, told_model
 from millrace.bench.infer.target import InferTarget
-from millrace.bench.infer.tensors import Tensor
+from millrace.bench.infer.tensors import BYTES, Tensor, check_count, check_size, n_elements, n_items
 from millrace.errors import MachineError
 
 ASIDE_S = 30.0  # for what is asked beside the load
+_EMPTY = re.compile(rb"[\[\], \t\r\n]*")  # lists that hold nothing
 _HEADER = b"inference-header-content-length: %d\r\n"
 
 
 class _Binary(msgspec.Struct):
-    binary_data_size: int | None = None
+    binary_data_size: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class _Output(msgspec.Struct):
@@ -40,17 +42,35 @@ _answer = msgspec.json.Decoder(_Answer)
 
 
 def _take(answer: Answer, data: bytes) -> None:
-    """raises msgspec.DecodeError for what is no answer"""
+    """Whether outputs and their data agree, and how many items they have. raises msgspec.DecodeError where not"""
     n = len(data) if answer.n_json is None else answer.n_json
     found = _answer.decode(data[:n])
-    sizes = [o.parameters.binary_data_size if o.parameters else None for o in found.outputs]
-    n_raw = sum(size for size in sizes if size is not None)
     if not found.outputs:
         raise msgspec.DecodeError("an answer without outputs")
-    if any(size is None and not memoryview(o.data) for size, o in zip(sizes, found.outputs, strict=True)):
-        raise msgspec.DecodeError("an output without data")
+    n_raw = 0
+    for output in found.outputs:
+        size = output.parameters.binary_data_size if output.parameters else None
+        try:
+            if size is None:
+                _check_listed(output)
+            else:
+                check_size(output.datatype, output.shape, size)
+        except ValueError as error:
+            raise msgspec.DecodeError(f'output "{output.name:.80}": {error}') from None
+        n_raw += size or 0
     if n + n_raw != len(data):
         raise msgspec.DecodeError(f"{len(data) - n} bytes of tensors, where binary_data_size says {n_raw}")
+    answer.n_told = n_items([o.shape for o in found.outputs])
+
+
+def _check_listed(output: _Output) -> None:
+    """Data in the JSON, flat or nested: one value more than commas, which strings may have, too. raises ValueError"""
+    data = bytes(output.data)
+    if not data.startswith(b"["):
+        raise ValueError("no list of data")
+    n = 0 if _EMPTY.fullmatch(data) else data.count(b",") + 1
+    if output.datatype != BYTES or not 0 < n_elements(BYTES, output.shape) <= n:
+        check_count(output.datatype, output.shape, n)
 
 
 class OverHttp:

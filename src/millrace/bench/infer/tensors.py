@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +18,7 @@ DTYPES: dict[str, Any] = {
     "INT64": np.dtype("<i8"), "FP16": np.dtype("<f2"), "FP32": np.dtype("<f4"), "FP64": np.dtype("<f8"),
     "BF16": ml_dtypes.bfloat16, BYTES: np.object_,
 }  # fmt: skip
+MOST_DIMENSIONS, MOST_ELEMENTS = 32, 1 << 32
 ONLY_BINARY = ("FP16", "BF16")  # have no form in JSON
 _FLOATS = ("FP16", "FP32", "FP64", "BF16")
 
@@ -50,6 +52,38 @@ class Tensor:
             raise ConfigError(
                 f'input "{self.name}" holds bytes that are no text', "--tensor-format binary", "leave it out"
             ) from None
+
+
+def check_size(datatype: str, shape: Sequence[int], n_bytes: int) -> None:
+    """Whether a server's tensor has as many bytes as it says. raises ValueError; strings are not counted one by one"""
+    n = n_elements(datatype, shape)
+    if datatype == BYTES:
+        fits = n_bytes >= 4 * n and (n > 0 or n_bytes == 0)
+    else:
+        fits = n_bytes == n * np.dtype(DTYPES[datatype]).itemsize
+    if not fits:
+        raise ValueError(f"{n_bytes} bytes of data for {datatype} of shape {list(shape)}")
+
+
+def check_count(datatype: str, shape: Sequence[int], n: int) -> None:
+    """The same of what comes as numbers or strings: n of them. raises ValueError"""
+    if n != n_elements(datatype, shape):
+        raise ValueError(f"{n} values for {datatype} of shape {list(shape)}")
+
+
+def n_elements(datatype: str, shape: Sequence[int]) -> int:
+    """raises ValueError where there is no such tensor"""
+    if datatype not in DTYPES:
+        raise ValueError(f"the datatype {datatype!r:.40}")
+    if len(shape) > MOST_DIMENSIONS or not all(0 <= d <= MOST_ELEMENTS for d in shape):
+        raise ValueError(f"the shape {list(shape)!r:.80}")
+    return prod(shape)
+
+
+def n_items(shapes: Sequence[Sequence[int]]) -> int | None:
+    """The first dimension that all of them have, which is the batch's where they have one; None: there is none such."""
+    firsts = {shape[0] if shape else None for shape in shapes}
+    return firsts.pop() if len(firsts) == 1 else None
 
 
 def typed(values: Any, datatype: str, shape: Sequence[int]) -> Array:
