@@ -60,7 +60,7 @@ def test_the_page_runs_as_it_stands_there(name: str, tmp_path: Path) -> None:
             assert [w for w in words(step.shown) if w not in OFTEN] == [w for w in words(said) if w not in OFTEN]
     right = check_questions(folder, outputs[2])
     load = check_load(folder)
-    check_smaller(folder, right)
+    check_smaller(folder, right, of_floats=name != "smollm2")
     check_fitted(folder)
     sys.stdout.write(f"\n{json.dumps({name: {'mmlu_right': right, **load}})}\n")
 
@@ -87,9 +87,11 @@ def check_load(folder: Path) -> dict[str, float]:
     return {"ttft_ms": round(float(first), 1), "tokens_per_s": round(told["output_tokens_per_s"]["value"], 1)}
 
 
-def check_smaller(folder: Path, right: int) -> None:
+def check_smaller(folder: Path, right: int, of_floats: bool) -> None:
+    """What has four bits already, as SmolLM2's file, does not get smaller."""
     told = json.loads((folder / "small" / "compression.json").read_text())
-    assert told["loss"]["kl"] > 0 and told["speed"]["paces"] and told["bytes_after"] < told["bytes_before"]
+    assert told["loss"]["kl"] > 0 and told["speed"]["paces"]
+    assert (told["bytes_after"] < told["bytes_before"]) == of_floats
     assert told["mmlu"]["questions"] == 57 and told["mmlu"]["source_right"] == right
 
 
