@@ -11,6 +11,7 @@ from millrace.bench.plan import Plan, driven_by, planned
 from millrace.bench.run import Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.bench.words import Words
+from millrace.cli.bench_flags import reseeded
 from millrace.cli.bench_runner import Begins, driven
 from millrace.cli.models import engine_of, opened
 from millrace.cli.options import made
@@ -32,8 +33,7 @@ def planned_in_process(engine: str, given: dict[str, Any], round_: int = 0) -> P
     if queued and what.input_file is None:
         n = load.request_count or QUEUED
         load = replace(load, concurrency=n, request_count=n if load.duration_s is None else load.request_count)
-    load = replace(load, random_seed=load.random_seed + round_)
-    plan = planned(engine, whom, load, what, made(SessionSettings, given), in_process=True)
+    plan = planned(engine, whom, reseeded(load, round_), what, made(SessionSettings, given), in_process=True)
     if queued and plan.load.concurrency == 1 and what.input_file is not None:  # a file without times
         return replace(plan, load=replace(plan.load, concurrency=QUEUED))
     return plan
