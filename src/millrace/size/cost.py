@@ -88,11 +88,15 @@ class PrefillTerms:
     rest: tuple[float, float, float, float]
 
 
-def prefill_terms(instance: Instance, prompts: Sequence[float]) -> PrefillTerms:
-    """prompts: tokens of each that is computed in this step"""
+def prefill_terms(instance: Instance, prompts: Sequence[float], starts: Sequence[float] = ()) -> PrefillTerms:
+    """prompts: tokens of each that are computed in this step; starts: how many of each were before, if not all 0"""
     model, n_tokens = instance.model, float(sum(prompts))
     operations = 2 * (model.active_parameters * n_tokens + model.head_parameters * len(prompts))
-    pairs = sum(n * model.reached(n) for n in prompts)
+    pairs = (
+        sum(map(model.pairs, prompts))
+        if not starts
+        else sum(model.pairs(start + n) - model.pairs(start) for n, start in zip(prompts, starts, strict=True))
+    )
     return PrefillTerms(
         operations / instance.peak,
         instance.read_bytes(n_tokens) / (instance.bandwidth * WEIGHTS_MBU),
@@ -129,6 +133,18 @@ class Constants:
 
     def decode_s(self, instance: Instance, n: float, context: float) -> float:
         return self.factor * float(np.dot(decode_terms(instance, n, context), self.decode))
+
+    def mixed_s(
+        self, instance: Instance, prompts: Sequence[float], starts: Sequence[float], n: float, context: float
+    ) -> float:
+        """Of a step with chunks of prompts beside n running answers: weights are read and calls are made once."""
+        terms = prefill_terms(instance, prompts, starts)
+        if not n:
+            return self.factor * prefill_time(terms, self.prefill)
+        _, near, far, _ = terms.rest
+        sent_s = near * self.prefill[2] + far * self.prefill[3]
+        added_s = terms.arithmetic_s * self.prefill[0] + terms.attention_s + sent_s
+        return self.decode_s(instance, n, context) + self.factor * added_s
 
 
 def prefill_time(terms: PrefillTerms, constants: Sequence[float]) -> float:

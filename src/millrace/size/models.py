@@ -87,6 +87,11 @@ class ModelShape:
         """Tokens of a context that attention looks at."""
         return min(context, self.window) if self.window else context
 
+    def pairs(self, n: float) -> float:
+        """Twice the pairs of tokens that attend to one another in the first n of a sequence."""
+        reached = self.reached(n)
+        return reached**2 + 2 * reached * (n - reached)
+
     def touched_parameters(self, n_tokens: float) -> float:
         """Of the layers, what a step of so many tokens reads: each token draws its experts evenly, for itself."""
         if not self.experts:
