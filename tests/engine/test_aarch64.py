@@ -29,7 +29,7 @@ pytestmark = [
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tests/native/greedy.cpp with all of the native core, as a static program for aarch64.
 
-    Kept in the build folder as long as its sources and its compiler are the same: it is half a minute of a core to compile.
+    Kept in the build folder as long as its sources and its compiler are the same: it takes a core half a minute.
     """
     folder, native, kernels = tmp_path_factory.mktemp("aarch64"), ROOT / "native", ROOT / "src" / "millrace" / "kernels"
     codegen.write(folder, native / "millrace.h")
