@@ -31,7 +31,7 @@ from millrace.errors import CheckpointError, ConfigError
 
 VERSION = 1  # of the arithmetic behind the formats
 FLOAT, _BYTES = "float", "-a8"  # the end of names whose activations have 8 bits
-_ROWS_OF_8, FP8 = PRESETS["int8-wo"].usual, "fp8"
+_ROWS_OF_8, FP8 = replace(PRESETS["int8-wo"].usual, method="gptq"), "fp8"
 _FOUR = Treatment(method="gptq", search="clip")
 _GROUPS = (128, 64, 32)
 TREATMENTS: Mapping[str, Treatment] = {
