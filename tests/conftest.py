@@ -3,8 +3,13 @@
 `.ci/run` asks for that; parts of `make nightly` that exist to run what skips elsewhere ask for `--skips none`.
 """
 
+import os
+import ssl
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
+from unittest.mock import patch
 
 import pytest
 
@@ -30,11 +35,22 @@ register_profiles()
 _REASONS = pytest.StashKey[Counter[str]]()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """httpx reads them for each client, and for every question that is asked without one: 35 ms, hundreds of times."""
+    with patch.object(ssl, "create_default_context", cache(ssl.create_default_context)):
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--skips", choices=("any", "known", "none"), default="any", help="which skips do not fail the run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Containers often say that nothing compiled is to be kept: each process that a test starts then compiles all of
+    # src/ anew, a quarter of a second of a core.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     config.stash[_REASONS] = Counter()
 
 

@@ -73,8 +73,8 @@ MEANT = {
     "int4-gptq-clip": Method(grid=Grid(4, 64), clip=True, gptq=Gptq(0.01, order=True)),
     "int4-awq": Method(grid=Grid(4, 64), smooth=Awq(tuple(i / 20 for i in range(20)), duo=True), clip=True),
     "w4afp8-awq": Method(grid=Grid(4, 64), smooth=Awq(tuple(i / 20 for i in range(20)), duo=True), clip=True),
-    "int8-sq": Method(grid=Grid(8, 0, False, Convention.MODEL_OPTIMIZER), smooth=SmoothQuant(0.65, linears=True),
-                      gptq=Gptq(0.01, order=True)),
+    "int8-sq": Method(grid=Grid(8, 0, False, Convention.MODEL_OPTIMIZER),
+                      smooth=SmoothQuant(0.5, linears=True, rms=True), gptq=Gptq(0.01, order=True)),
 }  # fmt: skip
 
 

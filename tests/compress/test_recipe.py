@@ -67,6 +67,7 @@ WRONG: list[tuple[Any, list[str]]] = [
     ({"version": 1, "activations": "fp4"}, ["activations is 'fp4'", '8, 16, "fp8"']),
     ({"version": 1, "method": "fp8", "smooth": "awq"}, ["fp8", "8 bits"]),
     ({"version": 1, "smooth": "quant"}, ["smooth is 'quant'", '"smoothquant"']),
+    ({"version": 1, "smooth": "smoothquant", "sizes": "mean"}, ["sizes is 'mean'", '"largest", "rms"']),
     ({"version": 1, "alpha": 1.5}, ["alpha is 1.5", "0 to 1"]),
     ({"version": 1, "alpha": True}, ["alpha is True"]),
     ({"version": 1, "alpha": float("nan")}, ["alpha is nan"]),

@@ -76,7 +76,7 @@ def bytes_in(folder: Path, job: Job) -> int:
     costs of floats, and are 16 bytes each."""
     with safe_open(folder / "model.safetensors", "np") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
-        widths = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I32": 4, "I64": 8}
+        widths = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1}
         return sum(
             int(np.prod(s.get_shape())) * widths[s.get_dtype()]
             for name, s in slices.items() if name.rpartition(".")[0] in job.layers
@@ -136,8 +136,13 @@ def test_what_statistics_say_of_each_format(model: Model) -> None:
                 assert losses[name] > losses[name.removesuffix("-a8")]
             else:
                 assert losses[name] == pytest.approx(exact, rel=1e-3)
-        assert losses["int8"] < losses["int4-g32"]
-    assert offered(192) == [n for n in TREATMENTS if "g128" not in n] and offered(20) == [FLOAT, "int8", "int8-a8"]
+        assert max(losses["int8"], losses["fp8"]) < losses["int4-g32"]
+    assert offered(192) == [n for n in TREATMENTS if "g128" not in n] and offered(20) == [
+        FLOAT,
+        "int8",
+        "int8-a8",
+        "fp8",
+    ]
 
 
 @pytest.mark.parametrize("outliers", [1.0, 40.0])
@@ -204,7 +209,7 @@ def test_losses_in_words() -> None:
 def test_what_is_timed_is_what_runs(model: Model, tmp_path: Path) -> None:
     """Each layer in another format: the products of the folder's engine, by its own reader."""
     layers = list(model.job.layers)
-    names = ["float", "int8", "int8-a8", "int4-g64", "int4-g32", "int4-g64-a8", "int4-g32-a8"]
+    names = ["float", "int8", "int8-a8", "fp8", "int4-g32", "int4-g64-a8", "int4-g32-a8"]
     chosen = dict(zip(layers, names, strict=True))
     compress(plan(model.checkpoint, recipe_of(chosen)), tmp_path / "out", model.shelf.method(chosen))
     made = Source.from_checkpoint(Checkpoint.open(tmp_path / "out"))
@@ -215,6 +220,21 @@ def test_what_is_timed_is_what_runs(model: Model, tmp_path: Path) -> None:
         assert product.format == precision.storage(product.group).format
         assert product.group == (held.group if held else 0)
         assert (product.n, product.k) == model.checkpoint.tensors[f"{layer}.weight"].shape
+
+
+def test_a_mix_of_all_kinds_is_what_its_recipe_makes(model: Model, tmp_path: Path) -> None:
+    """With FP8 in it, from the shelf and from the recipe's own methods: the same bytes."""
+    layers = list(model.job.layers)
+    chosen = dict(zip(layers, ["fp8", "int8", "fp8", "int4-g32", FLOAT, "fp8", "int4-g64-a8"], strict=True))
+    job = plan(model.checkpoint, recipe_of(chosen))
+    compress(job, tmp_path / "shelf", model.shelf.method(chosen))
+    compress(job, tmp_path / "recipe", by_statistics(model.statistics))
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "shelf" / name).read_bytes() == (tmp_path / "recipe" / name).read_bytes()
+    with safe_open(tmp_path / "shelf" / "model.safetensors", "np") as file:
+        for layer, format in chosen.items():
+            weights = [name for name in file.keys() if name.startswith(f"{layer}.weight")]  # noqa: SIM118
+            assert any(file.get_slice(name).get_dtype() == "F8_E4M3" for name in weights) == (format == "fp8")
 
 
 def test_times_are_taken_once_for_each_kind(model: Model) -> None:
@@ -228,6 +248,7 @@ def test_times_are_taken_once_for_each_kind(model: Model) -> None:
     assert found.keys() == model.job.layers.keys()
     q = found["model.layers.0.self_attn.q_proj"]
     assert q["int4-g64"] < q["int8"] < q[FLOAT] and q["int8"] == q["int8-a8"]
+    assert q["int4-g64"] < q["fp8"] < q[FLOAT]
     ours = cost.Clock("scalar", 1, 2, lambda _: 3)
     product = product_of(model.job, "model.layers.0.self_attn.v_proj", "int4-g64-a8", "scalar")
     taken = ours(product)

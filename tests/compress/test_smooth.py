@@ -149,6 +149,45 @@ def test_smoothquants_scales_are_those_of_the_paper() -> None:
     assert (shared.reshape(4, 2, 4)[:, 0] == shared.reshape(4, 2, 4)[:, 1]).all()
 
 
+@pytest.mark.parametrize(("shared", "head"), [(1, 1), (2, 4)])
+def test_by_mean_squares_no_scales_lose_less_of_what_tokens_are_rounded_by(shared: int, head: int) -> None:
+    """Rounding on a token's scale loses the energy of x / s times that of s w: a sum over inputs times a sum."""
+    x, found = inputs(32, seed=11)
+    rng = np.random.default_rng(12)
+    weights = [rng.standard_t(4, (N, 32)).astype(np.float32) * size for N, size in ((5, 1), (3, 20))]
+    site = Site(("a", "b"), "n", shared == 1, shared, head)
+
+    def lost(s: Floats) -> float:
+        noise = np.square(x / s).sum(axis=1).mean()
+        shares = [np.square(w * s).sum() / np.square(x @ w.T).sum(axis=1).mean() for w in weights]
+        return float(noise * sum(shares))
+
+    factors = smooth_factors(weights, site, found, SmoothQuant(rms=True)).astype(np.float64)
+    rows = site.base(factors)
+    assert factors == pytest.approx(site.spread(rows)), "the same for all inputs that are one row of the source"
+    assert rows.max() * rows.min() == pytest.approx(1, rel=1e-3), "around 1"
+    largest = smooth_factors(weights, site, found, SmoothQuant())
+    least = lost(factors)
+    assert least < 0.95 * lost(largest) and least < 0.7 * lost(np.ones(32))
+    for row in range(len(rows)):
+        for by in (0.8, 1.25):
+            beside = rows.copy()
+            beside[row] *= by
+            assert least < lost(site.spread(beside)), (row, by)
+
+
+def test_inputs_and_weights_that_are_nothing_have_no_scale() -> None:
+    _, found = inputs(8, seed=13)
+    found.gram[3], found.gram[:, 3] = 0, 0
+    w = np.random.default_rng(14).standard_normal((4, 8)).astype(np.float32)
+    w[:, 5] = 0
+    for weights in ([w], [w, np.zeros_like(w)]):
+        factors = smooth_factors(weights, Site(("a",), "n", True), found, SmoothQuant(rms=True))
+        assert np.isfinite(factors).all() and (factors > 0).all() and factors[3] == factors[5] == 1
+    nothing = smooth_factors([np.zeros_like(w)], Site(("a",), "n", True), found, SmoothQuant(rms=True))
+    assert (nothing == 1).all()
+
+
 def test_statistics_of_what_became_smaller() -> None:
     x, found = inputs(24, seed=10)
     factors = np.random.default_rng(3).lognormal(0, 1, 24).astype(np.float32)

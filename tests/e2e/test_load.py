@@ -9,10 +9,11 @@ from tools.load.__main__ import MOST_GROWTH_BYTES, main
 
 
 def test_200_clients_of_one_prompt(tiny_engine: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = main([str(tiny_engine), "--seconds", "20", "--questions", "24"])
+    code = main([str(tiny_engine), "--seconds", "10", "--questions", "24"])
     outcome = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert code == 0, outcome  # pages are too few: some were evicted, and answers gave way
     assert (
         outcome["wrong"] == 0 and outcome["answers"] > 100 and outcome["left"] > 25 and outcome["tokens_reused"] > 0.9
     )
-    assert outcome["grown_bytes"] < MOST_GROWTH_BYTES, "in 16 s: a search for cycles too late had shown by then"
+    most = MOST_GROWTH_BYTES / 2  # of a load whose last answers come some seconds after its ten
+    assert outcome["grown_bytes"] < most, "a search for cycles too late had shown by then"

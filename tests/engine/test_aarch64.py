@@ -4,12 +4,14 @@ import hashlib
 import json
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from millrace.engine.engine import Engine
 from millrace.kernels import codegen
+from millrace.machine.cpu import usable_cores
 from tests.support.engines import build
 from tests.support.shared import shared
 
@@ -27,7 +29,7 @@ pytestmark = [
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tests/native/greedy.cpp with all of the native core, as a static program for aarch64.
 
-    Kept in the build folder as long as its sources and its compiler are the same: it takes half a minute to compile.
+    Kept in the build folder as long as its sources and its compiler are the same: it takes a core half a minute.
     """
     folder, native, kernels = tmp_path_factory.mktemp("aarch64"), ROOT / "native", ROOT / "src" / "millrace" / "kernels"
     codegen.write(folder, native / "millrace.h")
@@ -46,11 +48,23 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.rmtree(kept.parent, ignore_errors=True)
         kept.parent.mkdir(parents=True)
         unfinished = kept.with_suffix(".new")
-        command += [f"-I{folder}", *map(str, units), "-o", str(unfinished)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        objects = {unit: folder / f"{number}.o" for number, unit in enumerate(units)}
+
+        def compiled(unit: Path) -> None:
+            ran(*command, f"-I{folder}", "-c", unit, "-o", objects[unit])
+
+        with ThreadPoolExecutor(usable_cores()) as threads:
+            list(threads.map(compiled, sorted(units, key=lambda unit: -unit.stat().st_size)))  # the longest first
+        ran(COMPILER, "-static", "-pthread", *objects.values(), "-o", unfinished)
         unfinished.rename(kept)
     return kept
+
+
+def ran(*words: object) -> str:
+    """What the command says, which must end well."""
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def greedy(program: Path, engine: Engine, prompt: list[int], n: int) -> list[int]:
@@ -62,10 +76,7 @@ def greedy(program: Path, engine: Engine, prompt: list[int], n: int) -> list[int
         int(cache.format), cache.layers, cache.heads, cache.key_size, cache.value_size,
     ]  # fmt: skip
     files = [engine.folder / "program.bin", engine.folder / "weights.bin"]
-    words = [EMULATOR, program, *files, "scalar", n, *numbers, ":", *prompt]
-    done = subprocess.run([str(w) for w in words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [int(token) for token in done.stdout.split()]
+    return [int(token) for token in ran(EMULATOR, program, *files, "scalar", n, *numbers, ":", *prompt).split()]
 
 
 def test_the_golden_story(program: Path, tmp_path: Path) -> None:

@@ -1,9 +1,6 @@
 """One server for all tests that only ask it things, and a quick broom for those that wait for it."""
 
-import ssl
 from collections.abc import Iterator
-from functools import cache
-from unittest.mock import patch
 
 import pytest
 
@@ -12,13 +9,6 @@ from millrace.serve import server as server_module
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, Running, running
 from tests.serve.thinkers import KINDS, SPELLED, Thinker, thinker_of
-
-
-@pytest.fixture(scope="package", autouse=True)
-def certificates_are_read_once() -> Iterator[None]:
-    """httpx reads them for every question that is asked without a client: 35 ms, of which these tests ask hundreds."""
-    with patch.object(ssl, "create_default_context", cache(ssl.create_default_context)):
-        yield
 
 
 @pytest.fixture(scope="package")

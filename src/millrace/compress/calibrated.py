@@ -14,7 +14,7 @@ from millrace.compress.layers import Method, rounded_layers
 from millrace.compress.loss import relative_error
 from millrace.compress.plan import WEIGHT, Job
 from millrace.compress.prune import pruned
-from millrace.compress.recipe import CLIP, SEARCHES, Treatment
+from millrace.compress.recipe import CLIP, RMS, SEARCHES, Treatment
 from millrace.compress.smooth import AUTOAWQ, Awq, SmoothQuant
 from millrace.compress.sparse import sparse
 from millrace.compress.statistics import ABOUT, Statistics, input_bytes, read_about
@@ -90,7 +90,10 @@ def method_of(treatment: Treatment, group: int) -> Method | None:
     """group: that fits the layer. None for what is no rounding to integers."""
     if treatment.method not in ("rtn", "gptq"):
         return None
-    smooth: dict[str, Awq | SmoothQuant] = {"awq": AUTOAWQ, "smoothquant": SmoothQuant(treatment.alpha, linears=True)}
+    smooth: dict[str, Awq | SmoothQuant] = {
+        "awq": AUTOAWQ,
+        "smoothquant": SmoothQuant(treatment.alpha, linears=True, rms=treatment.sizes == RMS),
+    }
     return Method(
         grid=treatment.grid(group), smooth=smooth.get(treatment.smooth), search=SEARCHES[treatment.search],
         clip=treatment.search == CLIP, gptq=LLM_COMPRESSOR if treatment.method == "gptq" else None,

@@ -18,10 +18,12 @@ import numpy as np
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.compress.calibrated import method_of
 from millrace.compress.compress import Method, Piece, Progress
-from millrace.compress.forms import Form, Spec
+from millrace.compress.e4m3 import BF16, E4M3, Fp8Matrix
+from millrace.compress.forms import Form, Matrix, Spec
+from millrace.compress.gptq import gptq_e4m3
 from millrace.compress.grid import Array, slabs
-from millrace.compress.layers import Rounding, rounding
-from millrace.compress.loss import output_error
+from millrace.compress.layers import rounding
+from millrace.compress.loss import output_error, relative_error
 from millrace.compress.plan import WEIGHT, Job, kept_dtype
 from millrace.compress.recipe import PRESETS, Recipe, Treatment
 from millrace.compress.statistics import InputStatistics, Statistics, whole_file
@@ -29,13 +31,14 @@ from millrace.errors import CheckpointError, ConfigError
 
 VERSION = 1  # of the arithmetic behind the formats
 FLOAT, _BYTES = "float", "-a8"  # the end of names whose activations have 8 bits
-_ROWS_OF_8 = PRESETS["int8-wo"].usual
+_ROWS_OF_8, FP8 = replace(PRESETS["int8-wo"].usual, method="gptq"), "fp8"
 _FOUR = Treatment(method="gptq", search="clip")
 _GROUPS = (128, 64, 32)
 TREATMENTS: Mapping[str, Treatment] = {
     FLOAT: Treatment(method="none"),
     "int8": _ROWS_OF_8,
     "int8-a8": replace(_ROWS_OF_8, activations=8),
+    FP8: replace(PRESETS["fp8-gptq"].usual, activations=16),  # as it is measured and timed here
     **{f"int4-g{group}": replace(_FOUR, group=group) for group in _GROUPS},
     **{f"int4-g{group}-a8": replace(_FOUR, group=group, activations=8) for group in _GROUPS},
 }
@@ -54,7 +57,7 @@ def _stored(K: int) -> list[str]:
 def form_of(name: str) -> Form | None:
     """How such a matrix lies in a folder; None for floats."""
     t = TREATMENTS[name]
-    return None if name == FLOAT else Form(t.bits, t.group, t.minimums, activations=t.activation_bits)
+    return None if name == FLOAT else Form(t.bits, t.group, t.minimums, t.fp8, t.activation_bits)
 
 
 def bytes_of(job: Job, layer: str, name: str) -> int:
@@ -75,6 +78,14 @@ def recipe_of(chosen: Mapping[str, str], name: str = "mix") -> Recipe:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """error: of the output's energy"""
+
+    matrix: Matrix
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
 class Shelf:
     """Rounded matrices in a folder, by layer and format: of one model and its statistics. Activations change no matrix,
     but what is lost. Files appear whole, so that a run that was ended leaves what it had."""
@@ -87,14 +98,18 @@ class Shelf:
         meant = hashlib.blake2b(f"{VERSION} {TREATMENTS}".encode(), digest_size=6).hexdigest()
         return cls(statistics / f"formats-{meant}")
 
-    def put(self, layer: str, format: str, made: Rounding, of_activations: float) -> None:
+    def put(self, layer: str, format: str, made: Tried, of_activations: float) -> None:
         """of_activations: what 8-bit ones lose besides"""
-        matrix = made.matrix
-        assert matrix.minimums is None and matrix.scale_levels is None, "candidates are symmetric"
+        matrix, form = made.matrix, [0, 0]
+        codes, scales = matrix.codes, matrix.scales
+        if isinstance(matrix, Fp8Matrix):
+            codes, scales = codes.view(np.uint8), scales.view(np.uint16)  # types that files of NumPy have
+        else:
+            assert matrix.minimums is None and matrix.scale_levels is None, "candidates are symmetric"
+            form = [matrix.group, matrix.bits]
         self.folder.mkdir(parents=True, exist_ok=True)
         with whole_file(self._file(layer, format)) as file:
-            np.savez(file, codes=matrix.codes, scales=matrix.scales, losses=[made.error, of_activations],
-                     form=[matrix.group, matrix.bits])  # fmt: skip
+            np.savez(file, codes=codes, scales=scales, losses=[made.error, of_activations], form=form)
 
     def has(self, layer: str, format: str) -> bool:
         return self._file(layer, format).is_file()
@@ -105,11 +120,14 @@ class Shelf:
             weights, activations = held["losses"].tolist()
             return weights, activations
 
-    def get(self, layer: str, format: str) -> Rounding:
+    def get(self, layer: str, format: str) -> Tried:
         """raises ConfigError for a file that is damaged"""
         with self._opened(layer, format) as held:
+            codes, scales, error = held["codes"], held["scales"], held["losses"].tolist()[0]
+            if format == FP8:
+                return Tried(Fp8Matrix(codes.view(E4M3), scales.view(BF16)), error)
             group, bits = held["form"].tolist()
-            return Rounding(QuantisedMatrix(held["codes"], held["scales"], group, bits), held["losses"].tolist()[0])
+            return Tried(QuantisedMatrix(codes, scales, group, bits), error)
 
     def _file(self, layer: str, format: str) -> Path:
         return self.folder / f"{layer}.{format.removesuffix(_BYTES)}.npz"
@@ -168,14 +186,24 @@ def survey(job: Job, statistics: Statistics, shelf: Shelf, progress: Progress) -
             w = np.asarray(job.checkpoint.tensors.load(layer + WEIGHT), np.float32)
             of_activations = activation_errors(w, x, [TREATMENTS[name].group for name in names])
             for name in names:
-                method = method_of(TREATMENTS[name], TREATMENTS[name].group)
-                assert method is not None
-                shelf.put(layer, name, rounding(w, x, method), of_activations[TREATMENTS[name].group])
+                shelf.put(layer, name, _tried(w, x, TREATMENTS[name]), of_activations[TREATMENTS[name].group])
         found[layer] = {FLOAT: 0.0}
         for name in names:
             weights, activations = shelf.losses(layer, name)
-            found[layer] |= {name: weights, f"{name}{_BYTES}": weights + activations}
+            found[layer] |= {name: weights}
+            if f"{name}{_BYTES}" in TREATMENTS:
+                found[layer] |= {f"{name}{_BYTES}": weights + activations}
     return found
+
+
+def _tried(w: Array, x: InputStatistics, treatment: Treatment) -> Tried:
+    if treatment.fp8:
+        matrix, _ = gptq_e4m3(w, x.gram)
+        return Tried(matrix, relative_error(w, matrix.dequantise(), x.gram))
+    method = method_of(treatment, treatment.group)
+    assert method is not None
+    made = rounding(w, x, method)
+    return Tried(made.matrix, made.error)
 
 
 def activation_errors(w: Array, x: InputStatistics, groups: Sequence[int]) -> dict[int, float]:

@@ -32,6 +32,8 @@ def product_of(job: Job, layer: str, format: str, isa: str) -> Product:
     treatment, own = TREATMENTS[format], kept_dtype(job.checkpoint, layer + WEIGHT)
     if format == FLOAT:
         precision = Precision.BF16 if own == "BF16" else Precision.FP32
+    elif treatment.fp8:
+        precision = Precision.FP8A16
     elif treatment.bits == 8:
         precision = Precision.W8A8 if treatment.activations == 8 else Precision.W8A16
     else:

@@ -5,6 +5,7 @@ method = "rtn"            # of the decoder's linear layers, to nearest; "gptq", 
                           # "wanda", "sparsegpt" make two of four weights zero, and nothing smaller
 smooth = "none"           # scales that move into norms and other layers before: "awq", "smoothquant"
 alpha = 0.5               # SmoothQuant's, 0 to 1: how much of the activations' outliers goes into weights
+sizes = "largest"         # SmoothQuant's, of inputs and weights: the largest, or "rms", root mean squares
 bits = 4                  # 4 or 8
 group = 128               # 32, 64, 128 or "row"; where it does not divide a layer's inputs, the next that does
 minimums = false          # 4 bits alone
@@ -44,6 +45,7 @@ _OF_ALL = ("version", "layers", "prune", "kv")  # keys of a recipe that are no t
 FP8, FP8_GPTQ = "fp8", "fp8-gptq"
 METHODS = ("rtn", "gptq", FP8, FP8_GPTQ, "none", *SPARSE)
 SMOOTH = ("none", "awq", "smoothquant")
+RMS = "rms"
 CLIP = "clip"  # of the searches, the one that is no `Search`
 SEARCHES: Mapping[str, Search | None] = {
     "none": None, "llm-compressor": LLM_COMPRESSOR_MSE, "gptqmodel": GPTQMODEL_MSE, "imatrix": IMATRIX_MSE,
@@ -59,6 +61,7 @@ class Treatment:
     method: str = "rtn"
     smooth: str = "none"
     alpha: float = 0.5
+    sizes: str = "largest"
     bits: int = 4
     group: int = 128  # 0 for a whole row
     minimums: bool = False
@@ -129,8 +132,8 @@ PRESETS: Mapping[str, Recipe] = {
                about="inputs that matter scaled up, ranges clipped (q's and k's, too): AutoAWQ's, symmetric"),
         Recipe("w4afp8-awq", Treatment(smooth="awq", search=CLIP, activations=FP8),
                about="the same, meant for FP8 activations as llm-compressor's W4AFP8 is; they stay bfloat16 here"),
-        Recipe("int8-sq", replace(_ROWS_OF_8, method="gptq", smooth="smoothquant", alpha=0.65, activations=8),
-               about="8-bit weights and activations: SmoothQuant, then GPTQ, as llm-compressor's W8A8"),
+        Recipe("int8-sq", replace(_ROWS_OF_8, method="gptq", smooth="smoothquant", sizes=RMS, activations=8),
+               about="8-bit weights and activations: SmoothQuant by mean squares, then GPTQ: llm-compressor's W8A8"),
     )
 }  # fmt: skip
 
@@ -222,7 +225,7 @@ def _plain(one: Treatment) -> dict[str, Any]:
 
 
 _CHOICES: Mapping[str, tuple[object, ...]] = {
-    "method": METHODS, "smooth": SMOOTH, "bits": (4, 8),
+    "method": METHODS, "smooth": SMOOTH, "sizes": ("largest", RMS), "bits": (4, 8),
     "group": (*(g for g in GROUPS if g), ROW), "minimums": (True, False),
     "scales": tuple(map(str, Convention)), "search": tuple(SEARCHES), "activations": (8, 16, FP8),
 }  # fmt: skip

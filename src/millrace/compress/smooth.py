@@ -73,11 +73,15 @@ class Awq:
 
 @dataclass(frozen=True, slots=True)
 class SmoothQuant:
-    """s = amax(x)^alpha / amax(w)^(1 - alpha), within `bounds`; linears: also where a linear layer gives the input"""
+    """s = size(x)^alpha / size(w)^(1 - alpha), within `bounds`; linears: also where a linear layer gives the input
+
+    rms: sizes are root mean squares, of w in shares of each layer's output; False: the largest, as the paper has them
+    """
 
     alpha: float = 0.5
     bounds: tuple[float, float] = (1e-5, 1e5)
     linears: bool = False
+    rms: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
@@ -139,15 +143,34 @@ def awq_factors(
 
 
 def smooth_factors(weights: Sequence[Array], site: Site, x: InputStatistics, settings: SmoothQuant) -> Floats:
-    """(K,), by the largest weight of all the site's linears."""
+    """(K,), by the weights of all the site's linears."""
+    of_inputs, of_weights = (_mean_sizes if settings.rms else _largest)(weights, site, x)
+    there = (of_inputs > 0) & (of_weights > 0)
+    base = np.ones_like(of_inputs)
+    if there.any():
+        found = of_inputs[there] ** settings.alpha / of_weights[there] ** (1 - settings.alpha)
+        base[there] = _normalised(found) if settings.rms else found  # shares of outputs have no size of their own
+    return site.spread(base.clip(*settings.bounds)).astype(np.float32)
+
+
+def _largest(weights: Sequence[Array], site: Site, x: InputStatistics) -> tuple[Array, Array]:
+    """Of inputs and of weights, (K / shared,) each."""
     largest = np.max([np.abs(w).max(axis=0) for w in weights], axis=0)
-    amax, largest = (  # the largest of those that are one row
+    of_inputs, of_weights = (
         v.reshape(-1, site.shared, site.head).max(axis=1).reshape(-1) for v in (x.amax.astype(np.float64), largest)
     )
-    there = (amax > 0) & (largest > 0)
-    base = np.ones_like(amax)
-    base[there] = amax[there] ** settings.alpha / largest[there] ** (1 - settings.alpha)
-    return site.spread(base.clip(*settings.bounds)).astype(np.float32)
+    return of_inputs, of_weights
+
+
+def _mean_sizes(weights: Sequence[Array], site: Site, x: InputStatistics) -> tuple[Array, Array]:
+    """The same in root mean squares, of weights in shares of their outputs' energy.
+
+    A token is rounded on a scale of its own, its largest x / s by 127: so layers lose about mean(max (x / s)^2) times
+    sum (s |w|)^2 over inputs. With a sum for the maximum, to which all add, this is least at s^2 = rms(x) / |w|, which
+    is alpha 0.5. The largest of all tokens say what the rarest has, and that one has its own scale
+    """
+    squares = sum(np.square(w, dtype=np.float64).sum(axis=0) / max(output_error(w, x.gram), 1e-30) for w in weights)
+    return np.sqrt(site.base(x.gram.diagonal().astype(np.float64))), np.sqrt(site.base(np.asarray(squares)))
 
 
 def fold(arrays: Arrays, site: Site, factors: Floats, offset: float = 0.0) -> Fold:
