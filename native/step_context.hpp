@@ -12,11 +12,13 @@ constexpr int kSharedCounters = 1024;
 constexpr int kMaxThreads = 1024;
 enum class KvFormat : int32_t { f32 = 0, bf16 = 1, int8 = 2, fp8 = 3, int4 = 4 };
 
-// Bits of an element; floats beside the keys of a token, and beside its values; to what a value's size is rounded up.
+// Bits of an element; floats beside the key of a token, and beside its value; to what a value's size is rounded up;
+// whether keys lie as their Hadamard transform (kernels/matmul/pack.py), which queries then take, too.
 struct KvKind {
   int32_t bits, scales, columns;
+  bool transformed;
 };
-constexpr KvKind kKvKinds[] = {{32, 0, 16}, {16, 0, 16}, {8, 1, 16}, {8, 1, 16}, {4, 2, 32}};
+constexpr KvKind kKvKinds[] = {{32, 0, 16, false}, {16, 0, 16, false}, {8, 1, 16, false}, {8, 1, 16, true}, {4, 2, 32, true}};
 constexpr int kKvFormats = sizeof kKvKinds / sizeof *kKvKinds;
 
 // Keys and values of the attention layers that are of one kind. A block is one (layer, page, KV head): first the keys,
@@ -28,8 +30,7 @@ constexpr int kKvFormats = sizeof kKvKinds / sizeof *kKvKinds;
 //   fp8   keys [D/2][64][2]  values [32][Dv][2]     pairs of E4M3; scales as above
 //   int4  keys [D/8][64][4]  values [16][Dv/32][16][4]  bytes of two unsigned codes: of a key the lower half has element i
 //         of eight and the upper one i + 4, of a value column i of 32 and i + 16 (Dv rounded up to 32). A byte is one
-//         token's, so that workers write no byte together. Scales as above, then 64 minimums. Keys lie as their Hadamard
-//         transform (kernels/matmul/pack.py), which queries take before they meet them
+//         token's, so that workers write no byte together. Scales as above, then 64 minimums
 // Keys lie with the 64 tokens side by side, so that 16 scores are one vector and no sum runs across lanes. What is stored
 // of a token depends on nothing but that token: written again, by whatever chunks, it has the same bits.
 struct KvLayout {

@@ -3,22 +3,16 @@
 //   int8  score = q_scale k_scale (q . k) | p times the value's scale, 15 bits relative to the row's largest in a span; l sums p
 //   int4  score = q_scale (k_scale (q . k) + k_least sum(q)) | the same p; o takes the sum of p v_least besides
 #pragma once
-#include "convert/hadamard.hpp"
 #include "tile.hpp"
 
 namespace millrace::MILLRACE_ISA {
 
-template <KvFormat Format>
-void load_code_queries(AttentionTile& t) {
+inline void load_code_queries(AttentionTile& t) {
   const int D = t.a->head_dim;
   constexpr int kMost = 127 * 256 + 127;  // in two bytes of at most 127 each
-  alignas(64) float transformed[Format == KvFormat::int4 ? kMaxHeadDim : 1];
+  alignas(64) float transformed[kMaxHeadDim];
   for (int r = 0; r < t.rows; ++r) {
-    const float* q = t.a->q + t.tokens[r] * t.a->q_stride + t.heads[r] * D;
-    if constexpr (Format == KvFormat::int4) {
-      hadamard_group(q, D, transformed);
-      q = transformed;
-    }
+    const float* q = as_keys_are(t, t.a->q + t.tokens[r] * t.a->q_stride + t.heads[r] * D, transformed);
     F check = zero();
     const float amax = row_magnitude(q, D, check), inverse = amax > kNothing ? kMost / amax : 0.0f;
     t.codes.q_scale[r] = (amax / kMost + sum(check)) * t.a->scale;

@@ -17,8 +17,9 @@ namespace millrace::MILLRACE_ISA {
 
 inline void load_queries(AttentionTile& t) {
   const int D = t.a->head_dim;
+  alignas(64) float transformed[kMaxHeadDim];
   for (int r = 0; r < t.rows; ++r) {
-    const float* q = t.a->q + t.tokens[r] * t.a->q_stride + t.heads[r] * D;
+    const float* q = as_keys_are(t, t.a->q + t.tokens[r] * t.a->q_stride + t.heads[r] * D, transformed);
     if (t.cache->layout.format == KvFormat::f32) {
       for (int d = 0; d < D; ++d) t.q[r][d] = q[d];
     } else {
@@ -207,7 +208,7 @@ template <KvFormat Format>
 struct CodeSteps {
   static constexpr bool kZeroTimesNan = false;  // codes are integers, and scales are taken of the row's own keys alone
   explicit CodeSteps(const AttentionTile&) {}
-  static void load(AttentionTile& t) { load_code_queries<Format>(t); }
+  static void load(AttentionTile& t) { load_code_queries(t); }
   static void score(AttentionTile& t, uint8_t* block, int at) {
     each_tile<kWordRows>(t.rows, 0, [&]<int R>(int row) { score_code_page<Format, R>(t, row, block, at); });
   }

@@ -87,6 +87,6 @@ ROUNDINGS: Mapping[str, Rounding] = {  # by the name of the pages' format in pro
     "f32": Rounding(*(lambda x: x,) * 3),
     "bf16": Rounding(to_bf16, to_bf16, to_bf16),
     "int8": Rounding(to_int16, to_int8, to_int8),
-    "fp8": Rounding(to_bf16, to_fp8, to_fp8),
+    "fp8": Rounding(lambda q: to_bf16(transformed(q)), lambda k: to_fp8(transformed(k)), to_fp8),
     "int4": Rounding(lambda q: to_int16(transformed(q)), lambda k: to_int4(transformed(k)), to_int4),
 }

@@ -1,5 +1,7 @@
 // What a task of attention works on: up to 16 query rows of one KV head, and their scores against a span of keys.
 #pragma once
+#include "convert/hadamard.hpp"
+
 namespace millrace::MILLRACE_ISA {
 
 constexpr int kSpan = 256;            // keys between two merges: four pages
@@ -36,6 +38,13 @@ struct AttentionTile {
   alignas(64) float q[kAttentionRows][kMaxHeadDim];  // float, or bfloat16 pairs in the first half
   CodeRows codes;
 };
+
+// A query as it meets the cache's keys, which lie as they are or transformed; `room` for that.
+inline const float* as_keys_are(const AttentionTile& t, const float* q, float* room) {
+  if (!t.cache->layout.kind().transformed) return q;
+  hadamard_group(q, t.a->head_dim, room);
+  return room;
+}
 
 inline uint8_t* block_of(const AttentionTile& t, int position) {
   return t.cache->block(t.a->layer, t.sequence, position, t.kv_head);

@@ -87,8 +87,10 @@ inline float to_e4m3_codes(const float* x, int n, int8_t* codes) {
 }
 
 inline void write_fp8(const float* k, const float* v, const KvLayout& kv, uint8_t* block, int slot) {
+  alignas(64) float transformed[kMaxHeadDim];
   int8_t codes[kMaxHeadDim + 16];
-  kv.key_scales(block)[slot] = to_e4m3_codes(k, kv.key_dim, codes);
+  hadamard_group(k, kv.key_dim, transformed);
+  kv.key_scales(block)[slot] = to_e4m3_codes(transformed, kv.key_dim, codes);
   for (int d = 0; d < kv.key_dim; d += 2) __builtin_memcpy(block + (d / 2 * kPageTokens + slot) * 2, codes + d, 2);
   kv.value_scales(block)[slot] = to_e4m3_codes(v, kv.value_dim, codes);
   auto* values = reinterpret_cast<int8_t*>(block + kv.key_bytes()) + slot / 2 * kv.value_width() * 2 + slot % 2;
