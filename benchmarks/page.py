@@ -192,15 +192,17 @@ def _judged_now(result: Result) -> list[Result]:
     if kind(result) == "contexts":
         return contexts.goals(result["decode"], result["mixed"], result["kv_cache_dtype"], result["shape"])
     if kind(result) == "start":
-        return start.goals(result["build_s"], result["start_to_first_token_s"], result["resident_beyond_bytes"])
+        return start.goals(
+            result["precision"], result["build_s"], result["start_to_first_token_s"], result["resident_beyond_bytes"]
+        )
     return []
 
 
 def _others() -> Iterator[str]:
-    yield "## Embeddings, long contexts, starts, server, sampling, masks, statistics, products, rounding, versions"
+    yield "## Embeddings, contexts, starts, server, sampling, masks, statistics, MMLU, products, rounding, versions"
     header = ("what", "figure", "run")
     rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_hadamard()]
-    rows += [*_grammars(), *_calibrations(), *_versions()]
+    rows += [*_grammars(), *_calibrations(), *_mmlu(), *_versions()]
     yield table(header, rows)
 
 
@@ -281,6 +283,19 @@ def _calibrations() -> Iterator[list[str]]:
             who = f"{r['model']} in {precision}: statistics of {SAMPLES} samples of {r['tokens_each']} tokens, s"
             figure = f"{run['seconds_of_all']:,.0f}{measured}, {run['peak_bytes'] / 2**30:.2f} GiB at most"
             yield [who, figure, label(r)]
+
+
+def _mmlu() -> Iterator[list[str]]:
+    for _, r in of_kind("mmlu"):
+        for name, run in r["runs"].items():
+            low, high = run["interval"]
+            said = f"{run['seconds'] / 60:.1f}; {run['share']:.2%} right ({low:.1%} to {high:.1%})"
+            if "against" in run:
+                other = run["against"]
+                said += (
+                    f", {other['difference']:+.2%} beside {other['precision']}, {other['changed']:,} chose otherwise"
+                )
+            yield [f"{r['model']} in {name}: {run['questions']:,} questions of MMLU, minutes", said, label(r)]
 
 
 def _products() -> Iterator[list[str]]:

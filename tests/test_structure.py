@@ -20,7 +20,7 @@ PUBLIC = [
     "StructuredOutputsParams",
 ]  # changing this is a CHANGELOG line
 
-ORDER = [  # of those to come, each where it will stand: size after bench
+ORDER = [
     "errors",
     "env",
     "settings",
@@ -38,6 +38,7 @@ ORDER = [  # of those to come, each where it will stand: size after bench
     "runtime",
     "serve",
     "bench",
+    "size",
     "cli",
 ]
 # model/ and graph/ know nothing of kernels; the native binding is in kernels/, beside what it binds.

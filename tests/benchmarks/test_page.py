@@ -202,7 +202,7 @@ def test_files_older_than_their_goals_are_judged(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("start_s", [0.5, 1.5])
 def test_old_starts_are_judged(monkeypatch: pytest.MonkeyPatch, start_s: float) -> None:
-    result = {"build_s": 1.0, "start_to_first_token_s": start_s, "resident_beyond_bytes": 1 << 20}
+    result = {"precision": "w4a8", "build_s": 1.0, "start_to_first_token_s": start_s, "resident_beyond_bytes": 1 << 20}
     told = given(monkeypatch, command="python -m benchmarks.start --shape s", **result)
     verdict = "goal met" if start_s < 1 else "missed"
     assert (

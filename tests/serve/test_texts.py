@@ -1,6 +1,7 @@
 """Long texts, medium and short ones never wait for each other; what cannot fit is refused before it is tokenised."""
 
 import asyncio
+import dataclasses
 import itertools
 import socket
 import statistics
@@ -20,14 +21,14 @@ from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
-from millrace.errors import BusyError, CheckpointError
+from millrace.errors import BusyError, CheckpointError, ContextError
 from millrace.serve import serving
 from millrace.serve.fields import decode
-from millrace.serve.lengths import longest_token
+from millrace.serve.lengths import LeastTokens, longest_token
 from millrace.serve.protocol import ChatRequest
 from millrace.serve.serving import Lane
 from millrace.serve.settings import ServerSettings
-from tests.serve.support import Fake, Running, post, running, tokenizer
+from tests.serve.support import ROOMY, Fake, Running, post, running, tokenizer
 from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -136,6 +137,57 @@ def test_what_cannot_fit_by_its_bytes_is_refused_before_it_is_tokenised(served: 
     assert least == -(-len(text) // longest) <= len(tokenizer().encode(text))
 
 
+def test_what_is_far_too_long_is_refused_by_its_beginning(tmp_path: Path) -> None:
+    """Of 9,000 characters beside a context of 1,000 tokens, where they could fit by their bytes, 6,000 are read."""
+    save_byte_level(tmp_path, 700)
+    text, encode, looked_at = "a mill " * 1285, TokenizerProcess.encode, []
+
+    def counting(self: TokenizerProcess, part: str, add_special_tokens: bool) -> list[int]:
+        looked_at.append(len(part))
+        return encode(self, part, add_special_tokens)
+
+    roomy = dataclasses.replace(ROOMY, max_context=1000)
+    with (
+        running(Fake(limits=roomy, folder=tmp_path), ServerSettings(port=0)) as server,
+        patch.object(TokenizerProcess, "encode", counting),
+    ):
+        for path, param, body in (
+            (TEXT, "prompt", {"prompt": ["a", text]}),
+            (CHAT, "messages", {"messages": [{"role": "user", "content": text}]}),
+        ):
+            looked_at.clear()
+            error = post(server.url, path, body).json()["error"]
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param), error
+            assert looked_at == [6000]
+            least = int(error["message"].split("at least ")[1].split()[0])
+            assert 1250 <= least <= len(tokenizer().encode(text))
+
+
+def test_a_beginning_refuses_nothing_that_could_fit(tmp_path: Path) -> None:
+    """Also for tokenizers whose tokens span words; and where the beginning is no proof, the whole text is counted."""
+    context = 64
+    for i, save in enumerate((save_byte_level, save_byte_fallback, save_sentencepiece)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        save(folder)
+        one = open_tokenizer(folder)
+        bound, n_refused = LeastTokens(one, context), 0
+        for text in ("mill ", "  \n", "é界😀", "The mill turns. ", "a", " the the", "0123456789"):
+            for n_characters in (8 * context, 8 * context + 1, 20 * context):
+                said = (text * n_characters)[:n_characters]
+                try:
+                    bound.check_beginning(said, one.encode, "prompt")
+                except ContextError:
+                    n_refused += 1
+                    assert len(one.encode(said)) > context and n_characters > 8 * context, (save, text)
+        assert n_refused > 0 or longest_token(one) is None
+    bound = LeastTokens(tokenizer(), context)
+    for n_tokens in (0, context, 79):
+        bound.check_beginning("a" * 600, lambda _, n=n_tokens: [0] * n, "prompt")  # type: ignore[misc]
+    with pytest.raises(ContextError, match="at least 80 tokens"):
+        bound.check_beginning("a" * 600, lambda _: [0] * 80, "prompt")
+
+
 def test_texts_may_be_counted_beyond_the_context(served: Running) -> None:
     text = "mill " * 4000
     reply = post(served.url, "/tokenize", {"prompt": text, "return_token_strs": True}).json()
@@ -174,6 +226,7 @@ class _Shrinking(Tokenizer):
 
 def test_a_tokenizer_that_drops_characters_gives_no_bound() -> None:
     assert longest_token(_Shrinking()) is None
+    LeastTokens(_Shrinking(), 64).check_beginning("é" * 9000, lambda _: [0] * 9000, "prompt")
 
 
 @pytest.mark.parametrize("body", [{"prompt": "a " * 6000}, {"messages": [{"role": "user", "content": "a " * 6000}]}])

@@ -34,7 +34,7 @@ from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.conversation import PLAINLY, Rendering
 from millrace.serve.errors import HttpError
 from millrace.serve.fields import check_messages
-from millrace.serve.lengths import longest_token
+from millrace.serve.lengths import LeastTokens
 from millrace.serve.logprobs import Echo
 from millrace.serve.metrics import decode_metrics, engine_metrics
 from millrace.serve.protocol import Message
@@ -62,7 +62,7 @@ class Texts:
         """folder: of the tokenizer's files; with it, long texts are tokenised in processes of their own"""
         self.tokenizer = tokenizer
         self._max_context = max_context
-        self._longest_token: tuple[int | None] | None = None  # not looked at yet
+        self._least = LeastTokens(tokenizer, max_context)
         self._medium = _Encoder(tokenizer, None, Lane("text", max_pending, N_THREADS))
         self._decoding = Lane("decode", max_pending)
         self._long, self._very_long = (_make_encoder(tokenizer, folder, n, max_pending) for n in ("long", "very-long"))
@@ -77,7 +77,7 @@ class Texts:
     ) -> list[list[int]]:
         """Tokens of each text.
 
-        bounded_as: the field to name when a text has more bytes than the context's tokens can cover
+        bounded_as: the field to name when a text, by its bytes or its beginning, cannot fit the context
         raises RequestError for what is no Unicode text, HttpError for one that is too long, BusyError
         """
         n = sum(map(len, texts))
@@ -88,7 +88,8 @@ class Texts:
         def work() -> list[list[int]]:
             if bounded_as is not None and n > LONG_CHARACTERS:
                 for text in texts:
-                    self._check_bytes(text, bounded_as)
+                    self._least.check_bytes(text, bounded_as)
+                    self._least.check_beginning(text, lambda part: encoder.encode(part, False), bounded_as)
             return [encoder.encode(text, add_special_tokens) for text in texts]
 
         return await encoder.lane.run(work, n)
@@ -148,7 +149,7 @@ class Texts:
 
         def render() -> str:
             if bounded and body_bytes > LONG_CHAT_BYTES:
-                self._check_bytes("".join(_contents(messages)), "messages")
+                self._least.check_bytes("".join(_contents(messages)), "messages")
             if (n_bytes := len(msgspec.json.encode(rendering.extra))) > MAX_EXTRA_BYTES:
                 raise RequestError(
                     f"chat_template_kwargs has {n_bytes} bytes", f"at most {MAX_EXTRA_BYTES}", "send less", _EXTRA
@@ -164,22 +165,6 @@ class Texts:
         for part in (self._medium, self._long, self._very_long, self._chats, self._long_chats):
             if part is not None:
                 part.lane.close()
-
-    def _check_bytes(self, text: str, field: str) -> None:
-        """raises HttpError where not even the longest token of the vocabulary, all along, would make it fit
-
-        What a template leaves out of its messages is counted too; nobody sends that much of it.
-        """
-        if len(text) < self._max_context:
-            return
-        if self._longest_token is None:
-            self._longest_token = (longest_token(self.tokenizer),)
-        longest = self._longest_token[0]
-        if longest is None:
-            return
-        least = -(-len(text.encode("utf-8", "replace")) // longest)
-        if least >= self._max_context:
-            raise context_exceeded(self._max_context, f"at least {least}", None, field)
 
 
 class _Encoder:

@@ -1,0 +1,1 @@
+"""From a business question to the systems to buy."""

@@ -1,0 +1,82 @@
+"""How many requests come: from what people know, such as users or calls a year, to the peak that machines must bear."""
+
+import math
+from dataclasses import dataclass
+
+from millrace.errors import ConfigError
+
+WORDS_A_TOKEN = 0.75  # of English prose, by most tokenizers
+CHARACTERS_A_TOKEN = 4.0
+_S = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86_400.0, "year": 365 * 86_400.0}
+_MOST_MEAN = 1e9
+
+
+def per_second(n: float, period: str) -> float:
+    """n: requests in each period ("second" to "year"), spread evenly. raises ConfigError"""
+    if period not in _S:
+        raise ConfigError(f"requests per {period}", f"per {', '.join(_S)}", "say it per one of them")
+    return _positive(n, f"requests per {period}") / _S[period]
+
+
+def tokens(n: float, unit: str) -> float:
+    """n: "tokens", "words" or "characters" of English prose. raises ConfigError"""
+    shares = {"tokens": 1.0, "words": 1 / WORDS_A_TOKEN, "characters": 1 / CHARACTERS_A_TOKEN}
+    if unit not in shares:
+        raise ConfigError(f"lengths in {unit}", f"in {', '.join(shares)}", "say it in one of them")
+    return _positive(n, unit) * shares[unit]
+
+
+def poisson_quantile(share: float, mean: float) -> int:
+    """The least count that so many arrivals of a Poisson process stay within with at least that probability.
+
+    Exact sums of logarithms, outward from the mode. raises ConfigError
+    """
+    if not 0 < share < 1:
+        raise ConfigError(f"a percentile of {share:g}", "a share between 0 and 1, such as 0.95", "correct it")
+    if not 0 < mean <= _MOST_MEAN:
+        raise ConfigError(f"a mean of {mean:g} arrivals", f"above 0, and at most {_MOST_MEAN:g}", "correct it")
+    spread = 40 * math.sqrt(mean) + 40  # beyond, probabilities are below what a float shows
+    count = max(0, int(mean - spread))
+    total = 0.0
+    while count <= mean + spread:
+        total += math.exp(count * math.log(mean) - mean - math.lgamma(count + 1))
+        if total >= share:
+            return count
+        count += 1
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What a fleet must bear. rate: requests a second; how: in words, for the answer"""
+
+    rate: float
+    average: float
+    how: str
+
+
+def peak(
+    average: float, *, percentile: float = 0.95, window_s: float = 1.0, burst: float = 1.0, split: int = 1
+) -> Peak:
+    """The rate that so much of all windows stays within, where arrivals are Poisson.
+
+    average: requests a second; burst: the busiest time's average beside it
+    window_s: over which a peak counts; requests that stay for long feel the mean of a longer one
+    split: replicas among which requests fall blindly, so that each has a peak of its own; 1: any takes any request
+    raises ConfigError
+    """
+    _positive(window_s, "a window in seconds")
+    if burst < 1 or split < 1:
+        raise ConfigError(f"a burst of {burst:g}, split {split} ways", "at least 1 each", "correct them")
+    busiest = _positive(average, "requests a second") * burst
+    rate = split * poisson_quantile(percentile, busiest * window_s / split) / window_s
+    told = (
+        f"{percentile:.0%} of windows of {window_s:g} s stay within {rate:.4g} requests/s at {busiest:.4g} on average"
+    )
+    return Peak(rate, average, told + (f", each of {split} replicas by itself" if split > 1 else ""))
+
+
+def _positive(n: float, what: str) -> float:
+    if not (0 < n < math.inf):
+        raise ConfigError(f"{what}: {n:g}", "above 0", "correct it")
+    return n

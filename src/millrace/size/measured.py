@@ -1,0 +1,73 @@
+"""A user's own measurements as operating points: `--measured FILE`.
+
+CSV with model, gpu, precision, tp, isl, osl, concurrency, ttft_ms, itl_ms, e2e_ms, req_s, and ttft_p95_ms, itl_p95_ms,
+e2e_p95_ms where they are known; one instance a row. Every mistake names file and line.
+"""
+
+import csv
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from millrace.errors import ConfigError
+from millrace.size.points import Point, Source, Waits
+
+_MOST_BYTES, _MOST_ROWS = 64 << 20, 200_000
+_NEEDED = ("model", "gpu", "precision", "tp", "isl", "osl", "concurrency", "ttft_ms", "itl_ms", "e2e_ms", "req_s")
+_P95 = ("ttft_p95_ms", "itl_p95_ms", "e2e_p95_ms")
+LITTLE = 0.15  # how far concurrency may be from rate x time: beyond, a run was not in its steady state
+
+
+def read_points(path: Path) -> tuple[list[Point], int]:
+    """The points, and how many rows were left out because they were not in a steady state. raises ConfigError"""
+    try:
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise ConfigError(f"{path} has {size} bytes", f"at most {_MOST_BYTES}", "split it")
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            points = list(_read(csv.DictReader(file), path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", "measurements", "check the path") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} is no CSV: {error}", "measurements", "check the file") from None
+    steady = [p for p in points if abs(p.rate * p.mean.e2e_s / p.concurrency - 1) <= LITTLE]
+    if not steady:
+        raise ConfigError(
+            f"{path}: of {len(points)} rows none has concurrency = rate x time (Little's law)",
+            "runs in a steady state", "check the columns' units: ms, and requests/s of one instance",
+        )  # fmt: skip
+    return steady, len(points) - len(steady)
+
+
+def _read(rows: "csv.DictReader[str]", path: Path) -> Iterator[Point]:
+    if missing := [name for name in _NEEDED if name not in (rows.fieldnames or ())]:
+        raise ConfigError(
+            f"{path} has no column {', '.join(missing)}", f"columns {', '.join(_NEEDED)}", "complete its first line"
+        )
+    for row in rows:
+        where = f"{path}, line {rows.line_num}"
+        if rows.line_num > _MOST_ROWS:
+            raise ConfigError(f"{where}: too many rows", f"at most {_MOST_ROWS}", "split it")
+        yield _point(row, where)
+
+
+def _point(row: Mapping[str, str | None], where: str) -> Point:
+    def number(name: str) -> float:
+        try:
+            value = float(row[name] or "")
+        except ValueError:
+            value = math.nan
+        if not 0 < value < 1e12:
+            raise ConfigError(
+                f"{where}: {name} is {row[name]!r:.40}", "a number above 0", "correct it, or leave it out"
+            )
+        return value
+
+    def waits(names: tuple[str, ...]) -> Waits:
+        return Waits(*(number(name) / 1e3 for name in names))
+
+    return Point(
+        model=str(row["model"]), device=str(row["gpu"]), precision=str(row["precision"]), tp=int(number("tp")),
+        input_tokens=number("isl"), output_tokens=number("osl"), concurrency=number("concurrency"),
+        rate=number("req_s"), mean=waits(("ttft_ms", "itl_ms", "e2e_ms")),
+        p95=waits(_P95) if all(row.get(name) for name in _P95) else None, source=Source.MEASURED,
+    )  # fmt: skip

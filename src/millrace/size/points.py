@@ -1,0 +1,110 @@
+"""Operating points: how many requests an instance serves at a concurrency, and what users wait for meanwhile."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from millrace.errors import ConfigError
+
+SYSTEM = 8  # devices of the machines that are bought
+
+
+class Source(StrEnum):
+    """Where a figure comes from."""
+
+    MEASURED = "measured"
+    INTERPOLATED = "interpolated"
+    ANALYTIC = "analytic"
+    SIMULATED = "simulated"
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds to the first token, between tokens, to the last."""
+
+    ttft_s: float
+    itl_s: float
+    e2e_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One instance of tp devices with so many requests in flight. rate: requests a second; p95: where it is known"""
+
+    model: str
+    device: str
+    precision: str
+    tp: int
+    input_tokens: float
+    output_tokens: float
+    concurrency: float
+    rate: float
+    mean: Waits
+    p95: Waits | None
+    source: Source
+
+    @property
+    def rate_of_system(self) -> float:
+        """Of a machine with 8 devices, full of such instances."""
+        return self.rate * SYSTEM / self.tp
+
+    @property
+    def configuration(self) -> str:
+        return f"{self.precision} TP{self.tp} on {self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What users may wait for at most, in seconds; None: as long as it takes. percentile: of p95, or of the mean"""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    e2e_s: float | None = None
+    of: str = "mean"
+
+    def __post_init__(self) -> None:
+        if self.of not in ("mean", "p95"):
+            raise ConfigError(f"limits on the {self.of}", "the mean, or the p95", "choose one of them")
+        for name, value in (("ttft", self.ttft_s), ("itl", self.itl_s), ("e2e", self.e2e_s)):
+            if value is not None and not 0 < value < 1e6:
+                raise ConfigError(f"a limit of {value:g} s on {name}", "above 0, in seconds", "correct it")
+
+    def broken(self, point: Point) -> tuple[str, ...]:
+        """Which ones that point breaks; all where its p95 is asked for and not known."""
+        waits = point.mean if self.of == "mean" else point.p95
+        if waits is None:
+            return (f"no {self.of} is known",)
+        asked = (
+            ("TTFT", self.ttft_s, waits.ttft_s),
+            ("ITL", self.itl_s, waits.itl_s),
+            ("E2E", self.e2e_s, waits.e2e_s),
+        )
+        return tuple(name for name, limit, waited in asked if limit is not None and waited > limit)
+
+
+def best(points: Sequence[Point], limits: Limits) -> Point:
+    """The most requests a second for each device within the limits.
+
+    raises ConfigError where none is within them: which limit binds, and who comes closest
+    """
+    within = [point for point in points if not limits.broken(point)]
+    if within:
+        return max(within, key=lambda point: (point.rate_of_system, -point.tp))
+    if not points:
+        raise ConfigError("no operating point is known", "one at least", "give measurements, or choose a device")
+    closest = min(points, key=lambda point: (len(limits.broken(point)), point.mean.ttft_s))
+    waits = closest.mean if limits.of == "mean" or closest.p95 is None else closest.p95
+    raise ConfigError(
+        f"nothing here keeps the limit on {' and '.join(limits.broken(closest))} ({limits.of})",
+        f"the closest is {closest.configuration} with {closest.concurrency:g} in flight: TTFT "
+        f"{waits.ttft_s * 1e3:.0f} ms, ITL {waits.itl_s * 1e3:.1f} ms, E2E {waits.e2e_s:.2f} s",
+        "allow more, ask for less, or choose faster devices",
+    )  # fmt: skip
+
+
+def latency_optimal(points: Sequence[Point]) -> Point:
+    return min(points, key=lambda point: (point.mean.e2e_s, point.tp))
+
+
+def throughput_optimal(points: Sequence[Point]) -> Point:
+    return max(points, key=lambda point: (point.rate_of_system, -point.tp))

@@ -1,0 +1,83 @@
+"""A table of measurements decides as it is read: the published decision table, row by row, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import ConfigError
+from millrace.size.measured import read_points
+from millrace.size.points import Limits, Point, best, latency_optimal, throughput_optimal
+from tests.size.tables import SIZING, needs_tables
+
+HEAD = "model,gpu,precision,tp,isl,osl,concurrency,ttft_ms,itl_ms,e2e_ms,req_s"
+ROW = "m,H100,fp8,1,100,11,10,100,10,200,50"
+
+
+def table(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@needs_tables
+def test_the_published_decision_table() -> None:
+    """Llama-3-8B, 2,000 tokens in and 200 out, H100: requests/s of 8 GPUs under each limit."""
+    points, left_out = read_points(SIZING / "nim_dli_concurrency.csv")
+    assert len(points) == 385 and left_out == 11, "runs that were not in their steady state"
+    ours = [
+        p for p in points
+        if "8b" in p.model and "H100" in p.device and (p.input_tokens, p.output_tokens) == (2000, 200)
+    ]  # fmt: skip
+
+    def told(p: Point) -> tuple[str, int, float, float, int]:
+        where = p.configuration.split(" on ")[0]
+        return (
+            where,
+            int(p.concurrency),
+            round(p.rate_of_system, 2),
+            round(p.mean.ttft_s * 1e3),
+            round(p.mean.e2e_s * 1e3),
+        )
+
+    fp16 = [p for p in ours if p.precision == "fp16"]
+    assert told(latency_optimal(ours)) == ("fp8 TP2", 1, 3.73, 30, 1073)
+    assert told(best(ours, Limits(ttft_s=0.3))) == ("fp8 TP1", 10, 41.56, 221, 1924)
+    assert told(best(ours, Limits(ttft_s=0.5))) == ("fp8 TP1", 25, 70.75, 489, 2825)
+    assert told(best(ours, Limits(ttft_s=0.5, of="p95"))) == ("fp8 TP2", 25, 45.92, 367, 2176)
+    assert told(best(ours, Limits(ttft_s=1.0))) == ("fp8 TP1", 150, 106.52, 975, 11080)
+    assert told(throughput_optimal(ours)) == ("fp8 TP1", 250, 110.62, 1163, 17794)
+    assert told(best(fp16, Limits(ttft_s=0.5))) == ("fp16 TP2", 25, 40.95, 500, 2441)
+
+
+def test_limits_that_nothing_keeps_name_the_closest(tmp_path: Path) -> None:
+    points, _ = read_points(table(tmp_path, HEAD, ROW))
+    with pytest.raises(ConfigError, match=r"limit on TTFT and ITL \(mean\)") as said:
+        best(points, Limits(ttft_s=0.05, itl_s=0.005))
+    assert "fp8 TP1 on H100 with 10 in flight: TTFT 100 ms, ITL 10.0 ms" in said.value.expected
+    with pytest.raises(ConfigError, match="no p95 is known"):
+        best(points, Limits(ttft_s=0.5, of="p95"))
+
+
+@pytest.mark.parametrize("lines, said", [
+    ([HEAD.replace(",osl", ""), ROW], "no column osl"),
+    ([HEAD, ROW, ROW.replace(",50", ",fast")], "line 3: req_s is 'fast'"),
+    ([HEAD, ROW.replace(",10,100,", ",10,-1,")], "line 2: ttft_ms is '-1'"),
+    ([HEAD, ROW.replace(",50", ",nan")], "line 2: req_s is 'nan'"),
+    ([HEAD, ROW.replace(",50", "")], "line 2: req_s is None"),
+    ([HEAD, ROW.replace(",200,50", ",200000,50")], "none has concurrency = rate x time"),
+    ([HEAD], "of 0 rows none"),
+])  # fmt: skip
+def test_broken_tables_are_refused_by_line(tmp_path: Path, lines: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_points(table(tmp_path, *lines))
+
+
+def test_a_table_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_points(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize("wrong", [{"ttft_s": 0}, {"itl_s": -1}, {"e2e_s": float("nan")}, {"of": "median"}])
+def test_limits_are_checked(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        Limits(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""The simulator against queueing theory, against sums by hand, and against what must hold in every run."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from millrace.engine.executor import ExecutorLimits
+from millrace.errors import ConfigError
+from millrace.machine.devices import find_device
+from millrace.runtime.batch import TokenBudget
+from millrace.size.constants import profile
+from millrace.size.cost import Instance
+from millrace.size.models import PRESETS
+from millrace.size.simulator import Arrival, Simulated, Simulation, step_time
+from tests.support.drawn import SEEDS
+
+
+def limits(n_pages: int = 4096, max_sequences: int = 64, max_step_tokens: int = 512) -> ExecutorLimits:
+    return ExecutorLimits(
+        max_step_tokens=max_step_tokens, max_sequences=max_sequences, max_rows=max_sequences, max_context=4096,
+        page_tokens=16, n_pages=n_pages, vocab_size=1 << 15,
+    )  # fmt: skip
+
+
+def seconds(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> float:
+    """A machine by hand: 1 ms a step, 20 us a prompt token, 0.1 ms a running answer, 0.1 us a token of its context."""
+    return 1e-3 + 20e-6 * sum(prompts) + n * (1e-4 + 1e-7 * context)
+
+
+def check(found: Simulated) -> None:
+    """Of every run: all is answered in order of time, and Little's law holds."""
+    for one in found.requests:
+        assert one.arrival.at_s < one.first_s <= one.last_s <= found.seconds
+        assert (one.first_s == one.last_s) == (one.arrival.n_output == 1)
+    assert found.in_system_s == pytest.approx(found.of("e2e_s").sum(), rel=1e-9)
+
+
+def test_a_request_alone_takes_the_sum_of_its_steps() -> None:
+    """1,000 prompt tokens in chunks of at most 512, 10 answer tokens, the first drawn by the last chunk."""
+    found = Simulation(limits(), seconds, TokenBudget.unhurried(512)).run([Arrival(2.0, 1000, 10)])
+    check(found)
+    (one,) = found.requests
+    assert one.ttft_s == pytest.approx(2 * 1e-3 + 1000 * 20e-6)
+    assert one.e2e_s - one.ttft_s == pytest.approx(sum(seconds([], [], 1, 1001 + i) for i in range(9)))
+    assert found.steps == 2 + 9
+
+
+def test_waits_are_those_of_pollaczek_and_khinchine() -> None:
+    """One request at a time, 21 ms each, Poisson arrivals at 70 %: the mean wait is rho S / 2 (1 - rho)."""
+    rng = np.random.default_rng(4)
+    service_s, rho, n = 1e-3 + 1000 * 20e-6, 0.7, 20_000
+    at_s = np.cumsum(rng.exponential(service_s / rho, n))
+    simulation = Simulation(limits(max_sequences=1, max_step_tokens=1024), seconds, TokenBudget.unhurried(1024), False)
+    found = simulation.run([Arrival(t, 1000, 1) for t in at_s[:4000]])
+    check(found)
+    waits = found.of("ttft_s") - service_s
+    exact = np.zeros(4000)  # Lindley's recursion on these very arrivals: no sampling error
+    for i in range(1, 4000):
+        exact[i] = max(0.0, exact[i - 1] + service_s - (at_s[i] - at_s[i - 1]))
+    np.testing.assert_allclose(waits, exact, atol=1e-9)
+    assert waits.mean() == pytest.approx(rho * service_s / 2 / (1 - rho), rel=0.15)
+
+
+def test_a_closed_loop_keeps_its_number_in_flight() -> None:
+    found = Simulation(limits(), seconds, TokenBudget.unhurried(512)).run([Arrival(0, 64, 32)] * 200, closed=8)
+    check(found)
+    assert found.in_system_s / found.seconds == pytest.approx(8, rel=0.05)
+
+
+def test_equal_beginnings_are_computed_once() -> None:
+    """Blocks of 512 tokens that came before cost nothing, but for what the rules of the cache leave."""
+    first, second = Arrival(0, 1200, 2, (1, 2, 3)), Arrival(60, 1200, 2, (1, 2, 9))
+    found = Simulation(limits(), seconds, TokenBudget.unhurried(512)).run([first, second])
+    assert found.prefix_hits == 1024
+    assert found.requests[1].ttft_s == pytest.approx(1e-3 + 176 * 20e-6)
+    without = Simulation(limits(), seconds, TokenBudget.unhurried(512), prefix_cache=False).run([first, second])
+    assert without.prefix_hits == 0 and without.requests[1].ttft_s == pytest.approx(without.requests[0].ttft_s)
+
+
+def test_a_short_pool_preempts_and_all_is_answered() -> None:
+    found = Simulation(limits(n_pages=40), seconds, TokenBudget.unhurried(512)).run([Arrival(0, 100, 200)] * 12)
+    check(found)
+    assert found.preemptions > 0 and len(found.of("e2e_s")) == 12
+
+
+@given(seed=SEEDS)
+def test_every_run_is_whole(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 25))
+    at_s = np.cumsum(rng.exponential(rng.choice([0.001, 0.03, 1.0]), n))
+    arrivals = [Arrival(float(t), int(rng.integers(1, 300)), int(rng.integers(1, 40))) for t in at_s]
+    simulation = Simulation(limits(n_pages=int(rng.integers(30, 200)), max_sequences=8), seconds)
+    closed = int(rng.integers(1, 9)) if rng.random() < 0.5 else None
+    found = simulation.run(arrivals, closed)
+    check(found)
+    assert len(found.requests) == n
+
+
+def test_a_real_cost_model_gives_a_gpu_its_published_speed() -> None:
+    """Llama-3-8B in fp8 on one H100, 2,000 tokens in, 200 out, 25 always in flight: 8.84 requests/s served by NIM."""
+    device = find_device("H100")
+    instance = Instance(PRESETS["llama-3-8b"], device, "fp8", 1, 1.0)
+    time_of = step_time(instance, profile(device, "fp8").constants, host_s=30e-6)
+    roomy = limits(n_pages=25_000, max_step_tokens=8192)
+    found = Simulation(roomy, time_of, TokenBudget.unhurried(8192)).run([Arrival(0, 2000, 200)] * 75, closed=25)
+    check(found)
+    middle = [one for one in found.requests if one.arrival.at_s > 0 and one.last_s < found.seconds * 0.9]
+    rate = 25 / np.mean([one.e2e_s for one in middle])
+    assert rate == pytest.approx(8.84, rel=0.35)
+
+
+@pytest.mark.parametrize("arrivals, said", [
+    ([Arrival(0, 0, 5)], "request 0 has 0 tokens in"),
+    ([Arrival(0, 5, 0)], "5 tokens in and 0 out"),
+    ([Arrival(0, 4000, 97)], "4000 tokens in and 97 out"),
+    ([Arrival(5, 5, 5), Arrival(4, 5, 5)], "request 1 comes at 4 s, after one at 5"),
+    ([Arrival(float("nan"), 5, 5)], "comes at nan"),
+])  # fmt: skip
+def test_what_cannot_be_simulated_is_refused(arrivals: list[Arrival], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Simulation(limits(), seconds).run(arrivals)
