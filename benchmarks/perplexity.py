@@ -88,7 +88,9 @@ class Variant:
 
 
 PRECISIONS = (
-    Variant("fp32", "fp32"), Variant("fp32, int8 kv", "fp32", kv=KvFormat.INT8), Variant("bf16", "bf16"),
+    Variant("fp32", "fp32"), Variant("fp32, int8 kv", "fp32", kv=KvFormat.INT8),
+    Variant("fp32, fp8 kv", "fp32", kv=KvFormat.FP8), Variant("fp32, int4 kv", "fp32", kv=KvFormat.INT4),
+    Variant("bf16", "bf16"),
     Variant(BF16_BY_TILES, "bf16", tiles=True), Variant("w8a16", "w8a16"),
     Variant("w8a8 g64", "w8a8", 64), Variant("w8a8 g128", "w8a8"), Variant("w8a8 g256", "w8a8", 256),
     Variant("w8a8 g128, activations g32", "w8a8:32"),

@@ -96,7 +96,7 @@ const mr_create_args& checked(const mr_create_args& a) {
   within(a.kv_pages, 0, kMaxParam, "kv_pages");
   for (int i = 0; i < a.n_caches; ++i) {
     const mr_cache& c = a.caches[i];
-    within(c.format, 0, 2, "a cache's format");
+    within(c.format, 0, kKvFormats - 1, "a cache's format");
     within(c.layers, 1, 1 << 16, "a cache's layers");
     within(c.heads, 1, 1 << 16, "a cache's heads");
     within(c.key_dim, 1, kMaxHeadDim, "a cache's key_dim");

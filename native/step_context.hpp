@@ -10,14 +10,27 @@ namespace millrace {
 constexpr int kPageTokens = 64;
 constexpr int kSharedCounters = 1024;
 constexpr int kMaxThreads = 1024;
-enum class KvFormat : int32_t { f32 = 0, bf16 = 1, int8 = 2 };
+enum class KvFormat : int32_t { f32 = 0, bf16 = 1, int8 = 2, fp8 = 3, int4 = 4 };
+
+// Bits of an element; floats beside the key of a token, and beside its value; to what a value's size is rounded up;
+// whether keys lie as their Hadamard transform (kernels/matmul/pack.py), which queries then take, too.
+struct KvKind {
+  int32_t bits, scales, columns;
+  bool transformed;
+};
+constexpr KvKind kKvKinds[] = {{32, 0, 16, false}, {16, 0, 16, false}, {8, 1, 16, false}, {8, 1, 16, true}, {4, 2, 32, true}};
+constexpr int kKvFormats = sizeof kKvKinds / sizeof *kKvKinds;
 
 // Keys and values of the attention layers that are of one kind. A block is one (layer, page, KV head): first the keys,
 // then the values.
-//   f32   keys [D][64]       values [64][Dv]        D of a key; Dv of a value, rounded up to 16
+//   f32   keys [D][64]       values [64][Dv]        D of a key; Dv of a value, rounded up
 //   bf16  keys [D/2][64][2]  values [32][Dv][2]     pairs of neighbours along d, and along the tokens
 //   int8  keys [D/4][64][4]  values [16][Dv][4]     fours of them: keys unsigned (code + 128), values signed;
 //         each followed by 64 float scales, one a token
+//   fp8   keys [D/2][64][2]  values [32][Dv][2]     pairs of E4M3; scales as above
+//   int4  keys [D/8][64][4]  values [16][Dv/32][16][4]  bytes of two unsigned codes: of a key the lower half has element i
+//         of eight and the upper one i + 4, of a value column i of 32 and i + 16 (Dv rounded up to 32). A byte is one
+//         token's, so that workers write no byte together. Scales as above, then 64 minimums
 // Keys lie with the 64 tokens side by side, so that 16 scores are one vector and no sum runs across lanes. What is stored
 // of a token depends on nothing but that token: written again, by whatever chunks, it has the same bits.
 struct KvLayout {
@@ -26,18 +39,18 @@ struct KvLayout {
   int64_t layers, pages;
   int32_t heads, key_dim, value_dim;
 
-  MILLRACE_INLINE int64_t element() const { return format == KvFormat::f32 ? 4 : format == KvFormat::bf16 ? 2 : 1; }
-  MILLRACE_INLINE int64_t scale_bytes() const { return format == KvFormat::int8 ? kPageTokens * 4 : 0; }
-  MILLRACE_INLINE int64_t key_bytes() const { return key_dim * kPageTokens * element() + scale_bytes(); }
-  MILLRACE_INLINE int64_t value_width() const { return up(value_dim, 16); }
-  MILLRACE_INLINE int64_t block_bytes() const { return key_bytes() + kPageTokens * value_width() * element() + scale_bytes(); }
+  MILLRACE_INLINE const KvKind& kind() const { return kKvKinds[static_cast<int32_t>(format)]; }
+  MILLRACE_INLINE int64_t plane_bytes(int64_t width) const { return kPageTokens * (width * kind().bits / 8 + kind().scales * 4); }
+  MILLRACE_INLINE int64_t key_bytes() const { return plane_bytes(key_dim); }
+  MILLRACE_INLINE int64_t value_width() const { return up(value_dim, kind().columns); }
+  MILLRACE_INLINE int64_t block_bytes() const { return key_bytes() + plane_bytes(value_width()); }
   MILLRACE_INLINE int64_t layer_bytes() const { return pages * heads * block_bytes(); }
   MILLRACE_INLINE uint8_t* keys(int layer, int page, int head) const {
     return base + layer * layer_bytes() + (static_cast<int64_t>(page) * heads + head) * block_bytes();
   }
-  // Of an int8 block.
-  [[gnu::always_inline]] static float* scales_before(uint8_t* end) {
-    return reinterpret_cast<float*>(end) - kPageTokens;
+  // Where a format has them; minimums follow.
+  [[gnu::always_inline]] float* scales_before(uint8_t* end) const {
+    return reinterpret_cast<float*>(end) - kPageTokens * kind().scales;
   }
   [[gnu::always_inline]] float* key_scales(uint8_t* block) const { return scales_before(block + key_bytes()); }
   [[gnu::always_inline]] float* value_scales(uint8_t* block) const { return scales_before(block + block_bytes()); }

@@ -29,7 +29,7 @@ def asked(precision: object = None, group: int = 128, head: str | None = None, *
     return BuildOptions(precision=chosen, **others)  # type: ignore[arg-type]
 
 
-F32, BF16, INT8 = KvFormat
+F32, BF16, INT8, FP8, INT4 = KvFormat
 EQUAL = (
     (asked(), asked("fp32")),
     (asked("fp32"), asked("fp32", group=64)),
@@ -49,6 +49,8 @@ DIFFERENT = (
     (asked("bf16"), asked("bf16", tiles=True)),
     (asked("w8a8"), asked("w8a8", tiles=True)),
     (asked("fp32"), asked("fp32", kv_format=INT8)),
+    (asked("fp32", kv_format=FP8), asked("fp32", kv_format=INT8)),
+    (asked("fp32", kv_format=INT4), asked("fp32", kv_format=INT8)),
     (asked("w4a8"), asked("w4a8", head="w4a8")),
     (asked("w8a8"), asked({"default": "w8a8", "layers.1.*": "bf16"})),
     (asked("w8a8"), asked("w8a8:32")),

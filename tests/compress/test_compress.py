@@ -25,7 +25,7 @@ from millrace.compress.grid import Convention, Grid, rounded
 from millrace.compress.layers import Layer, Rounding
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, parsed
-from millrace.engine.kv import KvFormat
+from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
 from millrace.errors import CheckpointError, ConfigError, MachineError
 from millrace.evaluate.simulated import fp8_rows
 from tests.fuzz.originals import write_checkpoint
@@ -123,7 +123,7 @@ def test_shards(tmp_path: Path, source: Path) -> None:
 # points, and else it rounds activations of FP8; but then it knows one scheme for all layers)
 READ: list[tuple[dict[str, Any], bool]] = [
     ({}, False), ({"bits": 8, "group": "row"}, False), ({"minimums": True, "group": 64}, True),
-    ({"method": "fp8"}, True), ({"kv": "int8"}, False),
+    ({"method": "fp8"}, True), ({"kv": "int8"}, False), ({"kv": "fp8"}, False), ({"kv": "int4"}, False),
 ]  # fmt: skip
 
 
@@ -191,16 +191,18 @@ def test_fp8_beside_four_bits(tmp_path: Path, source: Path) -> None:
 def test_keys_and_values_are_kept_as_a_recipe_says(tmp_path: Path, source: Path) -> None:
     """Unasked, with the bits of the same folder without it whose cache is asked for; so it is measured, too."""
     ids, logits = [list(range(1, 200)), list(range(50, 90))], {}
-    for name, said in (("float", {}), ("int8", {"kv": "int8"})):
-        compress(job(source, group=64, **said), tmp_path / name)
-        for kv in (None, KvFormat.INT8):
-            engine = build(tmp_path / name, tmp_path / f"{name} {kv}", None, kv=kv)
-            executor = engine.executor(n_pages=8)
-            logits[name, kv] = last_logits(engine, executor, ids)
+    for name in ("float", "int8", "fp8", "int4"):
+        compress(job(source, group=64, **({} if name == "float" else {"kv": name})), tmp_path / name)
+        engine = build(tmp_path / name, tmp_path / f"{name}.engine", None)
+        logits[name] = last_logits(engine, executor := engine.executor(n_pages=8), ids)
+        executor.close()
+    for name in ("int8", "fp8", "int4"):
+        for folder in ("float", *(["int8"] if name == "int8" else [])):
+            engine = build(tmp_path / folder, tmp_path / f"{folder} {name}", None, kv=KV_CACHE_DTYPES[name])
+            asked = last_logits(engine, executor := engine.executor(n_pages=8), ids)
             executor.close()
-    assert (logits["int8", None] == logits["float", KvFormat.INT8]).all()
-    assert (logits["int8", None] == logits["int8", KvFormat.INT8]).all()
-    assert (logits["float", None] != logits["float", KvFormat.INT8]).any()
+            assert (asked == logits[name]).all()
+        assert all((logits[name] != logits[other]).any() for other in logits if other != name)
 
 
 def left(folder: Path) -> list[str]:

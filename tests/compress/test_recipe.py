@@ -36,8 +36,9 @@ def test_presets_survive_a_file(tmp_path: Path, name: str) -> None:
 
 def test_keys_and_values() -> None:
     assert parsed({"version": 1}, "x").kv is None and parsed({"version": 1, "kv": "float"}, "x").kv is None
-    kept = parsed({"version": 1, "kv": "int8"}, "x")
-    assert kept.kv == "int8" and parsed(written(kept), "x") == kept
+    for named in ("int8", "fp8", "int4"):
+        kept = parsed({"version": 1, "kv": named}, "x")
+        assert kept.kv == named and parsed(written(kept), "x") == kept
 
 
 def test_a_mix_by_layers(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ WRONG: list[tuple[Any, list[str]]] = [
     ({"version": 1, "alpha": float("nan")}, ["alpha is nan"]),
     ({"version": 1, "alfa": 0.5}, ["alfa is unknown", "alpha"]),
     ({"version": 1, "bits": 8, "minimums": True}, ["8 bits with minimums"]),
-    ({"version": 1, "kv": "fp8"}, ["kv is 'fp8'", '"float" or "int8"']),
+    ({"version": 1, "kv": "fp4"}, ["kv is 'fp4'", '"float", "int8", "fp8", "int4"']),
     ({"version": 1, "kv": ["int8"]}, ["kv is ['int8']"]),
     ({"version": 1, "method": "none", "prune": {"mlp": 0.1}, "kv": "int8"}, ["kv is 'int8'", "beside prune"]),
     ({"version": 1, "layers": [{"match": "*", "kv": "int8"}]}, ["layers[0].kv is unknown"]),

@@ -126,7 +126,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[MillraceError], list[str]]] = [
     ({"precision": "int3"}, ConfigError, ["int3", "w4a8"]),
     ({"precision": {"lm_head": "bf16"}}, ConfigError, ["default"]),
     ({"precision": {"default": "fp8"}}, ConfigError, ["fp8"]),
-    ({"kv_cache_dtype": "fp8"}, ConfigError, ["fp8", "int8"]),
+    ({"kv_cache_dtype": "fp4"}, ConfigError, ["fp4", "int4"]),
     ({"kv_cache_dtpye": "int8"}, ConfigError, ["kv_cache_dtpye", "kv_cache_dtype"]),
     ({"isa": "neon"}, ConfigError, ["neon", "scalar"]),
     ({"threads": 0}, ConfigError, ["threads"]),

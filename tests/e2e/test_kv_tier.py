@@ -27,7 +27,9 @@ def asked(llm: LLM, prompts: list[str]) -> tuple[Answers, list[int]]:
     return [answer.outputs[0] for answer in answers], [answer.num_cached_tokens or 0 for answer in answers]
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    "kv", ["bf16", "int8", *(pytest.param(kv, marks=pytest.mark.nightly) for kv in ("fp8", "int4"))]
+)
 def test_bits_do_not_depend_on_where_pages_were(kv: str, tmp_path: Path) -> None:
     common: dict[str, Any] = {"kv_cache_dtype": kv, "max_context": 512, "max_batch": 1, "tune": 0}
     with LLM("tiny", **common, prefix_cache=False) as llm:

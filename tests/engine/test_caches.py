@@ -95,7 +95,14 @@ def test_a_language_model_has_a_context(source: Source) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "kv"), [("fp32", KvFormat.F32), ("fp32", KvFormat.BF16), ("w8a8", KvFormat.INT8)]
+    ("precision", "kv"),
+    [
+        ("fp32", KvFormat.F32),
+        ("fp32", KvFormat.BF16),
+        ("w8a8", KvFormat.INT8),
+        ("fp32", KvFormat.FP8),
+        ("fp32", KvFormat.INT4),
+    ],
 )
 def test_several_kinds_of_attention(source: Source, precision: str, kv: KvFormat, tmp_path: Path) -> None:
     options = BuildOptions(precision=precision_map(precision, 16), max_batch=4, max_step_tokens=256, kv_format=kv)

@@ -24,6 +24,7 @@ CASES = (
     *((family, precision) for family in FAMILIES for precision in ("fp32", "w4a8")),
     *(("qwen3", precision) for precision in ("bf16", BF16_BY_TILES, "w8a8", "w8a16", "w4a16", "fp8a16")),
     *(("qwen3", precision) for precision in ("bf16 over int8", "w8a8 over f32", "w8a8 by tiles")),
+    *(("qwen3", precision) for precision in ("bf16 over fp8", "bf16 over int4")),
     ("gemma", BF16_BY_TILES),
 )
 LENGTHS = (1, 3, 17, 63, 64, 65, 40)

@@ -81,7 +81,13 @@ def test_logits_with_groups_of_activations_agree(precision: str, kind: Kind | No
 
 @pytest.mark.parametrize(
     ("precision", "kv"),
-    [("fp32", KvFormat.INT8), ("fp32", KvFormat.BF16), ("w4a8", KvFormat.INT8), ("bf16", KvFormat.F32)],
+    [
+        ("fp32", KvFormat.INT8),
+        ("fp32", KvFormat.BF16),
+        ("w4a8", KvFormat.INT8),
+        ("bf16", KvFormat.F32),
+        ("fp32", KvFormat.FP8),
+    ],
 )
 def test_logits_over_another_kv_cache_agree(precision: str, kv: KvFormat, tmp_path: Path) -> None:
     assert_agree(random_checkpoint(tmp_path / "checkpoint", "qwen2", seed=5), precision, tmp_path, kv)

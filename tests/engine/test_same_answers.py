@@ -28,6 +28,8 @@ from tests.support.shared import shared
 
 PRECISIONS = ("fp32", "bf16", BF16_BY_TILES, "w8a8", "w4a8", "w4a8:16", "w4a8 over int8")
 EVERY_PRECISION = (*PRECISIONS, "w8a16", "w4a16", "fp8a16")
+LATER = ("w4a8 over fp8", "w4a8 over int4")  # pages that share most of their code with bf16's and int8's
+BY_NIGHT = tuple(pytest.param(name, marks=pytest.mark.nightly) for name in LATER)
 Answers = list[CompletionOutput]  # equal where tokens and log probabilities are
 
 
@@ -36,7 +38,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
     folder = shared("models/stories260K")
     out = tmp_path_factory.mktemp("engines")
     found = {}
-    for name in EVERY_PRECISION:
+    for name in (*EVERY_PRECISION, *LATER):
         precision, _, kv = name.partition(" over ")
         kv_format = KvFormat[kv.upper()] if kv else None
         found[name] = build(folder, out / name, precision, max_step_tokens=128, kv=kv_format)
@@ -114,7 +116,7 @@ def test_together_equals_alone(engines: dict[str, Engine], precision: str) -> No
         executor.close()
 
 
-@pytest.mark.parametrize("precision", EVERY_PRECISION)
+@pytest.mark.parametrize("precision", (*EVERY_PRECISION, BY_NIGHT[0], LATER[1]))
 def test_p1_known_prefixes_change_nothing(engines: dict[str, Engine], precision: str) -> None:
     """Prompts that begin as others do: together and again, cut at random, evicted meanwhile; equal to the last bit."""
     engine, rng = engines[precision], random.Random(8)
@@ -189,7 +191,7 @@ def test_stored_weights_together_equal_alone(tmp_path: Path, precision: str | No
     assert all(answer == alone for answer in answers)
 
 
-@pytest.mark.parametrize("precision", EVERY_PRECISION)
+@pytest.mark.parametrize("precision", (*EVERY_PRECISION, *BY_NIGHT))
 def test_preemption_changes_nothing(engines: dict[str, Engine], precision: str) -> None:
     """Eight sequences that each outgrow their page while ten pages are there for all."""
     engine = engines[precision]

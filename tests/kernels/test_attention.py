@@ -2,7 +2,9 @@
 
 import itertools
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +14,8 @@ from millrace.engine.executor import SAMPLING, StepInputs
 from millrace.engine.kv import CacheSpec, KvFormat
 from millrace.engine.native import NativeExecutor, NativeProgram
 from millrace.graph.types import Symbol
-from millrace.kernels.attention.ref import attention, to_int8, to_int16
+from millrace.kernels.attention.ref import ROUNDINGS, attention, to_fp8, to_int4, to_int8, transformed
 from millrace.kernels.catalogue import kernels
-from millrace.kernels.convert.ref import to_bf16
 from millrace.kernels.declare import MAX_KNOBS, Space
 from millrace.kernels.encode import Ref, encode
 from millrace.kernels.library import usable_isas
@@ -27,6 +28,16 @@ F32 = NDArray[np.float32]
 LONG = 530  # three spans of 256, the last a short one
 Format = KvFormat | str
 FORMATS = (*KvFormat, BF16_BY_TILES)
+CODES = (KvFormat.INT8, KvFormat.INT4)  # which are read as integers
+LATER = (KvFormat.FP8, KvFormat.INT4)  # which share most of their code with bfloat16 and int8
+
+
+def crossed(*axes: Iterable[Any], often: Callable[..., bool] = lambda *_: True) -> list[Any]:
+    """Every format with everything. Of the later ones, the day has what `often` says, the night the rest."""
+    return [
+        pytest.param(format, *rest, marks=() if format not in LATER or often(*rest) else pytest.mark.nightly)
+        for format, *rest in itertools.product(FORMATS, *axes)
+    ]
 
 
 def kept(format: Format) -> KvFormat:
@@ -112,6 +123,21 @@ def several(sequences: list[tuple[int, int, list[int]]]) -> StepInputs:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [8, 24, 64, 136])
+def test_what_codes_lose(size: int) -> None:
+    """Each within half a step of its code; a Hadamard transform changes no product of queries and keys."""
+    rng = np.random.default_rng([17, size])
+    x = rng.standard_normal((50, 3, size)) * np.exp(rng.standard_normal(size) * 2)
+    x[0], x[1], x[2, 0] = 0, 3.5, np.arange(size) / 16
+    amax, spread = np.abs(x).max(axis=-1, keepdims=True), np.ptp(x, axis=-1, keepdims=True)
+    assert (np.abs(to_int8(x) - x) <= amax / 254 * 1.000001).all()
+    assert (np.abs(to_fp8(x) - x) <= np.maximum(np.abs(x) / 16, amax / 448 / 512) * 1.000001).all()
+    assert (np.abs(to_int4(x) - x) <= spread / 30 * 1.000001).all()
+    q = rng.standard_normal(x.shape)
+    products = (q * x).sum(axis=-1)
+    assert np.abs((transformed(q) * transformed(x)).sum(axis=-1) - products).max() <= 1e-5 * np.abs(products).max()
+
+
 def random_qkv(T: int, heads: int, kv_heads: int, size: int, seed: int) -> tuple[F32, F32, F32]:
     rng = np.random.default_rng([seed, T, heads, size])
     shapes = ((T, heads, size), (T, kv_heads, size), (T, kv_heads, size))
@@ -119,10 +145,15 @@ def random_qkv(T: int, heads: int, kv_heads: int, size: int, seed: int) -> tuple
     return q * np.float32(2), k, v
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("heads, kv_heads, size", [(4, 4, 16), (5, 1, 64), (14, 2, 40), (3, 1, 8), (2, 2, 128)])
-@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 255, 257, LONG])
-def test_attention(format: Format, heads: int, kv_heads: int, size: int, T: int, machine: Machine) -> None:
+@pytest.mark.parametrize(
+    "format, shape, T",
+    crossed(
+        [(4, 4, 16), (5, 1, 64), (14, 2, 40), (3, 1, 8), (2, 2, 128)], [1, 2, 63, 64, 65, 255, 257, LONG],
+        often=lambda shape, T: T in (1, 65) or (shape, T) == ((5, 1, 64), 257),
+    ),
+)  # fmt: skip
+def test_attention(format: Format, shape: tuple[int, int, int], T: int, machine: Machine) -> None:
+    heads, kv_heads, size = shape
     q, k, v = random_qkv(T, heads, kv_heads, size, seed=1)
     pages = Pages(heads, kv_heads, size, format, machine)
     got = pages(q, k, v, one_sequence(0, T, [9, 3, 7, 1, 20, 5, 11, 12, 2]))
@@ -133,30 +164,24 @@ def test_attention(format: Format, heads: int, kv_heads: int, size: int, T: int,
 def assert_as_good_as_the_format(format: Format, got: F32, q: F32, k: F32, v: F32) -> None:
     """Against float64 on what the pages hold."""
     size = q.shape[2]
-    if kept(format) == KvFormat.BF16:
-        q, k, v = to_bf16(q), to_bf16(k), to_bf16(v)
-    elif format == KvFormat.INT8:
-        q, k, v = to_int16(q), to_int8(k), to_int8(v)
+    q, k, v = (code(x) for code, x in zip(ROUNDINGS[kept(format).name.lower()], (q, k, v), strict=True))
     exact = attention(q.astype(np.float64), k.astype(np.float64), v.astype(np.float64), 0, size**-0.5)
     if format == KvFormat.F32:
         assert_no_worse(got, attention(q, k, v, 0, size**-0.5), exact, factor=2, ulps=8)
-    elif format == KvFormat.INT8:  # p has 16 bits relative to the largest
-        assert np.abs(got - exact).max() <= 2**-12 * np.abs(v).max()
+    elif format in CODES:  # p has 16 bits relative to the largest, and meets codes of one sign where there is a least
+        most = np.ptp(v) if format == KvFormat.INT4 else np.abs(v).max()
+        assert np.abs(got - exact).max() <= 2**-12 * most
     else:  # p is rounded to bfloat16: 2^-9 relative each
         assert np.abs(got - exact).max() <= 2**-8 * np.abs(v).max()
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(
-    "heads, kv_heads, size",
-    [
-        (2, 1, 136), pytest.param(3, 3, 192, marks=pytest.mark.nightly), (4, 1, 256),
-        pytest.param(2, 1, 328, marks=pytest.mark.nightly), (1, 1, 512),
-    ],
-)  # fmt: skip
-def test_large_heads(format: Format, heads: int, kv_heads: int, size: int, machine: Machine) -> None:
+@pytest.mark.parametrize("format, shape", [
+    *crossed([(2, 1, 136), (4, 1, 256), (1, 1, 512)], often=lambda shape: shape[2] == 136),
+    *(pytest.param(f, shape, marks=pytest.mark.nightly) for f in FORMATS for shape in [(3, 3, 192), (2, 1, 328)]),
+])  # fmt: skip
+def test_large_heads(format: Format, shape: tuple[int, int, int], machine: Machine) -> None:
     """A prompt, then token by token over the end of a page and of a span; the same as the whole in one piece."""
-    T, prompt = 260, 250
+    T, prompt, (heads, kv_heads, size) = 260, 250, shape
     q, k, v = random_qkv(T, heads, kv_heads, size, seed=2)
     pages, table = Pages(heads, kv_heads, size, format, machine), [4, 0, 9, 2, 7]
     whole = pages(q, k, v, one_sequence(0, T, table))
@@ -167,8 +192,7 @@ def test_large_heads(format: Format, heads: int, kv_heads: int, size: int, machi
     assert (np.concatenate(got) == whole).all()
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("format, seed", crossed(range(3), often=lambda seed: seed == 0))
 def test_chunks_pages_threads_and_isas_give_equal_bits(format: Format, seed: int) -> None:
     """However a prompt is cut, wherever its pages lie (full of another's garbage), whoever computes: the same bits."""
     rng = np.random.default_rng(seed)
@@ -189,11 +213,10 @@ def test_chunks_pages_threads_and_isas_give_equal_bits(format: Format, seed: int
             assert (got == expected).all(), f"{isa}, {threads} threads, cuts {cuts}"
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (8, 1), (13, 1)])
-def test_spans_shared_out_give_equal_bits(format: Format, heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("format, shape", crossed([(3, 3), (8, 1), (13, 1)], often=lambda shape: shape == (13, 1)))
+def test_spans_shared_out_give_equal_bits(format: Format, shape: tuple[int, int]) -> None:
     """Few rows of long contexts: who computes which span of 256, and who comes last, changes nothing."""
-    n, table = 1700, list(range(27))
+    n, table, (heads, kv_heads) = 1700, list(range(27)), shape
     q, k, v = random_qkv(n, heads, kv_heads, head(format), seed=5)
     expected = None
     for threads in (1, 2, 3, 5):
@@ -210,7 +233,7 @@ KNOBS = next(k for k in kernels() if k.name == "attention").knobs
 CONTEXTS = [(1040, 1), (590, 5), (255, 40), (0, 70)]  # (tokens before, of the step): five spans, three, two, one
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", crossed(often=lambda: False))
 def test_no_knob_changes_a_bit(format: Format) -> None:
     """Decode, a few rows, a chunk and a prompt in one step, however they are cut into tasks, whoever computes these."""
     heads, kv_heads = 6, 2
@@ -256,7 +279,7 @@ def test_spans_stay_together_where_their_parts_find_no_room() -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_not_finite_stays_so(format: Format, where: str, bad: float, machine: Machine) -> None:
     """A sequence whose keys or values overflowed fails; it does not answer from zeros."""
-    if where == "k" and np.isinf(bad) and format != KvFormat.INT8:
+    if where == "k" and np.isinf(bad) and format not in (*CODES, KvFormat.FP8):
         pytest.skip("a score of minus infinity is a weight of 0")
     q, k, v = random_qkv(70, 2, 1, head(format), seed=3)
     {"k": k, "v": v}[where][5, 0, 3] = bad
@@ -286,8 +309,7 @@ def test_what_was_said_before_is_not_touched(format: Format, at: int, bad: float
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("length", [1, 2, 63, 65, 200])
+@pytest.mark.parametrize("format, length", crossed([1, 2, 63, 65, 200], often=lambda length: length in (2, 65)))
 def test_pages_of_a_failed_sequence_are_as_good_as_new(
     format: Format, length: int, bad: float, machine: Machine
 ) -> None:

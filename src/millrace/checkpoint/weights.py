@@ -153,7 +153,7 @@ class Tensors(Mapping[str, TensorInfo]):
     def _data(self, info: TensorInfo) -> NDArray[np.uint8]:
         return read_span(info.file, self._states[info.file], info.offset, info.nbytes)
 
-    kv: str | None = None  # how keys and values are meant to be kept, "int8" or "fp8"; None: as floats
+    kv: str | None = None  # how keys and values are meant to be kept, as a `kv_cache_scheme` says it; None: as floats
 
     def format(self, name: str) -> QuantisedFormat | None:
         """In which integers the tensor is stored; None where it is not."""

@@ -46,7 +46,8 @@ class BuildSettings(Settings):
     )
     kv_cache_dtype: str | None = setting(
         None,
-        "how keys and values are kept: fp32, bf16 or int8 (half the memory of bf16); default: bf16, with fp32 fp32",
+        "how keys and values are kept: fp32, bf16, int8 (half the memory of bf16), fp8 (as much, less exact) or int4 "
+        "(a third, much less exact); default: bf16, with fp32 fp32",
         choices=tuple(KV_CACHE_DTYPES),
     )
     max_context: int | None = setting(None, "longest sequence in tokens; default: the model's own, at most 8192", low=1)

@@ -12,7 +12,7 @@ minimums = false          # 4 bits alone
 scales = "compressed-tensors"  # or "model-optimizer", "gguf": whose rule
 search = "none"           # "llm-compressor", "gptqmodel", "imatrix", "clip" (AutoAWQ's): smaller ranges are tried
 activations = 16          # bits of what they are meant to meet; 8 are of the weights' kind, or "fp8" beside 4 bits
-kv = "float"              # keys and values of who reads the folder; "int8": with a scale for each token and head
+kv = "float"              # keys and values of who reads the folder; "int8", "fp8", "int4": scaled by token and head
 [[layers]]                # exceptions; the first that matches decides, with the values above where it has none
 match = "*.mlp.down_proj"
 bits = 8
@@ -32,7 +32,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from millrace.checkpoint.compressed.scheme import INT8
+from millrace.checkpoint.compressed.scheme import FP8 as FP8_CACHE
+from millrace.checkpoint.compressed.scheme import INT4, INT8
 from millrace.compress.grid import GPTQMODEL_MSE, GROUPS, IMATRIX_MSE, LLM_COMPRESSOR_MSE, Convention, Grid, Search
 from millrace.compress.prune import Prune
 from millrace.compress.sparse import METHODS as SPARSE
@@ -41,6 +42,7 @@ from millrace.errors import ConfigError, nearest
 VERSION = 1
 ROW = "row"
 _FLOAT = "float"  # of keys and values
+_KV = (_FLOAT, INT8, FP8_CACHE, INT4)
 _OF_ALL = ("version", "layers", "prune", "kv")  # keys of a recipe that are no treatment's
 FP8, FP8_GPTQ = "fp8", "fp8-gptq"
 METHODS = ("rtn", "gptq", FP8, FP8_GPTQ, "none", *SPARSE)
@@ -188,11 +190,11 @@ def parsed(said: object, name: str) -> Recipe:
 
 
 def _kv(said: object, prune: Prune | None) -> str | None:
-    if said not in (_FLOAT, INT8):
-        raise _wrong("kv", said, f'"{_FLOAT}" or "{INT8}"; FP8 and 4 bits are not kept here')
+    if not isinstance(said, str) or said not in _KV:
+        raise _wrong("kv", said, "one of " + ", ".join(map(json.dumps, _KV)))
     if prune and said != _FLOAT:
         raise _wrong("kv", said, f'"{_FLOAT}" beside prune, whose folder says nothing of precisions')
-    return None if said == _FLOAT else INT8
+    return None if said == _FLOAT else said
 
 
 def _prune(said: object, usual: Treatment, layers: list[object]) -> Prune:

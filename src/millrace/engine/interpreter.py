@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from millrace.engine.kv import PAGE_TOKENS, KvFormat
 from millrace.graph.types import DType, Graph, Node, Value
 from millrace.kernels.arrays import Array, IntArray
-from millrace.kernels.attention.ref import to_int8, to_int16
+from millrace.kernels.attention.ref import ROUNDINGS
 from millrace.kernels.convert.ref import to_bf16, to_q8
 from millrace.kernels.declare import RowFormat
 from millrace.kernels.operators import Held, Rows, Values, runnable
@@ -92,13 +92,11 @@ class Interpreter(Values):
 
     @property
     def bf16_weights(self) -> bool:
-        return self._kv == KvFormat.BF16
+        return self._kv in (KvFormat.BF16, KvFormat.FP8)
 
     def as_kept(self, q: Rows, k: Rows, v: Rows) -> tuple[Rows, Rows, Rows]:
-        if self._kv == KvFormat.BF16:
-            q, k, v = (to_bf16(x).astype(np.float64) for x in (q, k, v))
-        elif self._kv == KvFormat.INT8:
-            q, k, v = (code(x).astype(np.float64) for code, x in ((to_int16, q), (to_int8, k), (to_int8, v)))
+        rounding = ROUNDINGS[self._kv.name.lower()]
+        q, k, v = (code(x).astype(np.float64) for code, x in zip(rounding, (q, k, v), strict=True))
         return q, k, v
 
     def remember(self, layer: int, sequence: int, first: int, k: Rows, v: Rows) -> tuple[Rows, Rows]:

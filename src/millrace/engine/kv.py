@@ -1,5 +1,6 @@
 """Keys and values that attention keeps: in which formats, and how many bytes a page of them has."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -7,13 +8,39 @@ PAGE_TOKENS = 64
 
 
 class KvFormat(IntEnum):
+    """How pages hold them: native/step_context.hpp has the layouts, kernels/attention/ref.py the roundings."""
+
     F32 = 0
     BF16 = 1
-    INT8 = 2  # with a float32 scale for each token and head
+    INT8 = 2
+    FP8 = 3
+    INT4 = 4
 
 
-KV_CACHE_DTYPES = {"fp32": KvFormat.F32, "bf16": KvFormat.BF16, "int8": KvFormat.INT8}  # as users name them
-_BYTES = {KvFormat.F32: 4, KvFormat.BF16: 2, KvFormat.INT8: 1}
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of a format: what users call it, and what it takes.
+
+    numbers: float32 of each token and head beside its key, and as many beside its value: a scale, a minimum
+    columns: to which a value's size is rounded up
+    """
+
+    name: str
+    bits: int
+    numbers: int = 0
+    columns: int = 16
+
+    def page_bytes(self, key_size: int, value_size: int) -> int:
+        """Of one head in one layer."""
+        width = key_size + -(-value_size // self.columns) * self.columns
+        return PAGE_TOKENS * (width * self.bits // 8 + 2 * self.numbers * 4)
+
+
+KEPT: Mapping[KvFormat, Kept] = {
+    KvFormat.F32: Kept("fp32", 32), KvFormat.BF16: Kept("bf16", 16), KvFormat.INT8: Kept("int8", 8, 1),
+    KvFormat.FP8: Kept("fp8", 8, 1), KvFormat.INT4: Kept("int4", 4, 2, columns=32),
+}  # fmt: skip
+KV_CACHE_DTYPES = {kept.name: format for format, kept in KEPT.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +58,8 @@ class CacheSpec:
     place: int | None = None
 
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers: keys [D][64] and values [64][Dv up to 16] of each KV head."""
-        width = self.key_size + (self.value_size + 15) // 16 * 16
-        scales = 2 * 4 if self.format == KvFormat.INT8 else 0
-        return self.layers * self.heads * PAGE_TOKENS * (width * _BYTES[self.format] + scales)
+        """Bytes of one page over all layers and KV heads."""
+        return self.layers * self.heads * KEPT[self.format].page_bytes(self.key_size, self.value_size)
 
 
 def page_bytes(caches: tuple[CacheSpec, ...]) -> int:

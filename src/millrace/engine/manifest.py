@@ -74,7 +74,7 @@ class CacheEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heads: Count
     key_size: Count
     value_size: Count
-    format: Literal["f32", "bf16", "int8"]
+    format: Literal["f32", "bf16", "int8", "fp8", "int4"]  # a KvFormat
     place: Size | None  # in the activations, for one run; None: kept between steps
 
     def spec(self) -> CacheSpec:

@@ -13,7 +13,7 @@ SAME = {
     "enable_prefix_caching": "prefix_cache",
 }  # fmt: skip
 _DTYPES = {"auto": None, "float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
-_KV_DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32"}
+_KV_DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "fp32", "fp8_e4m3": "fp8"}
 # Name -> the values that ask for what happens anyway, and what to use where another one was meant.
 _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "tensor_parallel_size": ((1,), "threads=, for the cores of this machine"),

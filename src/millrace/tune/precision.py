@@ -14,7 +14,7 @@ from millrace.compile.precision import PrecisionMap
 from millrace.compile.pricing import Question
 from millrace.compile.program import Bounds, Program
 from millrace.engine.evaluation import Evaluation, Price, rounded
-from millrace.engine.kv import KvFormat
+from millrace.engine.kv import KEPT, KvFormat
 from millrace.engine.slots import slot
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.calibration import SHORTEST, Calibration
@@ -135,7 +135,7 @@ def label(precision: PrecisionMap, kv: KvFormat, by_tiles: bool) -> str:
     if len(patterns) > 3:  # a GGUF may name dozens of layers
         patterns = [f"{len(patterns)} layers otherwise"]
     group = f" {'as stored' if precision.stored_groups else f'g{precision.group}'}" if precision.meaning.group else ""
-    kept = ["int8 keys and values"] if kv == KvFormat.INT8 else []
+    kept = [f"{KEPT[kv].name} keys and values"] if KEPT[kv].numbers else []
     sums = ["bf16 summed by tiles"] if by_tiles else []
     return ", ".join([f"{precision.default}{group}", *head, *patterns, *kept, *sums])
 

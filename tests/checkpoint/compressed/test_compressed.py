@@ -157,13 +157,16 @@ def test_an_engine_holds_the_files_bytes_of_fp8(tmp_path: Path, source: Path, pe
 
 
 @pytest.mark.parametrize(("said", "kept", "notes"), [
-    (None, KvFormat.BF16, 0), (PER_TOKEN, KvFormat.INT8, 0), (FP8_PER_TOKEN, KvFormat.BF16, 1),
+    (None, KvFormat.BF16, 0), (PER_TOKEN, KvFormat.INT8, 0), (FP8_PER_TOKEN, KvFormat.FP8, 0),
+    ({**PER_TOKEN, "num_bits": 4, "symmetric": False}, KvFormat.INT4, 0),
     ({**FP8_PER_TOKEN, "strategy": "tensor", "dynamic": False}, KvFormat.BF16, 1),
+    ({**FP8_PER_TOKEN, "strategy": "attn_head"}, KvFormat.BF16, 1),
 ])  # fmt: skip
 def test_keys_and_values(tmp_path: Path, source: Path, said: object, kept: KvFormat, notes: int) -> None:
-    """As the folder says, unless something else is asked for; scales of FP8 ones are left aside, and that is said."""
+    """As the folder says, unless something else is asked for; scales of FP8 ones are left aside, and where they were
+    meant, that is said."""
     write_compressed(folder := tmp_path / "c", source, Kind(), kv_cache_scheme=said)
-    if notes:
+    if notes or kept == KvFormat.FP8:
         path = folder / "model.safetensors"
         scale = {f"model.layers.0.self_attn.{name}_scale": np.ones(1, np.float32) for name in "kv"}
         safetensors.numpy.save_file({**safetensors.numpy.load_file(path), **scale}, path)
@@ -210,7 +213,9 @@ WRONG: list[tuple[Edit, list[str]]] = [
     (at("fromat", 1), ["fromat", "format"]),
     (at("format", "marlin-24"), ["marlin-24", "pack-quantized"]),
     (at("kv_cache_scheme", {"num_bits": 8}), ["kv_cache_scheme.dynamic is None", "true"]),
-    (at("kv_cache_scheme", {**PER_TOKEN, "num_bits": 4}), ["kv_cache_scheme.num_bits is 4", "8"]),
+    (at("kv_cache_scheme", {**PER_TOKEN, "num_bits": 2}), ["kv_cache_scheme.num_bits is 2", "8 or 4"]),
+    (at("kv_cache_scheme", {**PER_TOKEN, "num_bits": 4}), ["kv_cache_scheme.symmetric is True", "false"]),
+    (at("kv_cache_scheme", {**FP8_PER_TOKEN, "num_bits": 4}), ["kv_cache_scheme.num_bits is 4", "8"]),
     (at("kv_cache_scheme", {**PER_TOKEN, "strategy": "tensor"}), ["kv_cache_scheme.strategy", "token"]),
     (at("kv_cache_scheme", "fp8"), ["kv_cache_scheme is 'fp8'", "null"]),
     (at("quantization_status", "frozen"), ["frozen", "compressed"]),

@@ -24,7 +24,8 @@ _MOST_SCHEMES, _MOST_NAMES, _MOST_PATTERNS, _LONGEST = 256, 100_000, 256, 300
 _MEND = "choose another checkpoint, or compress the original one with `millrace compress`"
 
 _KV = "kv_cache_scheme"
-INT8, FP8 = "int8", "fp8"  # of keys and values
+INT8, FP8, INT4 = "int8", "fp8", "int4"  # of keys and values, with scales that are found as they come
+STATIC_FP8 = "fp8 with scales of its own"
 
 # keys whose values change no weight, or are read each by itself
 _HARMLESS = {
@@ -132,25 +133,29 @@ def kv_scheme(kv: str | None) -> dict[str, object] | None:
     if kv is None:
         return None
     return {
-        "num_bits": 8, "type": "int" if kv == INT8 else "float", "symmetric": True, "dynamic": True,
-        "strategy": "token", "group_size": None,
+        "num_bits": 4 if kv == INT4 else 8, "type": "float" if kv == FP8 else "int", "symmetric": kv != INT4,
+        "dynamic": True, "strategy": "token", "group_size": None,
     }  # fmt: skip
 
 
 def _kv_cache(said: object) -> str | None:
-    """Integers must have scales that are found as they come, as ours are; floats stay bfloat16 here in any case."""
+    """Integers must have scales that are found as they come, as ours are; floats with others are another matter."""
     if said is None:
         return None
     if not isinstance(said, dict):
         raise _wrong(_KV, said, "null, or how keys and values are kept")
     _check_keys(_KV, said, _ARGUMENTS)
     floats = said.get("type", "int") == "float"
+    four = said.get("num_bits") == 4 and not floats
     _check_values(_KV, said, {
-        "num_bits": (8,), "type": (None, "int", "float"), "symmetric": (None, True), "block_structure": (None,),
+        "num_bits": (8,) if floats else (8, 4), "type": (None, "int", "float"), "block_structure": (None,),
+        "symmetric": (False,) if four else (None, True),
         "dynamic": (None, True, False) if floats else (True,), "group_size": (None,), "actorder": (None,),
         "strategy": (None, "tensor", "attn_head", "token") if floats else ("token",),
     })  # fmt: skip
-    return FP8 if floats else INT8
+    if floats:
+        return FP8 if said.get("dynamic") and said.get("strategy") == "token" else STATIC_FP8
+    return INT4 if four else INT8
 
 
 def _scheme(where: str, said: object, format: object) -> Scheme:

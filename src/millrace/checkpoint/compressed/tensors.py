@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from millrace.checkpoint.compressed.packing import unpack, words_of
 from millrace.checkpoint.compressed.scheme import FP8 as FP8_CACHE
-from millrace.checkpoint.compressed.scheme import Compression, Scheme
+from millrace.checkpoint.compressed.scheme import STATIC_FP8, Compression, Scheme
 from millrace.checkpoint.quantised import E4M3, FP8, QuantisedFormat, QuantisedMatrix
 from millrace.checkpoint.weights import FLOAT_NAMES, Array, TensorInfo, Tensors
 from millrace.errors import CheckpointError
@@ -29,7 +29,7 @@ NAMES = {"I8": "int8", "I32": "int32", "I64": "int64", "F8_E4M3": "float8_e4m3fn
 _E4M3_NAN = 0x7F  # and with the sign
 _UNSUPPORTED = (".weight_g_idx", ".weight_global_scale", ".input_global_scale")
 _ALLOWED = (".input_scale", ".input_zero_point")  # of static FP8 activations, which stay bfloat16 here
-_KV_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of FP8 ones
+_KV_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of FP8 ones, which are not read
 _SCALES = ("float32", "float16", "bfloat16")
 _TABLE = ".embed_tokens.weight"  # which is no linear layer
 _AGAIN = "download or copy the checkpoint again, or compress the original one with `millrace compress`"
@@ -85,7 +85,7 @@ class CompressedTensors(Tensors):
             infos[layer.name] = TensorInfo(layer.name, layer.shape, scheme.dtype, first.file, size, first.offset)
             layers[layer.name] = layer
         for name, info in parts.items():
-            if name in used or (compression.kv == FP8_CACHE and name.endswith(_KV_SCALES)):
+            if name in used or (compression.kv in (FP8_CACHE, STATIC_FP8) and name.endswith(_KV_SCALES)):
                 continue
             _check_plain(name, info, compression)
             infos[name] = info
@@ -98,8 +98,11 @@ class CompressedTensors(Tensors):
             found = [
                 f"activations of {n} matrices stay bfloat16 here, where the checkpoint means FP8: closer, not faster"
             ]
-        if self.kv == FP8_CACHE:
-            found += ["keys and values stay bfloat16 here, where the checkpoint means FP8: closer, in twice the memory"]
+        if self.kv == STATIC_FP8:
+            found += [
+                "keys and values stay bfloat16 here, where the checkpoint means FP8 with scales that it holds: closer, "
+                "in twice the memory; --kv-cache-dtype fp8 keeps them in FP8, with scales of each token and head"
+            ]
         return tuple(found)
 
     def load(self, name: str) -> Array:

@@ -6,9 +6,10 @@
 // come first, then their maximum m, p = exp(score - m), l = sum p (lane i takes keys i, i+16, ...; the fixed tree), and
 // o = sum p v over ascending keys (bfloat16: pairs). Spans are merged in order:
 //   m' = max(M, m), O = O exp(M - m') + o exp(m - m'), L likewise; at last y = O / L.
-// bfloat16 KV: q and p are rounded to bfloat16, and l sums the rounded p; by tiles: tiles.hpp. int8 KV: int8.hpp.
+// bfloat16 KV: q and p are rounded to bfloat16, and l sums the rounded p; by tiles: tiles.hpp. fp8 KV: the same, where
+// E4M3 becomes bfloat16 as it is read, and scales, powers of two, go to scores and to p. int8 and int4 KV: codes.hpp.
 #pragma once
-#include "int8.hpp"
+#include "codes.hpp"
 #include "parts.hpp"
 #include "tiles.hpp"
 
@@ -16,8 +17,9 @@ namespace millrace::MILLRACE_ISA {
 
 inline void load_queries(AttentionTile& t) {
   const int D = t.a->head_dim;
+  alignas(64) float transformed[kMaxHeadDim];
   for (int r = 0; r < t.rows; ++r) {
-    const float* q = t.a->q + t.tokens[r] * t.a->q_stride + t.heads[r] * D;
+    const float* q = as_keys_are(t, t.a->q + t.tokens[r] * t.a->q_stride + t.heads[r] * D, transformed);
     if (t.cache->layout.format == KvFormat::f32) {
       for (int d = 0; d < D; ++d) t.q[r][d] = q[d];
     } else {
@@ -30,6 +32,16 @@ inline void load_queries(AttentionTile& t) {
   }
 }
 
+// Of what is no single float, a lane has a pair.
+template <KvFormat Format>
+constexpr bool kPairs = Format != KvFormat::f32;
+
+// What was summed of lanes as they were read.
+template <KvFormat Format>
+[[gnu::always_inline]] inline F summed(F acc) {
+  return Format == KvFormat::fp8 ? in_order(acc) : acc;
+}
+
 // acc[v] += w[v] * x, where x points at a float or at a bfloat16 pair.
 template <bool BF16, int NV>
 [[gnu::always_inline]] inline void add_products(F (&acc)[NV], const I (&w)[NV], const float* x) {
@@ -39,8 +51,9 @@ template <bool BF16, int NV>
 }
 
 // Scores of R rows against 64 keys of one page: d ascending, 16 keys a vector.
-template <bool BF16, int R>
-void score_page(AttentionTile& t, int row, const uint8_t* keys, int at) {
+template <KvFormat Format, int R>
+void score_page(AttentionTile& t, int row, uint8_t* keys, int at) {
+  constexpr bool BF16 = kPairs<Format>;
   const int steps = BF16 ? t.a->head_dim / 2 : t.a->head_dim;
   const KeyLines lines(t, keys, row);
   F acc[R][4];
@@ -48,12 +61,16 @@ void score_page(AttentionTile& t, int row, const uint8_t* keys, int at) {
   for (int i = 0; i < R * 4; ++i) acc[i / 4][i % 4] = zero();
   for (int d = 0; d < steps; ++d) {
     I line[4];
-    lines.load(line, d * 256);
+    lines.load<Format>(line, d * 4 * kLaneBytes<Format>);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) add_products<BF16>(acc[r], line, reinterpret_cast<const float*>(t.q[row + r]) + d);
   }
 #pragma GCC unroll 32
-  for (int i = 0; i < R * 4; ++i) store(t.scores[row + i / 4] + at + i % 4 * 16, acc[i / 4][i % 4] * splat(t.a->scale));
+  for (int i = 0; i < R * 4; ++i) {
+    F score = summed<Format>(acc[i / 4][i % 4]) * splat(t.a->scale);
+    if constexpr (Format == KvFormat::fp8) score = score * load(t.cache->layout.key_scales(keys) + i % 4 * 16);
+    store(t.scores[row + i / 4] + at + i % 4 * 16, score);
+  }
 }
 
 // Scores of a row to p = exp(score - m), with their maximum m and their sum l; SCALED: they are multiplied by `scale`
@@ -97,25 +114,37 @@ void soften_floats(float* scores, int count, int span, float scale, float& m, fl
   });
 }
 
+// fp8: the rounded p is summed, and kept times the scales of the row's own values, which are powers of two.
+inline void soften_scaled(AttentionTile& t, int r, int from, int count, int span, float& m, float& l) {
+  soften<true>(t.scores[r], count, span, 1.0f, m, l, [&](int i, F p, int n) {
+    const F rounded = as_float(shift_left(to_bf16(p), 16));
+    const F w = rounded * load(t.cache->layout.value_scales(block_of(t, from + i)) + i % kPageTokens);
+    store_u16(reinterpret_cast<uint16_t*>(t.scores[r]) + i, to_bf16(n == 16 ? w : first(w, n, zero())));
+    return rounded;
+  });
+}
+
 // o = sum of p v over `count` keys of a span that starts at `from`: R rows, NV vectors of the head from column d on.
-template <bool BF16, int R, int NV>
+template <KvFormat Format, int R, int NV>
 void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
-  const int64_t width = t.cache->layout.value_width();
+  constexpr bool BF16 = kPairs<Format>;
+  constexpr int kColumnBytes = kLaneBytes<Format> / 16;
+  const int64_t line_bytes = t.cache->layout.value_width() * kColumnBytes, column = d * kColumnBytes;
   F acc[R][NV];
 #pragma GCC unroll 32
   for (int i = 0; i < R * NV; ++i) acc[i / NV][i % NV] = zero();
   for (int page = 0; page * kPageTokens < count; ++page) {
-    const uint8_t* line = block_of(t, from + page * kPageTokens) + t.cache->layout.key_bytes() + d * 4;
-    const uint8_t* ahead = keys_after(t, from + page * kPageTokens, line - d * 4) + d * 4;
+    const uint8_t* line = block_of(t, from + page * kPageTokens) + t.cache->layout.key_bytes() + column;
+    const uint8_t* ahead = keys_after(t, from + page * kPageTokens, line - column) + column;
     const int keys = count - page * kPageTokens < kPageTokens ? count - page * kPageTokens : kPageTokens;
     const float* weights = t.scores[row] + page * kPageTokens / (BF16 ? 2 : 1);
     const auto add_line = [&](int i, I mask) {
       I values[NV];
-      load_lines(values, line, ahead);
+      load_lines<Format>(values, line, ahead);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) values[v] = values[v] & mask;
-      line += width * 4;
-      ahead += width * 4;
+      line += line_bytes;
+      ahead += line_bytes;
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) add_products<BF16>(acc[r], values, weights + r * kSpan + i);
     };
@@ -124,12 +153,12 @@ void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
     if (BF16 && keys % 2) add_line(whole, splat_i(0xffff));  // the odd neighbour was never written, or by another
   }
 #pragma GCC unroll 32
-  for (int i = 0; i < R * NV; ++i) store(t.span_out[row + i / NV] + d + i % NV * 16, acc[i / NV][i % NV]);
+  for (int i = 0; i < R * NV; ++i) store(t.span_out[row + i / NV] + d + i % NV * 16, summed<Format>(acc[i / NV][i % NV]));
 }
 
-template <bool BF16, int R>
+template <KvFormat Format, int R>
 void weigh_values(AttentionTile& t, int row, int from, int count) {
-  each_columns(t.cache->layout.value_width(), [&]<int NV>(int64_t d) { weigh_columns<BF16, R, NV>(t, row, from, count, d); });
+  each_columns(t.cache->layout.value_width(), [&]<int NV>(int64_t d) { weigh_columns<Format, R, NV>(t, row, from, count, d); });
 }
 
 inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
@@ -150,19 +179,22 @@ inline void merge(AttentionTile& t, int r, bool opening, float m, float l) {
 }
 
 // How each format takes its steps: `score` and `weigh` for several rows at once. One lives for a tile of rows.
-template <bool BF16>
+template <KvFormat Format>
 struct FloatSteps {
-  static constexpr bool kZeroTimesNan = true;
+  static constexpr bool kZeroTimesNan = Format != KvFormat::fp8;  // E4M3 is read as numbers, and scales as of CodeSteps
   explicit FloatSteps(const AttentionTile&) {}
   static void load(AttentionTile& t) { load_queries(t); }
   static void score(AttentionTile& t, uint8_t* block, int at) {
-    each_tile<kAttentionTile>(t.rows, 0, [&]<int R>(int row) { score_page<BF16, R>(t, row, block, at); });
+    each_tile<kAttentionTile>(t.rows, 0, [&]<int R>(int row) { score_page<Format, R>(t, row, block, at); });
   }
-  static void soften(AttentionTile& t, int r, int, int count, int span, float& m, float& l) {
-    soften_floats<BF16>(t.scores[r], count, span, 1.0f, m, l);
+  static void soften(AttentionTile& t, int r, int from, int count, int span, float& m, float& l) {
+    if constexpr (Format == KvFormat::fp8)
+      soften_scaled(t, r, from, count, span, m, l);
+    else
+      soften_floats<kPairs<Format>>(t.scores[r], count, span, 1.0f, m, l);
   }
   static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
-    each_tile<kAttentionTile>(first + rows, first, [&]<int R>(int row) { weigh_values<BF16, R>(t, row, from, count); });
+    each_tile<kAttentionTile>(first + rows, first, [&]<int R>(int row) { weigh_values<Format, R>(t, row, from, count); });
   }
 };
 struct TiledSteps : TileSteps {
@@ -172,20 +204,21 @@ struct TiledSteps : TileSteps {
     soften_floats<true, false>(t.scores[r], count, span, t.a->scale, m, l);
   }
 };
-struct Int8Steps {
+template <KvFormat Format>
+struct CodeSteps {
   static constexpr bool kZeroTimesNan = false;  // codes are integers, and scales are taken of the row's own keys alone
-  explicit Int8Steps(const AttentionTile&) {}
-  static void load(AttentionTile& t) { load_int8_queries(t); }
+  explicit CodeSteps(const AttentionTile&) {}
+  static void load(AttentionTile& t) { load_code_queries(t); }
   static void score(AttentionTile& t, uint8_t* block, int at) {
-    each_tile<kWordRows>(t.rows, 0, [&]<int R>(int row) { score_int8_page<R>(t, row, block, at); });
+    each_tile<kWordRows>(t.rows, 0, [&]<int R>(int row) { score_code_page<Format, R>(t, row, block, at); });
   }
   static void soften(AttentionTile& t, int r, int from, int count, int span, float& m, float& l) {
-    Int8Weights weights(t, r, from);
+    CodeWeights<Format> weights(t, r, from);
     MILLRACE_ISA::soften<true>(t.scores[r], count, span, 1.0f, m, l, [&](int i, F p, int n) { return weights(i, p, n); });
     weights.round_to(span);
   }
   static void weigh(AttentionTile& t, int first, int rows, int from, int count) {
-    each_tile<kWordRows>(first + rows, first, [&]<int R>(int row) { weigh_int8_values<R>(t, row, from, count); });
+    each_tile<kWordRows>(first + rows, first, [&]<int R>(int row) { weigh_code_values<Format, R>(t, row, from, count); });
   }
 };
 
@@ -271,6 +304,16 @@ void attend_tile(AttentionTile& t, const Part& part) {
   finish(t);
 }
 
+inline void attend_part(AttentionTile& t, const Part& part) {
+  switch (t.cache->layout.format) {
+    case KvFormat::f32: return attend_tile<FloatSteps<KvFormat::f32>>(t, part);
+    case KvFormat::bf16: return t.a->tiles ? attend_tile<TiledSteps>(t, part) : attend_tile<FloatSteps<KvFormat::bf16>>(t, part);
+    case KvFormat::fp8: return attend_tile<FloatSteps<KvFormat::fp8>>(t, part);
+    case KvFormat::int8: return attend_tile<CodeSteps<KvFormat::int8>>(t, part);
+    case KvFormat::int4: return attend_tile<CodeSteps<KvFormat::int4>>(t, part);
+  }
+}
+
 // A task: up to kAttentionRows rows (tokens of one sequence x query heads) of one KV head, or where there are too few of
 // these for the workers and the context is long, a part of their spans.
 inline void attention(const AttentionArgs& a, StepContext& c) {
@@ -279,7 +322,6 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
   t.a = &a;
   t.c = &c;
   t.cache = &c.caches[a.cache];
-  const KvFormat format = t.cache->layout.format;
   const Cut cut = cut_of(a, c);
   Chunk task(c, INT64_MAX / 2, 1);
   task.next();
@@ -303,14 +345,7 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
       if (part.begin == part.end) continue;
       t.begin = part.begin * kSpan;
       t.end = part.end == part.spans ? t.last + 1 : part.end * kSpan;
-      if (format == KvFormat::f32)
-        attend_tile<FloatSteps<false>>(t, part);
-      else if (format == KvFormat::bf16 && a.tiles)
-        attend_tile<TiledSteps>(t, part);
-      else if (format == KvFormat::bf16)
-        attend_tile<FloatSteps<true>>(t, part);
-      else
-        attend_tile<Int8Steps>(t, part);
+      attend_part(t, part);
     }
     first_task += tiles * parts;
     first_tile += tiles;

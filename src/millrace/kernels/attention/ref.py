@@ -1,10 +1,15 @@
 """Reference of attention: one sequence, all its keys and values at hand."""
 
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import ml_dtypes
 import numpy as np
 
 from millrace.kernels.arrays import Array
 from millrace.kernels.convert.ref import to_bf16
 from millrace.kernels.declare import NOTHING
+from millrace.kernels.matmul.pack import hadamard
 
 
 def attention(q: Array, k: Array, v: Array, first: int | None, scale: float, *, bf16_weights: bool = False) -> Array:
@@ -12,7 +17,7 @@ def attention(q: Array, k: Array, v: Array, first: int | None, scale: float, *, 
 
     q (T, H, D) at positions first, first+1, ...; k (first+T, K, D) and v (first+T, K, Dv) from position 0; H a multiple
     of K -> (T, H, Dv)
-    bf16_weights: exp(score - max) is rounded to bfloat16, as it is over bfloat16 pages (there per span of 256 keys)
+    bf16_weights: exp(score - max) is rounded to bfloat16, as over pages of bfloat16 and fp8 (there by spans of 256)
     """
     T, H, D = q.shape
     K = k.shape[1]
@@ -34,9 +39,33 @@ def to_int8(x: Array) -> Array:
     return _coded(x, 127)
 
 
+def to_fp8(x: Array) -> Array:
+    """x (..., D) as fp8 pages hold it: E4M3 of a scale for each token and head, the power of two from amax / 448 on."""
+    least = np.abs(x).max(axis=-1, keepdims=True).astype(np.float32) / np.float32(448)
+    scale = np.where(least > NOTHING, np.exp2(np.ceil(np.log2(np.maximum(least, NOTHING), dtype=np.float64))), 0)
+    scaled = np.divide(x, scale, out=np.zeros(x.shape), where=scale > 0).astype(np.float32)
+    y: Array = (scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale).astype(x.dtype)
+    return y
+
+
+def to_int4(x: Array) -> Array:
+    """x (..., D) as int4 pages hold values: codes 0..15 from their least on, of one scale, range / 15."""
+    least = x.min(axis=-1, keepdims=True)
+    span = x.max(axis=-1, keepdims=True) - least
+    inverse = np.divide(x.dtype.type(15), span, out=np.zeros_like(span), where=span > NOTHING)
+    y: Array = np.rint((x - least) * inverse) * (span / x.dtype.type(15)) + least
+    return y
+
+
 def to_int16(q: Array) -> Array:
-    """Queries (..., D) as they meet int8 keys: codes of two bytes, both at most 127, of one scale."""
+    """Queries (..., D) as they meet codes of keys: of two bytes, both at most 127, and of one scale."""
     return _coded(q, 127 * 256 + 127)
+
+
+def transformed(x: Array) -> Array:
+    """x (..., D) times a Hadamard matrix: what one channel stood out by is shared by all, and q k^T stays as it is."""
+    y: Array = hadamard(x.reshape(-1, x.shape[-1]), x.shape[-1]).astype(x.dtype).reshape(x.shape)
+    return y
 
 
 def _coded(x: Array, most: int) -> Array:
@@ -44,3 +73,20 @@ def _coded(x: Array, most: int) -> Array:
     inverse = np.divide(x.dtype.type(most), amax, out=np.zeros_like(amax), where=amax > NOTHING)
     y: Array = np.rint(x * inverse) * (amax / x.dtype.type(most))
     return y
+
+
+class Rounding(NamedTuple):
+    """What becomes of queries, of keys and of values, each (tokens, heads, size)."""
+
+    q: Callable[[Array], Array]
+    k: Callable[[Array], Array]
+    v: Callable[[Array], Array]
+
+
+ROUNDINGS: Mapping[str, Rounding] = {  # by the name of the pages' format in programs
+    "f32": Rounding(*(lambda x: x,) * 3),
+    "bf16": Rounding(to_bf16, to_bf16, to_bf16),
+    "int8": Rounding(to_int16, to_int8, to_int8),
+    "fp8": Rounding(lambda q: to_bf16(transformed(q)), lambda k: to_fp8(transformed(k)), to_fp8),
+    "int4": Rounding(lambda q: to_int16(transformed(q)), lambda k: to_int4(transformed(k)), to_int4),
+}

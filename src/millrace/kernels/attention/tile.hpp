@@ -1,5 +1,7 @@
 // What a task of attention works on: up to 16 query rows of one KV head, and their scores against a span of keys.
 #pragma once
+#include "convert/hadamard.hpp"
+
 namespace millrace::MILLRACE_ISA {
 
 constexpr int kSpan = 256;            // keys between two merges: four pages
@@ -11,12 +13,12 @@ constexpr int kAttentionRows = 12;
 constexpr int kAttentionTile = 6;     // at most so many of them with their sums in registers
 
 // The same rows as codes of 16 bits, whose halves lie apart (lanes/words.hpp): queries, and the weights of a span.
-struct Int8Rows {
+struct CodeRows {
   alignas(64) uint8_t q[kAttentionRows][2][kMaxHeadDim];
   int32_t q_sum[kAttentionRows];
   float q_scale[kAttentionRows];
   alignas(64) uint8_t p[kAttentionRows][2][kSpan];
-  float p_scale[kAttentionRows];
+  float p_scale[kAttentionRows], p_offset[kAttentionRows];
 };
 
 struct AttentionTile {
@@ -34,8 +36,15 @@ struct AttentionTile {
   float out[kAttentionRows][kMaxHeadDim], span_out[kAttentionRows][kMaxHeadDim];
   float most[kAttentionRows], total[kAttentionRows];
   alignas(64) float q[kAttentionRows][kMaxHeadDim];  // float, or bfloat16 pairs in the first half
-  Int8Rows int8;
+  CodeRows codes;
 };
+
+// A query as it meets the cache's keys, which lie as they are or transformed; `room` for that.
+inline const float* as_keys_are(const AttentionTile& t, const float* q, float* room) {
+  if (!t.cache->layout.kind().transformed) return q;
+  hadamard_group(q, t.a->head_dim, room);
+  return room;
+}
 
 inline uint8_t* block_of(const AttentionTile& t, int position) {
   return t.cache->block(t.a->layer, t.sequence, position, t.kv_head);
@@ -59,12 +68,20 @@ template <int NV>
   for (int v = 0; v < NV; ++v) __builtin_prefetch(ahead + v * 64, 0, 2);
 }
 
+// The bytes of sixteen lanes: of E4M3 they become bfloat16 pairs as they are read.
+template <KvFormat Format>
+constexpr int kLaneBytes = Format == KvFormat::fp8 ? 32 : 64;
+
 // Lines that are read now, and fetches of as many further on.
-template <int NV>
+template <KvFormat Format, int NV>
 [[gnu::always_inline]] inline void load_lines(I (&lines)[NV], const uint8_t* now, const uint8_t* ahead) {
 #pragma GCC unroll 4
-  for (int v = 0; v < NV; ++v) lines[v] = load_i(now + v * 64);
-  fetch_lines<NV>(ahead);
+  for (int v = 0; v < NV; ++v)
+    if constexpr (Format == KvFormat::fp8)
+      lines[v] = load_e4m3(now + v * 32);
+    else
+      lines[v] = load_i(now + v * 64);
+  fetch_lines<(NV * kLaneBytes<Format> + 63) / 64>(ahead);
 }
 
 // Lines of a page's keys. The first rows of a tile fetch the next page's too.
@@ -73,10 +90,10 @@ struct KeyLines {
 
   KeyLines(const AttentionTile& t, const uint8_t* keys, int row)
       : keys(keys), values(keys + t.cache->layout.key_bytes()), next(row ? nullptr : t.next_keys) {}
-  template <int NV>
+  template <KvFormat Format, int NV>
   [[gnu::always_inline]] void load(I (&lines)[NV], int64_t at) const {
-    load_lines(lines, keys + at, values + at);
-    if (next) fetch_lines<NV>(next + at);
+    load_lines<Format>(lines, keys + at, values + at);
+    if (next) fetch_lines<(NV * kLaneBytes<Format> + 63) / 64>(next + at);
   }
 };
 
