@@ -20,7 +20,7 @@ from millrace.engine.engine import Engine
 from millrace.engine.manifest import MANIFEST, FileEntry, file_checksum, read_manifest, sealed
 from millrace.errors import CheckpointError
 from millrace.runtime.open import RunSettings, open_engine
-from millrace.serve.lengths import longest_token
+from millrace.serve.lengths import reach
 from tests.fuzz.originals import VOCABULARY, write_checkpoint
 from tests.support.vocabularies import save_byte_fallback, save_byte_level, save_sentencepiece
 
@@ -98,7 +98,9 @@ def test_a_checkpoint_and_an_engine_are_refused_when_they_are_opened(tmp_path: P
 def test_only_ids_that_exist_are_looked_at(make: Callable[[Path], Path], tmp_path: Path) -> None:
     tokenizer = open_tokenizer(make(tmp_path))
     assert sum(1 for _ in islice(tokenizer.ids(), 10_000)) == tokenizer.n_tokens < 1000
-    assert longest_token(tokenizer) == max(len(tokenizer.token_bytes(i)) for i in tokenizer.ids())
+    assert (most := reach(tokenizer)) is not None and most.n_bytes == max(
+        len(tokenizer.token_bytes(i)) for i in tokenizer.ids()
+    )
     assert len(HfTokenizer(tokenizer, None).get_vocab()) == tokenizer.n_tokens
     held = len(tokenizer._bytes)
     for i in range(100_000, 110_000):

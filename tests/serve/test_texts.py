@@ -21,10 +21,10 @@ from millrace.checkpoint.chat import ChatTemplate
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.checkpoint.tokenizer_files import open_tokenizer
 from millrace.checkpoint.tokenizer_process import TokenizerProcess
-from millrace.errors import BusyError, CheckpointError, ContextError
+from millrace.errors import BusyError, CheckpointError
 from millrace.serve import serving
 from millrace.serve.fields import decode
-from millrace.serve.lengths import LeastTokens, longest_token
+from millrace.serve.lengths import LeastTokens, n_words, reach
 from millrace.serve.protocol import ChatRequest
 from millrace.serve.serving import Lane
 from millrace.serve.settings import ServerSettings
@@ -117,9 +117,9 @@ def test_what_cannot_fit_by_its_bytes_is_refused_before_it_is_tokenised(served: 
     def refuse(*_: object, **__: object) -> Any:
         raise AssertionError("it was rendered, or tokenised")
 
-    longest = longest_token(tokenizer())
-    assert longest is not None
-    text = "ab " * 100_000
+    most = reach(tokenizer())
+    assert most is not None
+    text = "abc" * 100_000
     asked: list[tuple[str, str, dict[str, Any]]] = [
         (TEXT, "prompt", {"prompt": text}),
         (TEXT, "prompt", {"prompt": ["a", text]}),
@@ -134,58 +134,38 @@ def test_what_cannot_fit_by_its_bytes_is_refused_before_it_is_tokenised(served: 
             assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param), error
             assert "This model's maximum context length is 512 tokens, but the prompt has at least" in error["message"]
     least = int(post(served.url, TEXT, asked[0][2]).json()["error"]["message"].split("at least ")[1].split()[0])
-    assert least == -(-len(text) // longest) <= len(tokenizer().encode(text))
+    assert least == -(-len(text) // most.n_bytes) <= len(tokenizer().encode(text))
 
 
-def test_what_is_far_too_long_is_refused_by_its_beginning(tmp_path: Path) -> None:
-    """Of 9,000 characters beside a context of 1,000 tokens, where they could fit by their bytes, 6,000 are read."""
+def test_what_cannot_fit_by_its_words_is_refused_before_it_is_tokenised(tmp_path: Path) -> None:
+    """9,000 characters, which 1,000 tokens could cover by their bytes, but 2,570 words, of which one covers two here."""
     save_byte_level(tmp_path, 700)
-    text, encode, looked_at = "a mill " * 1285, TokenizerProcess.encode, []
+    assert (most := reach(tokenizer())) is not None and most.words == 2 and 9000 / most.n_bytes < 1000
 
-    def counting(self: TokenizerProcess, part: str, add_special_tokens: bool) -> list[int]:
-        looked_at.append(len(part))
-        return encode(self, part, add_special_tokens)
+    def refuse(*_: object, **__: object) -> Any:
+        raise AssertionError("it was tokenised")
 
     roomy = dataclasses.replace(ROOMY, max_context=1000)
     with (
         running(Fake(limits=roomy, folder=tmp_path), ServerSettings(port=0)) as server,
-        patch.object(TokenizerProcess, "encode", counting),
+        patch.object(TokenizerProcess, "encode", refuse),
     ):
+        text = "a mill " * 1285
         for path, param, body in (
             (TEXT, "prompt", {"prompt": ["a", text]}),
             (CHAT, "messages", {"messages": [{"role": "user", "content": text}]}),
         ):
-            looked_at.clear()
             error = post(server.url, path, body).json()["error"]
             assert (error["code"], error["param"]) == ("context_length_exceeded", param), error
-            assert looked_at == [6000]
-            least = int(error["message"].split("at least ")[1].split()[0])
-            assert 1250 <= least <= len(tokenizer().encode(text))
+            assert "the prompt has at least 1285 tokens" in error["message"]
+    assert len(tokenizer().encode(text)) >= 1285
 
 
-def test_a_beginning_refuses_nothing_that_could_fit(tmp_path: Path) -> None:
-    """Also for tokenizers whose tokens span words; and where the beginning is no proof, the whole text is counted."""
-    context = 64
-    for i, save in enumerate((save_byte_level, save_byte_fallback, save_sentencepiece)):
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        save(folder)
-        one = open_tokenizer(folder)
-        bound, n_refused = LeastTokens(one, context), 0
-        for text in ("mill ", "  \n", "é界😀", "The mill turns. ", "a", " the the", "0123456789"):
-            for n_characters in (8 * context, 8 * context + 1, 20 * context):
-                said = (text * n_characters)[:n_characters]
-                try:
-                    bound.check_beginning(said, one.encode, "prompt")
-                except ContextError:
-                    n_refused += 1
-                    assert len(one.encode(said)) > context and n_characters > 8 * context, (save, text)
-        assert n_refused > 0 or longest_token(one) is None
-    bound = LeastTokens(tokenizer(), context)
-    for n_tokens in (0, context, 79):
-        bound.check_beginning("a" * 600, lambda _, n=n_tokens: [0] * n, "prompt")  # type: ignore[misc]
-    with pytest.raises(ContextError, match="at least 80 tokens"):
-        bound.check_beginning("a" * 600, lambda _: [0] * 80, "prompt")
+@pytest.mark.parametrize(
+    "text", ["", " ", "a", " a", "a ", "a\tb", "\n\na  b\r\nc", "\u00a0a\u00a0", "界 界", "a\x0bb\x0cc"]
+)
+def test_words_are_what_stands_between_ascii_white_space(text: str) -> None:
+    assert n_words(text.encode()) == len(text.encode().split())
 
 
 def test_texts_may_be_counted_beyond_the_context(served: Running) -> None:
@@ -196,17 +176,19 @@ def test_texts_may_be_counted_beyond_the_context(served: Running) -> None:
     assert "".join(reply["token_strs"]) == text
 
 
-def test_the_longest_token_bounds_every_text(tmp_path: Path) -> None:
+def test_a_token_s_reach_bounds_every_text(tmp_path: Path) -> None:
     """And there is no bound where a tokenizer makes texts shorter before it cuts them."""
     for i, save in enumerate((save_byte_level, save_byte_fallback, save_sentencepiece)):
         folder = tmp_path / str(i)
         folder.mkdir()
         save(folder)
         one: Tokenizer = open_tokenizer(folder)
-        longest = longest_token(one)
-        for text in ("a" * 3000, "  \n" * 500, "é界😀" * 300, "The mill turns. " * 200):
-            assert longest is None or len(text.encode()) <= longest * len(one.encode(text)), (save, text[:9])
-    assert longest_token(tokenizer()) is not None
+        most = reach(one)
+        for text in ("a" * 3000, "  \n" * 500, "é界😀" * 300, "The mill turns. " * 200, "a b\tc " * 300):
+            n = len(one.encode(text))
+            assert most is None or len(text.encode()) <= most.n_bytes * n, (save, text[:9])
+            assert most is None or len(text.split()) <= most.words * n, (save, text[:9])
+    assert reach(tokenizer()) is not None
 
 
 class _Shrinking(Tokenizer):
@@ -225,8 +207,8 @@ class _Shrinking(Tokenizer):
 
 
 def test_a_tokenizer_that_drops_characters_gives_no_bound() -> None:
-    assert longest_token(_Shrinking()) is None
-    LeastTokens(_Shrinking(), 64).check_beginning("é" * 9000, lambda _: [0] * 9000, "prompt")
+    assert reach(_Shrinking()) is None
+    LeastTokens(_Shrinking(), 64).check("é " * 9000, "prompt")
 
 
 @pytest.mark.parametrize("body", [{"prompt": "a " * 6000}, {"messages": [{"role": "user", "content": "a " * 6000}]}])

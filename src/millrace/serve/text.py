@@ -77,7 +77,7 @@ class Texts:
     ) -> list[list[int]]:
         """Tokens of each text.
 
-        bounded_as: the field to name when a text, by its bytes or its beginning, cannot fit the context
+        bounded_as: the field to name when a text, by its bytes or words, cannot fit the context
         raises RequestError for what is no Unicode text, HttpError for one that is too long, BusyError
         """
         n = sum(map(len, texts))
@@ -88,8 +88,7 @@ class Texts:
         def work() -> list[list[int]]:
             if bounded_as is not None and n > LONG_CHARACTERS:
                 for text in texts:
-                    self._least.check_bytes(text, bounded_as)
-                    self._least.check_beginning(text, lambda part: encoder.encode(part, False), bounded_as)
+                    self._least.check(text, bounded_as)
             return [encoder.encode(text, add_special_tokens) for text in texts]
 
         return await encoder.lane.run(work, n)
@@ -132,7 +131,7 @@ class Texts:
         """Check, render and encode.
 
         tools: as clients describe them; body_bytes: of the request that the messages came in: they are no longer
-        bounded: refuse what cannot fit the context by its bytes
+        bounded: refuse what cannot fit the context by its bytes or words
         raises HttpError without a template or where it cannot fit, what ChatTemplate.render raises; BusyError
         """
         renderer = self._chats if body_bytes <= LONG_CHAT_BYTES else self._long_chats
@@ -149,7 +148,7 @@ class Texts:
 
         def render() -> str:
             if bounded and body_bytes > LONG_CHAT_BYTES:
-                self._least.check_bytes("".join(_contents(messages)), "messages")
+                self._least.check("".join(_contents(messages)), "messages")
             if (n_bytes := len(msgspec.json.encode(rendering.extra))) > MAX_EXTRA_BYTES:
                 raise RequestError(
                     f"chat_template_kwargs has {n_bytes} bytes", f"at most {MAX_EXTRA_BYTES}", "send less", _EXTRA
