@@ -28,14 +28,16 @@ class Summary:
     intervals: dict[str, Interval | None]
 
 
-def summary(values: Sequence[float]) -> Summary | None:
-    """None for no values."""
+def summary(values: Sequence[float], independent: bool = True) -> Summary | None:
+    """None for no values. independent: of each other; where they are not, every interval is refused"""
     x = np.sort(np.asarray(values, dtype=np.float64))
     if not x.size:
         return None
     quantiles = np.percentile(x, PERCENTILES)
-    intervals: dict[str, Interval | None] = {"mean": mean_interval(x)}
-    intervals |= {f"p{p}": quantile_interval(x, p / 100) for p in PERCENTILES}
+    intervals: dict[str, Interval | None] = dict.fromkeys(["mean", *(f"p{p}" for p in PERCENTILES)])
+    if independent:
+        intervals["mean"] = mean_interval(x)
+        intervals |= {f"p{p}": quantile_interval(x, p / 100) for p in PERCENTILES}
     percentiles = dict(zip(PERCENTILES, map(float, quantiles), strict=True))
     return Summary(x.size, float(x.mean()), float(x.std()), float(x[0]), float(x[-1]), percentiles, intervals)
 
