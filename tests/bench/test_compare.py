@@ -168,7 +168,7 @@ def test_failures_and_the_clients_word_are_read(tmp_path: Path) -> None:
     found = read_result(folder)
     assert (len(found.answers), found.n_failed, found.n, found.valid) == (5, 2, 7, None)
     summary = folder / "summary.json"
-    for valid in (True, False):
+    for valid in (True, False, None):
         summary.write_text(json.dumps({"valid": valid}))
         assert read_result(folder).valid is read_result(folder / "requests.jsonl").valid is valid
     for text in ("", "[]", "{}", '{"valid": "no"}', "\xff"):

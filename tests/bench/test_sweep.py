@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from millrace.bench.effort import Effort
 from millrace.bench.intervals import Summary
 from millrace.bench.metrics import Metrics, Rate
 from millrace.bench.sweep import Point, Reached, SweepLimits, best, on_front, swept
@@ -107,13 +108,13 @@ def test_embeddings_have_requests_but_no_tokens() -> None:
     assert "most requests/s" in page and "8 requests/s, " in page and "most tokens/s" not in page
 
 
-@pytest.mark.parametrize("cpu_share, is_valid", [(0.79, True), (0.8, False)])
-def test_levels_at_which_the_client_does_not_keep_up(cpu_share: float, is_valid: bool) -> None:
+@pytest.mark.parametrize("share, is_valid", [(0.79, True), (0.8, False)])
+def test_levels_at_which_the_client_does_not_keep_up(share: float, is_valid: bool) -> None:
     async def run(level: float) -> Reached | None:
-        return Reached(metrics(level, 100), cpu_share=cpu_share if level == 4 else 0.1)
+        return Reached(metrics(level, 100), effort=Effort(share if level == 4 else 0.1))
 
     points = asyncio.run(swept(1, 4, True, SweepLimits(), run))
-    assert [p.is_valid for p in points] == [True, True, is_valid]
+    assert [p.effort.keeps_up for p in points] == [True, True, is_valid]
     found = best(points)
     assert found is not None
     page = sweep_page("http://x", "concurrency", points, found, SweepLimits(), notes=["INVALID <at 4>"])

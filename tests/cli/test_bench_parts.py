@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench import certify, plan, sweep
+from millrace.bench import core_share, effort, plan
 from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
 from millrace.bench.plan import Plan
@@ -54,7 +54,7 @@ def test_two_results_are_compared(millrace: Millrace, url: str, tmp_path: Path) 
         again = millrace("bench", server.url, *SMALL, "-o", str(tmp_path / "b"))
     assert f"{tmp_path / 'b'} holds an earlier result" in again.err
     summary = tmp_path / "a" / "summary.json"
-    summary.write_text(summary.read_text().replace('"valid": true', '"valid": false', 1))
+    summary.write_text(summary.read_text().replace('"valid": null', '"valid": false', 1))
     both = ("bench", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--allow", "1000")
     told, shown = json.loads((result := millrace(*both, "--json")).out), millrace(*both).out
     assert result.code == 3 and told["worse"] == ["failures"] and told["valid"] is False
@@ -111,11 +111,11 @@ def test_a_sweep_of_embeddings(millrace: Millrace, url: str) -> None:
 def test_a_saturated_client_makes_sweep_and_compare_invalid(
     millrace: Millrace, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (certify, sweep):
-        monkeypatch.setattr(module, "SATURATED", 1e-4)
+    monkeypatch.setattr(effort, "SATURATED", 1e-4)
+    monkeypatch.setattr(core_share, "SHORTEST_S", 0.0)
     few = ("--isl", "9", "--osl", "3", "--request-count", "3", "--certify-s", "0", "--json")
     told = json.loads(millrace("bench", "sweep", url, *few, "--most", "2").out)
-    assert told["valid"] is False and told["notes"][0].startswith("INVALID") and " at 1 and 2)" in told["notes"][0]
+    assert told["valid"] is False and told["notes"][0].startswith("INVALID") and "(at 1 and 2: " in told["notes"][0]
     assert all(0 < p["client_cpu_share"] < 1 and p["valid"] is False for p in told["points"])
     told = json.loads(millrace("bench", "compare", url, url, *few, "--rounds", "3", "--allow", "1000").out)
     assert told["valid"] is False and told["notes"][0].startswith("INVALID") and 0 < told["client_cpu_share"] < 1

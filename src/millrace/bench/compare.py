@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from millrace.bench.answer import Answer, Failure
+from millrace.bench.effort import Effort
 from millrace.bench.exports import REQUESTS, SUMMARY
 from millrace.bench.histogram import MOST_TOKENS
 from millrace.bench.intervals import Interval, student_t
@@ -143,9 +144,9 @@ class Side:
         return len(self.answers) + self.n_failed
 
     @property
-    def cpu_share(self) -> float:
-        """The most of a core that this client took in a round."""
-        return max((run.cpu_share for run in self.runs), default=0.0)
+    def efforts(self) -> list[Effort]:
+        """Of this client, in each round."""
+        return [Effort.of(run) for run in self.runs]
 
 
 async def interleaved(
@@ -258,14 +259,14 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _is_valid(path: Path) -> bool | None:
-    """What a summary says of its own client."""
+    """What a summary says of its own client; None where it says nothing."""
     if not path.exists():
         return None
     try:
         with path.open("rb") as file:
             told = json.loads(file.read(MOST_SUMMARY))
         valid = told["valid"]
-        if not isinstance(valid, bool):
+        if valid is not None and not isinstance(valid, bool):
             raise ValueError(f'"valid" is {valid!r:.40}')
         return valid
     except OSError as error:

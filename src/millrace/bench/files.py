@@ -19,6 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+import numpy as np
+
 from millrace.bench.histogram import MOST_TOKENS
 from millrace.bench.inputs import Session, Turn
 from millrace.bench.words import Words
@@ -47,6 +49,13 @@ class Given:
     @property
     def timed(self) -> bool:
         return self.entries[0].at_s is not None
+
+    def busiest(self, seconds: float, speed: float) -> tuple["Given", int]:
+        """From the beginning of so many seconds in which most come, at that speed; and how many do."""
+        at_s = np.array([entry.at_s or 0.0 for entry in self.entries])
+        n = np.searchsorted(at_s, at_s + seconds * speed, side="right") - np.arange(at_s.size) if speed else [at_s.size]
+        begin = int(np.argmax(n))
+        return Given(self.entries[begin:]), int(n[begin])
 
     def sessions(self, words: Words, speed: float = 1.0) -> Iterator[Session]:
         """speed: of its own times; 0: all are due at once"""

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from millrace.bench.certify import SATURATED, Certificate
+from millrace.bench.certify import Certificate, doubts, kept_up
+from millrace.bench.effort import Effort
 from millrace.bench.goodput import Limits, goodput
 from millrace.bench.intervals import Summary
 from millrace.bench.metrics import CHUNK_GAP, CHUNK_GAP_SAYS, NOT_COUNTED, OTHERS, OURS, Metrics, Rate, measured
@@ -31,6 +32,7 @@ class Finished:
     metrics: Metrics
     limits: Sequence[Limits]
     epoch_s: float
+    effort: Effort  # of this client
     certificate: Certificate | None = None
     waterfall: Waterfall | None = None  # where the server tells of each request
 
@@ -40,12 +42,12 @@ class Finished:
         waterfall: Waterfall | None = None,
     ) -> "Finished":  # fmt: skip
         epoch_s = time.time() - time.perf_counter()
-        return cls(plan, run, measured(run.records), limits, epoch_s, certificate, waterfall)
+        return cls(plan, run, measured(run.records), limits, epoch_s, Effort.of(run), certificate, waterfall)
 
     @property
-    def is_valid(self) -> bool:
-        """Whether the client kept up: what a saturated one stamps is its own lateness."""
-        return self.run.cpu_share < SATURATED and (self.certificate is None or self.certificate.holds)
+    def valid(self) -> bool | None:
+        """Whether the client kept up: what a saturated one stamps is its own lateness. None: as far as is known"""
+        return kept_up(self.certificate, [self.effort])
 
 
 def report(done: Finished) -> dict[str, Any]:
@@ -58,9 +60,10 @@ def report(done: Finished) -> dict[str, Any]:
         "load": _load(done.plan),
         "started": _iso(done.epoch_s + done.run.started_s),
         "ended_early": done.run.ended or None,
-        "valid": done.is_valid,
+        "valid": done.valid,
         "client": {
-            "cpu_share": done.run.cpu_share,
+            "cpu_share": done.run.share.mean,
+            **asdict(done.effort),
             "certificate": None
             if done.certificate is None
             else {**asdict(done.certificate), "holds": done.certificate.holds},
@@ -116,12 +119,7 @@ def notes(done: Finished) -> list[str]:
     """What a reader of the figures has to know."""
     answers = [r for r in done.run.records if r.answer.failure is None]
     said = [f"The run ended early: {done.run.ended}."] if done.run.ended else []
-    if not done.is_valid:
-        said.append(
-            f"INVALID: this client does not keep up ({done.run.cpu_share:.0%} of a core in the run"
-            + (f"; {done.certificate.says}" if done.certificate else "")
-            + "). Send less, or from a machine that does less."
-        )
+    said += doubts(done.certificate, [done.effort], "in the run")
     kinds: dict[str, str] = {}
     for r in done.run.records:
         if r.answer.failure is not None and r.answer.failure not in NOT_COUNTED:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from millrace.bench.certify import SATURATED
+from millrace.bench.effort import Effort
 from millrace.bench.goodput import Limits, check_limits
 from millrace.bench.metrics import Metrics
 from millrace.bench.server_load import NOTHING, ServerLoad
@@ -44,12 +44,11 @@ class SweepLimits:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What was measured of one level. server: what it says of its own load meanwhile; cpu_share: of a core, that this
-    client took"""
+    """What was measured of one level. server: what it says of its own load meanwhile; effort: of this client"""
 
     metrics: Metrics
     server: ServerLoad | None = None
-    cpu_share: float = 0.0
+    effort: Effort = Effort()  # noqa: RUF009 (frozen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +59,7 @@ class Point:
     metrics: Metrics
     keeps: bool
     server: ServerLoad | None = None
-    cpu_share: float = 0.0
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether the client kept up: what a saturated one stamps is its own lateness."""
-        return self.cpu_share < SATURATED
+    effort: Effort = Effort()  # noqa: RUF009
 
     @property
     def tokens_per_s(self) -> float:
@@ -91,7 +85,7 @@ async def swept(
         if reached is None:
             return None
         keeps = limits.keeps(reached.metrics)
-        points.append(Point(level, reached.metrics, keeps, reached.server, reached.cpu_share))
+        points.append(Point(level, reached.metrics, keeps, reached.server, reached.effort))
         return points[-1].keeps
 
     level, good, bad = first, None, None

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from millrace.bench.certify import Certificate, certify, invalid, told_of
+from millrace.bench.certify import Certificate, certify, doubts, told_of
 from millrace.bench.compare import (
     Difference,
     Side,
@@ -127,8 +127,9 @@ def _plans(url: str, given: dict[str, Any]) -> Any:
 
 def _told_rounds(sides: tuple[Side, Side], allow: float, certificate: Certificate | None) -> dict[str, Any]:
     ended = [run.ended for side in sides for run in side.runs if run.ended]
-    proved = told_of(certificate, max(side.cpu_share for side in sides))
-    notes = invalid(proved, "in a round")
+    efforts = [effort for side in sides for effort in side.efforts]
+    proved = told_of(certificate, efforts)
+    notes = doubts(certificate, efforts, "in a round")
     if ended:
         notes.append(f"The comparison ended early: {ended[0]}.")
     told = _told(compared_rounds(*sides), allow, sides, notes)
