@@ -35,14 +35,26 @@ class Finished:
     effort: Effort  # of this client
     certificate: Certificate | None = None
     waterfall: Waterfall | None = None  # where the server tells of each request
+    contradicted: bool = False  # it told what cannot be
 
     @classmethod
     def of(
         cls, plan: Plan, run: Run, limits: Sequence[Limits], certificate: Certificate | None = None,
         waterfall: Waterfall | None = None,
     ) -> "Finished":  # fmt: skip
-        epoch_s = time.time() - time.perf_counter()
-        return cls(plan, run, measured(run.records), limits, epoch_s, Effort.of(run), certificate, waterfall)
+        """A waterfall that contradicts what the client saw is left out, and that is said."""
+        epoch_s, contradicted = time.time() - time.perf_counter(), waterfall is not None and waterfall.contradicts
+        return cls(
+            plan,
+            run,
+            measured(run.records),
+            limits,
+            epoch_s,
+            Effort.of(run),
+            certificate,
+            None if contradicted else waterfall,
+            contradicted,
+        )
 
     @property
     def valid(self) -> bool | None:
@@ -132,6 +144,8 @@ def notes(done: Finished) -> list[str]:
         said.append(
             f"{off} of {len(wanted)} answers were not of the length asked for; --ignore-eos asks for exactly it."
         )
+    if done.contradicted:
+        said.append("Where the time went is left out: the server tells of requests that took longer than we waited.")
     if answers and all(r.answer.n_prompt is None for r in answers):
         said.append("The server tells no input lengths: prompts have as many words as tokens were asked for.")
     n_chunks = sum(len(r.answer.chunk_s) for r in answers)
