@@ -93,7 +93,7 @@ def command(
     async def sweep(begins: Begins) -> tuple[list[Point], Best | None, Certificate | None]:
         numbers = count()
         points = await swept(
-            first, most, by == "concurrency", limits, lambda at: _run(level(at, next(numbers)), begins)
+            first, most, by == "concurrency", limits, lambda at: _run(level(at, next(numbers)), limits, begins)
         )
         found = best(points)
         certified = certify(level(found.throughput.level, 0), certify_s) if found and certify_s else None
@@ -143,12 +143,13 @@ def _level(url: str, by: str, given: dict[str, Any]) -> Callable[[float, int], P
     return plan
 
 
-async def _run(plan: Plan, begins: Begins) -> Reached | None:
+async def _run(plan: Plan, limits: SweepLimits, begins: Begins) -> Reached | None:
     async with Watch(plan.target) as watch:
         done = await measure(plan, begins)
     if done.ended == "Ctrl-C":
         return None
-    return Reached(measured(done.records), watch.during(done), Effort.of(done))
+    surely = limits.surely_keeps(done.records)
+    return Reached(measured(done.records), watch.during(done), Effort.of(done), surely, done.ended)
 
 
 def _told(
@@ -166,11 +167,20 @@ def _told(
 def _point(p: Point, certificate: Certificate | None) -> dict[str, Any]:
     names = ("time_to_first_token", "inter_token_latency", "request_latency")
     return {
-        "level": p.level, "keeps": p.keeps, "output_tokens_per_s": p.tokens_per_s,
-        "requests_per_s": p.requests_per_s, "answers": p.metrics.n, "failed": p.metrics.n_failed,
+        "level": p.level, "keeps": p.keeps, "surely": p.surely, "verdict": p.verdict, "ended_early": p.ended or None,
+        "output_tokens_per_s": p.tokens_per_s, "requests_per_s": p.requests_per_s,
+        "output_tokens_per_s_interval": p.metrics.output_tokens_per_s.interval,
+        "requests_per_s_interval": p.metrics.requests_per_s.interval,
+        "answers": p.metrics.n, "failed": p.metrics.n_failed,
         "server": None if p.server is None else asdict(p.server), "client_cpu_share": p.effort.peak_share,
         "valid": kept_up(certificate, [p.effort]),
-        **{name: {"p50": p.value(name, 50), "p90": p.value(name, 90)} for name in names},
+        **{
+            name: {
+                "p50": p.value(name, 50), "p90": p.value(name, 90),
+                "intervals": {at: p.interval(name, at) for at in ("p50", "p90")},
+            }
+            for name in names
+        },
     }  # fmt: skip
 
 
@@ -181,7 +191,7 @@ def _show(told: dict[str, Any]) -> None:
     rows = [
         [f"{p['level']:g}", f"{p['output_tokens_per_s']:,.1f}", f"{p['requests_per_s']:,.2f}",
          ms(p, "time_to_first_token"), ms(p, "inter_token_latency"),
-         ("yes" if p["keeps"] else "no") + (", INVALID" if p["valid"] is False else "")]
+         p["verdict"] + (", INVALID" if p["valid"] is False else "")]
         for p in told["points"]
     ]  # fmt: skip
     click.echo()
@@ -201,4 +211,5 @@ def _said(by: str, unit: str, p: dict[str, Any] | None) -> str:
     if p is None:
         return "none"
     rate, latency_ms = p[RATES[unit]], p["request_latency"]["p50"]
-    return f"{by} {p['level']:g}: {rate:,.1f} {unit}, {latency_ms:,.1f} ms to completion (p50)"
+    doubt = ", by too few requests to say that it keeps them" * (p["keeps"] and p["surely"] is None)
+    return f"{by} {p['level']:g}: {rate:,.1f} {unit}, {latency_ms:,.1f} ms to completion (p50){doubt}"
