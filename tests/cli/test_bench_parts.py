@@ -60,6 +60,13 @@ def test_two_results_are_compared(millrace: Millrace, url: str, tmp_path: Path) 
     assert result.code == 3 and told["worse"] == ["failures"] and told["valid"] is False
     assert (told["failed"], told["requests"]) == ([0, 3], [12, 12])
     assert "INVALID: the client of A did not keep up" in shown and "0 of A's 12, 3 of B's 12" in shown
+    limits = ("--goodput", "latency:100000", "ttft:0.001")
+    told, shown = json.loads(millrace(*both, *limits, "--json").out), millrace(*both, *limits).out
+    assert [(g["limits"], g["a"], g["b"]) for g in told["goodput"]] == [
+        ("request_latency <= 100000 ms and time_to_first_token <= 0.001 ms", 0, 0)
+    ]
+    assert "0.0% of A's requests, 0.0% of B's" in shown
+    millrace(*both, "--goodput", "tft:5").assert_mistake('--goodput knows no "tft"')
     millrace("bench", "compare", str(tmp_path / "a"), url).assert_mistake("one is a file, one is none")
     millrace("bench", "compare", str(tmp_path), str(tmp_path)).assert_mistake("cannot be read")
 

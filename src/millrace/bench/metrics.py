@@ -33,6 +33,10 @@ def ttft_ms(a: Answer) -> float | None:
     return 1e3 * (a.chunk_s[0] - a.sent_s) if a.chunk_s else None
 
 
+def ttft_from_intended_ms(a: Answer) -> float | None:
+    return 1e3 * (a.chunk_s[0] - a.intended_s) if a.chunk_s else None
+
+
 def itl_ms(a: Answer) -> float | None:
     """By tokens: those of the first chunk came with it."""
     n_later = a.n_output - a.n_first
@@ -42,6 +46,10 @@ def itl_ms(a: Answer) -> float | None:
 def latency_ms(a: Answer) -> float:
     """To the last token; of an answer in one piece to its end."""
     return 1e3 * (last_s(a) - a.sent_s)
+
+
+def latency_from_intended_ms(a: Answer) -> float:
+    return 1e3 * (last_s(a) - a.intended_s)
 
 
 def last_s(a: Answer) -> float:
@@ -64,9 +72,9 @@ OURS = (
     Metric("input_sequence_length", "tokens", "the prompt's tokens, as the server tells",
            lambda a: None if a.n_prompt is None else float(a.n_prompt)),
     Metric("time_to_first_token_from_intended", "ms", "t_1 - the time at which it should have been sent",
-           lambda a: 1e3 * (a.chunk_s[0] - a.intended_s) if a.chunk_s else None),
+           ttft_from_intended_ms),
     Metric("request_latency_from_intended", "ms", "t_e - the time at which it should have been sent",
-           lambda a: 1e3 * (last_s(a) - a.intended_s)),
+           latency_from_intended_ms),
     Metric("send_delay", "ms", "t_s - the time at which it should have been sent",
            lambda a: 1e3 * (a.sent_s - a.intended_s)),
 )  # fmt: skip

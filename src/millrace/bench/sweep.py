@@ -37,8 +37,8 @@ class SweepLimits:
     def surely_keeps(self, records: Sequence[Record]) -> bool | None:
         """Whether it is so of all such requests: None where the interval of a share within its limit (Wilson, 95 %)
         has the percentile in it. A failure is a failure, however few."""
-        counted = [r for r in records if r.answer.failure not in NOT_COUNTED]
-        if not counted or any(r.answer.failure is not None for r in counted):
+        counted = [r.answer for r in records if r.answer.failure not in NOT_COUNTED]
+        if not counted or any(answer.failure is not None for answer in counted):
             return False
         shares = [wilson(sum(map(one.keeps, counted)), len(counted)) for one in self._each]
         if any(100 * high < self.percentile for _, high in shares):
