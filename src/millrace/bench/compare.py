@@ -16,7 +16,6 @@ import numpy as np
 from millrace.bench.answer import Answer, Failure
 from millrace.bench.effort import Effort
 from millrace.bench.exports import REQUESTS, SUMMARY
-from millrace.bench.histogram import MOST_TOKENS
 from millrace.bench.intervals import Z99, Interval, student_t
 from millrace.bench.metrics import (
     NOT_COUNTED,
@@ -31,6 +30,7 @@ from millrace.bench.metrics import (
 from millrace.bench.plan import Plan, measure
 from millrace.bench.run import Run
 from millrace.errors import ConfigError
+from millrace.tune.lines import MOST_TOKENS
 
 Measuring = Callable[[Plan, Callable[[Run], None]], Awaitable[Run]]
 _POWER_Z = 0.8416212335729143  # 80 % of the effects of that size would be seen
