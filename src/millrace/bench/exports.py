@@ -178,7 +178,10 @@ def _error(record: Record) -> dict[str, Any]:
 
 def _config(done: Finished) -> dict[str, Any]:
     told = report(done)
-    return {"written_by": "millrace bench", **{name: told[name] for name in ("url", "endpoint", "model", "load")}}
+    return {
+        "written_by": "millrace bench",
+        **{name: told[name] for name in ("url", "endpoint", "model", "engine", "load")},
+    }
 
 
 def _genai_csv(metrics: Table) -> str:

@@ -29,7 +29,8 @@ _PROBES = (_FEW, (*_FEW, *WORDS))  # so that what tokens a word becomes is the m
 @dataclass(frozen=True, slots=True)
 class Plan:
     """extra: fields of every request; sessions: from what the server makes of words; busiest: of a trace with times,
-    what begins with so many seconds in which most requests come, and how many these are"""
+    what begins with so many seconds in which most requests come, and how many these are; engine: the name of one in
+    this process, which is asked in place of the target"""
 
     target: Target
     load: Load
@@ -37,6 +38,7 @@ class Plan:
     extra: Mapping[str, object]
     sessions: Callable[[Words], Iterator[Session]]
     busiest: Callable[[float], tuple[Iterator[Session], int]] | None = None
+    engine: str = ""
 
 
 def planned(
@@ -61,7 +63,8 @@ def planned(
     if load.request_rate is not None:
         arrivals = Arrivals(load.request_rate, load.arrival_pattern, load.burstiness, load.ramp_s)
     target = Target(
-        url, ENDPOINTS[whom.endpoint], whom.model, whom.streaming, whom.per_chunk_usage, headers, whom.timeout_s,
+        "" if in_process else url, ENDPOINTS[whom.endpoint], whom.model, whom.streaming, whom.per_chunk_usage,
+        headers, whom.timeout_s,
         keep_text=talk.session_turns_mean > 1 or given is not None,
     )  # fmt: skip
     if not in_process:
@@ -73,7 +76,7 @@ def planned(
     sessions, busiest = _inputs(given, what, talk, load.random_seed), None
     if given is not None and given.timed and concurrency is None and arrivals is None:
         busiest = partial(_busiest, given, what.replay_speed)
-    return Plan(target, asked, load.warmup_request_count, extra, sessions, busiest)
+    return Plan(target, asked, load.warmup_request_count, extra, sessions, busiest, url if in_process else "")
 
 
 def _busiest(given: Given, speed: float, seconds: float) -> tuple[Iterator[Session], int]:

@@ -66,9 +66,7 @@ def report(done: Finished) -> dict[str, Any]:
     """JSON-able. Times in ms, each metric with its definition."""
     return {
         "schema": SCHEMA,
-        "url": done.plan.target.url,
-        "endpoint": done.plan.target.endpoint.name,
-        "model": done.plan.target.model,
+        **_whom(done.plan),
         "load": _load(done.plan),
         "started": _iso(done.epoch_s + done.run.started_s),
         "ended_early": done.run.ended or None,
@@ -88,6 +86,13 @@ def report(done: Finished) -> dict[str, Any]:
         "waterfall": None if done.waterfall is None else told_of(done.waterfall),
         "notes": notes(done),
     }
+
+
+def _whom(plan: Plan) -> dict[str, str | None]:
+    """An engine in this process has no URL, no endpoint, and no other name."""
+    target = plan.target
+    names = {"url": target.url, "endpoint": target.endpoint.name, "model": target.model, "engine": None}
+    return {**dict.fromkeys(names), "engine": plan.engine} if plan.engine else names
 
 
 def _figures(records: Sequence[Record], metrics: Metrics, limits: Sequence[Limits]) -> dict[str, Any]:
