@@ -107,8 +107,9 @@ PARTS = (
         ("{python}", "-m", "tools.beside_aiperf"), files=("tools/beside_aiperf", "src/millrace/bench"),
     ),
     Part(
-        "tutorial", "docs/tutorial.md as it stands, on tiny, SmolLM2 and Gemma's shape, its figures computed again",
+        "tutorial", "docs/tutorial.md on tiny, SmolLM2 and Gemma's shape, and its notebook: figures computed again",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known", "-s", TUTORIAL),
+        packages=("nbclient==0.11.0", "ipykernel==7.4.0"),
         files=(TUTORIAL, "docs/tutorial.md", "tools/tutorial", "src/millrace/bench", "src/millrace/tune"),
     ),
     Part(

@@ -200,6 +200,8 @@ def _show(told: dict[str, Any]) -> None:
     click.echo()
     unit = told["ranked_by"]
     pairs([(says.format(unit=unit), _said(told["by"], unit, told[name])) for name, says in NAMES.items()])
+    if told["within"] and told["within"]["surely"] is None:
+        click.echo(f"  At {told['within']['level']:g} too few requests were asked to say that it keeps the limits.")
     click.echo(f"  {told['limited_by']}")
     if told["client"]:
         click.echo(f"  client: {told['client']}")
@@ -211,5 +213,4 @@ def _said(by: str, unit: str, p: dict[str, Any] | None) -> str:
     if p is None:
         return "none"
     rate, latency_ms = p[RATES[unit]], p["request_latency"]["p50"]
-    doubt = ", by too few requests to say that it keeps them" * (p["keeps"] and p["surely"] is None)
-    return f"{by} {p['level']:g}: {rate:,.1f} {unit}, {latency_ms:,.1f} ms to completion (p50){doubt}"
+    return f"{by} {p['level']:g}: {rate:,.1f} {unit}, {latency_ms:,.1f} ms to completion (p50)"
