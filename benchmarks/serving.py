@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.names import named
 from benchmarks.record import provenance, shape_command
 from benchmarks.start import timed, write_checkpoint
-from millrace.bench.load import Ask, ask_all, quantile
+from millrace.bench.demo_load import Ask, ask_all, quantile
 from millrace.bench.server_process import ServerProcess
 from millrace.engine.engine import Engine
 from millrace.runtime.generate import generate

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from millrace.bench.answer import Answer, Failure
+from millrace.bench.client import Client, Target
 from millrace.bench.compare import (
     Difference,
+    Side,
     compared_answers,
     compared_rounds,
     interleaved,
@@ -19,11 +21,15 @@ from millrace.bench.compare import (
     only_one_has,
     read_result,
 )  # fmt: skip
+from millrace.bench.compare_goodput import newcombe, of_rounds, of_written, satisfied
+from millrace.bench.endpoints import CHAT
+from millrace.bench.goodput import Limits
 from millrace.bench.inputs import Turn
+from millrace.bench.intervals import Z99, Z
 from millrace.bench.null_ledger import NullTiming
 from millrace.bench.plan import Plan, planned
 from millrace.bench.results import line_of
-from millrace.bench.run import Record
+from millrace.bench.run import Load, Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.errors import ConfigError
 from tests.bench.conftest import Null
@@ -36,6 +42,65 @@ def drawn_pairs(by: float, n: int = 8) -> Difference:
     """Rounds that drift together by tens of percent, and differ by `by` with noise of 3 %."""
     common = 100 * np.exp(RNG.normal(0, 0.3, n))
     return of_pairs("x", False, common.tolist(), (common * (1 + by / 100) * np.exp(RNG.normal(0, 0.03, n))).tolist())
+
+
+def answer(ttft_s: float, late_s: float = 0.0, failure: Failure | None = None) -> Answer:
+    return Answer("x", 5 - late_s, 5, [5 + ttft_s, 6 + ttft_s], [], 7, 5, 10, failure=failure)
+
+
+def rounds(*answers: list[Answer]) -> Side:
+    runs = []
+    for part in answers:
+        runs.append(run := Run(Client(Target("http://x:1", CHAT)), Load()))
+        run.records += [Record(Turn("a"), one, 0, 0) for one in part]
+    return Side(runs)
+
+
+def test_what_users_waited_is_compared_too() -> None:
+    """Both answer 20 ms after they were asked, but B's requests had waited for a place, twice as long in all."""
+    a, b = rounds(*[[answer(0.02)] * 4] * 3), rounds(*[[answer(0.02, late_s=0.02)] * 4] * 3)
+    found = {d.name: d for d in compared_rounds(a, b)}
+    for name, percent, verdict in (
+        ("time_to_first_token", 0, "no difference seen"), ("time_to_first_token_from_intended", 100, "worse"),
+        ("request_latency_from_intended", 100 * 0.02 / 1.02, "worse"),
+    ):  # fmt: skip
+        assert found[name].percent == pytest.approx(percent, abs=1e-9) and found[name].verdict == verdict
+
+
+LIMITS = Limits((("time_to_first_token", 500.0),))
+KEPT, BROKEN, FAILED = answer(0.4), answer(0.4, late_s=0.2), answer(0.1, failure=Failure.TIMEOUT)
+
+
+def test_shares_within_limits() -> None:
+    """Of A 39 of 40, of B 21 of 42; what we gave up counts nowhere."""
+    gone = [answer(9, failure=kind) for kind in (Failure.CANCELLED, Failure.INTERRUPTED)]
+    a = rounds([KEPT] * 20, [KEPT] * 19 + [BROKEN], [KEPT] * 99)
+    b = rounds([KEPT] * 11 + [BROKEN] * 10 + gone, [KEPT] * 10 + [BROKEN] * 6 + [FAILED] * 5)
+    found = of_rounds(a, b, LIMITS)
+    assert found is not None and (found.a, found.b) == (39 / 40, 0.5)
+    assert found.points == pytest.approx(-47.5) and found.verdict == "worse" and found.is_worse_by(20)
+    assert found.surely[0] < found.interval[0] < -47.5 < found.interval[1] < found.surely[1] < -20
+    assert of_rounds(rounds(gone), rounds([KEPT]), LIMITS) is None
+
+
+@pytest.mark.parametrize("a, b", [((56, 70), (48, 80)), ((9, 10), (3, 10)), ((10, 10), (0, 20))])
+def test_the_interval_of_two_shares_is_newcombes(a: tuple[int, int], b: tuple[int, int]) -> None:
+    """Table II of the paper, its method 10."""
+    printed = {(56, 70): (0.0524, 0.3339), (9, 10): (0.1705, 0.8090), (10, 10): (0.6791, 1.0)}[a]
+    low, high = newcombe(b, a, Z)
+    assert (round(low, 4), round(high, 4)) == printed
+    assert newcombe(b, a, Z99)[0] < low
+
+
+def test_ci_is_seldom_alarmed_by_shares_that_rounds_disturb() -> None:
+    """Both keep 90 % in the mean; what a round does to its 40 requests differs by 5 points from round to round."""
+    alarms = 0
+    for _ in range(ROUNDS):
+        shares = np.clip(RNG.normal(0.9, 0.05, (8, 2)), 0, 1)
+        kept = RNG.binomial(40, shares)
+        found = satisfied("x", [((int(k_a), 40), (int(k_b), 40)) for k_a, k_b in kept])
+        alarms += found is not None and found.is_worse_by(0)
+    assert alarms / ROUNDS < 0.012
 
 
 def test_what_rounds_share_cancels_and_intervals_hold() -> None:
@@ -108,7 +173,7 @@ def written(path: Path, itl_s: float, n: int = 40, failures: tuple[Failure, ...]
     records = []
     for i in range(n):
         chunks = (i + 0.1 + RNG.normal(0, 0.01) + itl_s * np.arange(10)).tolist()
-        records.append(Record(Turn("a"), Answer(f"x{i}", i, i, chunks, [], chunks[-1], 5, 10, status=200), i, 0))
+        records.append(Record(Turn("a"), Answer(f"x{i}", i - 0.25, i, chunks, [], chunks[-1], 5, 10, status=200), i, 0))
     records += [Record(Turn("a"), Answer("y", 1, 1, end_s=2, failure=kind), n, 0) for kind in failures]
     path.mkdir()
     (path / "requests.jsonl").write_text("".join(line_of(r, 1e9) + "\n" for r in records))
@@ -121,6 +186,10 @@ def test_two_results_that_were_written(tmp_path: Path) -> None:
     assert found["inter_token_latency"].percent == pytest.approx(20, abs=0.1)
     assert found["inter_token_latency"].verdict == "worse"
     assert found["time_to_first_token"].n == 40
+    waited = found["time_to_first_token_from_intended"]
+    assert waited.a == pytest.approx(found["time_to_first_token"].a + 250, abs=1e-3), "a quarter of a second, written"
+    both = of_written(read_result(a), read_result(b), Limits((("request_latency", 440.0 + 3 * 10),)))
+    assert both is not None and both.a > 0.95 and both.b < both.a
 
 
 @pytest.mark.parametrize("line", ["", "{", "7", "{}", '{"failure": "new"}', '{"failure": null, "sent": "x"}'])
@@ -149,6 +218,7 @@ def test_only_failures_are_no_result(tmp_path: Path) -> None:
         ("chunk_ms", "[1.0, NaN]"), ("chunk_ms", "[1e999]"), ("chunk_ms", "[2, 1]"), ("chunk_ms", "[-1]"),
         ("sent", "true"), ("end_ms", "Infinity"), ("n_output_told", "-3"), ("n_output_told", "1e999"),
         ("n_output_told", "2.5"), ("n_output_told", "1" + "0" * 400), ("chunk_tokens", "[0.5]"), ("n_prompt", "NaN"),
+        ("intended_ms", "0.001"), ("intended_ms", "-Infinity"),
     ],
 )  # fmt: skip
 def test_figures_that_no_run_writes(tmp_path: Path, field: str, value: str) -> None:
@@ -168,7 +238,7 @@ def test_failures_and_the_clients_word_are_read(tmp_path: Path) -> None:
     found = read_result(folder)
     assert (len(found.answers), found.n_failed, found.n, found.valid) == (5, 2, 7, None)
     summary = folder / "summary.json"
-    for valid in (True, False):
+    for valid in (True, False, None):
         summary.write_text(json.dumps({"valid": valid}))
         assert read_result(folder).valid is read_result(folder / "requests.jsonl").valid is valid
     for text in ("", "[]", "{}", '{"valid": "no"}', "\xff"):
@@ -192,6 +262,7 @@ def test_failures_are_compared_as_shares(failed: tuple[int, int], n: tuple[int, 
 
 def test_a_metric_that_one_side_lacks_is_named() -> None:
     streamed, whole = Answer("x", 0, 0, [1.0, 2.0], [], 2, 5, 10), Answer("x", 0, 0, [], [], 2, 5, 10)
-    assert only_one_has([whole], [streamed]) == {"time_to_first_token": "B", "inter_token_latency": "B"}
-    assert only_one_has([streamed], [whole, whole]) == {"time_to_first_token": "A", "inter_token_latency": "A"}
+    names = ("time_to_first_token", "inter_token_latency", "time_to_first_token_from_intended")
+    assert only_one_has([whole], [streamed]) == dict.fromkeys(names, "B")
+    assert only_one_has([streamed], [whole, whole]) == dict.fromkeys(names, "A")
     assert only_one_has([whole], [whole]) == only_one_has([streamed], [whole, streamed]) == {}

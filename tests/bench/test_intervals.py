@@ -6,7 +6,14 @@ from math import comb
 import numpy as np
 import pytest
 
-from millrace.bench.intervals import PERCENTILES, mean_interval, quantile_interval, student_t, summary
+from millrace.bench.intervals import (
+    PERCENTILES,
+    mean_interval,
+    quantile_at_least,
+    quantile_interval,
+    student_t,
+    summary,
+)
 
 
 def exact(n: int, share: Fraction) -> tuple[int, int] | None:
@@ -32,6 +39,15 @@ def test_it_refuses_where_the_sample_cannot_bear_it(percent: int, fewest: int) -
     assert share**fewest <= Fraction(1, 40) < share ** (fewest - 1)
     assert quantile_interval(np.arange(1.0, fewest), percent / 100) is None
     assert quantile_interval(np.arange(1.0, fewest + 1), percent / 100) is not None
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 40, 99])
+def test_what_a_quantile_surely_reaches(n: int) -> None:
+    """The largest rank of which it is below with 2.5 % at most; the smallest value where none is."""
+    below = [sum(comb(n, k) * 0.99**k * 0.01 ** (n - k) for k in range(low)) for low in range(1, n + 1)]
+    rank = max([low for low, p in enumerate(below, 1) if p <= 0.025], default=1)
+    assert quantile_at_least([float(i) for i in range(n, 0, -1)], 0.99) == rank
+    assert quantile_at_least([], 0.99) == 0
 
 
 def test_intervals_hold_what_they_promise() -> None:

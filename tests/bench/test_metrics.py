@@ -69,14 +69,42 @@ def test_totals_over_the_whole_time_and_failures_by_kind() -> None:
     half = 2.2622 * slices.std(ddof=1) / np.sqrt(10)
     assert metrics.output_tokens_per_s.interval == pytest.approx((slices.mean() - half, slices.mean() + half), rel=1e-3)
     assert metrics.requests_per_s.value == pytest.approx(100 / end_s) and metrics.requests_per_s.interval is not None
-    latencies = [r.answer.chunk_s[-1] - r.answer.sent_s for r in records]
-    assert metrics.mean_concurrency == pytest.approx(sum(latencies) / end_s)
+    busy_s = [r.answer.chunk_s[-1] - r.answer.sent_s for r in records] + [0.51, 0.51]  # the two that failed
+    assert metrics.mean_concurrency == pytest.approx(sum(busy_s) / end_s)
     assert measured(records[:9]).requests_per_s.interval is None
+
+
+def test_time_in_which_everything_fails_is_in_every_rate() -> None:
+    """100 answers of 10 tokens in 2 s, then timeouts of 60 s each until 64 s: what we gave up later counts nowhere."""
+    whole = [record(i * 0.01, [100, 1010], 10) for i in range(100)]
+    lost = [record(2.0 + i * 0.02, [], None, failure=Failure.TIMEOUT, end_s=62 + i * 0.02) for i in range(101)]
+    ours = [record(70.0, [10], 1, failure=kind, end_s=99.0) for kind in (Failure.CANCELLED, Failure.INTERRUPTED)]
+    early = [record(-16.0, [], None, failure=Failure.UNREACHABLE, end_s=-15.0)]
+    limits = Limits((("time_to_first_token", 500.0),))
+    for records, span_s, failed_s in (
+        (whole, 2.0, 0.0), (whole + ours, 2.0, 0.0), (whole + lost, 64.0, 101 * 60), (early + whole + lost, 80.0, 6061),
+    ):  # fmt: skip
+        metrics = measured(records)
+        assert metrics.duration_s == pytest.approx(span_s, abs=1e-9 + (span_s == 2) * 1e-6)
+        assert metrics.requests_per_s.value == pytest.approx(100 / span_s)
+        assert metrics.output_tokens_per_s.value == pytest.approx(1000 / span_s)
+        assert metrics.mean_concurrency == pytest.approx((100 * 1.01 + failed_s) / span_s)
+        assert goodput(records, limits, metrics.duration_s).requests_per_s == pytest.approx(100 / span_s)
+    spread = measured(whole + lost).requests_per_s.interval
+    assert spread is not None and spread[0] < 0 < spread[1], "nine tenths of the time have none"
+
+
+def test_gaps_of_one_request_have_no_interval() -> None:
+    """500 gaps of one request say how it went with that request."""
+    gaps = measured([record(0.0, [100 + 10 * i for i in range(501)], 501)]).of_requests["inter_chunk_latency"]
+    assert gaps.n == 500 and set(gaps.intervals.values()) == {None}
+    assert set(gaps.intervals) == {"mean", *(f"p{p}" for p in gaps.percentiles)}
 
 
 def test_nothing_was_answered() -> None:
     metrics = measured([record(0.0, [], None, failure=Failure.TIMEOUT)])
     assert metrics.n == 0 and metrics.of_requests == {} and metrics.output_tokens_per_s.value == 0
+    assert metrics.duration_s == pytest.approx(0.2) and metrics.requests_per_s.value == 0
 
 
 def test_goodput_counts_failures_as_not_good_and_ours_not_at_all() -> None:

@@ -5,8 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from millrace.bench.answer import Answer, Failure
+from millrace.bench.effort import Effort
+from millrace.bench.inputs import Turn
 from millrace.bench.intervals import Summary
 from millrace.bench.metrics import Metrics, Rate
+from millrace.bench.run import Record
 from millrace.bench.sweep import Point, Reached, SweepLimits, best, on_front, swept
 from millrace.bench.sweep_page import sweep_page
 from millrace.errors import ConfigError
@@ -29,7 +33,8 @@ def metrics(level: float, capacity: float, failed: int = 0) -> Metrics:
 
 def levels(first: float, most: float, limits: SweepLimits, whole: bool = True, fails_from: float = 1e9) -> list[Point]:
     async def run(level: float) -> Reached | None:
-        return Reached(metrics(level, 100, failed=1 if level >= fails_from else 0))
+        found = metrics(level, 100, failed=1 if level >= fails_from else 0)
+        return Reached(found, surely=limits.keeps(found))
 
     return asyncio.run(swept(first, most, whole, limits, run))
 
@@ -45,6 +50,45 @@ def test_it_finds_the_last_level_that_keeps_the_limit(limit: float) -> None:
 def test_the_strictest_limit_counts_and_so_do_failures() -> None:
     assert max(p.level for p in levels(1, 256, SweepLimits(500, itl_ms=2)) if p.keeps) <= 20
     assert max(p.level for p in levels(1, 256, SweepLimits(), fails_from=40) if p.keeps) < 40
+
+
+def answered(ttft_ms: float, itl_ms: float = 10, late_ms: float = 0, failure: Failure | None = None) -> Record:
+    first_s = 5 + ttft_ms / 1e3
+    chunks = [first_s, first_s + itl_ms / 1e3]
+    answer = Answer("x", 5 - late_ms / 1e3, 5, chunks, [], chunks[-1], 5, 2, failure=failure)
+    return Record(Turn("a"), answer, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "percentile, n, n_slow, surely",
+    [
+        (99, 3, 0, None), (99, 380, 0, None), (99, 381, 0, True), (90, 34, 0, None), (90, 35, 0, True),
+        (90, 100, 10, None), (90, 400, 20, True), (90, 400, 60, False), (90, 3, 3, False), (50, 4, 0, True),
+    ],
+)  # fmt: skip
+def test_few_requests_prove_no_percentile(percentile: int, n: int, n_slow: int, surely: bool | None) -> None:
+    """All n within: Wilson's lower end is n / (n + 1.96^2)."""
+    records = [answered(100)] * (n - n_slow) + [answered(501)] * n_slow
+    ours = [answered(900, failure=kind) for kind in (Failure.CANCELLED, Failure.INTERRUPTED)]
+    assert SweepLimits(500, None, percentile).surely_keeps(records + ours) is surely
+    assert SweepLimits(500, 10.001, percentile).surely_keeps(records) is surely
+    assert SweepLimits(percentile=percentile).surely_keeps(records) is True, "no limit, no failure"
+    assert SweepLimits(500, 9, percentile).surely_keeps(records) is False
+    assert SweepLimits(500, None, percentile).surely_keeps([answered(100, late_ms=401)] * 4) is False, "as intended"
+    for limits in (SweepLimits(), SweepLimits(500, None, percentile)):
+        assert limits.surely_keeps([*records, answered(1, failure=Failure.STATUS)]) is False
+        assert limits.surely_keeps(ours) is False, "of no request nothing is kept"
+
+
+def test_a_level_that_was_given_up_is_not_kept() -> None:
+    """As where 65,536 requests waited: what there is are answers, and what was interrupted."""
+
+    async def run(level: float) -> Reached | None:
+        return Reached(metrics(level, 100), surely=True, ended="65536 requests wait" if level > 2 else "")
+
+    points = asyncio.run(swept(1, 4, False, SweepLimits(), run))
+    assert [(p.level, p.keeps, p.verdict) for p in points][:2] == [(1, True, "yes"), (2, True, "yes")]
+    assert {(p.keeps, p.verdict) for p in points[2:]} == {(False, "no")} and points[-1].level == 4
 
 
 def test_limits_that_no_answer_could_break_are_refused() -> None:
@@ -107,13 +151,13 @@ def test_embeddings_have_requests_but_no_tokens() -> None:
     assert "most requests/s" in page and "8 requests/s, " in page and "most tokens/s" not in page
 
 
-@pytest.mark.parametrize("cpu_share, is_valid", [(0.79, True), (0.8, False)])
-def test_levels_at_which_the_client_does_not_keep_up(cpu_share: float, is_valid: bool) -> None:
+@pytest.mark.parametrize("share, is_valid", [(0.79, True), (0.8, False)])
+def test_levels_at_which_the_client_does_not_keep_up(share: float, is_valid: bool) -> None:
     async def run(level: float) -> Reached | None:
-        return Reached(metrics(level, 100), cpu_share=cpu_share if level == 4 else 0.1)
+        return Reached(metrics(level, 100), effort=Effort(share if level == 4 else 0.1), surely=True)
 
     points = asyncio.run(swept(1, 4, True, SweepLimits(), run))
-    assert [p.is_valid for p in points] == [True, True, is_valid]
+    assert [p.effort.keeps_up for p in points] == [True, True, is_valid]
     found = best(points)
     assert found is not None
     page = sweep_page("http://x", "concurrency", points, found, SweepLimits(), notes=["INVALID <at 4>"])
@@ -129,3 +173,5 @@ def test_the_page_of_a_sweep() -> None:
         page.count("<circle") == len(points) and "&lt;b&gt;" in page and "TTFT &lt;= 40 ms for 90 % of requests" in page
     )
     assert page.count("<td>yes") + page.count("<td>no") == len(points)
+    unsure = [replace(p, surely=None) for p in points]
+    assert sweep_page("http://x", "concurrency", unsure, found, limits).count("<td>too few to say") == len(points)

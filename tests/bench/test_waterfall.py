@@ -13,6 +13,11 @@ import pytest
 from millrace.bench.answer import Answer, Failure, Message, Question
 from millrace.bench.client import Client, Target
 from millrace.bench.endpoints import ENDPOINTS
+from millrace.bench.inputs import Turn
+from millrace.bench.plan import planned
+from millrace.bench.results import Finished, report
+from millrace.bench.run import Record, Run
+from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.bench.waterfall import TO_END, TO_FIRST, Seen, gone, joined, told_of, traced
 from tests.serve.support import MODEL, Fake, running
 
@@ -80,6 +85,36 @@ def test_of_equal_requests_none_is_slow() -> None:
     assert slow is not None and slow.says == "none was slow"
 
 
+@pytest.mark.parametrize("outside_ms, contradicts", [(-9.9, False), (-10.1, True)])
+def test_what_took_longer_than_its_client_waited_is_not_told(outside_ms: float, contradicts: bool) -> None:
+    pairs = [request(0), request(1, outside=outside_ms), request(2)]
+    found = joined([a for a, _ in pairs], {a.id: seen for a, seen in pairs})
+    assert found is not None and found.contradicts is contradicts
+    plan = planned("http://x:1", TargetSettings(), LoadSettings(), InputSettings(), SessionSettings())
+    run = Run(EngineLess(), plan.load)
+    run.records += [Record(Turn("a"), a, 0, 0) for a, _ in pairs]
+    told = report(Finished.of(plan, run, [], None, found))
+    assert (told["waterfall"] is None) is any("took longer than we waited" in n for n in told["notes"]) is contradicts
+
+
+class EngineLess:
+    async def ask(self, question: Question, answer: Answer | None = None) -> Answer:
+        raise AssertionError("nobody is asked")
+
+
+def test_no_two_clients_give_a_request_the_same_name() -> None:
+    """A server that keeps both tells of the newest."""
+
+    async def asked(target: Target) -> list[str]:
+        async with Client(target) as client:
+            return [(await client.ask(Question([Message("user", "a")], 2))).id for _ in range(3)]
+
+    with running(Fake()) as server:
+        target = Target(server.url, ENDPOINTS["completions"], MODEL)
+        ids = [id_ for _ in range(4) for id_ in asyncio.run(asked(target))]
+    assert len(set(ids)) == 12
+
+
 # ------------------------------------------------------------------ of a server
 
 
@@ -92,13 +127,16 @@ def test_our_server_tells_of_each_request_within_what_its_client_saw() -> None:
     with running(Fake()) as server:
         target = Target(server.url, ENDPOINTS["completions"], MODEL)
         answers = asyncio.run(asked(target))
-        traces = traced(target, answers)
+        traces = asyncio.run(traced(target, answers))
         assert len(traces) == 12 and all(seen.is_whole for seen in traces.values())
-        assert traced(target, [*answers, Answer(id="never asked")]) == traces, "one that is forgotten costs no other"
+        below = replace(target, url=f"{server.url}/v2")
+        assert asyncio.run(traced(below, [*answers, Answer(id="never asked")])) == traces, (
+            "one that is forgotten costs no other"
+        )
     found = joined(answers, traces)
     assert found is not None and found.n == 12
     assert (found.to_first >= 0).all() and (found.to_end >= 0).all(), "each began after the one before"
-    assert traced(target, answers) == {}, "the server has gone"
+    assert asyncio.run(traced(target, answers)) == {}, "the server has gone"
 
 
 @contextmanager
@@ -141,10 +179,10 @@ OTHERS = [
 def test_another_server_has_no_waterfall(status: int, body: bytes) -> None:
     """Nor one that tells of times that are none."""
     with answering(status, body) as url:
-        assert traced(Target(url, ENDPOINTS["chat"]), [Answer(id="a"), Answer(id="b")]) == {}
+        assert asyncio.run(traced(Target(url, ENDPOINTS["chat"]), [Answer(id="a"), Answer(id="b")])) == {}
 
 
 def test_the_longest_time_that_is_one() -> None:
     with answering(200, trace("1e9")) as url:
-        (seen,) = traced(Target(url, ENDPOINTS["chat"]), [Answer(id="a")]).values()
+        (seen,) = asyncio.run(traced(Target(url, ENDPOINTS["chat"]), [Answer(id="a")])).values()
     assert seen.first_token_ms == seen.told_ms == 1e9 and seen.total_ms is None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench import results
+from millrace.bench import core_share, effort
 from millrace.bench.client import Client, Target
 from millrace.bench.endpoints import CHAT
 from millrace.bench.infer.settings import ALIASES as INFER_ALIASES
@@ -258,11 +258,13 @@ def test_the_client_proves_itself_first(millrace: Millrace, url: str) -> None:
     assert result.code == 0, result.err
     told = json.loads(result.out)["client"]
     assert told["certificate"]["streams"] == 3 and 60 < told["certificate"]["chunks_per_s"] < 180
-    assert 0 < told["certificate"]["delay_p50_ms"] < 5 and 0 < told["cpu_share"] < 0.8
+    assert 0 < told["certificate"]["delay_p50_ms"] < 5 and 0 < told["certificate"]["cpu_share"] < 0.8
+    assert told["streams"] == 3 and told["late_ms"] == 0.0, "whoever waits for an answer is due when it has come"
 
 
 def test_a_client_that_does_not_keep_up_says_so(millrace: Millrace, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "SATURATED", 1e-4)
+    monkeypatch.setattr(effort, "SATURATED", 1e-4)
+    monkeypatch.setattr(core_share, "SHORTEST_S", 0.0)
     result = millrace("bench", url, *SMALL, "--json")
     told = json.loads(result.out)
     assert told["valid"] is False and told["notes"][0].startswith("INVALID: this client does not keep up")
@@ -276,15 +278,21 @@ def test_the_command_tells_where_the_time_went(millrace: Millrace) -> None:
     assert re.search(r"\n  ms to the first token( +-?[\d.]+){5}\n    the 3 slowest", shown) and "slowest took" in shown
 
 
-def test_an_engine_in_this_process(millrace: Millrace, built_tiny: Path) -> None:
+def test_an_engine_in_this_process(millrace: Millrace, built_tiny: Path, tmp_path: Path) -> None:
     """All queued, random tokens, exact lengths; a prompt that is longer than the context is a failure."""
     load = ("--isl", "20", "--osl", "6", "--request-count", "9", "--json")
-    result = millrace("bench", "--engine", str(built_tiny), *load)
+    result = millrace("bench", "--engine", str(built_tiny), *load, "-o", str(tmp_path))
     assert result.code == 0, result.err
     told = json.loads(result.out)
     lengths = [told["metrics"][f"{side}_sequence_length"] for side in ("input", "output")]
     assert [(m["n"], m["min"], m["max"]) for m in lengths] == [(9, 20, 20), (9, 6, 6)]
-    assert told["load"]["concurrency"] == 9 and told["valid"] and told["client"]["certificate"] is None
+    assert told["load"]["concurrency"] == 9 and told["valid"] is None and told["client"]["certificate"] is None
+    whom = {name: told[name] for name in ("url", "endpoint", "model", "engine")}
+    assert whom == {"url": None, "endpoint": None, "model": None, "engine": str(built_tiny)}, (
+        "nobody was asked at a URL"
+    )
+    page = (tmp_path / "report.html").read_text()
+    assert "In this process, without HTTP" in page and f"<h1>{built_tiny}</h1>" in page
     mixed = millrace("bench", "--engine", str(built_tiny), *load, "--pattern", "10/4", "--pattern", "100000/4")
     assert json.loads(mixed.out)["requests"]["by_failure"].keys() == {"server error"}
     millrace("bench", "http://x", "--engine", "tiny").assert_mistake("there is no one URL")
@@ -317,9 +325,9 @@ def test_two_engines_are_compared_on_recorded_traffic(millrace: Millrace, built_
     assert result.code == 0, result.err
     told = json.loads(result.out)
     assert told["failed"] == [0, 0] and told["worse"] == [] and told["ended_early"] is None
-    assert {d["name"]: d["n"] for d in told["metrics"]} == dict.fromkeys(
-        ("output_tokens_per_s", "requests_per_s", "time_to_first_token", "inter_token_latency", "request_latency"), 3
-    )
+    names = ["output_tokens_per_s", "requests_per_s", "time_to_first_token", "inter_token_latency", "request_latency"]
+    names += ["time_to_first_token_from_intended", "request_latency_from_intended"]
+    assert {d["name"]: d["n"] for d in told["metrics"]} == dict.fromkeys(names, 3)
     shown = millrace(
         "bench", "compare", *flags[:4], "--isl", "8", "--osl", "4", "--request-count", "4", "--rounds", "3"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench import certify, plan, sweep
+from millrace.bench import core_share, effort, plan
 from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
 from millrace.bench.plan import Plan
@@ -54,12 +54,19 @@ def test_two_results_are_compared(millrace: Millrace, url: str, tmp_path: Path) 
         again = millrace("bench", server.url, *SMALL, "-o", str(tmp_path / "b"))
     assert f"{tmp_path / 'b'} holds an earlier result" in again.err
     summary = tmp_path / "a" / "summary.json"
-    summary.write_text(summary.read_text().replace('"valid": true', '"valid": false', 1))
+    summary.write_text(summary.read_text().replace('"valid": null', '"valid": false', 1))
     both = ("bench", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--allow", "1000")
     told, shown = json.loads((result := millrace(*both, "--json")).out), millrace(*both).out
     assert result.code == 3 and told["worse"] == ["failures"] and told["valid"] is False
     assert (told["failed"], told["requests"]) == ([0, 3], [12, 12])
     assert "INVALID: the client of A did not keep up" in shown and "0 of A's 12, 3 of B's 12" in shown
+    limits = ("--goodput", "latency:100000", "ttft:0.001")
+    told, shown = json.loads(millrace(*both, *limits, "--json").out), millrace(*both, *limits).out
+    assert [(g["limits"], g["a"], g["b"]) for g in told["goodput"]] == [
+        ("request_latency <= 100000 ms and time_to_first_token <= 0.001 ms", 0, 0)
+    ]
+    assert "0.0% of A's requests, 0.0% of B's" in shown
+    millrace(*both, "--goodput", "tft:5").assert_mistake('--goodput knows no "tft"')
     millrace("bench", "compare", str(tmp_path / "a"), url).assert_mistake("one is a file, one is none")
     millrace("bench", "compare", str(tmp_path), str(tmp_path)).assert_mistake("cannot be read")
 
@@ -111,11 +118,11 @@ def test_a_sweep_of_embeddings(millrace: Millrace, url: str) -> None:
 def test_a_saturated_client_makes_sweep_and_compare_invalid(
     millrace: Millrace, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (certify, sweep):
-        monkeypatch.setattr(module, "SATURATED", 1e-4)
+    monkeypatch.setattr(effort, "SATURATED", 1e-4)
+    monkeypatch.setattr(core_share, "SHORTEST_S", 0.0)
     few = ("--isl", "9", "--osl", "3", "--request-count", "3", "--certify-s", "0", "--json")
     told = json.loads(millrace("bench", "sweep", url, *few, "--most", "2").out)
-    assert told["valid"] is False and told["notes"][0].startswith("INVALID") and " at 1 and 2)" in told["notes"][0]
+    assert told["valid"] is False and told["notes"][0].startswith("INVALID") and "(at 1 and 2: " in told["notes"][0]
     assert all(0 < p["client_cpu_share"] < 1 and p["valid"] is False for p in told["points"])
     told = json.loads(millrace("bench", "compare", url, url, *few, "--rounds", "3", "--allow", "1000").out)
     assert told["valid"] is False and told["notes"][0].startswith("INVALID") and 0 < told["client_cpu_share"] < 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bench.load import Ask, ask
+from millrace.bench.demo_load import Ask, ask
 from millrace.bench.server_process import ServerProcess
 from millrace.cli import doctor
 from millrace.cli import serve as serve_command

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from millrace.bench.load import Ask, ask
+from millrace.bench.demo_load import Ask, ask
 from millrace.bench.server_process import ServerProcess
 from tests.support.command_line import environment
 

@@ -50,7 +50,7 @@ def test_every_command_of_the_page_is_one() -> None:
 
 def test_what_the_page_shows_is_there() -> None:
     shown = [step.shown for step in steps(TEXT) if step.shown.strip()]
-    assert len(shown) == TEXT.count("```text") == 8, "no output is empty: python -m tools.tutorial --run --mmlu FOLDER"
+    assert len(shown) == TEXT.count("```text") == 9, "no output is empty: python -m tools.tutorial --run --mmlu FOLDER"
     for picture in re.findall(r"\]\((tutorial/\S+)\)", TEXT):
         assert (PAGE.parent / picture).read_bytes().startswith(b"\x89PNG")
     for link in re.findall(r"\]\((\w+\.(?:md|ipynb))\)", TEXT):

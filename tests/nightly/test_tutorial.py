@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+from importlib.metadata import distribution
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from millrace.engine.engine import Engine
 from tests.support.checkpoints import random_checkpoint
 from tests.support.shared import shared
 from tools.nightly.packages import smollm2
-from tools.tutorial import PAGE, run, steps, words
+from tools.tutorial import NOTEBOOK, PAGE, run, steps, words
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3300)]
 OFTEN = {"At", "B is worse", "B is worse by more than", "to the first token, the"}  # said where it is so
@@ -45,11 +46,48 @@ def free_ports() -> dict[str, str]:
         return {"PORT": str(one.getsockname()[1]), "OTHER": str(other.getsockname()[1])}
 
 
+def surroundings(folder: Path) -> dict[str, str]:
+    """Our commands, which may be another environment's than this interpreter's; a cache of its own."""
+    (site,) = {Path(str(distribution("millrace").locate_file("")))}
+    path = f"{site.parents[2] / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def executed(book: Any, folder: Path, environment: dict[str, str]) -> list[str]:
+    """What each cell of commands wrote to stdout. raises CellExecutionError"""
+    client = pytest.importorskip("nbclient").NotebookClient(
+        book, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute(env=environment)
+    cells = [cell for cell in book.cells if cell.cell_type == "code"]
+    return ["".join(o.text for o in cell.outputs if o.get("name") == "stdout") for cell in cells]
+
+
+def test_the_notebook_runs_as_it_is(tmp_path: Path) -> None:
+    """In Jupyter's kernel, cell by cell; but for its ports, which may be somebody's here."""
+    pytest.importorskip("ipykernel")
+    book, folder = pytest.importorskip("nbformat").read(NOTEBOOK, as_version=4), tmp_path / "run"
+    folder.mkdir()
+    (folder / "mmlu").symlink_to(shared("data/mmlu").resolve())
+    first = next(cell for cell in book.cells if cell.cell_type == "code")
+    ports = free_ports()
+    first.source = first.source.replace("PORT=8000", f"PORT={ports['PORT']}").replace(
+        "OTHER=8001", f"OTHER={ports['OTHER']}"
+    )
+    outputs = executed(book, folder, surroundings(tmp_path))
+    page = steps(PAGE.read_text())
+    assert len(outputs) == len(page)
+    for step, said in list(zip(page, outputs, strict=True))[1:]:
+        assert [w for w in words(step.shown) if w not in OFTEN] == [w for w in words(said) if w not in OFTEN]
+    check_load(folder)
+    check_smaller(folder, check_questions(folder, outputs[2]), of_floats=True)
+    check_fitted(folder)
+
+
 @pytest.mark.parametrize("name", ["tiny", "smollm2", "gemma"])
 def test_the_page_runs_as_it_stands_there(name: str, tmp_path: Path) -> None:
     mmlu = shared("data/mmlu")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = surroundings(tmp_path)
     page, folder = steps(PAGE.read_text()), tmp_path / "run"
     folder.mkdir()
     given = {"MODEL": model(name, tmp_path), "MMLU": str(mmlu), **free_ports()}

@@ -16,7 +16,8 @@ from millrace.errors import ConfigError
 from millrace.runtime.params import SamplingParams
 from millrace.runtime.service import ServiceOptions
 from millrace.serve import record as bounds
-from millrace.serve.record import BLOCK, RecordedEngine, Recorder
+from millrace.serve.record import RecordedEngine, Recorder
+from millrace.tune.lines import BLOCK
 from tests.runtime.fakes import limits, make_loop
 
 RNG = np.random.default_rng(1)

@@ -103,8 +103,13 @@ PARTS = (
         files=(*BESIDE_TRITON, "src/millrace/bench/null_kserve.py", "src/millrace/bench/null_grpc.py"),
     ),
     Part(
-        "tutorial", "docs/tutorial.md as it stands, on tiny, SmolLM2 and Gemma's shape, its figures computed again",
+        "beside-aiperf", "AIPerf and ours in turns on the null server, its models on our files; needs an idle machine",
+        ("{python}", "-m", "tools.beside_aiperf"), files=("tools/beside_aiperf", "src/millrace/bench"),
+    ),
+    Part(
+        "tutorial", "docs/tutorial.md on tiny, SmolLM2 and Gemma's shape, and its notebook: figures computed again",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known", "-s", TUTORIAL),
+        packages=("nbclient==0.11.0", "ipykernel==7.4.0"),
         files=(TUTORIAL, "docs/tutorial.md", "tools/tutorial", "src/millrace/bench", "src/millrace/tune"),
     ),
     Part(

@@ -1,8 +1,10 @@
 """What was asked of a server, and what came back: stamps in seconds of this machine's monotonic clock."""
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 
 
 class Failure(StrEnum):
@@ -18,6 +20,12 @@ class Failure(StrEnum):
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"  # by us, as the load wanted it
     INTERRUPTED = "interrupted"  # by us, because the run was ended
+
+
+def request_ids() -> Iterator[str]:
+    """Without end. No two clients share one: a server keeps requests by their names, and tells of each."""
+    run = secrets.token_hex(4)
+    return (f"millrace-bench-{run}-{number}" for number in count(1))
 
 
 @dataclass(frozen=True, slots=True)

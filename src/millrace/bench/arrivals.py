@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 PATTERNS = ("constant", "poisson", "gamma")
 
@@ -11,15 +12,24 @@ PATTERNS = ("constant", "poisson", "gamma")
 @dataclass(frozen=True, slots=True)
 class Arrivals:
     """rate_per_s: in the mean; burstiness: of `gamma`, its shape: 1 is Poisson, below 1 comes in bursts, above is more
-    even (as `vllm bench serve` means it); ramp_s: the rate grows linearly from 0 in this time"""
+    even (as `vllm bench serve` means it); ramp_s: the rate grows linearly from 0 in this time; at_once: the first comes
+    at once, and the others as much earlier"""
 
     rate_per_s: float
     pattern: str = "poisson"
     burstiness: float = 1.0
     ramp_s: float = 0.0
+    at_once: bool = False
 
     def times(self, rng: random.Random) -> Iterator[float]:
         """Seconds after the start, without end. The first is at once where the rate is constant and without ramp."""
+        times = self._times(rng)
+        if self.at_once:
+            first_s = next(times)
+            times = chain([0.0], (at_s - first_s for at_s in times))
+        return times
+
+    def _times(self, rng: random.Random) -> Iterator[float]:
         n = 0.0  # requests that should have come by now
         while True:
             gap = self._gap(rng)

@@ -5,13 +5,15 @@ adds, and no difference below that can be resolved.
 """
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from millrace.bench.client import Client
+from millrace.bench.effort import LATE_MS, SATURATED, Effort
+from millrace.bench.inputs import Session
 from millrace.bench.null_ledger import NullTiming, Sent
 from millrace.bench.null_process import NullProcess
 from millrace.bench.plan import Plan, prepared
@@ -20,60 +22,102 @@ from millrace.bench.words import Words
 
 TTFT_MS, ITL_MS = 100, 20.0  # 50 tokens/s for each stream: faster than most servers are
 CHUNKS_PER_S = 4000  # in all, at most: what the null server itself can bear
-SATURATED = 0.8  # of a core: from there on, stamps wait for the client itself
-LATE_MS = 5.0  # at p99
+FEWEST_CHUNKS = 10  # below, nothing is said
+MORE = 1.25  # times what was certified: from there on, a run asks more than that
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """streams: most at a time; cpu_share: of a core; delay_ms: from the null server's write to the client's stamp"""
+    """streams: most at a time; chunks_per_s, cpu_share: of its busiest second, the latter of a core, None where it was
+    too short; delay_ms: from the null server's write to the client's stamp; late_ms: of sending, at p99"""
 
     streams: int
     chunks_per_s: float
-    cpu_share: float
+    cpu_share: float | None
     delay_p50_ms: float
     delay_p99_ms: float
+    late_ms: float = 0.0
+    n_chunks: int = FEWEST_CHUNKS
 
     @property
-    def holds(self) -> bool:
-        return self.cpu_share < SATURATED and self.delay_p99_ms < LATE_MS
+    def holds(self) -> bool | None:
+        """None where there was too little to judge by."""
+        if self.cpu_share is None or self.n_chunks < FEWEST_CHUNKS:
+            return None
+        return self.cpu_share < SATURATED and self.delay_p99_ms < LATE_MS and self.late_ms < LATE_MS
 
     @property
     def says(self) -> str:
+        if self.holds is None:
+            return f"not certified: {self.n_chunks} chunks came in that time, too few to say; raise --certify-s"
         said = (
             f"{self.streams} streams, {self.chunks_per_s:,.0f} chunks/s cost {self.cpu_share:.0%} of a core; "
             f"stamps are {self.delay_p50_ms:.2f} ms late, {self.delay_p99_ms:.2f} at p99"
-        )
+        ) + (f"; requests were sent {self.late_ms:.1f} ms late at p99" if self.late_ms >= LATE_MS else "")
         return said if self.holds else f"NOT CERTIFIED: {said}"
 
+    def covers(self, effort: Effort) -> bool:
+        """Whether it says something of a run: of one that asked no more, or left half of what saturates a core."""
+        more = effort.streams > MORE * self.streams or effort.chunks_per_s > MORE * self.chunks_per_s
+        return not more or (effort.peak_share or 0.0) < SATURATED / 2
 
-def told_of(certificate: Certificate | None, cpu_share: float) -> dict[str, object]:
-    """For reports of several runs. cpu_share: the most of a core that one took; valid: None where the client kept
-    up, but did not prove itself"""
+
+def kept_up(certificate: Certificate | None, efforts: Sequence[Effort]) -> bool | None:
+    """Of every report: False where this client did not keep up, in a run or where it was to prove itself; None where it
+    did, as far as is known, but proved nothing that covers them."""
     holds = None if certificate is None else certificate.holds
+    if holds is False or not all(effort.keeps_up for effort in efforts):
+        return False
+    return True if holds and certificate and all(map(certificate.covers, efforts)) else None
+
+
+def hardest(efforts: Sequence[Effort]) -> Effort:
+    """The one that is told: of those that did not keep up, else of all, where most of a core was taken."""
+    late = [effort for effort in efforts if not effort.keeps_up]
+    return max(late or efforts, key=lambda effort: effort.peak_share or 0.0, default=Effort())
+
+
+def told_of(certificate: Certificate | None, efforts: Sequence[Effort]) -> dict[str, object]:
+    """For reports of several runs."""
     return {
-        "valid": holds if cpu_share < SATURATED else False, "client": None if certificate is None else certificate.says,
-        "client_cpu_share": cpu_share,
+        "valid": kept_up(certificate, efforts), "client": None if certificate is None else certificate.says,
+        "client_cpu_share": max((e.peak_share for e in efforts if e.peak_share is not None), default=None),
     }  # fmt: skip
 
 
-def invalid(told: Mapping[str, Any], where: str) -> list[str]:
-    """What people have to read of such a report; nothing, where it is valid. where: the runs in which it is not"""
-    if told["valid"] is not False:
-        return []
-    share = f"{told['client_cpu_share']:.0%} of a core {where}"
-    return [f"INVALID: this client does not keep up ({share}). Send less, or from a machine that does less."]
+def doubts(certificate: Certificate | None, efforts: Sequence[Effort], where: str) -> list[str]:
+    """What people have to read of such a report; nothing, where it is valid. where: of the runs that are told"""
+    hard = hardest(efforts)
+    if kept_up(certificate, efforts) is False:
+        proof = f"; {certificate.says}" if certificate is not None and certificate.holds is False else ""
+        return [
+            f"INVALID: this client does not keep up ({where}: {hard.says}{proof}). "
+            "Send less, or from a machine that does less."
+        ]  # fmt: skip
+    beyond = [e for e in efforts if certificate is not None and certificate.holds and not certificate.covers(e)]
+    if beyond:
+        e = hardest(beyond)
+        return [
+            f"Not proved: {where}, {e.streams} streams and {e.chunks_per_s:,.0f} chunks/s were more than was certified "
+            f"({e.says})."
+        ]  # fmt: skip
+    return []
 
 
 async def certify(plan: Plan, seconds: float) -> Certificate:
-    """Drives the plan's own load and texts for so long. raises MachineError where the null server does not start"""
+    """Drives the plan's own load and texts for so long, of a trace those seconds in which most requests come; the first
+    at once, however low the rate. raises MachineError where the null server does not start"""
     loop = asyncio.get_running_loop()
-    itl_ms = max(ITL_MS, 1e3 * (plan.load.concurrency or 1) / CHUNKS_PER_S)
+    sessions, streams = _busiest(plan, seconds)
+    itl_ms = max(ITL_MS, 1e3 * streams / CHUNKS_PER_S)
     null = await loop.run_in_executor(None, NullProcess(NullTiming(str(TTFT_MS), str(itl_ms))).__enter__)
     try:
         target = replace(plan.target, url=null.url, headers={}, keep_text=False)
-        load = replace(plan.load, n_sessions=None, duration_s=seconds, ramp_s=seconds / 4, cancel_share=0.0)
-        sessions = prepared(plan.sessions(Words()), load)
+        arrivals = plan.load.arrivals and replace(plan.load.arrivals, ramp_s=0.0, at_once=True)
+        load = replace(
+            plan.load, arrivals=arrivals, n_sessions=None, duration_s=seconds, ramp_s=seconds / 4, cancel_share=0.0
+        )
+        sessions = prepared(sessions, load)
         async with Client(target) as client:
             run = Run(client, load, plan.extra)
             ending = loop.call_later(seconds, run.stop, "certified")
@@ -84,15 +128,26 @@ async def certify(plan: Plan, seconds: float) -> Certificate:
         null.__exit__(None, None, None)
 
 
+def _busiest(plan: Plan, seconds: float) -> tuple[Iterator[Session], int]:
+    """What is asked in such a time, and how many streams there may be at once."""
+    if plan.busiest is not None:
+        return plan.busiest(seconds)
+    at_a_time, arrivals = plan.load.concurrency, plan.load.arrivals
+    if arrivals is not None:
+        come = math.ceil(arrivals.rate_per_s * seconds)
+        return plan.sessions(Words()), min(come, at_a_time or come)
+    return plan.sessions(Words()), at_a_time or 1
+
+
 def certificate_of(run: Run, truth: dict[str, Sent]) -> Certificate:
-    delays, changes = [0.0], [(0.0, 0)]
+    delays = list[float]()
     for record in run.records:
         answer, sent = record.answer, truth.get(record.answer.id)
         if sent is None:  # given up before it had arrived
             continue
         heard = answer.chunk_s or ([answer.end_s] if answer.failure is None else [])
         delays += [at_s - sent_s for at_s, sent_s in zip(heard, sent.sent_s, strict=False)]
-        changes += [(answer.sent_s, 1), (answer.end_s, -1)]
-    streams = int(np.cumsum([by for _, by in sorted(changes)]).max())
-    p50, p99 = np.percentile(delays, (50, 99)) * 1e3
-    return Certificate(streams, (len(delays) - 1) / run.wall_s, run.cpu_share, float(p50), float(p99))
+    effort, (p50, p99) = Effort.of(run), np.percentile(delays or [0.0], (50, 99)) * 1e3
+    return Certificate(
+        effort.streams, effort.chunks_per_s, effort.peak_share, float(p50), float(p99), effort.late_ms, len(delays)
+    )  # fmt: skip

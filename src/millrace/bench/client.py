@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 import httptools
 import msgspec
 
-from millrace.bench.answer import Answer, Failure, Question
+from millrace.bench.answer import Answer, Failure, Question, request_ids
 from millrace.bench.endpoints import PAGE, Endpoint
 from millrace.errors import ConfigError
 
@@ -38,6 +38,7 @@ class Target:
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 600.0
     keep_text: bool = False
+    most_bytes: int | None = None  # of an answer, where it is less than MOST_ANSWER_BYTES
 
     @property
     def path(self) -> str:
@@ -84,7 +85,7 @@ class Client:
         self.target, self._head = target, target.head()
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
-        self._n_asked = 0
+        self._ids = request_ids()
 
     async def __aenter__(self) -> "Client":
         return self
@@ -110,16 +111,16 @@ class Client:
         lines = b"%b%bcontent-length: %d\r\n" % (self._head, more, len(body))
         return await self._sent(answer, self.target, lines, body, on_text)
 
-    async def get(self, path: str, timeout_s: float) -> Answer:
+    async def get(self, path: str, timeout_s: float, most_bytes: int | None = None) -> Answer:
         """Another page of the server, below its base; its text is the answer's."""
-        page = replace(self.target, endpoint=PAGE, streamed=False, keep_text=True, timeout_s=timeout_s)
+        target = replace(self.target, endpoint=PAGE, streamed=False, keep_text=True)
+        page = replace(target, timeout_s=timeout_s, most_bytes=most_bytes)
         return await self._sent(Answer(), page, page.head("GET", path))
 
     async def _sent(
         self, answer: Answer, target: Target, lines: bytes, body: bytes = b"", on_text: OnText | None = None
     ) -> Answer:
-        self._n_asked += 1
-        answer.id = f"millrace-bench-{self._n_asked}"
+        answer.id = next(self._ids)
         head = b"%bx-request-id: %b\r\n\r\n" % (lines, answer.id.encode())
         answer.sent_s = time.perf_counter()
         answer.intended_s = answer.intended_s or answer.sent_s
@@ -165,7 +166,11 @@ class _Exchange:
 
     def __init__(self, answer: Answer, target: Target, on_text: OnText | None) -> None:
         self.answer, self.done = answer, asyncio.get_running_loop().create_future()
-        self._endpoint, self.timeout_s = target.endpoint, target.timeout_s
+        self._endpoint, self.timeout_s, self._most_bytes = (
+            target.endpoint,
+            target.timeout_s,
+            target.most_bytes or MOST_ANSWER_BYTES,
+        )
         self._on_text, self._keep_text = on_text, target.keep_text or on_text is not None
         self._is_stream = target.streamed and target.endpoint.streams
         self._to_the_end, self.whole = True, False  # to the connection's end, unless the head says otherwise
@@ -197,8 +202,8 @@ class _Exchange:
 
     def on_body(self, body: bytes, at_s: float) -> None:
         self._n_bytes += len(body)
-        if self._n_bytes > MOST_ANSWER_BYTES:
-            return self.fail(Failure.TOO_LARGE, f"an answer of more than {MOST_ANSWER_BYTES} bytes")
+        if self._n_bytes > self._most_bytes:
+            return self.fail(Failure.TOO_LARGE, f"an answer of more than {self._most_bytes} bytes")
         if not self._is_stream or self.answer.status != 200:
             self._rest += body
             return None

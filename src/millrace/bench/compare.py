@@ -14,30 +14,41 @@ from typing import Any
 import numpy as np
 
 from millrace.bench.answer import Answer, Failure
+from millrace.bench.effort import Effort
 from millrace.bench.exports import REQUESTS, SUMMARY
-from millrace.bench.histogram import MOST_TOKENS
-from millrace.bench.intervals import Interval, student_t
-from millrace.bench.metrics import NOT_COUNTED, good, itl_ms, latency_ms, measured, ttft_ms
+from millrace.bench.intervals import Z99, Interval, student_t
+from millrace.bench.metrics import (
+    NOT_COUNTED,
+    good,
+    itl_ms,
+    latency_from_intended_ms,
+    latency_ms,
+    measured,
+    ttft_from_intended_ms,
+    ttft_ms,
+)
 from millrace.bench.plan import Plan, measure
 from millrace.bench.run import Run
 from millrace.errors import ConfigError
+from millrace.tune.lines import MOST_TOKENS
 
 Measuring = Callable[[Plan, Callable[[Run], None]], Awaitable[Run]]
 _POWER_Z = 0.8416212335729143  # 80 % of the effects of that size would be seen
-_FEWEST = 3
+FEWEST = 3
 MOST_LINES, MOST_LINE, MOST_SUMMARY = 10_000_000, 64 << 20, 64 << 20
 MOST_TIME = 1e12  # ms, or seconds since 1970
 # name, whether more is better, the value of one answer
 PER_REQUEST: tuple[tuple[str, bool, Callable[[Answer], float | None]], ...] = (
     ("time_to_first_token", False, ttft_ms), ("inter_token_latency", False, itl_ms),
-    ("request_latency", False, latency_ms),
+    ("request_latency", False, latency_ms), ("time_to_first_token_from_intended", False, ttft_from_intended_ms),
+    ("request_latency_from_intended", False, latency_from_intended_ms),
 )  # fmt: skip
 RATES = (("output_tokens_per_s", True), ("requests_per_s", True))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """percent: of B over A; interval: its 95 %; surely: its 99 %, since five metrics are looked at, and one of them
+    """percent: of B over A; interval: its 95 %; surely: its 99 %, since several metrics are looked at, and one of them
     would fall outside by chance too often; visible: percent that would have been seen four times out of five"""
 
     name: str
@@ -72,7 +83,7 @@ def of_pairs(name: str, more_is_better: bool, a: Sequence[float], b: Sequence[fl
     """One value of each round; what both rounds of a pair have in common cancels."""
     logs = np.log(np.asarray(b) / np.asarray(a))
     n = logs.size
-    error = float(logs.std(ddof=1)) / math.sqrt(n) if n >= _FEWEST else None
+    error = float(logs.std(ddof=1)) / math.sqrt(n) if n >= FEWEST else None
     return _difference(name, more_is_better, (_geometric(a), _geometric(b), n), float(logs.mean()), error, n - 1)
 
 
@@ -81,7 +92,7 @@ def of_samples(name: str, more_is_better: bool, a: Sequence[float], b: Sequence[
     x, y = np.asarray(a), np.asarray(b)
     log, n = math.log(y.mean() / x.mean()), min(x.size, y.size)
     error, freedom = None, 1
-    if n >= _FEWEST:
+    if n >= FEWEST:
         parts = [float(v.var(ddof=1) / v.mean() ** 2 / v.size) for v in (x, y)]
         error = math.sqrt(sum(parts))
         below = sum(p * p / (v.size - 1) for p, v in zip(parts, (x, y), strict=True))
@@ -99,21 +110,20 @@ def _difference(
     a, b, n = means
     interval = surely = visible = None
     if error is not None:
-        t, wide = _quantiles(freedom)
+        t, wide = quantiles(freedom)
         interval = (_percent(log - t * error), _percent(log + t * error))
         surely = (_percent(log - wide * error), _percent(log + wide * error))
         visible = _percent((t + _POWER_Z) * error)
     return Difference(name, more_is_better, a, b, n, _percent(log), interval, visible, surely)
 
 
-def _quantiles(freedom: int) -> tuple[float, float]:
+def quantiles(freedom: int) -> tuple[float, float]:
     """Of Student's t, two-sided: 95 and 99 %."""
     if freedom in _SMALL_T:
         return _SMALL_T[freedom]
-    return student_t(freedom), student_t(freedom, _Z99)
+    return student_t(freedom), student_t(freedom, Z99)
 
 
-_Z99 = 2.5758293035489004
 _SMALL_T = {1: (12.706, 63.657), 2: (4.303, 9.925), 3: (3.182, 5.841), 4: (2.776, 4.604), 5: (2.571, 4.032)}
 _SMALL_T |= {6: (2.447, 3.707), 7: (2.365, 3.499), 8: (2.306, 3.355)}
 
@@ -126,7 +136,6 @@ def _percent(log: float) -> float:
 class Side:
     """Rounds of one of the two."""
 
-    name: str
     runs: list[Run]
 
     @property
@@ -143,9 +152,9 @@ class Side:
         return len(self.answers) + self.n_failed
 
     @property
-    def cpu_share(self) -> float:
-        """The most of a core that this client took in a round."""
-        return max((run.cpu_share for run in self.runs), default=0.0)
+    def efforts(self) -> list[Effort]:
+        """Of this client, in each round."""
+        return [Effort.of(run) for run in self.runs]
 
 
 async def interleaved(
@@ -157,7 +166,7 @@ async def interleaved(
 ) -> tuple[Side, Side]:
     """a, b: the plan of round 0, 1, ..., of the same questions. In turns: A B, B A, ...; it ends early where a run
     does. measuring: a server, unless said. raises MachineError"""
-    sides = (Side(a(0).target.url, []), Side(b(0).target.url, []))
+    sides = (Side([]), Side([]))
     for i in range(rounds):
         for which in (0, 1) if i % 2 == 0 else (1, 0):
             run = await measuring((a, b)[which](i), on_run)
@@ -258,14 +267,14 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _is_valid(path: Path) -> bool | None:
-    """What a summary says of its own client."""
+    """What a summary says of its own client; None where it says nothing."""
     if not path.exists():
         return None
     try:
         with path.open("rb") as file:
             told = json.loads(file.read(MOST_SUMMARY))
         valid = told["valid"]
-        if not isinstance(valid, bool):
+        if valid is not None and not isinstance(valid, bool):
             raise ValueError(f'"valid" is {valid!r:.40}')
         return valid
     except OSError as error:
@@ -280,6 +289,7 @@ def _read(path: Path, number: int, line: str) -> Answer:
         told: Mapping[str, Any] = json.loads(line)
         failure = None if told["failure"] is None else Failure(told["failure"])
         sent_s = _time("sent", told["sent"])
+        intended_s = sent_s - _time("intended_ms", -told["intended_ms"]) / 1e3
         stamps_ms = [_time("chunk_ms", ms) for ms in told["chunk_ms"]]
         if stamps_ms != sorted(stamps_ms):
             raise ValueError('"chunk_ms" goes back')
@@ -289,7 +299,7 @@ def _read(path: Path, number: int, line: str) -> Answer:
         )
         end_s = sent_s + _time("end_ms", told["end_ms"]) / 1e3
         chunks = [sent_s + ms / 1e3 for ms in stamps_ms]
-        return Answer(str(told["id"]), sent_s, sent_s, chunks, tokens, end_s, n_prompt, n_told, failure=failure)
+        return Answer(str(told["id"]), intended_s, sent_s, chunks, tokens, end_s, n_prompt, n_told, failure=failure)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{path}, line {number}: {_why(error)}", "a line of requests.jsonl, as millrace bench -o writes it",

@@ -15,7 +15,7 @@ from millrace.bench.goodput import goodput
 from millrace.bench.histogram import NAME as HISTOGRAM
 from millrace.bench.histogram import told_histogram
 from millrace.bench.intervals import PERCENTILES, Summary
-from millrace.bench.metrics import OTHERS, OURS
+from millrace.bench.metrics import CHUNK_GAP, OTHERS, OURS
 from millrace.bench.page import bench_page, pictures
 from millrace.bench.results import Finished, line_of, report
 from millrace.bench.run import Record
@@ -28,6 +28,7 @@ _SHARED = (
     ("output_sequence_length", "output_sequence_length", "tokens"),
     ("input_sequence_length", "input_sequence_length", "tokens"),
 )  # fmt: skip
+AIPERF_SCHEMA = "1.4"  # of AIPerf 0.13
 _PERCENTILES = [f"p{p}" for p in PERCENTILES]
 _GENAI_COLUMNS = ["avg", "min", "max", "p99", "p95", "p90", "p75", "p50", "p25"]
 _AIPERF_COLUMNS = ["avg", "min", "max", *_PERCENTILES, "std"]
@@ -101,7 +102,13 @@ def genai_perf(done: Finished) -> dict[str, dict[str, Any]]:
 
 
 def aiperf_metrics(done: Finished) -> dict[str, dict[str, Any]]:
+    """As GenAI-Perf's, and of each how many values, and their sum."""
     metrics, good = done.metrics, _good_rate(done)
+    shared = {
+        theirs: {**_summary(found, unit), "count": found.n, "sum": found.mean * found.n}
+        for theirs, ours, unit in (*_SHARED, (CHUNK_GAP, CHUNK_GAP, "ms"))
+        if (found := metrics.of_requests.get(ours)) is not None
+    }
     answers = [r.answer for r in done.run.records if r.answer.failure is None]
     single = {
         "request_throughput": ("requests/sec", metrics.requests_per_s.value),
@@ -113,7 +120,7 @@ def aiperf_metrics(done: Finished) -> dict[str, dict[str, Any]]:
         **({} if good is None else {"goodput": ("requests/sec", good)}),
         **({"error_request_count": ("requests", float(metrics.n_failed))} if metrics.n_failed else {}),
     }
-    return {**_shared(done), **{name: {"unit": unit, "avg": value} for name, (unit, value) in single.items()}}
+    return {**shared, **{name: {"unit": unit, "avg": value} for name, (unit, value) in single.items()}}
 
 
 def aiperf_json(done: Finished, metrics: Table) -> dict[str, Any]:
@@ -127,8 +134,9 @@ def aiperf_json(done: Finished, metrics: Table) -> dict[str, Any]:
     start_s = min((r.answer.sent_s for r in records), default=done.run.started_s)
     end_s = max((r.answer.end_s for r in records), default=start_s)
     return {
+        "schema_version": AIPERF_SCHEMA,
         **metrics,
-        "input_config": _config(done),
+        "millrace": _config(done),  # `input_config` is AIPerf's own, and it reads nothing else there
         "was_cancelled": bool(done.run.ended),
         "error_summary": [
             {"error_details": dict(zip(("code", "type", "message"), key, strict=True)), "count": n}
@@ -170,7 +178,10 @@ def _error(record: Record) -> dict[str, Any]:
 
 def _config(done: Finished) -> dict[str, Any]:
     told = report(done)
-    return {"written_by": "millrace bench", **{name: told[name] for name in ("url", "endpoint", "model", "load")}}
+    return {
+        "written_by": "millrace bench",
+        **{name: told[name] for name in ("url", "endpoint", "model", "engine", "load")},
+    }
 
 
 def _genai_csv(metrics: Table) -> str:

@@ -33,9 +33,8 @@ class Limits:
     def says(self) -> str:
         return " and ".join(f"{name} <= {most:g} ms" for name, most in self.most_ms)
 
-    def keeps(self, record: Record) -> bool:
+    def keeps(self, answer: Answer) -> bool:
         """Times count from when the load wanted it sent. A single token has no time between tokens, and keeps any."""
-        answer = record.answer
         return answer.failure is None and all(_keeps(answer, name, most) for name, most in self.most_ms)
 
 
@@ -86,7 +85,7 @@ def parse_limits(words: Sequence[str]) -> list[Limits]:
 
 
 def goodput(records: Sequence[Record], limits: Limits, duration_s: float) -> Goodput:
-    counted = [r for r in records if r.answer.failure not in NOT_COUNTED]
+    counted = [r.answer for r in records if r.answer.failure not in NOT_COUNTED]
     n = sum(map(limits.keeps, counted))
     rate = n / duration_s if duration_s > 0 else 0.0
     return Goodput(limits, rate, n / len(counted) if counted else 0.0, wilson(n, len(counted)))

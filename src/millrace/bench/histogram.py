@@ -2,14 +2,15 @@
 
 A histogram's file is JSON: {"isl_edges": [1, 64, 129], "osl_edges": [1, 200], "counts": [[5], [3]]}: five requests of
 1 to 63 input and 1 to 199 output tokens, three of 64 to 128. A result of `millrace bench -o` has it as
-`histogram.json`; `requests.jsonl` of one, and a trace of `millrace serve --record`, give each line's own lengths.
+`histogram.json`; `requests.jsonl` of one, and a trace (of `serve --record`, Mooncake's, Azure's), give each line's own
+lengths.
 """
 
 import json
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,9 +18,10 @@ from typing import Any, NoReturn
 
 from millrace.bench.answer import Answer
 from millrace.errors import ConfigError
+from millrace.tune.lines import MOST_TOKENS, Lines, begins, numbered, opened, rows, wrong
 
 NAME = "histogram.json"
-MOST_TOKENS, MOST_BINS, MOST_FILE = 10_000_000, 1 << 20, 2 << 30
+MOST_BINS = 1 << 20
 _BINS = 32  # of each length, in what is written
 _PAIRS = (("input_length", "output_length"), ("n_prompt", "n_output"))  # of a trace, of a result
 Bin = tuple[int, int, int, int]  # the least and the most input tokens, the same of output
@@ -69,23 +71,22 @@ def _edges(lengths: Sequence[int]) -> list[int]:
 def read_histogram(path: Path) -> Histogram:
     """raises ConfigError that names the file, and the line"""
     path = path / NAME if path.is_dir() else path
-    try:
-        if path.stat().st_size > MOST_FILE:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes", f"at most {MOST_FILE}", "split it")
-        with path.open(encoding="utf-8") as file:
-            first = _object(file.readline())
-            if first is not None and _pair(first) is not None:
-                file.seek(0)
-                return _of_lines(path, file)
-        return _of_counts(path, json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        what = f"--input-histogram {path} cannot be read: {error.strerror}"
-        raise ConfigError(what, "a histogram, a trace, or requests.jsonl", "check the path") from None
-    except (ValueError, RecursionError) as error:  # also what is not UTF-8
-        raise ConfigError(f"{path} is not JSON: {error}", '{"isl_edges": ...}, or lines', "correct it") from None
+    with opened(path, "a histogram, a trace, or requests.jsonl") as file:
+        if begins(file) == b"T":
+            return _of_pairs(path, ((row.n_input, row.n_output) for row in rows(numbered(file, path), path)))
+        first = next(numbered(file, path), (0, b""))[1]
+        file.seek(0)
+        if (told := _object(first)) is not None and _pair(told) is not None:
+            return _of_pairs(path, _pairs(path, numbered(file, path)))
+        try:
+            return _of_counts(path, json.loads(file.read().decode("utf-8-sig")))
+        except UnicodeDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not JSON: {error}", '{"isl_edges": ...}, or lines', "correct it") from None
 
 
-def _object(line: str) -> Mapping[str, Any] | None:
+def _object(line: bytes) -> Mapping[str, Any] | None:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -98,21 +99,24 @@ def _pair(told: Mapping[str, Any]) -> tuple[Any, Any] | None:
     return next(((told[a], told[b]) for a, b in _PAIRS if a in told and b in told), None)
 
 
-def _of_lines(path: Path, lines: Any) -> Histogram:
-    """An answer that failed, or of unknown length, is left out; one of no token counts as one."""
-    counts: Counter[Bin] = Counter()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+def _pairs(path: Path, lines: Lines) -> Iterator[tuple[int, int]]:
+    """An answer that failed, or of unknown length, is left out."""
+    for number, line in lines:
         told = _object(line)
         pair = None if told is None else _pair(told)
         if told is None or pair is None:
-            _wrong(f"{path}, line {number}", f"{line.strip():.80}", "lengths, as in the first line")
+            wrong(path, number, f"{line.decode(errors='replace').strip():.80}", "lengths, as in the first line")
         if told.get("failure") is not None or pair[0] is None:
             continue
         if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MOST_TOKENS for n in pair):
-            _wrong(f"{path}, line {number}", f"the lengths {pair!r:.80}", f"tokens up to {MOST_TOKENS}")
-        n_input, n_output = (max(1, n) for n in pair)
+            wrong(path, number, f"the lengths {pair!r:.80}", f"tokens up to {MOST_TOKENS}")
+        yield pair
+
+
+def _of_pairs(path: Path, pairs: Iterator[tuple[int, int]]) -> Histogram:
+    """One of no token counts as one."""
+    counts: Counter[Bin] = Counter()
+    for n_input, n_output in ((max(1, a), max(1, b)) for a, b in pairs):
         counts[n_input, n_input, n_output, n_output] += 1
     if not counts:
         _wrong(str(path), "no request with its lengths", "one at least")

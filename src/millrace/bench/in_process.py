@@ -6,7 +6,7 @@ from types import TracebackType
 
 import numpy as np
 
-from millrace.bench.answer import Answer, Failure, Question
+from millrace.bench.answer import Answer, Failure, Question, request_ids
 from millrace.bench.run import MOST_AT_A_TIME
 from millrace.errors import MillraceError
 from millrace.runtime.loop import EngineLoop
@@ -21,7 +21,7 @@ class EngineClient:
 
     def __init__(self, loop: EngineLoop, seed: int) -> None:
         self._engine = AsyncEngine(loop, ServiceOptions(max_queued=MOST_AT_A_TIME))
-        self._drawn, self._n_asked = Drawn(seed, self._engine.limits.vocab_size), 0
+        self._drawn, self._n_asked, self._ids = Drawn(seed, self._engine.limits.vocab_size), 0, request_ids()
 
     async def __aenter__(self) -> "EngineClient":
         self._engine.start()
@@ -37,7 +37,7 @@ class EngineClient:
         text is encoded, without a template. The answer is exactly `max_tokens` long."""
         self._n_asked += 1
         answer = answer or Answer()
-        answer.id = f"millrace-bench-{self._n_asked}"
+        answer.id = next(self._ids)
         params = SamplingParams(max_tokens=question.max_tokens or 16, ignore_eos=True, seed=self._n_asked)
         ids = self._tokens(question)
         answer.sent_s, answer.n_prompt = time.perf_counter(), len(ids)

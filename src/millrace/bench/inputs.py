@@ -4,10 +4,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from millrace.bench.histogram import MOST_TOKENS, Histogram
+from millrace.bench.histogram import Histogram
 from millrace.bench.spread import Spread
 from millrace.bench.words import Words
 from millrace.errors import ConfigError
+from millrace.tune.lines import MOST_TOKENS
 
 LONG, SHORT = 2048, 128  # tokens, in the four query patterns
 _NAMED = {"short": SHORT, "long": LONG}

@@ -33,6 +33,10 @@ def ttft_ms(a: Answer) -> float | None:
     return 1e3 * (a.chunk_s[0] - a.sent_s) if a.chunk_s else None
 
 
+def ttft_from_intended_ms(a: Answer) -> float | None:
+    return 1e3 * (a.chunk_s[0] - a.intended_s) if a.chunk_s else None
+
+
 def itl_ms(a: Answer) -> float | None:
     """By tokens: those of the first chunk came with it."""
     n_later = a.n_output - a.n_first
@@ -42,6 +46,10 @@ def itl_ms(a: Answer) -> float | None:
 def latency_ms(a: Answer) -> float:
     """To the last token; of an answer in one piece to its end."""
     return 1e3 * (last_s(a) - a.sent_s)
+
+
+def latency_from_intended_ms(a: Answer) -> float:
+    return 1e3 * (last_s(a) - a.intended_s)
 
 
 def last_s(a: Answer) -> float:
@@ -64,9 +72,9 @@ OURS = (
     Metric("input_sequence_length", "tokens", "the prompt's tokens, as the server tells",
            lambda a: None if a.n_prompt is None else float(a.n_prompt)),
     Metric("time_to_first_token_from_intended", "ms", "t_1 - the time at which it should have been sent",
-           lambda a: 1e3 * (a.chunk_s[0] - a.intended_s) if a.chunk_s else None),
+           ttft_from_intended_ms),
     Metric("request_latency_from_intended", "ms", "t_e - the time at which it should have been sent",
-           lambda a: 1e3 * (last_s(a) - a.intended_s)),
+           latency_from_intended_ms),
     Metric("send_delay", "ms", "t_s - the time at which it should have been sent",
            lambda a: 1e3 * (a.sent_s - a.intended_s)),
 )  # fmt: skip
@@ -85,7 +93,7 @@ CHUNK_GAP_SAYS = "t_(i+1) - t_i of all chunks of all requests: vLLM's ITL, AIPer
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Over the whole run, from the first sending to the last token."""
+    """Of whole answers, over the whole run: from the first sending to the last token or failure."""
 
     value: float
     interval: Interval | None
@@ -93,7 +101,11 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Of one run, or of one pattern of it. failures: by kind, also cancelled and interrupted ones"""
+    """Of one run, or of one pattern of it. failures: by kind, also cancelled and interrupted ones
+
+    duration_s: from the first sending to the last token or failure; mean_concurrency: over that time. What we gave up
+    ourselves is in neither.
+    """
 
     n: int  # whole answers
     failures: dict[str, int]
@@ -123,12 +135,14 @@ def measured(records: Sequence[Record]) -> Metrics:
         if found is not None:
             of_requests[metric.name] = found
     gaps = [np.diff(a.chunk_s) * 1e3 for a in answers if len(a.chunk_s) > 1]
-    if gaps and (found := summary(np.concatenate(gaps).tolist())):
+    if gaps and (found := summary(np.concatenate(gaps).tolist(), independent=False)):  # those of a request are alike
         of_requests[CHUNK_GAP] = found
-    start_s = min((a.sent_s for a in answers), default=0.0)
-    end_s = max((last_s(a) for a in answers), default=0.0)
+    # time in which requests failed is the server's, too: without it, one that stopped midway would keep its rate
+    spans_s = [(r.answer.sent_s, _over_s(r.answer)) for r in records if r.answer.failure not in NOT_COUNTED]
+    start_s = min((begin_s for begin_s, _ in spans_s), default=0.0)
+    end_s = max((until_s for _, until_s in spans_s), default=0.0)
     told = sum(a.n_told is not None for a in answers)
-    busy_s = sum(last_s(a) - a.sent_s for a in answers)
+    busy_s = sum(until_s - begin_s for begin_s, until_s in spans_s)
     return Metrics(
         len(answers), dict(failures), end_s - start_s, of_requests, _token_rate(answers, start_s, end_s),
         _rate(np.array([last_s(a) for a in answers]), np.ones(len(answers)), start_s, end_s),
@@ -136,6 +150,11 @@ def measured(records: Sequence[Record]) -> Metrics:
         "the server's usage" if told == len(answers) else
         "chunks, each counted as one token" if not told else f"the server's usage of {told} answers, else chunks",
     )  # fmt: skip
+
+
+def _over_s(a: Answer) -> float:
+    """When it took no more of anybody's time."""
+    return last_s(a) if a.failure is None else a.end_s
 
 
 def _token_rate(answers: Sequence[Answer], start_s: float, end_s: float) -> Rate:

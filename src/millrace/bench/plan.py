@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,17 @@ _PROBES = (_FEW, (*_FEW, *WORDS))  # so that what tokens a word becomes is the m
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """extra: fields of every request; sessions: from what the server makes of words"""
+    """extra: fields of every request; sessions: from what the server makes of words; busiest: of a trace with times,
+    what begins with so many seconds in which most requests come, and how many these are; engine: the name of one in
+    this process, which is asked in place of the target"""
 
     target: Target
     load: Load
     warm_up: int
     extra: Mapping[str, object]
     sessions: Callable[[Words], Iterator[Session]]
+    busiest: Callable[[float], tuple[Iterator[Session], int]] | None = None
+    engine: str = ""
 
 
 def planned(
@@ -58,7 +63,8 @@ def planned(
     if load.request_rate is not None:
         arrivals = Arrivals(load.request_rate, load.arrival_pattern, load.burstiness, load.ramp_s)
     target = Target(
-        url, ENDPOINTS[whom.endpoint], whom.model, whom.streaming, whom.per_chunk_usage, headers, whom.timeout_s,
+        "" if in_process else url, ENDPOINTS[whom.endpoint], whom.model, whom.streaming, whom.per_chunk_usage,
+        headers, whom.timeout_s,
         keep_text=talk.session_turns_mean > 1 or given is not None,
     )  # fmt: skip
     if not in_process:
@@ -67,7 +73,15 @@ def planned(
         concurrency, arrivals, count, load.duration_s, load.ramp_s, load.request_cancellation_rate / 100,
         load.request_cancellation_delay, load.random_seed,
     )  # fmt: skip
-    return Plan(target, asked, load.warmup_request_count, extra, _inputs(given, what, talk, load.random_seed))
+    sessions, busiest = _inputs(given, what, talk, load.random_seed), None
+    if given is not None and given.timed and concurrency is None and arrivals is None:
+        busiest = partial(_busiest, given, what.replay_speed)
+    return Plan(target, asked, load.warmup_request_count, extra, sessions, busiest, url if in_process else "")
+
+
+def _busiest(given: Given, speed: float, seconds: float) -> tuple[Iterator[Session], int]:
+    part, n = given.busiest(seconds, speed)
+    return part.sessions(Words(), speed), n
 
 
 def _agree(load: LoadSettings, what: InputSettings, talk: SessionSettings) -> None:

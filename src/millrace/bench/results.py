@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from millrace.bench.certify import SATURATED, Certificate
+from millrace.bench.certify import Certificate, doubts, kept_up
+from millrace.bench.effort import Effort
 from millrace.bench.goodput import Limits, goodput
 from millrace.bench.intervals import Summary
 from millrace.bench.metrics import CHUNK_GAP, CHUNK_GAP_SAYS, NOT_COUNTED, OTHERS, OURS, Metrics, Rate, measured
@@ -31,36 +32,48 @@ class Finished:
     metrics: Metrics
     limits: Sequence[Limits]
     epoch_s: float
+    effort: Effort  # of this client
     certificate: Certificate | None = None
     waterfall: Waterfall | None = None  # where the server tells of each request
+    contradicted: bool = False  # it told what cannot be
 
     @classmethod
     def of(
         cls, plan: Plan, run: Run, limits: Sequence[Limits], certificate: Certificate | None = None,
         waterfall: Waterfall | None = None,
     ) -> "Finished":  # fmt: skip
-        epoch_s = time.time() - time.perf_counter()
-        return cls(plan, run, measured(run.records), limits, epoch_s, certificate, waterfall)
+        """A waterfall that contradicts what the client saw is left out, and that is said."""
+        epoch_s, contradicted = time.time() - time.perf_counter(), waterfall is not None and waterfall.contradicts
+        return cls(
+            plan,
+            run,
+            measured(run.records),
+            limits,
+            epoch_s,
+            Effort.of(run),
+            certificate,
+            None if contradicted else waterfall,
+            contradicted,
+        )
 
     @property
-    def is_valid(self) -> bool:
-        """Whether the client kept up: what a saturated one stamps is its own lateness."""
-        return self.run.cpu_share < SATURATED and (self.certificate is None or self.certificate.holds)
+    def valid(self) -> bool | None:
+        """Whether the client kept up: what a saturated one stamps is its own lateness. None: as far as is known"""
+        return kept_up(self.certificate, [self.effort])
 
 
 def report(done: Finished) -> dict[str, Any]:
     """JSON-able. Times in ms, each metric with its definition."""
     return {
         "schema": SCHEMA,
-        "url": done.plan.target.url,
-        "endpoint": done.plan.target.endpoint.name,
-        "model": done.plan.target.model,
+        **_whom(done.plan),
         "load": _load(done.plan),
         "started": _iso(done.epoch_s + done.run.started_s),
         "ended_early": done.run.ended or None,
-        "valid": done.is_valid,
+        "valid": done.valid,
         "client": {
-            "cpu_share": done.run.cpu_share,
+            "cpu_share": done.run.share.mean,
+            **asdict(done.effort),
             "certificate": None
             if done.certificate is None
             else {**asdict(done.certificate), "holds": done.certificate.holds},
@@ -73,6 +86,13 @@ def report(done: Finished) -> dict[str, Any]:
         "waterfall": None if done.waterfall is None else told_of(done.waterfall),
         "notes": notes(done),
     }
+
+
+def _whom(plan: Plan) -> dict[str, str | None]:
+    """An engine in this process has no URL, no endpoint, and no other name."""
+    target = plan.target
+    names = {"url": target.url, "endpoint": target.endpoint.name, "model": target.model, "engine": None}
+    return {**dict.fromkeys(names), "engine": plan.engine} if plan.engine else names
 
 
 def _figures(records: Sequence[Record], metrics: Metrics, limits: Sequence[Limits]) -> dict[str, Any]:
@@ -116,12 +136,7 @@ def notes(done: Finished) -> list[str]:
     """What a reader of the figures has to know."""
     answers = [r for r in done.run.records if r.answer.failure is None]
     said = [f"The run ended early: {done.run.ended}."] if done.run.ended else []
-    if not done.is_valid:
-        said.append(
-            f"INVALID: this client does not keep up ({done.run.cpu_share:.0%} of a core in the run"
-            + (f"; {done.certificate.says}" if done.certificate else "")
-            + "). Send less, or from a machine that does less."
-        )
+    said += doubts(done.certificate, [done.effort], "in the run")
     kinds: dict[str, str] = {}
     for r in done.run.records:
         if r.answer.failure is not None and r.answer.failure not in NOT_COUNTED:
@@ -134,6 +149,8 @@ def notes(done: Finished) -> list[str]:
         said.append(
             f"{off} of {len(wanted)} answers were not of the length asked for; --ignore-eos asks for exactly it."
         )
+    if done.contradicted:
+        said.append("Where the time went is left out: the server tells of requests that took longer than we waited.")
     if answers and all(r.answer.n_prompt is None for r in answers):
         said.append("The server tells no input lengths: prompts have as many words as tokens were asked for.")
     n_chunks = sum(len(r.answer.chunk_s) for r in answers)

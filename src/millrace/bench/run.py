@@ -15,6 +15,7 @@ from typing import Protocol
 
 from millrace.bench.answer import Answer, Failure, Message, Question
 from millrace.bench.arrivals import Arrivals
+from millrace.bench.core_share import CoreShare
 from millrace.bench.inputs import Session, Turn
 
 FAILURES_IN_A_ROW = 100  # then the run ends: the server is gone
@@ -56,12 +57,13 @@ class Asker(Protocol):
 
 
 class Run:
-    """records: in the order in which answers ended; ended: why it ended before its time, else "" """
+    """records: in the order in which answers ended; ended: why it ended before its time, else ""; wall_s: that it took;
+    share: of a core, that it cost; late_s: of each request that had a place, how much later than due it was begun"""
 
     def __init__(self, client: Asker, load: Load, extra: Mapping[str, object] | None = None) -> None:
         """extra: fields of every request's body"""
         self.load, self.records, self.ended, self.n_running, self.started_s = load, list[Record](), "", 0, 0.0
-        self.wall_s, self.cpu_share = 0.0, 0.0  # that it took, and this thread's share of a core in it
+        self.wall_s, self.share, self.late_s = 0.0, CoreShare(), list[float]()
         self._client, self._extra = client, extra or {}
         self._tasks, self._failed_in_a_row, self._n_begun = set[asyncio.Task[None]](), 0, 0
 
@@ -76,7 +78,8 @@ class Run:
             await self._drive(sessions)
 
     async def _drive(self, sessions: Iterator[Session]) -> None:
-        self.started_s, cpu_s = time.perf_counter(), time.thread_time()
+        self.started_s = time.perf_counter()
+        self.share.start()
         if self.load.concurrency is None or self.load.arrivals is not None:
             self._spawn(self._arrive(sessions))
         else:
@@ -91,8 +94,7 @@ class Run:
         finally:
             self.stop("interrupted")
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self.wall_s = time.perf_counter() - self.started_s
-            self.cpu_share = (time.thread_time() - cpu_s) / self.wall_s
+            self.wall_s = self.share.stop()
 
     def stop(self, why: str) -> None:
         """Nothing more is sent, and what runs is given up."""
@@ -139,7 +141,10 @@ class Run:
         return None
 
     async def _placed(self, places: asyncio.Semaphore, number: int, session: Session, due_s: float) -> None:
+        has_place = not places.locked()
         async with places:
+            if has_place:  # what is not waited for a place is this client's own lateness
+                self.late_s.append(time.perf_counter() - due_s)
             await self._session(number, session, due_s)
 
     async def _session(self, number: int, session: Session, due_s: float) -> None:
@@ -148,6 +153,7 @@ class Run:
             if i:
                 due_s = time.perf_counter() + turn.pause_s
                 await _until(due_s)
+                self.late_s.append(time.perf_counter() - due_s)
                 if self.ended or self._is_over(due_s):
                     return
             said += [Message(*one) for one in turn.history]

@@ -65,7 +65,7 @@ class ServerLoad:
             return f"The KV cache limits it: {figures}"
         if self.waiting >= QUEUE:
             return f"Requests wait for a place, or for their prompts' turn: {figures}"
-        return f"Computing limits it, nothing waits: {figures}"
+        return f"Computing limits it, {'next to ' * (self.waiting >= 0.05)}nothing waits: {figures}"
 
 
 def read_metrics(text: str, model: str, at_s: float) -> Sample | None:

@@ -4,10 +4,13 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from millrace.bench.certify import SATURATED
+from millrace.bench.effort import Effort
 from millrace.bench.goodput import Limits, check_limits
-from millrace.bench.metrics import Metrics
+from millrace.bench.intervals import Interval
+from millrace.bench.metrics import NOT_COUNTED, Metrics
+from millrace.bench.run import Record
 from millrace.bench.server_load import NOTHING, ServerLoad
+from millrace.evaluate.paired import wilson
 
 MOST_POINTS = 40
 _CLOSE = 1.15  # levels that differ by less are not told apart
@@ -31,10 +34,25 @@ class SweepLimits:
             return False
         return self.itl_ms is None or itl is None or itl.percentiles[self.percentile] <= self.itl_ms
 
+    def surely_keeps(self, records: Sequence[Record]) -> bool | None:
+        """Whether it is so of all such requests: None where the interval of a share within its limit (Wilson, 95 %)
+        has the percentile in it. A failure is a failure, however few."""
+        counted = [r.answer for r in records if r.answer.failure not in NOT_COUNTED]
+        if not counted or any(answer.failure is not None for answer in counted):
+            return False
+        shares = [wilson(sum(map(one.keeps, counted)), len(counted)) for one in self._each]
+        if any(100 * high < self.percentile for _, high in shares):
+            return False
+        return True if all(100 * low >= self.percentile for low, _ in shares) else None
+
+    @property
+    def _each(self) -> list[Limits]:
+        names = (("time_to_first_token", self.ttft_ms), ("inter_token_latency", self.itl_ms))
+        return [Limits(((name, most),)) for name, most in names if most is not None]
+
     def check(self, streams: bool) -> None:
         """raises ConfigError where no answer could break them"""
-        names = (("time_to_first_token", self.ttft_ms), ("inter_token_latency", self.itl_ms))
-        check_limits([Limits(tuple((name, most) for name, most in names if most is not None))], streams)
+        check_limits(self._each, streams)
 
     @property
     def says(self) -> str:
@@ -44,28 +62,28 @@ class SweepLimits:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What was measured of one level. server: what it says of its own load meanwhile; cpu_share: of a core, that this
-    client took"""
+    """What was measured of one level. server: what it says of its own load meanwhile; effort: of this client; surely:
+    what `surely_keeps` says; ended: why it ended before its time, else "" """
 
     metrics: Metrics
     server: ServerLoad | None = None
-    cpu_share: float = 0.0
+    effort: Effort = Effort()  # noqa: RUF009 (frozen)
+    surely: bool | None = None
+    ended: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """level: users at a time, or requests a second"""
+    """level: users at a time, or requests a second; keeps: these requests; surely: all such requests, None where they
+    are too few to say"""
 
     level: float
     metrics: Metrics
     keeps: bool
     server: ServerLoad | None = None
-    cpu_share: float = 0.0
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether the client kept up: what a saturated one stamps is its own lateness."""
-        return self.cpu_share < SATURATED
+    effort: Effort = Effort()  # noqa: RUF009
+    surely: bool | None = None
+    ended: str = ""
 
     @property
     def tokens_per_s(self) -> float:
@@ -75,9 +93,19 @@ class Point:
     def requests_per_s(self) -> float:
         return self.metrics.requests_per_s.value
 
+    @property
+    def verdict(self) -> str:
+        """yes, no, or "too few to say"."""
+        return {True: "yes", False: "no", None: "too few to say"}[self.surely]
+
     def value(self, name: str, percentile: int = 50) -> float | None:
         found = self.metrics.of_requests.get(name)
         return None if found is None else found.percentiles[percentile]
+
+    def interval(self, name: str, at: str) -> Interval | None:
+        """Of a percentile ("p50"); None, too, where there are too few requests."""
+        found = self.metrics.of_requests.get(name)
+        return None if found is None else found.intervals.get(at)
 
 
 async def swept(
@@ -90,8 +118,9 @@ async def swept(
         reached = await run(level)
         if reached is None:
             return None
-        keeps = limits.keeps(reached.metrics)
-        points.append(Point(level, reached.metrics, keeps, reached.server, reached.cpu_share))
+        keeps = limits.keeps(reached.metrics) and not reached.ended  # a load that was given up is not kept
+        surely = False if reached.ended else reached.surely
+        points.append(Point(level, reached.metrics, keeps, reached.server, reached.effort, surely, reached.ended))
         return points[-1].keeps
 
     level, good, bad = first, None, None
@@ -136,7 +165,8 @@ def throughput(points: Sequence[Point]) -> Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """within: the most throughput that keeps the limits; knee: the most throughput for its latency"""
+    """within: the most throughput of those whose requests keep the limits, surely or not; knee: the most throughput for
+    its latency"""
 
     within: Point | None
     latency: Point

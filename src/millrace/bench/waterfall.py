@@ -13,7 +13,6 @@ decode      from the first token to the last, of which a client may see nothing 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Annotated
 from urllib.parse import quote
 
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.bench.answer import Answer
-from millrace.bench.client import Target
+from millrace.bench.client import Client, Target
 
 Floats = npt.NDArray[np.float64]
 TO_FIRST = ("outside", "preparing", "queue", "prefill", "telling")
@@ -32,6 +31,7 @@ TIMEOUT_S, BUDGET_S = 2.0, 10.0  # of one of these questions; of all together
 FEWEST = 20  # below, nothing is slow or usual
 SLOW = 0.99  # the slowest: from this quantile on,
 _FEWEST_SLOW = 3  # at least so many of them
+BELOW_MS = 10.0  # a server may note a token when its client has it; what is more is no time of this request
 
 
 _Ms = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # what is beyond is no time: its sums would be infinite
@@ -67,6 +67,11 @@ class Waterfall:
     def n(self) -> int:
         return len(self.to_first)
 
+    @property
+    def contradicts(self) -> bool:
+        """A request took longer in the server than its client waited: somebody else's is told of by its name."""
+        return bool(self.to_first[:, 0].min() < -BELOW_MS)
+
 
 @dataclass(frozen=True, slots=True)
 class Gone:
@@ -89,32 +94,33 @@ class Gone:
         return f"the {self.n} slowest took {total:.1f} ms more than usual: {where}" if most else "none was slow"
 
 
-def traced(target: Target, answers: Sequence[Answer]) -> dict[str, Seen]:
+async def traced(target: Target, answers: Sequence[Answer]) -> dict[str, Seen]:
     """What the server says of these requests, the last of them, by id; {} of a server that keeps no such traces."""
     found: dict[str, Seen] = {}
-    place = target.place
-    kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
-    connection = kind(place.hostname or "", place.port, timeout=TIMEOUT_S)
-    base = place.path.rstrip("/").removesuffix("/v1")
     until_s = time.monotonic() + BUDGET_S
-    try:
+    async with Client(target) as client:
         for answer in [a for a in answers if a.id][-MOST:]:
             if time.monotonic() > until_s:
                 break
-            path = f"{base}/v1/requests/{quote(answer.id, safe='')}/trace?steps=0"
-            connection.request("GET", path, headers=dict(target.headers))
-            reply = connection.getresponse()
-            data = reply.read(MOST_BYTES)
-            if reply.status == 404 and found:
+            path = f"/v1/requests/{quote(answer.id, safe='')}/trace?steps=0"
+            page = await client.get(path, TIMEOUT_S, MOST_BYTES)
+            if page.status == 404 and found:
                 continue  # forgotten since
-            if reply.status != 200:
-                break
-            found[answer.id] = msgspec.json.decode(data, type=_Reply).data[-1]  # of several by this name the newest
-    except (OSError, HTTPException, msgspec.MsgspecError, UnicodeDecodeError, IndexError):
-        pass  # another server's, or one that has gone: what was measured stands without it
-    finally:
-        connection.close()
+            seen = _seen(page)
+            if seen is None:
+                break  # another server's, or one that has gone: what was measured stands without it
+            found[answer.id] = seen
     return found
+
+
+def _seen(page: Answer) -> Seen | None:
+    if page.failure is not None:
+        return None
+    try:
+        told = msgspec.json.decode(page.text, type=_Reply).data
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return told[-1] if told else None  # of several by this name the newest
 
 
 def joined(answers: Sequence[Answer], traces: Mapping[str, Seen]) -> Waterfall | None:

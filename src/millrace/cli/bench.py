@@ -1,9 +1,11 @@
 """`millrace bench`: a load on a server, and what its users would feel of it."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import click
+import uvloop
 
 from millrace.bench.certify import Certificate, certify
 from millrace.bench.exports import NAMES, write_results
@@ -133,7 +135,8 @@ def _traced(plan: Plan, run: Run) -> Waterfall | None:
     """Ctrl-C leaves it out: what was measured stands without it."""
     answers = good(run.records)
     try:
-        return joined(answers, traced(plan.target, answers))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return joined(answers, runner.run(traced(plan.target, answers)))
     except KeyboardInterrupt:
         return None
 

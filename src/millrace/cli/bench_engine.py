@@ -63,7 +63,7 @@ def compared_engines(
     built = {engine: engine_of(engine, BuildSettings(), env, quiet=quiet) for engine in engines}
 
     async def measuring(plan: Plan, begins: Callable[[Run], None]) -> Run:
-        with closing(open_engine(*built[plan.target.url], RunSettings())) as model:
+        with closing(open_engine(*built[plan.engine], RunSettings())) as model:
             return await _asked(model, plan, begins)
 
     a, b = ((lambda i, engine=engine: planned_in_process(engine, given, i)) for engine in engines)

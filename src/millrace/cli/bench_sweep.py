@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from millrace.bench.certify import Certificate, certify, invalid, told_of
+from millrace.bench.certify import Certificate, certify, doubts, kept_up, told_of
+from millrace.bench.effort import Effort
 from millrace.bench.metrics import measured
 from millrace.bench.plan import Plan, measure, planned
 from millrace.bench.server_load import Watch
@@ -92,7 +93,7 @@ def command(
     async def sweep(begins: Begins) -> tuple[list[Point], Best | None, Certificate | None]:
         numbers = count()
         points = await swept(
-            first, most, by == "concurrency", limits, lambda at: _run(level(at, next(numbers)), begins)
+            first, most, by == "concurrency", limits, lambda at: _run(level(at, next(numbers)), limits, begins)
         )
         found = best(points)
         certified = certify(level(found.throughput.level, 0), certify_s) if found and certify_s else None
@@ -101,8 +102,9 @@ def command(
     points, found, certificate = driven(sweep, as_json)
     if found is None:
         raise MachineError("no request was answered", "one whole answer at least", "ask one level: millrace bench URL")
-    told = {**_told(by, points, found, limits), **told_of(certificate, max(p.cpu_share for p in points))}
-    told["notes"] = invalid(told, f"at {_levels_invalid(points) or 'most'}")
+    efforts = [p.effort for p in points]
+    told = {**_told(by, points, found, limits, certificate), **told_of(certificate, efforts)}
+    told["notes"] = doubts(certificate, efforts, f"at {_levels_invalid(points) or 'most'}")
 
     def write(file: Path) -> list[str]:
         file.write_text(sweep_page(url, by, points, found, limits, certificate, told["notes"]), encoding="utf-8")
@@ -114,7 +116,7 @@ def command(
 
 
 def _levels_invalid(points: list[Point]) -> str:
-    return " and ".join(f"{p.level:g}" for p in points if not p.is_valid)
+    return " and ".join(f"{p.level:g}" for p in points if not p.effort.keeps_up)
 
 
 def _agree(by: str, first: float, most: float, given: dict[str, Any]) -> None:
@@ -141,29 +143,44 @@ def _level(url: str, by: str, given: dict[str, Any]) -> Callable[[float, int], P
     return plan
 
 
-async def _run(plan: Plan, begins: Begins) -> Reached | None:
+async def _run(plan: Plan, limits: SweepLimits, begins: Begins) -> Reached | None:
     async with Watch(plan.target) as watch:
         done = await measure(plan, begins)
     if done.ended == "Ctrl-C":
         return None
-    return Reached(measured(done.records), watch.during(done), done.cpu_share)
+    surely = limits.surely_keeps(done.records)
+    return Reached(measured(done.records), watch.during(done), Effort.of(done), surely, done.ended)
 
 
-def _told(by: str, points: list[Point], found: Best, limits: SweepLimits) -> dict[str, Any]:
+def _told(
+    by: str, points: list[Point], found: Best, limits: SweepLimits, certificate: Certificate | None
+) -> dict[str, Any]:  # fmt: skip
+    told = {p.level: _point(p, certificate) for p in points}
+    chosen = {name: getattr(found, name) for name in NAMES}
     return {
         "by": by, "limits": limits.says, "limited_by": limited(points), "ranked_by": throughput(points).unit,
-        "points": [_point(p) for p in points], "front": [p.level for p in on_front(points)],
-        **{name: None if getattr(found, name) is None else _point(getattr(found, name)) for name in NAMES},
+        "points": list(told.values()), "front": [p.level for p in on_front(points)],
+        **{name: None if point is None else told[point.level] for name, point in chosen.items()},
     }  # fmt: skip
 
 
-def _point(p: Point) -> dict[str, Any]:
+def _point(p: Point, certificate: Certificate | None) -> dict[str, Any]:
     names = ("time_to_first_token", "inter_token_latency", "request_latency")
     return {
-        "level": p.level, "keeps": p.keeps, "output_tokens_per_s": p.tokens_per_s,
-        "requests_per_s": p.requests_per_s, "answers": p.metrics.n, "failed": p.metrics.n_failed,
-        "server": None if p.server is None else asdict(p.server), "client_cpu_share": p.cpu_share, "valid": p.is_valid,
-        **{name: {"p50": p.value(name, 50), "p90": p.value(name, 90)} for name in names},
+        "level": p.level, "keeps": p.keeps, "surely": p.surely, "verdict": p.verdict, "ended_early": p.ended or None,
+        "output_tokens_per_s": p.tokens_per_s, "requests_per_s": p.requests_per_s,
+        "output_tokens_per_s_interval": p.metrics.output_tokens_per_s.interval,
+        "requests_per_s_interval": p.metrics.requests_per_s.interval,
+        "answers": p.metrics.n, "failed": p.metrics.n_failed,
+        "server": None if p.server is None else asdict(p.server), "client_cpu_share": p.effort.peak_share,
+        "valid": kept_up(certificate, [p.effort]),
+        **{
+            name: {
+                "p50": p.value(name, 50), "p90": p.value(name, 90),
+                "intervals": {at: p.interval(name, at) for at in ("p50", "p90")},
+            }
+            for name in names
+        },
     }  # fmt: skip
 
 
@@ -174,7 +191,7 @@ def _show(told: dict[str, Any]) -> None:
     rows = [
         [f"{p['level']:g}", f"{p['output_tokens_per_s']:,.1f}", f"{p['requests_per_s']:,.2f}",
          ms(p, "time_to_first_token"), ms(p, "inter_token_latency"),
-         ("yes" if p["keeps"] else "no") + ("" if p["valid"] else ", INVALID")]
+         p["verdict"] + (", INVALID" if p["valid"] is False else "")]
         for p in told["points"]
     ]  # fmt: skip
     click.echo()
@@ -183,6 +200,8 @@ def _show(told: dict[str, Any]) -> None:
     click.echo()
     unit = told["ranked_by"]
     pairs([(says.format(unit=unit), _said(told["by"], unit, told[name])) for name, says in NAMES.items()])
+    if told["within"] and told["within"]["surely"] is None:
+        click.echo(f"  At {told['within']['level']:g} too few requests were asked to say that it keeps the limits.")
     click.echo(f"  {told['limited_by']}")
     if told["client"]:
         click.echo(f"  client: {told['client']}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from millrace.bench.load import Ask, Heard, ask, ask_all, quantile
+from millrace.bench.demo_load import Ask, Heard, ask, ask_all, quantile
 from millrace.bench.server_process import ServerProcess
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, size

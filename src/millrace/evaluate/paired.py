@@ -8,12 +8,12 @@ from typing import NamedTuple
 _Z = 1.959963984540054  # 95 % of a normal distribution, both sides
 
 
-def wilson(n_right: int, n: int) -> tuple[float, float]:
-    """95 % of a share: never beyond 0 and 1, and right for few questions (Wilson, 1927)."""
+def wilson(n_right: int, n: int, z: float = _Z) -> tuple[float, float]:
+    """95 % of a share, or as much as `z` says: never beyond 0 and 1, and right for few questions (Wilson, 1927)."""
     if n == 0:
         return 0.0, 1.0
-    share, z2 = n_right / n, _Z * _Z
-    centre, half = share + z2 / (2 * n), _Z * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    share, z2 = n_right / n, z * z
+    centre, half = share + z2 / (2 * n), z * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
     return max(0.0, (centre - half) / (1 + z2 / n)), min(1.0, (centre + half) / (1 + z2 / n))
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.engine.kv import PAGE_TOKENS
-from millrace.tune.recording import BLOCK, Floats, Ints, Recording
+from millrace.tune.lines import BLOCK
+from millrace.tune.recording import Floats, Ints, Recording
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,27 +7,23 @@
 Every mistake names file and line.
 """
 
-import csv
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import IO, Annotated, NoReturn
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.errors import ConfigError, plain
+from millrace.tune.lines import BLOCK, MOST_TOKENS, Lines, begins, numbered, opened, rows, wrong
 
-BLOCK = 512  # tokens of an id
-MOST_LINE, MOST_FILE = 16 << 20, 2 << 30  # bytes
-AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 DATED_MS = 1e12  # from here on a time counts from 1970 (2001 and later), else from somewhere
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=10_000_000)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 _Duration = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
@@ -86,62 +82,28 @@ class Recording:
 
 def read_recording(path: Path) -> Recording:
     """raises ConfigError"""
-    try:
-        size = path.stat().st_size
-        if size > MOST_FILE:
-            raise ConfigError(f"{path} has {size} bytes", f"at most {MOST_FILE}", "record a shorter time")
-        with path.open("rb") as file:
-            return _arrays(_parsed(_lines(file, path), path), path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", "a recording", "check the path") from None
+    with opened(path, "a recording") as file:
+        return _arrays(_parsed(numbered(file, path), begins(file) == b"T", path), path)
 
 
-def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
-    number = 0
-    while line := file.readline(MOST_LINE + 1):
-        number += 1
-        if len(line) > MOST_LINE:
-            _wrong(path, number, f"more than {MOST_LINE} bytes")
-        if line.strip():
-            yield number, line
-
-
-def _wrong(path: Path, line: int, what: str, expected: str = "a recorded request") -> NoReturn:
-    raise ConfigError(f"{path}, line {line}: {what}", expected, "correct the line, or leave it out")
-
-
-def _parsed(lines: Iterator[tuple[int, bytes]], path: Path) -> Iterator[Line]:
+def _parsed(lines: Lines, is_azure: bool, path: Path) -> Iterator[Line]:
+    if is_azure:
+        yield from (Line(row.at_s * 1e3, row.n_input, row.n_output) for row in rows(lines, path))
+        return
     timed: bool | None = None
     decoder = msgspec.json.Decoder(Line)
     for number, line in lines:
-        if number == 1 and line.startswith(b"TIMESTAMP"):
-            yield from _azure(line, lines, path)
-            return
         try:
             found = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             expected = '{"timestamp": ms, "input_length": n, "output_length": n, ...}, as `serve --record` writes'
-            _wrong(path, number, plain(str(error)), expected)
+            wrong(path, number, plain(str(error)), expected)
         if found.waited > (found.duration or 0):
-            _wrong(path, number, f'"waited" is {found.waited:g}', '"waited" within "duration"')
+            wrong(path, number, f'"waited" is {found.waited:g}', '"waited" within "duration"')
         if timed is not None and timed != (found.duration is not None):
-            _wrong(path, number, f'{"no" if timed else "a"} "duration"', "one in every line, or in none")
+            wrong(path, number, f'{"no" if timed else "a"} "duration"', "one in every line, or in none")
         timed = found.duration is not None
         yield found
-
-
-def _azure(head: bytes, lines: Iterable[tuple[int, bytes]], path: Path) -> Iterator[Line]:
-    if head.strip() != AZURE.encode():
-        _wrong(path, 1, plain(head.decode(errors="replace").strip()), AZURE)
-    epoch = datetime(1970, 1, 1)
-    for number, line in lines:
-        text = line.decode(errors="replace").strip()
-        try:
-            at, n_input, n_output = next(csv.reader([text]))
-            ms = (datetime.fromisoformat(at[:26]) - epoch).total_seconds() * 1e3  # its seconds have seven digits
-            yield msgspec.convert({"timestamp": ms, "input_length": int(n_input), "output_length": int(n_output)}, Line)
-        except (ValueError, TypeError):  # TypeError: a time with a zone
-            _wrong(path, number, f'"{plain(text)}"', AZURE)
 
 
 def _arrays(lines: Iterator[Line], path: Path) -> Recording:

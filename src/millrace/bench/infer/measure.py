@@ -9,7 +9,8 @@ from typing import Any
 
 from millrace.bench.answer import Answer, Failure, Question
 from millrace.bench.arrivals import Arrivals
-from millrace.bench.certify import SATURATED, Certificate, certificate_of
+from millrace.bench.certify import Certificate, certificate_of, kept_up
+from millrace.bench.effort import Effort
 from millrace.bench.infer.inputs import RANDOM, ZERO, batches, parse_shapes, read_items, synthetic
 from millrace.bench.infer.model import Model, whole
 from millrace.bench.infer.over_http import OverHttp
@@ -45,12 +46,8 @@ class ServerTimes:
 class Point:
     level: Level
     metrics: Metrics
-    cpu_share: float
+    effort: Effort
     server: ServerTimes | None
-
-    @property
-    def keeps_up(self) -> bool:
-        return self.cpu_share < SATURATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +61,9 @@ class Inferred:
     ended: str = ""
 
     @property
-    def is_valid(self) -> bool:
-        return all(p.keeps_up for p in self.points) and (self.certificate is None or self.certificate.holds)
+    def valid(self) -> bool | None:
+        """Whether the client kept up at every level. None: as far as is known"""
+        return kept_up(self.certificate, [p.effort for p in self.points])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ async def infer(plan: InferPlan, certify_s: float, on_run: OnRun = lambda run: N
             if run.ended == "Ctrl-C":
                 ended = run.ended
                 break
-            points.append(Point(level, measured(run.records), run.cpu_share, times))
+            points.append(Point(level, measured(run.records), Effort.of(run), times))
             if run.ended:
                 ended = f"{level.says}: {run.ended}"
                 break

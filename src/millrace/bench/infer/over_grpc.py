@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from millrace.bench.answer import Answer, Failure
+from millrace.bench.answer import Answer, Failure, request_ids
 from millrace.bench.infer.messages import KINDS, SERVICE, message
 from millrace.bench.infer.model import Model, told_model
 from millrace.bench.infer.target import InferTarget
@@ -51,7 +51,7 @@ class OverGrpc:
 
     def __init__(self, target: InferTarget, at_a_time: int) -> None:
         scheme, place = _place(target.url)
-        self._target, self._n_asked = target, 0
+        self._target, self._n_asked, self._ids = target, 0, request_ids()
         self._headers = [(name.lower(), value) for name, value in target.headers.items()]
         n = min(MOST_CONNECTIONS, -(-at_a_time // EACH))
         self._channels = [
@@ -133,7 +133,7 @@ class OverGrpc:
 
     async def send(self, body: bytes, answer: Answer) -> None:
         self._n_asked += 1
-        answer.id = f"millrace-bench-{self._n_asked}"
+        answer.id = next(self._ids)
         call = self._infer[self._n_asked % len(self._infer)]
         headers = (*self._headers, ("x-request-id", answer.id))
         answer.sent_s = time.perf_counter()

@@ -10,6 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from millrace.bench.certify import Certificate, doubts, kept_up
 from millrace.bench.infer.measure import Inferred, Point
 from millrace.bench.results import DEFINITIONS
 from millrace.report.page import render
@@ -28,19 +29,20 @@ def report(done: Inferred) -> dict[str, Any]:
     return {
         "schema": SCHEMA, "url": done.target.url, "protocol": done.target.protocol, "model": model,
         "definitions": {
-            "inferences_per_s": "items of whole answers, from the first sending to the last answer",
+            "inferences_per_s": "items of whole answers, from the first sending to the last answer or failure",
             "latency_ms": DEFINITIONS[LATENCY][1] + ", of a request with its whole batch",
             "server": "means of the server's own statistics, for each request",
         },
-        "valid": done.is_valid, "ended_early": done.ended or None,
+        "valid": done.valid, "ended_early": done.ended or None,
         "certificate": None if done.certificate is None else {
             **asdict(done.certificate), "holds": done.certificate.holds,
         },
-        "points": [_point(p) for p in done.points], "verdict": verdict(done.points), "notes": notes(done),
+        "points": [_point(p, done.certificate) for p in done.points], "verdict": verdict(done.points),
+        "notes": notes(done),
     }  # fmt: skip
 
 
-def _point(p: Point) -> dict[str, Any]:
+def _point(p: Point, certificate: Certificate | None) -> dict[str, Any]:
     found = p.metrics.of_requests.get(LATENCY)
     latency = None if found is None else {
         "mean": found.mean, "std": found.std, "min": found.min, "max": found.max,
@@ -52,7 +54,7 @@ def _point(p: Point) -> dict[str, Any]:
         "inferences_per_s": {"value": rate.value, "interval": rate.interval},
         "requests": {"whole": p.metrics.n, "failed": p.metrics.n_failed, "by_failure": p.metrics.failures},
         "latency_ms": latency, "server": None if p.server is None else asdict(p.server),
-        "client_cpu_share": p.cpu_share, "valid": p.keeps_up,
+        "client_cpu_share": p.effort.peak_share, "valid": kept_up(certificate, [p.effort]),
     }  # fmt: skip
 
 
@@ -88,18 +90,14 @@ def verdict(points: Sequence[Point]) -> str:
 
 def notes(done: Inferred) -> list[str]:
     said = [f"It ended early: {done.ended}."] if done.ended else []
-    if not done.is_valid:
-        slow = [p.level.says for p in done.points if not p.keeps_up]
-        said.append(
-            "INVALID: this client does not keep up"
-            + (f" at {'; '.join(slow)}" if slow else "")
-            + (f" ({done.certificate.says})" if done.certificate and not done.certificate.holds else "")
-            + ". Send less, or from a machine that does less."
-        )
+    slow = [p.level.says for p in done.points if not p.effort.keeps_up]
+    said += doubts(done.certificate, [p.effort for p in done.points], f"at {'; '.join(slow) or 'most'}")
     failed = {kind: n for p in done.points for kind, n in p.metrics.failures.items()}
     if failed:
         total = sum(p.metrics.n_failed for p in done.points)
-        said.append(f"{total} requests failed ({', '.join(failed)}); they are in no rate and no latency.")
+        said.append(
+            f"{total} requests failed ({', '.join(failed)}); they are in no latency, and in rates by their time alone."
+        )
     if done.points and all(p.server is None for p in done.points):
         said.append("The server tells no statistics of its own: what is queue and what is computing is not known.")
     return said

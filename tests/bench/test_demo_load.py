@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from millrace.bench.load import Ask, ask, ask_all, quantile
+from millrace.bench.demo_load import Ask, ask, ask_all, quantile
 from millrace.errors import MachineError
 
 ASKED = Ask("Hi", 3, seed=1)
