@@ -138,7 +138,7 @@ def test_what_cannot_fit_by_its_bytes_is_refused_before_it_is_tokenised(served: 
 
 
 def test_what_cannot_fit_by_its_words_is_refused_before_it_is_tokenised(tmp_path: Path) -> None:
-    """9,000 characters, which 1,000 tokens could cover by their bytes, but 2,570 words, of which one covers two here."""
+    """9,000 characters, which 1,000 tokens could cover by their bytes, but 2,570 words, two a token at most."""
     save_byte_level(tmp_path, 700)
     assert (most := reach(tokenizer())) is not None and most.words == 2 and 9000 / most.n_bytes < 1000
 
@@ -151,13 +151,13 @@ def test_what_cannot_fit_by_its_words_is_refused_before_it_is_tokenised(tmp_path
         patch.object(TokenizerProcess, "encode", refuse),
     ):
         text = "a mill " * 1285
-        for path, param, body in (
-            (TEXT, "prompt", {"prompt": ["a", text]}),
-            (CHAT, "messages", {"messages": [{"role": "user", "content": text}]}),
+        for path, param, body, least in (
+            (TEXT, "prompt", {"prompt": ["a", text]}, 1285),
+            (CHAT, "messages", {"messages": [{"role": "user", "content": text}]}, 1287),  # the template's words, too
         ):
             error = post(server.url, path, body).json()["error"]
             assert (error["code"], error["param"]) == ("context_length_exceeded", param), error
-            assert "the prompt has at least 1285 tokens" in error["message"]
+            assert f"the prompt has at least {least} tokens" in error["message"]
     assert len(tokenizer().encode(text)) >= 1285
 
 
