@@ -22,7 +22,8 @@ from tests.e2e.live import JSON
 N_CLIENTS, N_ROUNDS, N_WARM_UP = 64, 20, 5
 TEXT = "/v1/completions"
 WORDS = "the river runs past a mill and the miller counts his sacks while the wheel turns slowly in spring "
-N_ATTACKERS = 3  # at a time; their texts are worked on between the steps of a stream
+# Each refused within some milliseconds: without a pause they would have the server's cores for writing and reading alone.
+N_ATTACKERS, PAUSE_S = 3, 0.3
 KILOBYTES_100 = (WORDS * 1100)[:100_000]
 
 
@@ -124,8 +125,8 @@ def test_64_streams_of_which_a_third_leave(stories_engine: Path, cache: Path) ->
 
 # As cheap as a client can be: it runs on the cores of the server, which it would not.
 ATTACKER = """
-import http.client, json, sys
-address, prompt = sys.argv[1].removeprefix("http://"), sys.stdin.read()
+import http.client, json, sys, time
+address, pause_s, prompt = sys.argv[1].removeprefix("http://"), float(sys.argv[2]), sys.stdin.read()
 body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
 client = http.client.HTTPConnection(address, timeout=600)
 while True:
@@ -133,14 +134,15 @@ while True:
     reply = client.getresponse()
     reply.read()
     print(reply.status, flush=True)
+    time.sleep(pause_s)
 """
 
 
 class Attacker:
     """Other clients, in processes of their own, that post 100 KB prompts in a loop from when they are told to."""
 
-    def __init__(self, url: str, n: int) -> None:
-        command = [sys.executable, "-c", ATTACKER, url]
+    def __init__(self, url: str, n: int, pause_s: float) -> None:
+        command = [sys.executable, "-c", ATTACKER, url, f"{pause_s}"]
         self._clients = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(n)
         ]
@@ -161,8 +163,8 @@ class Attacker:
 
 
 @contextmanager
-def attacker(url: str, n: int = 1) -> Iterator[Attacker]:
-    found = Attacker(url, n)
+def attacker(url: str, n: int = 1, pause_s: float = 0) -> Iterator[Attacker]:
+    found = Attacker(url, n, pause_s)
     try:
         time.sleep(1.0)  # for their imports
         yield found
@@ -225,7 +227,9 @@ def test_100_kb_prompts_do_not_stretch_a_stream(
 def test_refused_100_kb_prompts_beside_a_stream_are_hardly_felt(
     large_checkpoint: Path, tmp_path: Path, cache: Path
 ) -> None:
-    """p99 of the gaps is at most 1.15 x that of the same stream without them: five pairs, one after the other."""
+    """p99 of the gaps is at most 1.15 x that of the same stream without them, with some ten refusals a second: five pairs,
+    one after the other.
+    """
     plain: list[float] = []
     beside: list[float] = []
     refused: list[int] = []
@@ -236,14 +240,14 @@ def test_refused_100_kb_prompts_beside_a_stream_are_hardly_felt(
         for _ in range(5):
             plain += gaps_s(url, 250)
             before = metric(url, "vllm:iteration_tokens_total_sum{")
-            with attacker(url, N_ATTACKERS) as attack:
+            with attacker(url, N_ATTACKERS, PAUSE_S) as attack:
                 beside += gaps_s(url, 250, attack.begin)
             assert metric(url, "vllm:iteration_tokens_total_sum{") - before < 1000, "they were not refused"
             assert set(attack.statuses) == {400}, attack.statuses
             refused.append(len(attack.statuses))
             wait_for_pages(url)
     say(f"refused while 250 tokens came: {refused}")
-    assert sum(refused) > 0.01 * len(beside), "fewer than the gaps beyond p99, which would not feel them"
+    assert sum(refused) > 0.05 * len(beside), "too few for the gaps beyond p99 to feel them"
     for name, gaps in (("alone", plain), ("beside refused prompts", beside)):
         say(f"{name}: median {quantile(gaps, 0.5) * 1e3:.1f} ms, p99 {quantile(gaps, 0.99) * 1e3:.1f} ms")
     keep(p99_beside_refused_over_alone=quantile(beside, 0.99) / quantile(plain, 0.99))

@@ -9,11 +9,11 @@ from millrace.runtime.params import context_exceeded
 
 # What a tokenizer may make shorter before it cuts: white space, composed and compatible characters, rare ones in a row.
 _PROBE = "  a \t\n\n b   e\u0301 \ufb01 \uff21 \U0001d400 \u1112\u1161\u11ab \x01 😀😀😀 𐎀𐎀𐎀𐎀𐎀𐎀𐎀𐎀 "
-_IS_SPACE = np.isin(np.arange(256), np.frombuffer(b" \t\n\r\v\f", np.uint8))
+_SPACE = ord(" ")  # tokens hold what goes over lines more often
 
 
 class Reach(NamedTuple):
-    """What one token covers at most. words: what stands between ASCII white space; one, but for rare vocabularies"""
+    """What one token covers at most. words: what stands between spaces; mostly one, or a part of it"""
 
     n_bytes: int
     words: int
@@ -25,11 +25,11 @@ def reach(tokenizer: Tokenizer) -> Reach | None:
     if covered < len(_PROBE.encode()):
         return None
     tokens = [tokenizer.token_bytes(i) for i in tokenizer.ids()]
-    return Reach(max(map(len, tokens)), max(1, max(len(token.split()) for token in tokens)))
+    return Reach(max(map(len, tokens)), max(1, *map(n_words, tokens)))
 
 
 def n_words(text: bytes) -> int:
-    is_space = _IS_SPACE[np.frombuffer(text, np.uint8)]
+    is_space = np.frombuffer(text, np.uint8) == _SPACE
     return int(np.count_nonzero(is_space[:-1] & ~is_space[1:])) + int(len(text) > 0 and not is_space[0])
 
 
