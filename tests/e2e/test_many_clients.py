@@ -22,7 +22,7 @@ from tests.e2e.live import JSON
 N_CLIENTS, N_ROUNDS, N_WARM_UP = 64, 20, 5
 TEXT = "/v1/completions"
 WORDS = "the river runs past a mill and the miller counts his sacks while the wheel turns slowly in spring "
-# Each refused within some milliseconds: without a pause they would have the server's cores for writing and reading alone.
+# Each is refused within some milliseconds: without a pause they would take the server's cores for reading alone.
 N_ATTACKERS, PAUSE_S = 3, 0.3
 KILOBYTES_100 = (WORDS * 1100)[:100_000]
 
@@ -227,8 +227,9 @@ def test_100_kb_prompts_do_not_stretch_a_stream(
 def test_refused_100_kb_prompts_beside_a_stream_are_hardly_felt(
     large_checkpoint: Path, tmp_path: Path, cache: Path
 ) -> None:
-    """p99 of the gaps is at most 1.15 x that of the same stream without them, with some ten refusals a second: five pairs,
-    one after the other.
+    """p99 of the gaps is at most 1.15 x that of the same stream without them, with some ten refusals a second.
+
+    Five pairs, one after the other.
     """
     plain: list[float] = []
     beside: list[float] = []
