@@ -1,5 +1,8 @@
 """The simulator against queueing theory, against sums by hand, and against what must hold in every run."""
 
+import json
+import sys
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +16,8 @@ from millrace.runtime.batch import TokenBudget
 from millrace.size.constants import profile
 from millrace.size.cost import Instance
 from millrace.size.models import PRESETS
-from millrace.size.simulator import Arrival, Simulated, Simulation, step_time
+from millrace.size.simulator import Simulated, Simulation
+from millrace.size.virtual import Arrival, step_time
 from tests.support.drawn import SEEDS
 
 
@@ -86,16 +90,31 @@ def test_a_short_pool_preempts_and_all_is_answered() -> None:
 
 
 @given(seed=SEEDS)
-def test_every_run_is_whole(seed: int) -> None:
+def test_steps_taken_at_once_are_those_of_the_loop_that_serves(seed: int) -> None:
+    """Every time of every request, bit for bit; steps, preemptions and hits: by EngineLoop and without it."""
     rng = np.random.default_rng(seed)
-    n = int(rng.integers(1, 25))
+    n, cached = int(rng.integers(1, 25)), bool(rng.random() < 0.5)
     at_s = np.cumsum(rng.exponential(rng.choice([0.001, 0.03, 1.0]), n))
-    arrivals = [Arrival(float(t), int(rng.integers(1, 300)), int(rng.integers(1, 40))) for t in at_s]
-    simulation = Simulation(limits(n_pages=int(rng.integers(30, 200)), max_sequences=8), seconds)
+    families = [tuple(rng.integers(0, 2, 3).tolist()) for _ in range(n)]
+    arrivals = [
+        Arrival(
+            float(t), int(rng.integers(1, 1200 if cached else 300)), int(rng.integers(1, 60)), blocks if cached else ()
+        )
+        for t, blocks in zip(at_s, families, strict=True)
+    ]
+    rooms = limits(n_pages=int(rng.integers(100, 300) if cached else rng.integers(30, 200)), max_sequences=8)
     closed = int(rng.integers(1, 9)) if rng.random() < 0.5 else None
-    found = simulation.run(arrivals, closed)
-    check(found)
-    assert len(found.requests) == n
+    budgets = [TokenBudget.unhurried(512) if seed % 2 else None for _ in range(2)]
+    quick, stepped = (
+        Simulation(rooms, seconds, budget, cached, quick=of).run(arrivals, closed)
+        for of, budget in zip((True, False), budgets, strict=True)
+    )
+    check(quick)
+    check(stepped)
+    assert [(a.first_s, a.last_s) for a in quick.requests] == [(b.first_s, b.last_s) for b in stepped.requests]
+    assert (quick.seconds, quick.steps) == (stepped.seconds, stepped.steps)
+    assert (quick.preemptions, quick.prefix_hits) == (stepped.preemptions, stepped.prefix_hits)
+    assert len(quick.requests) == n
 
 
 def test_a_real_cost_model_gives_a_gpu_its_published_speed() -> None:
@@ -121,3 +140,24 @@ def test_a_real_cost_model_gives_a_gpu_its_published_speed() -> None:
 def test_what_cannot_be_simulated_is_refused(arrivals: list[Arrival], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Simulation(limits(), seconds).run(arrivals)
+
+
+@pytest.mark.timing
+def test_a_gpu_is_simulated_200_times_as_fast_as_it_would_serve() -> None:
+    """200 tokens in and out, 40 requests a second on one H100, on one core; EngineLoop itself beside it."""
+    device = find_device("H100")
+    instance = Instance(PRESETS["llama-3-8b"], device, "fp8", 1, 1.0)
+    time_of = step_time(instance, profile(device, "fp8").constants, host_s=30e-6)
+    rng, times = np.random.default_rng(7), {}
+    arrivals = [Arrival(float(t), 200, 200) for t in np.cumsum(rng.exponential(1 / 40, 4000))]
+    rooms = ExecutorLimits(
+        max_step_tokens=8192, max_sequences=256, max_rows=256, max_context=8192, page_tokens=64, n_pages=6000,
+        vocab_size=1 << 15,
+    )  # fmt: skip
+    for quick, some in ((True, arrivals), (False, arrivals[:400])):
+        simulation = Simulation(rooms, time_of, TokenBudget.unhurried(8192), prefix_cache=False, quick=quick)
+        started_s = time.perf_counter()
+        found = simulation.run(some)
+        times[quick] = found.seconds / (time.perf_counter() - started_s)
+    sys.stdout.write(json.dumps({"times_real_time": round(times[True]), "step_by_step": round(times[False], 1)}) + "\n")
+    assert times[True] >= 200

@@ -108,7 +108,13 @@ class Scheduler:
         """The next step; empty only where there is no work."""
         step = Step([], 0, 0)
         self._take_single_tokens(step)
-        room = self.budget.prefill_tokens(len(step.chunks))
+        self.take_prompts(step, len(step.chunks))
+        assert step.chunks or not self.has_work, f"no step for {len(self.running)} + {len(self.waiting)} sequences"
+        return step
+
+    def take_prompts(self, step: Step, n_running: int) -> None:
+        """Chunks of prompts beside so many running answers, and new ones from the queue."""
+        room = self.budget.prefill_tokens(n_running)
         cut = [seq for seq in self.running if seq.n_left > 1]  # prompts under way, oldest first
         # Half for who comes after them, or what they leave: a short prompt does not wait for all of a long one.
         room -= self._admit(step, max(room // 2, room - sum(seq.n_left for seq in cut)))
@@ -119,8 +125,6 @@ class Scheduler:
         for seq in cut:
             if room > 0:
                 room -= self._take_prefill(step, seq, room)
-        assert step.chunks or not self.has_work, f"no step for {len(self.running)} + {len(self.waiting)} sequences"
-        return step
 
     def commit(self, step: Step, step_time_s: float) -> None:
         """The step was computed; tokens are appended after this."""
