@@ -163,18 +163,32 @@ def _goals() -> Iterator[str]:
         goals = _judged_now(result) if found is None else found
         impossible = _above_one(result)
         for g in goals:
-            reached = "" if g["reached"] is None else f"{g['reached']:.2f}"
+            reached = "" if g["reached"] is None else _figure(g["reached"])
             bound = f"at most {g['goal']}" if g.get("at_most") else str(g["goal"])
             verdict = g["verdict"] + (", judged later" if found is None else "")
             if impossible and _of_bandwidth(g):
                 verdict = "no measurement: a share of this run is above 1"
             shape = next(result[key] for key in ("shape", "beside", "model") if result.get(key))
-            rows.append([f"{shape}: {g['what']}", reached, bound, verdict, f"`{name}`"])
+            rows.append([f"{shape}: {g['what']}{_extrapolated(result)}", reached, bound, verdict, f"`{name}`"])
     yield (
         "## Goals\n\nAs judged when they were measured; *judged later*: the file is older than its goals, which are"
         " held against it here. Where one share of the bandwidth is above 1, no share of that run counts."
     )
     yield table(("what", "reached", "goal", "verdict", "file"), [r for r in rows if r[3] != "not measured"])
+
+
+def _figure(reached: float) -> str:
+    """Two digits behind the point, and what is small by three that count: 0.0102 is not 0.01."""
+    return f"{reached:.2f}" if abs(reached) >= 0.1 or not reached else f"{reached:#.3g}"
+
+
+def _extrapolated(result: Result) -> str:
+    """Of what a figure was scaled up from, where less was run than it speaks of; empty for all others."""
+    if kind(result) != "calibration":
+        return ""
+    whole = result["share_of_layers"] == 1 and result["samples"] == SAMPLES
+    parts = f"{result['share_of_layers']:.0%} of the layers and {result['samples']} samples"
+    return "" if whole else f" (extrapolated from {parts})"
 
 
 def _above_one(result: Result) -> bool:

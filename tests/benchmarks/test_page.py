@@ -200,6 +200,28 @@ def test_files_older_than_their_goals_are_judged(monkeypatch: pytest.MonkeyPatch
     assert "| s: x | 0.50 | 0.8 | missed | `file.json` |" in given(monkeypatch, **result, goals=written)
 
 
+@pytest.mark.parametrize(
+    ("reached", "shown"), [(0.00902, "0.00902"), (0.0102, "0.0102"), (0.0176, "0.0176"), (0.8, "0.80"), (0, "0.00")]
+)
+def test_a_small_figure_is_not_rounded_to_its_goal(monkeypatch: pytest.MonkeyPatch, reached: float, shown: str) -> None:
+    goals = [{"what": "KL", "reached": reached, "goal": 0.01, "at_most": True, "verdict": "as told"}]
+    assert f"| s: KL | {shown} | at most 0.01 | as told | `file.json` |" in given(monkeypatch, goals=goals)
+
+
+@pytest.mark.parametrize(
+    ("share", "samples", "said"),
+    [(1.0, 128, ""), (0.0909, 64, " (extrapolated from 9% of the layers and 64 samples)"),
+     (1.0, 64, " (extrapolated from 100% of the layers and 64 samples)")],
+)  # fmt: skip
+def test_a_goal_reached_by_a_part_says_so(
+    monkeypatch: pytest.MonkeyPatch, share: float, samples: int, said: str
+) -> None:
+    goals = [{"what": "statistics, s", "reached": 1291.4, "goal": 1800.0, "at_most": True, "verdict": "goal met"}]
+    told = given(monkeypatch, command="python -m benchmarks.calibration", share_of_layers=share, samples=samples,
+                 goals=goals)  # fmt: skip
+    assert f"| s: statistics, s{said} | 1291.40 | at most 1800.0 | goal met | `file.json` |" in told
+
+
 @pytest.mark.parametrize("start_s", [0.5, 1.5])
 def test_old_starts_are_judged(monkeypatch: pytest.MonkeyPatch, start_s: float) -> None:
     result = {"precision": "w4a8", "build_s": 1.0, "start_to_first_token_s": start_s, "resident_beyond_bytes": 1 << 20}

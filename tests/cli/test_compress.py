@@ -40,6 +40,17 @@ def test_a_dry_run_writes_nothing(millrace: Millrace, source: Path, tmp_path: Pa
     assert without.code == 0 and "to measure it" not in without.out
 
 
+def test_a_dry_run_takes_the_whole_command(millrace: Millrace, source: Path, tmp_path: Path) -> None:
+    """As it is planned: with the text to measure on, of which a mistake is said now."""
+    asked = ("compress", source, "-o", tmp_path / "out", "--recipe", "int4-wo", "--dry-run", "--calibration")
+    shown = millrace(*asked, BUNDLED / "calibration.txt")
+    assert shown.code == 0 and "nothing was written" in shown.out, shown.err
+    (tmp_path / "short.txt").write_text("a mill")
+    assert millrace(*asked, tmp_path / "short.txt").code == 2
+    millrace(*asked, tmp_path / "short.txt", "--no-evaluate").assert_mistake("nothing is measured")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_whole_way(millrace: Millrace, source: Path, tmp_path: Path) -> None:
     """More bits lose less; the folder runs like any other checkpoint and cannot be compressed again."""
     losses = {}

@@ -68,6 +68,14 @@ def test_a_run_goes_on_where_it_was(millrace: Millrace, data: Path, tmp_path: Pa
     assert len(out.read_bytes().splitlines()) == 9
 
 
+def test_a_second_model_that_is_not_there_is_said_before_questions(
+    millrace: Millrace, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "results.jsonl"
+    refused = millrace("eval", "tiny", "--data", data, "--against", "nosuch", "--out", out, *SHORT)
+    assert refused.code == 2 and 'no model "nosuch"' in refused.err and not out.exists()
+
+
 def test_two_models_side_by_side(millrace: Millrace, data: Path, tmp_path: Path) -> None:
     first = tmp_path / "first.jsonl"
     assert millrace("eval", "tiny", "--data", data, "--out", first, *SHORT).code == 0

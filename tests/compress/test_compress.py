@@ -17,7 +17,7 @@ from millrace.checkpoint.weights import INDEX, Tensors
 from millrace.compile.build import BuildOptions, plan_engine
 from millrace.compile.source import Source
 from millrace.compress import folder as folders
-from millrace.compress.compress import RECORD, Piece, by_layers, by_rounding, compress
+from millrace.compress.compress import Piece, by_layers, by_rounding, compress
 from millrace.compress.e4m3 import rounded_e4m3
 from millrace.compress.folder import Folder
 from millrace.compress.forms import Spec
@@ -25,6 +25,7 @@ from millrace.compress.grid import Convention, Grid, rounded
 from millrace.compress.layers import Layer, Rounding
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, parsed
+from millrace.compress.record import RECORD
 from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
 from millrace.errors import CheckpointError, ConfigError, MachineError
 from millrace.evaluate.simulated import fp8_rows

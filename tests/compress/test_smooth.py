@@ -11,7 +11,7 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions, plan_engine, write_engine
 from millrace.compile.precision import precision_map
 from millrace.compile.source import Source
-from millrace.compress.grid import Grid, fitted, rounded, with_scales
+from millrace.compress.grid import Grid, fitted, with_scales
 from millrace.compress.loss import CLIPS, clipped, output_error, relative_error
 from millrace.compress.smooth import (
     WEIGHT,
@@ -103,36 +103,60 @@ def test_moving_scales_changes_no_answer(family: str, offset: float, tmp_path: P
     assert np.abs(answers[0] - answers[1]).max() < 2e-4 and np.abs(answers[0]).max() > 1
 
 
+def to_nearest(w: Floats) -> Floats:
+    """Symmetric, 4 bits in groups of 32: steps of the group's largest over 7.5, as float16 holds them; in float64."""
+    found = np.zeros_like(w)
+    for n in range(len(w)):
+        for g in range(0, w.shape[1], 32):
+            step = float(np.float16(np.abs(w[n, g : g + 32]).max() / 7.5))
+            found[n, g : g + 32] = np.clip(np.rint(w[n, g : g + 32] / step), -8, 7) * step
+    return found
+
+
+def awq_tried(weights: list[Floats], x: Floats, how: tuple[bool, int, int]) -> list[tuple[float, Floats]]:
+    """What each of AWQ's 20 ratios loses, and its scales; first no scales. how: duo, shared, head"""
+    duo, shared, head = how
+    stacked, K = np.concatenate(weights).astype(np.float64), x.shape[1]
+    groups = np.abs(stacked).reshape(len(stacked), -1, 32)
+    importance = (groups / groups.max(axis=2, keepdims=True)).reshape(len(stacked), K).mean(axis=0)
+    run = shared * head
+    alike = [[j for j in range(K) if j // run == k // run and (j - k) % head == 0] for k in range(K)]
+    mean = np.array([np.abs(x)[:, same].mean() for same in alike])
+    relative = np.array([importance[same].mean() for same in alike])
+
+    def lost(s: Floats) -> float:
+        """Of each layer's own output the share that is off: none decides alone."""
+        whole = (np.square(x @ w.astype(np.float64).T).sum() for w in weights)
+        off = (np.square(x @ (to_nearest(w.astype(np.float64) * s) / s - w).T).sum() for w in weights)
+        return float(sum(o / of for o, of in zip(off, whole, strict=True)))
+
+    tried = [(lost(np.ones(K)), np.ones(K))]
+    for ratio in (i / 20 for i in range(20)):
+        s = mean**ratio / (relative ** (1 - ratio) if duo else 1)
+        s /= np.sqrt(s.max() * s.min())
+        tried.append((lost(s), s))
+    return tried
+
+
+@pytest.mark.parametrize("seed", [6, 7, 8])
 @pytest.mark.parametrize("duo", [True, False])
 @pytest.mark.parametrize(("shared", "head"), [(1, 1), (2, 8)])
-def test_awqs_scales_are_the_best_of_its_grid(duo: bool, shared: int, head: int) -> None:
-    x, found = inputs(64, seed=6)
-    weights = [np.random.default_rng(seed).standard_t(4, (N, 64)).astype(np.float32) for seed, N in ((7, 5), (8, 3))]
-    site, grid, ratios = Site(("a", "b"), "n", shared == 1, shared, head), Grid(4, 32), (0.0, 0.3, 0.6, 0.9)
-    stacked = np.concatenate(weights).astype(np.float64)
-    importance = np.zeros(64)
-    for k in range(64):
-        group = stacked[:, k // 32 * 32 : k // 32 * 32 + 32]
-        importance[k] = np.mean([abs(stacked[n, k]) / np.abs(group[n]).max() for n in range(8)])
-    tried = []
-    for ratio in ratios:
-        s = np.zeros(64)
-        for k in range(64):
-            same = [
-                j
-                for j in range(64)
-                if (shared == 1 and j == k) or (shared == 2 and j // 16 == k // 16 and (j - k) % 8 == 0)
-            ]
-            mean, relative = np.abs(x)[:, same].mean(), importance[same].mean()
-            s[k] = mean**ratio / (relative ** (1 - ratio) if duo else 1)
-        s /= np.sqrt(s.max() * s.min())
-        off = rounded((stacked * s).astype(np.float32), grid).dequantise() / s - stacked
-        tried.append((float(np.square(x @ off.T).sum(axis=1).mean()), s))
+def test_awqs_scales_are_the_best_of_its_grid(duo: bool, shared: int, head: int, seed: int) -> None:
+    """Of two layers one gives 400 times the energy of the other, whose loss counts as much."""
+    x, found = inputs(64, seed)
+    rng = np.random.default_rng(seed + 1)
+    weights = [rng.standard_t(4, (N, 64)).astype(np.float32) * np.float32(size) for N, size in ((5, 20), (7, 1))]
+    site = Site(("a", "b"), "n", shared == 1, shared, head)
+    tried = awq_tried(weights, x, (duo, shared, head))
     least, best = min(tried, key=lambda pair: pair[0])
-    factors = awq_factors(weights, site, found, grid, Awq(ratios, duo))
-    plain = float(np.square(x @ (rounded(stacked, grid).dequantise() - stacked).T).sum(axis=1).mean())
-    assert factors is not None and least < plain and factors == pytest.approx(best, rel=1e-3)
-    assert awq_factors([np.zeros((3, 64), np.float32)], site, found, grid) is None, "nothing to be better at"
+    factors = awq_factors(weights, site, found, Grid(4, 32), Awq(duo=duo))
+    assert factors is not None and least < tried[0][0] and factors == pytest.approx(best, rel=1e-3)
+
+
+def test_awq_has_no_scales_where_none_are_better() -> None:
+    _, found = inputs(64, seed=6)
+    site = Site(("a",), "n", True)
+    assert awq_factors([np.zeros((3, 64), np.float32)], site, found, Grid(4, 32)) is None
 
 
 def test_smoothquants_scales_are_those_of_the_paper() -> None:

@@ -78,7 +78,7 @@ def command(
     """
     started_s, asked = time.perf_counter(), Sampling(*map(more.pop, ("samples_from", "samples", "statistics")))
     calibration: str | None = more["calibration"]
-    proof = Proof.asked(**{**more, "evaluate": more["evaluate"] and not dry_run})
+    proof = Proof.asked(**more)
     if again:
         _measure_again(model, output, _Again(recipe, dry_run, asked, proof), env, as_json)
         return
@@ -93,7 +93,7 @@ def command(
         job = plan(checkpoint, read_recipe(recipe))
         asked.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
         check_place(output, job.bytes_after + (asked.temporary_bytes(job) if job.calibrated else 0))
-        read = proof.windows(checkpoint)  # a text too short is said at once
+        read = proof.windows(checkpoint)  # a text too short is said at once, by a dry run too
         if not dry_run:
             with _method(job, output, asked, report) as (method, about):
                 made = compress(job, output, method, report)

@@ -106,13 +106,15 @@ def _greedily(loop: EngineLoop) -> Generates:
 
 
 def _evaluate(asked: Asked, task: _Task[J]) -> None:
-    other = None
+    other, theirs = None, BuildSettings()
     if asked.against is not None and Path(asked.against).suffix == ".jsonl":
         other = read(Path(asked.against), task.kind)
         check_same(other, task.name, task.digest, task.n)  # now: answers may take hours
+    elif asked.against is not None:
+        theirs = asked.build_of_other(asked.against)  # now, too: there may be no such model
     mine = _results(asked, task, asked.model, asked.build, asked.out)
     if asked.against is not None and other is None:
-        other = _results(asked, task, asked.against, asked.build_of_other(asked.against), None)
+        other = _results(asked, task, asked.against, theirs, None)
     compared = beside(mine, other) if other else {}
     if asked.as_json:
         print_json({**_told(mine), **({"against": _compared(other, compared)} if other else {})})

@@ -31,7 +31,6 @@ from millrace.compress.plan import WEIGHT, Job
 from millrace.compress.prune import config_of as pruned_config
 from millrace.compress.recipe import SEARCHES, Treatment
 from millrace.compress.recipe import written as recipe_of
-from millrace.compress.record import RECORD as RECORD
 from millrace.compress.record import Applied, write_record
 from millrace.errors import CheckpointError, MachineError
 

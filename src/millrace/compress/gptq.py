@@ -39,7 +39,6 @@ class Gptq:
 
 
 LLM_COMPRESSOR = Gptq(0.01)
-GPTQMODEL = Gptq(0.05, order=False)
 
 
 @dataclass(frozen=True, slots=True)

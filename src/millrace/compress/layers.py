@@ -171,8 +171,3 @@ def _factors(weights: Sequence[Array], site: Site, x: InputStatistics, method: M
 def _lost(weights: Sequence[Array], x: InputStatistics, method: Method) -> float:
     """Of each layer's output, in shares of its energy: to nearest within clipped ranges."""
     return sum(rounding(w, x, Method(grid=method.grid, clip=True)).error for w in weights)
-
-
-def sensitivity(w: Array, x: InputStatistics, methods: Sequence[Method]) -> list[float]:
-    """Of each candidate format, the share of the output's energy that it loses: tr(dW G dW^T) / tr(W G W^T)."""
-    return [rounding(w, x, method).error for method in methods]

@@ -135,7 +135,7 @@ PRESETS: Mapping[str, Recipe] = {
         Recipe("w4afp8-awq", Treatment(smooth="awq", search=CLIP, activations=FP8),
                about="the same, meant for FP8 activations as llm-compressor's W4AFP8 is; they stay bfloat16 here"),
         Recipe("int8-sq", replace(_ROWS_OF_8, method="gptq", smooth="smoothquant", sizes=RMS, activations=8),
-               about="8-bit weights and activations: SmoothQuant by mean squares, then GPTQ: llm-compressor's W8A8"),
+               about="8-bit weights and activations: SmoothQuant by mean squares, then GPTQ; in place of W8A8"),
     )
 }  # fmt: skip
 

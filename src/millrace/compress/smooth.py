@@ -89,10 +89,6 @@ class SmoothQuant:
 
 
 AUTOAWQ = Awq()
-MODEL_OPTIMIZER_AWQ = Awq(tuple(i / 10 for i in range(11)), duo=False)
-LLM_COMPRESSOR_SMOOTH = SmoothQuant(0.5)
-LLM_COMPRESSOR_EXAMPLE = SmoothQuant(0.8)
-MODEL_OPTIMIZER_SMOOTH = SmoothQuant(1.0, (1e-4, 1e4), linears=True)
 
 
 def sites(shapes: Mapping[str, Sequence[int]], layer: str, head_dim: int) -> list[Site]:

@@ -28,7 +28,7 @@ VERSION = 1
 ABOUT = "about.json"
 _MOST_HEAD = 1 << 20
 _MOST_INPUTS = 1 << 17
-_AGAIN = "remove it, and collect again: what is whole is kept"
+_AGAIN = "remove the folder, and collect again: what pieces take in is gone when all are done"
 Floats = NDArray[np.float32]
 
 
