@@ -25,7 +25,7 @@ from millrace.bench.null_process import NullProcess
 from tools.clients.catalogue import CLIENTS
 from tools.nightly.packages import BUILD, ROOT, environment
 
-ROUNDS, ISL, OSL, ITL_MS = 4, 100, 50, 20
+ROUNDS, ISL, OSL, ITL_MS = 2, 100, 50, 20
 LOADS = ((1, 30), (16, 192), (64, 512))  # streams, requests
 TTFT_MS = (100, 300)
 AGREE, TRUE = 0.03, 0.02
