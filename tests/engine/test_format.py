@@ -8,7 +8,7 @@ from millrace.engine.manifest import FORMAT, Manifest
 from millrace.engine.tables import GraphTable, ProgramTable
 from millrace.engine.tactics import TacticTable
 
-WRITTEN = {9: "f09270db33387b6a"}
+WRITTEN = {10: "3b18df27bab6ebb8"}
 
 
 def test_other_files_are_another_format() -> None:
