@@ -113,14 +113,12 @@ def decode_terms(instance: Instance, n: float, context: float) -> tuple[float, .
     return (read / instance.bandwidth, operations / instance.peak, *instance.reduces(n), 1.0, n)
 
 
-PREFILL = ("1/MFU", "all-reduce, s", "1/near rate, s/B", "1/far rate, s/B", "fixed, s")
-DECODE = ("1/MBU", "1/MFU", "all-reduce, s", "1/near rate, s/B", "1/far rate, s/B", "fixed, s", "host, s a sequence")
-
-
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What is reached of a device's datasheet: (5,) as PREFILL and (7,) as DECODE name them
+    """What is reached of a device's datasheet.
 
+    prefill: (5,) 1/MFU; s an all-reduce; s a byte near, and far; s a step
+    decode: (7,) 1/MBU; 1/MFU; s an all-reduce; s a byte near, and far; s a step; s of the host for a sequence
     factor: of a newer or slower stack of software, on every time
     """
 

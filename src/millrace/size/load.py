@@ -29,7 +29,7 @@ def tokens(n: float, unit: str) -> float:
 def poisson_quantile(share: float, mean: float) -> int:
     """The least count that so many arrivals of a Poisson process stay within with at least that probability.
 
-    Exact sums of logarithms, outward from the mode. raises ConfigError
+    Summed from where probabilities begin to show, each by its logarithm. raises ConfigError
     """
     if not 0 < share < 1:
         raise ConfigError(f"a percentile of {share:g}", "a share between 0 and 1, such as 0.95", "correct it")

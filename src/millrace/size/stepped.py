@@ -1,5 +1,7 @@
 """EngineLoop itself on a virtual clock, step by step: its executor moves the clock by what a step costs."""
 
+import math
+
 import numpy as np
 
 from millrace.checkpoint.tokenizer import Specials, Tokenizer
@@ -82,7 +84,7 @@ class SteppedLoop:
 
     def submit(self, prompt: IntArray, seen: Seen) -> None:
         def deliver(deltas: list[Delta]) -> None:
-            if deltas[0].index == 0 and seen.first_s != seen.first_s:
+            if math.isnan(seen.first_s):
                 seen.first_s = self._clock.now_s
             if deltas[-1].finish_reason is not None:
                 seen.last_s = self._clock.now_s
