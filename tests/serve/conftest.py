@@ -8,7 +8,7 @@ from millrace.serve import connections
 from millrace.serve import server as server_module
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, Running, running
-from tests.serve.thinkers import KINDS, SPELLED, Thinker, thinker_of
+from tests.serve.thinkers import ALL, KINDS, SPELLED, Ask, Thinker, streamed, thinker_of, whole
 
 
 @pytest.fixture(scope="package")
@@ -23,12 +23,24 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "LINGER_S", 0.2)
 
 
-@pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
+@pytest.fixture(scope="module", params=list(KINDS))
 def thinker(request: pytest.FixtureRequest) -> Iterator[Thinker]:
     yield from thinker_of(request.param)
 
 
-@pytest.fixture(scope="module", params=list(SPELLED.values()), ids=list(SPELLED))
+@pytest.fixture(params=ALL)
+def path(request: pytest.FixtureRequest) -> str:
+    """Of each protocol."""
+    return str(request.param)
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "the other way"])
+def ask(request: pytest.FixtureRequest, thinker: Thinker, path: str) -> Ask:
+    """By day each model is asked by each protocol, each of both whole and streamed; at night both ways by all."""
+    return (whole, streamed)[(thinker.index + ALL.index(path) + request.param) % 2]
+
+
+@pytest.fixture(scope="module", params=list(SPELLED))
 def speller(request: pytest.FixtureRequest) -> Iterator[Thinker]:
     """Whose end of a thought is no token of its own."""
     yield from thinker_of(request.param)

@@ -6,11 +6,9 @@ from typing import Any
 import anthropic
 import ollama
 import openai
-import pytest
 
 from tests.serve.support import MODEL, post
 from tests.serve.thinkers import (
-    ALL,
     ASK,
     CALL,
     CALLED,
@@ -23,33 +21,31 @@ from tests.serve.thinkers import (
     TEXT,
     THOUGHT,
     Answer,
+    Ask,
     Thinker,
     body,
-    streamed,
     whole,
 )
 
 
-@pytest.mark.parametrize("ask", [whole, streamed])
-@pytest.mark.parametrize("path", ALL)
 class TestThoughts:
-    """In each protocol, whole and streamed."""
+    """In each protocol, whole or streamed."""
 
-    def test_stand_apart_from_the_answer(self, thinker: Thinker, path: str, ask: Any) -> None:
+    def test_stand_apart_from_the_answer(self, thinker: Thinker, path: str, ask: Ask) -> None:
         thinker.says(TEXT)
         for tools in (False, True):
             answer = ask(thinker, path, body(path, tools=tools))
             assert answer == Answer(THOUGHT, TEXT, [], ["reasoning", "content"], STOPPED[path])
             assert answer.n_thought in (None, thinker.n_thought)
 
-    def test_go_before_calls(self, thinker: Thinker, path: str, ask: Any) -> None:
+    def test_go_before_calls(self, thinker: Thinker, path: str, ask: Ask) -> None:
         for text in ("", "Let me see."):
             thinker.says(f"{text}\n{CALL}" if text else CALL)
             answer = ask(thinker, path, body(path, tools=True))
             order = ["reasoning", "content"] if text else ["reasoning"]
             assert answer == Answer(THOUGHT, text, [("add", {"a": 5})], order, CALLED[path])
 
-    def test_are_all_there_is_where_they_are_cut_off(self, thinker: Thinker, path: str, ask: Any) -> None:
+    def test_are_all_there_is_where_they_are_cut_off(self, thinker: Thinker, path: str, ask: Ask) -> None:
         thinker.says(TEXT, thought="a" * 2000)
         for form in (False, path != MESSAGES):
             answer = ask(thinker, path, body(path, form=form, n=40))
@@ -57,7 +53,7 @@ class TestThoughts:
             assert answer.n_thought in (None, 40)
             assert answer.ended == CUT_OFF[path] and not answer.calls
 
-    def test_are_not_there_where_they_are_turned_off(self, thinker: Thinker, path: str, ask: Any) -> None:
+    def test_are_not_there_where_they_are_turned_off(self, thinker: Thinker, path: str, ask: Ask) -> None:
         plainly: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
         others: dict[str, dict[str, Any]] = {MESSAGES: {"thinking": {"type": "disabled"}}, OLLAMA: {"think": False}}
         off = others.get(path, plainly)

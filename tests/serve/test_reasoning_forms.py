@@ -20,6 +20,7 @@ from tests.serve.thinkers import (
     TEXT,
     THOUGHT,
     Answer,
+    Ask,
     Thinker,
     body,
     streamed,
@@ -27,12 +28,10 @@ from tests.serve.thinkers import (
 )
 
 
-@pytest.mark.parametrize("ask", [whole, streamed])
-@pytest.mark.parametrize("path", ALL)
 class TestThoughts:
-    """In each protocol, whole and streamed."""
+    """In each protocol, whole or streamed."""
 
-    def test_go_before_a_form(self, thinker: Thinker, path: str, ask: Any) -> None:
+    def test_go_before_a_form(self, thinker: Thinker, path: str, ask: Ask) -> None:
         """They are free, and the content alone is the object: as the model writes it, or as it has to."""
         if path == MESSAGES:  # whose requests have no form
             return
@@ -50,7 +49,7 @@ class TestThoughts:
         held = json.loads(answer.content)
         assert set(held) == {"a"} and held["a"] in range(10)
 
-    def test_go_before_a_call_that_must_be(self, thinker: Thinker, path: str, ask: Any) -> None:
+    def test_go_before_a_call_that_must_be(self, thinker: Thinker, path: str, ask: Ask) -> None:
         if path == OLLAMA:  # whose requests have no tool_choice
             return
         for gap in ("", "\n\n"):
@@ -65,7 +64,7 @@ class TestThoughts:
             name == "add" and set(given) == {"a"} and given["a"] in range(10) for name, given in answer.calls
         )
 
-    def test_are_over_where_the_prompt_has_closed_them(self, thinker: Thinker, path: str, ask: Any) -> None:
+    def test_are_over_where_the_prompt_has_closed_them(self, thinker: Thinker, path: str, ask: Ask) -> None:
         """As templates write it where none are wanted: then the form begins with the first token."""
         if path == MESSAGES:
             return
@@ -79,7 +78,7 @@ class TestThoughts:
             assert re.fullmatch(r'\{"a": \d\}', answer.content)
             assert (thinker.executor.n_forced > 0) == is_forced
 
-    def test_a_form_or_a_call(self, thinker: Thinker, path: str, ask: Any) -> None:
+    def test_a_form_or_a_call(self, thinker: Thinker, path: str, ask: Ask) -> None:
         if path == MESSAGES:
             return
         thinker.says(CALL, gap="")

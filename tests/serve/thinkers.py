@@ -4,8 +4,9 @@ And what clients make of its answers, by whatever protocol.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,7 +39,7 @@ TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\n' + (tools | tojson) + '<|
     {%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}
     {%- else %}{{ OPENED }}{% endif %}
 {%- endif %}"""
-THOUGHT = 'Is {"a": 1} it? No <tool_call>,\n\nbut "a" is 5. 東京'
+THOUGHT = '{"a": 1}? <tool_call>,\n\nor "a" is 5. 東京'
 TEXT = "It is five: 東.\n\nOr so."
 SCHEMA: dict[str, Any] = {
     "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
@@ -53,17 +54,20 @@ class Saying(FakeExecutor):
     """says: the answer; opened: what the prompt has behind the assistant's name"""
 
     says, opened = "", ""
-    words: Tokenizer
     n_forced = 0  # tokens that the mask did not allow
     prompt = ""  # of the last answer
 
+    def __init__(self, limits: ExecutorLimits, before_run: Any, words: Tokenizer) -> None:
+        super().__init__(limits, before_run)
+        self.words, self.encoded = words, cache(lambda text: words.encode(text, False))
+
     def _draw(self, step: StepInputs, row: np.void, history: NDArray[np.int64]) -> int:
-        words, turn = self.words, self.words.encode("<|im_start|>", False)[0]
+        words, turn = self.words, self.encoded("<|im_start|>")[0]
         begun = int(np.flatnonzero(history == turn)[-1]) + 1 if turn in history else 0
-        n_said = len(history) - begun - len(words.encode(f"assistant\n{self.opened}", False))
+        n_said = len(history) - begun - len(self.encoded(f"assistant\n{self.opened}"))
         if n_said == 0:
             self.prompt, self.n_forced = words.decode(history.tolist(), skip_special_tokens=False), 0
-        answer = [*words.encode(self.says, False), words.eos_token_id]
+        answer = [*self.encoded(self.says), words.eos_token_id]
         wanted = answer[min(max(n_said, 0), len(answer) - 1)]
         assert wanted is not None
         if not row["mask"]:
@@ -77,11 +81,12 @@ class Saying(FakeExecutor):
 
 @dataclass(frozen=True)
 class Thinker:
-    """opened: what its template writes behind the assistant's name"""
+    """opened: what its template writes behind the assistant's name; index: of its kind"""
 
     served: Running
     executor: Saying
     opened: str
+    index: int
 
     def says(self, answer: str, thought: str = THOUGHT, gap: str = "\n\n") -> None:
         """With a thought before it, as this model begins one."""
@@ -112,24 +117,23 @@ KINDS: dict[str, tuple[str, bool | None]] = {
     "writes <think>": ("", False), "is given <think>": ("<think>\n", False),
     "writes special <think>": ("", True), "is given special <think>": ("<think>\n", True),
 }  # fmt: skip
-SPELLED: dict[str, tuple[str, bool | None]] = {"writes <think>": ("", None), "is given <think>": ("<think>\n", None)}
+SPELLED: dict[str, tuple[str, bool | None]] = {"spells <think>": ("", None), "is given it spelled": ("<think>\n", None)}
 
 
-def thinker_of(kind: tuple[str, bool | None]) -> Iterator[Thinker]:
-    opened, special = kind
+def thinker_of(name: str) -> Iterator[Thinker]:
+    opened, special = (KINDS | SPELLED)[name]
     words = tokenizer() if special is None else vocabulary(special)
     of = limits(vocab_size=words.vocab_size, max_context=1024, max_step_tokens=512, n_pages=1024)
     made: list[Saying] = []
 
     def executor(limits: ExecutorLimits, before_run: Any) -> Saying:
-        made.append(Saying(limits, before_run))
-        made[0].words = words
+        made.append(Saying(limits, before_run, words))
         return made[0]
 
     template = TEMPLATE.replace("OPENED", json.dumps(opened))
     fake = Fake(limits=of, template=template, ends=True, words=words, executor=executor)
     with running(fake, ServerSettings(port=0)) as served:
-        yield Thinker(served, made[0], opened)
+        yield Thinker(served, made[0], opened, [*KINDS, *SPELLED].index(name))
 
 
 @dataclass
@@ -256,6 +260,7 @@ def take_line(answer: Answer, line: dict[str, Any]) -> None:
     answer.ended = line.get("done_reason", "")
 
 
+Ask = Callable[[Thinker, str, dict[str, Any]], Answer]
 ALL = (CHAT, RESPONSES, MESSAGES, OLLAMA)
 STOPPED = {CHAT: "stop", RESPONSES: "completed", MESSAGES: "end_turn", OLLAMA: "stop"}
 CALLED = {**STOPPED, CHAT: "tool_calls", MESSAGES: "tool_use"}
