@@ -1,10 +1,12 @@
 """`millrace bench infer`: tensor models over KServe's protocol, by batch size and load."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from millrace.bench.infer.lines import Line, earlier
 from millrace.bench.infer.measure import infer, infer_plan
 from millrace.bench.infer.results import PICTURE, answered, report, write_results
 from millrace.bench.infer.settings import ALIASES, LevelSettings, ModelSettings
@@ -26,6 +28,7 @@ Examples:
   millrace bench infer http://127.0.0.1:8000 --model resnet50 -b 1,8,32 --concurrency 1,2,4,8 -o results/
   millrace bench infer 127.0.0.1:8001 --protocol grpc --model bert --shape input_ids:128 --shape mask:128
   millrace bench infer URL --model M --input-data inputs.json --request-rate 50:200:50 --json"""
+_MOST_BESIDE = 16
 NAMES = ("report.html", "summary.json", PICTURE)  # of files that may be in the way
 
 
@@ -41,6 +44,13 @@ class Infer(TheirFlags):
 @settings_options(ModelSettings, LevelSettings)
 @certify_option
 @click.option("-o", "--output", type=Path, metavar="FOLDER", help="Write results there: a page, JSON, CSV.")
+@click.option(
+    "--beside",
+    type=Path,
+    metavar="FOLDER",
+    multiple=True,
+    help="Draw an earlier result beside this one, as of another number of instances. May be given several times.",
+)
 @png_option
 @json_option
 def command(
@@ -48,6 +58,7 @@ def command(
     url_given: str | None,
     certify_s: float,
     output: Path | None,
+    beside: tuple[Path, ...],
     as_png: bool,
     as_json: bool,
     **given: Any,
@@ -62,12 +73,15 @@ def command(
     if len(targets) != 1:
         raise ConfigError("there is no one URL", "millrace bench infer http://HOST:PORT", "give it, once")
     check_pictures(output, as_png)
+    others = _others(beside, output)
     plan = infer_plan(targets[0], made(ModelSettings, given), made(LevelSettings, given))
     ready_folder(output, NAMES)
     done = driven(lambda begins: infer(plan, certify_s, begins), quiet=as_json)
     told = report(done)
     told_and_written(
-        lambda: print_json(told) if as_json else _show(told), output, lambda folder: write_results(folder, done, as_png)
+        lambda: print_json(told) if as_json else _show(told),
+        output,
+        lambda folder: write_results(folder, done, as_png, others),
     )
     if not answered(done.points):
         kinds = {kind for p in done.points for kind in p.metrics.failures}
@@ -75,6 +89,15 @@ def command(
             f"no request was answered ({', '.join(sorted(kinds)) or done.ended})", "one whole answer at least",
             "the server's log says more",
         )  # fmt: skip
+
+
+def _others(beside: Sequence[Path], output: Path | None) -> list[Line]:
+    """Read before anything is measured. raises ConfigError"""
+    if beside and output is None:
+        raise ConfigError("--beside without -o", "a folder for the page that they are drawn on", "give -o FOLDER")
+    if len(beside) > _MOST_BESIDE:
+        raise ConfigError(f"--beside {len(beside)} times", f"at most {_MOST_BESIDE}", "leave some out")
+    return [line for path in beside for line in earlier(path)]
 
 
 def _show(told: dict[str, Any]) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 from markupsafe import Markup
 
 from millrace.bench.certify import Certificate, doubts, kept_up
+from millrace.bench.infer.lines import SCHEMA, Line, labels, lines_of
 from millrace.bench.infer.measure import Inferred, Point
 from millrace.bench.results import DEFINITIONS
 from millrace.report.page import render
 from millrace.report.plots import Axis, Plot
 from millrace.report.png import png
 
-SCHEMA = 1
 LATENCY, PICTURE = "request_latency", "inferences.png"
 _PERCENTILES = (50, 90, 95, 99)
 _KINDS = 5  # colours of the style sheet
@@ -103,17 +103,17 @@ def notes(done: Inferred) -> list[str]:
     return said
 
 
-def write_results(folder: Path, done: Inferred, with_picture: bool = False) -> list[str]:
+def write_results(folder: Path, done: Inferred, with_picture: bool = False, beside: Sequence[Line] = ()) -> list[str]:
     """Names of the files that it wrote into the folder, which is made. with_picture: the plot as PNG. raises OSError"""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"report.html": infer_page(done), "summary.json": json.dumps(report(done), indent=2)}
+    files = {"report.html": infer_page(done, beside), "summary.json": json.dumps(report(done), indent=2)}
     for size in sorted({p.level.batch for p in done.points}):
         text = perf_analyzer_csv([p for p in done.points if p.level.batch == size])
         if text:
             files[f"perf_analyzer_b{size}.csv"] = text
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
-    svg = plot(done.points) if with_picture else None
+    svg = plot([*lines_of(report(done)), *beside]) if with_picture else None
     if svg is None:
         return list(files)
     (folder / PICTURE).write_bytes(png(svg))
@@ -148,29 +148,30 @@ def perf_analyzer_csv(points: Sequence[Point]) -> str:
     return text.getvalue()
 
 
-def infer_page(done: Inferred) -> str:
-    told, sizes = report(done), sorted({p.level.batch for p in done.points})
+def infer_page(done: Inferred, beside: Sequence[Line] = ()) -> str:
+    """beside: lines of earlier results, drawn behind this one's"""
+    told = report(done)
+    lines = [*lines_of(told), *beside]
     return render(
-        Path(__file__).with_name("infer_page.html"), told=told, model=done.model, svg=plot(done.points),
-        key=[(i % _KINDS, size) for i, size in enumerate(sizes)],
+        Path(__file__).with_name("infer_page.html"), told=told, model=done.model, svg=plot(lines),
+        key=[(i % _KINDS, label) for i, label in enumerate(labels(lines))],
     )  # fmt: skip
 
 
-def plot(points: Sequence[Point]) -> Markup | None:
-    """A line for each batch size, from the lightest load to the heaviest; dots say the load."""
-    found = answered(points)
-    if not found:
+def plot(lines: Sequence[Line]) -> Markup | None:
+    """From the lightest load to the heaviest; dots say the load."""
+    dots = [dot for line in lines for dot in line.dots]
+    if not dots:
         return None
     drawn = Plot(
-        Axis.over("ms a request, median", [latency_ms(p) for p in found]),
-        Axis.over("inferences/s", [rate(p) for p in found]),
+        Axis.over("ms a request, median", [dot.median_ms for dot in dots]),
+        Axis.over("inferences/s", [dot.rate for dot in dots]),
     )
-    for i, size in enumerate(sorted({p.level.batch for p in points})):
-        line = [p for p in found if p.level.batch == size]
-        xs, ys = [latency_ms(p) for p in line], [rate(p) for p in line]
-        if len(line) > 1:
+    for i, line in enumerate(lines):
+        xs, ys = [dot.median_ms for dot in line.dots], [dot.rate for dot in line.dots]
+        if len(line.dots) > 1:
             drawn.line(xs, ys, i % _KINDS)
         drawn.dots(xs, ys, i % _KINDS)
-        for p, x, y in zip(line, xs, ys, strict=True):
-            drawn.text(x, y, f"{p.level.concurrency or p.level.rate:g}")
-    return drawn.svg("inferences a second against latency, by batch size")
+        for dot in line.dots:
+            drawn.text(dot.median_ms, dot.rate, dot.load)
+    return drawn.svg("inferences a second against latency, by batch size and instances")
