@@ -7,6 +7,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # The folder itself is newer when one of its kernels was removed.
 NATIVE := src/millrace/kernels $(shell find native src/millrace/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name 'declare.py' -o -name 'codegen.py') CMakeLists.txt
+# Processes of the suite; each loads models and computes with threads of its own.
+WORKERS ?= 2
 TOOLS := "cmake>=3.25" "ninja>=1.11" "scikit-build-core>=0.10"
 
 .PHONY: all demo test timing nightly nightly-status check lint wheel wheel-check tiny bench clean
@@ -33,7 +35,7 @@ demo: $(STAMP)
 	$(VENV)/bin/millrace demo
 
 test: $(VENV)/.dev
-	$(PY) -m pytest $(TEST_FLAGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(TEST_FLAGS)
 
 timing: $(VENV)/.dev
 	$(PY) -m pytest -m timing -s

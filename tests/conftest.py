@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -32,7 +33,7 @@ KNOWN = {
     **({} if SHARED.is_dir() else {NOT_BESIDE: "checkouts with ../shared beside them"}),
 }
 register_profiles()
-_REASONS = pytest.StashKey[Counter[str]]()
+_REASONS = pytest.StashKey[dict[str, Counter[str]]]()  # of tests, and of modules that were not collected
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,41 +52,55 @@ def pytest_configure(config: pytest.Config) -> None:
     # src/ anew, a quarter of a second of a core.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    config.stash[_REASONS] = Counter()
+    config.stash[_REASONS] = {"tests": Counter[str](), "modules": Counter[str]()}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
-    _note(item.config, report)
+    _note(item.config, "tests", report)
     return report
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     report = yield
-    _note(collector.config, report)
+    _note(collector.config, "modules", report)
     return report
 
 
-def _note(config: pytest.Config, report: object) -> None:
+def _note(config: pytest.Config, what: str, report: object) -> None:
     outcome, longrepr = getattr(report, "outcome", None), getattr(report, "longrepr", None)
     if outcome == "skipped" and isinstance(longrepr, tuple):
-        config.stash[_REASONS][str(longrepr[2]).removeprefix("Skipped: ")] += 1
+        config.stash[_REASONS][what][str(longrepr[2]).removeprefix("Skipped: ")] += 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process of pytest-xdist has ended: each ran its own tests, and all collected the same modules."""
+    told, here = getattr(node, "workeroutput", {}).get("skipped", {}), node.config.stash[_REASONS]
+    here["tests"].update(told.get("tests", {}))
+    here["modules"] |= Counter(told.get("modules", {}))
+
+
+def _reasons(config: pytest.Config) -> Counter[str]:
+    return sum(config.stash[_REASONS].values(), Counter[str]())
 
 
 def _unexplained(config: pytest.Config) -> list[str]:
     allowed = {"any": None, "known": KNOWN, "none": {}}[config.getoption("--skips")]
-    reasons = config.stash[_REASONS]
-    return [] if allowed is None else [r for r in reasons if not any(known in r for known in allowed)]
+    return [] if allowed is None else [r for r in _reasons(config) if not any(known in r for known in allowed)]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     unexplained = _unexplained(config)
-    for reason, n in sorted(config.stash[_REASONS].items()):
+    for reason, n in sorted(_reasons(config).items()):
         terminalreporter.write_line(f"{'NOT ALLOWED, ' if reason in unexplained else ''}skipped {n}: {reason}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist: the one that started it judges
+        session.config.workeroutput["skipped"] = {k: dict(v) for k, v in session.config.stash[_REASONS].items()}
+        return
     if _unexplained(session.config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

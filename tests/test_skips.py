@@ -24,6 +24,7 @@ MODULE = "import pytest\npytest.skip('why, in a module', allow_module_level=True
 WHYS = ["by a mark", "in a fixture", "in a module", "in a test"]
 
 
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist.plugin", "-n", "2", "--dist", "loadfile")], ids=["", "two"])
 @pytest.mark.parametrize(
     ("contents", "skips", "code", "refused"),
     [
@@ -35,16 +36,16 @@ WHYS = ["by a mark", "in a fixture", "in a module", "in a test"]
     ],
 )
 def test_a_skip_fails_the_run_unless_it_is_allowed(
-    tmp_path: Path, contents: list[str], skips: str, code: int, refused: list[str]
+    tmp_path: Path, contents: list[str], skips: str, code: int, refused: list[str], workers: tuple[str, ...]
 ) -> None:
-    """In a process of its own, beside a test that passes."""
+    """In a process of its own, or two of them, beside a test that passes."""
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
     for i, content in enumerate([*contents, "def test_z(): pass"]):
         (tmp_path / f"test_{i}.py").write_text(content)
     words = ("-q", "-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", f"--skips={skips}")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        [sys.executable, "-m", "pytest", *words, *workers, str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
+        timeout=60, env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
     assert done.returncode == code, done.stdout
     told = [line for line in done.stdout.splitlines() if "skipped 1: " in line]

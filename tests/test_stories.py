@@ -36,6 +36,5 @@ def test_every_issue_is_a_link() -> None:
 
 def test_every_story_that_is_tested_is_told() -> None:
     for path in (ROOT / "tests").rglob("test_*.py"):
-        for name in named_in(path):
-            if re.match(r"test_p\d+_", name):
-                assert f"{path.relative_to(ROOT)}::{name}`" in PAGE, f"docs/stories.md leaves out {name}"
+        for name in re.findall(r"^def (test_p\d+_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            assert f"{path.relative_to(ROOT)}::{name}`" in PAGE, f"docs/stories.md leaves out {name}"

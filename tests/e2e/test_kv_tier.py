@@ -28,7 +28,7 @@ def asked(llm: LLM, prompts: list[str]) -> tuple[Answers, list[int]]:
 
 
 @pytest.mark.parametrize(
-    "kv", ["bf16", "int8", *(pytest.param(kv, marks=pytest.mark.nightly) for kv in ("fp8", "int4"))]
+    "kv", ["bf16", *(pytest.param(kv, marks=pytest.mark.nightly) for kv in ("int8", "fp8", "int4"))]
 )
 def test_bits_do_not_depend_on_where_pages_were(kv: str, tmp_path: Path) -> None:
     common: dict[str, Any] = {"kv_cache_dtype": kv, "max_context": 512, "max_batch": 1, "tune": 0}
@@ -60,7 +60,7 @@ def test_what_memory_knew_is_known_after_a_restart(tmp_path: Path) -> None:
     assert again == first and all(n > 128 for n in known)
 
 
-@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kv", ["bf16", *(pytest.param(kv, marks=pytest.mark.nightly) for kv in ("fp32", "int8"))])
 def test_preempted_answers_come_back_from_the_tier(kv: str, tmp_path: Path) -> None:
     """Four that grow to 300 tokens each in twelve pages: answers as alone, with pages that were in the file."""
     params = replace(GREEDY, max_tokens=200)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from millrace import __version__
+from millrace.cli.main import run
 from millrace.engine.engine import Engine
 from millrace.kernels.library import usable_isas
 from tests.e2e.live import Live
-from tests.support.command_line import run_process
 
 CHAT = "/v1/chat/completions"
 
@@ -100,32 +101,37 @@ def test_an_answer_with_a_receipt(tiny: Live, tiny_engine: Path) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "receipt"
 
 
-def test_a_receipt_is_verified_by_a_server_of_its_own(tiny: Live, tiny_engine: Path, tmp_path: Path) -> None:
+def lies(request: dict[str, Any], response: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
+    """Of what was asked and told, and why each is found."""
+    (choice,), receipt = response["choices"], response["millrace"]["receipt"]
+    answers, engine = {**receipt, "answers": ["0" * 32]}, {**receipt, "engine": "0" * 32}
+    return {
+        "text": (request, {**response, "choices": [{**choice, "text": "another"}]}, "not what its tokens say"),
+        "prompt": ({**request, "prompt": "Once upon the"}, response, "the request has another prompt"),
+        "answers": (request, {**response, "millrace": {"receipt": answers}}, "the answer is another"),
+        "engine": (request, {**response, "millrace": {"receipt": engine}}, "is of the engine 0"),
+        "nothing": (request, {}, "the response has no receipt"),
+    }
+
+
+NIGHT = [pytest.param(lie, marks=pytest.mark.nightly) for lie in ("prompt", "answers", "engine")]
+
+
+@pytest.mark.parametrize("lie", ["text", "nothing", *NIGHT])
+def test_a_receipt_is_verified_by_a_server_of_its_own(
+    tiny: Live, tiny_engine: Path, tmp_path: Path, lie: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     request: dict[str, Any] = {"prompt": "Once upon a", "max_tokens": 8, "receipt": True}
     response = tiny.post("/v1/completions", request).json()
     asked, told = tmp_path / "request.json", tmp_path / "response.json"
-    asked.write_text(json.dumps(request))
-    told.write_text(json.dumps(response))
     command = ["verify", str(tiny_engine), str(asked), str(told)]
-    done = run_process(command, tmp_path / "cache")
-    assert done.code == 0 and "the same: 1 answer" in done.err
-    told.write_text(json.dumps({**response, "choices": [{**response["choices"][0], "text": "another"}]}))
-    done = run_process(command, tmp_path / "cache")
-    assert done.code == 2 and "choices are not what its tokens say" in done.err
-    asked.write_text(json.dumps({**request, "prompt": "Once upon the"}))
-    told.write_text(json.dumps(response))
-    done = run_process(command, tmp_path / "cache")
-    assert done.code == 2 and "the request has another prompt" in done.err
-    asked.write_text(json.dumps(request))
-    receipt = response["millrace"]["receipt"]
-    for changed, why in (
-        ({"answers": ["0" * 32]}, "the answer is another"),
-        ({"engine": "0" * 32}, "is of the engine 0"),
-    ):
-        response["millrace"]["receipt"] = {**receipt, **changed}
+    if lie == "text":
+        asked.write_text(json.dumps(request))
         told.write_text(json.dumps(response))
-        done = run_process(command, tmp_path / "cache")
-        assert done.code == 2 and why in done.err
-    told.write_text("{}")
-    done = run_process(command, tmp_path / "cache")
-    assert done.code == 2 and "the response has no receipt" in done.err
+        assert run(command) == 0 and "the same: 1 answer" in capsys.readouterr().err
+    *both, why = lies(request, response)[lie]
+    for file, said in zip((asked, told), both, strict=True):
+        file.write_text(json.dumps(said))
+    assert run(command) == 2 and why in capsys.readouterr().err

@@ -70,7 +70,9 @@ def loop_keys(prompt: list[int]) -> list[bytes]:
     return keys
 
 
-@pytest.mark.parametrize(("low", "high"), [(8, 8), (10, 14), (20, 28), (40, 56), (60, 200)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(8, 8), (10, 14), (20, 28), (40, 56), pytest.param(60, 200, marks=pytest.mark.nightly)]
+)
 def test_a_chat_of_20_turns_costs_its_new_tokens(low: int, high: int) -> None:
     """Each turn's prompt is all before it and some more: at most 1.3 times what is new is computed, in pages of 64."""
     loop, rng = make_loop(limits(page_tokens=64, max_context=8192, n_pages=256, max_step_tokens=512)), random.Random(1)

@@ -8,7 +8,7 @@ from millrace.serve import connections
 from millrace.serve import server as server_module
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import Fake, Running, running
-from tests.serve.thinkers import ALL, KINDS, SPELLED, Ask, Thinker, streamed, thinker_of, whole
+from tests.serve.thinkers import ALL, DAY, KINDS, SPELLED, Ask, Thinker, streamed, thinker_of, whole
 
 
 @pytest.fixture(scope="package")
@@ -23,7 +23,9 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "LINGER_S", 0.2)
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+@pytest.fixture(
+    scope="module", params=[*DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in KINDS if name not in DAY)]
+)
 def thinker(request: pytest.FixtureRequest) -> Iterator[Thinker]:
     yield from thinker_of(request.param)
 
@@ -36,7 +38,7 @@ def path(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "the other way"])
 def ask(request: pytest.FixtureRequest, thinker: Thinker, path: str) -> Ask:
-    """By day each model is asked by each protocol, each of both whole and streamed; at night both ways by all."""
+    """By day each model is asked by each protocol, which asks one whole and one streamed; at night all of them so."""
     return (whole, streamed)[(thinker.index + ALL.index(path) + request.param) % 2]
 
 

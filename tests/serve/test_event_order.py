@@ -77,7 +77,7 @@ def test_calls_of_a_response(thinker: Thinker, before: str) -> None:
 def test_an_item_that_is_cut_off_ends_as_the_response_has_it(thinker: Thinker, cut: str) -> None:
     thinker.says(CALL if cut == "call" else TEXT)
     words, said = thinker.executor.words, thinker.executor.says
-    until = {"thought": "No", "text": "It is", "call": '{"a": '}[cut]
+    until = {"thought": "or", "text": "It is", "call": '{"a": '}[cut]
     n = len(words.encode(said[: said.rindex(until) + len(until)], False))
     events = sent(thinker, RESPONSES, body(RESPONSES, tools=True, n=n))
     assert events[-1]["type"] == "response.incomplete"

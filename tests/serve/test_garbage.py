@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from millrace.runtime.request import IntBuffer, Request, Sequence
 from millrace.runtime.service import RequestHandle
@@ -50,17 +51,21 @@ def leaves_early(server: Running) -> None:
     until(lambda: server.stats().finished_total != aborted)
 
 
+def at_night(*case: object) -> ParameterSet:
+    return pytest.param(*case, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/completions", ASKED),
-        ("/v1/completions", {**ASKED, "stream": True}),
-        ("/v1/completions", {**ASKED, "n": 3, "logprobs": 2, "echo": True}),
-        ("/v1/completions", {**ASKED, "prompt": [[5] * 30, [6] * 40]}),
+        at_night("/v1/completions", {**ASKED, "stream": True}),
+        at_night("/v1/completions", {**ASKED, "n": 3, "logprobs": 2, "echo": True}),
+        at_night("/v1/completions", {**ASKED, "prompt": [[5] * 30, [6] * 40]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi " * 50}], "max_tokens": 3}),
-        ("/v1/messages", {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
+        at_night("/v1/messages", {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
         ("/v1/responses", {"input": "hi", "max_output_tokens": 16, "store": False}),
-        ("/api/generate", {"model": "fake", "prompt": "hi", "stream": True, "options": {"num_predict": 3}}),
+        at_night("/api/generate", {"model": "fake", "prompt": "hi", "stream": True, "options": {"num_predict": 3}}),
         (None, None),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_chats_second_turn_finds_the_first(server: Running) -> None:
     assert n_first - 2 * PAGE <= second["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens"]
 
 
-@pytest.mark.parametrize("n_words", [2, 6, 14])
+@pytest.mark.parametrize("n_words", [2, pytest.param(6, marks=pytest.mark.nightly), 14])
 def test_a_chat_of_20_short_turns_costs_its_new_tokens(n_words: int) -> None:
     """Over HTTP, in pages of 64: turns of some 25, 45 and 85 tokens, template and answers included."""
     rng, messages = random.Random(n_words), list[dict[str, str]]()

@@ -117,6 +117,7 @@ KINDS: dict[str, tuple[str, bool | None]] = {
     "writes <think>": ("", False), "is given <think>": ("<think>\n", False),
     "writes special <think>": ("", True), "is given special <think>": ("<think>\n", True),
 }  # fmt: skip
+DAY = ("writes <think>", "is given special <think>")  # the others at night
 SPELLED: dict[str, tuple[str, bool | None]] = {"spells <think>": ("", None), "is given it spelled": ("<think>\n", None)}
 
 

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from urllib.parse import quote
 
@@ -65,7 +66,7 @@ def document(operations: Sequence[Operation], about: About) -> dict[str, Any]:
         types |= dict.fromkeys(
             kind for kind in (operation.error, operation.reply, operation.event, operation.request) if kind
         )
-    references, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    references, schemas = msgspec.json.decode(_components(tuple(types)))
     by_type = dict(zip(types, references, strict=True))
     for operation in operations:
         if operation.request is not None:
@@ -88,6 +89,12 @@ def document(operations: Sequence[Operation], about: About) -> dict[str, Any]:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+@cache
+def _components(types: tuple[type[msgspec.Struct], ...]) -> bytes:
+    """References to them, and their schemas, as JSON: 50 ms, once for all servers of a process."""
+    return msgspec.json.encode(msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}"))
 
 
 def _add_other_fields(kind: type[Body], schema: dict[str, Any]) -> None:

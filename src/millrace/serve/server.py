@@ -31,7 +31,8 @@ from millrace.serve.serving import ConnectionLimits, Connections, Serving, numbe
 from millrace.serve.settings import ServerSettings
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SWEEP_TICKS = 5  # of uvicorn, which are 0.1 s each
+TICK_S = 0.1
+SWEEP_TICKS = 5
 MIN_STOP_S = 1.0  # for a step in progress, however short the time to drain is
 MAX_FLUSH_S, MIN_FLUSH_S = 5.0, 0.25  # for answers that are complete to reach their clients, at the end
 log = logging.getLogger(__name__)
@@ -205,7 +206,15 @@ class _Web(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
-        self._all_connections = connections
+        self._all_connections, self._ending = connections, asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """uvicorn's, which would look whether to end ten times a second."""
+        counter = 0
+        while not await self.on_tick(counter):
+            counter += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), TICK_S)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % SWEEP_TICKS == 0:
@@ -218,6 +227,7 @@ class _Web(uvicorn.Server):
         listening: what `serve` runs in
         """
         self.should_exit = True
+        self._ending.set()
         await asyncio.wait((listening,), timeout=flush_s)
         self._all_connections.abort()
         await asyncio.wait((listening,), timeout=MIN_FLUSH_S)
