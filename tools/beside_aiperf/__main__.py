@@ -26,6 +26,7 @@ from tools.clients.catalogue import CLIENTS
 from tools.nightly.packages import BUILD, ROOT, environment
 
 ROUNDS, ISL, OSL, ITL_MS = 2, 100, 50, 20
+RAMP_S = 1  # an answer's time: streams that begin as one stay so on a server of fixed times, and wait for each other
 LOADS = ((1, 30), (16, 192), (64, 512))  # streams, requests
 TTFT_MS = (100, 300)
 AGREE, TRUE = 0.03, 0.02
@@ -51,7 +52,8 @@ class Measured:
 def ours(url: str, streams: int, requests: int, folder: Path, bin_: Path) -> list[str]:
     return [
         sys.executable, "-m", "millrace", "bench", url, "--model", "m", "--concurrency", f"{streams}",
-        "--request-count", f"{requests}", "--isl", f"{ISL}", "--osl", f"{OSL}", "--ignore-eos", "-o", str(folder),
+        "--request-count", f"{requests}", "--isl", f"{ISL}", "--osl", f"{OSL}", "--ignore-eos", "--ramp-s", f"{RAMP_S}",
+        "-o", str(folder),
     ]  # fmt: skip
 
 
@@ -61,6 +63,7 @@ def theirs(url: str, streams: int, requests: int, folder: Path, bin_: Path) -> l
         "--tokenizer", str(ROOT / "src" / "millrace" / "bundled" / "tiny"), "--concurrency", f"{streams}",
         "--request-count", f"{requests}", "--synthetic-input-tokens-mean", f"{ISL}", "--output-tokens-mean", f"{OSL}",
         "--extra-inputs", "ignore_eos:true", "--use-server-token-count", "--ui", "none", "--artifact-dir", str(folder),
+        "--concurrency-ramp-duration", f"{RAMP_S}",
     ]  # fmt: skip
 
 
