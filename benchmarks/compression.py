@@ -64,7 +64,7 @@ RECIPES: dict[str, Recipe] = {
     name: PRESETS.get(name) or Recipe(name, treatment)
     for name, treatment in {
         "int8-wo": PRESETS["int8-wo"].usual, "int8-sq": PRESETS["int8-sq"].usual, "fp8": PRESETS["fp8"].usual,
-        "fp8-gptq": PRESETS["fp8-gptq"].usual,
+        "fp8-tensor": PRESETS["fp8-tensor"].usual, "fp8-gptq": PRESETS["fp8-gptq"].usual,
         RTN: _INT4, "int4-wo-mse": PRESETS["int4-wo-mse"].usual,
         "rtn, searched by energy": replace(_INT4, search="imatrix"), "rtn, clipped": replace(_INT4, search="clip"),
         "awq, not clipped": replace(_INT4, smooth="awq"), AWQ: PRESETS[AWQ].usual, GPTQ: PRESETS[GPTQ].usual,

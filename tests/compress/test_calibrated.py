@@ -83,7 +83,7 @@ def test_presets_mean_methods() -> None:
         usual = PRESETS[name].usual
         assert usual.calibrated and method_of(usual, usual.group and 64) == method
     assert {name for name, recipe in PRESETS.items() if recipe.usual.calibrated} == {*MEANT, "fp8-gptq"}
-    for name in ("fp8", "fp8-gptq"):
+    for name in ("fp8", "fp8-tensor", "fp8-gptq"):
         assert method_of(PRESETS[name].usual, 0) is None, "no grid of integers"
 
 

@@ -80,7 +80,9 @@ def rounded_alone(job: Job, name: str) -> Piece:
     w = job.checkpoint.tensors.load(name + WEIGHT)
     try:
         made: Matrix = (
-            rounded_e4m3(w) if form.floats else rounded(w, treatment.grid(form.group), SEARCHES[treatment.search])
+            rounded_e4m3(w, one_scale=form.one_scale)
+            if form.floats
+            else rounded(w, treatment.grid(form.group), SEARCHES[treatment.search])
         )
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error.what}", error.expected, error.mend) from error

@@ -7,6 +7,7 @@ from typing import Any
 
 from millrace.compress.figures import Figures, reasons, usual
 from millrace.compress.measure import Loss, Simulated
+from millrace.compress.recipe import FP8_GPTQ, FP8_TENSOR
 from millrace.compress.record import Applied, Flips, Record, add_to_record, read_record
 from millrace.compress.speed import Rate, Speeds
 from millrace.engine.tactics import write_whole
@@ -15,7 +16,7 @@ from millrace.report.page import render
 PAGE = "compression.html"
 
 _WORST, _MOST, _LONGEST = 10, 4096, 200  # layers, layers, characters: a folder may be of somebody else
-_METHODS = {"rtn": "to nearest", "gptq": "GPTQ", "fp8": "E4M3"}
+_METHODS = {"rtn": "to nearest", "gptq": "GPTQ", "fp8": "E4M3", FP8_GPTQ: "E4M3 by GPTQ", FP8_TENSOR: "E4M3"}
 _SMOOTH = {"awq": "scales moved by AWQ", "smoothquant": "scales moved by SmoothQuant"}
 _SEARCH = {"clip": "ranges clipped", "imatrix": "ranges searched by energy", "none": ""}
 
@@ -45,7 +46,8 @@ def page_of(record: Record) -> str:
 def applied(form: Applied) -> str:
     """In words: "GPTQ, ranges clipped, 4 bits in groups of 64"."""
     search = _SEARCH.get(form.search, f"ranges searched as {form.search} does")
-    grid = f"{form.bits} bits {f'in groups of {form.group}' if form.group else 'by row'}"
+    by_row = "by matrix" if form.method == FP8_TENSOR else "by row"
+    grid = f"{form.bits} bits {f'in groups of {form.group}' if form.group else by_row}"
     parts = (_METHODS.get(form.method, form.method), _SMOOTH.get(form.smooth, ""), search, grid)
     return ", ".join(filter(None, (*parts, "with zero points" if form.minimums else "")))
 

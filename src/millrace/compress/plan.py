@@ -12,7 +12,7 @@ from millrace.checkpoint.weights import FLOAT_NAMES, TensorInfo
 from millrace.compress.forms import NAMES, Form, Spec
 from millrace.compress.grid import GROUPS
 from millrace.compress.prune import Prune, Sizes, shapes, sizes
-from millrace.compress.recipe import CLIP, FP8, Recipe, Treatment
+from millrace.compress.recipe import CLIP, FP8, FP8_TENSOR, Recipe, Treatment
 from millrace.compress.sparse import OF
 from millrace.errors import CheckpointError, ConfigError
 from millrace.model.families import HEAD
@@ -134,7 +134,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
         group = _fitting(name, K, treatment.group)
         if group != treatment.group:
             smaller[K, treatment.group, group] += 1
-        floats = treatment.fp8, treatment.activation_bits, treatment.activations == FP8
+        floats = treatment.fp8, treatment.activation_bits, treatment.activations == FP8, treatment.method == FP8_TENSOR
         form = Form(treatment.bits, group, treatment.minimums, *floats)
         layers[name] = (treatment, form)
     _check_patterns(recipe, linears)
