@@ -1,6 +1,6 @@
 """Recipes that need statistics: where these come from, what they take, and the methods as a recipe names them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,15 +9,18 @@ from millrace.compile.source import Source
 from millrace.compress.collect import Progress, collect, samples
 from millrace.compress.compress import Method as Way
 from millrace.compress.compress import Piece, by_layers, rounded_alone
+from millrace.compress.e4m3 import Fp8Matrix, rounded_e4m3
+from millrace.compress.figures import Figures, figures, lost
 from millrace.compress.gptq import LLM_COMPRESSOR, gptq_e4m3
+from millrace.compress.grid import Array
 from millrace.compress.layers import Method, rounded_layers
 from millrace.compress.loss import relative_error
 from millrace.compress.plan import WEIGHT, Job
 from millrace.compress.prune import pruned
 from millrace.compress.recipe import CLIP, RMS, SEARCHES, Treatment
 from millrace.compress.smooth import AUTOAWQ, Awq, SmoothQuant
-from millrace.compress.sparse import sparse
-from millrace.compress.statistics import ABOUT, Statistics, input_bytes, read_about
+from millrace.compress.sparse import OF, smallest_dropped, sparse
+from millrace.compress.statistics import ABOUT, InputStatistics, Statistics, input_bytes, read_about
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.texts import read_text
 from millrace.evaluate.windows import LENGTH, Windows
@@ -123,27 +126,39 @@ def by_statistics(statistics: Statistics) -> Way:
             yield piece
         for name in left:
             treatment, _ = job.layers[name]
-            yield _in_fp8(job, name, statistics) if treatment.calibrated else rounded_alone(job, name)
+            x = statistics.get(name)
+            yield rounded_alone(job, name, x) if x is None or not treatment.calibrated else _in_fp8(job, name, x)
         for name, treatment in job.sparse.items():
             yield _thinned(job, name, treatment, statistics)
         if job.pruned:
             sizes, smaller = job.pruned
             for number in range(config.n_layers):
                 found = pruned(tensors.load, smaller, number, statistics, config, sizes)
-                yield Piece({}, found.errors, found.floats)
+                yield Piece({}, errors_of(found.figures), found.floats, found.figures)
 
     return made
 
 
-def _in_fp8(job: Job, name: str, statistics: Statistics) -> Piece:
-    w, x = job.checkpoint.tensors.load(name + WEIGHT), statistics[name]
+def _in_fp8(job: Job, name: str, x: InputStatistics) -> Piece:
+    made, why = fp8_by_gptq(job.checkpoint.tensors.load(name + WEIGHT), x)
+    return Piece({name: made}, {name: why.error}, figures={name: why})
+
+
+def fp8_by_gptq(w: Array, x: InputStatistics) -> tuple[Fp8Matrix, Figures]:
     made, _ = gptq_e4m3(w, x.gram)
-    return Piece({name: made}, {name: relative_error(w, made.dequantise(), x.gram)})
+    return made, figures(w, 0, lost(w, made, x), x, nearest=lost(w, rounded_e4m3(w), x))
 
 
 def _thinned(job: Job, name: str, treatment: Treatment, statistics: Statistics) -> Piece:
-    made = sparse(job.checkpoint.tensors.load(name + WEIGHT), statistics[name], treatment.method)
-    return Piece({}, {name: made.error}, {name + WEIGHT: made.weights})
+    w, x = job.checkpoint.tensors.load(name + WEIGHT), statistics[name]
+    made = sparse(w, x, treatment.method)
+    plain = relative_error(w, smallest_dropped(w), x.gram)
+    why = figures(w, OF, made.error, x, nearest=plain, plain="dropping the smallest weights")
+    return Piece({}, {name: made.error}, {name + WEIGHT: made.weights}, {name: why})
+
+
+def errors_of(why: Mapping[str, Figures]) -> dict[str, float]:
+    return {name: one.error for name, one in why.items()}
 
 
 def same_file(a: str, b: str) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.compress.figures import Figures, heavy, peak
+from millrace.compress.figures import Figures, figures
 from millrace.compress.gptq import Gptq, gptq
 from millrace.compress.grid import Array, Floats, Grid, Search, fitted, nearest, with_scales
 from millrace.compress.loss import clipped, relative_error
@@ -99,7 +99,7 @@ def _rounded_layer(
     for linear in chosen:
         shared = next((inputs[other] for other in inputs if linear in inputs[other].linears), None)
         inputs[linear] = shared or statistics[linear]
-        found.figures[linear] = _before(given[linear + WEIGHT], inputs[linear], chosen[linear])
+        found.figures[linear] = before(given[linear + WEIGHT], inputs[linear], chosen[linear])
     for site in sites(shapes, name, head_dim):
         if not _moves(site, chosen):
             continue
@@ -134,11 +134,11 @@ def rounding(w: Array, x: InputStatistics, method: Method) -> Rounding:
     return Rounding(nearest, relative_error(w, nearest.dequantise(), x.gram))
 
 
-def _before(w: Array, x: InputStatistics, method: Method) -> Figures:
+def before(w: Array, x: InputStatistics, method: Method) -> Figures:
     """Of a matrix as it was given; its error is that of rounding to nearest, until it is known."""
     error = relative_error(w, nearest(w, fitted(w, method.grid), method.grid), x.gram)
     plain = method == Method(grid=method.grid)
-    return Figures(error=error, peak=peak(w, method.grid.group), nearest=None if plain else error, heavy=heavy(x))
+    return figures(w, method.grid.group, error, x, nearest=None if plain else error)
 
 
 def _moved(folds: Sequence[Fold], linear: str) -> float | None:

@@ -17,6 +17,7 @@ PAGE = "compression.html"
 
 _WORST, _MOST, _LONGEST = 10, 4096, 200  # layers, layers, characters: a folder may be of somebody else
 _METHODS = {"rtn": "to nearest", "gptq": "GPTQ", "fp8": "E4M3", FP8_GPTQ: "E4M3 by GPTQ", FP8_TENSOR: "E4M3"}
+_ENERGY = {"output": "its output's energy", "weights": "its weights' energy"}
 _SMOOTH = {"awq": "scales moved by AWQ", "smoothquant": "scales moved by SmoothQuant"}
 _SEARCH = {"clip": "ranges clipped", "imatrix": "ranges searched by energy", "none": ""}
 
@@ -32,14 +33,15 @@ def page_of(record: Record) -> str:
     """The whole page."""
     worst_first = sorted(record.errors, key=lambda layer: -record.errors[layer])[:_MOST]
     of_all = usual(record.figures)
-    rows = [_row(record, layer, of_all) for layer in worst_first]
+    most = _usual_unit(record)
+    rows = [_row(record, layer, of_all, most) for layer in worst_first]
     return render(
         Path(__file__).with_name("compression.html"), r=record, name=str(record.recipe.get("name", "?"))[:_LONGEST],
         bytes=(_size(record.bytes_before), _size(record.bytes_after)), loss=_loss(record.measured),
         not_measured=record.loss.get("not_measured", "the run was ended before it"),
         recipe=list(_recipe(record.recipe)), speed=_speed(record.speed), mmlu=_mmlu(record.mmlu),
         kinds=list(_kinds(record)), worst=rows[:_WORST], rescued=_rescued(record), layers=rows,
-        n_layers=len(record.errors), of="its output's energy" if record.statistics else "its weights' energy",
+        n_layers=len(record.errors), of=_ENERGY[most],
     )  # fmt: skip
 
 
@@ -57,19 +59,32 @@ def rescue(one: Figures) -> str:
     if one.nearest is None or not one.nearest:
         return ""
     moved = "" if one.moved is None else f"; factors within {one.moved:.3g} times of each other"
-    return f"{_percent(one.error)} rather than {_percent(one.nearest)} to nearest{moved}"
+    how = f"by {one.plain[:_LONGEST]}" if one.plain else "to nearest"
+    return f"{_percent(one.error)} rather than {_percent(one.nearest)} {how}{moved}"
 
 
-def _row(record: Record, layer: str, of_all: Figures) -> dict[str, str]:
+def _row(record: Record, layer: str, of_all: Figures, most: str) -> dict[str, str]:
     one, form = record.figures.get(layer), record.forms.get(layer)
     why = reasons(one, of_all) if one else []
     return {
-        "name": layer[:_LONGEST], "error": _percent(record.errors[layer]), "applied": applied(form) if form else "",
+        "name": layer[:_LONGEST], "error": _percent(record.errors[layer]) + _unit(one, most),
+        "applied": applied(form) if form else "",
         "rescue": rescue(one) if one else "",
         "why": "; ".join(why) or ("nothing of it stands out: it is what its format costs" if one else ""),
         "peak": f"{one.peak:.2f}" if one else "", "nearest": _percent(one.nearest) if one else "",
         "heavy": "" if one is None or one.heavy is None else f"{one.heavy:.1%}",
     }  # fmt: skip
+
+
+def _usual_unit(record: Record) -> str:
+    """Of whose energy most errors are; records of earlier versions have all of one kind."""
+    units = [one.of for one in record.figures.values() if one.of]
+    return max(units, key=units.count) if units else "output" if record.statistics else "weights"
+
+
+def _unit(one: Figures | None, most: str) -> str:
+    """Said where it is not that of most."""
+    return f" of {_ENERGY[one.of]}" if one and one.of and one.of != most else ""
 
 
 def _kinds(record: Record) -> Iterator[dict[str, str]]:
@@ -93,9 +108,10 @@ def _rescued(record: Record) -> str:
     if not known:
         return ""
     shares = [one.error / one.nearest for one in known if one.nearest]
+    plain = known[0].plain[:_LONGEST] or "rounding to nearest in the same grid"
     wider = _wider(record.forms)
     more = f" {wider} of {len(record.forms)} layers have more bits than most." if wider else ""
-    return f"The median layer loses {median(shares):.0%} of what rounding to nearest in the same grid would.{more}"
+    return f"The median layer loses {median(shares):.0%} of what {plain} would.{more}"
 
 
 def _wider(forms: Mapping[str, Applied]) -> int:
