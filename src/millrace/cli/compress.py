@@ -100,7 +100,7 @@ def command(
                 seconds = time.perf_counter() - started_s
                 write_page(output, {**about, "command": command_line(model), "seconds": seconds})
             with said_if_ended(model, output):
-                found = proof.loss(checkpoint, output, read, report)
+                found = proof.loss(model, checkpoint, output, read, report)
     if dry_run:
         _show_plan(job, asked, more["evaluate"] and not why_not(checkpoint), as_json)
         return
@@ -140,7 +140,7 @@ class _Again:
 def _measure_again(model: str, out: Path, again: _Again, env: Env, as_json: bool) -> None:
     again.check()
     with ended_in_order(), progress(as_json) as report:
-        found = measure_again(opened(model, env, report), out, again.proof, report)
+        found = measure_again(model, opened(model, env, report), out, again.proof, report)
     found |= again.proof.more(model, out, env, as_json)
     if as_json:
         print_json({"folder": str(out), **found})

@@ -46,6 +46,7 @@ class Loss:
     """kl: of the source's distribution from this, nats a token on average; agreement: of the likeliest tokens
 
     errors: standard ones, as if tokens were independent, which those of one window are not; None of one token
+    text, digest: "bundled" or "own", and a digest of all of it; "" in records from before they were kept
     """
 
     kl: float
@@ -58,6 +59,12 @@ class Loss:
     perplexity_error: float | None = None
     agreement_error: float | None = None
     fp8_activations: Simulated | None = None
+    text: str = ""
+    digest: str = ""
+
+    def on(self, text: Calibration) -> "Loss":
+        """The same, with the name of the text that it was measured on."""
+        return replace(self, text=text.kind, digest=text.digest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,12 @@ from millrace.report.page import render
 
 PAGE = "compression.html"
 
-_WORST, _MOST, _LONGEST = 10, 4096, 200  # layers, layers, characters: a folder may be of somebody else
+_WORST, _MOST, _LONGEST, _SHORT = (
+    10,
+    4096,
+    200,
+    12,
+)  # layers, layers, characters, of a digest: a folder may be of somebody else
 _METHODS = {"rtn": "to nearest", "gptq": "GPTQ", "fp8": "E4M3", FP8_GPTQ: "E4M3 by GPTQ", FP8_TENSOR: "E4M3"}
 _ENERGY = {"output": "its output's energy", "weights": "its weights' energy"}
 _SMOOTH = {"awq": "scales moved by AWQ", "smoothquant": "scales moved by SmoothQuant"}
@@ -39,7 +44,8 @@ def page_of(record: Record) -> str:
         Path(__file__).with_name("compression.html"), r=record, name=str(record.recipe.get("name", "?"))[:_LONGEST],
         bytes=(_size(record.bytes_before), _size(record.bytes_after)), loss=_loss(record.measured),
         not_measured=record.loss.get("not_measured", "the run was ended before it"),
-        recipe=list(_recipe(record.recipe)), speed=_speed(record.speed), mmlu=_mmlu(record.mmlu),
+        measured=list(_measured(record)), recipe=list(_recipe(record.recipe)),
+        speed=_speed(record.speed), mmlu=_mmlu(record.mmlu),
         kinds=list(_kinds(record)), worst=rows[:_WORST], rescued=_rescued(record), layers=rows,
         n_layers=len(record.errors), of=_ENERGY[most],
     )  # fmt: skip
@@ -134,12 +140,25 @@ def _loss(loss: Loss | None) -> dict[str, str] | None:
         "kl": f"{loss.kl:.4g}{_error(loss.kl_error, '.2g')}", "tokens": f"{loss.tokens:,}",
         "perplexity": f"{loss.perplexity:.3f}{_error(loss.perplexity_error, '.2f')}",
         "source": f"{loss.source_perplexity:.3f}", "change": change, "same": f"{loss.agreement:.1%}",
-        "precision": loss.precision[:_LONGEST], "simulated": _simulated(loss.fp8_activations),
+        "text": _text(loss), "precision": loss.precision[:_LONGEST], "simulated": _simulated(loss.fp8_activations),
     }  # fmt: skip
+
+
+def _text(loss: Loss) -> str:
+    if not loss.text:
+        return "a text that was not recorded"
+    return f"{'the bundled text' if loss.text == 'bundled' else 'a text of its own'} ({loss.digest[:_SHORT]})"
 
 
 def _error(value: float | None, digits: str) -> str:
     return "" if value is None else f" ± {value:{digits}}"
+
+
+def _measured(record: Record) -> Iterator[tuple[str, str]]:
+    """Commands other than the one that made the folder, by what they measured."""
+    for what, command in list(record.commands.items())[:_WORST]:
+        if command != record.command:
+            yield f"{what[:_LONGEST]} measured by", command
 
 
 def _recipe(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -172,7 +191,8 @@ def _mmlu(found: Flips | None) -> dict[str, str] | None:
 
     low, high = found.interval
     return {
-        "task": f"{found.task[:_LONGEST]}, {found.questions:,} questions",
+        "task": f"{found.task[:_LONGEST]}, {found.questions:,} questions"
+                + (f" ({found.digest[:_SHORT]})" if found.digest else ""),
         "source": share(found.source_right, found.source_interval),
         "made": share(found.made_right, found.made_interval),
         "difference": f"{found.difference:+.1%} ({low:+.1%} to {high:+.1%}), p {found.p_value:.2g} (McNemar)",
