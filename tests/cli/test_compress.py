@@ -185,6 +185,39 @@ def test_with_statistics(millrace: Millrace, source: Path, text: Path, tmp_path:
     assert not (out / "d").exists()
 
 
+def test_a_text_is_not_what_statistics_are_of(millrace: Millrace, source: Path, text: Path, tmp_path: Path) -> None:
+    """Whatever its name is, and however long ago they were collected: by folder, by record, by content."""
+    copy, kept, out = tmp_path / "copy.txt", tmp_path / "kept", tmp_path / "out"
+    copy.write_bytes(text.read_bytes())
+    asked = ("compress", source, "-o", out, "--recipe", "int8-sq")
+    given = ("--samples-from", text, "--samples", "4", "--statistics", kept)
+    millrace(*asked, *given, "--calibration", copy).assert_mistake("copy.txt is the text that statistics are of")
+    assert not kept.exists() and not out.exists(), "said before anything is collected"
+    assert millrace(*asked, *given, "--no-evaluate").code == 0
+    millrace(*asked[:3], tmp_path / "b", *asked[4:], "--statistics", kept, "--calibration", copy).assert_mistake(
+        "copy.txt is"
+    )
+    bounded = (
+        "compress",
+        source,
+        "-o",
+        tmp_path / "b",
+        "--max-loss",
+        "9%",
+        "--statistics",
+        kept,
+        "--calibration",
+        copy,
+    )
+    millrace(*bounded).assert_mistake("copy.txt is the text")
+    advised = ("compress", source, "-o", tmp_path / "b", "--advise", "--statistics", kept, "--calibration", copy)
+    millrace(*advised).assert_mistake("copy.txt is the text")
+    millrace("compress", source, "-o", out, "--measure", "--calibration", copy).assert_mistake("copy.txt is the text")
+    assert not (tmp_path / "b").exists() and "kl" not in (out / "compression.json").read_text()
+    copy.write_text(text.read_text()[::2])
+    assert millrace("compress", source, "-o", out, "--measure", "--calibration", copy).code == 0
+
+
 def test_a_dry_run_says_what_statistics_need(millrace: Millrace, source: Path, tmp_path: Path) -> None:
     asked = ("compress", source, "-o", tmp_path / "out", "--recipe", "int8-sq", "--dry-run", "--samples", "8")
     millrace(*asked).assert_mistake("--samples is given without a text")

@@ -94,6 +94,8 @@ def command(
         asked.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
         check_place(output, job.bytes_after + (asked.temporary_bytes(job) if job.calibrated else 0))
         read = proof.windows(checkpoint)  # a text too short is said at once, by a dry run too
+        if job.calibrated and proof.text is not None and not dry_run:
+            asked.check_text(checkpoint, proof.text)
         if not dry_run:
             with _method(job, output, asked, report) as (method, about):
                 made = compress(job, output, method, report)

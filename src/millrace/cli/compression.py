@@ -13,13 +13,14 @@ import click
 import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.compress_asked import command_line
+from millrace.cli.compress_asked import command_line, one_text
 from millrace.cli.eval_asked import Asked, precision_of
 from millrace.cli.eval_questions import answers_to_mmlu
 from millrace.cli.models import opened
 from millrace.cli.screen import Progress, note, progress
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
+from millrace.compress.calibrated import is_of
 from millrace.compress.measure import Loss, Simulated, measure, why_not, windows_for
 from millrace.compress.page import write_page
 from millrace.compress.record import Flips, read_record
@@ -121,6 +122,9 @@ def measure_again(model: str, source: Checkpoint, out: Path, proof: Proof, repor
         )
     if proof.text is None:
         return {}
+    of = record.statistics
+    if of and is_of(source, proof.text.content, str(of.get("text")), int(of.get("tokens", 0))):
+        raise one_text(proof.text)
     return proof.loss(model, source, out, proof.windows(source), report)
 
 

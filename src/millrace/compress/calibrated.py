@@ -6,7 +6,7 @@ from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.source import Source
-from millrace.compress.collect import Progress, collect, samples
+from millrace.compress.collect import SAMPLES, Progress, collect, digest_of, samples
 from millrace.compress.compress import Method as Way
 from millrace.compress.compress import Piece, by_layers, rounded_alone
 from millrace.compress.e4m3 import Fp8Matrix, rounded_e4m3
@@ -61,7 +61,7 @@ def needs(job: Job, tokens: int) -> Needs:
 
 def sampled(checkpoint: Checkpoint, file: str, n: int) -> Windows:
     """n samples of 512 tokens, or of the whole context, of a text. raises ConfigError for one that is none, or short"""
-    text = read_text(file, "--samples-from", _MOST_BYTES, f"a text of at least {n * LENGTH:,} tokens")
+    text = read_sampled(file, n)
     if not checkpoint.has_tokenizer:
         raise ConfigError(
             f"{checkpoint.folder} has no tokenizer to read --samples-from with", "one beside the weights",
@@ -69,6 +69,20 @@ def sampled(checkpoint: Checkpoint, file: str, n: int) -> Windows:
         )  # fmt: skip
     length = min(LENGTH, Source.from_checkpoint(checkpoint).max_context)
     return samples(checkpoint.tokenizer, text, n, length)
+
+
+def read_sampled(file: str, n: int = SAMPLES) -> str:
+    """raises ConfigError"""
+    return read_text(file, "--samples-from", _MOST_BYTES, f"a text of at least {n * LENGTH:,} tokens")
+
+
+def is_of(checkpoint: Checkpoint, content: str, digest: str, tokens: int) -> bool:
+    """Whether so many tokens of this digest were sampled from this text, by this checkpoint's tokenizer."""
+    length = min(LENGTH, Source.from_checkpoint(checkpoint).max_context)
+    n, rest = divmod(tokens, length)
+    if rest or not n or len(checkpoint.tokenizer.encode(content)) < tokens:
+        return False
+    return digest_of(samples(checkpoint.tokenizer, content, n, length)) == digest
 
 
 def statistics_of(checkpoint: Checkpoint, text: Windows | None, folder: Path, progress: Progress) -> Statistics:

@@ -120,6 +120,11 @@ def windows_for(source: Checkpoint, calibration: Calibration) -> Windows:
     return calibration.windows(source.tokenizer, Source.from_checkpoint(source).max_context)
 
 
+def held_out_for(source: Checkpoint, calibration: Calibration) -> Windows | None:
+    """Other windows of that text; None where it has no more."""
+    return calibration.held_out(source.tokenizer, Source.from_checkpoint(source).max_context)
+
+
 def memory_bytes(source: Checkpoint, *, fp8: bool = False) -> int:
     """About what measuring takes at most, from the headers: a layer's part, or both heads and what they answer.
 
