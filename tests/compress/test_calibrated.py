@@ -118,7 +118,8 @@ def test_what_is_written_is_what_the_method_makes(small: Small, tmp_path: Path, 
     for tensor in tensors:
         exact = wanted[tensor] if tensor in wanted else layer.floats.get(tensor, tensors.load(tensor))
         np.testing.assert_array_equal(made.load(tensor), exact, err_msg=tensor)
-    assert bool(layer.floats) == (PRESETS[name].usual.smooth != "none")
+    assert bool(layer.folds) == (PRESETS[name].usual.smooth != "none")
+    assert bool(layer.floats) == any(fold.site.is_norm for fold in layer.folds), "norms that took up scales"
 
 
 def test_a_mix_with_what_needs_no_statistics(small: Small, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Sampling:
             raise one_text(measured)
 
     def text(self, checkpoint: Checkpoint) -> str:
-        """Of what statistics are, a digest; nothing is collected. raises ConfigError where there are none, and no text"""
+        """Digest of what statistics are of; none are collected. raises ConfigError where there are none, and no text"""
         if self.samples_from is not None:
             return digest_of(sampled(checkpoint, self.samples_from, self.n))
         assert self.statistics is not None, "checked before"
