@@ -224,6 +224,8 @@ def test_a_dry_run_says_what_statistics_need(millrace: Millrace, source: Path, t
     shown = millrace(*asked[:-2])
     assert shown.code == 0 and "of 65,536 tokens: about" in shown.out, shown.err
     told = json.loads(millrace(*asked, "--samples-from", "later.txt", "--json").out)
+    assert told["statistics"]["carried_bytes"] == 8 * 256 * 8 * 512, "float32 of 256, twice, of 8 samples"
+    assert "MiB more meanwhile" in shown.out
     assert told["statistics"]["disk_bytes"] == 4 * sum(K * K + 2 * K for K in (256, 64, 256, 192))
 
 

@@ -183,7 +183,8 @@ def _show_plan(job: Job, asked: Sampling, measures: bool, as_json: bool) -> None
     afterwards = f", to measure it {size(measuring)}" if measures else ""
     pairs([*_sizes(job), ("memory", f"about {size(memory)}{afterwards}"), ("time", f"about {job.seconds:.0f} s")])
     if first:
-        said = f"of {tokens:,} tokens: about {first.seconds:.0f} s more on two cores, {size(first.disk_bytes)} on disk"
+        disk = f"{size(first.disk_bytes)} on disk, {size(first.carried_bytes)} more meanwhile"
+        said = f"of {tokens:,} tokens: about {first.seconds:.0f} s more on two cores, {disk}"
         pairs([("statistics", said)])
     _notes(job)
 

@@ -80,7 +80,10 @@ class Sampling:
 
     def temporary_bytes(self, job: Job) -> int:
         """Of statistics beside the output."""
-        return needs(job, 1).disk_bytes if self.statistics is None else 0
+        if self.statistics is not None:
+            return 0
+        found = needs(job, self.n * LENGTH)
+        return found.disk_bytes + found.carried_bytes
 
 
 def one_text(measured: Calibration) -> ConfigError:

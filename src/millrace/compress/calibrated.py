@@ -15,7 +15,7 @@ from millrace.compress.gptq import LLM_COMPRESSOR, gptq_e4m3
 from millrace.compress.grid import Array
 from millrace.compress.layers import Method, rounded_layers
 from millrace.compress.loss import relative_error
-from millrace.compress.plan import WEIGHT, Job
+from millrace.compress.plan import SAME_INPUT, WEIGHT, Job
 from millrace.compress.prune import pruned
 from millrace.compress.recipe import CLIP, RMS, SEARCHES, Treatment
 from millrace.compress.smooth import AUTOAWQ, Awq, SmoothQuant
@@ -26,18 +26,18 @@ from millrace.evaluate.texts import read_text
 from millrace.evaluate.windows import LENGTH, Windows
 
 _MOST_BYTES = 16 << 20  # of the text: 4 million tokens, where 65,536 are taken
-_SAME_INPUT = (".k_proj", ".v_proj", ".up_proj")  # read what q and gate read
 _FLOPS = 1.1e11  # a second, of the pass on two cores of an AVX-512 server: for estimates alone
 _LAYER_BYTES, _GRAM_BYTES, _ROW_BYTES = 16, 24, 4 * 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """About what statistics take. disk_bytes: of their folder"""
+    """About what statistics take. disk_bytes: of their folder; carried_bytes: there besides until the pass is over"""
 
     disk_bytes: int
     memory_bytes: int
     seconds: float
+    carried_bytes: int
 
 
 def needs(job: Job, tokens: int) -> Needs:
@@ -50,13 +50,14 @@ def needs(job: Job, tokens: int) -> Needs:
         (N, K), name = info.shape, name.removesuffix(WEIGHT)
         layer = name.rsplit(".", 2)[0]
         weights[layer] = weights.get(layer, 0) + N * K
-        if not name.endswith(_SAME_INPUT):
+        if not name.endswith(SAME_INPUT):
             widths.setdefault(layer, []).append(K)
     inputs = [K for some in widths.values() for K in some]
     rows = max(sum(some) for some in widths.values())
     memory = _LAYER_BYTES * max(weights.values()) + _GRAM_BYTES * max(inputs) ** 2 + _ROW_BYTES * rows
     flops = 2 * tokens * (sum(weights.values()) + sum(K * K for K in inputs))
-    return Needs(sum(map(input_bytes, inputs)), memory, flops / _FLOPS)
+    carried = 2 * 4 * job.checkpoint.decoder.hidden_size * tokens  # what a layer reads, and what it gives, in float32
+    return Needs(sum(map(input_bytes, inputs)), memory, flops / _FLOPS, carried)
 
 
 def sampled(checkpoint: Checkpoint, file: str, n: int) -> Windows:
