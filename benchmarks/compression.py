@@ -6,7 +6,8 @@
 Statistics are of 128 samples of 512 tokens of the text's first half, answers are judged on windows spread over its last
 two fifths, beside the source in float32. `tiny` reads documents of its generator instead: some that it may have been
 trained on, then held-out ones. Each recipe becomes a folder, as `millrace compress` makes it, and is measured in the
-engine that the folder gives.
+engine that the folder gives. All recipes are judged on the same windows, and none of these was looked at when methods
+were chosen: shares of one another's KL have an interval over windows in pairs, and a goal within it is not decided.
 
 What was measured is in --kept, and a run that was ended goes on with it; of another commit, model or text it is
 measured anew. Writes results/compression-MODEL-TIME-COMMIT.json; docs/compress.md has its table: benchmarks.losses.
@@ -25,8 +26,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from benchmarks.record import commit, count, judged, provenance, write_result
+from benchmarks.record import commit, count, judged_surely, provenance, write_result
 from millrace.bench.intervals import student_t
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.build import BuildOptions
@@ -48,8 +50,13 @@ from millrace.kernels.precision import Precision
 
 WINDOWS = 12  # that are judged on
 MIX_BITS = 4.5
-TINY_LENGTH, TINY_SAMPLES, TINY_WINDOWS = 192, 96, 32
-RTN, AWQ, GPTQ, GPTQ_CLIP, MIX = "int4-wo", "int4-awq", "int4-gptq", "int4-gptq-clip", f"mix of {MIX_BITS} bits"
+TINY_LENGTH, TINY_SAMPLES, TINY_WINDOWS = 192, 96, 128
+# What methods were chosen by is judged on no more: of a text so many windows, of the generator documents from 0 on.
+_SEEN, _UNSEEN = (8, 12), 100_000
+RTN, GPTQ_CLIP, MIX = "int4-wo", "int4-gptq-clip", f"mix of {MIX_BITS} bits"
+# The two whose goals are judged, each as its usual tool has it, whichever others lose less: AutoAWQ moves scales and
+# clips ranges, llm-compressor's GPTQ takes whole ranges. GPTQ within clipped ranges is our own, found by looking.
+AWQ, GPTQ = "int4-awq", "int4-gptq"
 _INT4 = PRESETS[RTN].usual
 _BEST4 = PRESETS[GPTQ_CLIP].usual
 _ROWS_OF_8 = replace(_BEST4, bits=8, group=0)
@@ -57,7 +64,7 @@ RECIPES: dict[str, Recipe] = {
     name: PRESETS.get(name) or Recipe(name, treatment)
     for name, treatment in {
         "int8-wo": PRESETS["int8-wo"].usual, "int8-sq": PRESETS["int8-sq"].usual, "fp8": PRESETS["fp8"].usual,
-        "fp8-gptq": PRESETS["fp8-gptq"].usual,
+        "fp8-tensor": PRESETS["fp8-tensor"].usual, "fp8-gptq": PRESETS["fp8-gptq"].usual,
         RTN: _INT4, "int4-wo-mse": PRESETS["int4-wo-mse"].usual,
         "rtn, searched by energy": replace(_INT4, search="imatrix"), "rtn, clipped": replace(_INT4, search="clip"),
         "awq, not clipped": replace(_INT4, smooth="awq"), AWQ: PRESETS[AWQ].usual, GPTQ: PRESETS[GPTQ].usual,
@@ -69,13 +76,15 @@ RECIPES: dict[str, Recipe] = {
 }  # fmt: skip
 Say = Callable[[str], None]
 SIMULATED = ", FP8 activations"  # of a recipe's second line
-_GOALS = 5  # of a run that is kept as a result: all are decided
+_GOALS = 7  # of a run that is kept as a result: all that there are
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Of one recipe. kl, perplexity, ratio (of perplexities), agreement: each with the standard error of its mean over
-    windows, which are what is independent; seconds: of making the folder, statistics at hand"""
+    windows, which are what is independent; seconds: of making the folder, statistics at hand
+    kl_by_window: in the order of the windows, the same for all recipes; none in files from before they were kept
+    """
 
     recipe: str
     about: str
@@ -86,6 +95,7 @@ class Cost:
     ratio: tuple[float, float]
     agreement: tuple[float, float]
     seconds: float
+    kl_by_window: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, name: str, about: str, precision: str, bits: float, score: Score, seconds: float) -> "Cost":
@@ -96,11 +106,12 @@ class Cost:
             return math.exp(mean[0]), math.exp(mean[0]) * mean[1]
 
         parts = score.parts
+        kl = [float(p.divergence.mean()) for p in parts]
         return cls(
-            name, about, precision, round(bits, 3), over_windows([p.divergence.mean() for p in parts]),
+            name, about, precision, round(bits, 3), over_windows(kl),
             exp(over_windows([p.loss.mean() for p in parts])),
             exp(over_windows([(p.loss - p.reference_loss).mean() for p in parts])),
-            over_windows([p.same.mean() for p in parts]), round(seconds, 1),
+            over_windows([p.same.mean() for p in parts]), round(seconds, 1), tuple(float(f"{one:.6g}") for one in kl),
         )  # fmt: skip
 
 
@@ -121,7 +132,12 @@ class Texts(NamedTuple):
 def of_a_text(checkpoint: Checkpoint, file: Path, n: int, windows: int) -> Texts:
     text = file.read_text(encoding="utf-8")
     ids = checkpoint.tokenizer.encode(text[3 * len(text) // 5 :])
-    held_out = windows_of(checkpoint.tokenizer, ids, LENGTH).spread(windows)
+    every = windows_of(checkpoint.tokenizer, ids, LENGTH)
+    seen = {ids.tobytes() for n in _SEEN for ids in every.spread(n).ids}
+    unseen = [ids for ids in every.ids if ids.tobytes() not in seen]
+    if len(unseen) < windows:
+        raise SystemExit(f"{file} has {len(unseen)} windows to judge on, {windows} are asked for: give a longer text")
+    held_out = replace(every, ids=np.stack(unseen)).spread(windows)
     about = f"{n} samples of {LENGTH} tokens of the first half of {file.name}; judged on its last two fifths"
     return Texts(samples(checkpoint.tokenizer, text[: len(text) // 2], n), held_out, about)
 
@@ -135,7 +151,7 @@ def of_the_world(checkpoint: Checkpoint) -> Texts:
         return windows_of(checkpoint.tokenizer, ids[: n * TINY_LENGTH], TINY_LENGTH)
 
     trained = ["".join(piece.text for piece in document(seed)).removeprefix(BOS) for seed in range(4 * TINY_SAMPLES)]
-    exams = [held_out_exam(seed) for seed in range(4 * TINY_WINDOWS)]
+    exams = [held_out_exam(_UNSEEN + seed) for seed in range(4 * TINY_WINDOWS)]
     held_out = [f"{e.prompt.removeprefix(BOS)} {e.choice.letter}" for e in exams]
     about = f"{TINY_SAMPLES} samples of {TINY_LENGTH} tokens of its generator; judged on documents that it held out"
     return Texts(cut(trained, TINY_SAMPLES), cut(held_out, TINY_WINDOWS), about)
@@ -221,24 +237,44 @@ def mix(checkpoint: Checkpoint, statistics: Statistics, bits: float = MIX_BITS) 
     return Recipe(MIX, _BEST4, tuple(eight), about)
 
 
+Values = Sequence[float] | NDArray[np.float64]  # of windows
+Interval = tuple[float, float, float]  # a figure, and the ends of its 95 %
+
+
+def mean_of(values: Values) -> Interval:
+    """Over windows, by Student's t."""
+    half = student_t(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    mean = float(np.mean(values))
+    return mean, mean - half, mean + half
+
+
+def share_of(part: Values, whole: Values) -> Interval:
+    """Of two means over the same windows, their ratio r; its error is that of the mean of part - r * whole, in shares
+    of the whole (Cochran, Sampling Techniques, 6.3): what makes a window hard for both is in neither's favour."""
+    a, b = np.asarray(part), np.asarray(whole)
+    ratio = float(a.sum() / b.sum())
+    _, low, high = mean_of(a - ratio * b)
+    return ratio, ratio + low / float(b.mean()), ratio + high / float(b.mean())
+
+
 def goals(costs: Mapping[str, Cost]) -> list[dict[str, Any]]:
-    """Of what was measured, those that it decides."""
-    found = []
-    if RTN in costs:
-        share = {name: costs[name].kl[0] / costs[RTN].kl[0] for name in (AWQ, GPTQ, GPTQ_CLIP, MIX) if name in costs}
-        if {AWQ, GPTQ, GPTQ_CLIP} <= share.keys():
-            better, other = sorted([share[AWQ], min(share[GPTQ], share[GPTQ_CLIP])])
-            found += [
-                judged("the better of AWQ and GPTQ, of the KL of rounding to nearest", better, 0.5, 0.65, at_most=True),
-                judged("the other of them", other, 0.8, 0.8, at_most=True),
-            ]
-        if MIX in share:
-            found.append(judged(f"the {MIX}, of the KL of rounding to nearest", share[MIX], 0.4, 0.4, at_most=True))
-    for name in ("int8-sq", "fp8-gptq"):
-        if name in costs:
-            found.append(judged(f"KL of {name}", costs[name].kl[0], 0.01, 0.01, at_most=True) | {
-                "reached": round(costs[name].kl[0], 5)})  # fmt: skip
-    return found
+    """Of what was measured, those that it can judge."""
+    found, of_rtn = [], ", of the KL of rounding to nearest"
+
+    def share(name: str) -> Interval:
+        return share_of(costs[name].kl_by_window, costs[RTN].kl_by_window)
+
+    if {RTN, AWQ, GPTQ} <= costs.keys():
+        better, other = sorted([AWQ, GPTQ], key=lambda name: costs[name].kl[0])
+        what = f"the better of AWQ and GPTQ, {better}{of_rtn}"
+        found = [
+            judged_surely(what, share(better), 0.65), judged_surely(f"{what}, hoped for", share(better), 0.5),
+            judged_surely(f"the other of them, {other}{of_rtn}", share(other), 0.8),
+        ]  # fmt: skip
+    if {RTN, MIX} <= costs.keys():
+        found.append(judged_surely(f"the {MIX}{of_rtn}", share(MIX), 0.4))
+    single = (name for name in ("int8-sq", "fp8", "fp8-gptq") if name in costs)
+    return found + [judged_surely(f"KL of {name}", mean_of(costs[name].kl_by_window), 0.01) for name in single]
 
 
 def about(result: Mapping[str, Any]) -> str:
@@ -249,11 +285,11 @@ def losses(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """(header, rows): each recipe beside the source in float32; intervals of 95 %, of means over windows."""
     t = student_t(result["windows"] - 1)
     header = ["recipe", "runs in", "bits a weight", "KL, nats", "perplexity", "loss of it", "same token", "made in"]
-    base = next((cost["kl"][0] for cost in result["costs"] if cost["recipe"] == RTN), None)
+    base = next((cost for cost in result["costs"] if cost["recipe"] == RTN), None)
     rows = []
     for cost in result["costs"]:
         kl, error = cost["kl"]
-        share = f", {kl / base:.0%} of {RTN}'s" if base and cost["bits"] < 5 and cost["recipe"] != RTN else ""
+        share = _share(cost, base) if base and cost["bits"] < 5 and cost["recipe"] != RTN else ""
         ratio, off = cost["ratio"]
         low, high = ratio - t * off - 1, ratio + t * off - 1
         rows.append([
@@ -263,6 +299,19 @@ def losses(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             f"{cost['agreement'][0]:.1%}", f"{cost['seconds']:.0f} s",
         ])  # fmt: skip
     return header, rows
+
+
+def told(goal: Mapping[str, Any]) -> str:
+    """With its interval; of files from before these were kept without."""
+    of = "" if "interval" not in goal else " ({} to {})".format(*goal["interval"])
+    return f"{goal['what']}: {goal['reached']}{of}, asked: at most {goal['goal']}: {goal['verdict']}"
+
+
+def _share(cost: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    if not cost.get("kl_by_window"):
+        return f", {cost['kl'][0] / base['kl'][0]:.0%} of {RTN}'s"
+    ratio, low, high = share_of(cost["kl_by_window"], base["kl_by_window"])
+    return f", {ratio:.0%} of {RTN}'s ({low:.0%} to {high:.0%})"
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -304,7 +353,7 @@ def main() -> None:
         args.kept = args.kept or Path(temporary)
         result = run(args)
     for goal in result["goals"]:
-        print(f"{goal['what']}: {goal['reached']}, goal at most {goal['goal']}: {goal['verdict']}")
+        print(told(goal))
     if len(result["goals"]) == _GOALS:
         print(write_result(f"compression-{result['model']}", result))
 

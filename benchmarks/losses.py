@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.compression import about, losses
+from benchmarks.compression import about, losses, told
 from benchmarks.page import table
 from benchmarks.runs import Result, label, of_kind
 
@@ -20,8 +20,7 @@ def tables() -> Iterator[str]:
     for result in newest():
         yield f"**{result['model']}**, {about(result)}; {label(result)}."
         yield table(*losses(result))
-        yield "\n".join(f"- {g['what']}: {g['reached']}, asked: at most {g['goal']}: {g['verdict']}"
-                        for g in result["goals"])  # fmt: skip
+        yield "\n".join(f"- {told(goal)}" for goal in result["goals"])
 
 
 def written(document: str) -> str:

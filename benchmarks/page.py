@@ -164,6 +164,7 @@ def _goals() -> Iterator[str]:
         impossible = _above_one(result)
         for g in goals:
             reached = "" if g["reached"] is None else _figure(g["reached"])
+            reached += " ({} to {})".format(*map(_figure, g["interval"])) if "interval" in g else ""
             bound = f"at most {g['goal']}" if g.get("at_most") else str(g["goal"])
             verdict = g["verdict"] + (", judged later" if found is None else "")
             if impossible and _of_bandwidth(g):

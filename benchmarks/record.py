@@ -70,6 +70,17 @@ def judged(what: str, reached: float, goal: float, milestone: float, *, at_most:
     }  # fmt: skip
 
 
+def judged_surely(what: str, interval: tuple[float, float, float], bound: float) -> dict[str, Any]:
+    """As `judged`, of a figure that is at most so large, and of which a sample says (value, low, high): "met" and
+    "missed" where the whole interval says so."""
+    value, low, high = interval
+    return {
+        "what": what, "milestone": bound, "goal": bound, "at_most": True, "reached": float(f"{value:.4g}"),
+        "interval": [float(f"{low:.4g}"), float(f"{high:.4g}")],
+        "verdict": "met" if high <= bound else "missed" if low > bound else "not decided",
+    }  # fmt: skip
+
+
 def count(text: str) -> int:
     """As argparse takes a type."""
     if not text.isdecimal() or int(text) < 1:

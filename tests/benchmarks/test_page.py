@@ -177,6 +177,17 @@ def test_losses_are_on_the_page_and_in_the_document(tmp_path: Path, monkeypatch:
     document = losses.written(f"before\n{losses.BEGIN}\nold\n{losses.END}\nafter").splitlines()
     for row in rows:
         assert row in told and row in document, row
+    first = tmp_path / "03.json"
+    newer = json.loads((tmp_path / "02.json").read_text()) | {"time": "2026-01-03T12:00:00Z", "commit": "c03"}
+    of_windows = [0.3, 0.5] * 10, [0.1, 0.1] * 10, [0.01] * 20
+    for one, values in zip(newer["costs"], of_windows, strict=True):
+        one["kl_by_window"] = values
+    newer["goals"][0]["interval"] = [0.012, 0.0154]
+    first.write_text(json.dumps(newer))
+    later = losses.written(f"before\n{losses.BEGIN}\nold\n{losses.END}\nafter")
+    # 0.025 is what a share of a quarter leaves of each window: 2.093 * 0.025 (20 / 19)^0.5 / 20^0.5 / 0.4 = 3.0 %
+    assert "| 0.1000 ± 0.0209, 25% of int4-wo's (22% to 28%) |" in later
+    assert "- KL of fp8: 0.0137 (0.012 to 0.0154), asked: at most 0.01: missed" in later
     assert "c01" in "".join(told) and "c01" not in "".join(document)
     assert document[0] == "before" and document[-1] == "after" and "old" not in document
     assert "- KL of fp8: 0.0137, asked: at most 0.01: missed" in document
@@ -197,6 +208,8 @@ def test_files_older_than_their_goals_are_judged(monkeypatch: pytest.MonkeyPatch
         f"{verdict}, judged later | `file.json` |"
     )
     written = [{"what": "x", "reached": 0.5, "goal": 0.8, "verdict": "missed"}]
+    surely = [written[0] | {"interval": [0.409, 0.591]}]
+    assert "| s: x | 0.50 (0.41 to 0.59) | 0.8 | missed | `file.json` |" in given(monkeypatch, **result, goals=surely)
     assert "| s: x | 0.50 | 0.8 | missed | `file.json` |" in given(monkeypatch, **result, goals=written)
 
 

@@ -1,5 +1,6 @@
 """`millrace compress`: plan, folder, report; and its mistakes."""
 
+import hashlib
 import json
 import signal
 import subprocess
@@ -113,7 +114,28 @@ def test_a_run_that_was_killed_is_measured_later(millrace: Millrace, source: Pat
     shown = millrace(*asked, "--measure")
     assert shown.code == 0 and "KL" in shown.out, shown.err
     whole = json.loads(millrace("compress", source, "-o", tmp_path / "whole", "--recipe", "int8-wo", "--json").out)
-    assert json.loads((out / "compression.json").read_text()) == {**record, "loss": whole["loss"]}
+    measured = json.loads((out / "compression.json").read_text())
+    assert measured.pop("commands") == {"loss": f"millrace compress {source} --output {out} --measure"}
+    assert measured == {**record, "loss": whole["loss"]}
+
+
+def test_a_loss_says_of_which_text_it_is(millrace: Millrace, source: Path, text: Path, tmp_path: Path) -> None:
+    """Measured again on another one: the new loss, with its own text and command; how it was made stays."""
+    out, bundled = tmp_path / "out", (BUNDLED / "calibration.txt").read_bytes()
+    first = json.loads(millrace("compress", source, "-o", out, "--recipe", "int8-wo", "--json").out)["loss"]
+    assert (first["text"], first["digest"]) == ("bundled", hashlib.blake2b(bundled, digest_size=16).hexdigest())
+    made = json.loads((out / "compression.json").read_text())
+    assert made["commands"] == {"loss": made["command"]}
+    page = (out / "compression.html").read_text()
+    assert f"the bundled text ({first['digest'][:12]})" in page and "measured by" not in page
+    assert millrace("compress", source, "-o", out, "--measure", "--calibration", text).code == 0
+    again = json.loads((out / "compression.json").read_text())
+    digest = hashlib.blake2b(text.read_bytes(), digest_size=16).hexdigest()
+    assert (again["loss"]["text"], again["loss"]["digest"]) == ("own", digest) and again["command"] == made["command"]
+    command = f"millrace compress {source} --output {out} --measure --calibration {text}"
+    assert again["commands"] == {"loss": command} and again["loss"]["kl"] != first["kl"]
+    page = (out / "compression.html").read_text()
+    assert f"a text of its own ({digest[:12]})" in page and "loss measured by" in page and command in page
 
 
 def test_mistakes(millrace: Millrace, source: Path, tmp_path: Path) -> None:
@@ -163,12 +185,47 @@ def test_with_statistics(millrace: Millrace, source: Path, text: Path, tmp_path:
     assert not (out / "d").exists()
 
 
+def test_a_text_is_not_what_statistics_are_of(millrace: Millrace, source: Path, text: Path, tmp_path: Path) -> None:
+    """Whatever its name is, and however long ago they were collected: by folder, by record, by content."""
+    copy, kept, out = tmp_path / "copy.txt", tmp_path / "kept", tmp_path / "out"
+    copy.write_bytes(text.read_bytes())
+    asked = ("compress", source, "-o", out, "--recipe", "int8-sq")
+    given = ("--samples-from", text, "--samples", "4", "--statistics", kept)
+    millrace(*asked, *given, "--calibration", copy).assert_mistake("copy.txt is the text that statistics are of")
+    assert not kept.exists() and not out.exists(), "said before anything is collected"
+    assert millrace(*asked, *given, "--no-evaluate").code == 0
+    millrace(*asked[:3], tmp_path / "b", *asked[4:], "--statistics", kept, "--calibration", copy).assert_mistake(
+        "copy.txt is"
+    )
+    bounded = (
+        "compress",
+        source,
+        "-o",
+        tmp_path / "b",
+        "--max-loss",
+        "9%",
+        "--statistics",
+        kept,
+        "--calibration",
+        copy,
+    )
+    millrace(*bounded).assert_mistake("copy.txt is the text")
+    advised = ("compress", source, "-o", tmp_path / "b", "--advise", "--statistics", kept, "--calibration", copy)
+    millrace(*advised).assert_mistake("copy.txt is the text")
+    millrace("compress", source, "-o", out, "--measure", "--calibration", copy).assert_mistake("copy.txt is the text")
+    assert not (tmp_path / "b").exists() and "kl" not in (out / "compression.json").read_text()
+    copy.write_text(text.read_text()[::2])
+    assert millrace("compress", source, "-o", out, "--measure", "--calibration", copy).code == 0
+
+
 def test_a_dry_run_says_what_statistics_need(millrace: Millrace, source: Path, tmp_path: Path) -> None:
     asked = ("compress", source, "-o", tmp_path / "out", "--recipe", "int8-sq", "--dry-run", "--samples", "8")
     millrace(*asked).assert_mistake("--samples is given without a text")
     shown = millrace(*asked[:-2])
     assert shown.code == 0 and "of 65,536 tokens: about" in shown.out, shown.err
     told = json.loads(millrace(*asked, "--samples-from", "later.txt", "--json").out)
+    assert told["statistics"]["carried_bytes"] == 8 * 256 * 8 * 512, "float32 of 256, twice, of 8 samples"
+    assert "MiB more meanwhile" in shown.out
     assert told["statistics"]["disk_bytes"] == 4 * sum(K * K + 2 * K for K in (256, 64, 256, 192))
 
 
@@ -217,6 +274,8 @@ def test_speed_and_flips(millrace: Millrace, source: Path, tmp_path: Path, monke
             assert 0 < rate["low"] <= rate["median"] <= rate["high"]
     assert told["speed"]["source_precision"] != told["speed"]["made_precision"]
     flips = told["mmlu"]
+    assert record["commands"]["loss"] == record["command"] and "--measure-speed" in record["commands"]["speed"]
+    assert len(flips["digest"]) == 32
     assert flips["questions"] == 6 and flips["task"] == "mmlu, lm-eval, 5 shots"
     assert flips["made_right"] - flips["source_right"] == flips["became_right"] - flips["became_wrong"]
     against = millrace("eval", out, "--data", mmlu, "--limit", "3", "--against", source, "--json", "--tune", "0")
@@ -225,7 +284,7 @@ def test_speed_and_flips(millrace: Millrace, source: Path, tmp_path: Path, monke
     beside = told_there["against"]
     assert [beside["gained"], beside["lost"]] == [flips["became_right"], flips["became_wrong"]]
     page = (out / "compression.html").read_text()
-    assert "decode, 16 at once" in page and "6 questions" in page
+    assert "decode, 16 at once" in page and f"6 questions ({flips['digest'][:12]})" in page
     shown = millrace(*asked, "--mmlu", mmlu)
     assert shown.code == 0 and "of 8 questions" in shown.out, shown.err
     millrace(*asked, "--questions", "3").assert_mistake("--questions is given without")

@@ -43,6 +43,14 @@ def test_methods_side_by_side(
     assert rows[0] == row and rows[1]["statistics"] and rows[1]["statistics_s"] > 0
     millrace(*asked, "--presets", "int8-wo", "--calibration", text).assert_mistake("has figures of text")
 
+    def never(*_: object) -> None:
+        raise AssertionError("statistics are collected")
+
+    monkeypatch.setattr(compress_advise, "statistics_for", never)
+    assert json.loads(millrace(*asked, *given).out)["rows"] == rows, "nothing is left to do"
+    other = millrace(*asked[:-1], 3, "--presets", "int8-sq", "--samples-from", text, "--samples", 2)
+    other.assert_mistake("has figures of batch 2", "name another folder")
+
 
 def test_mistakes(millrace: Millrace, source: Path, tmp_path: Path) -> None:
     asked = ("compress", source, "-o", tmp_path / "out", "--advise")

@@ -37,7 +37,11 @@ def test_the_whole_way(
     search, loss = told["search"], told["loss"]
     assert search["found"] == 0 and search["target"] == "memory" and search["unit"] == "bytes" and "rows" not in search
     assert sum(told["formats"].values()) == 7 and loss["kl"] > 0 and loss["tokens"] > 100
-    assert max(loss["kl"], loss["perplexity"] / loss["source_perplexity"] - 1) <= search["mixes"][0]["measured"] < 9
+    choice = search["choice"]
+    assert (
+        max(choice["kl"], choice["perplexity"] / choice["source_perplexity"] - 1) <= search["mixes"][0]["measured"] < 9
+    )
+    assert choice["kl"] != loss["kl"] and choice["digest"] == loss["digest"] and search["proven"] > 0
     again = ("compress", source, "-o", tmp_path / "c", "--recipe", tmp_path / "a" / "recipe.json", "--statistics", kept)
     assert millrace(*again, "--no-evaluate").code == 0
     assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in "ac"}) == 1
@@ -46,6 +50,7 @@ def test_the_whole_way(
     millrace(*asked, "-o", tmp_path / "d").assert_mistake("int8.npz is damaged", "search again")
     damaged.unlink()
     shown = millrace(*asked, "-o", tmp_path / "d", "--batch", 2)
+    assert "chosen by" in shown.out and ", on other windows" in shown.out and " ± " in shown.out
     assert shown.code == 0 and "<- found" in shown.out and "of a step of 2 rows" in shown.out, shown.err
     search = json.loads((tmp_path / "d" / "compression.json").read_text())["search"]
     assert search["target"] == "latency" and search["rows"] == 2 and search["unit"] == "s" and search["threads"] > 0

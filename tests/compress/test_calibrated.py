@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,20 @@ from millrace.evaluate.windows import Windows
 from tests.compress.conftest import TEXT, Trained
 from tests.fuzz.originals import write_checkpoint
 
+_MADE = """
+import sys
+from pathlib import Path
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.compress.calibrated import by_statistics
+from millrace.compress.compress import compress
+from millrace.compress.plan import plan
+from millrace.compress.recipe import PRESETS
+from millrace.compress.statistics import Statistics
+source, statistics, out, name = sys.argv[1:]
+job = plan(Checkpoint.open(Path(source)), PRESETS[name])
+compress(job, Path(out), by_statistics(Statistics.open(Path(statistics))))
+print(int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024)
+"""
 _MEASURED = """
 import sys
 from pathlib import Path
@@ -83,7 +98,7 @@ def test_presets_mean_methods() -> None:
         usual = PRESETS[name].usual
         assert usual.calibrated and method_of(usual, usual.group and 64) == method
     assert {name for name, recipe in PRESETS.items() if recipe.usual.calibrated} == {*MEANT, "fp8-gptq"}
-    for name in ("fp8", "fp8-gptq"):
+    for name in ("fp8", "fp8-tensor", "fp8-gptq"):
         assert method_of(PRESETS[name].usual, 0) is None, "no grid of integers"
 
 
@@ -118,7 +133,8 @@ def test_what_is_written_is_what_the_method_makes(small: Small, tmp_path: Path, 
     for tensor in tensors:
         exact = wanted[tensor] if tensor in wanted else layer.floats.get(tensor, tensors.load(tensor))
         np.testing.assert_array_equal(made.load(tensor), exact, err_msg=tensor)
-    assert bool(layer.floats) == (PRESETS[name].usual.smooth != "none")
+    assert bool(layer.folds) == (PRESETS[name].usual.smooth != "none")
+    assert bool(layer.floats) == any(fold.site.is_norm for fold in layer.folds), "norms that took up scales"
 
 
 def test_a_mix_with_what_needs_no_statistics(small: Small, tmp_path: Path) -> None:
@@ -210,6 +226,40 @@ def test_norms_that_add_one(tmp_path: Path) -> None:
     before, after = (1 + t.load(norm).astype(np.float64) for t in (old, new))
     assert factors.max() > 1.5 * factors.min(), "scales moved"
     assert after * factors == pytest.approx(before, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    """A layer as wide as those of real models, in which Gram matrices are what memory is about."""
+    folder = tmp_path_factory.mktemp("wide")
+    checkpoint = Checkpoint.open(write_checkpoint(folder / "c", width=1024, inner=2816))
+    text = samples(checkpoint.tokenizer, TEXT, 2, 64)
+    return Small(checkpoint, statistics_of(checkpoint, text, folder / "s", nothing))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["int4-wo", "int4-gptq", "int4-awq", "fp8-gptq", "int8-sq"])
+def test_what_rounding_holds_is_told_before(wide: Small, tmp_path: Path, name: str) -> None:
+    """Of the process that rounds, alone: not less than half of what was said, nor twice as much."""
+    folder = wide.checkpoint.folder
+    command = [sys.executable, "-c", _MADE, str(folder), str(folder.parent / "s"), str(tmp_path / "out"), name]
+    peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    said = plan(wide.checkpoint, PRESETS[name]).memory_bytes
+    assert 0.5 < said / peak < 2, (said, peak)
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("name", ["int4-wo-mse", "int4-gptq", "int4-gptq-clip", "int4-awq", "fp8-gptq", "int8-sq"])
+def test_what_rounding_takes_is_told_before(tmp_path: Path, name: str) -> None:
+    """The faster of two runs, on two idle cores: not less than half of what was said, nor twice as much."""
+    checkpoint = Checkpoint.open(BUNDLED / "tiny")
+    held = statistics_of(checkpoint, samples(checkpoint.tokenizer, TEXT, 4, 128), tmp_path / "s", nothing)
+    job, taken = plan(checkpoint, PRESETS[name]), []
+    for run in range(2):
+        started_s = time.perf_counter()
+        compress(job, tmp_path / str(run), by_statistics(held))
+        taken.append(time.perf_counter() - started_s)
+    assert 0.5 < job.seconds / min(taken) < 2, (job.seconds, taken)
 
 
 def test_what_measuring_takes_is_told_before(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ RECIPES: list[tuple[dict[str, Any], str, Grid | None]] = [
     ({"bits": 8, "group": "row"}, "pack-quantized", Grid(8, 0)),
     ({"bits": 8, "group": "row", "activations": 8}, "int-quantized", Grid(8, 0)),
     ({"method": "fp8"}, "float-quantized", None),
+    ({"method": "fp8-tensor"}, "float-quantized", None),
 ]
 
 
@@ -79,7 +80,7 @@ def test_what_is_written(tmp_path: Path, source: Path, i: int) -> None:
         own = grid and (
             Grid(grid.bits, 64, grid.minimums, grid.convention) if grid.group > w.shape[1] % 128 > 0 else grid
         )
-        made = rounded(w, own) if own else rounded_e4m3(w)
+        made = rounded(w, own) if own else rounded_e4m3(w, one_scale="tensor" in said["method"])
         values = dequantised_by_spec(held, module, by_name.get(module, by_name["Linear"]))
         np.testing.assert_array_equal(values, made.dequantise(), err_msg=name)
         error = np.square(values - w).sum() / np.square(w.astype(np.float64)).sum()
@@ -124,7 +125,8 @@ def test_shards(tmp_path: Path, source: Path) -> None:
 # points, and else it rounds activations of FP8; but then it knows one scheme for all layers)
 READ: list[tuple[dict[str, Any], bool]] = [
     ({}, False), ({"bits": 8, "group": "row"}, False), ({"minimums": True, "group": 64}, True),
-    ({"method": "fp8"}, True), ({"kv": "int8"}, False), ({"kv": "fp8"}, False), ({"kv": "int4"}, False),
+    ({"method": "fp8"}, True), ({"method": "fp8-tensor"}, True),
+    ({"kv": "int8"}, False), ({"kv": "fp8"}, False), ({"kv": "int4"}, False),
 ]  # fmt: skip
 
 
@@ -159,9 +161,10 @@ def test_transformers_reads_the_same(tmp_path: Path, source: Path, i: int) -> No
     executor.close()
 
 
-def test_fp8_runs_in_the_folders_bytes(tmp_path: Path, source: Path) -> None:
+@pytest.mark.parametrize("method", ["fp8", "fp8-tensor"])
+def test_fp8_runs_in_the_folders_bytes(tmp_path: Path, source: Path, method: str) -> None:
     """As near to the folder's own floats as bfloat16 is, whose weights are the same numbers (compress/e4m3.py)."""
-    compress(job(source, method="fp8"), folder := tmp_path / "out")
+    compress(job(source, method=method), folder := tmp_path / "out")
     ids = [np.random.default_rng(seed).integers(0, 320, 33).tolist() for seed in range(7)]
     logits, kept = {}, {}
     for precision in ("fp32", "bf16", None):
@@ -303,6 +306,7 @@ def test_presets_are_what_they_say(source: Path) -> None:
     four = [("pack-quantized", 4, 64), ("pack-quantized", 4, 128)]  # 192 inputs
     assert found["int4-wo"] == found["int4-wo-mse"] == four
     assert found["int8-wo"] == [("pack-quantized", 8, 0)] and found["fp8"] == [("float-quantized", 8, 0)]
+    assert found["fp8-tensor"] == found["fp8"] and {form.one_scale for _, form in forms["fp8-tensor"]} == {True}
     assert Spec("I64", (2,)).nbytes == 16
 
 

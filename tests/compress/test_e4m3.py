@@ -24,6 +24,19 @@ def test_each_weight_is_the_nearest_of_all_codes(seed: int) -> None:
     assert (scales >= exact * (1 - 1e-7)).all() and (scales <= exact * 9 / 8).all(), "nothing is clipped"
 
 
+@pytest.mark.parametrize("rows", [1, 9])
+def test_one_scale_is_that_of_the_largest_of_all(rows: int) -> None:
+    """By all 256 codes; what is tiny beside the largest is lost, and nothing is clipped. By row it would not be."""
+    rng = np.random.default_rng(5)
+    w = (rng.standard_normal((rows, 33)) * 10.0 ** -np.arange(rows)[:, None]).astype(np.float32)
+    made = rounded_e4m3(w, one_scale=True)
+    scales = made.scales.astype(np.float64)
+    assert len(np.unique(scales)) == 1 and 1 - 1e-7 <= scales[0, 0] / (np.abs(w).max() / 448) <= 9 / 8
+    nearest = np.abs(w[:, :, None] / scales[:, :, None] - CODES).min(axis=2) * scales
+    np.testing.assert_allclose(np.abs(made.dequantise() - w), nearest, rtol=1e-6, atol=1e-12)
+    assert rows == 1 or (not made.dequantise()[-1].any() and rounded_e4m3(w).dequantise()[-1].any())
+
+
 def test_bfloat16_holds_them_exactly() -> None:
     w = np.random.default_rng(4).standard_normal((64, 128)).astype(np.float32)
     values = rounded_e4m3(w).dequantise()

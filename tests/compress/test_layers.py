@@ -1,7 +1,8 @@
 """Whole layers by methods: what becomes of their tensors, and the orderings of published tables on a trained model."""
 
+from collections import Counter
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.compile.build import BuildOptions
 from millrace.compile.precision import PrecisionMap
+from millrace.compress import layers as layers_room
+from millrace.compress import loss, smooth
 from millrace.compress.gptq import Gptq, gptq
 from millrace.compress.grid import IMATRIX_MSE, WHOLE_ROW, Floats, Grid, rounded
 from millrace.compress.layers import Layer, Method, rounded_layers, rounding
@@ -90,6 +93,37 @@ def test_scales_move_where_they_help_within_the_ranges_that_are_taken(named: Nam
                 made = clipped.matrices[name]
                 assert (made.matrix.codes == plain.matrix.codes).all() and made.error == pytest.approx(plain.error)
     assert n_not_taken > 2
+
+
+def test_what_a_choice_has_rounded_is_not_rounded_again(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges of a matrix are clipped as it is and as it is scaled, where scales were found, and once more only where
+    rows change afterwards; and the roundings that were handed on are those of the folded tensors from the beginning."""
+    weights, n_clipped = trained.source.weights, Counter[tuple[int, ...]]()
+
+    def counted(w: np.ndarray, *more: Any) -> Any:
+        n_clipped[w.shape] += 1
+        return loss.clipped(w, *more)
+
+    monkeypatch.setattr(layers_room, "clipped", counted)
+    method, head_dim = (
+        Method(grid=Grid(4, WHOLE_ROW), smooth=Awq((0.3, 0.5)), clip=True),
+        trained.checkpoint.decoder.head_dim,
+    )
+    made = list(rounded_layers(weights.load, weights.shapes, trained.statistics, lambda _: method, head_dim))
+    n_matrices, sources = sum(len(layer.matrices) for layer in made), 0
+    for layer in made:
+        arrays = {n: np.asarray(weights.load(n), np.float32) for n in weights.shapes if n.startswith(f"{layer.name}.")}
+        inputs = {n: trained.statistics[n] for n in layer.matrices}
+        for one in layer.folds:
+            smooth.fold(arrays, one.site, one.factors)
+            inputs |= dict.fromkeys(one.site.linears, smooth.smaller(inputs[one.site.linears[0]], one.factors))
+            sources += not one.site.is_norm
+        for name, found in layer.matrices.items():
+            exact = rounding(arrays[name + WEIGHT], inputs[name], Method(grid=Grid(4, WHOLE_ROW), clip=True))
+            np.testing.assert_array_equal(found.matrix.codes, exact.matrix.codes, err_msg=name)
+            assert found.error == pytest.approx(exact.error, rel=1e-6)
+    assert any(layer.folds for layer in made)
+    assert n_clipped.total() - n_matrices <= 2 * n_matrices + sources, "those above were counted, too"
 
 
 def test_the_orderings_of_published_tables_hold(named: Named) -> None:

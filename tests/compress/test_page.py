@@ -60,7 +60,9 @@ WHOLE: dict[str, Any] = {
                | {WORST: {"error": 0.1234, "nearest": 0.4936, "peak": 2.6, "heavy": 0.83, "moved": 12.5}},
     "statistics": {"text": "feed", "tokens": 65536, "precision": "fp32"},
     "loss": {"kl": 0.168, "kl_error": 0.004, "perplexity": 22.0, "perplexity_error": 0.5, "source_perplexity": 20.0,
-             "agreement": 0.776, "agreement_error": 0.01, "tokens": 1149, "precision": "w4a16"},
+             "agreement": 0.776, "agreement_error": 0.01, "tokens": 1149, "precision": "w4a16",
+             "text": "own", "digest": "0123456789abcdef"},
+    "commands": {"loss": "millrace compress mill.gguf", "speed": "millrace compress mill.gguf --measure-speed"},
     "speed": {"machine": "a CPU", "threads": 2, "isa": "avx512", "source_precision": "bf16", "made_precision": "w4a16",
               "paces": [{"work": "decode, alone", "source": {"median": 40.0, "low": 30.0, "high": 50.0},
                          "made": {"median": 100.0, "low": 90.0, "high": 110.0}}]},
@@ -90,8 +92,10 @@ def test_all_that_was_found_is_on_the_page(tmp_path: Path) -> None:
     assert kinds["up_proj"][:3] == ["4", "1.00%", "2.00%"] and "8 bits by row" in kinds["up_proj"][5]
     assert page.tables["speed"][1] == ["decode, alone", "40 (30-50)", "100 (90-110)", "2.50"]
     assert len(page.tables["layers"]) == 1 + len(LAYERS)
+    assert "speed measured by" in page.text and "loss measured by" not in page.text
     for said in (
-        "0.168 ± 0.004", "22.000 ± 0.50", "+10.00%", "77.6%", "1,149", "millrace compress mill.gguf", "a note",
+        "on 1,149 tokens of a text of its own (0123456789ab)", "mill.gguf --measure-speed", "0.168 ± 0.004",
+         "22.000 ± 0.50", "+10.00%", "77.6%", "1,149", "millrace compress mill.gguf", "a note",
         "200.0 MiB", "50.0 MiB", "9, in compression.json", "12.3", "65536", "30.0% (24.0% to 36.7%)",
         "5 became right, 9 wrong", "loses 50% of what rounding to nearest", "4 of 8 layers have more bits than most",
     ):  # fmt: skip
@@ -104,6 +108,8 @@ def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
     page = shown(tmp_path, {**old, "errors": LAYERS, "later": [1, {}]})
     assert "not measured: the run was ended" in page.text and "--measure-speed was not given" in page.text
     assert page.tables["worst"][1][1:] == ["1.00%", "", "", ""] and "speed" not in page.tables
+    before = {key: value for key, value in WHOLE["loss"].items() if key not in ("text", "digest")}
+    assert "of a text that was not recorded" in shown(tmp_path, {**old, "loss": before}).text
     page = shown(tmp_path, {**old, "loss": {"not_measured": "no tokenizer"}})
     assert "not measured: no tokenizer" in page.text
 

@@ -67,6 +67,7 @@ WRONG: list[tuple[Any, list[str]]] = [
     ({"version": 1, "bits": 8, "activations": "fp8"}, ["activations is 'fp8'", "fp8 beside 4"]),
     ({"version": 1, "activations": "fp4"}, ["activations is 'fp4'", '8, 16, "fp8"']),
     ({"version": 1, "method": "fp8", "smooth": "awq"}, ["fp8", "8 bits"]),
+    ({"version": 1, "method": "fp8-tensor", "group": 32}, ["fp8-tensor", "8 bits"]),
     ({"version": 1, "smooth": "quant"}, ["smooth is 'quant'", '"smoothquant"']),
     ({"version": 1, "smooth": "smoothquant", "sizes": "mean"}, ["sizes is 'mean'", '"largest", "rms"']),
     ({"version": 1, "alpha": 1.5}, ["alpha is 1.5", "0 to 1"]),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,10 +25,11 @@ from millrace.compress.measure import Loss, measure
 from millrace.compress.mix import Candidate, Mix
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, read_recipe
-from millrace.compress.search import RECIPE, Asked, Found, search
+from millrace.compress.search import RECIPE, Asked, Found, Texts, search
 from millrace.compress.statistics import InputStatistics, Statistics
 from millrace.engine.probe import Product
 from millrace.errors import ConfigError
+from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.windows import Windows
 from tests.fuzz.originals import write_checkpoint
 
@@ -44,13 +46,13 @@ class Model(NamedTuple):
     checkpoint: Checkpoint
     job: Job
     statistics: Statistics
-    held_out: Windows
+    texts: Texts
     shelf: Shelf
     losses: dict[str, dict[str, float]]
 
     def search(self, bound: str, out: Path) -> Found:
         asked = Asked(MaxLoss.parse(bound), Target.MEMORY, 0, "scalar", 1)
-        return search(self.job, asked, self.statistics, self.held_out, out, nothing, self.shelf)
+        return search(self.job, asked, self.statistics, self.texts, out, nothing, self.shelf)
 
 
 def decided(folder: Path) -> Path:
@@ -65,10 +67,11 @@ def decided(folder: Path) -> Path:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp("model")
     checkpoint = Checkpoint.open(decided(write_checkpoint(folder / "c")))
-    text, held_out = samples(checkpoint.tokenizer, TEXT[:CUT], 4, 64), samples(checkpoint.tokenizer, TEXT[CUT:], 2, 64)
+    text, four = samples(checkpoint.tokenizer, TEXT[:CUT], 4, 64), samples(checkpoint.tokenizer, TEXT[CUT:], 4, 64)
+    texts = Texts(Calibration(TEXT[CUT:]), *(Windows(ids, 0) for ids in (four.ids[:2], four.ids[2:])))
     job, statistics = plan(checkpoint, PRESETS["int8-wo"]), statistics_of(checkpoint, text, folder / "s", nothing)
     shelf = Shelf(folder)
-    return Model(checkpoint, job, statistics, held_out, shelf, survey(job, statistics, shelf, nothing))
+    return Model(checkpoint, job, statistics, texts, shelf, survey(job, statistics, shelf, nothing))
 
 
 def bytes_in(folder: Path, job: Job) -> int:
@@ -98,13 +101,18 @@ def searches(model: Model, tmp_path_factory: pytest.TempPathFactory) -> list[Fou
 def test_a_bound_holds_and_a_looser_one_is_never_dearer(model: Model, searches: list[Found]) -> None:
     for bound, found in zip(BOUNDS, searches, strict=True):
         out = found.result.folder
-        again = measure(model.checkpoint, Checkpoint.open(out), model.held_out, nothing)
-        assert again.kl <= bound and again == found.loss
+        again = measure(model.checkpoint, Checkpoint.open(out), model.texts.choice, nothing)
+        assert again.kl <= bound and again.on(model.texts.of) == found.choice
+        assert model.texts.proof is not None
+        proof = measure(model.checkpoint, Checkpoint.open(out), model.texts.proof, nothing).on(model.texts.of)
+        assert proof == found.proof == found.loss and proof.kl != again.kl and proof.kl_error
         assert found.mix.cost == bytes_in(out, model.job)
         assert found.floats == bytes_in(model.checkpoint.folder, model.job)
         assert {c.format for c in found.mix.chosen.values()} - {FLOAT}, "something is compressed"
         record = json.loads((out / "compression.json").read_text())
-        assert record["search"]["found"] == found.search.found and record["loss"]["kl"] == again.kl
+        assert record["search"]["found"] == found.search.found and record["loss"]["kl"] == proof.kl
+        assert record["search"]["choice"]["kl"] == again.kl and record["search"]["proven"] == proof.kl
+        assert record["loss"]["digest"] == model.texts.of.digest
     assert searches[1].mix.cost < searches[0].mix.cost
 
 
@@ -260,3 +268,11 @@ def test_recipes_of_mixes() -> None:
     recipe = recipe_of(chosen)
     assert recipe.usual == TREATMENTS["int8"], "floats are never the usual"
     assert {layer: recipe.of(layer) for layer in chosen} == {layer: TREATMENTS[f] for layer, f in chosen.items()}
+
+
+def test_a_text_of_few_windows_proves_nothing(model: Model, tmp_path: Path) -> None:
+    """Then the loss is that of the choice, and it says so."""
+    few = model._replace(texts=replace(model.texts, proof=None))
+    found = few.search("kl:8e-4", tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert found.proof is None and found.loss == found.choice and record["search"]["proven"] is None

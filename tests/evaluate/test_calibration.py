@@ -36,6 +36,21 @@ def test_windows_are_spread_over_the_text(tokenizer: Tokenizer) -> None:
     assert short.ids.shape == (TOKENS // 100, 100)
 
 
+@pytest.mark.parametrize(("context", "n"), [(8192, 3), (100, TOKENS // 100)])
+def test_what_is_held_out_has_none_of_those_windows(tokenizer: Tokenizer, context: int, n: int) -> None:
+    """Whole windows of the text, as many, and others; of a text with no more there are none."""
+    found = Calibration.open(None)
+    chosen, others = found.windows(tokenizer, context), found.held_out(tokenizer, context)
+    assert others is not None and others.ids.shape == chosen.ids.shape == (n, min(context, LENGTH))
+    assert others.first == chosen.first and len({row.tobytes() for row in others.ids}) == n
+    assert not {row.tobytes() for row in others.ids} & {row.tobytes() for row in chosen.ids}
+    length, ids = others.ids.shape[1], tokenizer.encode(found.content)
+    every = [ids[i * length + 1 : (i + 1) * length] for i in range(len(ids) // length)]
+    assert all(row in every for row in others.ids[:, 1:].tolist())
+    three = Calibration(found.content[: len(found.content) // 5])
+    assert len(three.windows(tokenizer, context).ids) >= 2 and (three.held_out(tokenizer, 8192) is None)
+
+
 def test_a_text_of_ones_own(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("Das Rad drehte sich den ganzen Tag. " * 40)

@@ -94,13 +94,15 @@ def command(
         asked.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
         check_place(output, job.bytes_after + (asked.temporary_bytes(job) if job.calibrated else 0))
         read = proof.windows(checkpoint)  # a text too short is said at once, by a dry run too
+        if job.calibrated and proof.text is not None and not dry_run:
+            asked.check_text(checkpoint, proof.text)
         if not dry_run:
             with _method(job, output, asked, report) as (method, about):
                 made = compress(job, output, method, report)
                 seconds = time.perf_counter() - started_s
                 write_page(output, {**about, "command": command_line(model), "seconds": seconds})
             with said_if_ended(model, output):
-                found = proof.loss(checkpoint, output, read, report)
+                found = proof.loss(model, checkpoint, output, read, report)
     if dry_run:
         _show_plan(job, asked, more["evaluate"] and not why_not(checkpoint), as_json)
         return
@@ -140,7 +142,7 @@ class _Again:
 def _measure_again(model: str, out: Path, again: _Again, env: Env, as_json: bool) -> None:
     again.check()
     with ended_in_order(), progress(as_json) as report:
-        found = measure_again(opened(model, env, report), out, again.proof, report)
+        found = measure_again(model, opened(model, env, report), out, again.proof, report)
     found |= again.proof.more(model, out, env, as_json)
     if as_json:
         print_json({"folder": str(out), **found})
@@ -181,7 +183,8 @@ def _show_plan(job: Job, asked: Sampling, measures: bool, as_json: bool) -> None
     afterwards = f", to measure it {size(measuring)}" if measures else ""
     pairs([*_sizes(job), ("memory", f"about {size(memory)}{afterwards}"), ("time", f"about {job.seconds:.0f} s")])
     if first:
-        said = f"of {tokens:,} tokens: about {first.seconds:.0f} s more on two cores, {size(first.disk_bytes)} on disk"
+        disk = f"{size(first.disk_bytes)} on disk, {size(first.carried_bytes)} more meanwhile"
+        said = f"of {tokens:,} tokens: about {first.seconds:.0f} s more on two cores, {disk}"
         pairs([("statistics", said)])
     _notes(job)
 

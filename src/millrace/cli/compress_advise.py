@@ -1,6 +1,5 @@
 """`millrace compress --advise`: every method on this machine for this model, side by side, and which to take."""
 
-import hashlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from millrace.compress.advice import (
     write_row,
 )
 from millrace.compress.calibrated import by_statistics
+from millrace.compress.collect import digest_of
 from millrace.compress.compress import by_rounding, compress
 from millrace.compress.measure import Reference, loss_of, why_not, windows_for
 from millrace.compress.plan import Job, plan
@@ -125,24 +125,25 @@ def _advised(model: str, asked: _Asked, env: Env, report: Progress) -> tuple[lis
         raise CheckpointError(f"no loss can be measured: {without}", "a model that reads texts", "name a --recipe")
     calibrated = any(PRESETS[name].usual.calibrated for name in asked.names)
     asked.sampling.check("--advise", calibrated, asked.calibration)
-    text = windows_for(checkpoint, Calibration.open(asked.calibration))
+    measured = Calibration.open(asked.calibration)
+    text = windows_for(checkpoint, measured)
+    if calibrated:
+        asked.sampling.check_text(checkpoint, measured)
+    known = asked.sampling.text(checkpoint) if calibrated else ""
+    about = About(
+        model=checkpoint.identity(), source=checkpoint.folder.name, batch=asked.batch, machine=cpu_model(),
+        text=digest_of(text), threads=usable_cores(), isa=usable_isas()[0], bytes_before=checkpoint.tensors.nbytes,
+    )  # fmt: skip
+    open_folder(asked.folder, about)  # before anything that takes minutes
+    left = [name for name in asked.names if read_row(asked.folder, name, known) is None]
     with ExitStack() as stack:
         statistics, seconds = None, None
-        if calibrated:
+        if any(PRESETS[name].usual.calibrated for name in left):
             fresh = asked.sampling.statistics is None or not asked.sampling.statistics.exists()
             started_s = time.perf_counter()
             job = plan(checkpoint, PRESETS["int8-wo"])
             statistics = stack.enter_context(statistics_for(job, asked.folder, asked.sampling, report))
             seconds = time.perf_counter() - started_s if fresh else None
-        about = About(
-            model=checkpoint.identity(), source=checkpoint.folder.name, batch=asked.batch, machine=cpu_model(),
-            text=hashlib.blake2b(text.ids.tobytes(), digest_size=16).hexdigest(),
-            threads=usable_cores(), isa=usable_isas()[0],
-            bytes_before=checkpoint.tensors.nbytes,
-        )  # fmt: skip
-        open_folder(asked.folder, about)
-        known = statistics.about.text if statistics else ""
-        left = [name for name in asked.names if read_row(asked.folder, name, known) is None]
         if left:
             work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".work.", dir=asked.folder)))
             _, folder = model_folder(model, env, report)

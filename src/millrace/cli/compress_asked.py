@@ -13,14 +13,15 @@ from click.core import ParameterSource
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.cli.screen import Progress
 from millrace.compile.find import model_folder
-from millrace.compress.calibrated import needs, same_file, sampled, statistics_of
-from millrace.compress.collect import SAMPLES
+from millrace.compress.calibrated import is_of, needs, read_sampled, same_file, sampled, statistics_of
+from millrace.compress.collect import SAMPLES, digest_of
 from millrace.compress.folder import beside
 from millrace.compress.plan import Job
-from millrace.compress.statistics import Statistics
+from millrace.compress.statistics import ABOUT, Statistics, read_about
 from millrace.engine.manifest import MANIFEST
 from millrace.env import Env
 from millrace.errors import ConfigError
+from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.windows import LENGTH, Windows
 
 
@@ -59,9 +60,38 @@ class Sampling:
                 "name another, or leave --calibration out",
             )  # fmt: skip
 
+    def check_text(self, checkpoint: Checkpoint, measured: Calibration) -> None:
+        """raises ConfigError where statistics are, or will be, of the text that is measured on, whatever its name."""
+        found = self.statistics is not None and (self.statistics / ABOUT).is_file()
+        if self.statistics is not None and found:
+            about = read_about(self.statistics)
+            same = is_of(checkpoint, measured.content, about.text, about.tokens)
+        else:
+            same = self.samples_from is not None and read_sampled(self.samples_from) == measured.content
+        if same:
+            raise one_text(measured)
+
+    def text(self, checkpoint: Checkpoint) -> str:
+        """Digest of what statistics are of; none are collected. raises ConfigError where there are none, and no text"""
+        if self.samples_from is not None:
+            return digest_of(sampled(checkpoint, self.samples_from, self.n))
+        assert self.statistics is not None, "checked before"
+        return statistics_of(checkpoint, None, self.statistics, lambda *_: None).about.text
+
     def temporary_bytes(self, job: Job) -> int:
         """Of statistics beside the output."""
-        return needs(job, 1).disk_bytes if self.statistics is None else 0
+        if self.statistics is not None:
+            return 0
+        found = needs(job, self.n * LENGTH)
+        return found.disk_bytes + found.carried_bytes
+
+
+def one_text(measured: Calibration) -> ConfigError:
+    said = "the bundled text" if measured.file is None else f"--calibration {measured.file}"
+    return ConfigError(
+        f"{said} is the text that statistics are of", "two: what is fitted to a text looks better on it",
+        "name another with --calibration, or measure nothing: --no-evaluate",
+    )  # fmt: skip
 
 
 @contextmanager

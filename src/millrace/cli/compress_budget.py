@@ -18,11 +18,11 @@ from millrace.compress.budget import MaxLoss
 from millrace.compress.candidates import Shelf
 from millrace.compress.cost import ROWS, Target
 from millrace.compress.folder import check_place
-from millrace.compress.measure import why_not, windows_for
+from millrace.compress.measure import Loss, held_out_for, why_not, windows_for
 from millrace.compress.page import write_page
 from millrace.compress.plan import plan
 from millrace.compress.recipe import PRESETS
-from millrace.compress.search import RECIPE, Asked, Found, described, most_bytes, search
+from millrace.compress.search import RECIPE, Asked, Found, Texts, described, most_bytes, search
 from millrace.env import Env
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.calibration import Calibration
@@ -105,10 +105,12 @@ def _searched(checkpoint: Checkpoint, asked: _Given, sampling: Sampling, report:
         raise CheckpointError(f"no loss can be measured: {without}", "a model that reads texts", "name a --recipe")
     job = plan(checkpoint, PRESETS["int8-wo"])
     check_place(asked.out, most_bytes(job) + sampling.temporary_bytes(job))
-    text = windows_for(checkpoint, Calibration.open(asked.calibration))
+    text = Calibration.open(asked.calibration)
+    texts = Texts(text, windows_for(checkpoint, text), held_out_for(checkpoint, text))
+    sampling.check_text(checkpoint, text)
     with statistics_for(job, asked.out, sampling, report) as statistics:
         kept = Shelf.beside(sampling.statistics) if sampling.statistics else None
-        return search(job, asked.search, statistics, text, asked.out, report, kept)
+        return search(job, asked.search, statistics, texts, asked.out, report, kept)
 
 
 def _as_json(found: Found, out: Path, seconds: float) -> dict[str, Any]:
@@ -138,12 +140,21 @@ def _show(found: Found, out: Path, seconds: float) -> None:
         ("layers", kept),
         ("bytes", f"{size(job.bytes_before)} -> {size(job.bytes_after)}, {job.bits_per_weight:.3f} bits a weight of "
                   "what is compressed"),
-        ("KL", f"{loss.kl:.3g} nats a token, beside the source in fp32, on {loss.tokens:,} tokens"),
-        ("perplexity", f"{loss.perplexity:.3f}, the source's {loss.source_perplexity:.3f}"),
+        ("chosen by", _said(found, found.choice)),
+        ("proven", _said(found, found.proof) + ", on other windows" if found.proof else
+                   "not on other windows: the text has no more"),
+        ("perplexity", f"{loss.perplexity:.3f}, the source's {loss.source_perplexity:.3f}, in fp32"),
         ("same token", f"{loss.agreement:.1%} of the likeliest"),
         ("again", f"--recipe {out / RECIPE}" + (", with the same --statistics" if job.calibrated else "")),
         ("time", f"{seconds:.0f} s"),
     ])  # fmt: skip
+
+
+def _said(found: Found, loss: Loss) -> str:
+    """With its error, and whether it is within the bound."""
+    bound, off = found.asked.bound, "" if loss.kl_error is None else f" ± {loss.kl_error:.1g}"
+    beyond = "" if bound.of(loss) <= bound.bound else ", BEYOND THE BOUND"
+    return f"{bound.said(bound.of(loss))} ({bound.kind}{beyond}), KL {loss.kl:.3g}{off} on {loss.tokens:,} tokens"
 
 
 def _frontier(found: Found, cost: Callable[[float], str]) -> None:

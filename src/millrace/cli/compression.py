@@ -13,12 +13,14 @@ import click
 import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.cli.compress_asked import command_line, one_text
 from millrace.cli.eval_asked import Asked, precision_of
 from millrace.cli.eval_questions import answers_to_mmlu
 from millrace.cli.models import opened
 from millrace.cli.screen import Progress, note, progress
 from millrace.compile.settings import BuildSettings
 from millrace.compile.source import Source
+from millrace.compress.calibrated import is_of
 from millrace.compress.measure import Loss, Simulated, measure, why_not, windows_for
 from millrace.compress.page import write_page
 from millrace.compress.record import Flips, read_record
@@ -85,28 +87,33 @@ class Proof:
             return "--no-evaluate was given"
         return why_not(source) or windows_for(source, self.text)
 
-    def loss(self, source: Checkpoint, out: Path, read: Windows | str, report: Progress) -> dict[str, Any]:
-        """Into the record."""
+    def loss(self, model: str, source: Checkpoint, out: Path, read: Windows | str, report: Progress) -> dict[str, Any]:
+        """Into the record. model: as it was typed"""
         if isinstance(read, str):
-            found: dict[str, Any] = {"not_measured": read}
-        else:
-            found = asdict(measure(source, Checkpoint.open(out), read, report))
-        write_page(out, {"loss": found})
-        return {"loss": found}
+            write_page(out, {"loss": {"not_measured": read}})
+            return {"loss": {"not_measured": read}}
+        assert self.text is not None
+        found = asdict(measure(source, Checkpoint.open(out), read, report).on(self.text))
+        return _kept(out, "loss", found, model)
 
     def more(self, model: str, out: Path, env: Env, quiet: bool) -> dict[str, Any]:
         """Speed and questions, where they are asked for, into the record."""
         found: dict[str, Any] = {}
         if self.measure_speed:
-            found["speed"] = msgspec.to_builtins(_speeds(model, out, env, quiet))
-            write_page(out, found)
+            found |= _kept(out, "speed", msgspec.to_builtins(_speeds(model, out, env, quiet)), model)
         if self.mmlu is not None:
-            found["mmlu"] = msgspec.to_builtins(_questions(model, out, self.mmlu, self.questions, (env, quiet)))
-            write_page(out, found)
+            flips = _questions(model, out, self.mmlu, self.questions, (env, quiet))
+            found |= _kept(out, "mmlu", msgspec.to_builtins(flips), model)
         return found
 
 
-def measure_again(source: Checkpoint, out: Path, proof: Proof, report: Progress) -> dict[str, Any]:
+def _kept(out: Path, what: str, found: dict[str, Any], model: str) -> dict[str, Any]:
+    """Into the record, with the command that measured it."""
+    write_page(out, {what: found, "commands": {**read_record(out).commands, what: command_line(model)}})
+    return {what: found}
+
+
+def measure_again(model: str, source: Checkpoint, out: Path, proof: Proof, report: Progress) -> dict[str, Any]:
     """Of a folder that is there. raises ConfigError for one that is not, or was made of another model"""
     record = read_record(out)
     if record.model and record.model != source.identity():
@@ -115,7 +122,10 @@ def measure_again(source: Checkpoint, out: Path, proof: Proof, report: Progress)
         )
     if proof.text is None:
         return {}
-    return proof.loss(source, out, proof.windows(source), report)
+    of = record.statistics
+    if of and is_of(source, proof.text.content, str(of.get("text")), int(of.get("tokens", 0))):
+        raise one_text(proof.text)
+    return proof.loss(model, source, out, proof.windows(source), report)
 
 
 @contextmanager
@@ -164,7 +174,7 @@ def _questions(model: str, out: Path, folder: Path, n: int, how: tuple[Env, bool
         made_precision=made.about.precision, source_right=rights[0], made_right=rights[1],
         source_interval=wilson(rights[0], flips.n), made_interval=wilson(rights[1], flips.n),
         became_right=flips.gained, became_wrong=flips.lost, chose_otherwise=flips.changed,
-        difference=flips.difference, interval=flips.interval, p_value=flips.p_value,
+        difference=flips.difference, interval=flips.interval, p_value=flips.p_value, digest=made.about.data,
     )  # fmt: skip
 
 

@@ -1,40 +1,43 @@
 """Recipes that need statistics: where these come from, what they take, and the methods as a recipe names them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.source import Source
-from millrace.compress.collect import Progress, collect, samples
+from millrace.compress.collect import SAMPLES, Progress, collect, digest_of, samples
 from millrace.compress.compress import Method as Way
 from millrace.compress.compress import Piece, by_layers, rounded_alone
+from millrace.compress.e4m3 import Fp8Matrix, rounded_e4m3
+from millrace.compress.figures import Figures, figures, lost
 from millrace.compress.gptq import LLM_COMPRESSOR, gptq_e4m3
+from millrace.compress.grid import Array
 from millrace.compress.layers import Method, rounded_layers
 from millrace.compress.loss import relative_error
-from millrace.compress.plan import WEIGHT, Job
+from millrace.compress.plan import SAME_INPUT, WEIGHT, Job
 from millrace.compress.prune import pruned
 from millrace.compress.recipe import CLIP, RMS, SEARCHES, Treatment
 from millrace.compress.smooth import AUTOAWQ, Awq, SmoothQuant
-from millrace.compress.sparse import sparse
-from millrace.compress.statistics import ABOUT, Statistics, input_bytes, read_about
+from millrace.compress.sparse import OF, smallest_dropped, sparse
+from millrace.compress.statistics import ABOUT, InputStatistics, Statistics, input_bytes, read_about
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.texts import read_text
 from millrace.evaluate.windows import LENGTH, Windows
 
 _MOST_BYTES = 16 << 20  # of the text: 4 million tokens, where 65,536 are taken
-_SAME_INPUT = (".k_proj", ".v_proj", ".up_proj")  # read what q and gate read
 _FLOPS = 1.1e11  # a second, of the pass on two cores of an AVX-512 server: for estimates alone
 _LAYER_BYTES, _GRAM_BYTES, _ROW_BYTES = 16, 24, 4 * 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """About what statistics take. disk_bytes: of their folder"""
+    """About what statistics take. disk_bytes: of their folder; carried_bytes: there besides until the pass is over"""
 
     disk_bytes: int
     memory_bytes: int
     seconds: float
+    carried_bytes: int
 
 
 def needs(job: Job, tokens: int) -> Needs:
@@ -47,18 +50,19 @@ def needs(job: Job, tokens: int) -> Needs:
         (N, K), name = info.shape, name.removesuffix(WEIGHT)
         layer = name.rsplit(".", 2)[0]
         weights[layer] = weights.get(layer, 0) + N * K
-        if not name.endswith(_SAME_INPUT):
+        if not name.endswith(SAME_INPUT):
             widths.setdefault(layer, []).append(K)
     inputs = [K for some in widths.values() for K in some]
     rows = max(sum(some) for some in widths.values())
     memory = _LAYER_BYTES * max(weights.values()) + _GRAM_BYTES * max(inputs) ** 2 + _ROW_BYTES * rows
     flops = 2 * tokens * (sum(weights.values()) + sum(K * K for K in inputs))
-    return Needs(sum(map(input_bytes, inputs)), memory, flops / _FLOPS)
+    carried = 2 * 4 * job.checkpoint.decoder.hidden_size * tokens  # what a layer reads, and what it gives, in float32
+    return Needs(sum(map(input_bytes, inputs)), memory, flops / _FLOPS, carried)
 
 
 def sampled(checkpoint: Checkpoint, file: str, n: int) -> Windows:
     """n samples of 512 tokens, or of the whole context, of a text. raises ConfigError for one that is none, or short"""
-    text = read_text(file, "--samples-from", _MOST_BYTES, f"a text of at least {n * LENGTH:,} tokens")
+    text = read_sampled(file, n)
     if not checkpoint.has_tokenizer:
         raise ConfigError(
             f"{checkpoint.folder} has no tokenizer to read --samples-from with", "one beside the weights",
@@ -66,6 +70,20 @@ def sampled(checkpoint: Checkpoint, file: str, n: int) -> Windows:
         )  # fmt: skip
     length = min(LENGTH, Source.from_checkpoint(checkpoint).max_context)
     return samples(checkpoint.tokenizer, text, n, length)
+
+
+def read_sampled(file: str, n: int = SAMPLES) -> str:
+    """raises ConfigError"""
+    return read_text(file, "--samples-from", _MOST_BYTES, f"a text of at least {n * LENGTH:,} tokens")
+
+
+def is_of(checkpoint: Checkpoint, content: str, digest: str, tokens: int) -> bool:
+    """Whether so many tokens of this digest were sampled from this text, by this checkpoint's tokenizer."""
+    length = min(LENGTH, Source.from_checkpoint(checkpoint).max_context)
+    n, rest = divmod(tokens, length)
+    if rest or not n or len(checkpoint.tokenizer.encode(content)) < tokens:
+        return False
+    return digest_of(samples(checkpoint.tokenizer, content, n, length)) == digest
 
 
 def statistics_of(checkpoint: Checkpoint, text: Windows | None, folder: Path, progress: Progress) -> Statistics:
@@ -123,27 +141,39 @@ def by_statistics(statistics: Statistics) -> Way:
             yield piece
         for name in left:
             treatment, _ = job.layers[name]
-            yield _in_fp8(job, name, statistics) if treatment.calibrated else rounded_alone(job, name)
+            x = statistics.get(name)
+            yield rounded_alone(job, name, x) if x is None or not treatment.calibrated else _in_fp8(job, name, x)
         for name, treatment in job.sparse.items():
             yield _thinned(job, name, treatment, statistics)
         if job.pruned:
             sizes, smaller = job.pruned
             for number in range(config.n_layers):
                 found = pruned(tensors.load, smaller, number, statistics, config, sizes)
-                yield Piece({}, found.errors, found.floats)
+                yield Piece({}, errors_of(found.figures), found.floats, found.figures)
 
     return made
 
 
-def _in_fp8(job: Job, name: str, statistics: Statistics) -> Piece:
-    w, x = job.checkpoint.tensors.load(name + WEIGHT), statistics[name]
+def _in_fp8(job: Job, name: str, x: InputStatistics) -> Piece:
+    made, why = fp8_by_gptq(job.checkpoint.tensors.load(name + WEIGHT), x)
+    return Piece({name: made}, {name: why.error}, figures={name: why})
+
+
+def fp8_by_gptq(w: Array, x: InputStatistics) -> tuple[Fp8Matrix, Figures]:
     made, _ = gptq_e4m3(w, x.gram)
-    return Piece({name: made}, {name: relative_error(w, made.dequantise(), x.gram)})
+    return made, figures(w, 0, lost(w, made, x), x, nearest=lost(w, rounded_e4m3(w), x))
 
 
 def _thinned(job: Job, name: str, treatment: Treatment, statistics: Statistics) -> Piece:
-    made = sparse(job.checkpoint.tensors.load(name + WEIGHT), statistics[name], treatment.method)
-    return Piece({}, {name: made.error}, {name + WEIGHT: made.weights})
+    w, x = job.checkpoint.tensors.load(name + WEIGHT), statistics[name]
+    made = sparse(w, x, treatment.method)
+    plain = relative_error(w, smallest_dropped(w), x.gram)
+    why = figures(w, OF, made.error, x, nearest=plain, plain="dropping the smallest weights")
+    return Piece({}, {name: made.error}, {name + WEIGHT: made.weights}, {name: why})
+
+
+def errors_of(why: Mapping[str, Figures]) -> dict[str, float]:
+    return {name: one.error for name, one in why.items()}
 
 
 def same_file(a: str, b: str) -> bool:

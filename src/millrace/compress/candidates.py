@@ -13,23 +13,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from zipfile import BadZipFile
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace as replaced
 
 from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.compress.calibrated import method_of
+from millrace.compress.calibrated import fp8_by_gptq, method_of
 from millrace.compress.compress import Method, Piece, Progress
 from millrace.compress.e4m3 import BF16, E4M3, Fp8Matrix
+from millrace.compress.figures import Figures
 from millrace.compress.forms import Form, Matrix, Spec
-from millrace.compress.gptq import gptq_e4m3
 from millrace.compress.grid import Array, slabs
-from millrace.compress.layers import rounding
-from millrace.compress.loss import output_error, relative_error
+from millrace.compress.layers import before, rounding
+from millrace.compress.loss import output_error
 from millrace.compress.plan import WEIGHT, Job, kept_dtype
 from millrace.compress.recipe import PRESETS, Recipe, Treatment
 from millrace.compress.statistics import InputStatistics, Statistics, whole_file
 from millrace.errors import CheckpointError, ConfigError
 
-VERSION = 1  # of the arithmetic behind the formats
+VERSION = 2  # of the arithmetic behind the formats
 FLOAT, _BYTES = "float", "-a8"  # the end of names whose activations have 8 bits
 _ROWS_OF_8, FP8 = replace(PRESETS["int8-wo"].usual, method="gptq"), "fp8"
 _FOUR = Treatment(method="gptq", search="clip")
@@ -79,10 +81,13 @@ def recipe_of(chosen: Mapping[str, str], name: str = "mix") -> Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """error: of the output's energy"""
-
     matrix: Matrix
-    error: float
+    figures: Figures
+
+    @property
+    def error(self) -> float:
+        """Of the output's energy."""
+        return self.figures.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,8 @@ class Shelf:
             form = [matrix.group, matrix.bits]
         self.folder.mkdir(parents=True, exist_ok=True)
         with whole_file(self._file(layer, format)) as file:
-            np.savez(file, codes=codes, scales=scales, losses=[made.error, of_activations], form=form)
+            why = np.frombuffer(msgspec.json.encode(made.figures), np.uint8)
+            np.savez(file, codes=codes, scales=scales, losses=[made.error, of_activations], form=form, figures=why)
 
     def has(self, layer: str, format: str) -> bool:
         return self._file(layer, format).is_file()
@@ -123,11 +129,12 @@ class Shelf:
     def get(self, layer: str, format: str) -> Tried:
         """raises ConfigError for a file that is damaged"""
         with self._opened(layer, format) as held:
-            codes, scales, error = held["codes"], held["scales"], held["losses"].tolist()[0]
+            codes, scales = held["codes"], held["scales"]
+            why = msgspec.json.decode(held["figures"].tobytes(), type=Figures)
             if format == FP8:
-                return Tried(Fp8Matrix(codes.view(E4M3), scales.view(BF16)), error)
+                return Tried(Fp8Matrix(codes.view(E4M3), scales.view(BF16)), why)
             group, bits = held["form"].tolist()
-            return Tried(QuantisedMatrix(codes, scales, group, bits), error)
+            return Tried(QuantisedMatrix(codes, scales, group, bits), why)
 
     def _file(self, layer: str, format: str) -> Path:
         return self.folder / f"{layer}.{format.removesuffix(_BYTES)}.npz"
@@ -138,7 +145,7 @@ class Shelf:
         try:
             with file.open("rb") as opened, np.load(opened, allow_pickle=False) as held:
                 yield held
-        except (OSError, ValueError, KeyError, BadZipFile) as error:
+        except (OSError, ValueError, KeyError, BadZipFile, msgspec.MsgspecError) as error:
             raise ConfigError(
                 f"{file} is damaged: {error}", "what was written", "remove it, and search again"
             ) from error
@@ -149,7 +156,7 @@ class Shelf:
         def made(job: Job) -> Iterator[Piece]:
             for name in job.layers:
                 held = self.get(name, chosen[name])
-                yield Piece({name: held.matrix}, {name: held.error})
+                yield Piece({name: held.matrix}, {name: held.error}, figures={name: held.figures})
 
         return made
 
@@ -198,12 +205,11 @@ def survey(job: Job, statistics: Statistics, shelf: Shelf, progress: Progress) -
 
 def _tried(w: Array, x: InputStatistics, treatment: Treatment) -> Tried:
     if treatment.fp8:
-        matrix, _ = gptq_e4m3(w, x.gram)
-        return Tried(matrix, relative_error(w, matrix.dequantise(), x.gram))
+        return Tried(*fp8_by_gptq(w, x))
     method = method_of(treatment, treatment.group)
     assert method is not None
     made = rounding(w, x, method)
-    return Tried(made.matrix, made.error)
+    return Tried(made.matrix, replaced(before(w, x, method), error=made.error))
 
 
 def activation_errors(w: Array, x: InputStatistics, groups: Sequence[int]) -> dict[int, float]:

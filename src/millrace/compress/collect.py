@@ -47,6 +47,11 @@ def samples(tokenizer: Tokenizer, text: str, n: int = SAMPLES, length: int = LEN
     return replace(windows_of(tokenizer, ids, length).spread(n), first=0)
 
 
+def digest_of(text: Windows) -> str:
+    """Of its token ids."""
+    return hashlib.blake2b(text.ids.tobytes(), digest_size=16).hexdigest()
+
+
 def collect(
     source: Source, text: Windows, folder: Path, *, precision: Precision = Precision.FP32,
     progress: Progress = lambda *_: None,
@@ -63,7 +68,7 @@ def collect(
     readers: Readers = {}
     programs = list(plan_pieces(source, options, lambda piece: _wanted(piece, readers)))
     about = About(
-        model=source.identity(), text=hashlib.blake2b(text.ids.tobytes(), digest_size=16).hexdigest(),
+        model=source.identity(), text=digest_of(text),
         tokens=text.ids.size, precision=str(precision), pieces=len(programs),
     )  # fmt: skip
     with writing(folder, about) as kept:

@@ -11,20 +11,18 @@ from typing import Any
 import ml_dtypes
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 import millrace
 from millrace.checkpoint.checkpoint import CONFIG, Checkpoint, GgufCheckpoint
 from millrace.checkpoint.compressed.scheme import KEY
 from millrace.checkpoint.config_writer import written as config_of
-from millrace.checkpoint.quantised import QuantisedMatrix
 from millrace.checkpoint.tokenizer import read_json_object
 from millrace.checkpoint.weights import Tensors
 from millrace.compress.e4m3 import Fp8Matrix, rounded_e4m3
-from millrace.compress.figures import Figures, peak
+from millrace.compress.figures import Figures, figures, lost
 from millrace.compress.folder import Folder, check_place, unfinished
 from millrace.compress.forms import NAMES, Form, Matrix, described
-from millrace.compress.grid import Array, rounded, slabs
+from millrace.compress.grid import Array, rounded
 from millrace.compress.layers import Layer
 from millrace.compress.page import write_page
 from millrace.compress.plan import WEIGHT, Job
@@ -32,6 +30,7 @@ from millrace.compress.prune import config_of as pruned_config
 from millrace.compress.recipe import SEARCHES, Treatment
 from millrace.compress.recipe import written as recipe_of
 from millrace.compress.record import Applied, write_record
+from millrace.compress.statistics import InputStatistics
 from millrace.errors import CheckpointError, MachineError
 
 Progress = Callable[[str, int, int], None]  # what is being done, weights done, of so many
@@ -75,21 +74,21 @@ def by_rounding(job: Job) -> Iterator[Piece]:
         yield rounded_alone(job, name)
 
 
-def rounded_alone(job: Job, name: str) -> Piece:
+def rounded_alone(job: Job, name: str, x: InputStatistics | None = None) -> Piece:
+    """x: its input, where that is known: it changes nothing but what errors are of."""
     treatment, form = job.layers[name]
     w = job.checkpoint.tensors.load(name + WEIGHT)
     try:
         made: Matrix = (
-            rounded_e4m3(w) if form.floats else rounded(w, treatment.grid(form.group), SEARCHES[treatment.search])
+            rounded_e4m3(w, one_scale=form.one_scale)
+            if form.floats
+            else rounded(w, treatment.grid(form.group), SEARCHES[treatment.search])
         )
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error.what}", error.expected, error.mend) from error
-    off = lost(w, made)
-    nearest = lost(w, rounded(w, treatment.grid(form.group))) if SEARCHES[treatment.search] else None
-    return Piece(
-        {name: made}, {name: off},
-        figures={name: Figures(error=off, peak=peak(w, form.group), nearest=nearest)},
-    )  # fmt: skip
+    off = lost(w, made, x)
+    nearest = lost(w, rounded(w, treatment.grid(form.group)), x) if SEARCHES[treatment.search] else None
+    return Piece({name: made}, {name: off}, figures={name: figures(w, form.group, off, x, nearest=nearest)})
 
 
 def by_layers(layers: Iterable[Layer]) -> Method:
@@ -111,7 +110,7 @@ def compress(job: Job, out: Path, method: Method = by_rounding, progress: Progre
     """
     check_place(out, job.bytes_after)
     errors: dict[str, float] = {}
-    figures: dict[str, Figures] = {}
+    why: dict[str, Figures] = {}
     with unfinished(out) as path:
         folder, seen, done = Folder(path, job.specs), dict[str, bytes](), 0
         left = {name for name in job.checkpoint.tensors if name.removesuffix(WEIGHT) not in job.layers}
@@ -126,30 +125,13 @@ def compress(job: Job, out: Path, method: Method = by_rounding, progress: Progre
                 seen[name] = _put(folder, job, name, array)
             left -= piece.floats.keys()
             errors |= piece.errors
-            figures |= piece.figures
+            why |= piece.figures
         for name in sorted(left):
             seen[name] = _put(folder, job, name, job.checkpoint.tensors.load(name))
         folder.finish()
-        _write_small(job, path, errors, figures)
+        _write_small(job, path, errors, why)
         _prove(path, seen, progress)
     return Result(out, job, errors)
-
-
-def lost(w: Array, made: Matrix) -> float:
-    """Of w's energy, the share in what rounding took or added."""
-    off = energy = 0.0
-    values = made.dequantise() if isinstance(made, Fp8Matrix) else None
-    for rows in slabs(*w.shape):
-        exact = w[rows].astype(np.float64)
-        found = values[rows] if values is not None else _rows(made, rows)
-        off += float(np.square(found - exact).sum())
-        energy += float(np.square(exact).sum())
-    return off / energy if energy else 0.0
-
-
-def _rows(made: Matrix, rows: slice) -> NDArray[np.float64]:
-    assert isinstance(made, QuantisedMatrix)
-    return made.each(lambda array: array[rows]).dequantise()
 
 
 def _put(folder: Folder, job: Job, name: str, array: Array) -> bytes:
@@ -173,7 +155,7 @@ def _digest_of(arrays: list[Any]) -> bytes:
     return whole.digest()
 
 
-def _write_small(job: Job, path: Path, errors: Mapping[str, float], figures: Mapping[str, Figures]) -> None:
+def _write_small(job: Job, path: Path, errors: Mapping[str, float], why: Mapping[str, Figures]) -> None:
     checkpoint = job.checkpoint
     for name, content in checkpoint.files.items():
         (path / name).write_bytes(content)
@@ -192,7 +174,7 @@ def _write_small(job: Job, path: Path, errors: Mapping[str, float], figures: Map
         "recipe": {"name": job.recipe.name, **recipe_of(job.recipe)}, "bits_per_weight": job.bits_per_weight,
         "bytes_before": job.bytes_before, "bytes_after": job.bytes_after, "notes": list(job.notes), "errors": errors,
         "forms": msgspec.to_builtins({name: _form(*of) for name, of in job.layers.items()}),
-        "figures": msgspec.to_builtins(figures),
+        "figures": msgspec.to_builtins(why),
     })  # fmt: skip
     write_page(path)
 

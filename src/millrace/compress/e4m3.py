@@ -1,4 +1,4 @@
-"""FP8 weights: E4M3 with one scale for each output.
+"""FP8 weights: E4M3 with one scale for each output, or one for all.
 
 A product of a code (4 bits of mantissa) and a scale of 4 bits has 8, which is what bfloat16 holds: scales are rounded
 up to so many. Then 16-bit floats are these weights exactly, here and wherever else they are computed so; the range of
@@ -24,7 +24,7 @@ _MANTISSA = 4
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """w (N, K) = codes * scales. codes (N, K) E4M3, scales (N, 1) bfloat16"""
+    """w (N, K) = codes * scales. codes (N, K) E4M3, scales (N, 1) bfloat16, all the same where there is one"""
 
     codes: Array
     scales: Array
@@ -33,15 +33,17 @@ class Fp8Matrix:
         return self.codes.astype(np.float64) * self.scales.astype(np.float64)
 
 
-def rounded_e4m3(w: Array) -> Fp8Matrix:
+def rounded_e4m3(w: Array, *, one_scale: bool = False) -> Fp8Matrix:
     """w (N, K) to the nearest, half to even. raises CheckpointError for what is not finite
 
-    error: |w - dequantise| <= |w| / 16, or half a scale's 2^-9 for what is tiny beside its row
+    error: |w - dequantise| <= |w| / 16, or half a scale's 2^-9 for what is tiny beside its row, or beside all of w
     """
-    codes, scales = np.empty(w.shape, E4M3), np.empty((len(w), 1), BF16)
+    codes, largest = np.empty(w.shape, E4M3), np.empty((len(w), 1), np.float32)
     for rows in slabs(*w.shape):
-        x = finite(w[rows], np.dtype(np.float32))
-        scales[rows] = _scales(np.abs(x).max(axis=1, keepdims=True))
+        largest[rows] = np.abs(finite(w[rows], np.dtype(np.float32))).max(axis=1, keepdims=True)
+    scales = _scales(np.broadcast_to(largest.max(), largest.shape) if one_scale else largest)
+    for rows in slabs(*w.shape):
+        x = w[rows].astype(np.float32)
         codes[rows] = (x / scales[rows].astype(np.float32)).astype(E4M3)
     return Fp8Matrix(codes, scales)
 

@@ -5,11 +5,15 @@ N outputs, K inputs of a matrix w (N, K).
 
 from collections.abc import Mapping
 from statistics import median
+from typing import Literal
 
 import msgspec
 import numpy as np
 
+from millrace.checkpoint.quantised import QuantisedMatrix
+from millrace.compress.forms import Matrix
 from millrace.compress.grid import Array, grouped, runs, slabs
+from millrace.compress.loss import relative_error
 from millrace.compress.statistics import InputStatistics
 
 _HUNDREDTH = 100
@@ -20,8 +24,10 @@ _LEAST_HEAVY = 0.1  # of the energy: below it no input is heavy, whatever others
 class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of one layer.
 
-    error: share that was lost: of its output's energy, or of its weights' where nothing is known of its inputs
+    error: share that was lost; of: of whose energy: its output's, or its weights' where nothing is known of its
+        inputs; "" where a record of an earlier version does not say
     nearest: the same by rounding to nearest in the whole range of the same grid; None where that is what was done
+    plain: what `nearest` stands for where that is no rounding, in words that "by" goes before
     peak: the largest |w| of a group, in root mean squares of the weights: to nearest, a symmetric grid of steps
         amax / 7.5 loses about peak^2 / 675 of their energy
     heavy: of the inputs' energy, the share in the hundredth of them that have most; None where it is not known
@@ -33,6 +39,36 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     nearest: float | None = None
     heavy: float | None = None
     moved: float | None = None
+    of: Literal["output", "weights", ""] = ""
+    plain: str = ""
+
+
+def figures(
+    w: Array, group: int, error: float, x: InputStatistics | None, *, nearest: float | None = None, plain: str = ""
+) -> Figures:
+    """Of w (N, K) as it was given. x: its input, of which errors are then; group: inputs of one; 0 for a whole row"""
+    return Figures(
+        error=error, peak=peak(w, group), nearest=nearest, heavy=heavy(x) if x else None,
+        of="output" if x else "weights", plain=plain,
+    )  # fmt: skip
+
+
+def lost(w: Array, made: Matrix, x: InputStatistics | None) -> float:
+    """The share that is off in `made`: of the output's energy where the input is known, or else of the weights'."""
+    if x is not None:
+        return relative_error(w, made.dequantise(), x.gram)
+    off = energy = 0.0
+    for rows in slabs(*w.shape):
+        exact = w[rows].astype(np.float64)
+        off += float(np.square(_rows(made, rows) - exact).sum())
+        energy += float(np.square(exact).sum())
+    return off / energy if energy else 0.0
+
+
+def _rows(made: Matrix, rows: slice) -> Array:
+    if isinstance(made, QuantisedMatrix):
+        return made.each(lambda array: array[rows]).dequantise()
+    return type(made)(made.codes[rows], made.scales[rows]).dequantise()
 
 
 def peak(w: Array, group: int) -> float:

@@ -42,6 +42,7 @@ class Form:
     """group: 0 for a whole row; floats: E4M3
 
     activations: bits of what they are meant to meet, of 8 the same kind; float_rows: E4M3 even beside integers
+    one_scale: of floats, for the whole matrix
     """
 
     bits: int
@@ -50,6 +51,7 @@ class Form:
     floats: bool = False
     activations: int = 16
     float_rows: bool = False
+    one_scale: bool = False
 
     @property
     def format(self) -> str:
@@ -65,10 +67,10 @@ class Form:
     @property
     def scheme(self) -> dict[str, object]:
         """As config.json has it, without its targets."""
-        kind = "float" if self.floats else "int"
+        kind, strategy = "float" if self.floats else "int", "group" if self.group else "channel"
         weights = {
             "num_bits": self.bits, "type": kind, "symmetric": not self.minimums, "dynamic": False,
-            "strategy": "group" if self.group else "channel", "group_size": self.group or None,
+            "strategy": "tensor" if self.one_scale else strategy, "group_size": self.group or None,
         }  # fmt: skip
         rows = {
             "num_bits": 8, "type": "float" if self.meets_fp8 else "int", "symmetric": True, "dynamic": True,
@@ -83,7 +85,7 @@ class Form:
         """By the end of their names."""
         G = K // self.group if self.group else 1
         if self.floats:
-            return {"weight": Spec("F8_E4M3", (N, K)), "weight_scale": Spec("BF16", (N, 1))}
+            return {"weight": Spec("F8_E4M3", (N, K)), "weight_scale": Spec("BF16", (1,) if self.one_scale else (N, 1))}
         scale = {"weight_scale": Spec("F16", (N, G))}
         if self.format == INTEGERS:
             return {"weight": Spec("I8", (N, K)), **scale}
@@ -96,7 +98,7 @@ class Form:
     def tensors(self, matrix: Matrix) -> dict[str, Array]:
         """What `specs` promised, of a matrix that is as this form says."""
         if isinstance(matrix, Fp8Matrix) or self.format == INTEGERS:
-            return {"weight": matrix.codes, "weight_scale": matrix.scales}
+            return {"weight": matrix.codes, "weight_scale": matrix.scales[0] if self.one_scale else matrix.scales}
         codes, zeros = matrix.codes, {}
         if matrix.minimums is not None:
             half = np.int8(1 << self.bits - 1)  # counted from 0; files have them signed

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from millrace.checkpoint.quantised import QuantisedMatrix
-from millrace.compress.figures import Figures, heavy, peak
+from millrace.compress.figures import Figures, figures
 from millrace.compress.gptq import Gptq, gptq
 from millrace.compress.grid import Array, Floats, Grid, Search, fitted, nearest, with_scales
 from millrace.compress.loss import clipped, relative_error
@@ -99,20 +99,30 @@ def _rounded_layer(
     for linear in chosen:
         shared = next((inputs[other] for other in inputs if linear in inputs[other].linears), None)
         inputs[linear] = shared or statistics[linear]
-        found.figures[linear] = _before(given[linear + WEIGHT], inputs[linear], chosen[linear])
+        found.figures[linear] = before(given[linear + WEIGHT], inputs[linear], chosen[linear])
+    made: dict[str, Rounding] = {}  # what a site's choice has rounded already
     for site in sites(shapes, name, head_dim):
         if not _moves(site, chosen):
             continue
         first = site.linears[0]
         factors = _factors([arrays[n + WEIGHT] for n in site.linears], site, inputs[first], chosen[first])
-        if factors is not None:
-            moved = fold(arrays, site, factors, offset if site.is_norm else 0.0)
-            found.folds.append(moved)
-            inputs |= dict.fromkeys(site.linears, smaller(inputs[first], moved.factors))
+        if factors is None:
+            continue
+        folded = dict(arrays)
+        moved = fold(folded, site, factors, offset if site.is_norm else 0.0)
+        scaled = dict.fromkeys(site.linears, smaller(inputs[first], moved.factors))
+        if isinstance(chosen[first].smooth, Awq) and chosen[first].clip:
+            better, moves = _better(site, chosen, (folded, scaled), (arrays, inputs))
+            made |= better
+            if not moves:
+                continue
+        arrays, inputs = folded, inputs | scaled
+        made.pop(site.source, None)  # of which rows have changed
+        found.folds.append(moved)
     for linear, method in chosen.items():
-        made = rounding(arrays.pop(linear + WEIGHT), inputs[linear], method)
-        found.matrices[linear] = made
-        found.figures[linear] = replace(found.figures[linear], error=made.error, moved=_moved(found.folds, linear))
+        w = arrays.pop(linear + WEIGHT)
+        one = found.matrices[linear] = made.get(linear) or rounding(w, inputs[linear], method)
+        found.figures[linear] = replace(found.figures[linear], error=one.error, moved=_moved(found.folds, linear))
     found.floats = {n: array for n, array in arrays.items() if array is not given[n]}
     return found
 
@@ -134,11 +144,11 @@ def rounding(w: Array, x: InputStatistics, method: Method) -> Rounding:
     return Rounding(nearest, relative_error(w, nearest.dequantise(), x.gram))
 
 
-def _before(w: Array, x: InputStatistics, method: Method) -> Figures:
+def before(w: Array, x: InputStatistics, method: Method) -> Figures:
     """Of a matrix as it was given; its error is that of rounding to nearest, until it is known."""
     error = relative_error(w, nearest(w, fitted(w, method.grid), method.grid), x.gram)
     plain = method == Method(grid=method.grid)
-    return Figures(error=error, peak=peak(w, method.grid.group), nearest=None if plain else error, heavy=heavy(x))
+    return figures(w, method.grid.group, error, x, nearest=None if plain else error)
 
 
 def _moved(folds: Sequence[Fold], linear: str) -> float | None:
@@ -157,17 +167,26 @@ def _moves(site: Site, chosen: Mapping[str, Method]) -> bool:
 def _factors(weights: Sequence[Array], site: Site, x: InputStatistics, method: Method) -> Floats | None:
     match method.smooth:
         case Awq() as awq:
-            factors = awq_factors(weights, site, x, method.grid, awq)
-            if factors is None or not method.clip:
-                return factors
-            # Found with whole ranges; within clipped ones the weights may do better as they are.
-            as_scaled = _lost([w * factors for w in weights], smaller(x, factors), method)
-            return factors if as_scaled < _lost(weights, x, method) else None
+            return awq_factors(weights, site, x, method.grid, awq)
         case SmoothQuant() as smooth if site.is_norm or smooth.linears:
             return smooth_factors(weights, site, x, smooth)
     return None
 
 
-def _lost(weights: Sequence[Array], x: InputStatistics, method: Method) -> float:
-    """Of each layer's output, in shares of its energy: to nearest within clipped ranges."""
-    return sum(rounding(w, x, Method(grid=method.grid, clip=True)).error for w in weights)
+_State = tuple[Mapping[str, Array], Mapping[str, InputStatistics]]  # tensors; inputs of linear layers
+
+
+def _better(
+    site: Site, chosen: Mapping[str, Method], moved: _State, as_given: _State
+) -> tuple[dict[str, Rounding], bool]:
+    """Whether moving scales loses less of the site's outputs, in shares of their energy, to nearest within clipped
+    ranges: AWQ finds scales with whole ones, and within these the weights may do better as they are. And the roundings
+    of what is better, as far as they are what the layers' methods make."""
+    both = [
+        {n: rounding(arrays[n + WEIGHT], inputs[n], Method(grid=chosen[n].grid, clip=True)) for n in site.linears}
+        for arrays, inputs in (moved, as_given)
+    ]
+    lost = [sum(one.error for one in each.values()) for each in both]
+    moves = lost[0] < lost[1]
+    better = both[0] if moves else both[1]
+    return {n: one for n, one in better.items() if chosen[n].clip and not chosen[n].gptq}, moves

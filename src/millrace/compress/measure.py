@@ -46,6 +46,7 @@ class Loss:
     """kl: of the source's distribution from this, nats a token on average; agreement: of the likeliest tokens
 
     errors: standard ones, as if tokens were independent, which those of one window are not; None of one token
+    text, digest: "bundled" or "own", and a digest of all of it; "" in records from before they were kept
     """
 
     kl: float
@@ -58,6 +59,12 @@ class Loss:
     perplexity_error: float | None = None
     agreement_error: float | None = None
     fp8_activations: Simulated | None = None
+    text: str = ""
+    digest: str = ""
+
+    def on(self, text: Calibration) -> "Loss":
+        """The same, with the name of the text that it was measured on."""
+        return replace(self, text=text.kind, digest=text.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,11 @@ def why_not(checkpoint: Checkpoint) -> str:
 def windows_for(source: Checkpoint, calibration: Calibration) -> Windows:
     """What is read of a text. raises ConfigError where it is too short"""
     return calibration.windows(source.tokenizer, Source.from_checkpoint(source).max_context)
+
+
+def held_out_for(source: Checkpoint, calibration: Calibration) -> Windows | None:
+    """Other windows of that text; None where it has no more."""
+    return calibration.held_out(source.tokenizer, Source.from_checkpoint(source).max_context)
 
 
 def memory_bytes(source: Checkpoint, *, fp8: bool = False) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from millrace.compress.figures import Figures, reasons, usual
 from millrace.compress.measure import Loss, Simulated
+from millrace.compress.recipe import FP8_GPTQ, FP8_TENSOR
 from millrace.compress.record import Applied, Flips, Record, add_to_record, read_record
 from millrace.compress.speed import Rate, Speeds
 from millrace.engine.tactics import write_whole
@@ -14,8 +15,14 @@ from millrace.report.page import render
 
 PAGE = "compression.html"
 
-_WORST, _MOST, _LONGEST = 10, 4096, 200  # layers, layers, characters: a folder may be of somebody else
-_METHODS = {"rtn": "to nearest", "gptq": "GPTQ", "fp8": "E4M3"}
+_WORST, _MOST, _LONGEST, _SHORT = (
+    10,
+    4096,
+    200,
+    12,
+)  # layers, layers, characters, of a digest: a folder may be of somebody else
+_METHODS = {"rtn": "to nearest", "gptq": "GPTQ", "fp8": "E4M3", FP8_GPTQ: "E4M3 by GPTQ", FP8_TENSOR: "E4M3"}
+_ENERGY = {"output": "its output's energy", "weights": "its weights' energy"}
 _SMOOTH = {"awq": "scales moved by AWQ", "smoothquant": "scales moved by SmoothQuant"}
 _SEARCH = {"clip": "ranges clipped", "imatrix": "ranges searched by energy", "none": ""}
 
@@ -31,21 +38,24 @@ def page_of(record: Record) -> str:
     """The whole page."""
     worst_first = sorted(record.errors, key=lambda layer: -record.errors[layer])[:_MOST]
     of_all = usual(record.figures)
-    rows = [_row(record, layer, of_all) for layer in worst_first]
+    most = _usual_unit(record)
+    rows = [_row(record, layer, of_all, most) for layer in worst_first]
     return render(
         Path(__file__).with_name("compression.html"), r=record, name=str(record.recipe.get("name", "?"))[:_LONGEST],
         bytes=(_size(record.bytes_before), _size(record.bytes_after)), loss=_loss(record.measured),
         not_measured=record.loss.get("not_measured", "the run was ended before it"),
-        recipe=list(_recipe(record.recipe)), speed=_speed(record.speed), mmlu=_mmlu(record.mmlu),
+        measured=list(_measured(record)), recipe=list(_recipe(record.recipe)),
+        speed=_speed(record.speed), mmlu=_mmlu(record.mmlu),
         kinds=list(_kinds(record)), worst=rows[:_WORST], rescued=_rescued(record), layers=rows,
-        n_layers=len(record.errors), of="its output's energy" if record.statistics else "its weights' energy",
+        n_layers=len(record.errors), of=_ENERGY[most],
     )  # fmt: skip
 
 
 def applied(form: Applied) -> str:
     """In words: "GPTQ, ranges clipped, 4 bits in groups of 64"."""
     search = _SEARCH.get(form.search, f"ranges searched as {form.search} does")
-    grid = f"{form.bits} bits {f'in groups of {form.group}' if form.group else 'by row'}"
+    by_row = "by matrix" if form.method == FP8_TENSOR else "by row"
+    grid = f"{form.bits} bits {f'in groups of {form.group}' if form.group else by_row}"
     parts = (_METHODS.get(form.method, form.method), _SMOOTH.get(form.smooth, ""), search, grid)
     return ", ".join(filter(None, (*parts, "with zero points" if form.minimums else "")))
 
@@ -55,19 +65,32 @@ def rescue(one: Figures) -> str:
     if one.nearest is None or not one.nearest:
         return ""
     moved = "" if one.moved is None else f"; factors within {one.moved:.3g} times of each other"
-    return f"{_percent(one.error)} rather than {_percent(one.nearest)} to nearest{moved}"
+    how = f"by {one.plain[:_LONGEST]}" if one.plain else "to nearest"
+    return f"{_percent(one.error)} rather than {_percent(one.nearest)} {how}{moved}"
 
 
-def _row(record: Record, layer: str, of_all: Figures) -> dict[str, str]:
+def _row(record: Record, layer: str, of_all: Figures, most: str) -> dict[str, str]:
     one, form = record.figures.get(layer), record.forms.get(layer)
     why = reasons(one, of_all) if one else []
     return {
-        "name": layer[:_LONGEST], "error": _percent(record.errors[layer]), "applied": applied(form) if form else "",
+        "name": layer[:_LONGEST], "error": _percent(record.errors[layer]) + _unit(one, most),
+        "applied": applied(form) if form else "",
         "rescue": rescue(one) if one else "",
         "why": "; ".join(why) or ("nothing of it stands out: it is what its format costs" if one else ""),
         "peak": f"{one.peak:.2f}" if one else "", "nearest": _percent(one.nearest) if one else "",
         "heavy": "" if one is None or one.heavy is None else f"{one.heavy:.1%}",
     }  # fmt: skip
+
+
+def _usual_unit(record: Record) -> str:
+    """Of whose energy most errors are; records of earlier versions have all of one kind."""
+    units = [one.of for one in record.figures.values() if one.of]
+    return max(units, key=units.count) if units else "output" if record.statistics else "weights"
+
+
+def _unit(one: Figures | None, most: str) -> str:
+    """Said where it is not that of most."""
+    return f" of {_ENERGY[one.of]}" if one and one.of and one.of != most else ""
 
 
 def _kinds(record: Record) -> Iterator[dict[str, str]]:
@@ -91,9 +114,10 @@ def _rescued(record: Record) -> str:
     if not known:
         return ""
     shares = [one.error / one.nearest for one in known if one.nearest]
+    plain = known[0].plain[:_LONGEST] or "rounding to nearest in the same grid"
     wider = _wider(record.forms)
     more = f" {wider} of {len(record.forms)} layers have more bits than most." if wider else ""
-    return f"The median layer loses {median(shares):.0%} of what rounding to nearest in the same grid would.{more}"
+    return f"The median layer loses {median(shares):.0%} of what {plain} would.{more}"
 
 
 def _wider(forms: Mapping[str, Applied]) -> int:
@@ -116,12 +140,25 @@ def _loss(loss: Loss | None) -> dict[str, str] | None:
         "kl": f"{loss.kl:.4g}{_error(loss.kl_error, '.2g')}", "tokens": f"{loss.tokens:,}",
         "perplexity": f"{loss.perplexity:.3f}{_error(loss.perplexity_error, '.2f')}",
         "source": f"{loss.source_perplexity:.3f}", "change": change, "same": f"{loss.agreement:.1%}",
-        "precision": loss.precision[:_LONGEST], "simulated": _simulated(loss.fp8_activations),
+        "text": _text(loss), "precision": loss.precision[:_LONGEST], "simulated": _simulated(loss.fp8_activations),
     }  # fmt: skip
+
+
+def _text(loss: Loss) -> str:
+    if not loss.text:
+        return "a text that was not recorded"
+    return f"{'the bundled text' if loss.text == 'bundled' else 'a text of its own'} ({loss.digest[:_SHORT]})"
 
 
 def _error(value: float | None, digits: str) -> str:
     return "" if value is None else f" ± {value:{digits}}"
+
+
+def _measured(record: Record) -> Iterator[tuple[str, str]]:
+    """Commands other than the one that made the folder, by what they measured."""
+    for what, command in list(record.commands.items())[:_WORST]:
+        if command != record.command:
+            yield f"{what[:_LONGEST]} measured by", command
 
 
 def _recipe(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -154,7 +191,8 @@ def _mmlu(found: Flips | None) -> dict[str, str] | None:
 
     low, high = found.interval
     return {
-        "task": f"{found.task[:_LONGEST]}, {found.questions:,} questions",
+        "task": f"{found.task[:_LONGEST]}, {found.questions:,} questions"
+                + (f" ({found.digest[:_SHORT]})" if found.digest else ""),
         "source": share(found.source_right, found.source_interval),
         "made": share(found.made_right, found.made_interval),
         "difference": f"{found.difference:+.1%} ({low:+.1%} to {high:+.1%}), p {found.p_value:.2g} (McNemar)",

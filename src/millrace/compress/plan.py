@@ -12,17 +12,20 @@ from millrace.checkpoint.weights import FLOAT_NAMES, TensorInfo
 from millrace.compress.forms import NAMES, Form, Spec
 from millrace.compress.grid import GROUPS
 from millrace.compress.prune import Prune, Sizes, shapes, sizes
-from millrace.compress.recipe import CLIP, FP8, Recipe, Treatment
-from millrace.compress.sparse import OF
+from millrace.compress.recipe import CLIP, FP8, FP8_GPTQ, FP8_TENSOR, Recipe, Treatment
+from millrace.compress.sparse import OF, SPARSEGPT
 from millrace.errors import CheckpointError, ConfigError
 from millrace.model.families import HEAD
 
 WEIGHT = ".weight"
 TABLE = "model.embed_tokens"
 _SMALLER = sorted((g for g in GROUPS if g), reverse=True)
-# Seconds a million weights take, and bytes an element: of SmolLM2 on an AVX-512 server, for estimates alone.
-_ROUND_S, _SEARCH_S, _FP8_S, _FP8_SEARCH_S, _GPTQ_S, _CLIP_S, _AWQ_S = 0.033, 0.22, 0.066, 0.5, 0.2, 0.1, 1.0
+SAME_INPUT = (".k_proj", ".v_proj", ".up_proj")  # read what q and gate read
+# Seconds a million weights take, and bytes an element: on two idle cores of an AVX-512 server, for estimates alone.
+_ROUND_S, _SEARCH_S, _FP8_S, _FP8_SEARCH_S, _GPTQ_S, _CLIP_S, _AWQ_S = 0.033, 0.2, 0.04, 0.25, 0.17, 0.1, 0.5
 _BASE_BYTES, _MATRIX_BYTES, _KEPT_BYTES = 48 << 20, 28, 7
+_FLOAT_BYTES, _GRAM_BYTES, _GPTQ_BYTES = 4, 4, 24
+_BY_FACTORS = ("gptq", FP8_GPTQ, SPARSEGPT)  # of a Gram matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +79,28 @@ class Job:
 
     @property
     def memory_bytes(self) -> int:
-        """About what it takes at most: for the largest matrix, or the largest tensor that is only copied."""
+        """About what it takes at most: for the largest matrix, or the largest tensor that is only copied, and for what
+        methods with statistics hold meanwhile."""
         sizes = {name: math.prod(info.shape) for name, info in self.checkpoint.tensors.items()}
         each = (_MATRIX_BYTES if n.removesuffix(WEIGHT) in self.treated else _KEPT_BYTES for n in sizes)
-        return _BASE_BYTES + max(rate * size for rate, size in zip(each, sizes.values(), strict=True))
+        largest = max(rate * size for rate, size in zip(each, sizes.values(), strict=True))
+        return _BASE_BYTES + largest + (self._held_bytes if self.calibrated else 0)
+
+    @property
+    def _held_bytes(self) -> int:
+        """By statistics: a decoder layer in float32 with the Gram matrices of its inputs, twice where scales move; or
+        of one matrix alone; and what GPTQ makes of the widest of these."""
+        how = [*(treatment for treatment, _ in self.layers.values()), *self.sparse.values()]
+        weights, grams, widest = dict[str, int](), dict[str, int](), 0
+        for name in self.treated:
+            (N, K), layer = self.checkpoint.tensors[name + WEIGHT].shape, name.rsplit(".", 2)[0]
+            widest, weights[layer] = max(widest, K), weights.get(layer, 0) + N * K
+            grams[layer] = grams.get(layer, 0) + (0 if name.endswith(SAME_INPUT) else K * K)
+        factors = _GPTQ_BYTES * widest**2 if any(one.method in _BY_FACTORS for one in how) else 0
+        if not any(one.calibrated and one.method in ("rtn", "gptq") for one in how):
+            return factors + _GRAM_BYTES * widest**2
+        copies = 2 if any(one.smooth != "none" for one in how) else 1
+        return factors + max(_FLOAT_BYTES * weights[one] + copies * _GRAM_BYTES * grams[one] for one in weights)
 
     @property
     def seconds(self) -> float:
@@ -134,7 +155,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
         group = _fitting(name, K, treatment.group)
         if group != treatment.group:
             smaller[K, treatment.group, group] += 1
-        floats = treatment.fp8, treatment.activation_bits, treatment.activations == FP8
+        floats = treatment.fp8, treatment.activation_bits, treatment.activations == FP8, treatment.method == FP8_TENSOR
         form = Form(treatment.bits, group, treatment.minimums, *floats)
         layers[name] = (treatment, form)
     _check_patterns(recipe, linears)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checkpoint.config import ModelConfig
+from millrace.compress.figures import Figures, figures
 from millrace.compress.grid import Array
 from millrace.compress.loss import relative_error
 from millrace.compress.statistics import Statistics
@@ -85,11 +86,11 @@ def config_of(config: ModelConfig, left: Sizes) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Of a layer. floats: the smaller tensors; errors: of the linear layers that read less, the share of their output's
-    energy that is lost, before anything else is"""
+    """Of a layer. floats: the smaller tensors; figures: of the linear layers that read less, their errors what is lost
+    before anything else is, `nearest` what would be if the inputs with the largest weights stayed"""
 
     floats: dict[str, Array]
-    errors: dict[str, float]
+    figures: dict[str, Figures]
 
 
 def pruned(
@@ -110,9 +111,17 @@ def pruned(
                 if tensor in smaller:
                     found.floats[tensor] = np.take(load(tensor), indices, axis=dimension)
         w = np.asarray(load(reader + _WEIGHT), np.float32)
-        without = np.zeros_like(w)
-        without[:, indices] = w[:, indices]
-        found.errors[reader] = relative_error(w, without, x.gram)
+        sizes_ = np.linalg.norm(w, axis=0)
+        largest = channels_kept(sizes_, left.channels) if parts is _MLP else heads_kept(sizes_, config, left.heads)
+        error, plain = (relative_error(w, _without(w, some), x.gram) for some in (indices, largest))
+        found.figures[reader] = figures(w, 0, error, x, nearest=plain, plain="keeping those with the largest weights")
+    return found
+
+
+def _without(w: Array, kept: Indices) -> Array:
+    """w (N, K) with zeros in all columns but these."""
+    found = np.zeros_like(w)
+    found[:, kept] = w[:, kept]
     return found
 
 

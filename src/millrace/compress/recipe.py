@@ -1,8 +1,9 @@
 """Recipes: what is done to which linear layer. A versioned file (TOML or JSON), or a preset by its name.
 
 version = 1
-method = "rtn"            # of the decoder's linear layers, to nearest; "gptq", "fp8", "fp8-gptq"; "none" leaves floats;
-                          # "wanda", "sparsegpt" make two of four weights zero, and nothing smaller
+method = "rtn"            # of the decoder's linear layers, to nearest; "gptq"; "fp8" and "fp8-gptq", a scale a row, and
+                          # "fp8-tensor", a scale a matrix; "none" leaves floats; "wanda", "sparsegpt" make two of four
+                          # weights zero, and nothing smaller
 smooth = "none"           # scales that move into norms and other layers before: "awq", "smoothquant"
 alpha = 0.5               # SmoothQuant's, 0 to 1: how much of the activations' outliers goes into weights
 sizes = "largest"         # SmoothQuant's, of inputs and weights: the largest, or "rms", root mean squares
@@ -44,8 +45,9 @@ ROW = "row"
 _FLOAT = "float"  # of keys and values
 _KV = (_FLOAT, INT8, FP8_CACHE, INT4)
 _OF_ALL = ("version", "layers", "prune", "kv")  # keys of a recipe that are no treatment's
-FP8, FP8_GPTQ = "fp8", "fp8-gptq"
-METHODS = ("rtn", "gptq", FP8, FP8_GPTQ, "none", *SPARSE)
+FP8, FP8_GPTQ, FP8_TENSOR = "fp8", "fp8-gptq", "fp8-tensor"
+_FLOATS = (FP8, FP8_GPTQ, FP8_TENSOR)
+METHODS = ("rtn", "gptq", *_FLOATS, "none", *SPARSE)
 SMOOTH = ("none", "awq", "smoothquant")
 RMS = "rms"
 CLIP = "clip"  # of the searches, the one that is no `Search`
@@ -81,7 +83,7 @@ class Treatment:
 
     @property
     def fp8(self) -> bool:
-        return self.method in (FP8, FP8_GPTQ)
+        return self.method in _FLOATS
 
     @property
     def activation_bits(self) -> int:
@@ -124,6 +126,8 @@ PRESETS: Mapping[str, Recipe] = {
                about="the same, the best of smaller ranges: llm-compressor's memoryless_mse"),
         Recipe("fp8", Treatment(method="fp8", bits=8, group=0, activations=8),
                about="E4M3 with a scale a row: llm-compressor's FP8_DYNAMIC; activations stay bfloat16 here"),
+        Recipe("fp8-tensor", Treatment(method="fp8-tensor", bits=8, group=0, activations=8),
+               about="E4M3 with one scale a matrix: weights of llm-compressor's FP8; activations as of fp8"),
         Recipe("fp8-gptq", Treatment(method="fp8-gptq", bits=8, group=0, activations=8),
                about="the same by GPTQ, on the best scales of an octave: what FP8 loses least by"),
         Recipe("int4-gptq", Treatment(method="gptq"),
@@ -248,7 +252,7 @@ def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatme
         values["group"] = 0 if values["group"] == ROW else values["group"]
     if "scales" in values:
         values["scales"] = Convention(values["scales"])
-    if values.get("method") in (FP8, FP8_GPTQ):  # of which there is one form
+    if values.get("method") in _FLOATS:  # of which there is one form
         values = {
             "smooth": "none",
             "bits": 8,
@@ -268,7 +272,9 @@ def _treatment(said: Mapping[str, Any], usual: Treatment, where: str) -> Treatme
 def _check(made: Treatment, where: str) -> None:
     if made.fp8:
         if (made.smooth, made.bits, made.group, made.minimums, made.search) != ("none", 8, 0, False, "none"):
-            raise _wrong(f"{where}method", made.method, "nothing beside it but activations: 8 bits, a scale a row")
+            raise _wrong(
+                f"{where}method", made.method, "nothing beside it but activations: 8 bits, and the scales that it has"
+            )
         return
     if made.activations == FP8 and made.bits != 4:
         raise _wrong(

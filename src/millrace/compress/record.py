@@ -38,7 +38,8 @@ class Flips(msgspec.Struct, frozen=True, kw_only=True):
     """Multiple-choice questions, answered by the source and by what was made of it.
 
     right, interval: of each a count, and 95 % of the share; became_right, became_wrong, chose_otherwise: questions;
-    difference, its interval, p_value: as `evaluate.paired.Paired`
+    difference, its interval, p_value: as `evaluate.paired.Paired`; digest: of the questions and how they are posed, ""
+    in records from before it was kept
     """
 
     task: str
@@ -55,13 +56,15 @@ class Flips(msgspec.Struct, frozen=True, kw_only=True):
     difference: float
     interval: tuple[float, float]
     p_value: float
+    digest: str = ""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """What is not there was not done, or is of an earlier version. What else is there is left alone.
 
-    model: the source's identity; command: that made it; errors: share that each layer lost, forms: what was applied to
-    it, figures: why it lost that; loss: as `measure.Loss`, or `not_measured` and why; speed: as `speed.Speeds`
+    model: the source's identity; command: that made it; commands: by "loss", "speed" and "mmlu" those that measured it;
+    errors: share that each layer lost, forms: what was applied to it, figures: why it lost that; loss: as
+    `measure.Loss`, or `not_measured` and why; speed: as `speed.Speeds`
     """
 
     format: int
@@ -73,6 +76,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     millrace: str = ""
     model: str = ""
     command: str = ""
+    commands: dict[str, str] = {}
     notes: list[str] = []
     errors: dict[str, float] = {}
     forms: dict[str, Applied] = {}

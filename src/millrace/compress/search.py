@@ -20,6 +20,7 @@ from millrace.compress.page import write_page
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import written
 from millrace.compress.statistics import Statistics
+from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.windows import Windows
 
 RECIPE = "recipe.json"  # in the folder: what to give to --recipe for the same again
@@ -37,14 +38,30 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Texts:
+    """Of one text: windows by which a mix is chosen, and others to prove it on; None where there are no more."""
+
+    of: Calibration
+    choice: Windows
+    proof: Windows | None
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
-    """loss: of the mix that was found; floats: what the layers cost as they are, in the unit of costs"""
+    """choice: the loss by which the mix was found; proof: of the same mix on windows that no mix was chosen by, None
+    where the text has no more; floats: what the layers cost as they are, in the unit of costs"""
 
     asked: Asked
     result: Result
     search: Search
-    loss: Loss
+    choice: Loss
+    proof: Loss | None
     floats: float
+
+    @property
+    def loss(self) -> Loss:
+        """What is to be said of the mix: what chose among mixes is in favour of the one that it chose."""
+        return self.proof or self.choice
 
     @property
     def mix(self) -> Mix:
@@ -52,12 +69,12 @@ class Found:
 
 
 def search(
-    job: Job, asked: Asked, statistics: Statistics, text: Windows, out: Path, progress: Progress,
+    job: Job, asked: Asked, statistics: Statistics, texts: Texts, out: Path, progress: Progress,
     shelf: Shelf | None = None,
 ) -> Found:  # fmt: skip
     """Writes the folder `out`, which must not exist, with the recipe that makes it again.
 
-    job: says which layers there are; text: that losses are measured on, another than that of the statistics
+    job: says which layers there are; texts: that losses are measured on, others than that of the statistics
     shelf: where formats that were tried are kept; None: nowhere
     raises ConfigError where no mix is within the bound, and as `compress`
     """
@@ -66,13 +83,23 @@ def search(
         losses = survey(job, statistics, shelf, progress)
         costs = cost.seconds(job, asked.rows, asked.isa, asked.threads, progress) if asked.rows else cost.nbytes(job)
         mixes = compressed(frontier(candidates(losses, costs), MOST_MIXES), FLOAT)
-        trials = _Trials(job, asked.bound, (shelf, work), Reference.of(job.checkpoint, text, progress), progress)
+        trials = _Trials(
+            job, asked.bound, (shelf, work), Reference.of(job.checkpoint, texts.choice, progress), progress
+        )
         found = searched(mixes, asked.bound, trials.measure)
-        made, loss = trials.kept[found.found]
-        whole = Found(asked, replace(made, folder=out), found, loss, sum(of[FLOAT] for of in costs.values()))
+        made, choice = trials.kept[found.found]
+        proof = _proven(job.checkpoint, made.folder, texts, progress)
+        floats = sum(of[FLOAT] for of in costs.values())
+        whole = Found(asked, replace(made, folder=out), found, choice.on(texts.of), proof, floats)
         _record(made.folder, whole, statistics)
         put_in_place(made.folder, out)
     return whole
+
+
+def _proven(source: Checkpoint, made: Path, texts: "Texts", progress: Progress) -> Loss | None:
+    if texts.proof is None:
+        return None
+    return loss_of(Reference.of(source, texts.proof, progress), Checkpoint.open(made), progress).on(texts.of)
 
 
 def most_bytes(job: Job) -> int:
@@ -130,7 +157,8 @@ def _record(folder: Path, found: Found, statistics: Statistics) -> None:
 
 
 def described(found: Found) -> dict[str, Any]:
-    """The search as JSON has it. Costs are bytes, or seconds of all layers' products."""
+    """The search as JSON has it. Costs are bytes, or seconds of all layers' products; choice: the loss by which the mix
+    was found, proven: what its bound is about, on other windows"""
     asked, search_ = found.asked, found.search
     timed = {"rows": asked.rows, "isa": asked.isa, "threads": asked.threads} if asked.rows else {}
     mixes: list[Mapping[str, object]] = [
@@ -140,4 +168,5 @@ def described(found: Found) -> dict[str, Any]:
     return {"search": {
         "loss": asked.bound.kind, "bound": asked.bound.bound, "target": str(asked.target), **timed,
         "unit": "s" if asked.rows else "bytes", "floats": found.floats, "found": search_.found, "mixes": mixes,
+        "choice": asdict(found.choice), "proven": None if found.proof is None else asked.bound.of(found.proof),
     }}  # fmt: skip

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from millrace.checkpoint.tokenizer import Tokenizer
 from millrace.compile.find import BUNDLED
 from millrace.errors import ConfigError
@@ -43,8 +45,19 @@ class Calibration:
     def windows(self, tokenizer: Tokenizer, max_context: int) -> Windows:
         """Windows of the same length, spread evenly over the text; short where the context, or the bundled text, is.
 
-        raises ConfigError where the text fills none, or the context is too short for any
+        raises as `every`
         """
+        return _some(self.every(tokenizer, max_context))
+
+    def held_out(self, tokenizer: Tokenizer, max_context: int) -> Windows | None:
+        """As many others of the same text, none of which has the words of those; None where there are no more."""
+        every = self.every(tokenizer, max_context)
+        taken = {ids.tobytes() for ids in _some(every).ids}
+        left = [ids for ids in every.ids if ids.tobytes() not in taken]
+        return _some(replace(every, ids=np.stack(left))) if left else None
+
+    def every(self, tokenizer: Tokenizer, max_context: int) -> Windows:
+        """All that the text fills. raises ConfigError where it fills none, or the context is too short for any"""
         if max_context < SHORTEST:
             raise ConfigError(
                 f"a context of {max_context} tokens is too short to measure a precision in", f"at least {SHORTEST}",
@@ -58,5 +71,8 @@ class Calibration:
             raise ConfigError(
                 f"{text} has {len(ids)} tokens of this model", f"at least {length}, one window", "give a longer text"
             )
-        every = windows_of(tokenizer, ids, length)
-        return replace(every.spread(min(len(every.ids), TOKENS // length)), first=length // _UNSCORED)
+        return replace(windows_of(tokenizer, ids, length), first=length // _UNSCORED)
+
+
+def _some(every: Windows) -> Windows:
+    return every.spread(min(len(every.ids), TOKENS // int(every.ids.shape[1])))
