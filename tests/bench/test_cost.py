@@ -1,8 +1,10 @@
 """What the client costs, and whether client and null server keep time under load: in processes of their own."""
 
 import json
+import resource
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -67,3 +69,20 @@ def test_the_client_costs_little_and_both_keep_time(
     assert told["share"] < MOST_OF_A_CORE
     assert np.min(late) >= 0 and np.median(late) < 2e-3, "the server sends when it said"
     assert np.min(delay) >= 0 and np.median(delay) < 1e-3, "the client stamps when bytes arrive"
+
+
+@pytest.mark.timing
+def test_the_command_costs_little() -> None:
+    """`millrace bench` as users run it, its start and its report included: the processor time of its whole process."""
+    with NullProcess(NullTiming(ttft_ms="normal:150,20", itl_ms="20")) as server:
+        command = [sys.executable, "-m", "millrace", "bench", server.url, "--model", "m", "--concurrency", "64"]
+        command += ["--request-count", "192", "--isl", "16", "--osl", "500", "--ignore-eos", "--ramp-s", "2"]
+        began_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([*command, "--certify-s", "0", "--json"], capture_output=True, check=True)
+        took_s, after = time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+    told = json.loads(done.stdout)
+    assert told["requests"]["whole"] == 192 and took_s > 30
+    share = (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / took_s
+    said = told["client"]["cpu_share"]
+    sys.stdout.write(json.dumps({"command_64_core": round(share, 3), "command_64_told": round(said, 3)}) + "\n")
+    assert share < MOST_OF_A_CORE and abs(said - share) < 0.1

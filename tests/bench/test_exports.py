@@ -100,11 +100,17 @@ def test_aiperf_lines(folder: Path) -> None:
             assert gaps == pytest.approx(np.diff(line["chunk_ms"]), abs=1e-3)
 
 
-@pytest.mark.parametrize("name, columns", [("genai_perf", 10), ("aiperf", 14)])
-def test_both_csv_schemas(folder: Path, name: str, columns: int) -> None:
+HEADS = {
+    "genai_perf": "avg min max p99 p95 p90 p75 p50 p25",  # 0.0.16
+    "aiperf": "avg min max sum p1 p5 p10 p25 p50 p75 p90 p95 p99 std",  # 0.13
+}
+
+
+@pytest.mark.parametrize("name, head", HEADS.items(), ids=HEADS)
+def test_both_csv_schemas(folder: Path, name: str, head: str) -> None:
     rows = list(csv.reader((folder / f"profile_export_{name}.csv").read_text().splitlines()))
     gap = rows.index([])
-    assert rows[0][:2] == ["Metric", "avg"] and {len(row) for row in rows[:gap]} == {columns}
+    assert rows[0] == ["Metric", *head.split()] and {len(row) for row in rows[:gap]} == {len(rows[0])}
     assert rows[gap + 1] == ["Metric", "Value"] and all(len(row) == 2 for row in rows[gap + 1 :])
     told = loaded(folder / f"profile_export_{name}.json")
     (latency,) = [row for row in rows if row and row[0] == "Request Latency (ms)"]
