@@ -107,7 +107,7 @@ def test_a_run_that_was_killed_is_measured_later(millrace: Millrace, source: Pat
     asked = ("compress", source, "-o", out)
     millrace(*asked, "--recipe", "int8-wo").assert_mistake("already there", "--measure")
     millrace("compress", other, "-o", out, "--measure").assert_mistake("another model", source.name)
-    millrace(*asked, "--recipe", "int8-wo", "--measure").assert_mistake("--measure is given with what makes a folder")
+    millrace(*asked, "--recipe", "int8-wo", "--measure").assert_mistake("--recipe and --measure are given")
     millrace(*asked, "--measure", "--no-evaluate").assert_mistake("nothing is to be measured")
     millrace("compress", source, "-o", source, "--measure").assert_mistake("compression.json", "millrace compress")
     assert json.loads((out / "compression.json").read_text()) == record

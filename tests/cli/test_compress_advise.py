@@ -54,11 +54,8 @@ def test_methods_side_by_side(
 
 def test_mistakes(millrace: Millrace, source: Path, tmp_path: Path) -> None:
     asked = ("compress", source, "-o", tmp_path / "out", "--advise")
-    millrace(*asked[:-1], "--presets", "fp8").assert_mistake("--presets is given without --advise")
+    millrace(*asked[:-1], "--presets", "fp8").assert_mistake("no recipe is named", "--recipe int4-wo-mse")
     millrace(*asked, "--presets", "int4-w").assert_mistake("'int4-w'", "int4-wo")
-    millrace(*asked, "--recipe", "fp8").assert_mistake("--advise and --recipe")
-    millrace(*asked, "--max-loss", "1%").assert_mistake("--advise and --max-loss")
-    millrace(*asked, "--no-evaluate").assert_mistake("--advise and --no-evaluate")
     millrace(*asked, "--batch", 1).assert_mistake("--batch is 1", "2 to 1024")
     millrace(*asked).assert_mistake("--advise needs a text", "--samples-from")
     millrace(*asked, "--presets", "fp8", "--samples", 3).assert_mistake("--advise needs no statistics")

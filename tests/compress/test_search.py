@@ -25,7 +25,7 @@ from millrace.compress.measure import Loss, measure
 from millrace.compress.mix import Candidate, Mix
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, read_recipe
-from millrace.compress.search import RECIPE, Asked, Found, Texts, search
+from millrace.compress.search import RECIPE, Found, Goal, Texts, search
 from millrace.compress.statistics import InputStatistics, Statistics
 from millrace.engine.probe import Product
 from millrace.errors import ConfigError
@@ -51,7 +51,7 @@ class Model(NamedTuple):
     losses: dict[str, dict[str, float]]
 
     def search(self, bound: str, out: Path) -> Found:
-        asked = Asked(MaxLoss.parse(bound), Target.MEMORY, 0, "scalar", 1)
+        asked = Goal(MaxLoss.parse(bound), Target.MEMORY, 0, "scalar", 1)
         return search(self.job, asked, self.statistics, self.texts, out, nothing, self.shelf)
 
 

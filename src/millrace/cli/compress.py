@@ -1,17 +1,18 @@
 """`millrace compress`: a float checkpoint becomes a smaller one, with the proof beside it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from millrace.cli.compress_advise import or_advised
-from millrace.cli.compress_asked import Sampling, command_line, opened, recorded, statistics_for
-from millrace.cli.compress_budget import or_searched
+from millrace.cli.compress_advise import advise_options, advised
+from millrace.cli.compress_asked import Asked, Sampling, command_line, opened, recorded, statistics_for
+from millrace.cli.compress_budget import budget_options, searched
 from millrace.cli.compression import Proof, measure_again, proof_options, rows_of, said_if_ended
 from millrace.cli.options import json_option
 from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size
@@ -43,6 +44,17 @@ EPILOG = "\n".join([
 ])  # fmt: skip
 
 
+# Which way was chosen, by the option that does, and what each takes beside MODEL, -o and --json.
+_WAYS = {"--recipe": "recipe", "--measure": "again", "--max-loss": "max_loss", "--advise": "advise"}
+_TEXTS, _PROOF = ("samples_from", "samples", "statistics"), ("measure_speed", "mmlu", "questions", "evaluate")
+_TAKES = {
+    "--recipe": ("dry_run", "calibration", *_TEXTS, *_PROOF),
+    "--measure": ("calibration", *_PROOF),
+    "--max-loss": ("target", "batch", "calibration", *_TEXTS),
+    "--advise": ("presets", "batch", "calibration", *_TEXTS),
+}
+
+
 @click.command(epilog=EPILOG)
 @click.argument("model")
 @click.option("-o", "--output", type=Path, required=True, metavar="FOLDER", help="The folder to write; must not exist.")
@@ -64,53 +76,73 @@ EPILOG = "\n".join([
 @click.option("--statistics", type=click.Path(path_type=Path), metavar="FOLDER",
               help="Keep statistics there: what is there is gone on with, and other recipes need no text.")  # fmt: skip
 @proof_options
+@budget_options
+@advise_options
 @json_option
 @click.pass_obj
-@or_advised
-@or_searched
-def command(
-    env: Env, /, model: str, output: Path, recipe: str | None, dry_run: bool, as_json: bool, again: bool, **more: Any
-) -> None:
+def command(env: Env, /, model: str, output: Path, as_json: bool, **given: Any) -> None:
     """Make a smaller checkpoint of one, and prove it.
 
     MODEL is a checkpoint folder, a GGUF file, a hub id or `tiny`. The new folder has the format of compressed-tensors;
     it is read again before it counts.
     """
-    started_s, asked = time.perf_counter(), Sampling(*map(more.pop, ("samples_from", "samples", "statistics")))
-    calibration: str | None = more["calibration"]
-    proof = Proof.asked(**more)
-    if again:
-        _measure_again(model, output, _Again(recipe, dry_run, asked, proof), env, as_json)
-        return
-    if recipe is None:
+    run: dict[str, Callable[..., None]] = {
+        "--recipe": _by_recipe, "--measure": _measure_again, "--max-loss": searched, "--advise": advised,
+    }  # fmt: skip
+    run[_way(given)](Asked(env, model, output, as_json, Sampling(*map(given.pop, _TEXTS))), **given)
+
+
+def _way(given: dict[str, Any]) -> str:
+    """raises ConfigError for none, for several, and for an option that it does not take"""
+    chosen = [way for way, name in _WAYS.items() if given[name] not in (None, False)]
+    if not chosen:
         raise ConfigError(
-            "no recipe is named",
-            "a preset, or a file",
+            "no recipe is named", "a preset, or a file",
             "name one: --recipe int4-wo-mse; or say what may be lost: --max-loss 1%",
-        )
-    with ended_in_order(), progress(as_json) as report:
-        checkpoint = opened(model, env, report)
+        )  # fmt: skip
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} are given", "one of them", "leave the others out")
+    (way,) = chosen
+    takes, context = (_WAYS[way], *_TAKES[way]), click.get_current_context()
+    flags = {option.name: option.opts[-1] for option in context.command.params if isinstance(option, click.Option)}
+    for name in given:
+        if name not in takes and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            flag = "--no-evaluate" if name == "evaluate" and not given[name] else flags[name]
+            raise ConfigError(
+                f"{flag} is given, and {way} does not take it",
+                "of options " + ", ".join(flags[name] for name in _TAKES[way]),
+                f"leave it out, or ask with {' or '.join(other for other in _TAKES if name in _TAKES[other])}",
+            )  # fmt: skip
+    return way
+
+
+def _by_recipe(asked: Asked, /, recipe: str, dry_run: bool, **more: Any) -> None:
+    started_s, model, output, sampling = time.perf_counter(), asked.model, asked.output, asked.sampling
+    proof = Proof.asked(**_of_proof(more))
+    calibration: str | None = more["calibration"]
+    with ended_in_order(), progress(asked.as_json) as report:
+        checkpoint = opened(model, asked.env, report)
         job = plan(checkpoint, read_recipe(recipe))
-        asked.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
-        check_place(output, job.bytes_after + (asked.temporary_bytes(job) if job.calibrated else 0))
+        sampling.check(f"the recipe {job.recipe.name}", job.calibrated, calibration, dry_run)
+        check_place(output, job.bytes_after + (sampling.temporary_bytes(job) if job.calibrated else 0))
         read = proof.windows(checkpoint)  # a text too short is said at once, by a dry run too
         if job.calibrated and proof.text is not None and not dry_run:
-            asked.check_text(checkpoint, proof.text)
+            sampling.check_text(checkpoint, proof.text)
         if not dry_run:
-            with _method(job, output, asked, report) as (method, about):
+            with _method(job, output, sampling, report) as (method, about):
                 made = compress(job, output, method, report)
                 seconds = time.perf_counter() - started_s
                 write_page(output, {**about, "command": command_line(model), "seconds": seconds})
             with said_if_ended(model, output):
                 found = proof.loss(model, checkpoint, output, read, report)
     if dry_run:
-        _show_plan(job, asked, more["evaluate"] and not why_not(checkpoint), as_json)
+        _show_plan(job, sampling, more["evaluate"] and not why_not(checkpoint), asked.as_json)
         return
     with said_if_ended(model, output):
-        found |= proof.more(model, output, env, as_json)
+        found |= proof.more(model, output, asked.env, asked.as_json)
     said = {**_about(job), "folder": str(output), "seconds": time.perf_counter() - started_s, **found,
             "worst": dict(made.worst[:_WORST])}  # fmt: skip
-    if as_json:
+    if asked.as_json:
         print_json(said)
         return
     heading(f"{output} ({job.recipe.name}), read again and found right")
@@ -118,33 +150,19 @@ def command(
     _notes(job)
 
 
-@dataclass(frozen=True, slots=True)
-class _Again:
-    """What was asked together with --measure."""
-
-    recipe: str | None
-    dry_run: bool
-    asked: Sampling
-    proof: Proof
-
-    def check(self) -> None:
-        """raises ConfigError for what makes a folder, and where nothing is to be measured"""
-        if self.recipe is not None or self.dry_run or self.asked != Sampling(None, None, None):
-            raise ConfigError(
-                "--measure is given with what makes a folder", "a folder that is there, and nothing of how to make it",
-                "leave --recipe, --dry-run and statistics out, or leave out --measure",
-            )  # fmt: skip
-        if self.proof == replace(self.proof, text=None, measure_speed=False, mmlu=None):
-            raise ConfigError("--measure is given, and nothing is to be measured", "one of both",
-                              "leave --no-evaluate out")  # fmt: skip
+def _of_proof(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in ("calibration", *_PROOF)}
 
 
-def _measure_again(model: str, out: Path, again: _Again, env: Env, as_json: bool) -> None:
-    again.check()
-    with ended_in_order(), progress(as_json) as report:
-        found = measure_again(model, opened(model, env, report), out, again.proof, report)
-    found |= again.proof.more(model, out, env, as_json)
-    if as_json:
+def _measure_again(asked: Asked, /, **more: Any) -> None:
+    model, out = asked.model, asked.output
+    proof = Proof.asked(**_of_proof(more))
+    if not proof.asks:
+        raise ConfigError("--measure is given, and nothing is to be measured", "one of both", "leave --no-evaluate out")
+    with ended_in_order(), progress(asked.as_json) as report:
+        found = measure_again(model, opened(model, asked.env, report), out, proof, report)
+    found |= proof.more(model, out, asked.env, asked.as_json)
+    if asked.as_json:
         print_json({"folder": str(out), **found})
         return
     heading(f"{out}, measured beside {model}")

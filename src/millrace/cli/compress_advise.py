@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import click
 import msgspec
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.compress_asked import Sampling, opened, statistics_for
+from millrace.cli.compress_asked import Asked, Sampling, opened, statistics_for
 from millrace.cli.eval_asked import precision_of
 from millrace.cli.screen import Progress, heading, note, pairs, print_json, progress, size, table
 from millrace.cli.signals import ended_in_order
@@ -57,57 +56,34 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-def or_advised(plain: Command) -> Command:
-    """The command that makes a checkpoint, or with --advise tells which to make."""
-
-    @wraps(plain)
-    def either(env: Env, /, advise: bool, presets: str | None, **given: Any) -> None:
-        if not advise:
-            if presets is not None:
-                raise ConfigError("--presets is given without --advise", "both", "name one with --recipe")
-            plain(env, **given)
-            return
-        _check(given)
-        names = _names(presets)
-        sampling = Sampling(given["samples_from"], given["samples"], given["statistics"])
-        asked = _Asked(names, given["batch"] or BATCH, given["output"], given["calibration"], sampling)
-        with ended_in_order(), progress(given["as_json"]) as report:
-            rows, about = _advised(given["model"], asked, env, report)
-        if given["as_json"]:
-            said = {"about": about, "rows": rows, "advice": dict(advice(rows, about))}
-            print_json(msgspec.to_builtins(said))
-        else:
-            _show(rows, about, asked.folder)
-
+def advise_options(command: Command) -> Command:
     for option in reversed(_OPTIONS):
-        either = option(either)
-    return either
+        command = option(command)
+    return command
+
+
+def advised(asked: Asked, /, presets: str | None, batch: int | None, calibration: str | None, **_: Any) -> None:
+    """Which checkpoint to make, for what. raises ConfigError for a batch that is no large one, and unknown presets"""
+    if batch is not None and not 2 <= batch <= _MOST_BATCH:
+        raise ConfigError(
+            f"--batch is {batch}: --advise measures one sequence and a large batch", f"2 to {_MOST_BATCH}", "correct it"
+        )
+    trials = _Trials(_names(presets), batch or BATCH, asked.output, calibration, asked.sampling)
+    with ended_in_order(), progress(asked.as_json) as report:
+        rows, about = _advised(asked.model, trials, asked.env, report)
+    if asked.as_json:
+        print_json(msgspec.to_builtins({"about": about, "rows": rows, "advice": dict(advice(rows, about))}))
+    else:
+        _show(rows, about, trials.folder)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Trials:
     names: Sequence[str]
     batch: int
     folder: Path
     calibration: str | None
     sampling: Sampling
-
-
-def _check(given: dict[str, Any]) -> None:
-    """raises ConfigError for options that make or measure one checkpoint"""
-    for option, wrong in (
-        ("--recipe", given["recipe"] is not None), ("--max-loss", given["max_loss"] is not None),
-        ("--target", given["target"] is not None), ("--dry-run", given["dry_run"]), ("--measure", given["again"]),
-        ("--no-evaluate", not given["evaluate"]), ("--measure-speed", given["measure_speed"]),
-        ("--mmlu", given["mmlu"] is not None), ("--questions", given["questions"] is not None),
-    ):  # fmt: skip
-        if wrong:
-            raise ConfigError(f"--advise and {option} are given", "one of both", "leave one out")
-    batch = given["batch"]
-    if batch is not None and not 2 <= batch <= _MOST_BATCH:
-        raise ConfigError(
-            f"--batch is {batch}: --advise measures one sequence and a large batch", f"2 to {_MOST_BATCH}", "correct it"
-        )
 
 
 def _names(presets: str | None) -> list[str]:
@@ -118,7 +94,7 @@ def _names(presets: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _advised(model: str, asked: _Asked, env: Env, report: Progress) -> tuple[list[Row], About]:
+def _advised(model: str, asked: _Trials, env: Env, report: Progress) -> tuple[list[Row], About]:
     checkpoint = opened(model, env, report)
     without = why_not(checkpoint)
     if without:

@@ -26,6 +26,17 @@ from millrace.evaluate.windows import LENGTH, Windows
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What every way of `millrace compress` is asked with. model: as it was typed; sampling: what statistics are of"""
+
+    env: Env
+    model: str
+    output: Path
+    as_json: bool
+    sampling: "Sampling"
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """Where statistics come from."""
 

@@ -4,14 +4,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from millrace.checkpoint.checkpoint import Checkpoint
-from millrace.cli.compress_asked import Sampling, command_line, opened, statistics_for
+from millrace.cli.compress_asked import Asked, Sampling, command_line, opened, statistics_for
 from millrace.cli.screen import Progress, heading, pairs, print_json, progress, size, table
 from millrace.cli.signals import ended_in_order
 from millrace.compress.budget import MaxLoss
@@ -22,8 +22,7 @@ from millrace.compress.measure import Loss, held_out_for, why_not, windows_for
 from millrace.compress.page import write_page
 from millrace.compress.plan import plan
 from millrace.compress.recipe import PRESETS
-from millrace.compress.search import RECIPE, Asked, Found, Texts, described, most_bytes, search
-from millrace.env import Env
+from millrace.compress.search import RECIPE, Found, Goal, Texts, described, most_bytes, search
 from millrace.errors import CheckpointError, ConfigError
 from millrace.evaluate.calibration import Calibration
 from millrace.kernels.library import usable_isas
@@ -44,58 +43,43 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-def or_searched(plain: Command) -> Command:
-    """The command that takes a recipe, or with --max-loss searches one. raises ConfigError for both, or neither"""
-
-    @wraps(plain)
-    def either(env: Env, /, max_loss: str | None, target: str | None, batch: int | None, **given: Any) -> None:
-        if max_loss is None:
-            for option, value in (("--target", target), ("--batch", batch)):
-                if value is not None:
-                    raise ConfigError(f"{option} is given without --max-loss", "both", "say how much may be lost")
-            plain(env, **given)
-            return
-        started_s = time.perf_counter()
-        asked = _given(MaxLoss.parse(max_loss), Target(target or Target.LATENCY), batch, given)
-        sampling = Sampling(given["samples_from"], given["samples"], given["statistics"])
-        with ended_in_order(), progress(given["as_json"]) as report:
-            found = _searched(opened(given["model"], env, report), asked, sampling, report)
-        seconds = time.perf_counter() - started_s
-        write_page(asked.out, {"command": command_line(given["model"]), "seconds": seconds})
-        if given["as_json"]:
-            print_json(_as_json(found, asked.out, seconds))
-        else:
-            _show(found, asked.out, seconds)
-
+def budget_options(command: Command) -> Command:
     for option in reversed(_OPTIONS):
-        either = option(either)
-    return either
+        command = option(command)
+    return command
+
+
+def searched(
+    asked: Asked, /, max_loss: str, target: str | None, batch: int | None, calibration: str | None, **_: Any
+) -> None:
+    """The cheapest mix within a loss. raises ConfigError for options that do not go together"""
+    started_s, out = time.perf_counter(), asked.output
+    given = _Given(_goal(MaxLoss.parse(max_loss), Target(target or Target.LATENCY), batch), out, calibration)
+    with ended_in_order(), progress(asked.as_json) as report:
+        found = _searched(opened(asked.model, asked.env, report), given, asked.sampling, report)
+    seconds = time.perf_counter() - started_s
+    write_page(out, {"command": command_line(asked.model), "seconds": seconds})
+    if asked.as_json:
+        print_json(_as_json(found, out, seconds))
+    else:
+        _show(found, out, seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
     """calibration: the text to measure on"""
 
-    search: Asked
+    search: Goal
     out: Path
     calibration: str | None
 
 
-def _given(bound: MaxLoss, target: Target, batch: int | None, given: dict[str, Any]) -> _Given:
-    """raises ConfigError for options that do not go together"""
-    for option, wrong in (("--recipe", given["recipe"] is not None), ("--dry-run", given["dry_run"]),
-                          ("--no-evaluate", not given["evaluate"]), ("--measure", given["again"])):  # fmt: skip
-        if wrong:
-            raise ConfigError(f"--max-loss and {option} are given", "one of both", "leave one out")
-    if given["measure_speed"] or given["mmlu"] is not None or given["questions"] is not None:
-        raise ConfigError(
-            "--max-loss is given with more to measure", "the loss alone, which decides",
-            "leave that out, and measure it afterwards: --measure",
-        )  # fmt: skip
+def _goal(bound: MaxLoss, target: Target, batch: int | None) -> Goal:
+    """raises ConfigError for rows of a target that has none"""
     if target == Target.MEMORY and batch is not None:
         raise ConfigError("--batch is given for --target memory", "a target of time", "leave --batch out")
     rows = 0 if target == Target.MEMORY else batch or ROWS[target]
-    return _Given(Asked(bound, target, rows, usable_isas()[0], usable_cores()), given["output"], given["calibration"])
+    return Goal(bound, target, rows, usable_isas()[0], usable_cores())
 
 
 def _searched(checkpoint: Checkpoint, asked: _Given, sampling: Sampling, report: Progress) -> Found:
@@ -172,5 +156,5 @@ def _frontier(found: Found, cost: Callable[[float], str]) -> None:
     ])  # fmt: skip
 
 
-def _cost(asked: Asked, value: float) -> str:
+def _cost(asked: Goal, value: float) -> str:
     return size(value) if not asked.rows else f"{value * 1e3:.3f} ms"

@@ -81,6 +81,11 @@ class Proof:
         text = Calibration.open(calibration) if evaluate else None
         return cls(text, measure_speed, mmlu, questions or QUESTIONS)
 
+    @property
+    def asks(self) -> bool:
+        """For anything."""
+        return self.text is not None or self.measure_speed or self.mmlu is not None
+
     def windows(self, source: Checkpoint) -> Windows | str:
         """What the loss is measured on, or why there is none. raises ConfigError for a text that is too short"""
         if self.text is None:

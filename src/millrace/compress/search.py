@@ -27,7 +27,7 @@ RECIPE = "recipe.json"  # in the folder: what to give to --recipe for the same a
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Goal:
     """rows: of a step whose time counts; 0 for bytes. isa, threads: on which it is timed"""
 
     bound: MaxLoss
@@ -51,7 +51,7 @@ class Found:
     """choice: the loss by which the mix was found; proof: of the same mix on windows that no mix was chosen by, None
     where the text has no more; floats: what the layers cost as they are, in the unit of costs"""
 
-    asked: Asked
+    asked: Goal
     result: Result
     search: Search
     choice: Loss
@@ -69,7 +69,7 @@ class Found:
 
 
 def search(
-    job: Job, asked: Asked, statistics: Statistics, texts: Texts, out: Path, progress: Progress,
+    job: Job, asked: Goal, statistics: Statistics, texts: Texts, out: Path, progress: Progress,
     shelf: Shelf | None = None,
 ) -> Found:  # fmt: skip
     """Writes the folder `out`, which must not exist, with the recipe that makes it again.
