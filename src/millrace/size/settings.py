@@ -92,6 +92,9 @@ class HardwareSettings(Settings):
     measured: str | None = setting(None, "your own measurements instead of a model: CSV", metavar="FILE")
     utilisation: float = setting(1.0, "share of what systems can that is planned with", low=0.01, high=1)
     spare: int = setting(0, "systems beyond that: 1 is N+1", low=0, high=1000)
+    systems: int | None = setting(
+        None, "systems that are there: what they serve, in place of a load", low=1, high=1_000_000
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,65 @@
+"""`millrace size`: from a business question to the systems to buy."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.cli.options import json_option, settings_options
+from millrace.cli.screen import print_json
+from millrace.cli.size_asked import ask
+from millrace.cli.size_told import show
+from millrace.errors import ConfigError
+from millrace.size.answer import answered
+from millrace.size.question import GROUPS, Question, read_answers
+from millrace.size.told import told
+
+EPILOG = """\b
+Examples:
+  millrace size --model llama-3-8b --isl 2000 --osl 200 --rate 70 --ttft-ms 500 --hardware H100
+  millrace size --model llama-3-70b --preset rag --users 100000 --hours 8 --reading read --ttft-ms 1000
+  millrace size --model llama-3-8b --input "3500 words" --output "500 words" --calls 30M/year --burst 7 --ttft-ms 500
+  millrace size --model llama-3-8b --isl 2000 --osl 200 --systems 4 --ttft-ms 500
+  millrace size --measured runs.csv --isl 2000 --osl 200 --rate 70 --ttft-ms 500 --of p95
+  millrace size --answers question.yaml --report page.html
+  millrace size                                      asks one after the other"""
+
+
+@click.command(epilog=EPILOG)
+@settings_options(*GROUPS)
+@click.option("--answers", type=Path, metavar="FILE", help="YAML of these names and values; flags come before it.")
+@json_option
+@click.pass_context
+def command(ctx: click.Context, /, answers: Path | None, as_json: bool, **given: Any) -> None:
+    """Say how many of which machine serve a load, and why.
+
+    Six questions: which model; tokens in; tokens out; requests a second at the peak; what users may wait for; which
+    hardware. Every figure says where it comes from and how far it may be off.
+    """
+    said = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items() if _is_said(ctx, name)}
+    if answers is not None:
+        said = {**_under(read_answers(answers)), **said}
+    elif not said:
+        if not _is_terminal() or as_json:
+            raise ConfigError("nothing is asked", "answers as flags or in a file; in a terminal they are asked for",
+                              "`millrace size --help` has examples")  # fmt: skip
+        said = ask()
+    found = answered(Question.of(said))
+    if as_json:
+        print_json(told(found))
+    else:
+        show(found)
+
+
+def _is_said(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
+
+
+def _under(answers: dict[str, Any]) -> dict[str, Any]:
+    """With names as flags have them, so that these replace them; a name that is not a text is refused later."""
+    return {str(name).replace("-", "_"): value for name, value in answers.items()}
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()

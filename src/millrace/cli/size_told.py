@@ -1,0 +1,168 @@
+"""The answer of `millrace size` on a screen."""
+
+from collections.abc import Sequence
+
+import click
+
+from millrace.cli.screen import count, heading, pairs, table
+from millrace.machine.devices import GB
+from millrace.size.answer import Answer
+from millrace.size.plan import Plan
+from millrace.size.points import SYSTEM, Limits, Point
+
+_MOST_ROWS = 12
+
+
+def show(answer: Answer) -> None:
+    plan, h = answer.plan, answer.question.hardware
+    heading(title(answer))
+    pairs([
+        ("systems", f"{plan.fractional:.2f} by the figures, {plan.systems} to buy; {_bought(h.utilisation, h.spare)}"),
+        ("instances", f"{answer.instances} of TP{plan.point.tp} in {plan.point.precision}, "
+                      f"{plan.point.concurrency:g} requests in flight in each"),
+        ("a system serves", f"{plan.point.rate_of_system:.4g} requests/s, of {plan.rate:.4g}"),
+        ("what binds", plan.binding),
+        ("figures", f"{plan.provenance}; {plan.low} to {plan.high} systems at +-{plan.error:.0%}"),
+    ])  # fmt: skip
+    _part("What users wait for", "limits are on the " + plan.limits.of)
+    _waits(plan)
+    _part("Beside each other", "requests/s are of 8 devices; times in ms")
+    _points(answer)
+    how = [*answer.work.how, *(answer.demand.how if answer.demand else ())]
+    _part("How the question was read")
+    _lines(how)
+    _memory(answer)
+    _why(answer)
+    _configurations(answer)
+    _changes(answer)
+    _follows(answer)
+
+
+def title(answer: Answer) -> str:
+    plan = answer.plan
+    n = f"{plan.systems} system" + ("" if plan.systems == 1 else "s")
+    between = f" ({plan.low} to {plan.high})" if plan.low != plan.high else ""
+    what = answer.question.request.model or plan.point.model
+    return f"{n}{between} of {SYSTEM} x {plan.point.device}, for {plan.rate:.4g} requests/s of {what}"
+
+
+def _part(name: str, more: str = "") -> None:
+    click.echo()
+    heading(name + (f" ({more})" if more else ""))
+
+
+def _lines(lines: Sequence[str]) -> None:
+    for line in lines:
+        click.echo(f"  {line}")
+
+
+def _bought(utilisation: float, spare: int) -> str:
+    return f"planned with {utilisation:.0%} of what they can, {spare or 'none'} to spare"
+
+
+def _waits(plan: Plan) -> None:
+    p95, limits = plan.point.p95, plan.limits
+    rows = []
+    for name, mean, limit, high in (
+        ("TTFT, ms", plan.point.mean.ttft_s, limits.ttft_s, p95.ttft_s if p95 else None),
+        ("ITL, ms", plan.point.mean.itl_s, limits.itl_s, p95.itl_s if p95 else None),
+        ("E2E, ms", plan.point.mean.e2e_s, limits.e2e_s, p95.e2e_s if p95 else None),
+    ):
+        rows.append([name, _ms(mean), _ms(high), _ms(limit)])
+    table(["", "mean", "p95", "limit"], rows)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
+
+
+def _points(answer: Answer) -> None:
+    plan, other = answer.plan, answer.other
+    rows = [("chosen", plan.point)]
+    if other is not None:
+        rows.append((f"with limits on the {other.limits.of}", other.point))
+    rows += [("latency-optimal", plan.latency_optimal), ("throughput-optimal", plan.throughput_optimal)]
+    table(
+        ["", "configuration", "in flight", "requests/s", "TTFT", "p95", "ITL", "E2E", "systems"],
+        [[name, *_point(point), f"{plan.rate / point.rate_of_system:.2f}"] for name, point in rows],
+    )
+    if other is not None:
+        click.echo(f"  limits on the {other.limits.of}: {other.systems} systems to buy, {plan.systems} with limits on "
+                   f"the {plan.limits.of}")  # fmt: skip
+    else:
+        of = "p95" if plan.limits.of == "mean" else "mean"
+        click.echo(f"  no answer with limits on the {of}: {answer.why_no_other}")
+
+
+def _point(point: Point) -> list[str]:
+    p95 = point.p95.ttft_s if point.p95 else None
+    return [
+        point.configuration, f"{point.concurrency:g}", f"{point.rate_of_system:,.2f}", _ms(point.mean.ttft_s), _ms(p95),
+        _ms(point.mean.itl_s), _ms(point.mean.e2e_s),
+    ]  # fmt: skip
+
+
+def _memory(answer: Answer) -> None:
+    m = answer.memory
+    if m is None:
+        return
+    tp, device = answer.plan.point.tp, answer.plan.point.device
+    _part("Memory of an instance", f"{tp} x {device}; GB are 10^9 bytes")
+    pairs([
+        ("weights", f"{m.weights_bytes / GB:.1f} GB"),
+        ("KV cache", f"{m.kv_bytes / GB:.1f} GB: {answer.plan.point.concurrency:g} requests of "
+                     f"{m.kv_bytes_request / GB:.3g} GB; {count(m.kv_tokens)} tokens fit"),
+        ("kept free", f"{m.kept_free_bytes / GB:.1f} GB, for activations, software and margin"),
+        ("there are", f"{m.devices_bytes / GB:.0f} GB"),
+    ])  # fmt: skip
+
+
+def _why(answer: Answer) -> None:
+    _part(f"Why {answer.plan.systems}")
+    before, rows = 0.0, []
+    for step in answer.why:
+        rows.append([f"{step.systems:.2f}", f"{step.systems - before:+.2f}", step.why])
+        before = step.systems
+    table(["systems", "", ""], rows)
+    if answer.plan.shares:
+        shares = sorted(answer.plan.shares.items(), key=lambda share: -share[1])
+        click.echo(
+            "  an instance's time: " + ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
+        )
+
+
+def _configurations(answer: Answer) -> None:
+    _part("Every configuration within the limits", "of 8 devices" if answer.plan.limits != Limits() else "")
+    rows = []
+    for offer in answer.table[:_MOST_ROWS]:
+        if offer.point is None:
+            rows.append([offer.configuration, "", "-", "-", "-", "-", "-", f"breaks {' and '.join(offer.broken)}"])
+        else:
+            systems = answer.plan.rate / offer.point.rate_of_system
+            rows.append([*_point(offer.point), f"{systems:.2f}"])
+    table(["configuration", "in flight", "requests/s", "TTFT", "p95", "ITL", "E2E", "systems"], rows)
+    if len(answer.table) > _MOST_ROWS:
+        click.echo(f"  and {len(answer.table) - _MOST_ROWS} more: --json has them")
+
+
+def _changes(answer: Answer) -> None:
+    if not answer.changes:
+        return
+    _part("What would change it")
+    rows = []
+    for change in answer.changes:
+        kept = change.fractional is not None
+        rows.append([change.what, str(change.systems) if kept else "-", f"{change.fractional:.2f}" if kept else "-"])
+    table(["", "systems", "by the figures"], rows)
+    if any(change.systems is None for change in answer.changes):
+        click.echo("  -: nothing keeps the limits then")
+
+
+def _follows(answer: Answer) -> None:
+    f = answer.follows
+    _part("What follows", "from what is bought, but for what is to spare")
+    pairs([
+        ("requests", f"{f.rate:,.4g} a second, {count(f.requests_a_day)} a day"),
+        ("tokens", f"{count(f.tokens_a_day)} a day, in and out"),
+        ("users", f"{count(f.users)}, with {f.requests_each:g} requests a day each, in {f.hours:g} hours"),
+    ])  # fmt: skip

@@ -1,0 +1,144 @@
+"""Why so many: memory, the way from an ideal machine to what is bought, every configuration, what would change it."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from millrace.errors import ConfigError
+from millrace.size.constants import Profile, profile
+from millrace.size.cost import Constants, Instance
+from millrace.size.lengths import Work
+from millrace.size.offers import Offers
+from millrace.size.plan import Plan, instance_of
+from millrace.size.points import Limits, Point, best, throughput_optimal
+from millrace.size.served import CONCURRENCIES, OVERHEAD_BYTES, USABLE, Serving, kv_capacity, served
+
+# A device that reaches its datasheet: no fixed times, no links, no host.
+_IDEAL = Constants((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one instance, all its devices together. kv_tokens: that fit beside the weights"""
+
+    devices_bytes: float
+    weights_bytes: float
+    kv_bytes_request: float
+    kv_bytes: float
+    kept_free_bytes: float
+    kv_tokens: float
+
+
+def memory(instance: Instance, point: Point) -> Memory:
+    """At that point's concurrency, answers written to their ends."""
+    kv_request = instance.kv_token_bytes * (point.input_tokens + point.output_tokens)
+    total = instance.tp * instance.device.memory_bytes
+    return Memory(
+        total, instance.weights_bytes, kv_request, min(point.concurrency * kv_request,
+                                                       kv_capacity(instance) * instance.kv_token_bytes),
+        total * (1 - USABLE) + instance.tp * OVERHEAD_BYTES, kv_capacity(instance),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """On the way from an ideal machine to what is bought. systems: after this; why: what made it more"""
+
+    systems: float
+    why: str
+
+
+def waterfall(found: Plan, offers: Offers, work: Work, utilisation: float, spare: int) -> tuple[Step, ...]:
+    """From the least that physics allows; each step adds systems, or none."""
+    point = found.point
+    alike = [p for p in offers.points if p.device == point.device]
+    unlimited = found.rate / throughput_optimal(alike).rate_of_system
+    planned = found.fractional / utilisation
+    steps = [
+        Step(unlimited, "most requests/s that any configuration serves, whatever users wait"),
+        Step(found.fractional, "limits are kept" if found.limits != Limits(of=found.limits.of) else "no limit"),
+        Step(planned, f"planned with {utilisation:.0%} of that"),
+        Step(math.ceil(planned - 1e-9), "whole systems"),
+        Step(found.systems, f"{spare} to spare" if spare else "none to spare"),
+    ]
+    if offers.model is not None and (instance := offers.instance(point)) is not None and len(work.calls) == 1:
+        steps = [*_physics(found, instance, work), *steps]
+    return tuple(steps)
+
+
+def _physics(found: Plan, instance: Instance, work: Work) -> list[Step]:
+    """Of the configuration that was chosen, or another one of its device where that is less."""
+    device, precision = instance.device, found.point.precision
+    known = profile(device, precision)
+    ideal = replace(known, constants=_IDEAL)
+    none = Serving(prefill=1.0, decode=1.0, host_s=0.0)
+    factor = known.constants.factor
+    least = _most(instance, ideal, work, none)
+    reached = _most(instance, known, work, none)
+    return [
+        Step(found.rate / least, f"{device.name} as its datasheet says, in {precision}: every byte and operation"),
+        Step(found.rate / reached, "what is reached of that, links and fixed times of steps" + _times(factor)),
+    ]
+
+
+def _times(factor: float) -> str:
+    return "" if factor == 1 else f", {factor:g} times"
+
+
+def _most(instance: Instance, known: Profile, work: Work, serving: Serving) -> float:
+    """Requests a second of a system, in the best TP and at the best concurrency."""
+    rates = []
+    for tp in (1, 2, 4, 8):
+        here = instance_of(instance.model, instance.device, instance.precision, tp)
+        try:
+            rates += [
+                served(here, known, work.answer.lengths, n, serving=serving).rate_of_system for n in CONCURRENCIES
+            ]
+        except ConfigError:
+            continue  # too small for the weights
+    return max(rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a configuration serves of 8 devices. point: its best within the limits; None: nothing keeps them"""
+
+    configuration: str
+    device: str
+    point: Point | None
+    broken: tuple[str, ...] = ()
+
+
+def capacity_table(points: Sequence[Point], limits: Limits) -> tuple[Offer, ...]:
+    """Every configuration, most requests/s first."""
+    by_name: dict[str, list[Point]] = {}
+    for point in points:
+        by_name.setdefault(point.configuration, []).append(point)
+    found = []
+    for name, some in by_name.items():
+        if any(not limits.broken(p) for p in some):
+            found.append(Offer(name, some[0].device, best(some, limits)))
+        else:
+            found.append(Offer(name, some[0].device, None, limits.broken(min(some, key=lambda p: p.mean.e2e_s))))
+    return tuple(sorted(found, key=lambda offer: -offer.point.rate_of_system if offer.point else 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What the answer would be, were one thing otherwise. both None where nothing keeps the limits then"""
+
+    what: str
+    systems: int | None
+    fractional: float | None
+
+
+def changes(again: Mapping[str, Callable[[], Plan]]) -> tuple[Change, ...]:
+    """again: by what is otherwise, the plan then"""
+    told = []
+    for what, planned in again.items():
+        try:
+            found = planned()
+            told.append(Change(what, found.systems, found.fractional))
+        except ConfigError:
+            told.append(Change(what, None, None))
+    return tuple(told)

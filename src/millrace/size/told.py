@@ -1,0 +1,83 @@
+"""An answer as plain data, for programs and for pages. Times in ms, memory in bytes, rates a second."""
+
+from dataclasses import asdict
+from typing import Any
+
+from millrace.size.answer import Answer
+from millrace.size.demand import Demand
+from millrace.size.plan import Plan
+from millrace.size.points import Limits, Point, Waits
+
+DEFINITIONS = {
+    "ttft": "from the request to its first token; of calls in a row to the last call's first token",
+    "itl": "(e2e - ttft) / (output tokens - 1)",
+    "e2e": "from the request to its last token",
+    "system": "8 devices, full of instances",
+    "concurrency": "requests always in flight in an instance (closed loop)",
+}
+
+
+def told(answer: Answer) -> dict[str, Any]:
+    """JSON-able."""
+    plan = answer.plan
+    return {
+        "question": answer.question.given,
+        "work": _work(answer),
+        "load": None if answer.demand is None else _load(answer.demand),
+        "answer": {
+            **told_plan(plan), "instances": answer.instances, "shares_of_time": dict(plan.shares),
+            "latency_optimal": told_point(plan.latency_optimal),
+            "throughput_optimal": told_point(plan.throughput_optimal),
+        },
+        "other": told_plan(answer.other) if answer.other else {"why_not": answer.why_no_other},
+        "memory": asdict(answer.memory) if answer.memory else None,
+        "why": [asdict(step) for step in answer.why],
+        "configurations": [
+            {"configuration": offer.configuration, "broken": list(offer.broken),
+             "point": told_point(offer.point) if offer.point else None} for offer in answer.table
+        ],
+        "changes": [asdict(change) for change in answer.changes],
+        "follows": asdict(answer.follows),
+        "rows_left_out": answer.offers.left_out,
+        "definitions": DEFINITIONS,
+    }  # fmt: skip
+
+
+def _work(answer: Answer) -> dict[str, Any]:
+    calls = [{"name": c.name, "input_tokens": c.n_input, "output_tokens": c.n_output} for c in answer.work.calls]
+    return {"calls": calls, "how": list(answer.work.how)}
+
+
+def _load(load: Demand) -> dict[str, Any]:
+    return {
+        "peak": load.peak, "busy": load.busy, "average": load.average, "hours": list(load.hours), "how": list(load.how)
+    }  # fmt: skip
+
+
+def told_plan(plan: Plan) -> dict[str, Any]:
+    return {
+        "systems": plan.systems, "low": plan.low, "high": plan.high, "fractional": plan.fractional,
+        "error": plan.error, "provenance": plan.provenance, "binding": plan.binding, "point": told_point(plan.point),
+        "limits": told_limits(plan.limits),
+    }  # fmt: skip
+
+
+def told_limits(limits: Limits) -> dict[str, Any]:
+    def ms(seconds: float | None) -> float | None:
+        return None if seconds is None else seconds * 1e3
+
+    return {"ttft_ms": ms(limits.ttft_s), "itl_ms": ms(limits.itl_s), "e2e_ms": ms(limits.e2e_s), "of": limits.of}
+
+
+def told_point(point: Point) -> dict[str, Any]:
+    def waits(found: Waits | None) -> dict[str, float] | None:
+        if found is None:
+            return None
+        return {"ttft_ms": found.ttft_s * 1e3, "itl_ms": found.itl_s * 1e3, "e2e_ms": found.e2e_s * 1e3}
+
+    return {
+        "configuration": point.configuration, "device": point.device, "precision": point.precision, "tp": point.tp,
+        "concurrency": point.concurrency, "requests_per_s": point.rate,
+        "requests_per_s_of_system": point.rate_of_system, "mean": waits(point.mean), "p95": waits(point.p95),
+        "source": str(point.source),
+    }  # fmt: skip

@@ -1,0 +1,68 @@
+"""`millrace size`: on a screen, as JSON, from a file, asked one after the other, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from millrace.cli import size, size_asked
+from millrace.errors import ConfigError
+from tests.cli.conftest import Millrace
+
+ASKED = ("size", "--model", "llama-3-8b", "--isl", "2000", "--osl", "200", "--ttft-ms", "500")
+
+
+def test_a_screen_has_every_part(millrace: Millrace) -> None:
+    done = millrace(*ASKED, "--rate", "500", "--hardware", "H100", "--spare", "1")
+    assert done.code == 0, done.err
+    for said in (
+        "systems", "What users wait for", "latency-optimal", "throughput-optimal", "limits on the p95", "Memory of an",
+        "Why ", "What would change it", "What follows", "TensorRT-LLM 0.9.0", "what binds", "1 to spare",
+    ):  # fmt: skip
+        assert said in done.out
+
+
+def test_json_and_a_file_agree_with_flags(millrace: Millrace, tmp_path: Path) -> None:
+    flags = json.loads(millrace(*ASKED, "--rate", "500", "--json").out)
+    file = tmp_path / "q.yaml"
+    file.write_text("model: llama-3-8b\nisl: 2000\nosl: 200\nttft_ms: 500\nrate: 1\n")
+    assert json.loads(millrace("size", "--answers", file, "--rate", "500", "--json").out) == flags
+    assert flags["answer"]["systems"] >= 1 and flags["question"]["rate"] == 500
+
+
+def test_mistakes(millrace: Millrace, tmp_path: Path) -> None:
+    millrace("size").assert_mistake("nothing is asked")
+    millrace(*ASKED, "--rate", "5", "--hardware", "H10").assert_mistake("no device is known as H10")
+    millrace(*ASKED, "--input", "3500 words", "--rate", "5").assert_mistake("said twice")
+    millrace(*ASKED).assert_mistake("how many requests come is not said")
+    file = tmp_path / "q.yaml"
+    file.write_text("raet: 5")
+    millrace("size", "--answers", file).assert_mistake('did you mean "rate"')
+
+
+def test_the_six_questions_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong answer is asked again, and an empty one takes the default."""
+    monkeypatch.setattr(size, "_is_terminal", lambda: True)
+    typed = "llama-3-9b\nllama-3-8b\n3500\n3500 words\n\n70\nfirst 500\nA100, H100\n"
+    done = CliRunner().invoke(size.command, [], input=typed)
+    assert done.exit_code == 0, done.output
+    assert "no model is known as llama-3-9b" in done.output and "3,500 of what?" in done.output
+    assert "3,500 words are 4,667 tokens" in done.output and "output: 500 tokens" in done.output
+    ended = CliRunner().invoke(size.command, [], input="llama-3-8b\n")
+    assert ended.exit_code == 1 and "Aborted" in ended.output
+
+
+@pytest.mark.parametrize("number, text, answers", [
+    (1, "rag", {"preset": "rag"}), (3, "10000 users", {"users": 10_000.0}), (3, "30M/year", {"calls": "30M/year"}),
+    (3, "1,000", {"rate": 1000.0}), (4, "none", {"mode": "offline"}),
+    (4, "last 5000", {"mode": "sequential", "e2e_ms": 5000.0}), (5, "h100", {"hardware": ["H100 SXM"]}),
+])  # fmt: skip
+def test_what_people_type(number: int, text: str, answers: dict[str, object]) -> None:
+    assert size_asked.QUESTIONS[number].read(text) == answers
+
+
+@pytest.mark.parametrize("number, text", [(3, "many"), (4, "500"), (4, "first soon"), (5, "H1000"), (2, "rag")])
+def test_what_is_asked_again(number: int, text: str) -> None:
+    with pytest.raises(ConfigError):
+        size_asked.QUESTIONS[number].read(text)
