@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import click
 
 from millrace.cli.screen import count, heading, pairs, table
+from millrace.cli.size_money import show_devices, show_money
 from millrace.machine.devices import GB
 from millrace.size.answer import Answer
 from millrace.size.plan import Plan
@@ -36,6 +37,8 @@ def show(answer: Answer) -> None:
     _configurations(answer)
     _changes(answer)
     _follows(answer)
+    show_devices(answer)
+    show_money(answer)
 
 
 def title(answer: Answer) -> str:

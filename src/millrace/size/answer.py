@@ -1,17 +1,23 @@
 """The whole answer to the six questions: systems with their band, why, what would change it, what follows from it."""
 
+import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from millrace.errors import ConfigError
-from millrace.size.demand import USER_REQUESTS, Demand, demand, users
+from millrace.machine.devices import find_device
+from millrace.size.demand import USER_REQUESTS, Demand, demand, hourly_peaks, users
 from millrace.size.lengths import Work, work
 from millrace.size.load import DAY_S
+from millrace.size.money import Fleet as Needed
+from millrace.size.money import Money, engines, money
 from millrace.size.offers import Offers, offers
 from millrace.size.plan import Fleet, Plan
 from millrace.size.plan import plan as planned
 from millrace.size.points import SYSTEM, Limits
+from millrace.size.prices import Prices, read_prices
 from millrace.size.question import Question, limits_of
 from millrace.size.reasons import Change, Memory, Offer, Step, capacity_table, changes, memory, waterfall
 
@@ -28,6 +34,22 @@ class Follows:
     users: float
     hours: float
     requests_each: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The answer on one device. plan: None where nothing keeps the limits, and why; money: None of an unknown device"""
+
+    device: str
+    plan: Plan | None
+    money: Money | None
+    why_not: str = ""
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What is cheapest goes first; where a price is not known, what needs least."""
+        cost = self.money.cheapest if self.money else None
+        return cost is None, cost if cost is not None else self.plan.fractional if self.plan else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +71,8 @@ class Answer:
     table: tuple[Offer, ...]
     changes: tuple[Change, ...]
     follows: Follows
+    alternatives: tuple[Alternative, ...]
+    money: Money | None
 
     @property
     def instances(self) -> int:
@@ -65,25 +89,75 @@ def plan(**answers: Any) -> Answer:
     return answered(Question.of(answers))
 
 
-def answered(question: Question) -> Answer:
-    """raises ConfigError, as `plan`"""
+def answered(question: Question, today: datetime.date | None = None) -> Answer:
+    """today: to tell which prices are old. raises ConfigError, as `plan`"""
     limits = limits_of(question.limits)
     load = None if question.hardware.systems is not None else demand(question.load)
     _check_systems(question)
+    prices = read_prices(None if question.money.prices is None else Path(question.money.prices))
     recorded = None
     if load is not None and load.trace is not None:
         recorded = float(load.trace.n_input.mean()), float(load.trace.n_output.mean())
     asked = work(question.request, recorded)
     found = offers(question.request.model, question.hardware, asked)
-    best = _plan(question, found, limits, load)
+    costs = _Costs(question, load, asked, prices, today or datetime.date.today())
+    alternatives = _alternatives(question, found, limits, load, costs)
+    first = alternatives[0]
+    if first.plan is None:
+        _plan(question, found, limits, load)  # which says what comes closest
+        raise AssertionError("a plan was found on no device")
+    best, found = first.plan, found.of(first.device)
     other, why_no_other = _other(question, found, limits, load)
     instance, h = found.instance(best.point), question.hardware
     return Answer(
         question, asked, load, found, best, other, why_no_other,
         None if instance is None else memory(instance, best.point),
         waterfall(best, found, asked, h.utilisation, h.spare), capacity_table(found.points, limits),
-        changes(_otherwise(question, found, asked, limits, load)), _follows(question, asked, best),
+        changes(_otherwise(question, found, asked, limits, load)), _follows(question, asked, best), alternatives,
+        first.money,
     )  # fmt: skip
+
+
+def _alternatives(
+    question: Question, found: Offers, limits: Limits, load: Demand | None, costs: "_Costs"
+) -> tuple[Alternative, ...]:
+    """On each device; the one that is taken first."""
+    told = []
+    for name in found.names:
+        try:
+            best = _plan(question, found.of(name), limits, load)
+        except ConfigError as error:
+            told.append(Alternative(name, None, None, error.what))
+        else:
+            told.append(Alternative(name, best, costs.of(best)))
+    return tuple(sorted(told, key=lambda one: (one.plan is None, *one.order)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """All that a price depends on, but for the device."""
+
+    question: Question
+    load: Demand | None
+    work: Work
+    prices: Prices
+    today: datetime.date
+
+    def of(self, found: Plan) -> Money | None:
+        try:
+            device = find_device(found.point.device)
+        except ConfigError:  # measured on what the catalogue has not
+            return None
+        h, point = self.question.hardware, found.point
+        peaks = (found.rate,) * 24 if self.load is None else hourly_peaks(self.question.load, self.load)
+        needed = Needed(device, point.tp, found.systems, found.fractional, engines(peaks, point.rate, h.utilisation))
+        rents = self.prices.rents(device, self.question.money.tier)
+        average = found.rate if self.load is None or self.load.average is None else self.load.average
+        made = money(needed, self.prices, rents, average, point.rate, (self.work.n_input, self.work.n_output))
+        notes = [*made.notes, *self.prices.old(rents, self.today)]
+        if self.load is not None and self.load.average is None:
+            notes.insert(0, "only the peak is known: costs are those of a load that is always so high")
+        return replace(made, notes=tuple(notes))
 
 
 def _check_systems(question: Question) -> None:

@@ -30,6 +30,15 @@ class Offers:
     devices: tuple[Device, ...]
     left_out: int = 0
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of devices, each once."""
+        return tuple(dict.fromkeys(point.device for point in self.points))
+
+    def of(self, device: str) -> "Offers":
+        """What that device does."""
+        return replace(self, points=tuple(point for point in self.points if point.device == device))
+
     def instance(self, point: Point) -> Instance | None:
         if self.model is None:
             return None

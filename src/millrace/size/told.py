@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from millrace.size.answer import Answer
+from millrace.size.answer import Alternative, Answer
 from millrace.size.demand import Demand
 from millrace.size.plan import Plan
 from millrace.size.points import Limits, Point, Waits
@@ -38,8 +38,19 @@ def told(answer: Answer) -> dict[str, Any]:
         ],
         "changes": [asdict(change) for change in answer.changes],
         "follows": asdict(answer.follows),
+        "devices": [_alternative(one) for one in answer.alternatives],
+        "money": None if answer.money is None else {**asdict(answer.money), "cheapest": answer.money.cheapest},
         "rows_left_out": answer.offers.left_out,
         "definitions": DEFINITIONS,
+    }  # fmt: skip
+
+
+def _alternative(one: Alternative) -> dict[str, Any]:
+    return {
+        "device": one.device, "why_not": one.why_not or None, "systems": one.plan.systems if one.plan else None,
+        "fractional": one.plan.fractional if one.plan else None,
+        "configuration": one.plan.point.configuration if one.plan else None,
+        "cheapest_year": one.money.cheapest if one.money else None,
     }  # fmt: skip
 
 
