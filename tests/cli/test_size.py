@@ -66,3 +66,15 @@ def test_what_people_type(number: int, text: str, answers: dict[str, object]) ->
 def test_what_is_asked_again(number: int, text: str) -> None:
     with pytest.raises(ConfigError):
         size_asked.QUESTIONS[number].read(text)
+
+
+def test_a_report_is_written_and_made_again(millrace: Millrace, tmp_path: Path) -> None:
+    page = tmp_path / "size.html"
+    for _ in range(2):
+        done = millrace(*ASKED, "--rate", "500", "--report", page, "--json")
+        assert json.loads(done.out)["answer"]["systems"] and "for a browser" in done.err
+        assert page.read_text().startswith("<!doctype html>")
+    page.write_text("mine")
+    millrace(*ASKED, "--rate", "500", "--report", page).assert_mistake("is no page of millrace")
+    assert page.read_text() == "mine"
+    millrace(*ASKED, "--rate", "5", "--report", tmp_path / "none" / "x.html").assert_mistake("a folder that exists")

@@ -7,11 +7,13 @@ from typing import Any
 import click
 
 from millrace.cli.options import json_option, settings_options
-from millrace.cli.screen import print_json
+from millrace.cli.page_file import check_page, write_page
+from millrace.cli.screen import note, print_json, size
 from millrace.cli.size_asked import ask
 from millrace.cli.size_told import show
 from millrace.errors import ConfigError
 from millrace.size.answer import answered
+from millrace.size.page import size_page
 from millrace.size.question import GROUPS, Question, read_answers
 from millrace.size.told import told
 
@@ -29,14 +31,19 @@ Examples:
 @click.command(epilog=EPILOG)
 @settings_options(*GROUPS)
 @click.option("--answers", type=Path, metavar="FILE", help="YAML of these names and values; flags come before it.")
+@click.option("--report", type=Path, metavar="FILE", help="Write all of it as one page for a browser, with plots.")
 @json_option
 @click.pass_context
-def command(ctx: click.Context, /, answers: Path | None, as_json: bool, **given: Any) -> None:
+def command(
+    ctx: click.Context, /, answers: Path | None, report: Path | None, as_json: bool, **given: Any
+) -> None:  # fmt: skip
     """Say how many of which machine serve a load, and why.
 
     Six questions: which model; tokens in; tokens out; requests a second at the peak; what users may wait for; which
     hardware. Every figure says where it comes from and how far it may be off.
     """
+    if report is not None:
+        check_page(report)
     said = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items() if _is_said(ctx, name)}
     if answers is not None:
         said = {**_under(read_answers(answers)), **said}
@@ -50,6 +57,8 @@ def command(ctx: click.Context, /, answers: Path | None, as_json: bool, **given:
         print_json(told(found))
     else:
         show(found)
+    if report is not None:
+        note(f"{report}: {size(write_page(report, size_page(found)))}, for a browser")
 
 
 def _is_said(ctx: click.Context, name: str) -> bool:
