@@ -7,7 +7,11 @@ import pytest
 from click.testing import CliRunner
 
 from millrace.cli import size, size_asked
+from millrace.compile.rooflines import keep_roofline
 from millrace.errors import ConfigError
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import usable_cores
+from millrace.machine.roofline import Compute, Level, Rate, Roofline
 from tests.cli.conftest import Millrace
 
 ASKED = ("size", "--model", "llama-3-8b", "--isl", "2000", "--osl", "200", "--ttft-ms", "500")
@@ -78,3 +82,33 @@ def test_a_report_is_written_and_made_again(millrace: Millrace, tmp_path: Path) 
     millrace(*ASKED, "--rate", "500", "--report", page).assert_mistake("is no page of millrace")
     assert page.read_text() == "mine"
     millrace(*ASKED, "--rate", "5", "--report", tmp_path / "none" / "x.html").assert_mistake("a folder that exists")
+
+
+def test_several_models_share_systems(millrace: Millrace, tmp_path: Path) -> None:
+    files = [tmp_path / f"{n}.yaml" for n in (1, 2)]
+    for file, model in zip(files, ("llama-3-8b", "mistral-7b"), strict=True):
+        file.write_text(f"model: {model}\nisl: 500\nosl: 100\nttft_ms: 500\nrate: 5\n")
+    both = ("size", "--answers", files[0], "--answers", files[1], "--hardware", "H100")
+    assert "1 for all models, of H100 SXM; 2 were each by itself" in millrace(*both).out
+    told = json.loads(millrace(*both, "--json").out)
+    assert told["together"]["systems"] == 1 and [m["question"]["model"] for m in told["models"]][1] == "mistral-7b"
+    millrace(*both, "--report", tmp_path / "x.html").assert_mistake("--report with several models")
+
+
+def test_this_machine_as_it_was_measured(millrace: Millrace, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `doctor` has kept is taken; else it is measured, and that is said."""
+
+    def rate(value: float) -> Rate:
+        return Rate(value, value, value)
+
+    threads, isa = usable_cores(), usable_isas()[0]
+    found = Roofline(threads, (Level("DRAM", None, rate(9e9), rate(1e10)),),
+                     (Compute("bf16", rate(1e11), rate(2e11), None),))  # fmt: skip
+    asked = ("size", "--model", "smollm2-135m", "--isl", "64", "--osl", "16", "--rate", "0.1", "--ttft-ms", "9000",
+             "--hardware", "this", "--json")  # fmt: skip
+    monkeypatch.setattr(size, "measured_here", lambda: found)
+    first = millrace(*asked)
+    assert "Measuring this machine" in first.err and json.loads(first.out)["answer"]["point"]["system_size"] == 1
+    keep_roofline(cache / "millrace", isa, found)
+    again = millrace(*asked)
+    assert "Measuring" not in again.err and again.out == first.out

@@ -1,13 +1,17 @@
 """The whole answer: published cases from a table, what must hold of every answer, what contradicts itself."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from millrace.errors import ConfigError
+from millrace.machine.roofline import Compute, Level, Rate, Roofline
 from millrace.size import plan
-from millrace.size.answer import Answer
+from millrace.size.answer import Answer, answered
+from millrace.size.fleet import shared
+from millrace.size.question import Question
 from millrace.size.told import told
 from tests.size.tables import SIZING, needs_tables
 
@@ -61,7 +65,7 @@ def test_the_published_table_whole() -> None:
 
 
 def test_systems_that_are_there_are_the_way_back(runs: str) -> None:
-    given = asked(runs, systems=4, spare=1, utilisation=0.8)
+    given = asked(runs, systems="4", spare=1, utilisation=0.8)
     assert given.plan.systems == 4 and given.follows.rate == pytest.approx(3 * 0.8 * 70.744)
     needed = asked(runs, rate=given.follows.rate * 0.999, spare=1, utilisation=0.8)
     assert needed.plan.systems == 4
@@ -70,7 +74,7 @@ def test_systems_that_are_there_are_the_way_back(runs: str) -> None:
 
 def test_users_of_a_rate() -> None:
     """70.7 requests/s through 8 hours with 3 requests each are 679 k users."""
-    follows = plan(**COMMON, systems=1).follows
+    follows = plan(**COMMON, systems="1").follows
     assert follows.users == pytest.approx(679e3 * follows.rate / 70.7, rel=1e-3)
     assert follows.requests_a_day == pytest.approx(follows.rate * 86_400)
     assert follows.tokens_a_day == pytest.approx(follows.requests_a_day * 2200)
@@ -127,8 +131,7 @@ def test_an_answer_as_data(runs: str) -> None:
 
 
 @pytest.mark.parametrize("more, said", [
-    ({"rate": 5, "systems": 2}, "systems are given, and a load by rate"),
-    ({"systems": 1, "spare": 1}, "more than those"),
+    ({"systems": "1", "spare": 1}, "more than those"),
     ({"rate": 5, "hardware": "H1000"}, 'did you mean "h100"'), ({"rate": 5, "model": "llama-3-9b"}, "llama-3-8b"),
     ({"rate": 5, "ttft_ms": 1}, "nothing here keeps the limit on TTFT"),
     ({"rate": 5, "isl": 9000}, "at most the context"),
@@ -150,3 +153,75 @@ def test_what_was_not_measured(runs: str, more: dict[str, Any], said: str) -> No
     with pytest.raises(ConfigError) as found:
         asked(runs, rate=5, **more)
     assert said in str(found.value)
+
+
+def test_systems_of_several_kinds_add_up() -> None:
+    """What is there serves what each kind would alone; a load beside it needs so much less, or nothing."""
+    h100, a100 = (plan(**COMMON, systems="1", hardware=name).follows.rate for name in ("H100", "A100"))
+    both = plan(**COMMON, systems="2 x H100, 3 x A100")
+    assert both.follows.rate == pytest.approx(2 * h100 + 3 * a100, rel=1e-6)
+    rest = plan(**COMMON, systems="3 x A100", hardware="H100", rate=3 * a100 + 1.5 * h100)
+    assert rest.plan.systems == 2 and rest.plan.fractional == pytest.approx(1.5)
+    assert rest.follows.rate == pytest.approx(3 * a100 + 2 * h100) and rest.there[0].rate == pytest.approx(3 * a100)
+    enough = plan(**COMMON, systems="3 x A100", rate=3 * a100 * 0.99, spare=1)
+    assert enough.plan.systems == 0 and enough.money is None and enough.follows.rate == pytest.approx(3 * a100)
+
+
+def test_smaller_systems_are_as_many_devices() -> None:
+    big, small = (plan(**COMMON, rate=1000, system_size=n, tp=1).plan for n in (8, 2))
+    assert small.fractional == pytest.approx(4 * big.fractional) and small.point.rate == big.point.rate
+    assert all(p.tp <= 2 for p in plan(**COMMON, rate=1000, system_size=2).offers.points)
+
+
+def test_a_slice_has_its_share() -> None:
+    """3g of an H100: 3 of 7 parts of its processors, half of its memory; two of them a device; each by itself."""
+    found = plan(**COMMON, rate=100, hardware="H100 3g.40gb")
+    bought = found.offers.bought(found.plan.point.device)
+    assert bought is not None and bought.device.memory_bytes == 40e9 and bought.device.bandwidth == 3350e9 / 2
+    assert bought.device.peaks["fp16"] == pytest.approx(989e12 * 3 / 7)
+    assert (found.plan.point.system, {p.tp for p in found.offers.points}) == (16, {1})
+    whole = plan(**COMMON, rate=100, hardware="H100")
+    assert found.plan.fractional > whole.plan.fractional, "slices do not add up to more than the device"
+    assert found.money is not None and max(found.money.hourly) / 2 <= found.instances
+    assert found.money.bought is not None and found.money.bought.purchase == 80_000
+
+
+def test_this_machine_by_its_roofline() -> None:
+    """Reading at 20 GB/s in bfloat16, a token of SmolLM2 takes at least 13 ms; a system is one machine."""
+
+    def rate(value: float) -> Rate:
+        return Rate(value, value, value)
+
+    roofline = Roofline(
+        2, (Level("DRAM", None, rate(15e9), rate(20e9)),),
+        (Compute("bf16", rate(1e11), rate(2e11), rate(4e11)), Compute("w8a8", rate(2e11), rate(4e11), None)),
+    )  # fmt: skip
+    asked = {"model": "smollm2-135m", "isl": 100, "osl": 50, "ttft_ms": 5000, "rate": 0.1, "hardware": "this"}
+    found = answered(Question.of(asked), here=lambda: roofline)
+    assert {p.precision for p in found.offers.points} == {"bf16", "int8"} and found.plan.point.system == 1
+    alone = min((p for p in found.offers.points if p.precision == "bf16"), key=lambda p: p.concurrency)
+    assert alone.concurrency == 1 and alone.mean.itl_s > 2 * 134.5e6 / 20e9
+    assert found.money is not None and found.money.cheapest is None
+
+
+@pytest.mark.parametrize("more, said", [
+    ({"systems": "0"}, '"4", or "2 x A100'), ({"systems": "2 A100"}, '"4", or'),
+    ({"systems": "2 x H1000"}, "did you mean"), ({"systems": "1 x A100, 1 x H100", "spare": 1}, "and some to spare"),
+    ({"hardware": "H100 5g", "rate": 1}, "1g, 2g"), ({"hardware": "L40S 1g", "rate": 1}, "L40S is not sliced here"),
+    ({"tp": 4, "system_size": 2, "rate": 1}, "TP4"),
+])  # fmt: skip
+def test_hardware_that_is_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        plan(**{**COMMON, **more})
+    assert said in str(found.value)
+
+
+def test_models_that_share_systems_are_rounded_once() -> None:
+    small = [plan(**COMMON, rate=rate) for rate in (5, 10, 20)]
+    together = shared(small)
+    devices = sum(answer.instances * answer.plan.point.tp for answer in small)
+    assert (together.devices, together.systems, together.apart) == (devices, math.ceil(devices / 8), 3)
+    with pytest.raises(ConfigError, match=r"8 x A100 SXM 80GB and 8 x H100 SXM"):
+        shared([small[0], plan(**COMMON, rate=5, hardware="A100")])
+    with pytest.raises(ConfigError, match="different numbers of spare"):
+        shared([small[0], plan(**COMMON, rate=5, spare=1)])

@@ -1,6 +1,8 @@
 """`millrace size`: from a business question to the systems to buy."""
 
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,16 @@ from millrace.cli.options import json_option, settings_options
 from millrace.cli.page_file import check_page, write_page
 from millrace.cli.screen import note, print_json, size
 from millrace.cli.size_asked import ask
-from millrace.cli.size_told import show
+from millrace.cli.size_told import show, show_shared
+from millrace.compile.rooflines import kept_roofline
+from millrace.env import Env
 from millrace.errors import ConfigError
+from millrace.kernels.library import usable_isas
+from millrace.machine.cpu import usable_cores
+from millrace.machine.roofline import Roofline
 from millrace.size.answer import answered
+from millrace.size.fleet import shared
+from millrace.size.hardware import measured_here
 from millrace.size.page import size_page
 from millrace.size.question import GROUPS, Question, read_answers
 from millrace.size.told import told
@@ -30,12 +39,18 @@ Examples:
 
 @click.command(epilog=EPILOG)
 @settings_options(*GROUPS)
-@click.option("--answers", type=Path, metavar="FILE", help="YAML of these names and values; flags come before it.")
+@click.option(
+    "--answers",
+    type=Path,
+    multiple=True,
+    metavar="FILE",
+    help="YAML of these names and values; flags come before it. Several: models that share systems.",
+)
 @click.option("--report", type=Path, metavar="FILE", help="Write all of it as one page for a browser, with plots.")
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, /, answers: Path | None, report: Path | None, as_json: bool, **given: Any
+    ctx: click.Context, /, answers: tuple[Path, ...], report: Path | None, as_json: bool, **given: Any
 ) -> None:  # fmt: skip
     """Say how many of which machine serve a load, and why.
 
@@ -44,21 +59,36 @@ def command(
     """
     if report is not None:
         check_page(report)
+        if len(answers) > 1:
+            raise ConfigError("--report with several models", "one of them", "write a page for each")
     said = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items() if _is_said(ctx, name)}
-    if answers is not None:
-        said = {**_under(read_answers(answers)), **said}
-    elif not said:
+    asked = [{**_under(read_answers(file)), **said} for file in answers] or [said]
+    if not answers and not said:
         if not _is_terminal() or as_json:
             raise ConfigError("nothing is asked", "answers as flags or in a file; in a terminal they are asked for",
                               "`millrace size --help` has examples")  # fmt: skip
-        said = ask()
-    found = answered(Question.of(said))
+        asked = [ask()]
+    found = [answered(Question.of(one), here=partial(_here, ctx.obj)) for one in asked]
+    together = shared(found) if len(found) > 1 else None
     if as_json:
-        print_json(told(found))
+        print_json(
+            {"models": [told(one) for one in found], "together": asdict(together)} if together else told(found[0])
+        )
     else:
-        show(found)
+        for one in found:
+            show(one)
+        if together:
+            show_shared(together)
     if report is not None:
-        note(f"{report}: {size(write_page(report, size_page(found)))}, for a browser")
+        note(f"{report}: {size(write_page(report, size_page(found[0])))}, for a browser")
+
+
+def _here(env: Env) -> Roofline:
+    """This machine's, as `millrace doctor` has kept it; else measured now."""
+    kept = kept_roofline(env.cache, usable_isas()[0], usable_cores())
+    if kept is None:
+        note("Measuring this machine: some seconds (`millrace doctor` keeps what it finds) ...")
+    return kept or measured_here()
 
 
 def _is_said(ctx: click.Context, name: str) -> bool:

@@ -8,8 +8,9 @@ from millrace.cli.screen import count, heading, pairs, table
 from millrace.cli.size_money import show_devices, show_money
 from millrace.machine.devices import GB
 from millrace.size.answer import Answer
+from millrace.size.fleet import Shared
 from millrace.size.plan import Plan
-from millrace.size.points import SYSTEM, Limits, Point
+from millrace.size.points import Point
 
 _MOST_ROWS = 12
 
@@ -25,9 +26,13 @@ def show(answer: Answer) -> None:
         ("what binds", plan.binding),
         ("figures", f"{plan.provenance}; {plan.low} to {plan.high} systems at +-{plan.error:.0%}"),
     ])  # fmt: skip
+    for one in answer.there:
+        click.echo(
+            f"  there are {one.systems} of {one.device}, which serve {one.rate:.4g} requests/s within the limits"
+        )
     _part("What users wait for", "limits are on the " + plan.limits.of)
     _waits(plan)
-    _part("Beside each other", "requests/s are of 8 devices; times in ms")
+    _part("Beside each other", "requests/s are of a system; times in ms")
     _points(answer)
     how = [*answer.work.how, *(answer.demand.how if answer.demand else ())]
     _part("How the question was read")
@@ -43,10 +48,12 @@ def show(answer: Answer) -> None:
 
 def title(answer: Answer) -> str:
     plan = answer.plan
+    if not plan.systems:
+        return "Nothing is to be bought: the systems that are there serve the load"
     n = f"{plan.systems} system" + ("" if plan.systems == 1 else "s")
     between = f" ({plan.low} to {plan.high})" if plan.low != plan.high else ""
     what = answer.question.request.model or plan.point.model
-    return f"{n}{between} of {SYSTEM} x {plan.point.device}, for {plan.rate:.4g} requests/s of {what}"
+    return f"{n}{between} of {plan.point.system} x {plan.point.device}, for {plan.rate:.4g} requests/s of {what}"
 
 
 def _part(name: str, more: str = "") -> None:
@@ -135,7 +142,7 @@ def _why(answer: Answer) -> None:
 
 
 def _configurations(answer: Answer) -> None:
-    _part("Every configuration within the limits", "of 8 devices" if answer.plan.limits != Limits() else "")
+    _part("Every configuration within the limits", "requests/s are of a system; times in ms")
     rows = []
     for offer in answer.table[:_MOST_ROWS]:
         if offer.point is None:
@@ -168,4 +175,12 @@ def _follows(answer: Answer) -> None:
         ("requests", f"{f.rate:,.4g} a second, {count(f.requests_a_day)} a day"),
         ("tokens", f"{count(f.tokens_a_day)} a day, in and out"),
         ("users", f"{count(f.users)}, with {f.requests_each:g} requests a day each, in {f.hours:g} hours"),
+    ])  # fmt: skip
+
+
+def show_shared(together: Shared) -> None:
+    _part("Together", "all peaks at once")
+    pairs([
+        ("systems", f"{together.systems} for all models, of {together.device}; {together.apart} were each by itself"),
+        ("devices", f"{together.devices} are needed"),
     ])  # fmt: skip

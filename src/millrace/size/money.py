@@ -14,10 +14,14 @@ _DGX = "H100 SXM"  # of which the power of a whole system is known
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What is needed. hourly: (24,) instances in each hour; systems: to buy; tp: devices of an instance"""
+    """What is needed. tp: devices of an instance, less than 1 where it has a slice; system: devices of one
+
+    systems: to buy; hourly: (24,) instances in each hour
+    """
 
     device: Device
-    tp: int
+    tp: float
+    system: int
     systems: int
     fractional: float
     hourly: tuple[int, ...]
@@ -25,7 +29,7 @@ class Fleet:
     @property
     def devices(self) -> tuple[int, ...]:
         """(24,) in each hour."""
-        return tuple(n * self.tp for n in self.hourly)
+        return tuple(math.ceil(n * self.tp - 1e-9) for n in self.hourly)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ def engines(peaks: Sequence[float], rate: float, utilisation: float) -> tuple[in
 def bought(fleet: Fleet, prices: Prices) -> Bought | None:
     """None where the price of such a system is not known."""
     price = prices.systems.get(fleet.device.name)
-    if price is None:
+    if price is None or fleet.system != SYSTEM:  # prices are of systems of 8
         return None
     power = watts(fleet.device, prices) / 1e3 * HOURS_YEAR * prices.kwh * prices.pue
     one = Bought(price / prices.years, prices.hosting, prices.licence * SYSTEM, power, 0.0, 0.0)

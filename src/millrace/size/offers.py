@@ -1,12 +1,14 @@
 """Operating points to choose from: measured ones of these lengths, or computed ones; of calls in a row as one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.errors import ConfigError, nearest
 from millrace.machine.devices import Device, find_device
-from millrace.size.cost import Instance
+from millrace.machine.roofline import Roofline
+from millrace.size.cost import WEIGHT_BYTES, Instance
+from millrace.size.hardware import Hardware, find_hardware, measured_here
 from millrace.size.lengths import Call, Work
 from millrace.size.measured import read_points
 from millrace.size.models import ModelShape, find_model
@@ -14,7 +16,6 @@ from millrace.size.plan import analytic_points, instance_of
 from millrace.size.points import Point, Waits
 from millrace.size.settings import HardwareSettings
 
-USUAL = ("fp16", "bf16", "fp8")  # precisions to choose from, where nobody says
 DEVICE = "H100"
 
 
@@ -27,7 +28,7 @@ class Offers:
 
     points: tuple[Point, ...]
     model: ModelShape | None
-    devices: tuple[Device, ...]
+    hardware: tuple[Hardware, ...]
     left_out: int = 0
 
     @property
@@ -39,37 +40,59 @@ class Offers:
         """What that device does."""
         return replace(self, points=tuple(point for point in self.points if point.device == device))
 
+    def bought(self, device: str) -> Hardware | None:
+        """None: measured on what the catalogue has not."""
+        return next((one for one in self.hardware if one.device.name == device), None)
+
     def instance(self, point: Point) -> Instance | None:
-        if self.model is None:
+        found = self.bought(point.device)
+        if self.model is None or found is None or point.precision not in WEIGHT_BYTES:
             return None
-        device = next((d for d in self.devices if d.name == point.device), None)
-        return None if device is None else instance_of(self.model, device, point.precision, point.tp)
+        return instance_of(self.model, found.device, point.precision, point.tp)
 
 
-def offers(model: str | None, asked: HardwareSettings, work: Work) -> Offers:
-    """raises ConfigError for what is not known, does not fit, or was not measured"""
+def offers(
+    model: str | None, asked: HardwareSettings, work: Work, here: Callable[[], Roofline] = measured_here
+) -> Offers:  # fmt: skip
+    """here: this machine's roofline. raises ConfigError for what is not known, does not fit, or was not measured"""
     if asked.measured is not None:
         return _measured(model, asked, work)
     if model is None:
         raise ConfigError("no model is named", "a preset, or the path of a config.json", "name it: --model llama-3-8b")
     shape = find_model(model)
     work.check(shape)
-    devices = tuple({(d := find_device(name)).name: d for name in asked.hardware or (DEVICE,)}.values())
-    found = [
-        point
-        for device in devices
-        for point in _calls(work, [_computed(shape, device, asked, call) for call in work.calls])
-    ]
-    points = tuple(_scaled(point, asked.factor) for point in found if asked.tp in (None, point.tp))
+    named = [find_hardware(name, asked.system_size, here) for name in asked.hardware or (DEVICE,)]
+    hardware = tuple({one.device.name: one for one in named}.values())
+    points: list[Point] = []
+    why: ConfigError | None = None
+    for one in hardware:
+        try:
+            points += _computed(shape, one, asked, work)
+        except ConfigError as error:
+            why = why or error
     if not points:
-        raise ConfigError(f"{shape.name} does not fit on {asked.tp} x {' or '.join(d.name for d in devices)}",
-                          "more devices", "leave --tp out")  # fmt: skip
-    return Offers(points, shape, devices)
+        assert why is not None, "there is some hardware"
+        raise why
+    return Offers(tuple(points), shape, hardware)
 
 
-def _computed(shape: ModelShape, device: Device, asked: HardwareSettings, call: Call) -> list[Point]:
-    known = [p for p in USUAL if p in device.peaks and not (p == "bf16" and "fp16" in device.peaks)]
-    return analytic_points(shape, [device], asked.precision or known, call.lengths)
+def _computed(shape: ModelShape, one: Hardware, asked: HardwareSettings, work: Work) -> list[Point]:
+    precisions = asked.precision or _precisions(one.device)
+    found = _calls(work, [analytic_points(shape, [one.device], precisions, call.lengths) for call in work.calls])
+    kept = [p for p in found if p.tp <= min(one.most_tp, one.system) and asked.tp in (None, p.tp)]
+    if not kept:
+        tp = f"TP{asked.tp}" if asked.tp else f"at most {min(one.most_tp, one.system)}"
+        raise ConfigError(f"{shape.name} does not fit on {one.device.name} with {tp}",
+                          "TP " + ", ".join(map(str, sorted({p.tp for p in found}))),
+                          "take larger devices, or fewer bits; leave --tp out")  # fmt: skip
+    return [replace(_scaled(point, asked.factor), system=one.system) for point in kept]
+
+
+def _precisions(device: Device) -> list[str]:
+    """16 bits and 8, as the device has them."""
+    wide = "fp16" if "fp16" in device.peaks else "bf16"
+    narrow = "fp8" if "fp8" in device.peaks else "int8" if wide == "bf16" else None  # processors have int8 alone
+    return [wide, *([narrow] if narrow in device.peaks else [])] if narrow else [wide]
 
 
 def _scaled(point: Point, factor: float) -> Point:
@@ -126,7 +149,18 @@ def _measured(model: str | None, asked: HardwareSettings, work: Work) -> Offers:
             shape = find_model(model)
         except ConfigError:
             shape = None  # what was measured needs no shape; memory is not told then
-    return Offers(tuple(found), shape, (), left_out)
+    found = [replace(point, system=asked.system_size) for point in found]
+    known = [device for name in {p.device: 0 for p in found} if (device := _known(name)) is not None]
+    # By the name that the table has: under it the points are found.
+    hardware = tuple(Hardware(replace(d, name=n), d, asked.system_size) for n, d in known)
+    return Offers(tuple(found), shape, hardware, left_out)
+
+
+def _known(name: str) -> tuple[str, Device] | None:
+    try:
+        return name, find_device(name)
+    except ConfigError:
+        return None
 
 
 def _of_model(points: Sequence[Point], model: str | None, path: str) -> list[Point]:

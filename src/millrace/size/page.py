@@ -39,12 +39,12 @@ def best_configurations(answer: Answer) -> list[str]:
 
 
 def throughput_plot(answer: Answer) -> Markup:
-    """Requests/s of 8 devices against the time to the last token; a dot where limits are kept."""
+    """Requests/s of a system against the time to the last token; a dot where limits are kept."""
     lines = _by_configuration(answer.offers.points, best_configurations(answer))
     everything = [point for line in lines for point in line]
     plot = Plot(
         Axis.over("s to the last token, mean", [p.mean.e2e_s for p in everything]),
-        Axis.over("requests/s of 8 devices", [p.rate_of_system for p in everything]),
+        Axis.over("requests/s of a system", [p.rate_of_system for p in everything]),
     )
     for kind, line in enumerate(lines):
         plot.line([p.mean.e2e_s for p in line], [p.rate_of_system for p in line], kind)
@@ -52,7 +52,7 @@ def throughput_plot(answer: Answer) -> Markup:
         plot.dots([p.mean.e2e_s for p in kept], [p.rate_of_system for p in kept], kind)
     chosen = answer.plan.point
     plot.text(chosen.mean.e2e_s, chosen.rate_of_system, f"chosen: {chosen.concurrency:g} in flight")
-    return plot.svg("Requests a second of 8 devices against the time to the last token, a line for each configuration")
+    return plot.svg("Requests a second of a system against the time to the last token, a line for each configuration")
 
 
 def ttft_plot(points: Sequence[Point], chosen: Point, limits: Limits) -> Markup:

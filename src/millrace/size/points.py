@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from millrace.errors import ConfigError
 
-SYSTEM = 8  # devices of the machines that are bought
+SYSTEM = 8  # devices of the machines that are bought, where nobody says
 
 
 class Source(StrEnum):
@@ -29,12 +29,16 @@ class Waits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One instance of tp devices with so many requests in flight. rate: requests a second; p95: where it is known"""
+    """One instance of tp devices with so many requests in flight. rate: requests a second; p95: where it is known
+
+    system: devices of the machines that are bought
+    """
 
     model: str
     device: str
     precision: str
     tp: int
+    system: int = SYSTEM
     input_tokens: float
     output_tokens: float
     concurrency: float
@@ -45,8 +49,8 @@ class Point:
 
     @property
     def rate_of_system(self) -> float:
-        """Of a machine with 8 devices, full of such instances."""
-        return self.rate * SYSTEM / self.tp
+        """Of a machine that is full of such instances."""
+        return self.rate * self.system / self.tp
 
     @property
     def configuration(self) -> str:

@@ -63,6 +63,8 @@ def _typed(group: type[Settings], name: str, value: Any) -> Any:
     kind = plain_type(group, name)
     if name == "daily" and isinstance(value, list) and len(value) <= _MOST_VALUES:
         return ",".join(map(str, value))
+    if name == "systems" and type(value) is int:
+        return str(value)
     if kind is float and isinstance(value, str) and _NUMBER.fullmatch(value):
         return float(value)
     if kind is tuple:

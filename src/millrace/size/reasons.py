@@ -10,7 +10,7 @@ from millrace.size.cost import Constants, Instance
 from millrace.size.lengths import Work
 from millrace.size.offers import Offers
 from millrace.size.plan import Plan, instance_of
-from millrace.size.points import Limits, Point, best, throughput_optimal
+from millrace.size.points import Limits, Point, Source, best, throughput_optimal
 from millrace.size.served import CONCURRENCIES, OVERHEAD_BYTES, USABLE, Serving, kv_capacity, served
 
 # A device that reaches its datasheet: no fixed times, no links, no host.
@@ -61,7 +61,8 @@ def waterfall(found: Plan, offers: Offers, work: Work, utilisation: float, spare
         Step(math.ceil(planned - 1e-9), "whole systems"),
         Step(found.systems, f"{spare} to spare" if spare else "none to spare"),
     ]
-    if offers.model is not None and (instance := offers.instance(point)) is not None and len(work.calls) == 1:
+    instance = offers.instance(point)
+    if point.source != Source.MEASURED and instance is not None and len(work.calls) == 1:
         steps = [*_physics(found, instance, work), *steps]
     return tuple(steps)
 
@@ -73,8 +74,8 @@ def _physics(found: Plan, instance: Instance, work: Work) -> list[Step]:
     ideal = replace(known, constants=_IDEAL)
     none = Serving(prefill=1.0, decode=1.0, host_s=0.0)
     factor = known.constants.factor
-    least = _most(instance, ideal, work, none)
-    reached = _most(instance, known, work, none)
+    least = _most(instance, ideal, work, none, found.point.system)
+    reached = _most(instance, known, work, none, found.point.system)
     return [
         Step(found.rate / least, f"{device.name} as its datasheet says, in {precision}: every byte and operation"),
         Step(found.rate / reached, "what is reached of that, links and fixed times of steps" + _times(factor)),
@@ -85,14 +86,14 @@ def _times(factor: float) -> str:
     return "" if factor == 1 else f", {factor:g} times"
 
 
-def _most(instance: Instance, known: Profile, work: Work, serving: Serving) -> float:
+def _most(instance: Instance, known: Profile, work: Work, serving: Serving, system: int) -> float:
     """Requests a second of a system, in the best TP and at the best concurrency."""
     rates = []
     for tp in (1, 2, 4, 8):
         here = instance_of(instance.model, instance.device, instance.precision, tp)
         try:
             rates += [
-                served(here, known, work.answer.lengths, n, serving=serving).rate_of_system for n in CONCURRENCIES
+                system / tp * served(here, known, work.answer.lengths, n, serving=serving).rate for n in CONCURRENCIES
             ]
         except ConfigError:
             continue  # too small for the weights
@@ -101,7 +102,7 @@ def _most(instance: Instance, known: Profile, work: Work, serving: Serving) -> f
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a configuration serves of 8 devices. point: its best within the limits; None: nothing keeps them"""
+    """What a system of a configuration serves. point: its best within the limits; None: nothing keeps them"""
 
     configuration: str
     device: str

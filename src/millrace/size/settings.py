@@ -85,16 +85,20 @@ class LimitSettings(Settings):
 class HardwareSettings(Settings):
     """On what it may run."""
 
-    hardware: tuple[str, ...] = setting((), "devices to choose from, such as H100 or L40S", metavar="NAME")
+    hardware: tuple[str, ...] = setting(
+        (), "devices to choose from, such as H100, L40S, 'H100 3g' (a MIG slice) or this", metavar="NAME"
+    )
     precision: tuple[str, ...] = setting((), "precisions to choose from; default: fp16 and fp8, as devices have them")
     tp: int | None = setting(None, "devices of an instance; default: what serves most", low=1, high=8)
     factor: float = setting(1.0, "of your software beside what was fitted, on every time", low=0.01, high=100)
     measured: str | None = setting(None, "your own measurements instead of a model: CSV", metavar="FILE")
     utilisation: float = setting(1.0, "share of what systems can that is planned with", low=0.01, high=1)
     spare: int = setting(0, "systems beyond that: 1 is N+1", low=0, high=1000)
-    systems: int | None = setting(
-        None, "systems that are there: what they serve, in place of a load", low=1, high=1_000_000
-    )
+    systems: str | None = setting(
+        None, "systems that are there, '4' or '2 x A100, 1 x L40S': what they serve, or what a load needs beside them",
+        metavar="N,...",
+    )  # fmt: skip
+    system_size: int = setting(8, "devices of a system", low=1, high=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ DEFINITIONS = {
     "ttft": "from the request to its first token; of calls in a row to the last call's first token",
     "itl": "(e2e - ttft) / (output tokens - 1)",
     "e2e": "from the request to its last token",
-    "system": "8 devices, full of instances",
+    "system": "a machine of system_size devices (8 where nobody says), full of instances",
     "concurrency": "requests always in flight in an instance (closed loop)",
 }
 
@@ -38,6 +38,7 @@ def told(answer: Answer) -> dict[str, Any]:
         ],
         "changes": [asdict(change) for change in answer.changes],
         "follows": asdict(answer.follows),
+        "there": [asdict(one) for one in answer.there],
         "devices": [_alternative(one) for one in answer.alternatives],
         "money": None if answer.money is None else {**asdict(answer.money), "cheapest": answer.money.cheapest},
         "rows_left_out": answer.offers.left_out,
@@ -88,6 +89,7 @@ def told_point(point: Point) -> dict[str, Any]:
 
     return {
         "configuration": point.configuration, "device": point.device, "precision": point.precision, "tp": point.tp,
+        "system_size": point.system,
         "concurrency": point.concurrency, "requests_per_s": point.rate,
         "requests_per_s_of_system": point.rate_of_system, "mean": waits(point.mean), "p95": waits(point.p95),
         "source": str(point.source),
