@@ -3,6 +3,7 @@
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def answered(
     question: Question, today: datetime.date | None = None, here: Callable[[], Roofline] = measured_here
 ) -> Answer:  # fmt: skip
     """today: to tell which prices are old; here: this machine's roofline. raises ConfigError, as `plan`"""
-    limits = limits_of(question.limits)
+    limits, here = limits_of(question.limits), cache(here)  # which may take seconds
     prices = read_prices(None if question.money.prices is None else Path(question.money.prices))
     is_said = question.hardware.systems is None or any(getattr(question.load, name) is not None for name in _LOADS)
     load = demand(question.load) if is_said else None
