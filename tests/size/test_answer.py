@@ -93,6 +93,13 @@ def test_more_load_and_tighter_limits_never_need_less() -> None:
         before = found.systems
 
 
+def test_what_is_rounded_up_is_less_busy(runs: str) -> None:
+    """Two systems for 1.1 of them: each instance bears 55 % of what it can, which 10 in flight do, and not 25."""
+    found = asked(runs, rate=70.744 * 1.1)
+    assert found.plan.systems == 2 and found.operating.concurrency == 10
+    assert asked(runs, rate=70.744 * 1.99).operating == asked(runs, rate=70.744 * 1.99).plan.point
+
+
 def test_a_waterfall_only_goes_up_to_what_is_bought() -> None:
     found = plan(**COMMON, rate=1000, utilisation=0.7, spare=2)
     systems = [step.systems for step in found.why]

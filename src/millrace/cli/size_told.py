@@ -89,6 +89,8 @@ def _ms(seconds: float | None) -> str:
 def _points(answer: Answer) -> None:
     plan, other = answer.plan, answer.other
     rows = [("chosen", plan.point)]
+    if answer.operating != plan.point:
+        rows.append(("at this load", answer.operating))
     if other is not None:
         rows.append((f"with limits on the {other.limits.of}", other.point))
     rows += [("latency-optimal", plan.latency_optimal), ("throughput-optimal", plan.throughput_optimal)]

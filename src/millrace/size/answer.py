@@ -18,7 +18,7 @@ from millrace.size.money import Fleet as Needed
 from millrace.size.money import Money, engines, money
 from millrace.size.offers import Offers
 from millrace.size.plan import Plan
-from millrace.size.points import Limits
+from millrace.size.points import Limits, Point
 from millrace.size.prices import Prices, read_prices
 from millrace.size.question import Question, limits_of
 from millrace.size.reasons import Change, Memory, Offer, Step, capacity_table, changes, memory, waterfall
@@ -92,6 +92,15 @@ class Answer:
         """That the load needs; systems are rounded up from these."""
         per_system = self.plan.point.system / self.plan.point.tp
         return -int(-(self.plan.fractional / self.question.hardware.utilisation * per_system) // 1)
+
+    @property
+    def operating(self) -> Point:
+        """What users feel at the peak of what is bought, which is rounded up: the least point that bears it."""
+        found, h = self.plan, self.question.hardware
+        instances = max(1, found.systems - h.spare) * found.point.system // found.point.tp
+        alike = [p for p in self.offers.points if p.configuration == found.point.configuration]
+        bear = [p for p in alike if p.rate * instances >= found.rate * (1 - 1e-9) and not found.limits.broken(p)]
+        return min(bear, key=lambda p: p.concurrency, default=found.point)
 
 
 def plan(**answers: Any) -> Answer:

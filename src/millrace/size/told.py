@@ -26,7 +26,7 @@ def told(answer: Answer) -> dict[str, Any]:
         "load": None if answer.demand is None else _load(answer.demand),
         "answer": {
             **told_plan(plan), "instances": answer.instances, "shares_of_time": dict(plan.shares),
-            "latency_optimal": told_point(plan.latency_optimal),
+            "operating": told_point(answer.operating), "latency_optimal": told_point(plan.latency_optimal),
             "throughput_optimal": told_point(plan.throughput_optimal),
         },
         "other": told_plan(answer.other) if answer.other else {"why_not": answer.why_no_other},
