@@ -27,9 +27,28 @@ class Waits:
     e2e_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Of a simulated point. mean_within, p95_within: half of their 95 % intervals
+
+    counted: requests; dropped: those of the transients; how: arrivals and scheduler, in words
+    """
+
+    p99: Waits
+    mean_within: Waits
+    p95_within: Waits
+    counted: int
+    dropped: int
+    preemptions: int
+    how: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One instance of tp devices with so many requests in flight. rate: requests a second; p95: where it is known"""
+    """One instance of tp devices with so many requests in flight. rate: requests a second; p95: where it is known
+
+    sampled: where it was simulated
+    """
 
     model: str
     device: str
@@ -42,6 +61,7 @@ class Point:
     mean: Waits
     p95: Waits | None
     source: Source
+    sampled: Sampled | None = None
 
     @property
     def rate_of_system(self) -> float:
