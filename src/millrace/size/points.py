@@ -27,11 +27,27 @@ class Waits:
     e2e_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Of a simulated point. mean_within, p95_within: half of their 95 % intervals
+
+    counted: requests; dropped: those of the transients; how: arrivals and scheduler, in words
+    """
+
+    p99: Waits
+    mean_within: Waits
+    p95_within: Waits
+    counted: int
+    dropped: int
+    preemptions: int
+    how: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """One instance of tp devices with so many requests in flight. rate: requests a second; p95: where it is known
 
-    system: devices of the machines that are bought
+    system: devices of the machines that are bought; sampled: where it was simulated
     """
 
     model: str
@@ -46,6 +62,7 @@ class Point:
     mean: Waits
     p95: Waits | None
     source: Source
+    sampled: Sampled | None = None
 
     @property
     def rate_of_system(self) -> float:

@@ -11,7 +11,8 @@ from millrace.size.lengths import Work
 from millrace.size.offers import Offers
 from millrace.size.plan import Plan, instance_of
 from millrace.size.points import Limits, Point, Source, best, throughput_optimal
-from millrace.size.served import CONCURRENCIES, OVERHEAD_BYTES, USABLE, Serving, kv_capacity, served
+from millrace.size.served import CONCURRENCIES, OVERHEAD_BYTES, USABLE, kv_capacity, served
+from millrace.size.stack import ENGINE
 
 # A device that reaches its datasheet: no fixed times, no links, no host.
 _IDEAL = Constants((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
@@ -72,10 +73,9 @@ def _physics(found: Plan, instance: Instance, work: Work) -> list[Step]:
     device, precision = instance.device, found.point.precision
     known = profile(device, precision)
     ideal = replace(known, constants=_IDEAL)
-    none = Serving(prefill=1.0, decode=1.0, host_s=0.0)
     factor = known.constants.factor
-    least = _most(instance, ideal, work, none, found.point.system)
-    reached = _most(instance, known, work, none, found.point.system)
+    least = _most(instance, ideal, work, found.point.system)
+    reached = _most(instance, known, work, found.point.system)
     return [
         Step(found.rate / least, f"{device.name} as its datasheet says, in {precision}: every byte and operation"),
         Step(found.rate / reached, "what is reached of that, links and fixed times of steps" + _times(factor)),
@@ -86,14 +86,14 @@ def _times(factor: float) -> str:
     return "" if factor == 1 else f", {factor:g} times"
 
 
-def _most(instance: Instance, known: Profile, work: Work, serving: Serving, system: int) -> float:
+def _most(instance: Instance, known: Profile, work: Work, system: int) -> float:
     """Requests a second of a system, in the best TP and at the best concurrency."""
     rates = []
     for tp in (1, 2, 4, 8):
         here = instance_of(instance.model, instance.device, instance.precision, tp)
         try:
             rates += [
-                system / tp * served(here, known, work.answer.lengths, n, serving=serving).rate for n in CONCURRENCIES
+                system / tp * served(here, known, work.answer.lengths, n, ENGINE).rate for n in CONCURRENCIES
             ]
         except ConfigError:
             continue  # too small for the weights

@@ -46,6 +46,7 @@ class Simulated:
 class Simulation:
     """One replica. budget: how much of prompts a step may have, as the server's
 
+    front_s: of the host for a request before it is scheduled, one after another
     quick: steps in which nothing happens at once, with equal times; else EngineLoop, step by step
     """
 
@@ -54,6 +55,7 @@ class Simulation:
     budget: TokenBudget | None = None
     prefix_cache: bool = True
     quick: bool = True
+    front_s: float = 0.0
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
@@ -66,22 +68,29 @@ class Simulation:
         loop = (QuickLoop if self.quick else SteppedLoop)(
             self.limits, self.clock, self.seconds, self.budget, self.prefix_cache
         )
-        coming = deque(self._checked(arrivals))
+        coming, behind = deque(self._checked(arrivals)), deque[tuple[float, Seen]]()  # those that the host prepares
         seen: list[Seen] = []
-        in_system_s = 0.0
-        while coming or loop.ended < len(seen):
+        in_system_s, free_s, n_submitted = 0.0, 0.0, 0
+        while coming or behind or loop.ended < len(seen):
+            now_s = self.clock.now_s
             while coming and self._is_due(coming[0], closed, len(seen) - loop.ended):
-                arrival = coming.popleft()
-                if closed is not None:
-                    arrival = replace(arrival, at_s=self.clock.now_s)
-                in_system_s += self.clock.now_s - arrival.at_s  # it came within a step, which did not know of it
+                arrival = coming.popleft() if closed is None else replace(coming.popleft(), at_s=now_s)
+                in_system_s += now_s - arrival.at_s  # it came within a step, which did not know of it
                 seen.append(Seen(arrival))
-                loop.submit(_prompt(arrival, len(seen)), seen[-1])
-            before_s, n = self.clock.now_s, len(seen) - loop.ended
-            if not loop.step(coming[0].at_s if coming and closed is None else math.inf):
-                assert coming, "what was submitted is computed, or has ended"
-                self.clock.now_s = coming[0].at_s
-            in_system_s += n * (self.clock.now_s - before_s)
+                free_s = max(free_s, arrival.at_s) + self.front_s
+                behind.append((free_s, seen[-1]))
+            while behind and behind[0][0] <= now_s:
+                one = behind.popleft()[1]
+                n_submitted += 1
+                loop.submit(_prompt(one.arrival, n_submitted), one)
+            next_s = min(
+                coming[0].at_s if coming and closed is None else math.inf, behind[0][0] if behind else math.inf
+            )
+            n = len(seen) - loop.ended
+            if not loop.step(next_s):
+                assert next_s < math.inf, "what was submitted is computed, or has ended"
+                self.clock.now_s = next_s
+            in_system_s += n * (self.clock.now_s - now_s)
         return Simulated(tuple(seen), self.clock.now_s, loop.steps, loop.preemptions, loop.prefix_hits, in_system_s)
 
     def _is_due(self, arrival: Arrival, closed: int | None, in_flight: int) -> bool:
