@@ -114,3 +114,19 @@ def test_this_machine_as_it_was_measured(millrace: Millrace, cache: Path, monkey
     keep_roofline(cache / "millrace", isa, found)
     again = millrace(*asked)
     assert "Measuring" not in again.err and again.out == first.out
+
+
+def test_benchmarks_of_ones_own(millrace: Millrace, tmp_path: Path) -> None:
+    """Held against what is computed, and written as a table that decides."""
+    told = {"request_throughput": 8.85, "completed": 5, "total_input_tokens": 10_000, "total_output_tokens": 1000,
+            "mean_ttft_ms": 489.5, "mean_tpot_ms": 11.73}  # fmt: skip
+    result, runs = tmp_path / "r.json", tmp_path / "runs.csv"
+    result.write_text(json.dumps(told))
+    asked = ("size", "fit", result, "--model", "llama-3-8b", "--hardware", "H100", "--precision", "fp8", "-o", runs)
+    done = millrace(*asked)
+    assert "--factor" in done.out and "2000/200" in done.out and "1 rows written" in done.err
+    assert json.loads(millrace(*asked, "--json").out)["factor"] > 0
+    answer = millrace("size", "--measured", runs, *ASKED[3:], "--rate", "70", "--json")
+    assert json.loads(answer.out)["answer"]["fractional"] == pytest.approx(70 / 8 / 8.85)
+    millrace(*asked[:-2], "--tp", "9999").assert_mistake("9999")
+    millrace(*asked[:2], tmp_path / "none", *asked[3:]).assert_mistake("cannot be read")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from millrace.cli import size_fit
 from millrace.cli.options import json_option, settings_options
 from millrace.cli.page_file import check_page, write_page
 from millrace.cli.screen import note, print_json, size
@@ -34,10 +35,22 @@ Examples:
   millrace size --model llama-3-8b --isl 2000 --osl 200 --systems 4 --ttft-ms 500
   millrace size --measured runs.csv --isl 2000 --osl 200 --rate 70 --ttft-ms 500 --of p95
   millrace size --answers question.yaml --report page.html
-  millrace size                                      asks one after the other"""
+  millrace size                                      asks one after the other
+  millrace size fit --help                           benchmarks of your own beside what is computed"""
 
 
-@click.command(epilog=EPILOG)
+class Size(click.Command):
+    """`size ...`, or `size fit ...`, which is a command of its own."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["fit"]:
+            return size_fit.command.make_context(f"{info_name} fit", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(cls=Size, epilog=EPILOG)
 @settings_options(*GROUPS)
 @click.option(
     "--answers",

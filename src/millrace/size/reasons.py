@@ -92,9 +92,7 @@ def _most(instance: Instance, known: Profile, work: Work, system: int) -> float:
     for tp in (1, 2, 4, 8):
         here = instance_of(instance.model, instance.device, instance.precision, tp)
         try:
-            rates += [
-                system / tp * served(here, known, work.answer.lengths, n, ENGINE).rate for n in CONCURRENCIES
-            ]
+            rates += [system / tp * served(here, known, work.answer.lengths, n, ENGINE).rate for n in CONCURRENCIES]
         except ConfigError:
             continue  # too small for the weights
     return max(rates)
