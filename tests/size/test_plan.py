@@ -2,24 +2,28 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
+from millrace.size import capacity
+from millrace.size.capacity import Lengths, Replica
 from millrace.size.constants import profile
 from millrace.size.cost import Instance
 from millrace.size.load import peak, per_second
 from millrace.size.measured import read_points
 from millrace.size.models import PRESETS
-from millrace.size.plan import Fleet, analytic_points, instance_of, plan, static_systems
-from millrace.size.points import Limits, Point, Source, Waits
+from millrace.size.plan import Fleet, analytic_points, instance_of, plan, simulated_points, static_systems
+from millrace.size.points import Limits, Point, Source, Waits, best
 from millrace.size.served import kv_capacity, served, shares, static_batch
 from millrace.size.stack import ENGINE
 from tests.size.tables import SIZING, needs_tables
 
 H100 = find_device("H100")
 LENGTHS = (2000.0, 200.0)
+EIGHT = Instance(PRESETS["llama-3-8b"], H100, "fp8")
 
 
 def point(rate: float, concurrency: float, ttft_s: float, tp: int = 1, p95: bool = True) -> Point:
@@ -120,6 +124,60 @@ def test_analytic_plans_say_how_surely_and_why() -> None:
     assert found.throughput_optimal.rate_of_system >= found.point.rate_of_system
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer requests a point: what must hold of plans holds with any number."""
+    monkeypatch.setattr(capacity, "_LEAST", 150)
+
+
+SMALL = replace(profile(H100, "fp8").stack, sequences=16)
+SHORT = Lengths(300, 20)
+
+
+@pytest.mark.usefixtures("few")
+def test_the_best_is_found_among_all() -> None:
+    """What branch and bound leaves out serves no more: beside a search of every device, precision and TP."""
+    model, devices = PRESETS["llama-3-8b"], [H100, find_device("L40S")]
+    for limits in (Limits(), Limits(ttft_s=0.02, itl_s=0.01, of="p95")):
+        found = best(simulated_points(model, devices, ["fp16"], SHORT, limits, SMALL), limits)
+        every = [
+            Replica(instance_of(model, device, "fp16", tp), profile(device, "fp16"), SHORT, SMALL).most(limits)
+            for device in devices
+            for tp in (1, 2, 4, 8)
+        ]
+        assert found.rate_of_system == pytest.approx(max(p.rate_of_system for p in every if p), rel=1e-9)
+
+
+@pytest.mark.usefixtures("few")
+def test_simulated_plans_buy_no_more_for_looser_limits_and_say_how_they_were_found() -> None:
+    model = PRESETS["llama-3-8b"]
+    fractions = []
+    for ttft_s, itl_s in ((0.012, 0.008), (0.012, 0.02), (0.03, 0.02), (1, 1)):
+        limits = Limits(ttft_s=ttft_s, itl_s=itl_s, of="p95")
+        points = simulated_points(model, [H100], ["fp16", "fp8"], SHORT, limits, SMALL)
+        found = plan(900, points + analytic_points(model, [H100], ["fp8"], (300, 20)), limits, Fleet(), EIGHT)
+        fractions.append(found.fractional)
+        assert found.point.source == Source.SIMULATED and "Poisson arrivals" in found.provenance
+        assert not limits.broken(found.point) and found.low <= found.systems <= found.high
+    assert fractions == sorted(fractions, reverse=True)
+    assert found.binding != "the limit on ITL" and plan(900, points, limits, Fleet(), EIGHT).point == found.point
+
+
+@pytest.mark.usefixtures("few")
+def test_the_43_b_by_simulation() -> None:
+    """Without limits, 3,500 / 500 and 31 requests/s on machines with H100s: 13 again, and it is memory that binds."""
+    points = simulated_points(PRESETS["nemo-43b"], [H100], ["fp16"], Lengths(3500, 500), Limits())
+    found = plan(31, points, Limits(), Fleet(), instance_of(PRESETS["nemo-43b"], H100, "fp16", 4))
+    assert found.systems == 13 and found.binding == "memory of the KV cache"
+
+
+@pytest.mark.usefixtures("few")
+def test_a_limit_binds_where_more_would_be_served_beyond() -> None:
+    limits = Limits(itl_s=0.0065)
+    points = simulated_points(PRESETS["llama-3-8b"], [H100], ["fp8"], SHORT, limits, SMALL)
+    assert plan(900, points, limits, Fleet(), EIGHT).binding == "the limit on ITL"
+
+
 def test_the_closed_form_keeps_littles_law_and_its_shares_are_its_time() -> None:
     instance, known = instance_of(PRESETS["llama-3-8b"], H100, "fp16", 1), profile(H100, "fp16")
     rates = []
@@ -148,6 +206,10 @@ def test_the_cache_of_an_8b_on_one_h100() -> None:
     (lambda: analytic_points(PRESETS["llama-3-70b"], [find_device("T4")], ["fp16"], LENGTHS), "takes 14[0-9] GB"),
     (lambda: analytic_points(PRESETS["llama-3-8b"], [find_device("A100")], ["fp8"], LENGTHS), "not multiply fp8"),
     (lambda: analytic_points(PRESETS["llama-3-8b"], [], ["fp8"], LENGTHS), "no device"),
+    (lambda: simulated_points(PRESETS["llama-3-8b"], [H100], ["fp8"], SHORT, Limits(ttft_s=1e-4)),
+     r"limit on TTFT \(mean\)[^|]*which alone has TTFT"),
+    (lambda: simulated_points(PRESETS["llama-3-8b"], [H100], ["fp8"], SHORT, Limits(itl_s=1e-4)), "limit on ITL"),
+    (lambda: simulated_points(PRESETS["llama-3-8b"], [], ["fp8"], SHORT, Limits()), "no device"),
     (lambda: served(instance_of(PRESETS["llama-3-8b"], H100, "fp16", 1), profile(H100, "fp16"), (8000, 200), 1),
      "requests of 8200 tokens"),
 ])  # fmt: skip

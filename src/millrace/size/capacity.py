@@ -5,7 +5,7 @@ What is waited for is a property of the scheduler and of how requests come, so e
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -111,36 +111,49 @@ class Replica:
         concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
         return self._point(counted, n, rate, concurrency, found, "Poisson arrivals")
 
-    def most(self, limits: Limits) -> Point | None:
-        """The highest rate within the limits, and on what is known of the next higher one; None: not even 2^-10 of
-        what the devices could do keeps them.
+    def most(self, limits: Limits, above: float = 0.0) -> Point | None:
+        """The highest rate within the limits, and what the next higher one that was tried breaks.
 
-        Rates that are tried are the same ones whatever the limits, so that looser limits never give less.
+        None: not even 2^-10 of what the devices could do keeps them, or no more than `above` does. Rates that are tried
+        are the same ones whatever the limits, so that looser limits never give less.
         """
         if self.alone_breaks(limits):
             return None
-        highest = self.bound(Limits())
         steps = math.ceil(_OCTAVES / math.log2(1 + _CLOSE))
-        low, high, found = 0, steps, None
+        least = math.floor(steps + math.log2(above / self._highest) * steps / _OCTAVES) - 2 if above else 0
+        if least > 0 and not self._keeps(least / steps, limits):
+            return None
+        low, high = 0, steps
         while high - low > 1:
             middle = (low + high) // 2
-            point = self._at(highest * 2 ** (-_OCTAVES * (1 - middle / steps)))
-            if point is None or limits.broken(point):
-                high = middle
+            if self._keeps(middle / steps, limits):
+                low = middle
             else:
-                low, found = middle, point
-        return found
+                high = middle
+        found, after = self._at(low / steps), self._at(high / steps)
+        if not low or found is None or found.sampled is None:
+            return None
+        beyond = limits.broken(after) if after is not None else ()
+        return replace(found, sampled=replace(found.sampled, beyond=beyond))
 
-    def _at(self, rate: float) -> Point | None:
-        if rate not in self._known:
-            self._known[rate] = self.at(rate)
-        return self._known[rate]
+    @property
+    def _highest(self) -> float:
+        return self.bound(Limits())
 
-    def beyond(self, point: Point, limits: Limits) -> tuple[str, ...]:
-        """What the next higher rate that was tried breaks; nothing: the instance falls behind there."""
-        higher = [rate for rate in self._known if rate > point.rate]
-        after = self._known[min(higher)] if higher else None
-        return limits.broken(after) if after is not None else ()
+    def _keeps(self, share: float, limits: Limits) -> bool:
+        point = self._at(share)
+        return point is not None and not limits.broken(point)
+
+    def _at(self, share: float) -> Point | None:
+        """share: of the octaves below what no schedule exceeds"""
+        if share not in self._known:
+            self._known[share] = self.at(self._highest * 2 ** (_OCTAVES * (share - 1)))
+        return self._known[share]
+
+    @property
+    def alone(self) -> Point:
+        """One request at a time."""
+        return self.closed(1)
 
     def alone_breaks(self, limits: Limits) -> tuple[str, ...]:
         """Limits that not even a request alone keeps."""

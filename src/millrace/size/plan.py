@@ -2,19 +2,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import Device, find_device
+from millrace.size.capacity import Lengths, Replica
 from millrace.size.constants import profile
 from millrace.size.cost import Instance
 from millrace.size.models import ModelShape
 from millrace.size.points import Limits, Point, Source, best, latency_optimal, throughput_optimal
-from millrace.size.served import CONCURRENCIES, kv_capacity, served, shares
+from millrace.size.served import CONCURRENCIES, served, shares
+from millrace.size.stack import Stack
 
 TPS = (1, 2, 4, 8)
 _MOST_SYSTEMS = 10_000_000
+_CLOSE = 0.02  # to which capacities are found
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,57 @@ def analytic_points(
     return found
 
 
+def simulated_points(
+    model: ModelShape, devices: Sequence[Device], precisions: Sequence[str], lengths: Lengths, limits: Limits,
+    stack: Stack | None = None,
+) -> list[Point]:  # fmt: skip
+    """Capacities within the limits under Poisson arrivals, of what could serve most for each device.
+
+    By branch and bound: no schedule of what is left out could serve more than what was found. raises ConfigError where
+    nothing keeps the limits, or fits
+    """
+    replicas, why = _replicas(model, devices, precisions, lengths, stack)
+    if not replicas:
+        raise why
+    found: list[Point] = []
+    most = 0.0
+    for bound, replica in sorted(((r.bound(limits) / r.instance.tp, r) for r in replicas), key=lambda one: -one[0]):
+        if bound <= most:
+            break
+        if (point := replica.most(limits, most * replica.instance.tp)) is not None:
+            found.append(point)
+            most = max(most, point.rate / point.tp)
+    if not found:
+        raise _unmet(replicas, limits)
+    return found
+
+
+def _replicas(
+    model: ModelShape, devices: Sequence[Device], precisions: Sequence[str], lengths: Lengths, stack: Stack | None
+) -> tuple[list[Replica], ConfigError]:
+    """All that fit; and why the last one did not."""
+    found = []
+    why = ConfigError("no device and precision to choose from", "one of each at least", "name them")
+    for device, precision, tp in product(devices, precisions, TPS):
+        try:
+            instance, known = instance_of(model, device, precision, tp), profile(device, precision)
+            found.append(Replica(instance, known, lengths, stack))
+        except ConfigError as error:
+            why = error
+    return found, why
+
+
+def _unmet(replicas: Sequence[Replica], limits: Limits) -> ConfigError:
+    closest = min(replicas, key=lambda r: (len(r.alone_breaks(limits)), r.alone.mean.e2e_s))
+    waits, broken = closest.alone.mean, closest.alone_breaks(limits)
+    return ConfigError(
+        f"nothing here keeps the limit on {' and '.join(broken) or 'waits'} ({limits.of})",
+        f"the closest is {closest.alone.configuration}, which alone has TTFT {waits.ttft_s * 1e3:.0f} ms, ITL "
+        f"{waits.itl_s * 1e3:.1f} ms, E2E {waits.e2e_s:.2f} s",
+        "allow more, ask for less, or choose faster devices",
+    )  # fmt: skip
+
+
 def instance_of(model: ModelShape, device: Device, precision: str, tp: int) -> Instance:
     """With a cache of 8 bits beside weights of 8, as engines have it."""
     return Instance(model, device, precision, tp, 1.0 if precision in ("fp8", "int8", "fp4") else 2.0)
@@ -84,14 +138,16 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, ins
     """
     if not 0 < rate <= 1e9:
         raise ConfigError(f"a peak of {rate:g} requests/s", "above 0, and at most 1e9", "correct it")
-    point = best(points, limits)
-    error, told = 0.02, "measured"
+    point = best([p for p in points if p.source == Source.SIMULATED] or points, limits)
+    error, told = 0.02, str(point.source)
     why: Mapping[str, float] = {}
-    if point.source == Source.ANALYTIC and instance is not None:
+    if point.source in (Source.ANALYTIC, Source.SIMULATED) and instance is not None:
         here = _instance_at(point, instance)
         known = profile(here.device, point.precision)
-        error, why = max(known.prefill_error, known.decode_error) + 0.05, shares(here, known, point)
-        told = f"analytic, {known.source}"
+        error = known.served_error + (0.05 if point.source == Source.ANALYTIC else _CLOSE)
+        why = shares(here, known, point)
+        told = f"{point.source}, {known.source}; served by {known.stack.name}"
+        told += f"; {point.sampled.how}" if point.sampled else ""
     fractional = rate / point.rate_of_system
 
     def bought(share: float) -> int:
@@ -117,14 +173,25 @@ def _binding(
 ) -> str:
     """A limit, where the same instance would serve more beyond it; a full cache; else what takes longest."""
     alike = [p for p in points if p.configuration == point.configuration and p.concurrency > point.concurrency]
-    more = [p for p in alike if p.rate > point.rate * 1.01]
-    if more and (broken := limits.broken(min(more, key=lambda p: p.concurrency))):
+    more = [p for p in alike if p.rate > point.rate * 1.01 and p.source == point.source]
+    broken = point.sampled.beyond if point.sampled else ()
+    if broken or (more and (broken := limits.broken(min(more, key=lambda p: p.concurrency)))):
         return f"the limit on {' and '.join(broken)}"
     if instance is not None and why:
-        if point.concurrency * (point.input_tokens + point.output_tokens) >= kv_capacity(_instance_at(point, instance)):
-            return "memory of the KV cache"
-        return max(why, key=lambda name: why[name])
+        return (
+            "memory of the KV cache"
+            if _is_full(_instance_at(point, instance), point)
+            else max(why, key=why.__getitem__)
+        )
     return "none that was measured" if not alike else "what was measured serves no more"
+
+
+def _is_full(instance: Instance, point: Point) -> bool:
+    """Would twice the memory serve more, all else as it is?"""
+    known, lengths = profile(instance.device, point.precision), (point.input_tokens, point.output_tokens)
+    twice = replace(instance, device=replace(instance.device, memory_bytes=2 * instance.device.memory_bytes))
+    full = point.concurrency if point.source == Source.ANALYTIC else known.stack.sequences
+    return served(twice, known, lengths, full).rate > 1.03 * served(instance, known, lengths, full).rate
 
 
 def static_systems(rate: float, in_flight: int, prefill_s: float, step_s: float, n_out: float) -> tuple[float, float]:

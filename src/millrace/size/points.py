@@ -32,6 +32,7 @@ class Sampled:
     """Of a simulated point. mean_within, p95_within: half of their 95 % intervals
 
     counted: requests; dropped: those of the transients; how: arrivals and scheduler, in words
+    beyond: limits that the next higher rate breaks, where a capacity was sought; nothing: it falls behind there
     """
 
     p99: Waits
@@ -41,6 +42,7 @@ class Sampled:
     dropped: int
     preemptions: int
     how: str
+    beyond: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
