@@ -14,7 +14,7 @@ from millrace.machine.cpu import usable_cores
 from millrace.machine.roofline import Compute, Level, Rate, Roofline
 from tests.cli.conftest import Millrace
 
-ASKED = ("size", "--model", "llama-3-8b", "--isl", "2000", "--osl", "200", "--ttft-ms", "500")
+ASKED = ("size", "--model", "llama-3-8b", "--isl", "2000", "--osl", "200", "--ttft-ms", "500", "--no-simulate")
 
 
 def test_a_screen_has_every_part(millrace: Millrace) -> None:
@@ -30,7 +30,7 @@ def test_a_screen_has_every_part(millrace: Millrace) -> None:
 def test_json_and_a_file_agree_with_flags(millrace: Millrace, tmp_path: Path) -> None:
     flags = json.loads(millrace(*ASKED, "--rate", "500", "--json").out)
     file = tmp_path / "q.yaml"
-    file.write_text("model: llama-3-8b\nisl: 2000\nosl: 200\nttft_ms: 500\nrate: 1\n")
+    file.write_text("model: llama-3-8b\nisl: 2000\nosl: 200\nttft_ms: 500\nrate: 1\nsimulate: false\n")
     assert json.loads(millrace("size", "--answers", file, "--rate", "500", "--json").out) == flags
     assert flags["answer"]["systems"] >= 1 and flags["question"]["rate"] == 500
 
@@ -48,11 +48,11 @@ def test_mistakes(millrace: Millrace, tmp_path: Path) -> None:
 def test_the_six_questions_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong answer is asked again, and an empty one takes the default."""
     monkeypatch.setattr(size, "_is_terminal", lambda: True)
-    typed = "llama-3-9b\nllama-3-8b\n3500\n3500 words\n\n70\nfirst 500\nA100, H100\n"
+    typed = "llama-3-9b\nllama-3-8b\n3500\n375 words\n10 tokens\n\nfirst 500\nH100\n"
     done = CliRunner().invoke(size.command, [], input=typed)
     assert done.exit_code == 0, done.output
     assert "no model is known as llama-3-9b" in done.output and "3,500 of what?" in done.output
-    assert "3,500 words are 4,667 tokens" in done.output and "output: 500 tokens" in done.output
+    assert "375 words are 500 tokens" in done.output and "peak: 10 requests/s" in done.output
     ended = CliRunner().invoke(size.command, [], input="llama-3-8b\n")
     assert ended.exit_code == 1 and "Aborted" in ended.output
 
@@ -88,7 +88,7 @@ def test_several_models_share_systems(millrace: Millrace, tmp_path: Path) -> Non
     files = [tmp_path / f"{n}.yaml" for n in (1, 2)]
     for file, model in zip(files, ("llama-3-8b", "mistral-7b"), strict=True):
         file.write_text(f"model: {model}\nisl: 500\nosl: 100\nttft_ms: 500\nrate: 5\n")
-    both = ("size", "--answers", files[0], "--answers", files[1], "--hardware", "H100")
+    both = ("size", "--answers", files[0], "--answers", files[1], "--hardware", "H100", "--no-simulate")
     assert "1 for all models, of H100 SXM; 2 were each by itself" in millrace(*both).out
     told = json.loads(millrace(*both, "--json").out)
     assert told["together"]["systems"] == 1 and [m["question"]["model"] for m in told["models"]][1] == "mistral-7b"
@@ -105,7 +105,7 @@ def test_this_machine_as_it_was_measured(millrace: Millrace, cache: Path, monkey
     found = Roofline(threads, (Level("DRAM", None, rate(9e9), rate(1e10)),),
                      (Compute("bf16", rate(1e11), rate(2e11), None),))  # fmt: skip
     asked = ("size", "--model", "smollm2-135m", "--isl", "64", "--osl", "16", "--rate", "0.1", "--ttft-ms", "9000",
-             "--hardware", "this", "--json")  # fmt: skip
+             "--hardware", "this", "--json", "--no-simulate")  # fmt: skip
     monkeypatch.setattr(size, "measured_here", lambda: found)
     first = millrace(*asked)
     assert (

@@ -8,14 +8,15 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.machine.roofline import Compute, Level, Rate, Roofline
-from millrace.size import plan
+from millrace.size import capacity, plan
 from millrace.size.answer import Answer, answered
 from millrace.size.fleet import shared
+from millrace.size.points import Source
 from millrace.size.question import Question
 from millrace.size.told import told
 from tests.size.tables import SIZING, needs_tables
 
-COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500}
+COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500, "simulate": False}
 HEAD = "model,gpu,precision,tp,isl,osl,concurrency,ttft_ms,itl_ms,e2e_ms,req_s,ttft_p95_ms,itl_p95_ms,e2e_p95_ms"
 # Rows of the published decision table (Llama-3-8B, 2,000 in and 200 out, H100), rates of one instance.
 ROWS = (
@@ -232,3 +233,29 @@ def test_models_that_share_systems_are_rounded_once() -> None:
         shared([small[0], plan(**COMMON, rate=5, hardware="A100")])
     with pytest.raises(ConfigError, match="different numbers of spare"):
         shared([small[0], plan(**COMMON, rate=5, spare=1)])
+
+
+def test_the_scheduler_that_serves_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By simulation: percentiles, the mean beside the p95, what is there and other limits by the same."""
+    monkeypatch.setattr(capacity, "_LEAST", 300)  # requests: fewer than are told to people
+    monkeypatch.setattr(capacity, "_TURNS", 1)
+    limit_s = 0.045
+    asked = {**COMMON, "simulate": True, "precision": "fp8", "tp": 1, "isl": 500, "osl": 20, "ttft_ms": limit_s * 1e3}
+    found = plan(**asked, rate=1000)
+    point = found.plan.point
+    assert point.source == Source.SIMULATED and point.sampled is not None and point.p95 is not None
+    assert point.mean.ttft_s <= limit_s and point.mean.ttft_s < point.p95.ttft_s < point.sampled.p99.ttft_s
+    assert point.concurrency == pytest.approx(point.rate * point.mean.e2e_s), "Little's law"
+    assert found.other is not None and found.other.fractional > found.plan.fractional
+    assert found.other.point.p95 is not None and found.other.point.p95.ttft_s <= limit_s
+    instances = found.plan.systems * 8
+    assert found.operating.rate == pytest.approx(1000 / instances) and found.operating.mean.ttft_s <= limit_s
+    changed = {change.what: change.fractional for change in found.changes}
+    half, twice = changed["limits half as long"], changed["limits twice as long"]
+    assert half is not None and twice is not None and half > found.plan.fractional >= twice
+    slow = plan(**{**asked, "ttft_ms": 2e3 * limit_s}, rate=500, factor=2)
+    assert slow.plan.point.rate == pytest.approx(point.rate / 2), "every time twice as long, and limits, too"
+    given = plan(**asked, systems="2 x H100")
+    assert given.follows.rate == pytest.approx(16 * point.rate)
+    with pytest.raises(ConfigError, match="limit on TTFT"):
+        plan(**{**asked, "ttft_ms": 1}, rate=1)

@@ -150,7 +150,7 @@ def test_our_prices_are_what_the_catalogue_knows() -> None:
 
 def test_costs_in_an_answer() -> None:
     """A load by day alone: engines by the hour, the cheapest device first, a note where only the peak is known."""
-    common = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500}
+    common = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500, "simulate": False}
     day = plan(**common, average=100, hours=8, hardware=["A100", "H100"])
     assert day.money is not None and [one.device for one in day.alternatives] == ["H100 SXM", "A100 SXM 80GB"]
     assert min(day.money.hourly) == 1 < max(day.money.hourly) == day.instances and not day.money.notes

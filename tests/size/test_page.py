@@ -16,7 +16,7 @@ from millrace.size.demand import demand
 from millrace.size.page import arrivals_plot, hours_plot, size_page, ttft_plot, why_plot
 from millrace.size.settings import LoadSettings
 
-COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500}
+COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500, "simulate": False}
 
 
 def bars(svg: str) -> list[tuple[str, float]]:

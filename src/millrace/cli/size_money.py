@@ -16,7 +16,7 @@ def show_devices(answer: Answer) -> None:
     for one in answer.alternatives:
         cost = one.money.cheapest if one.money else None
         if one.plan is None:
-            rows.append([one.device, "-", "-", one.why_not, "-"])
+            rows.append([one.device, "-", "-", one.why_not.what if one.why_not else "", "-"])
         else:
             rows.append([one.device, f"{one.plan.fractional:.2f}", str(one.plan.systems), one.plan.point.configuration,
                          "-" if cost is None else f"{cost:,.0f}"])  # fmt: skip

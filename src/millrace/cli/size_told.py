@@ -21,7 +21,7 @@ def show(answer: Answer) -> None:
     pairs([
         ("systems", f"{plan.fractional:.2f} by the figures, {plan.systems} to buy; {_bought(h.utilisation, h.spare)}"),
         ("instances", f"{answer.instances} of TP{plan.point.tp} in {plan.point.precision}, "
-                      f"{plan.point.concurrency:g} requests in flight in each"),
+                      f"{plan.point.concurrency:.4g} requests in flight in each"),
         ("a system serves", f"{plan.point.rate_of_system:.4g} requests/s, of {plan.rate:.4g}"),
         ("what binds", plan.binding),
         ("figures", f"{plan.provenance}; {plan.low} to {plan.high} systems at +-{plan.error:.0%}"),
@@ -71,15 +71,19 @@ def _bought(utilisation: float, spare: int) -> str:
 
 
 def _waits(plan: Plan) -> None:
-    p95, limits = plan.point.p95, plan.limits
-    rows = []
-    for name, mean, limit, high in (
-        ("TTFT, ms", plan.point.mean.ttft_s, limits.ttft_s, p95.ttft_s if p95 else None),
-        ("ITL, ms", plan.point.mean.itl_s, limits.itl_s, p95.itl_s if p95 else None),
-        ("E2E, ms", plan.point.mean.e2e_s, limits.e2e_s, p95.e2e_s if p95 else None),
-    ):
-        rows.append([name, _ms(mean), _ms(high), _ms(limit)])
-    table(["", "mean", "p95", "limit"], rows)
+    point, limits = plan.point, plan.limits
+    p99 = point.sampled.p99 if point.sampled else None
+    rows = [
+        [name, *(_ms(getattr(waits, field) if waits else None) for waits in (point.mean, point.p95, p99)),
+         _ms(getattr(limits, field))]
+        for name, field in (("TTFT, ms", "ttft_s"), ("ITL, ms", "itl_s"), ("E2E, ms", "e2e_s"))
+    ]  # fmt: skip
+    table(["", "mean", "p95", "p99", "limit"], rows)
+    if point.sampled is not None:
+        s = point.sampled
+        mean, p95 = s.mean_within.ttft_s * 1e3, s.p95_within.ttft_s * 1e3
+        click.echo(f"  simulated: {s.counted} requests, after {s.dropped} that were dropped")
+        click.echo(f"  intervals of 95 %: mean TTFT +-{mean:.1f} ms, p95 +-{p95:.1f} ms")
 
 
 def _ms(seconds: float | None) -> str:
@@ -95,8 +99,8 @@ def _points(answer: Answer) -> None:
         rows.append((f"with limits on the {other.limits.of}", other.point))
     rows += [("latency-optimal", plan.latency_optimal), ("throughput-optimal", plan.throughput_optimal)]
     table(
-        ["", "configuration", "in flight", "requests/s", "TTFT", "p95", "ITL", "E2E", "systems"],
-        [[name, *_point(point), f"{plan.rate / point.rate_of_system:.2f}"] for name, point in rows],
+        ["", "configuration", "in flight", "requests/s", "TTFT", "p95", "ITL", "E2E", "systems", "figures"],
+        [[name, *_point(point), f"{plan.rate / point.rate_of_system:.2f}", point.source] for name, point in rows],
     )
     if other is not None:
         click.echo(f"  limits on the {other.limits.of}: {other.systems} systems to buy, {plan.systems} with limits on "
@@ -109,8 +113,8 @@ def _points(answer: Answer) -> None:
 def _point(point: Point) -> list[str]:
     p95 = point.p95.ttft_s if point.p95 else None
     return [
-        point.configuration, f"{point.concurrency:g}", f"{point.rate_of_system:,.2f}", _ms(point.mean.ttft_s), _ms(p95),
-        _ms(point.mean.itl_s), _ms(point.mean.e2e_s),
+        point.configuration, f"{point.concurrency:.4g}", f"{point.rate_of_system:,.2f}", _ms(point.mean.ttft_s),
+        _ms(p95), _ms(point.mean.itl_s), _ms(point.mean.e2e_s),
     ]  # fmt: skip
 
 
@@ -122,7 +126,7 @@ def _memory(answer: Answer) -> None:
     _part("Memory of an instance", f"{tp} x {device}; GB are 10^9 bytes")
     pairs([
         ("weights", f"{m.weights_bytes / GB:.1f} GB"),
-        ("KV cache", f"{m.kv_bytes / GB:.1f} GB: {answer.plan.point.concurrency:g} requests of "
+        ("KV cache", f"{m.kv_bytes / GB:.1f} GB: {answer.plan.point.concurrency:.4g} requests of "
                      f"{m.kv_bytes_request / GB:.3g} GB; {count(m.kv_tokens)} tokens fit"),
         ("kept free", f"{m.kept_free_bytes / GB:.1f} GB, for activations, software and margin"),
         ("there are", f"{m.devices_bytes / GB:.0f} GB"),
@@ -148,11 +152,11 @@ def _configurations(answer: Answer) -> None:
     rows = []
     for offer in answer.table[:_MOST_ROWS]:
         if offer.point is None:
-            rows.append([offer.configuration, "", "-", "-", "-", "-", "-", f"breaks {' and '.join(offer.broken)}"])
+            rows.append([offer.configuration, "", "-", "-", "-", "-", "-", "-", f"breaks {' and '.join(offer.broken)}"])
         else:
             systems = answer.plan.rate / offer.point.rate_of_system
-            rows.append([*_point(offer.point), f"{systems:.2f}"])
-    table(["configuration", "in flight", "requests/s", "TTFT", "p95", "ITL", "E2E", "systems"], rows)
+            rows.append([*_point(offer.point), f"{systems:.2f}", offer.point.source])
+    table(["configuration", "in flight", "requests/s", "TTFT", "p95", "ITL", "E2E", "systems", "figures"], rows)
     if len(answer.table) > _MOST_ROWS:
         click.echo(f"  and {len(answer.table) - _MOST_ROWS} more: --json has them")
 
@@ -166,6 +170,8 @@ def _changes(answer: Answer) -> None:
         kept = change.fractional is not None
         rows.append([change.what, str(change.systems) if kept else "-", f"{change.fractional:.2f}" if kept else "-"])
     table(["", "systems", "by the figures"], rows)
+    if answer.plan.point.sampled:
+        click.echo("  limits by simulation; lengths, software and precision by as much as in closed form")
     if any(change.systems is None for change in answer.changes):
         click.echo("  -: nothing keeps the limits then")
 

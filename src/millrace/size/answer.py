@@ -16,7 +16,7 @@ from millrace.size.lengths import Work, work
 from millrace.size.load import DAY_S
 from millrace.size.money import Fleet as Needed
 from millrace.size.money import Money, engines, money
-from millrace.size.offers import Offers
+from millrace.size.offers import Offers, simulated_at
 from millrace.size.plan import Plan
 from millrace.size.points import Limits, Point
 from millrace.size.prices import Prices, read_prices
@@ -53,9 +53,10 @@ class Alternative:
     """The answer on one device. plan: None where nothing keeps the limits, and why; money: None of an unknown device"""
 
     device: str
+    offers: Offers
     plan: Plan | None
     money: Money | None
-    why_not: str = ""
+    why_not: ConfigError | None = None
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -69,6 +70,7 @@ class Answer:
     """plan: the one that was asked for; other: with limits on the p95 instead of the mean, or the other way round
 
     why_no_other: where there is none; changes: what would be otherwise; demand: None where systems were given
+    operating: what users feel at the peak of what is bought
     """
 
     question: Question
@@ -85,6 +87,7 @@ class Answer:
     follows: Follows
     alternatives: tuple[Alternative, ...]
     money: Money | None
+    operating: Point
     there: tuple[Kept, ...] = ()
 
     @property
@@ -92,15 +95,6 @@ class Answer:
         """That the load needs; systems are rounded up from these."""
         per_system = self.plan.point.system / self.plan.point.tp
         return -int(-(self.plan.fractional / self.question.hardware.utilisation * per_system) // 1)
-
-    @property
-    def operating(self) -> Point:
-        """What users feel at the peak of what is bought, which is rounded up: the least point that bears it."""
-        found, h = self.plan, self.question.hardware
-        instances = max(1, found.systems - h.spare) * found.point.system // found.point.tp
-        alike = [p for p in self.offers.points if p.configuration == found.point.configuration]
-        bear = [p for p in alike if p.rate * instances >= found.rate * (1 - 1e-9) and not found.limits.broken(p)]
-        return min(bear, key=lambda p: p.concurrency, default=found.point)
 
 
 def plan(**answers: Any) -> Answer:
@@ -126,28 +120,44 @@ def answered(
     asked = work(question.request, recorded)
     there = systems_there(question, asked, here)
     check_systems(question, there, is_said)
-    case = Case(question, limits, load, asked, there, here)
+    case = Case(question, limits, load, asked, there, here).simulated_there()
     found = case.offers() if load is not None else there[0].offers
-    alternatives = _alternatives(case, found, _Costs(case, prices, today or datetime.date.today()))
+    costs = _Costs(case, prices, today or datetime.date.today())
+    alternatives = _alternatives(case, found, costs)
     first = alternatives[0]
     if first.plan is None:
-        case.plan(found)  # which says what comes closest
-        raise AssertionError("a plan was found on no device")
-    best, found, h = first.plan, found.of(first.device), question.hardware
+        assert first.why_not is not None
+        raise first.why_not
+    best, found, h = first.plan, first.offers, question.hardware
     other, why_no_other = _other(case, found)
     instance = found.instance(best.point)
     return Answer(
         question, asked, load, found, best, other, why_no_other,
         None if instance is None else memory(instance, best.point),
         waterfall(best, found, asked, h.utilisation, h.spare), capacity_table(found.points, limits),
-        changes(_otherwise(case, found)), _follows(case, best), alternatives, first.money,
+        changes(_otherwise(case, found, best), best, h.utilisation), _follows(case, best), alternatives,
+        first.money, _operating(case, found, best),
         tuple(_kept(one, case) for one in there) if load is not None or len(there) > 1 else (),
     )  # fmt: skip
 
 
+def _operating(case: Case, found: Offers, best: Plan) -> Point:
+    """What users feel at the peak of what is bought, which is rounded up: the least point that bears their share."""
+    h, point = case.question.hardware, best.point
+    instances = max(1, best.systems - h.spare) * point.system // point.tp
+    each = best.rate / instances
+    if not each:
+        return point
+    if point.sampled is not None:
+        return simulated_at(found, point, min(each, point.rate), h.factor, case.replicas) or point
+    alike = [p for p in found.points if p.configuration == point.configuration]
+    bear = [p for p in alike if p.rate >= each * (1 - 1e-9) and not best.limits.broken(p)]
+    return min(bear, key=lambda p: p.concurrency, default=point)
+
+
 def _kept(one: There, case: Case) -> Kept:
     rate = one.rate(case.limits, case.question.hardware.utilisation)
-    return Kept(one.offers.points[0].device, one.systems, rate)
+    return Kept(one.name, one.systems, rate)
 
 
 def _alternatives(case: Case, found: Offers, costs: "_Costs") -> tuple[Alternative, ...]:
@@ -155,11 +165,12 @@ def _alternatives(case: Case, found: Offers, costs: "_Costs") -> tuple[Alternati
     told = []
     for name in found.names:
         try:
-            best = case.plan(found.of(name))
+            some = case.simulated(found.of(name))
+            best = case.plan(some)
         except ConfigError as error:
-            told.append(Alternative(name, None, None, error.what))
+            told.append(Alternative(name, found, None, None, error))
         else:
-            told.append(Alternative(name, best, costs.of(best, found)))
+            told.append(Alternative(name, some, best, costs.of(best, found)))
     return tuple(sorted(told, key=lambda one: (one.plan is None, *one.order)))
 
 
@@ -198,10 +209,12 @@ def _other(case: Case, found: Offers) -> tuple[Plan | None, str]:
     of = "p95" if case.limits.of == "mean" else "mean"
     if not case.limited:
         return None, "nothing is limited"
-    if of == "p95" and all(point.p95 is None for point in found.points):
-        return None, "the p95 is not known from a closed form: measure it, or simulate it"
+    limits = replace(case.limits, of=of)
     try:
-        return case.plan(found, replace(case.limits, of=of)), ""
+        found = case.simulated(found, limits)
+        if of == "p95" and all(point.p95 is None for point in found.points):
+            return None, "the p95 is not known from a closed form: measure it, or simulate it"
+        return case.plan(found, limits), ""
     except ConfigError as error:
         return None, error.what
 
@@ -219,44 +232,54 @@ def _follows(case: Case, found: Plan) -> Follows:
     return Follows(rate, a_day, a_day * tokens, users(rate, hours, each), hours, each)
 
 
-def _otherwise(case: Case, found: Offers) -> dict[str, Callable[[], Plan]]:
-    """One thing at a time."""
-    if case.load is None:
+def _otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Callable[[], float]]:
+    """One thing at a time: the systems then, by the figures."""
+    if case.load is None or not best.fractional:
         return {}
     limits = case.limits
 
-    def limited(times: float) -> Callable[[], Plan]:
+    def limited(times: float) -> Callable[[], float]:
         def scaled(limit: float | None) -> float | None:
             return None if limit is None else limit * times
 
-        return lambda: case.plan(
-            found, Limits(scaled(limits.ttft_s), scaled(limits.itl_s), scaled(limits.e2e_s), limits.of)
-        )
+        other = Limits(scaled(limits.ttft_s), scaled(limits.itl_s), scaled(limits.e2e_s), limits.of)
+        return lambda: case.plan(case.simulated(found, other), other).fractional
 
-    again: dict[str, Callable[[], Plan]] = {}
+    again: dict[str, Callable[[], float]] = {}
     if case.limited:
         again |= {"limits half as long": limited(0.5), "limits twice as long": limited(2.0)}
-    again["a quarter more requests"] = lambda: case.plan(found, times=1.25)
-    again["half of the requests"] = lambda: case.plan(found, times=0.5)
+    again["a quarter more requests"] = lambda: case.plan(found, times=1.25).fractional
+    again["half of the requests"] = lambda: case.plan(found, times=0.5).fractional
     if case.question.hardware.measured is None and not case.there:
-        again |= _computed_otherwise(case, found.names[0])
+        again |= _computed_otherwise(case, found, best)
     return again
 
 
-def _computed_otherwise(case: Case, device: str) -> dict[str, Callable[[], Plan]]:
-    """Where points are computed: other lengths, other precisions, software that is as fast again."""
-    h = case.question.hardware
+def _computed_otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Callable[[], float]]:
+    """Where points are computed: other lengths, other precisions, software that is as fast again.
 
-    def lengths(n_input: float, n_output: float) -> Callable[[], Plan]:
+    All in closed form, and what is simulated changes by as much.
+    """
+    try:
+        computed = case.plan(found.computed).fractional
+    except ConfigError:  # whose waits are estimates: nothing to compare with
+        return {}
+    device, h = found.names[0], case.question.hardware
+
+    def beside(plan: Callable[[], Plan]) -> Callable[[], float]:
+        return lambda: best.fractional * plan().fractional / computed
+
+    def lengths(n_input: float, n_output: float) -> Callable[[], float]:
         calls = tuple(replace(c, n_input=max(1, c.n_input * n_input), n_output=max(1, c.n_output * n_output))
                       for c in case.work.calls)  # fmt: skip
         other = replace(case, work=replace(case.work, calls=calls))
-        return lambda: other.plan(other.offers().of(device))
+        return beside(lambda: other.plan(other.offers().of(device)))
 
     again = {"prompts half as long": lengths(0.5, 1), "answers half as long": lengths(1, 0.5)}
-    again["software that takes 0.75 of the time"] = lambda: case.plan(case.offers(factor=h.factor * 0.75).of(device))
+    faster = h.factor * 0.75
+    again["software that takes 0.75 of the time"] = beside(lambda: case.plan(case.offers(factor=faster).of(device)))
     if not h.precision:
-        again["16 bits alone"] = lambda: case.plan(_wide(case.offers().of(device)))
+        again["16 bits alone"] = beside(lambda: case.plan(_wide(found.computed)))
     return again
 
 

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from millrace.errors import ConfigError
 from millrace.machine.roofline import Roofline
 from millrace.size.demand import Demand
 from millrace.size.lengths import Work
-from millrace.size.offers import DEVICE, Offers, offers
+from millrace.size.offers import DEVICE, Offers, Replicas, offers, simulated
 from millrace.size.plan import Fleet, Plan
 from millrace.size.plan import plan as planned
 from millrace.size.points import Limits, Point
@@ -22,6 +22,7 @@ _MOST_SYSTEMS = 1_000_000
 class There:
     """Systems that somebody has, and what one of them could do."""
 
+    name: str
     systems: int
     offers: Offers
 
@@ -47,6 +48,7 @@ class Case:
     work: Work
     there: tuple[There, ...]
     here: Callable[[], Roofline]
+    replicas: Replicas = field(default_factory=Replicas)
 
     @property
     def limited(self) -> bool:
@@ -56,6 +58,23 @@ class Case:
         """hardware: settings that are otherwise. raises ConfigError"""
         changed = replace(self.question.hardware, **hardware)  # type: ignore[arg-type]
         return offers(self.question.request.model, changed, self.work, self.here)
+
+    def simulated(self, found: Offers, limits: Limits | None = None) -> Offers:
+        """With capacities by simulation, where that is asked for. raises ConfigError where nothing keeps the limits"""
+        h = self.question.hardware
+        if not h.simulate:
+            return found
+        return simulated(found.computed, h, self.work, limits or self.limits, self.replicas)
+
+    def simulated_there(self) -> "Case":
+        """The same, with systems that are there by simulation; without points where that keeps no limits."""
+        there = []
+        for one in self.there:
+            try:
+                there.append(replace(one, offers=self.simulated(one.offers)))
+            except ConfigError:
+                there.append(replace(one, offers=replace(one.offers, points=())))
+        return replace(self, there=tuple(there))
 
     def plan(self, found: Offers, limits: Limits | None = None, times: float = 1.0) -> Plan:
         """times: as many requests. raises ConfigError where nothing keeps the limits"""
@@ -85,7 +104,8 @@ def systems_there(question: Question, work: Work, here: Callable[[], Roofline]) 
             raise ConfigError(f'systems are "{text:.80}"', '"4", or "2 x A100, 1 x L40S"', "write them so")
         name = match[2] or (h.hardware[0] if h.hardware else DEVICE)
         wanted = h.hardware[:1] if h.measured is not None and not match[2] else (name,)
-        found.append(There(int(match[1]), offers(question.request.model, replace(h, hardware=wanted), work, here)))
+        offered = offers(question.request.model, replace(h, hardware=wanted), work, here)
+        found.append(There(offered.names[0], int(match[1]), offered))
     return tuple(found)
 
 

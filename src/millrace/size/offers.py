@@ -7,13 +7,15 @@ from pathlib import Path
 from millrace.errors import ConfigError, nearest
 from millrace.machine.devices import Device, find_device
 from millrace.machine.roofline import Roofline
+from millrace.size.capacity import Lengths, Replica
+from millrace.size.constants import profile
 from millrace.size.cost import WEIGHT_BYTES, Instance
 from millrace.size.hardware import Hardware, find_hardware, measured_here
 from millrace.size.lengths import Call, Work
 from millrace.size.measured import read_points
 from millrace.size.models import ModelShape, find_model
 from millrace.size.plan import analytic_points, instance_of
-from millrace.size.points import Point, Waits
+from millrace.size.points import Limits, Point, Source, Waits, best
 from millrace.size.settings import HardwareSettings
 
 DEVICE = "H100"
@@ -35,6 +37,11 @@ class Offers:
     def names(self) -> tuple[str, ...]:
         """Of devices, each once."""
         return tuple(dict.fromkeys(point.device for point in self.points))
+
+    @property
+    def computed(self) -> "Offers":
+        """Without what was simulated."""
+        return replace(self, points=tuple(p for p in self.points if p.source != Source.SIMULATED))
 
     def of(self, device: str) -> "Offers":
         """What that device does."""
@@ -95,12 +102,78 @@ def _precisions(device: Device) -> list[str]:
     return [wide, *([narrow] if narrow in device.peaks else [])] if narrow else [wide]
 
 
+class Replicas:
+    """Instances under simulation, each made once: what was simulated of it is kept for other limits."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, int, Lengths], Replica] = {}
+
+    def of(self, found: Offers, point: Point, lengths: Lengths) -> Replica:
+        key = point.device, point.precision, point.tp, lengths
+        if key not in self._known:
+            instance = found.instance(point)
+            assert instance is not None, "only what is computed is simulated"
+            self._known[key] = Replica(instance, profile(instance.device, point.precision), lengths)
+        return self._known[key]
+
+
+def simulated(found: Offers, asked: HardwareSettings, work: Work, limits: Limits, replicas: Replicas) -> Offers:
+    """And capacities within the limits, with Poisson arrivals at each instance, of what could serve most a device.
+
+    By branch and bound: no schedule of what is left out could serve more. found: of one device; it stays as it is where
+    it was measured, and where a request is several calls. raises ConfigError where nothing keeps the limits
+    """
+    if found.model is None or asked.measured is not None or len(work.calls) > 1:
+        return found
+    tried, lengths = _divided(limits, asked.factor), Lengths(round(work.n_input), round(work.n_output))
+    alike = {(p.precision, p.tp): replicas.of(found, p, lengths) for p in found.points}
+    bounded = [(replica.bound(tried) / tp, tp, replica) for (_, tp), replica in alike.items()]
+    points: list[Point] = []
+    most = 0.0
+    for bound, tp, replica in sorted(bounded, key=lambda one: -one[0]):
+        if bound > most and (point := replica.most(tried, most * tp)) is not None:
+            points.append(replace(_scaled(point, asked.factor), system=found.points[0].system))
+            most = max(most, point.rate / tp)
+    if not points:
+        alone = [replace(_scaled(replica.alone, asked.factor), system=1) for replica in alike.values()]
+        best([p for p in alone if limits.broken(p)] or found.points, limits)  # which says what comes closest
+        raise ConfigError(f"nothing keeps the limits on {found.names[0]} under load", "a request alone does",
+                          "allow more, or choose faster devices")  # fmt: skip
+    return replace(found, points=(*found.points, *points))
+
+
+def simulated_at(found: Offers, point: Point, rate: float, factor: float, replicas: Replicas) -> Point | None:
+    """That configuration at a lower rate; None where it was not simulated, or falls behind."""
+    if point.sampled is None:
+        return None
+    lengths = Lengths(round(point.input_tokens), round(point.output_tokens))
+    at = replicas.of(found, point, lengths).at(rate * factor)
+    return None if at is None else replace(_scaled(at, factor), system=point.system)
+
+
+def _divided(limits: Limits, factor: float) -> Limits:
+    def part(limit: float | None) -> float | None:
+        return None if limit is None else limit / factor
+
+    return Limits(part(limits.ttft_s), part(limits.itl_s), part(limits.e2e_s), limits.of)
+
+
 def _scaled(point: Point, factor: float) -> Point:
     """Every time is that many times as long."""
     if factor == 1:
         return point
-    mean = Waits(point.mean.ttft_s * factor, point.mean.itl_s * factor, point.mean.e2e_s * factor)
-    return replace(point, rate=point.rate / factor, mean=mean)
+
+    def longer(waits: Waits) -> Waits:
+        return Waits(waits.ttft_s * factor, waits.itl_s * factor, waits.e2e_s * factor)
+
+    sampled = point.sampled
+    if sampled is not None:
+        sampled = replace(sampled, p99=longer(sampled.p99), mean_within=longer(sampled.mean_within),
+                          p95_within=longer(sampled.p95_within))  # fmt: skip
+    return replace(
+        point, rate=point.rate / factor, mean=longer(point.mean), p95=longer(point.p95) if point.p95 else None,
+        sampled=sampled,
+    )  # fmt: skip
 
 
 def _calls(work: Work, points: Sequence[Sequence[Point]]) -> list[Point]:

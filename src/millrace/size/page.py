@@ -51,7 +51,7 @@ def throughput_plot(answer: Answer) -> Markup:
         kept = [p for p in line if not answer.plan.limits.broken(p)]
         plot.dots([p.mean.e2e_s for p in kept], [p.rate_of_system for p in kept], kind)
     chosen = answer.plan.point
-    plot.text(chosen.mean.e2e_s, chosen.rate_of_system, f"chosen: {chosen.concurrency:g} in flight")
+    plot.text(chosen.mean.e2e_s, chosen.rate_of_system, f"chosen: {chosen.concurrency:.4g} in flight")
     return plot.svg("Requests a second of a system against the time to the last token, a line for each configuration")
 
 

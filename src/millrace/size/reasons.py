@@ -1,7 +1,7 @@
 """Why so many: memory, the way from an ideal machine to what is bought, every configuration, what would change it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.errors import ConfigError
@@ -65,7 +65,15 @@ def waterfall(found: Plan, offers: Offers, work: Work, utilisation: float, spare
     instance = offers.instance(point)
     if point.source != Source.MEASURED and instance is not None and len(work.calls) == 1:
         steps = [*_physics(found, instance, work), *steps]
-    return tuple(steps)
+    return tuple(_rising(steps))
+
+
+def _rising(steps: Sequence[Step]) -> Iterator[Step]:
+    """A simulation may serve a little more than the closed form."""
+    most = 0.0
+    for step in steps:
+        most = max(most, step.systems)
+        yield replace(step, systems=most)
 
 
 def _physics(found: Plan, instance: Instance, work: Work) -> list[Step]:
@@ -114,7 +122,8 @@ def capacity_table(points: Sequence[Point], limits: Limits) -> tuple[Offer, ...]
     for point in points:
         by_name.setdefault(point.configuration, []).append(point)
     found = []
-    for name, some in by_name.items():
+    for name, alike in by_name.items():
+        some = [p for p in alike if p.source == Source.SIMULATED] or alike
         if any(not limits.broken(p) for p in some):
             found.append(Offer(name, some[0].device, best(some, limits)))
         else:
@@ -131,13 +140,14 @@ class Change:
     fractional: float | None
 
 
-def changes(again: Mapping[str, Callable[[], Plan]]) -> tuple[Change, ...]:
-    """again: by what is otherwise, the plan then"""
+def changes(again: Mapping[str, Callable[[], float]], best: Plan, utilisation: float) -> tuple[Change, ...]:
+    """again: by what is otherwise, the systems then, before utilisation, rounding and spares"""
     told = []
+    spare = best.systems - math.ceil(best.fractional / utilisation - 1e-9)
     for what, planned in again.items():
         try:
-            found = planned()
-            told.append(Change(what, found.systems, found.fractional))
+            fractional = planned()
+            told.append(Change(what, math.ceil(fractional / utilisation - 1e-9) + spare, fractional))
         except ConfigError:
             told.append(Change(what, None, None))
     return tuple(told)

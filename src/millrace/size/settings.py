@@ -98,6 +98,7 @@ class HardwareSettings(Settings):
         None, "systems that are there, '4' or '2 x A100, 1 x L40S': what they serve, or what a load needs beside them",
         metavar="N,...",
     )  # fmt: skip
+    simulate: bool = setting(True, "find what is chosen by simulation with the scheduler that serves: some seconds")
     system_size: int = setting(8, "devices of a system", low=1, high=64)
 
 

@@ -13,7 +13,7 @@ DEFINITIONS = {
     "itl": "(e2e - ttft) / (output tokens - 1)",
     "e2e": "from the request to its last token",
     "system": "a machine of system_size devices (8 where nobody says), full of instances",
-    "concurrency": "requests always in flight in an instance (closed loop)",
+    "concurrency": "requests in flight in an instance: always (closed loop), or where simulated on average",
 }
 
 
@@ -48,7 +48,8 @@ def told(answer: Answer) -> dict[str, Any]:
 
 def _alternative(one: Alternative) -> dict[str, Any]:
     return {
-        "device": one.device, "why_not": one.why_not or None, "systems": one.plan.systems if one.plan else None,
+        "device": one.device, "why_not": one.why_not.what if one.why_not else None,
+        "systems": one.plan.systems if one.plan else None,
         "fractional": one.plan.fractional if one.plan else None,
         "configuration": one.plan.point.configuration if one.plan else None,
         "cheapest_year": one.money.cheapest if one.money else None,
@@ -92,5 +93,6 @@ def told_point(point: Point) -> dict[str, Any]:
         "system_size": point.system,
         "concurrency": point.concurrency, "requests_per_s": point.rate,
         "requests_per_s_of_system": point.rate_of_system, "mean": waits(point.mean), "p95": waits(point.p95),
+        "sampled": {**asdict(point.sampled), "p99": waits(point.sampled.p99)} if point.sampled else None,
         "source": str(point.source),
     }  # fmt: skip
