@@ -117,16 +117,21 @@ def test_this_machine_as_it_was_measured(millrace: Millrace, cache: Path, monkey
 
 
 def test_benchmarks_of_ones_own(millrace: Millrace, tmp_path: Path) -> None:
-    """Held against what is computed, and written as a table that decides."""
+    """Fitted, so that what is computed is what was measured; as a stack and as a table they decide."""
     told = {"request_throughput": 8.85, "completed": 5, "total_input_tokens": 10_000, "total_output_tokens": 1000,
             "mean_ttft_ms": 489.5, "mean_tpot_ms": 11.73}  # fmt: skip
-    result, runs = tmp_path / "r.json", tmp_path / "runs.csv"
+    result, runs, stack = tmp_path / "r.json", tmp_path / "runs.csv", tmp_path / "s.json"
     result.write_text(json.dumps(told))
-    asked = ("size", "fit", result, "--model", "llama-3-8b", "--hardware", "H100", "--precision", "fp8", "-o", runs)
-    done = millrace(*asked)
-    assert "--factor" in done.out and "2000/200" in done.out and "1 rows written" in done.err
-    assert json.loads(millrace(*asked, "--json").out)["factor"] > 0
-    answer = millrace("size", "--measured", runs, *ASKED[3:], "--rate", "70", "--json")
-    assert json.loads(answer.out)["answer"]["fractional"] == pytest.approx(70 / 8 / 8.85)
-    millrace(*asked[:-2], "--tp", "9999").assert_mistake("9999")
+    asked = ("size", "fit", result, "--model", "llama-3-8b", "--hardware", "H100", "--precision", "fp8")
+    done = millrace(*asked, "-o", stack, "--table", runs)
+    assert "2000/200" in done.out and "factors" in done.out and done.err.count("written to") == 2
+    found = json.loads(millrace(*asked, "--json").out)
+    assert found["after"]["rate"]["mape"] < 0.03 < found["before"]["rate"]["mape"]
+    (row,) = found["results"]
+    assert row["requests_per_s"] == 8.85 == pytest.approx(row["computed_requests_per_s"], rel=0.03)
+    answer = json.loads(millrace("size", "--measured", runs, *ASKED[3:], "--rate", "70", "--json").out)
+    assert answer["answer"]["fractional"] == pytest.approx(70 / 8 / 8.85)
+    own = json.loads(millrace(*ASKED, "--rate", "70", "--stack", stack, "--json").out)
+    assert "refitted to 1 runs" in own["answer"]["provenance"]
+    millrace(*asked[:-2], "--precision", "fp4").assert_mistake("does not multiply fp4")
     millrace(*asked[:2], tmp_path / "none", *asked[3:]).assert_mistake("cannot be read")

@@ -1,5 +1,6 @@
-"""`millrace size fit`: benchmarks of one's own beside what is computed for them, and the factor between them."""
+"""`millrace size fit`: benchmarks of one's own server, and what serving adds to steps, fitted to them by simulation."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,16 +10,20 @@ from millrace.cli.options import json_option
 from millrace.cli.screen import heading, note, pairs, print_json, table
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
+from millrace.size.cost import Instance
+from millrace.size.fit import Residual
+from millrace.size.measured import write_points
 from millrace.size.models import find_model
 from millrace.size.plan import instance_of
-from millrace.size.points import Point
-from millrace.size.results import Compared, Fitted, compared, fitted, read_result, write_table
-from millrace.size.told import told_point
+from millrace.size.points import Point, Source, Waits
+from millrace.size.refit import Refit, Result, read_results, refit
+from millrace.size.stackfile import OwnStack, write_stack
 
-_MOST_RESULTS = 1000
 EPILOG = """\b
 Examples:
-  millrace size fit results/c*/ --model llama-3-8b --hardware H100 --precision fp8 -o runs.csv
+  millrace size fit results/c*/ --model llama-3-8b --hardware H100 --precision fp8 -o ours.json
+  millrace size --stack ours.json --model llama-3-8b --isl 2000 --osl 200 --rate 70 --ttft-ms 500
+  millrace size fit results/c*/ --model llama-3-8b --hardware H100 --precision fp8 --table runs.csv
   millrace size --measured runs.csv --isl 2000 --osl 200 --rate 70 --ttft-ms 500"""
 
 
@@ -28,56 +33,84 @@ Examples:
 @click.option("--hardware", required=True, metavar="NAME", help="The device that it ran on.")
 @click.option("--precision", required=True, metavar="NAME", help="Of weights and products: fp16, bf16, fp8, ...")
 @click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Devices of the instance.")
-@click.option("-o", "--output", type=Path, metavar="FILE", help="Write them there as a table for --measured.")
+@click.option("-o", "--output", type=Path, metavar="FILE", help="Write the fitted stack there, for --stack.")
+@click.option("--table", "runs", type=Path, metavar="FILE", help="Write the results there as they are, for --measured.")
 @json_option
 def command(
-    results: tuple[Path, ...], model: str, hardware: str, precision: str, tp: int, output: Path | None, as_json: bool
+    results: tuple[Path, ...], model: str, hardware: str, precision: str, tp: int, output: Path | None,
+    runs: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Hold benchmarks of your own against what is computed.
+    """Fit what serving adds to steps to benchmarks of your own.
 
     RESULTS are folders of `millrace bench -o`, or JSON of GenAI-Perf, AIPerf or `vllm bench serve`: one instance, one
-    load each. What no such device can do is refused. The factor goes to `millrace size --factor`.
+    load each, best with several numbers of requests in flight. What no such device can do is refused. Each is
+    simulated with the fitted stack, and stands beside what was measured.
     """
-    if len(results) > _MOST_RESULTS:
-        raise ConfigError(f"{len(results)} results", f"at most {_MOST_RESULTS}", "give fewer")
     device = find_device(hardware)
     device.peak(precision)
     instance = instance_of(find_model(model), device, precision, tp)
-    rows = [compared(str(path), read_result(path, instance), instance) for path in results]
-    found = fitted(rows, instance)
-    if output is not None:
-        _write(output, [row.measured for row in rows])
+    read = read_results(results)
+    found = refit(read, instance)
+    own = OwnStack(device.name, precision, found.stack, found.after.rate.mape)
     if as_json:
-        each = [{"name": r.name, "measured": told_point(r.measured), "computed": told_point(r.computed)} for r in rows]
-        print_json({"results": each, **asdict(found)})
+        print_json({"stack": asdict(own), "before": asdict(found.before), "after": asdict(found.after),
+                    "results": [_row(one, number, found) for number, one in enumerate(read)]})  # fmt: skip
     else:
-        _show(rows, found)
-    if output is not None:
-        note(f"  {len(rows)} rows written to {output}")
+        _show(read, found)
+    _write(output, lambda file: write_stack(file, own))
+    _write(runs, lambda file: write_points(file, [_point(one, instance) for one in read]))
 
 
-def _write(file: Path, points: list[Point]) -> None:
+def _write(file: Path | None, write: Callable[[Path], None]) -> None:
+    if file is None:
+        return
     try:
-        write_table(file, points)
+        write(file)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}", "a file that can be", "name another") from None
+    note(f"  written to {file}")
 
 
-def _show(rows: list[Compared], found: Fitted) -> None:
-    heading(f"{len(rows)} results beside what is computed ({found.provenance})")
-    table(
-        ["result", "in/out", "in flight", "requests/s", "computed", "TTFT, ms", "computed", "ITL, ms", "computed"],
-        [
-            [r.name, f"{r.measured.input_tokens:g}/{r.measured.output_tokens:g}", f"{r.measured.concurrency:.1f}",
-             f"{r.measured.rate:.4g}", f"{r.computed.rate:.4g}", *_ms(r.measured.mean.ttft_s, r.computed.mean.ttft_s),
-             *_ms(r.measured.mean.itl_s, r.computed.mean.itl_s)] for r in rows
-        ],
-    )  # fmt: skip
+def _row(one: Result, number: int, found: Refit) -> dict[str, float | str]:
+    computed = found.runs[number].point
+    return {
+        "source": one.source, "requests_per_s": one.rate, "computed_requests_per_s": computed.rate,
+        "ttft_ms": one.ttft_s * 1e3, "computed_ttft_ms": computed.mean.ttft_s * 1e3, "itl_ms": one.itl_s * 1e3,
+        "computed_itl_ms": computed.mean.itl_s * 1e3,
+    }  # fmt: skip
+
+
+def _show(read: list[Result], found: Refit) -> None:
+    heading(f"{len(read)} results beside a simulation of them, with {found.stack.name}")
+    rows = []
+    for one, replayed in zip(read, found.runs, strict=True):
+        p = replayed.point
+        rows.append([
+            one.source, f"{one.n_input:.0f}/{one.n_output:.0f}", f"{one.concurrency:.1f}", f"{one.rate:.4g}",
+            f"{p.rate:.4g}", *_ms(one.ttft_s, p.mean.ttft_s), *_ms(one.itl_s, p.mean.itl_s),
+        ])  # fmt: skip
+    table(["", "in/out", "in flight", "requests/s", "computed", "TTFT, ms", "computed", "ITL, ms", "computed"], rows)
+    s = found.stack
     pairs([
-        ("factor", f"{found.factor:.3f}: millrace size --factor {found.factor:.3f}"),
-        ("error", f"{found.before:.0%} of requests/s on average as it is, {found.after:.0%} with the factor"),
+        ("factors", f"prompts {s.prefill:.3f}, decode steps {s.decode:.3f}, keys and values {s.cache:.3f}, host "
+                    f"{s.host_s * 1e6:.1f} us a sequence and step"),
+        ("before", _errors(found.before.rate, found.before.ttft, found.before.itl)),
+        ("after", _errors(found.after.rate, found.after.ttft, found.after.itl)),
     ])  # fmt: skip
+
+
+def _errors(rate: Residual, ttft: Residual, itl: Residual) -> str:
+    return f"mean errors of requests/s {rate.mape:.1%}, TTFT {ttft.mape:.1%}, ITL {itl.mape:.1%}"
 
 
 def _ms(measured: float, computed: float) -> tuple[str, str]:
     return f"{measured * 1e3:,.1f}", f"{computed * 1e3:,.1f}"
+
+
+def _point(one: Result, instance: Instance) -> Point:
+    p95 = None if one.p95 is None else Waits(*one.p95)
+    return Point(
+        model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
+        input_tokens=round(one.n_input), output_tokens=round(one.n_output), concurrency=one.concurrency, rate=one.rate,
+        mean=Waits(one.ttft_s, one.itl_s, one.e2e_s), p95=p95, source=Source.MEASURED,
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from millrace.errors import ConfigError, nearest
@@ -14,9 +15,11 @@ from millrace.size.hardware import Hardware, find_hardware, measured_here
 from millrace.size.lengths import Call, Work
 from millrace.size.measured import read_points
 from millrace.size.models import ModelShape, find_model
-from millrace.size.plan import analytic_points, instance_of
+from millrace.size.plan import TPS, instance_of
 from millrace.size.points import Limits, Point, Source, Waits, best
+from millrace.size.served import CONCURRENCIES, served
 from millrace.size.settings import HardwareSettings
+from millrace.size.stackfile import OwnStack, read_stack
 
 DEVICE = "H100"
 
@@ -25,13 +28,14 @@ DEVICE = "H100"
 class Offers:
     """points: of a request, all its calls together; model: None where it is only measured
 
-    left_out: rows of a measured table that were not in a steady state
+    left_out: rows of a measured table that were not in a steady state; own: a stack that was fitted to a user's runs
     """
 
     points: tuple[Point, ...]
     model: ModelShape | None
     hardware: tuple[Hardware, ...]
     left_out: int = 0
+    own: OwnStack | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,22 +74,27 @@ def offers(
     work.check(shape)
     named = [find_hardware(name, asked.system_size, here) for name in asked.hardware or (DEVICE,)]
     hardware = tuple({one.device.name: one for one in named}.values())
+    own = None if asked.stack is None else read_stack(Path(asked.stack))
+    if own is not None and own.device not in [one.device.name for one in hardware]:
+        raise ConfigError(f"{asked.stack} is of {own.device}", " or ".join(one.device.name for one in hardware),
+                          f"name that hardware, or fit a stack of it: --hardware {own.device!r}")  # fmt: skip
     points: list[Point] = []
     why: ConfigError | None = None
     for one in hardware:
         try:
-            points += _computed(shape, one, asked, work)
+            points += _computed(shape, one, asked, work, own)
         except ConfigError as error:
             why = why or error
     if not points:
         assert why is not None, "there is some hardware"
         raise why
-    return Offers(tuple(points), shape, hardware)
+    return Offers(tuple(points), shape, hardware, own=own)
 
 
-def _computed(shape: ModelShape, one: Hardware, asked: HardwareSettings, work: Work) -> list[Point]:
-    precisions = asked.precision or _precisions(one.device)
-    found = _calls(work, [analytic_points(shape, [one.device], precisions, call.lengths) for call in work.calls])
+def _computed(
+    shape: ModelShape, one: Hardware, asked: HardwareSettings, work: Work, own: OwnStack | None
+) -> list[Point]:  # fmt: skip
+    found = _calls(work, [_alone(shape, one.device, asked, call, own) for call in work.calls])
     kept = [p for p in found if p.tp <= min(one.most_tp, one.system) and asked.tp in (None, p.tp)]
     if not kept:
         tp = f"TP{asked.tp}" if asked.tp else f"at most {min(one.most_tp, one.system)}"
@@ -93,6 +102,25 @@ def _computed(shape: ModelShape, one: Hardware, asked: HardwareSettings, work: W
                           "TP " + ", ".join(map(str, sorted({p.tp for p in found}))),
                           "take larger devices, or fewer bits; leave --tp out")  # fmt: skip
     return [replace(_scaled(point, asked.factor), system=one.system) for point in kept]
+
+
+def _alone(
+    shape: ModelShape, device: Device, asked: HardwareSettings, call: Call, own: OwnStack | None
+) -> list[Point]:  # fmt: skip
+    """Of a call by itself, in closed form. raises ConfigError where nothing fits"""
+    found: list[Point] = []
+    why: ConfigError | None = None
+    for precision, tp in product(asked.precision or _precisions(device), TPS):
+        stack = own.of(device.name, precision) if own else None
+        try:
+            instance, known = instance_of(shape, device, precision, tp), profile(device, precision)
+            found += [served(instance, known, call.lengths, n, stack) for n in CONCURRENCIES]
+        except ConfigError as error:
+            why = error
+    if not found:
+        assert why is not None, "there is a precision"
+        raise why
+    return found
 
 
 def _precisions(device: Device) -> list[str]:
@@ -113,7 +141,8 @@ class Replicas:
         if key not in self._known:
             instance = found.instance(point)
             assert instance is not None, "only what is computed is simulated"
-            self._known[key] = Replica(instance, profile(instance.device, point.precision), lengths)
+            stack = found.own.of(point.device, point.precision) if found.own else None
+            self._known[key] = Replica(instance, profile(instance.device, point.precision), lengths, stack)
         return self._known[key]
 
 
@@ -206,6 +235,8 @@ def _together(calls: Sequence[Point]) -> Point:
 
 
 def _measured(model: str | None, asked: HardwareSettings, work: Work) -> Offers:
+    if asked.stack is not None:
+        raise ConfigError("--stack with measurements", "one of them", "leave one out")
     if asked.factor != 1:
         raise ConfigError("--factor with measurements", "one of them", "leave --factor out: measured is measured")
     assert asked.measured is not None

@@ -28,7 +28,10 @@ _EXPECTED = "summary.json of millrace bench -o, or the JSON of GenAI-Perf, AIPer
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A run of some load generator: means, in tokens, requests/s and seconds. source: which tool, and the file"""
+    """A run of some load generator: means, in tokens, requests/s and seconds. source: which tool, and the file
+
+    p95: of TTFT, ITL and E2E in seconds, where all are told
+    """
 
     n_input: float
     n_output: float
@@ -36,6 +39,7 @@ class Result:
     ttft_s: float
     e2e_s: float
     source: str
+    p95: tuple[float, float, float] | None = None
 
     @property
     def itl_s(self) -> float:
@@ -151,7 +155,16 @@ def _ours(told: Mapping[str, Any], path: Path) -> Result:
     names = ("input_sequence_length", "output_sequence_length", "time_to_first_token", "request_latency")
     n_in, n_out, ttft_ms, e2e_ms = (_number(told, path, "metrics", name, "mean") for name in names)
     rate = _number(told, path, "requests_per_s", "value")
-    return _checked(Result(n_in, n_out, rate, ttft_ms / 1e3, e2e_ms / 1e3, f"millrace bench, {path}"))
+    p95 = _p95(told["metrics"], path, 1e-3)
+    return _checked(Result(n_in, n_out, rate, ttft_ms / 1e3, e2e_ms / 1e3, f"millrace bench, {path}", p95))
+
+
+def _p95(metrics: Mapping[str, Any], path: Path, unit: float) -> tuple[float, float, float] | None:
+    names = ("time_to_first_token", "inter_token_latency", "request_latency")
+    if not all(isinstance(one := metrics.get(name), dict) and "p95" in one for name in names):
+        return None
+    ttft, itl, e2e = (_number(metrics, path, name, "p95") * unit for name in names)
+    return ttft, itl, e2e
 
 
 def _theirs(told: Mapping[str, Any], path: Path, tool: str) -> Result:
@@ -159,8 +172,11 @@ def _theirs(told: Mapping[str, Any], path: Path, tool: str) -> Result:
     n_in, n_out, ttft, e2e = (_number(told, path, name, "avg") for name in names)
     ttft_s, e2e_s = ttft * _unit(told, path, names[2]), e2e * _unit(told, path, names[3])
     return _checked(
-        Result(n_in, n_out, _number(told, path, "request_throughput", "avg"), ttft_s, e2e_s, f"{tool}, {path}")
-    )
+        Result(
+            n_in, n_out, _number(told, path, "request_throughput", "avg"), ttft_s, e2e_s, f"{tool}, {path}",
+            _p95(told, path, _unit(told, path, names[2])),
+        )
+    )  # fmt: skip
 
 
 def _unit(told: Mapping[str, Any], path: Path, name: str) -> float:
