@@ -12,10 +12,13 @@ from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
 from millrace.size.capacity import Lengths
 from millrace.size.constants import profile
+from millrace.size.measured import read_points
 from millrace.size.models import PRESETS
 from millrace.size.plan import instance_of
-from millrace.size.refit import Result, read_result, read_results, refit
+from millrace.size.points import Waits
+from millrace.size.refit import Result, check_points, read_result, read_results, refit
 from millrace.size.stackfit import Run, replay
+from tests.size.tables import SIZING, needs_tables
 
 H100 = find_device("H100")
 EIGHT = instance_of(PRESETS["llama-3-8b"], H100, "fp8", 1)
@@ -99,6 +102,23 @@ def test_published_runs_that_no_such_hardware_can_do(
 def test_more_prompts_than_arithmetic_allows() -> None:
     with pytest.raises(ConfigError, match=r"times all arithmetic \(MFU\)"):
         refit([Result(8000, 10, 40.0, 0.2, 1.0, "a")], EIGHT)
+
+
+@needs_tables
+def test_figures_of_a_server_are_none_of_an_instance() -> None:
+    """All published runs are possible; with the rate and speed of 8 GPUs on one, or of another model, none is."""
+    points, _ = read_points(SIZING / "nim_dli_concurrency.csv")
+    for name, size in (("llama-3-8b", "8b"), ("llama-3-70b", "70b")):
+        ours = [p for p in points if size in p.model]
+        check_points(ours, PRESETS[name])
+        for point in ours:
+            waits = Waits(point.mean.ttft_s / 8, point.mean.itl_s / 8, point.mean.e2e_s / 8)
+            if point.concurrency == 1 and point.tp == 1:
+                with pytest.raises(ConfigError, match=r"of one instance, not of the server"):
+                    check_points([replace(point, rate=point.rate * 8, mean=waits)], PRESETS[name])
+    large = [p for p in points if "8b" in p.model and p.concurrency == 1 and p.tp == 1]
+    with pytest.raises(ConfigError, match="for llama-3-70b"):
+        check_points(large, PRESETS["llama-3-70b"])
 
 
 @pytest.mark.parametrize("told, said", [

@@ -13,9 +13,13 @@ from typing import Any
 import numpy as np
 
 from millrace.errors import ConfigError, plain
+from millrace.machine.devices import find_device
 from millrace.size.capacity import Lengths
 from millrace.size.constants import profile
 from millrace.size.cost import Instance, decode_terms, prefill_terms
+from millrace.size.models import ModelShape
+from millrace.size.plan import instance_of
+from millrace.size.points import Point
 from millrace.size.stack import Stack
 from millrace.size.stackfit import Held, Replayed, Run, fit_stack, judged, replay
 
@@ -111,8 +115,21 @@ def check_possible(result: Result, instance: Instance) -> None:
             raise ConfigError(
                 f"{result.source}: {share:.2f} times all {of} of {instance.tp} x {instance.device.name} for "
                 f"{instance.model.name} in {instance.precision}",
-                "at most 1", "name the devices, model and precision that it ran on, or leave the run out",
+                "at most 1",
+                "name what it ran on (devices of one instance, not of the server; model; precision), or leave it out",
             )  # fmt: skip
+
+
+def check_points(points: Sequence[Point], model: ModelShape) -> None:
+    """raises ConfigError where an instance was measured to do more than its devices can, as figures of a whole server
+    or of another model would have it
+    """
+    for point in points:
+        waits = point.mean
+        where = f"{point.configuration} with {point.concurrency:g} in flight"
+        one = Result(point.input_tokens, point.output_tokens, point.rate, waits.ttft_s, waits.e2e_s, where)
+        precision = "fp16" if point.precision == "bf16" else point.precision
+        check_possible(one, instance_of(model, find_device(point.device), precision, point.tp))
 
 
 def read_results(paths: Sequence[Path]) -> list[Result]:
