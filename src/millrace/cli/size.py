@@ -81,7 +81,10 @@ def command(
             raise ConfigError("nothing is asked", "answers as flags or in a file; in a terminal they are asked for",
                               "`millrace size --help` has examples")  # fmt: skip
         asked = [ask()]
-    found = [answered(Question.of(one), here=partial(_here, ctx.obj)) for one in asked]
+    questions = [Question.of(one) for one in asked]
+    if any(one.hardware.simulate and one.hardware.measured is None for one in questions):
+        note("Simulating: some seconds (--no-simulate takes none) ...")
+    found = [answered(one, here=partial(_here, ctx.obj)) for one in questions]
     together = shared(found) if len(found) > 1 else None
     if as_json:
         print_json(

@@ -24,7 +24,8 @@ def show(answer: Answer) -> None:
                       f"{plan.point.concurrency:.4g} requests in flight in each"),
         ("a system serves", f"{plan.point.rate_of_system:.4g} requests/s, of {plan.rate:.4g}"),
         ("what binds", plan.binding),
-        ("figures", f"{plan.provenance}; {plan.low} to {plan.high} systems at +-{plan.error:.0%}"),
+        ("figures", f"{plan.low} to {plan.high} systems, as they may be {plan.error:.0%} off"),
+        ("from", plan.provenance),
     ])  # fmt: skip
     for one in answer.there:
         click.echo(
@@ -170,8 +171,6 @@ def _changes(answer: Answer) -> None:
         kept = change.fractional is not None
         rows.append([change.what, str(change.systems) if kept else "-", f"{change.fractional:.2f}" if kept else "-"])
     table(["", "systems", "by the figures"], rows)
-    if answer.plan.point.sampled:
-        click.echo("  limits by simulation; lengths, software and precision by as much as in closed form")
     if any(change.systems is None for change in answer.changes):
         click.echo("  -: nothing keeps the limits then")
 

@@ -201,6 +201,8 @@ class _Costs:
         notes = [*made.notes, *self.prices.old(rents, self.today)]
         if load is not None and load.average is None:
             notes.insert(0, "only the peak is known: costs are those of a load that is always so high")
+        if h.spare:
+            notes.append("systems to spare are counted where all are bought, and nowhere else")
         return replace(made, notes=tuple(notes))
 
 
@@ -256,31 +258,30 @@ def _otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Callable[[], 
 
 
 def _computed_otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Callable[[], float]]:
-    """Where points are computed: other lengths, other precisions, software that is as fast again.
+    """Where points are computed: other lengths and faster software on the same configuration, 16 bits on any."""
+    h = case.question.hardware
 
-    All in closed form, and what is simulated changes by as much.
-    """
-    try:
-        computed = case.plan(found.computed).fractional
-    except ConfigError:  # whose waits are estimates: nothing to compare with
-        return {}
-    device, h = found.names[0], case.question.hardware
+    def again(other: Case) -> Callable[[], float]:
+        def fractional() -> float:
+            offered = other.offers()
+            alike = tuple(p for p in offered.points if p.configuration == best.point.configuration)
+            return other.plan(other.simulated(replace(offered, points=alike))).fractional
 
-    def beside(plan: Callable[[], Plan]) -> Callable[[], float]:
-        return lambda: best.fractional * plan().fractional / computed
+        return fractional
 
     def lengths(n_input: float, n_output: float) -> Callable[[], float]:
         calls = tuple(replace(c, n_input=max(1, c.n_input * n_input), n_output=max(1, c.n_output * n_output))
                       for c in case.work.calls)  # fmt: skip
-        other = replace(case, work=replace(case.work, calls=calls))
-        return beside(lambda: other.plan(other.offers().of(device)))
+        return again(replace(case, work=replace(case.work, calls=calls)))
 
-    again = {"prompts half as long": lengths(0.5, 1), "answers half as long": lengths(1, 0.5)}
-    faster = h.factor * 0.75
-    again["software that takes 0.75 of the time"] = beside(lambda: case.plan(case.offers(factor=faster).of(device)))
+    faster = replace(case.question, hardware=replace(h, factor=h.factor * 0.75))
+    told = {
+        "prompts half as long": lengths(0.5, 1), "answers half as long": lengths(1, 0.5),
+        "software that takes 0.75 of the time": again(replace(case, question=faster)),
+    }  # fmt: skip
     if not h.precision:
-        again["16 bits alone"] = beside(lambda: case.plan(_wide(found.computed)))
-    return again
+        told["16 bits alone"] = lambda: case.plan(case.simulated(_wide(found.computed))).fractional
+    return told
 
 
 def _wide(found: Offers) -> Offers:

@@ -151,6 +151,12 @@ class Replica:
         return self._known[share]
 
     @property
+    def tried(self) -> tuple[Point, ...]:
+        """All rates at which it keeps up, among those that a search has tried."""
+        known = [point for point in self._known.values() if point is not None]
+        return tuple(sorted(known, key=lambda point: point.rate))
+
+    @property
     def alone(self) -> Point:
         """One request at a time."""
         return self.closed(1)

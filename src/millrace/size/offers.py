@@ -158,17 +158,19 @@ def simulated(found: Offers, asked: HardwareSettings, work: Work, limits: Limits
     alike = {(p.precision, p.tp): replicas.of(found, p, lengths) for p in found.points}
     bounded = [(replica.bound(tried) / tp, tp, replica) for (_, tp), replica in alike.items()]
     points: list[Point] = []
+    beside: list[Point] = []  # other rates of the same, for drawings
     most = 0.0
     for bound, tp, replica in sorted(bounded, key=lambda one: -one[0]):
         if bound > most and (point := replica.most(tried, most * tp)) is not None:
             points.append(replace(_scaled(point, asked.factor), system=found.points[0].system))
+            beside += [replace(_scaled(p, asked.factor), system=found.points[0].system) for p in replica.tried]
             most = max(most, point.rate / tp)
     if not points:
         alone = [replace(_scaled(replica.alone, asked.factor), system=1) for replica in alike.values()]
         best([p for p in alone if limits.broken(p)] or found.points, limits)  # which says what comes closest
         raise ConfigError(f"nothing keeps the limits on {found.names[0]} under load", "a request alone does",
                           "allow more, or choose faster devices")  # fmt: skip
-    return replace(found, points=(*found.points, *points))
+    return replace(found, points=(*found.points, *points, *beside))
 
 
 def simulated_at(found: Offers, point: Point, rate: float, factor: float, replicas: Replicas) -> Point | None:

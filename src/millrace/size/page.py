@@ -40,8 +40,8 @@ def best_configurations(answer: Answer) -> list[str]:
 
 def throughput_plot(answer: Answer) -> Markup:
     """Requests/s of a system against the time to the last token; a dot where limits are kept."""
-    lines = _by_configuration(answer.offers.points, best_configurations(answer))
-    everything = [point for line in lines for point in line]
+    lines = _by_configuration(answer.offers.computed.points, best_configurations(answer))
+    everything = [*(point for line in lines for point in line), answer.plan.point]
     plot = Plot(
         Axis.over("s to the last token, mean", [p.mean.e2e_s for p in everything]),
         Axis.over("requests/s of a system", [p.rate_of_system for p in everything]),
@@ -51,13 +51,14 @@ def throughput_plot(answer: Answer) -> Markup:
         kept = [p for p in line if not answer.plan.limits.broken(p)]
         plot.dots([p.mean.e2e_s for p in kept], [p.rate_of_system for p in kept], kind)
     chosen = answer.plan.point
+    plot.dots([chosen.mean.e2e_s], [chosen.rate_of_system], 0)
     plot.text(chosen.mean.e2e_s, chosen.rate_of_system, f"chosen: {chosen.concurrency:.4g} in flight")
     return plot.svg("Requests a second of a system against the time to the last token, a line for each configuration")
 
 
 def ttft_plot(points: Sequence[Point], chosen: Point, limits: Limits) -> Markup:
     """Of the chosen configuration: the mean, the p95 where it is known, and the limit."""
-    (line,) = _by_configuration(points, [chosen.configuration])
+    (line,) = _by_configuration([p for p in points if p.source == chosen.source], [chosen.configuration])
     ms = [p.mean.ttft_s * 1e3 for p in line]
     high = [p.p95.ttft_s * 1e3 for p in line if p.p95 is not None]
     limit = [] if limits.ttft_s is None else [limits.ttft_s * 1e3]
@@ -145,7 +146,5 @@ def costs_plot(answer: Answer) -> Markup | None:
 
 
 def _by_configuration(points: Sequence[Point], names: Sequence[str]) -> list[list[Point]]:
-    """Each in the order of its concurrency."""
-    return [
-        sorted((p for p in points if p.configuration == name), key=lambda point: point.concurrency) for name in names
-    ]
+    """Each in the order of its rates."""
+    return [sorted((p for p in points if p.configuration == name), key=lambda point: point.rate) for name in names]

@@ -55,9 +55,11 @@ def waterfall(found: Plan, offers: Offers, work: Work, utilisation: float, spare
     alike = [p for p in offers.points if p.device == point.device]
     unlimited = found.rate / throughput_optimal(alike).rate_of_system
     planned = found.fractional / utilisation
+    kept = "limits are kept" if found.limits != Limits(of=found.limits.of) else "no limit"
+    kept += ", with arrivals as they come" if point.sampled else ""
     steps = [
         Step(unlimited, "most requests/s that any configuration serves, whatever users wait"),
-        Step(found.fractional, "limits are kept" if found.limits != Limits(of=found.limits.of) else "no limit"),
+        Step(found.fractional, kept),
         Step(planned, f"planned with {utilisation:.0%} of that"),
         Step(math.ceil(planned - 1e-9), "whole systems"),
         Step(found.systems, f"{spare} to spare" if spare else "none to spare"),
