@@ -15,6 +15,7 @@ from millrace.size.answer import Answer
 from millrace.size.demand import demand
 from millrace.size.page import arrivals_plot, hours_plot, size_page, ttft_plot, why_plot
 from millrace.size.settings import LoadSettings
+from millrace.size.told import headline
 
 COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500, "simulate": False}
 
@@ -37,7 +38,7 @@ def test_a_page_has_every_part_and_needs_nothing(day: Answer) -> None:
     for said in (
         "Throughput against latency", "Time to the first token against load", "Arrivals", "Why ", "Costs",
         "Hours of a day", "What would change it", "latency-optimal", "throughput-optimal", day.plan.provenance,
-        f"{day.plan.systems} systems of 8 x H100 SXM", "95 % stay within", *(step.why for step in day.why),
+        headline(day), "95 % stay within", *(step.why for step in day.why),
     ):  # fmt: skip
         assert said in text, said
     assert not re.search(r'(src|href)="', page) and "<script" not in page and page.count('<svg viewBox="0 0 1080') == 6
@@ -97,3 +98,16 @@ def test_the_limit_is_drawn_where_it_is(day: Answer) -> None:
                   if p.configuration == day.plan.point.configuration)  # fmt: skip
     below = [height > ys.copy().pop() for height in drawn]  # further down is less
     assert below == [seconds < 0.5 for _, seconds in ttft] and len(set(below)) == 2
+
+
+def test_the_other_way_round_there_is_nothing_to_buy() -> None:
+    """What some systems serve: no waterfall, and the band is of requests."""
+    given = plan(**COMMON, systems="2 x H100")
+    rate, error = given.follows.rate, given.plan.error
+    assert headline(given) == (
+        f"2 systems of 8 x H100 SXM serve {rate:.4g} requests/s ({rate * (1 - error):.4g} to {rate * (1 + error):.4g}) "
+        "of llama-3-8b"
+    )
+    page = size_page(given)
+    assert "Why so many systems" not in page and headline(given) in unescape(page)
+    assert headline(plan(**COMMON, systems="2 x H100", rate=1)).startswith("Nothing is to be bought")

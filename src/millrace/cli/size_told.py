@@ -11,20 +11,23 @@ from millrace.size.answer import Answer
 from millrace.size.fleet import Shared
 from millrace.size.plan import Plan
 from millrace.size.points import Point
+from millrace.size.told import headline
 
 _MOST_ROWS = 12
 
 
 def show(answer: Answer) -> None:
     plan, h = answer.plan, answer.question.hardware
-    heading(title(answer))
+    heading(headline(answer))
+    systems = f"{plan.fractional:.2f} by the figures, {plan.systems} to buy; " if answer.demand else ""
     pairs([
-        ("systems", f"{plan.fractional:.2f} by the figures, {plan.systems} to buy; {_bought(h.utilisation, h.spare)}"),
+        ("systems", systems + _bought(h.utilisation, h.spare)),
         ("instances", f"{answer.instances} of TP{plan.point.tp} in {plan.point.precision}, "
                       f"{plan.point.concurrency:.4g} requests in flight in each"),
         ("a system serves", f"{plan.point.rate_of_system:.4g} requests/s, of {plan.rate:.4g}"),
         ("what binds", plan.binding),
-        ("figures", f"{plan.low} to {plan.high} systems, as they may be {plan.error:.0%} off"),
+        ("figures", f"{f'{plan.low} to {plan.high} systems, as they' if answer.demand else 'they'} may be "
+                    f"{plan.error:.0%} off"),
         ("from", plan.provenance),
     ])  # fmt: skip
     for one in answer.there:
@@ -45,16 +48,6 @@ def show(answer: Answer) -> None:
     _follows(answer)
     show_devices(answer)
     show_money(answer)
-
-
-def title(answer: Answer) -> str:
-    plan = answer.plan
-    if not plan.systems:
-        return "Nothing is to be bought: the systems that are there serve the load"
-    n = f"{plan.systems} system" + ("" if plan.systems == 1 else "s")
-    between = f" ({plan.low} to {plan.high})" if plan.low != plan.high else ""
-    what = answer.question.request.model or plan.point.model
-    return f"{n}{between} of {plan.point.system} x {plan.point.device}, for {plan.rate:.4g} requests/s of {what}"
 
 
 def _part(name: str, more: str = "") -> None:
@@ -104,8 +97,12 @@ def _points(answer: Answer) -> None:
         [[name, *_point(point), f"{plan.rate / point.rate_of_system:.2f}", point.source] for name, point in rows],
     )
     if other is not None:
-        click.echo(f"  limits on the {other.limits.of}: {other.systems} systems to buy, {plan.systems} with limits on "
-                   f"the {plan.limits.of}")  # fmt: skip
+        needed = (
+            f"{other.systems} systems, {plan.systems}"
+            if answer.demand
+            else f"{other.rate:.4g} requests/s, {plan.rate:.4g}"
+        )
+        click.echo(f"  limits on the {other.limits.of}: {needed} with limits on the {plan.limits.of}")
     else:
         of = "p95" if plan.limits.of == "mean" else "mean"
         click.echo(f"  no answer with limits on the {of}: {answer.why_no_other}")
@@ -135,6 +132,8 @@ def _memory(answer: Answer) -> None:
 
 
 def _why(answer: Answer) -> None:
+    if answer.demand is None:
+        return
     _part(f"Why {answer.plan.systems}")
     before, rows = 0.0, []
     for step in answer.why:

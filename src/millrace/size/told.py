@@ -17,6 +17,28 @@ DEFINITIONS = {
 }
 
 
+def headline(answer: Answer) -> str:
+    """The answer in a line."""
+    plan = answer.plan
+    model = answer.question.request.model or plan.point.model
+    if answer.demand is None:
+        rate = answer.follows.rate
+        low, high = (f"{rate * (1 + error):.4g}" for error in (-plan.error, plan.error))
+        there = [(one.systems, one.device) for one in answer.there] or [(plan.systems, plan.point.device)]
+        named = " and ".join(_systems(n, plan.point.system, device) for n, device in there)
+        serve = "serves" if [n for n, _ in there] == [1] else "serve"
+        return f"{named} {serve} {rate:.4g} requests/s ({low} to {high}) of {model}"
+    if not plan.systems:
+        return "Nothing is to be bought: the systems that are there serve the load"
+    between = f" ({plan.low} to {plan.high})" if plan.low != plan.high else ""
+    needed = _systems(plan.systems, plan.point.system, plan.point.device, between)
+    return f"{needed}, for {plan.rate:.4g} requests/s of {model}"
+
+
+def _systems(n: int, size: int, device: str, between: str = "") -> str:
+    return f"{n} system{'' if n == 1 else 's'}{between} of {size} x {device}"
+
+
 def told(answer: Answer) -> dict[str, Any]:
     """JSON-able."""
     plan = answer.plan
