@@ -24,12 +24,12 @@ POINT = Point(
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer requests a point: what must hold holds with any number."""
-    monkeypatch.setattr(capacity, "_LEAST", 150)
+    monkeypatch.setattr(capacity, "_LEAST", 100)
 
 
 def test_a_waterfall_only_rises_to_what_is_bought() -> None:
     fleet, limits = Fleet(utilisation=0.8, spare=1), Limits(ttft_s=0.05, itl_s=0.008)
-    points = simulated_points(EIGHT.model, [H100], ["fp8"], Lengths(300, 20), limits)
+    points = simulated_points(EIGHT.model, [H100], ["fp8"], Lengths(300, 20), limits)[-1:]
     found = plan(3000, points, limits, fleet, EIGHT)
     steps = waterfall(found, replace(EIGHT, tp=found.point.tp), fleet)
     systems = [step.systems for step in steps]

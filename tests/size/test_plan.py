@@ -127,7 +127,7 @@ def test_analytic_plans_say_how_surely_and_why() -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer requests a point: what must hold of plans holds with any number."""
-    monkeypatch.setattr(capacity, "_LEAST", 150)
+    monkeypatch.setattr(capacity, "_LEAST", 100)
 
 
 SMALL = replace(profile(H100, "fp8").stack, sequences=16)
@@ -138,7 +138,7 @@ SHORT = Lengths(300, 20)
 def test_the_best_is_found_among_all() -> None:
     """What branch and bound leaves out serves no more: beside a search of every device, precision and TP."""
     model, devices = PRESETS["llama-3-8b"], [H100, find_device("L40S")]
-    for limits in (Limits(), Limits(ttft_s=0.02, itl_s=0.01, of="p95")):
+    for limits in (Limits(itl_s=0.02), Limits(ttft_s=0.02, itl_s=0.01, of="p95")):
         found = best(simulated_points(model, devices, ["fp16"], SHORT, limits, SMALL), limits)
         every = [
             Replica(instance_of(model, device, "fp16", tp), profile(device, "fp16"), SHORT, SMALL).most(limits)

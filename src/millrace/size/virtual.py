@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from millrace.size.cost import Constants, Instance
 from millrace.size.stack import ENGINE, Stack
 
 TOKEN = 7  # every answer is made of
+_KEPT = 4096  # times of steps with prompts, which are often alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,16 @@ StepParts = Callable[[Sequence[float], Sequence[float], int, float], tuple[float
 def step_parts(instance: Instance, constants: Constants) -> StepParts:
     """Of the engine alone."""
 
+    @lru_cache(_KEPT)
+    def chunked(prompts: tuple[float, ...], starts: tuple[float, ...], beside: bool) -> float:
+        return constants.chunks_s(instance, prompts, starts, beside)
+
     @cache
     def decoding(n: int) -> tuple[float, float]:
         return constants.decode_s(instance, n, 0.0), constants.cached_s(instance, n, 1.0)
 
     def parts(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> tuple[float, float, float]:
-        chunks_s = constants.chunks_s(instance, prompts, starts, n > 0) if prompts else 0.0
+        chunks_s = chunked(tuple(prompts), tuple(starts), n > 0) if prompts else 0.0
         if not n:
             return chunks_s, 0.0, 0.0
         rest_s, a_token_s = decoding(n)
