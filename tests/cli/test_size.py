@@ -12,6 +12,7 @@ from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
 from millrace.machine.roofline import Compute, Level, Rate, Roofline
+from millrace.size import capacity
 from tests.cli.conftest import Millrace
 
 ASKED = ("size", "--model", "llama-3-8b", "--isl", "2000", "--osl", "200", "--ttft-ms", "500", "--no-simulate")
@@ -48,6 +49,8 @@ def test_mistakes(millrace: Millrace, tmp_path: Path) -> None:
 def test_the_six_questions_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong answer is asked again, and an empty one takes the default."""
     monkeypatch.setattr(size, "_is_terminal", lambda: True)
+    monkeypatch.setattr(capacity, "_LEAST", 100)  # requests that are simulated
+    monkeypatch.setattr(capacity, "_TURNS", 1)
     typed = "llama-3-9b\nllama-3-8b\n3500\n375 words\n10 tokens\n\nfirst 500\nH100\n"
     done = CliRunner().invoke(size.command, [], input=typed)
     assert done.exit_code == 0, done.output

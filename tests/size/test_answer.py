@@ -204,7 +204,8 @@ def test_this_machine_by_its_roofline() -> None:
         2, (Level("DRAM", None, rate(15e9), rate(20e9)),),
         (Compute("bf16", rate(1e11), rate(2e11), rate(4e11)), Compute("w8a8", rate(2e11), rate(4e11), None)),
     )  # fmt: skip
-    asked = {"model": "smollm2-135m", "isl": 100, "osl": 50, "ttft_ms": 5000, "rate": 0.1, "hardware": "this"}
+    asked = {"model": "smollm2-135m", "isl": 100, "osl": 50, "ttft_ms": 5000, "rate": 0.1, "hardware": "this",
+             "simulate": False}  # fmt: skip
     found = answered(Question.of(asked), here=lambda: roofline)
     assert {p.precision for p in found.offers.points} == {"bf16", "int8"} and found.plan.point.system == 1
     alone = min((p for p in found.offers.points if p.precision == "bf16"), key=lambda p: p.concurrency)
