@@ -1,5 +1,6 @@
 """The whole answer: published cases from a table, what must hold of every answer, what contradicts itself."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,11 @@ def test_what_is_rounded_up_is_less_busy(runs: str) -> None:
     assert asked(runs, rate=70.744 * 1.99).operating == asked(runs, rate=70.744 * 1.99).plan.point
 
 
+def test_one_system_at_least() -> None:
+    found = plan(**COMMON, rate=1e-9, spare=1).plan
+    assert (found.low, found.systems, found.high) == (2, 2, 2)
+
+
 def test_a_waterfall_only_goes_up_to_what_is_bought() -> None:
     found = plan(**COMMON, rate=1000, utilisation=0.7, spare=2)
     systems = [step.systems for step in found.why]
@@ -132,7 +138,7 @@ def test_memory_adds_up() -> None:
 
 
 def test_an_answer_as_data(runs: str) -> None:
-    found = told(asked(runs, rate=707.5))
+    found = json.loads(json.dumps(told(asked(runs, rate=707.5))))
     assert found["answer"]["systems"] == 11 and found["answer"]["point"]["requests_per_s_of_system"] == 70.744
     assert found["answer"]["limits"] == {"ttft_ms": 500, "itl_ms": None, "e2e_ms": None, "of": "mean"}
     assert found["question"]["rate"] == 707.5 and found["memory"] is None
@@ -144,6 +150,8 @@ def test_an_answer_as_data(runs: str) -> None:
     ({"rate": 5, "ttft_ms": 1}, "nothing here keeps the limit on TTFT"),
     ({"rate": 5, "isl": 9000}, "at most the context"),
     ({"rate": 5, "model": "llama-3-70b", "tp": 1, "hardware": "T4"}, "have "), ({"rate": 5, "model": None}, "no model"),
+    ({"rate": 5, "of": "p95"}, "which a closed form does not know"),
+    ({"rate": 5, "of": "p95", "simulate": True, "pipeline": "guard>answer"}, "several calls in a row"),
     ({"rate": 5, "precision": "fp8", "hardware": "A100"}, "does not multiply fp8"),
 ])  # fmt: skip
 def test_what_cannot_be_answered(more: dict[str, Any], said: str) -> None:

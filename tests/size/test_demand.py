@@ -27,6 +27,7 @@ def test_the_course_exercise() -> None:
     ({"rate": 31}, 31), ({"rate": 31, "average": 7}, 31),
     ({"users": 64 * DAY / 3}, 77), ({"users": 64 * DAY, "requests_each": 1}, 77), ({"calls": f"{64 * DAY}/day"}, 77),
     ({"calls": "64/second"}, 77), ({"calls": f"{64 * DAY * 365 / 12} a month"}, 77),
+    ({"average": 0.03}, 0.03), ({"average": 0.03, "burst": 1.5}, 0.045), ({"average": 0.3}, 1),
     ({"average": 64 / 3, "hours": 8}, 77), ({"average": 64 / 3, "daily": ",".join(["0"] * 16 + ["5"] * 8)}, 77),
 ])  # fmt: skip
 def test_peaks(asked: dict[str, Any], peak: float) -> None:

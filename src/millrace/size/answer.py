@@ -122,6 +122,7 @@ def answered(
     check_systems(question, there, is_said)
     case = Case(question, limits, load, asked, there, here).simulated_there()
     found = case.offers() if load is not None else there[0].offers
+    _check_p95(case, found)
     costs = _Costs(case, prices, today or datetime.date.today())
     alternatives = _alternatives(case, found, costs)
     first = alternatives[0]
@@ -139,6 +140,20 @@ def answered(
         first.money, _operating(case, found, best),
         tuple(_kept(one, case) for one in there) if load is not None or len(there) > 1 else (),
     )  # fmt: skip
+
+
+def _check_p95(case: Case, found: Offers) -> None:
+    """raises ConfigError for limits on a p95 that nothing here tells"""
+    if case.limits.of == "mean" or not case.limited or any(point.p95 is not None for point in found.points):
+        return
+    h = case.question.hardware
+    if h.measured is not None:
+        columns = "columns ttft_p95_ms, itl_p95_ms, e2e_p95_ms"
+        raise ConfigError(f"{h.measured} has no p95, and limits are on it", columns, "ask with --of mean")
+    if not h.simulate or len(case.work.calls) > 1:
+        why = "several calls in a row are" if h.simulate else "it was asked for"
+        raise ConfigError(f"limits are on the p95, which a closed form does not know, and {why} without simulation",
+                          "limits on the mean, or one call by simulation", "ask with --of mean")  # fmt: skip
 
 
 def _operating(case: Case, found: Offers, best: Plan) -> Point:
@@ -247,11 +262,12 @@ def _otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Callable[[], 
         other = Limits(scaled(limits.ttft_s), scaled(limits.itl_s), scaled(limits.e2e_s), limits.of)
         return lambda: case.plan(case.simulated(found, other), other).fractional
 
-    again: dict[str, Callable[[], float]] = {}
+    again = {
+        "a quarter more requests": lambda: case.plan(found, times=1.25).fractional,
+        "half of the requests": lambda: case.plan(found, times=0.5).fractional,
+    }
     if case.limited:
         again |= {"limits half as long": limited(0.5), "limits twice as long": limited(2.0)}
-    again["a quarter more requests"] = lambda: case.plan(found, times=1.25).fractional
-    again["half of the requests"] = lambda: case.plan(found, times=0.5).fractional
     if case.question.hardware.measured is None and not case.there:
         again |= _computed_otherwise(case, found, best)
     return again
@@ -274,7 +290,7 @@ def _computed_otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Call
                       for c in case.work.calls)  # fmt: skip
         return again(replace(case, work=replace(case.work, calls=calls)))
 
-    faster = replace(case.question, hardware=replace(h, factor=h.factor * 0.75))
+    faster = replace(case.question, hardware=replace(h, factor=max(0.01, h.factor * 0.75)))
     told = {
         "prompts half as long": lengths(0.5, 1), "answers half as long": lengths(1, 0.5),
         "software that takes 0.75 of the time": again(replace(case, question=faster)),

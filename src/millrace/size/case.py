@@ -95,9 +95,14 @@ class Case:
             return planned(rate * (1 - 1e-12), found.points, limits, fleet, instance)
         rest = self.load.peak * times - sum(there.rate(limits, h.utilisation) for there in self.there)
         if rest > 0:
-            return planned(rest, found.points, limits, fleet, instance)
+            return _one_at_least(planned(rest, found.points, limits, fleet, instance), 1 + h.spare)
         enough = planned(1.0, found.points, limits, fleet, instance)
         return replace(enough, rate=0.0, fractional=0.0, systems=0, low=0, high=0)
+
+
+def _one_at_least(found: Plan, least: int) -> Plan:
+    """However few requests come."""
+    return replace(found, systems=max(least, found.systems), low=max(least, found.low), high=max(least, found.high))
 
 
 def systems_there(question: Question, work: Work, here: Callable[[], Roofline]) -> tuple[There, ...]:

@@ -72,7 +72,7 @@ def hourly_peaks(asked: LoadSettings, found: Demand) -> tuple[float, ...]:
         return (found.peak,) * _HOURS
     if asked.rate is not None or found.trace is not None or not asked.percentile:
         return tuple(found.peak * mean / found.busy for mean in found.hours)
-    return tuple(_poisson(asked, mean).rate if mean > 0 else 0.0 for mean in found.hours)
+    return tuple(max(mean * asked.burst, _poisson(asked, mean).rate) if mean > 0 else 0.0 for mean in found.hours)
 
 
 def users(rate: float, hours: float, requests_each: float = USER_REQUESTS) -> float:
@@ -164,7 +164,10 @@ def _peak(asked: LoadSettings, busy: float, trace: Recording | None) -> tuple[fl
         top = busy * asked.burst
         return top, (f"peak: {top:.4g} requests/s, {asked.burst:g} times that, nothing added for chance",)
     found = _poisson(asked, busy)
-    return found.rate, (found.how,)
+    if found.rate >= busy * asked.burst:
+        return found.rate, (found.how,)
+    rate = busy * asked.burst  # most windows are empty: what comes on average has to be borne all the same
+    return rate, (found.how, f"peak: {rate:.4g} requests/s, the average, as most windows have none")
 
 
 def _poisson(asked: LoadSettings, busy: float) -> Peak:

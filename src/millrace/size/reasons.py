@@ -1,6 +1,7 @@
 """Why so many: memory, the way from an ideal machine to what is bought, every configuration, what would change it."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from millrace.size.stack import ENGINE
 
 # A device that reaches its datasheet: no fixed times, no links, no host.
 _IDEAL = Constants((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+_MOST_S = 30.0  # for what would change an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +145,13 @@ class Change:
 
 
 def changes(again: Mapping[str, Callable[[], float]], best: Plan, utilisation: float) -> tuple[Change, ...]:
-    """again: by what is otherwise, the systems then, before utilisation, rounding and spares"""
-    told = []
+    """again: by what is otherwise, the systems then, before utilisation, rounding and spares; for as long as that is
+    not too long: long answers on slow devices take a minute each to simulate"""
+    told, until = [], time.monotonic() + _MOST_S
     spare = best.systems - math.ceil(best.fractional / utilisation - 1e-9)
     for what, planned in again.items():
+        if time.monotonic() > until:
+            break
         try:
             fractional = planned()
             told.append(Change(what, math.ceil(fractional / utilisation - 1e-9) + spare, fractional))

@@ -5,6 +5,7 @@ from typing import Any
 
 from millrace.size.answer import Alternative, Answer
 from millrace.size.demand import Demand
+from millrace.size.money import Money
 from millrace.size.plan import Plan
 from millrace.size.points import Limits, Point, Waits
 
@@ -62,7 +63,7 @@ def told(answer: Answer) -> dict[str, Any]:
         "follows": asdict(answer.follows),
         "there": [asdict(one) for one in answer.there],
         "devices": [_alternative(one) for one in answer.alternatives],
-        "money": None if answer.money is None else {**asdict(answer.money), "cheapest": answer.money.cheapest},
+        "money": None if answer.money is None else _money(answer.money),
         "rows_left_out": answer.offers.left_out,
         "definitions": DEFINITIONS,
     }  # fmt: skip
@@ -76,6 +77,13 @@ def _alternative(one: Alternative) -> dict[str, Any]:
         "configuration": one.plan.point.configuration if one.plan else None,
         "cheapest_year": one.money.cheapest if one.money else None,
     }  # fmt: skip
+
+
+def _money(money: Money) -> dict[str, Any]:
+    told = {**asdict(money), "cheapest": money.cheapest}
+    if money.rented is not None:
+        told["rented"]["rent"]["date"] = money.rented.rent.date.isoformat()
+    return told
 
 
 def _work(answer: Answer) -> dict[str, Any]:
