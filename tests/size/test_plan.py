@@ -171,6 +171,19 @@ def test_the_43_b_by_simulation() -> None:
     assert found.systems == 13 and found.binding == "memory of the KV cache"
 
 
+def test_the_decision_table_by_simulation() -> None:
+    """Llama-3-8B 2,000 / 200 on H100 in closed loops: published 70.75 and 106.5 within mean TTFTs of 0.5 and 1 s."""
+    for ttft_s, published in ((0.5, 70.75), (1.0, 106.5)):
+        limits = Limits(ttft_s=ttft_s)
+        points = simulated_points(
+            PRESETS["llama-3-8b"], [H100], ["fp16", "fp8"], Lengths(2000, 200), limits, closed=True
+        )
+        found = plan(200, points, limits, Fleet(), EIGHT)
+        assert found.point.rate_of_system == pytest.approx(published, rel=0.1) and found.point.precision == "fp8"
+        assert found.systems == math.ceil(200 / published) and "always in flight" in found.provenance
+        assert found.binding == "the limit on TTFT"
+
+
 @pytest.mark.usefixtures("few")
 def test_a_limit_binds_where_more_would_be_served_beyond() -> None:
     limits = Limits(itl_s=0.0065)

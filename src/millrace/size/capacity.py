@@ -72,6 +72,7 @@ class Replica:
         )  # fmt: skip
         self._known: dict[float, Point | None] = {}
         self._full: Point | None = None
+        self._loops: dict[int, Point] = {}
 
     def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
         simulation = Simulation(
@@ -130,11 +131,19 @@ class Replica:
                 low = middle
             else:
                 high = middle
-        found, after = self._at(low / steps), self._at(high / steps)
-        if not low or found is None or found.sampled is None:
-            return None
-        beyond = limits.broken(after) if after is not None else ()
-        return replace(found, sampled=replace(found.sampled, beyond=beyond))
+        found = self._at(low / steps) if low else None
+        return _beyond(found, self._at(high / steps), limits) if found is not None else None
+
+    def most_closed(self, limits: Limits) -> Point | None:
+        """The most requests always in flight within the limits, as serving is mostly measured; None: not even one."""
+        low, high = 0, 2 * self._room + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if middle not in self._loops:
+                self._loops[middle] = self.closed(middle)
+            low, high = (low, middle) if limits.broken(self._loops[middle]) else (middle, high)
+        after = self._loops.get(high)
+        return _beyond(self._loops[low], after, limits) if low else None
 
     @property
     def _highest(self) -> float:
@@ -206,6 +215,12 @@ class Replica:
                 f"{how}; {self.stack.scheduler}",
             ),
         )  # fmt: skip
+
+
+def _beyond(point: Point, after: Point | None, limits: Limits) -> Point:
+    """The point, and what the next one breaks; None: there the instance falls behind."""
+    assert point.sampled is not None, "it was simulated"
+    return replace(point, sampled=replace(point.sampled, beyond=limits.broken(after) if after is not None else ()))
 
 
 def _values(requests: Sequence[Seen], name: str) -> Floats:

@@ -76,9 +76,11 @@ def analytic_points(
 
 def simulated_points(
     model: ModelShape, devices: Sequence[Device], precisions: Sequence[str], lengths: Lengths, limits: Limits,
-    stack: Stack | None = None,
+    stack: Stack | None = None, closed: bool = False,
 ) -> list[Point]:  # fmt: skip
     """Capacities within the limits under Poisson arrivals, of what could serve most for each device.
+
+    closed: with so many requests always in flight, as published runs mostly are; they wait longer for first tokens
 
     By branch and bound: no schedule of what is left out could serve more than what was found. raises ConfigError where
     nothing keeps the limits, or fits
@@ -91,7 +93,8 @@ def simulated_points(
     for bound, replica in sorted(((r.bound(limits) / r.instance.tp, r) for r in replicas), key=lambda one: -one[0]):
         if bound <= most:
             break
-        if (point := replica.most(limits, most * replica.instance.tp)) is not None:
+        point = replica.most_closed(limits) if closed else replica.most(limits, most * replica.instance.tp)
+        if point is not None:
             found.append(point)
             most = max(most, point.rate / point.tp)
     if not found:
