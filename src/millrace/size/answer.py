@@ -163,6 +163,8 @@ def _operating(case: Case, found: Offers, best: Plan) -> Point:
     each = best.rate / instances
     if not each:
         return point
+    if case.closed and point.sampled is not None:
+        return point
     if point.sampled is not None:
         return simulated_at(found, point, min(each, point.rate), h.factor, case.replicas) or point
     alike = [p for p in found.points if p.configuration == point.configuration]

@@ -161,8 +161,8 @@ class Replica:
 
     @property
     def tried(self) -> tuple[Point, ...]:
-        """All rates at which it keeps up, among those that a search has tried."""
-        known = [point for point in self._known.values() if point is not None]
+        """All rates at which it keeps up, among those that a search has tried, or all loops."""
+        known = [point for point in self._known.values() if point is not None] or [*self._loops.values()]
         return tuple(sorted(known, key=lambda point: point.rate))
 
     @property

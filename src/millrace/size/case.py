@@ -54,6 +54,10 @@ class Case:
     def limited(self) -> bool:
         return self.limits != Limits(of=self.limits.of)
 
+    @property
+    def closed(self) -> bool:
+        return self.question.limits.arrivals == "closed"
+
     def offers(self, **hardware: object) -> Offers:
         """hardware: settings that are otherwise. raises ConfigError"""
         changed = replace(self.question.hardware, **hardware)  # type: ignore[arg-type]
@@ -64,7 +68,7 @@ class Case:
         h = self.question.hardware
         if not h.simulate:
             return found
-        return simulated(found.computed, h, self.work, limits or self.limits, self.replicas)
+        return simulated(found.computed, h, self.work, limits or self.limits, self.replicas, self.closed)
 
     def simulated_there(self) -> "Case":
         """The same, with systems that are there by simulation; without points where that keeps no limits."""

@@ -146,8 +146,12 @@ class Replicas:
         return self._known[key]
 
 
-def simulated(found: Offers, asked: HardwareSettings, work: Work, limits: Limits, replicas: Replicas) -> Offers:
-    """And capacities within the limits, with Poisson arrivals at each instance, of what could serve most a device.
+def simulated(
+    found: Offers, asked: HardwareSettings, work: Work, limits: Limits, replicas: Replicas, closed: bool = False
+) -> Offers:  # fmt: skip
+    """And capacities within the limits of what could serve most a device, with Poisson arrivals at each instance.
+
+    closed: with as many always in flight, instead
 
     By branch and bound: no schedule of what is left out could serve more. found: of one device; it stays as it is where
     it was measured, and where a request is several calls. raises ConfigError where nothing keeps the limits
@@ -161,7 +165,9 @@ def simulated(found: Offers, asked: HardwareSettings, work: Work, limits: Limits
     beside: list[Point] = []  # other rates of the same, for drawings
     most = 0.0
     for bound, tp, replica in sorted(bounded, key=lambda one: -one[0]):
-        if bound > most and (point := replica.most(tried, most * tp)) is not None:
+        if bound <= most:
+            break
+        if (point := replica.most_closed(tried) if closed else replica.most(tried, most * tp)) is not None:
             points.append(replace(_scaled(point, asked.factor), system=found.points[0].system))
             beside += [replace(_scaled(p, asked.factor), system=found.points[0].system) for p in replica.tried]
             most = max(most, point.rate / tp)

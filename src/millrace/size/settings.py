@@ -79,6 +79,10 @@ class LimitSettings(Settings):
         None, "between tokens, what people take: 200 ms to read, 90 ms to skim", choices=tuple(READING)
     )
     of: str = setting("mean", "what limits are on", choices=("mean", "p95"))
+    arrivals: str = setting(
+        "poisson", "of a simulation: as they like, or always as many in flight, as servers are mostly measured",
+        choices=("poisson", "closed"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
