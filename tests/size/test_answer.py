@@ -130,11 +130,10 @@ def test_calls_in_a_row_add_up() -> None:
 def test_memory_adds_up() -> None:
     """Llama-3-8B in fp16: 131,072 bytes a token; weights of 16.06 GB; 80 GB less a tenth and 3 GB for all."""
     found = plan(**COMMON, rate=10, precision="fp16", tp=1)
-    m = found.memory
-    assert m is not None and m.kv_bytes_request == pytest.approx(2200 * 131_072)
-    assert m.weights_bytes == pytest.approx(16.06e9, rel=2e-3)
-    assert m.kv_tokens * 131_072 + m.weights_bytes + m.kept_free_bytes == pytest.approx(80e9)
-    assert m.kv_bytes <= m.kv_tokens * 131_072
+    m, n = found.memory, found.plan.point.concurrency
+    assert m is not None and m.weights == pytest.approx(16.06e9, rel=2e-3) and m.kept_back == pytest.approx(11e9)
+    assert m.held == pytest.approx(min(n * 2100 * 131_072, 80e9 - 11e9 - m.weights))
+    assert m.weights + m.held + m.free + m.kept_back == pytest.approx(m.total) == pytest.approx(80e9)
 
 
 def test_an_answer_as_data(runs: str) -> None:

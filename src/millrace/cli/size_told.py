@@ -123,11 +123,11 @@ def _memory(answer: Answer) -> None:
     tp, device = answer.plan.point.tp, answer.plan.point.device
     _part("Memory of an instance", f"{tp} x {device}; GB are 10^9 bytes")
     pairs([
-        ("weights", f"{m.weights_bytes / GB:.1f} GB"),
-        ("KV cache", f"{m.kv_bytes / GB:.1f} GB: {answer.plan.point.concurrency:.4g} requests of "
-                     f"{m.kv_bytes_request / GB:.3g} GB; {count(m.kv_tokens)} tokens fit"),
-        ("kept free", f"{m.kept_free_bytes / GB:.1f} GB, for activations, software and margin"),
-        ("there are", f"{m.devices_bytes / GB:.0f} GB"),
+        ("weights", f"{m.weights / GB:.1f} GB"),
+        ("keys and values", f"{m.held / GB:.1f} GB of {answer.plan.point.concurrency:.4g} requests half-way; "
+                            f"{m.free / GB:.1f} GB more would fit"),
+        ("kept back", f"{m.kept_back / GB:.1f} GB, for activations, software and margin"),
+        ("there are", f"{m.total / GB:.0f} GB"),
     ])  # fmt: skip
 
 

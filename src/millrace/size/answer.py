@@ -11,6 +11,7 @@ from millrace.errors import ConfigError
 from millrace.machine.roofline import Roofline
 from millrace.size.case import Case, There, check_systems, systems_there
 from millrace.size.demand import USER_REQUESTS, Demand, demand, hourly_peaks, users
+from millrace.size.explain import Memory, memory
 from millrace.size.hardware import measured_here
 from millrace.size.lengths import Work, work
 from millrace.size.load import DAY_S
@@ -21,7 +22,7 @@ from millrace.size.plan import Plan
 from millrace.size.points import Limits, Point
 from millrace.size.prices import Prices, read_prices
 from millrace.size.question import Question, limits_of
-from millrace.size.reasons import Change, Memory, Offer, Step, capacity_table, changes, memory, waterfall
+from millrace.size.reasons import Change, Offer, Step, capacity_table, changes, waterfall
 
 _LOADS = ("rate", "average", "users", "calls", "trace")
 _PEOPLE_HOURS = 8.0  # of a day in which people ask, where nobody says

@@ -1,4 +1,4 @@
-"""Why so many: memory, the way from an ideal machine to what is bought, every configuration, what would change it."""
+"""Why so many: the way from an ideal machine to what is bought, every configuration, what would change it."""
 
 import math
 import time
@@ -12,35 +12,12 @@ from millrace.size.lengths import Work
 from millrace.size.offers import Offers
 from millrace.size.plan import Plan, instance_of
 from millrace.size.points import Limits, Point, Source, best, throughput_optimal
-from millrace.size.served import CONCURRENCIES, OVERHEAD_BYTES, USABLE, kv_capacity, served
+from millrace.size.served import CONCURRENCIES, served
 from millrace.size.stack import ENGINE
 
 # A device that reaches its datasheet: no fixed times, no links, no host.
 _IDEAL = Constants((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 _MOST_S = 30.0  # for what would change an answer
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of one instance, all its devices together. kv_tokens: that fit beside the weights"""
-
-    devices_bytes: float
-    weights_bytes: float
-    kv_bytes_request: float
-    kv_bytes: float
-    kept_free_bytes: float
-    kv_tokens: float
-
-
-def memory(instance: Instance, point: Point) -> Memory:
-    """At that point's concurrency, answers written to their ends."""
-    kv_request = instance.kv_token_bytes * (point.input_tokens + point.output_tokens)
-    total = instance.tp * instance.device.memory_bytes
-    return Memory(
-        total, instance.weights_bytes, kv_request, min(point.concurrency * kv_request,
-                                                       kv_capacity(instance) * instance.kv_token_bytes),
-        total * (1 - USABLE) + instance.tp * OVERHEAD_BYTES, kv_capacity(instance),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
