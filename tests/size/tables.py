@@ -1,4 +1,4 @@
-"""The published tables beside the project, as steps and points."""
+"""The published tables beside the project, as steps, runs and points."""
 
 import csv
 from collections import defaultdict
@@ -7,9 +7,13 @@ from collections.abc import Mapping
 import pytest
 
 from millrace.machine.devices import find_device
+from millrace.size.capacity import Lengths
 from millrace.size.cost import Instance
 from millrace.size.fit import Step
+from millrace.size.measured import read_points
 from millrace.size.models import PRESETS
+from millrace.size.plan import instance_of
+from millrace.size.stackfit import Run
 from tests.support.shared import NOT_BESIDE, SHARED
 
 SIZING = SHARED / "data" / "sizing"
@@ -32,3 +36,19 @@ def engine_steps() -> Mapping[tuple[str, str], list[Step]]:
                      float(row["itl_ms"]) / 1e3)
             )  # fmt: skip
     return found
+
+
+def served_runs() -> list[Run]:
+    """Of the serving table, those in their steady state; of repeated ones the first."""
+    points, _ = read_points(SIZING / "nim_dli_concurrency.csv")
+    found: dict[tuple[object, ...], Run] = {}
+    for point in points:
+        model = PRESETS["llama-3-8b" if "8b" in point.model else "llama-3-70b"]
+        precision = "fp16" if point.precision == "bf16" else point.precision
+        run = Run(
+            instance_of(model, find_device(point.device), precision, point.tp),
+            Lengths(int(point.input_tokens), int(point.output_tokens)), int(point.concurrency), point.rate,
+            point.mean.ttft_s, point.mean.itl_s,
+        )  # fmt: skip
+        found.setdefault((point.model, point.device, point.precision, point.tp, run.lengths, run.concurrency), run)
+    return list(found.values())

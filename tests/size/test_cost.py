@@ -39,12 +39,14 @@ def test_decode_by_hand() -> None:
     assert rest == [0, 0, 0, 1, 16]
 
 
-@pytest.mark.parametrize("device, tp, near", [("H100", 8, True), ("H100 NVL", 2, True), ("H100 NVL", 4, False)])
-def test_all_reduces(device: str, tp: int, near: bool) -> None:
-    """Two a layer; what leaves a bridged pair goes the slow way."""
+@pytest.mark.parametrize("device, tp, near, n", [
+    ("H100", 8, True, 128), ("H100 NVL", 2, True, 64), ("H100 NVL", 4, False, 96), ("H100", 1, True, 0),
+])  # fmt: skip
+def test_all_reduces(device: str, tp: int, near: bool, n: int) -> None:
+    """Two a layer, half as long again by each doubling; what leaves a bridged pair goes the slow way."""
     calls, sent, far = replace(EIGHT, device=find_device(device), tp=tp).reduces(10)
     bytes_sent = 64 * 2 * (tp - 1) / tp * 10 * 4096 * 2
-    assert (calls, sent, far) == (64, bytes_sent * near, bytes_sent * (not near))
+    assert (calls, sent, far) == (n, bytes_sent * near, bytes_sent * (not near))
 
 
 def test_a_window_bounds_attention_and_experts_are_read_as_they_are_met() -> None:
@@ -111,18 +113,13 @@ def test_a_fit_of_two_rows_is_refused() -> None:
 
 @needs_tables
 def test_the_engine_table_is_fitted_within_10_percent_and_without_a_model_within_13() -> None:
-    """Mean absolute relative errors; bridge and PCIe cards: prefill 19. The product's constants are these."""
+    """Mean absolute relative errors; bridge and PCIe cards: prefill 19."""
     by_switch: list[tuple[float, float]] = []
-    for (device, precision), steps in engine_steps().items():
+    for (device, _), steps in engine_steps().items():
         prefill, decode = residuals(fit(steps), steps)
         bridged = device in ("H100 NVL", "L40", "L40S")
         assert prefill.mape <= (0.19 if bridged else 0.10), (device, prefill)
         assert decode.mape <= (0.13 if bridged else 0.10), (device, decode)
-        shipped = profile(find_device(device), precision)
-        assert (shipped.prefill_error, shipped.decode_error) == (round(prefill.mape, 3), round(decode.mape, 3))
-        kept = residuals(shipped.constants, steps)
-        assert kept[0].mape == pytest.approx(prefill.mape, abs=0.005), "the constants are of another fit"
-        assert kept[1].mape == pytest.approx(decode.mape, abs=0.005), "the constants are of another fit"
         if not bridged:
             for name in {step.instance.model.name for step in steps}:
                 others = [s for s in steps if s.instance.model.name != name]
@@ -131,6 +128,28 @@ def test_the_engine_table_is_fitted_within_10_percent_and_without_a_model_within
                 by_switch.append((a.mape, b.mape))
     assert len(by_switch) == 15
     assert np.mean(by_switch, axis=0)[0] <= 0.13 and np.mean(by_switch, axis=0)[1] <= 0.13
+
+
+@needs_tables
+def test_the_product_has_the_fit_without_a_model_and_a_gpu() -> None:
+    """Mistral 7B and GH200 were held out: 13 % on average for the model, 10 % for the GPU by the most similar one."""
+    held = []
+    for (device, precision), steps in engine_steps().items():
+        shipped = profile(find_device(device), precision)
+        seen = [s for s in steps if s.instance.model.name != "mistral-7b"]
+        if device == "GH200 96GB":
+            assert "fp8 on H100 SXM, which is the most similar" in shipped.source
+            prefill, decode = residuals(shipped.constants, steps)
+            assert prefill.mape <= 0.10 and decode.mape <= 0.10, (prefill, decode)
+            continue
+        prefill, decode = residuals(fit(seen), seen)
+        kept = residuals(shipped.constants, seen)
+        assert kept[0].mape == pytest.approx(prefill.mape, abs=0.002) == pytest.approx(shipped.prefill_error, abs=0.002)
+        assert kept[1].mape == pytest.approx(decode.mape, abs=0.002) == pytest.approx(shipped.decode_error, abs=0.002)
+        if device in ("A100 SXM 80GB", "H100 SXM", "H200 SXM"):
+            unseen = [s for s in steps if s.instance.model.name == "mistral-7b"]
+            held.append([r.mape for r in residuals(shipped.constants, unseen)])
+    assert len(held) == 4 and (np.mean(held, axis=0) <= 0.13).all(), held
 
 
 def test_a_device_that_nobody_measured_says_so() -> None:

@@ -9,17 +9,16 @@ from msgspec import to_builtins
 
 from millrace.cli.engine_page import engine_page, layers_of
 from millrace.cli.options import json_option
+from millrace.cli.page_file import check_page, write_page
 from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size, table
 from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of, priced, tuned
 from millrace.compile.find import find_built
 from millrace.compile.rooflines import kept_roofline
 from millrace.engine.engine import Engine
-from millrace.engine.tactics import write_whole
 from millrace.env import Env
 from millrace.errors import ConfigError
 from millrace.kernels.library import usable_isas
 from millrace.machine.cpu import usable_cores
-from millrace.report.page import is_ours
 
 EPILOG = """\b
 Examples:
@@ -52,7 +51,8 @@ def command(env: Env, engine: str, part: str | None, html: Path | None, as_json:
     with progress(as_json) as report:
         tables = Tables(Engine.open(find_built(engine, env, report)))
     if html is not None:
-        nbytes = _write_page(html, tables, env)
+        check_page(html)
+        nbytes = write_page(html, engine_page(tables, kept_roofline(env.cache, usable_isas()[0], usable_cores())))
         if as_json:
             print_json({"html": str(html), "bytes": nbytes})
         else:
@@ -61,22 +61,6 @@ def command(env: Env, engine: str, part: str | None, html: Path | None, as_json:
         print_json(_as_json(tables, part))
     else:
         _PARTS[part](tables)
-
-
-def _write_page(file: Path, tables: Tables, env: Env) -> int:
-    """Its bytes. A page of ours is made anew; whatever else is there stays. raises ConfigError"""
-    roofline = kept_roofline(env.cache, usable_isas()[0], usable_cores())
-    try:
-        if file.exists() and not (file.is_file() and is_ours(file)):
-            raise ConfigError(
-                f"{file} is already there, and is no page of millrace", "a new file, or one that was written so",
-                "name another; nothing was written",
-            )  # fmt: skip
-        content = engine_page(tables, roofline).encode()
-        write_whole(file, content)
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error}", "a file in a folder that exists", "name another") from error
-    return len(content)
 
 
 def _summary(tables: Tables) -> None:

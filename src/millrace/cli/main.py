@@ -31,6 +31,7 @@ COMMANDS = {
     "verify": "verify",
     "eval": "eval",
     "compress": "compress",
+    "size": "size",
     "list": "list",
     "pull": "pull",
     "rm": "rm",

@@ -112,10 +112,13 @@ class Scheduler:
         assert step.chunks or not self.has_work, f"no step for {len(self.running)} + {len(self.waiting)} sequences"
         return step
 
-    def take_prompts(self, step: Step, n_running: int) -> None:
-        """Chunks of prompts beside so many running answers, and new ones from the queue."""
+    def take_prompts(self, step: Step, n_running: int, all_run: bool = False) -> None:
+        """Chunks of prompts beside so many running answers, and new ones from the queue.
+
+        all_run: no prompt is under way, as who asks knows
+        """
         room = self.budget.prefill_tokens(n_running)
-        cut = [seq for seq in self.running if seq.n_left > 1]  # prompts under way, oldest first
+        cut = [] if all_run else [seq for seq in self.running if seq.n_left > 1]  # prompts under way, oldest first
         # Half for who comes after them, or what they leave: a short prompt does not wait for all of a long one.
         room -= self._admit(step, max(room // 2, room - sum(seq.n_left for seq in cut)))
         if len(cut) > 1 and room > 1:

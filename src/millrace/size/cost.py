@@ -8,11 +8,12 @@ prediction here and for `fit.py` alike.
 
 P parameters that a token is multiplied by, W bytes of weights, T tokens, B sequences, n tokens of a prompt, L layers,
 q = heads x head size, F peak operations, BW bandwidth of one device. An all-reduce of b bytes takes
-call + 2 (tp - 1) / tp b / rate, twice a layer. The sum fits decoding better than the greater of the two.
+call (1 + log2 tp) / 2 + 2 (tp - 1) / tp b / rate, twice a layer. The sum of both fits decoding better than the greater.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,17 +64,25 @@ class Instance:
     def kv_token_bytes(self) -> float:
         return self.model.kv_values * self.kv_bytes
 
+    def cached_s(self, n: float, context: float) -> float:
+        """Of reading keys and values of n sequences at the peak."""
+        return n * self.kv_token_bytes * self.model.reached(context) / self.bandwidth
+
     def read_bytes(self, n_tokens: float) -> float:
         """Of weights, in a step of so many tokens."""
         touched = self.model.touched_parameters(n_tokens)
         return touched * WEIGHT_BYTES[self.precision] + self.model.head_parameters * HEAD_BYTES
 
     def reduces(self, n_tokens: float) -> tuple[float, float, float]:
-        """All-reduces of a step: how many, and bytes that each device sends near and far (beyond its bridge)."""
+        """All-reduces of a step: how many, and bytes that each device sends near and far (beyond its bridge).
+
+        Those among more than two devices count for more: half a call by each doubling.
+        """
         if self.tp == 1:
             return 0.0, 0.0, 0.0
-        calls = 2.0 * self.model.n_layers
-        sent = calls * 2 * (self.tp - 1) / self.tp * n_tokens * self.model.hidden * 2
+        n = 2.0 * self.model.n_layers
+        calls = n * (1 + log2(self.tp)) / 2
+        sent = n * 2 * (self.tp - 1) / self.tp * n_tokens * self.model.hidden * 2
         far = self.device.link == Link.BRIDGE and self.tp > _PAIR
         return calls, 0.0 if far else sent, sent if far else 0.0
 
@@ -108,9 +117,9 @@ def prefill_terms(instance: Instance, prompts: Sequence[float], starts: Sequence
 def decode_terms(instance: Instance, n: float, context: float) -> tuple[float, ...]:
     """What `Constants.decode` is multiplied by. n: sequences; context: tokens of each, on average"""
     model = instance.model
-    read = instance.read_bytes(n) + n * instance.kv_token_bytes * model.reached(context)
+    reading_s = instance.read_bytes(n) / instance.bandwidth + instance.cached_s(n, context)
     operations = 2 * n * (model.active_parameters + model.head_parameters)
-    return (read / instance.bandwidth, operations / instance.peak, *instance.reduces(n), 1.0, n)
+    return (reading_s, operations / instance.peak, *instance.reduces(n), 1.0, n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +141,18 @@ class Constants:
     def decode_s(self, instance: Instance, n: float, context: float) -> float:
         return self.factor * float(np.dot(decode_terms(instance, n, context), self.decode))
 
-    def mixed_s(
-        self, instance: Instance, prompts: Sequence[float], starts: Sequence[float], n: float, context: float
-    ) -> float:
-        """Of a step with chunks of prompts beside n running answers: weights are read and calls are made once."""
+    def cached_s(self, instance: Instance, n: float, context: float) -> float:
+        """Of a decode step, the part that keys and values take."""
+        return self.factor * self.decode[0] * instance.cached_s(n, context)
+
+    def chunks_s(self, instance: Instance, prompts: Sequence[float], starts: Sequence[float], beside: bool) -> float:
+        """Of chunks of prompts in a step; beside running answers weights are read and calls are made once, by those."""
         terms = prefill_terms(instance, prompts, starts)
-        if not n:
+        if not beside:
             return self.factor * prefill_time(terms, self.prefill)
         _, near, far, _ = terms.rest
         sent_s = near * self.prefill[2] + far * self.prefill[3]
-        added_s = terms.arithmetic_s * self.prefill[0] + terms.attention_s + sent_s
-        return self.decode_s(instance, n, context) + self.factor * added_s
+        return self.factor * (terms.arithmetic_s * self.prefill[0] + terms.attention_s + sent_s)
 
 
 def prefill_time(terms: PrefillTerms, constants: Sequence[float]) -> float:

@@ -16,7 +16,7 @@ from millrace.size.cost import Constants, Floats, Instance, PrefillTerms, decode
 
 # All-reduces measured alone (Vidur's profiles of A100 and H100 nodes: calls of 11 to 45 us; 190 GB/s at 8 MB and 300 at
 # 64 MB by switches, 22 to 54 GB/s between bridged pairs, 20 over PCIe), and usual shares of a roofline.
-_CALL_S, _FAR = 30e-6, 1 / 30e9
+_CALL_S, _FAR = 20e-6, 1 / 30e9
 _NEAR = {Link.SWITCH: (1 / 300e9, 1 / 190e9), Link.BRIDGE: (1 / 300e9, 1 / 190e9), Link.PCIE: (1 / 20e9, 1 / 20e9)}
 _BELIEF = 0.05  # in a guess, beside a table: relative to the square root of its rows
 _GOOD = 0.02  # relative errors below this are all as good
@@ -42,12 +42,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """Relative errors of predictions: their mean, their 90th percentile, and their mean with its sign."""
+    """Relative errors of predictions: their mean, median and 90th percentile; their mean with its sign."""
 
     mape: float
     p90: float
     bias: float
     n: int
+    median: float = float("nan")
 
 
 def fit(steps: Sequence[Step]) -> Constants:
@@ -63,7 +64,7 @@ def residuals(constants: Constants, steps: Sequence[Step]) -> tuple[Residual, Re
         constants.prefill_s(s.instance, [s.prompt] * s.n) / s.prefill_s - 1 for s in steps if s.prefill_s is not None
     ]
     decode = [constants.decode_s(s.instance, s.n, s.context) / s.decode_s - 1 for s in steps if s.decode_s is not None]
-    return _residual(prefill), _residual(decode)
+    return residual(prefill), residual(decode)
 
 
 def check_possible(steps: Sequence[Step]) -> None:
@@ -88,11 +89,18 @@ def _check(least_s: float, measured_s: float, what: str, of: str) -> None:
         )
 
 
-def _residual(errors: Sequence[float]) -> Residual:
+def residual(errors: Sequence[float]) -> Residual:
+    """Of relative errors; nan where there are none."""
     if not errors:
         return Residual(float("nan"), float("nan"), float("nan"), 0)
     e = np.array(errors)
-    return Residual(float(np.abs(e).mean()), float(np.quantile(np.abs(e), 0.9)), float(e.mean()), len(e))
+    return Residual(
+        float(np.abs(e).mean()),
+        float(np.quantile(np.abs(e), 0.9)),
+        float(e.mean()),
+        len(e),
+        float(np.median(np.abs(e))),
+    )
 
 
 def _fit_prefill(device: Device, steps: Sequence[Step]) -> tuple[float, ...]:

@@ -7,20 +7,25 @@ from millrace.errors import ConfigError
 
 WORDS_A_TOKEN = 0.75  # of English prose, by most tokenizers
 CHARACTERS_A_TOKEN = 4.0
-_S = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86_400.0, "year": 365 * 86_400.0}
+DAY_S, YEAR_S = 86_400.0, 365 * 86_400.0
+PERIODS = {
+    "second": 1.0, "minute": 60.0, "hour": 3600.0, "day": DAY_S, "week": 7 * DAY_S, "month": YEAR_S / 12,
+    "year": YEAR_S,
+}  # fmt: skip
 _MOST_MEAN = 1e9
 
 
 def per_second(n: float, period: str) -> float:
     """n: requests in each period ("second" to "year"), spread evenly. raises ConfigError"""
-    if period not in _S:
-        raise ConfigError(f"requests per {period}", f"per {', '.join(_S)}", "say it per one of them")
-    return _positive(n, f"requests per {period}") / _S[period]
+    if period not in PERIODS:
+        raise ConfigError(f"requests per {period}", f"per {', '.join(PERIODS)}", "say it per one of them")
+    return _positive(n, f"requests per {period}") / PERIODS[period]
 
 
-def tokens(n: float, unit: str) -> float:
-    """n: "tokens", "words" or "characters" of English prose. raises ConfigError"""
-    shares = {"tokens": 1.0, "words": 1 / WORDS_A_TOKEN, "characters": 1 / CHARACTERS_A_TOKEN}
+def tokens(n: float, unit: str, words_a_token: float = WORDS_A_TOKEN) -> float:
+    """n: "tokens", "words" or "characters" of English prose; characters follow words. raises ConfigError"""
+    characters = CHARACTERS_A_TOKEN * words_a_token / WORDS_A_TOKEN
+    shares = {"tokens": 1.0, "words": 1 / words_a_token, "characters": 1 / characters}
     if unit not in shares:
         raise ConfigError(f"lengths in {unit}", f"in {', '.join(shares)}", "say it in one of them")
     return _positive(n, unit) * shares[unit]

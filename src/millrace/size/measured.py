@@ -6,7 +6,7 @@ e2e_p95_ms where they are known; one instance a row. Every mistake names file an
 
 import csv
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from millrace.errors import ConfigError
@@ -71,3 +71,18 @@ def _point(row: Mapping[str, str | None], where: str) -> Point:
         rate=number("req_s"), mean=waits(("ttft_ms", "itl_ms", "e2e_ms")),
         p95=waits(_P95) if all(row.get(name) for name in _P95) else None, source=Source.MEASURED,
     )  # fmt: skip
+
+
+def write_points(path: Path, points: Sequence[Point]) -> None:
+    """As they are read. raises OSError"""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow((*_NEEDED, *_P95))
+        for p in points:
+            waits = [p.mean.ttft_s, p.mean.itl_s, p.mean.e2e_s]
+            p95 = [] if p.p95 is None else [p.p95.ttft_s, p.p95.itl_s, p.p95.e2e_s]
+            rows.writerow([
+                p.model, p.device, p.precision, p.tp, f"{p.input_tokens:g}", f"{p.output_tokens:g}",
+                f"{p.concurrency:.6g}", *(f"{s * 1e3:.6g}" for s in waits), f"{p.rate:.6g}",
+                *([f"{s * 1e3:.6g}" for s in p95] or [""] * len(_P95)),
+            ])  # fmt: skip

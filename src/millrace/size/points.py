@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from millrace.errors import ConfigError
 
-SYSTEM = 8  # devices of the machines that are bought
+SYSTEM = 8  # devices of the machines that are bought, where nobody says
 
 
 class Source(StrEnum):
@@ -27,14 +27,36 @@ class Waits:
     e2e_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Of a simulated point. mean_within, p95_within: half of their 95 % intervals
+
+    counted: requests; dropped: those of the transients; how: arrivals and scheduler, in words
+    beyond: limits that the next higher rate breaks, where a capacity was sought; nothing: it falls behind there
+    """
+
+    p99: Waits
+    mean_within: Waits
+    p95_within: Waits
+    counted: int
+    dropped: int
+    preemptions: int
+    how: str
+    beyond: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One instance of tp devices with so many requests in flight. rate: requests a second; p95: where it is known"""
+    """One instance of tp devices with so many requests in flight. rate: requests a second; p95: where it is known
+
+    system: devices of the machines that are bought; sampled: where it was simulated
+    """
 
     model: str
     device: str
     precision: str
     tp: int
+    system: int = SYSTEM
     input_tokens: float
     output_tokens: float
     concurrency: float
@@ -42,11 +64,12 @@ class Point:
     mean: Waits
     p95: Waits | None
     source: Source
+    sampled: Sampled | None = None
 
     @property
     def rate_of_system(self) -> float:
-        """Of a machine with 8 devices, full of such instances."""
-        return self.rate * SYSTEM / self.tp
+        """Of a machine that is full of such instances."""
+        return self.rate * self.system / self.tp
 
     @property
     def configuration(self) -> str:

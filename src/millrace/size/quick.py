@@ -197,7 +197,7 @@ class QuickLoop:
         self._grow()
         n = len(self._since)
         step = Step([], n, 0)
-        self._scheduler.take_prompts(step, n)
+        self._scheduler.take_prompts(step, n, n == len(self._scheduler.running))
         for chunk in step.chunks:
             if chunk.sequence not in self._place:
                 self._place_last(chunk.sequence)

@@ -46,6 +46,7 @@ class Simulated:
 class Simulation:
     """One replica. budget: how much of prompts a step may have, as the server's
 
+    front_s: of the host for a request before it is scheduled, one after another
     quick: steps in which nothing happens at once, with equal times; else EngineLoop, step by step
     """
 
@@ -54,6 +55,7 @@ class Simulation:
     budget: TokenBudget | None = None
     prefix_cache: bool = True
     quick: bool = True
+    front_s: float = 0.0
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
@@ -63,31 +65,26 @@ class Simulation:
 
         raises ConfigError where a request fits no context
         """
-        loop = (QuickLoop if self.quick else SteppedLoop)(
-            self.limits, self.clock, self.seconds, self.budget, self.prefix_cache
-        )
-        coming = deque(self._checked(arrivals))
-        seen: list[Seen] = []
-        in_system_s = 0.0
-        while coming or loop.ended < len(seen):
-            while coming and self._is_due(coming[0], closed, len(seen) - loop.ended):
-                arrival = coming.popleft()
-                if closed is not None:
-                    arrival = replace(arrival, at_s=self.clock.now_s)
-                in_system_s += self.clock.now_s - arrival.at_s  # it came within a step, which did not know of it
-                seen.append(Seen(arrival))
-                loop.submit(_prompt(arrival, len(seen)), seen[-1])
-            before_s, n = self.clock.now_s, len(seen) - loop.ended
-            if not loop.step(coming[0].at_s if coming and closed is None else math.inf):
-                assert coming, "what was submitted is computed, or has ended"
-                self.clock.now_s = coming[0].at_s
-            in_system_s += n * (self.clock.now_s - before_s)
-        return Simulated(tuple(seen), self.clock.now_s, loop.steps, loop.preemptions, loop.prefix_hits, in_system_s)
+        server = Server(self)
+        if closed is None:
+            for arrival in self.checked(arrivals):
+                server.advance(arrival.at_s)
+                server.take(arrival)
+            server.advance(math.inf)
+            return server.result()
+        coming = deque(self.checked(arrivals))
+        while coming or server.in_flight:
+            while coming and server.in_flight < closed:
+                server.take(replace(coming.popleft(), at_s=self.clock.now_s))
+            server.turn(math.inf)
+        return server.result()
 
-    def _is_due(self, arrival: Arrival, closed: int | None, in_flight: int) -> bool:
-        return arrival.at_s <= self.clock.now_s if closed is None else in_flight < closed
+    def loop(self) -> QuickLoop | SteppedLoop:
+        made = QuickLoop if self.quick else SteppedLoop
+        return made(self.limits, self.clock, self.seconds, self.budget, self.prefix_cache)
 
-    def _checked(self, arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
+    def checked(self, arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
+        """raises ConfigError where one fits no context, or comes before the last"""
         most, before_s = self.limits.context_tokens, 0.0
         for i, one in enumerate(arrivals):
             if one.n_input < 1 or one.n_output < 1 or one.n_input + one.n_output > most:
@@ -101,6 +98,53 @@ class Simulation:
                 )
             before_s = one.at_s
             yield one
+
+
+class Server:
+    """One replica between arrivals. seen: all requests that it was given"""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.clock, self._front_s, self._loop = simulation.clock, simulation.front_s, simulation.loop()
+        self._behind = deque[tuple[float, Seen]]()  # those that the host prepares
+        self._free_s, self._in_system_s, self._n_submitted = 0.0, 0.0, 0
+        self.seen: list[Seen] = []
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.seen) - self._loop.ended
+
+    def take(self, arrival: Arrival) -> None:
+        self._in_system_s += self.clock.now_s - arrival.at_s  # it came within a step, which did not know of it
+        self._free_s = max(self._free_s, arrival.at_s) + self._front_s
+        self.seen.append(Seen(arrival))
+        self._behind.append((self._free_s, self.seen[-1]))
+
+    def advance(self, until_s: float) -> None:
+        """To that time, or to the end of the step in which it falls; inf: until all is answered."""
+        while self.clock.now_s < until_s and self.turn(until_s):
+            pass
+
+    def turn(self, until_s: float) -> bool:
+        """A step, or several that are alike, or a wait; False where there is nothing to wait for."""
+        now_s, n = self.clock.now_s, self.in_flight
+        while self._behind and self._behind[0][0] <= now_s:
+            one = self._behind.popleft()[1]
+            self._n_submitted += 1
+            self._loop.submit(_prompt(one.arrival, self._n_submitted), one)
+        next_s = min(until_s, self._behind[0][0] if self._behind else math.inf)
+        if not self._loop.step(next_s):
+            if next_s == math.inf:
+                assert not self.in_flight, "what was submitted is computed, or has ended"
+                return False
+            self.clock.now_s = next_s
+        self._in_system_s += n * (self.clock.now_s - now_s)
+        return True
+
+    def result(self) -> Simulated:
+        loop = self._loop
+        return Simulated(
+            tuple(self.seen), self.clock.now_s, loop.steps, loop.preemptions, loop.prefix_hits, self._in_system_s
+        )
 
 
 def _prompt(arrival: Arrival, number: int) -> IntArray:

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 from millrace.size.cost import Constants, Instance
+from millrace.size.stack import ENGINE, Stack
 
 TOKEN = 7  # every answer is made of
+_KEPT = 4096  # times of steps with prompts, which are often alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +25,38 @@ class Arrival:
 StepTime = Callable[[Sequence[float], Sequence[float], int, float], float]
 
 
-def step_time(instance: Instance, constants: Constants, host_s: float = 0.0) -> StepTime:
-    """host_s: of serving, a running answer and step"""
+# The same, as its parts: chunks of prompts; running answers without their keys and values; these.
+StepParts = Callable[[Sequence[float], Sequence[float], int, float], tuple[float, float, float]]
+
+
+def step_parts(instance: Instance, constants: Constants) -> StepParts:
+    """Of the engine alone."""
+
+    @lru_cache(_KEPT)
+    def chunked(prompts: tuple[float, ...], starts: tuple[float, ...], beside: bool) -> float:
+        return constants.chunks_s(instance, prompts, starts, beside)
+
+    @cache
+    def decoding(n: int) -> tuple[float, float]:
+        return constants.decode_s(instance, n, 0.0), constants.cached_s(instance, n, 1.0)
+
+    def parts(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> tuple[float, float, float]:
+        chunks_s = chunked(tuple(prompts), tuple(starts), n > 0) if prompts else 0.0
+        if not n:
+            return chunks_s, 0.0, 0.0
+        rest_s, a_token_s = decoding(n)
+        return chunks_s, rest_s, a_token_s * instance.model.reached(context)
+
+    return parts
+
+
+def step_time(instance: Instance, constants: Constants, stack: Stack = ENGINE) -> StepTime:
+    """Of the engine's steps, and what serving adds to them."""
+    parts = step_parts(instance, constants)
 
     def seconds(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> float:
-        if not prompts:
-            return constants.decode_s(instance, n, context) + host_s * n
-        return constants.mixed_s(instance, prompts, starts, n, context) + host_s * n
+        chunks_s, rest_s, cached_s = parts(prompts, starts, n, context)
+        return stack.prefill * chunks_s + stack.decode * rest_s + stack.cache * cached_s + stack.host_s * n
 
     return seconds
 

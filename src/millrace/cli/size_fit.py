@@ -1,0 +1,116 @@
+"""`millrace size fit`: benchmarks of one's own server, and what serving adds to steps, fitted to them by simulation."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from millrace.cli.options import json_option
+from millrace.cli.screen import heading, note, pairs, print_json, table
+from millrace.errors import ConfigError
+from millrace.machine.devices import find_device
+from millrace.size.cost import Instance
+from millrace.size.fit import Residual
+from millrace.size.measured import write_points
+from millrace.size.models import find_model
+from millrace.size.plan import instance_of
+from millrace.size.points import Point, Source, Waits
+from millrace.size.refit import Refit, Result, read_results, refit
+from millrace.size.stackfile import OwnStack, write_stack
+
+EPILOG = """\b
+Examples:
+  millrace size fit results/c*/ --model llama-3-8b --hardware H100 --precision fp8 -o ours.json
+  millrace size --stack ours.json --model llama-3-8b --isl 2000 --osl 200 --rate 70 --ttft-ms 500
+  millrace size fit results/c*/ --model llama-3-8b --hardware H100 --precision fp8 --table runs.csv
+  millrace size --measured runs.csv --isl 2000 --osl 200 --rate 70 --ttft-ms 500"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("results", nargs=-1, required=True, type=Path)
+@click.option("--model", required=True, help="A preset, or the path of a config.json.")
+@click.option("--hardware", required=True, metavar="NAME", help="The device that it ran on.")
+@click.option("--precision", required=True, metavar="NAME", help="Of weights and products: fp16, bf16, fp8, ...")
+@click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Devices of the instance.")
+@click.option("-o", "--output", type=Path, metavar="FILE", help="Write the fitted stack there, for --stack.")
+@click.option("--table", "runs", type=Path, metavar="FILE", help="Write the results there as they are, for --measured.")
+@json_option
+def command(
+    results: tuple[Path, ...], model: str, hardware: str, precision: str, tp: int, output: Path | None,
+    runs: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Fit what serving adds to steps to benchmarks of your own.
+
+    RESULTS are folders of `millrace bench -o`, or JSON of GenAI-Perf, AIPerf or `vllm bench serve`: one instance, one
+    load each, best with several numbers of requests in flight. What no such device can do is refused. Each is
+    simulated with the fitted stack, and stands beside what was measured.
+    """
+    device = find_device(hardware)
+    device.peak(precision)
+    instance = instance_of(find_model(model), device, precision, tp)
+    read = read_results(results)
+    found = refit(read, instance)
+    own = OwnStack(device.name, precision, found.stack, found.after.rate.mape)
+    if as_json:
+        print_json({"stack": asdict(own), "before": asdict(found.before), "after": asdict(found.after),
+                    "results": [_row(one, number, found) for number, one in enumerate(read)]})  # fmt: skip
+    else:
+        _show(read, found)
+    _write(output, lambda file: write_stack(file, own))
+    _write(runs, lambda file: write_points(file, [_point(one, instance) for one in read]))
+
+
+def _write(file: Path | None, write: Callable[[Path], None]) -> None:
+    if file is None:
+        return
+    try:
+        write(file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}", "a file that can be", "name another") from None
+    note(f"  written to {file}")
+
+
+def _row(one: Result, number: int, found: Refit) -> dict[str, float | str]:
+    computed = found.runs[number].point
+    return {
+        "source": one.source, "requests_per_s": one.rate, "computed_requests_per_s": computed.rate,
+        "ttft_ms": one.ttft_s * 1e3, "computed_ttft_ms": computed.mean.ttft_s * 1e3, "itl_ms": one.itl_s * 1e3,
+        "computed_itl_ms": computed.mean.itl_s * 1e3,
+    }  # fmt: skip
+
+
+def _show(read: list[Result], found: Refit) -> None:
+    heading(f"{len(read)} results beside a simulation of them, with {found.stack.name}")
+    rows = []
+    for one, replayed in zip(read, found.runs, strict=True):
+        p = replayed.point
+        rows.append([
+            one.source, f"{one.n_input:.0f}/{one.n_output:.0f}", f"{one.concurrency:.1f}", f"{one.rate:.4g}",
+            f"{p.rate:.4g}", *_ms(one.ttft_s, p.mean.ttft_s), *_ms(one.itl_s, p.mean.itl_s),
+        ])  # fmt: skip
+    table(["", "in/out", "in flight", "requests/s", "computed", "TTFT, ms", "computed", "ITL, ms", "computed"], rows)
+    s = found.stack
+    pairs([
+        ("factors", f"prompts {s.prefill:.3f}, decode steps {s.decode:.3f}, keys and values {s.cache:.3f}, host "
+                    f"{s.host_s * 1e6:.1f} us a sequence and step"),
+        ("before", _errors(found.before.rate, found.before.ttft, found.before.itl)),
+        ("after", _errors(found.after.rate, found.after.ttft, found.after.itl)),
+    ])  # fmt: skip
+
+
+def _errors(rate: Residual, ttft: Residual, itl: Residual) -> str:
+    return f"mean errors of requests/s {rate.mape:.1%}, TTFT {ttft.mape:.1%}, ITL {itl.mape:.1%}"
+
+
+def _ms(measured: float, computed: float) -> tuple[str, str]:
+    return f"{measured * 1e3:,.1f}", f"{computed * 1e3:,.1f}"
+
+
+def _point(one: Result, instance: Instance) -> Point:
+    p95 = None if one.p95 is None else Waits(*one.p95)
+    return Point(
+        model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
+        input_tokens=round(one.n_input), output_tokens=round(one.n_output), concurrency=one.concurrency, rate=one.rate,
+        mean=Waits(one.ttft_s, one.itl_s, one.e2e_s), p95=p95, source=Source.MEASURED,
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""What systems cost, on a screen, and every device that was asked for beside the others."""
+
+import click
+
+from millrace.cli.screen import heading, pairs, table
+from millrace.size.answer import Answer
+from millrace.size.money import DAY_HOURS, Money
+
+
+def show_devices(answer: Answer) -> None:
+    if len(answer.alternatives) < 2:
+        return
+    click.echo()
+    heading("On each hardware, the cheapest first where prices are known")
+    rows = []
+    for one in answer.alternatives:
+        cost = one.money.cheapest if one.money else None
+        if one.plan is None:
+            rows.append([one.device, "-", "-", one.why_not.what if one.why_not else "", "-"])
+        else:
+            rows.append([one.device, f"{one.plan.fractional:.2f}", str(one.plan.systems), one.plan.point.configuration,
+                         "-" if cost is None else f"{cost:,.0f}"])  # fmt: skip
+    currency = next((one.money.currency for one in answer.alternatives if one.money), "")
+    table(["", "by the figures", "systems", "configuration", f"{currency} a year"], rows)
+
+
+def show_money(answer: Answer) -> None:
+    found = answer.money
+    if found is None:
+        return
+    click.echo()
+    heading(f"Costs, {found.currency} a year")
+    rows = [*_bought(found), *_rented(found), *_both(found)]
+    day, night = max(found.hourly), min(found.hourly)
+    if day > night:
+        rows.append(("instances", f"{night} at night, {day} by day: {_ranges(found.hourly)}"))
+    rows.append(("utilisation", f"{found.utilisation:.0%} of what instances could serve that run, on average"))
+    pairs(rows)
+    for note in found.notes:
+        click.echo(f"  note: {note}")
+
+
+def _bought(found: Money) -> list[tuple[str, str]]:
+    own = found.bought
+    if own is None:
+        return []
+    return [
+        ("bought", f"{own.year:,.0f}; {own.by_figures:,.0f} for as many as the figures say"),
+        ("  a system", f"{own.system:,.0f}: purchase {own.purchase:,.0f}, licences {own.licence:,.0f}, hosting "
+                       f"{own.hosting:,.0f}, power {own.power:,.0f}"),
+    ]  # fmt: skip
+
+
+def _rented(found: Money) -> list[tuple[str, str]]:
+    own = found.rented
+    if own is None:
+        return []
+    rent = own.rent
+    return [
+        ("rented", f"{own.scaled:,.0f} with as many as each hour needs, {own.always:,.0f} with all of them always"),
+        ("  an hour", f"{own.peak_hour:,.2f} at the peak; {rent.hour:,.2f} a device, by {rent.who} on {rent.date}, the "
+                      f"middle of {own.offers} offers from {own.low:,.2f} to {own.high:,.2f}"),
+    ]  # fmt: skip
+
+
+def _both(found: Money) -> list[tuple[str, str]]:
+    rows = []
+    if found.hybrid is not None:
+        n = found.hybrid.systems
+        rows.append(("both", f"{found.hybrid.year:,.0f} with {n} bought and the rest rented when it is needed"))
+    if found.by_token is not None:
+        rows.append(("by the token", f"{found.by_token:,.0f}"))
+    if found.bought is not None and found.rented is not None:
+        hours = found.break_even_hours
+        rows.append(("break-even", "renting is cheaper even around the clock" if hours is None else
+                     f"buying is cheaper from {hours:.1f} of {DAY_HOURS} hours a day on"))  # fmt: skip
+    if found.break_even_requests is not None:
+        rows.append(("", f"and than paying by the token from {found.break_even_requests:,.0f} requests a day on"))
+    if found.a_million_tokens is not None:
+        rows.append(("at the cheapest", f"{found.a_million_tokens:,.3g} a million tokens, "
+                                        f"{found.a_thousand_requests:,.3g} a thousand requests"))  # fmt: skip
+    return rows
+
+
+def _ranges(hourly: tuple[int, ...]) -> str:
+    """ "2 from 0 h, 12 from 8 h, 4 from 18 h"."""
+    starts = [hour for hour in range(len(hourly)) if hour == 0 or hourly[hour] != hourly[hour - 1]]
+    return ", ".join(f"{hourly[hour]} from {hour} h" for hour in starts)

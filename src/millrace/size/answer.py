@@ -1,0 +1,307 @@
+"""The whole answer to the six questions: systems with their band, why, what would change it, what follows from it."""
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import ConfigError
+from millrace.machine.roofline import Roofline
+from millrace.size.case import Case, There, check_systems, systems_there
+from millrace.size.demand import USER_REQUESTS, Demand, demand, hourly_peaks, users
+from millrace.size.explain import Memory, memory
+from millrace.size.hardware import measured_here
+from millrace.size.lengths import Work, work
+from millrace.size.load import DAY_S
+from millrace.size.money import Fleet as Needed
+from millrace.size.money import Money, engines, money
+from millrace.size.offers import Offers, simulated_at
+from millrace.size.plan import Plan
+from millrace.size.points import Limits, Point
+from millrace.size.prices import Prices, read_prices
+from millrace.size.question import Question, limits_of
+from millrace.size.reasons import Change, Offer, Step, capacity_table, changes, waterfall
+
+_LOADS = ("rate", "average", "users", "calls", "trace")
+_PEOPLE_HOURS = 8.0  # of a day in which people ask, where nobody says
+
+
+@dataclass(frozen=True, slots=True)
+class Follows:
+    """What the systems serve without those to spare. users: with so many requests a day each, in so many hours"""
+
+    rate: float
+    requests_a_day: float
+    tokens_a_day: float
+    users: float
+    hours: float
+    requests_each: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Systems that are there, and what they serve within the limits"""
+
+    device: str
+    systems: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The answer on one device. plan: None where nothing keeps the limits, and why; money: None of an unknown device"""
+
+    device: str
+    offers: Offers
+    plan: Plan | None
+    money: Money | None
+    why_not: ConfigError | None = None
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What is cheapest goes first; where a price is not known, what needs least."""
+        cost = self.money.cheapest if self.money else None
+        return cost is None, cost if cost is not None else self.plan.fractional if self.plan else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """plan: the one that was asked for; other: with limits on the p95 instead of the mean, or the other way round
+
+    why_no_other: where there is none; changes: what would be otherwise; demand: None where systems were given
+    operating: what users feel at the peak of what is bought
+    """
+
+    question: Question
+    work: Work
+    demand: Demand | None
+    offers: Offers
+    plan: Plan
+    other: Plan | None
+    why_no_other: str
+    memory: Memory | None
+    why: tuple[Step, ...]
+    table: tuple[Offer, ...]
+    changes: tuple[Change, ...]
+    follows: Follows
+    alternatives: tuple[Alternative, ...]
+    money: Money | None
+    operating: Point
+    there: tuple[Kept, ...] = ()
+
+    @property
+    def instances(self) -> int:
+        """That the load needs; systems are rounded up from these."""
+        per_system = self.plan.point.system / self.plan.point.tp
+        return -int(-(self.plan.fractional / self.question.hardware.utilisation * per_system) // 1)
+
+
+def plan(**answers: Any) -> Answer:
+    """plan(model="llama-3-8b", isl=2000, osl=200, rate=70, ttft_ms=500, hardware=["H100"]): names as the flags'.
+
+    raises ConfigError for answers that are missing, unknown or contradict each other, and where no hardware keeps the
+    limits: which limit, and what comes closest
+    """
+    return answered(Question.of(answers))
+
+
+def answered(
+    question: Question, today: datetime.date | None = None, here: Callable[[], Roofline] = measured_here
+) -> Answer:  # fmt: skip
+    """today: to tell which prices are old; here: this machine's roofline. raises ConfigError, as `plan`"""
+    limits, here = limits_of(question.limits), cache(here)  # which may take seconds
+    prices = read_prices(None if question.money.prices is None else Path(question.money.prices))
+    is_said = question.hardware.systems is None or any(getattr(question.load, name) is not None for name in _LOADS)
+    load = demand(question.load) if is_said else None
+    recorded = None
+    if load is not None and load.trace is not None:
+        recorded = float(load.trace.n_input.mean()), float(load.trace.n_output.mean())
+    asked = work(question.request, recorded)
+    there = systems_there(question, asked, here)
+    check_systems(question, there, is_said)
+    case = Case(question, limits, load, asked, there, here).simulated_there()
+    found = case.offers() if load is not None else there[0].offers
+    _check_p95(case, found)
+    costs = _Costs(case, prices, today or datetime.date.today())
+    alternatives = _alternatives(case, found, costs)
+    first = alternatives[0]
+    if first.plan is None:
+        assert first.why_not is not None
+        raise first.why_not
+    best, found, h = first.plan, first.offers, question.hardware
+    other, why_no_other = _other(case, found)
+    instance = found.instance(best.point)
+    return Answer(
+        question, asked, load, found, best, other, why_no_other,
+        None if instance is None else memory(instance, best.point),
+        waterfall(best, found, asked, h.utilisation, h.spare), capacity_table(found.points, limits),
+        changes(_otherwise(case, found, best), best, h.utilisation), _follows(case, best), alternatives,
+        first.money, _operating(case, found, best),
+        tuple(_kept(one, case) for one in there) if load is not None or len(there) > 1 else (),
+    )  # fmt: skip
+
+
+def _check_p95(case: Case, found: Offers) -> None:
+    """raises ConfigError for limits on a p95 that nothing here tells"""
+    if case.limits.of == "mean" or not case.limited or any(point.p95 is not None for point in found.points):
+        return
+    h = case.question.hardware
+    if h.measured is not None:
+        columns = "columns ttft_p95_ms, itl_p95_ms, e2e_p95_ms"
+        raise ConfigError(f"{h.measured} has no p95, and limits are on it", columns, "ask with --of mean")
+    if not h.simulate or len(case.work.calls) > 1:
+        why = "several calls in a row are" if h.simulate else "it was asked for"
+        raise ConfigError(f"limits are on the p95, which a closed form does not know, and {why} without simulation",
+                          "limits on the mean, or one call by simulation", "ask with --of mean")  # fmt: skip
+
+
+def _operating(case: Case, found: Offers, best: Plan) -> Point:
+    """What users feel at the peak of what is bought, which is rounded up: the least point that bears their share."""
+    h, point = case.question.hardware, best.point
+    instances = max(1, best.systems - h.spare) * point.system // point.tp
+    each = best.rate / instances
+    if not each:
+        return point
+    if case.closed and point.sampled is not None:
+        return point
+    if point.sampled is not None:
+        return simulated_at(found, point, min(each, point.rate), h.factor, case.replicas) or point
+    alike = [p for p in found.points if p.configuration == point.configuration]
+    bear = [p for p in alike if p.rate >= each * (1 - 1e-9) and not best.limits.broken(p)]
+    return min(bear, key=lambda p: p.concurrency, default=point)
+
+
+def _kept(one: There, case: Case) -> Kept:
+    rate = one.rate(case.limits, case.question.hardware.utilisation)
+    return Kept(one.name, one.systems, rate)
+
+
+def _alternatives(case: Case, found: Offers, costs: "_Costs") -> tuple[Alternative, ...]:
+    """On each device; the one that is taken first."""
+    told = []
+    for name in found.names:
+        try:
+            some = case.simulated(found.of(name))
+            best = case.plan(some)
+        except ConfigError as error:
+            told.append(Alternative(name, found, None, None, error))
+        else:
+            told.append(Alternative(name, some, best, costs.of(best, found)))
+    return tuple(sorted(told, key=lambda one: (one.plan is None, *one.order)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """All that a price depends on, but for the device."""
+
+    case: Case
+    prices: Prices
+    today: datetime.date
+
+    def of(self, best: Plan, found: Offers) -> Money | None:
+        """None where nothing is bought, or on what the catalogue has not."""
+        bought, load, question = found.bought(best.point.device), self.case.load, self.case.question
+        if bought is None or not best.rate:
+            return None
+        point, h = best.point, question.hardware
+        peaks = (best.rate,) * 24 if load is None else hourly_peaks(question.load, load)
+        beside = 0.0 if load is None else load.peak - best.rate  # which systems that are there bear
+        needed = Needed(
+            bought.whole, point.tp / bought.slices, point.system // bought.slices, best.systems, best.fractional,
+            engines([max(0.0, peak - beside) for peak in peaks], point.rate, h.utilisation),
+        )  # fmt: skip
+        rents = self.prices.rents(bought.whole, question.money.tier)
+        average = best.rate if load is None or load.average is None else load.average * best.rate / load.peak
+        lengths = self.case.work.n_input, self.case.work.n_output
+        made = money(needed, self.prices, rents, average, point.rate, lengths)
+        notes = [*made.notes, *self.prices.old(rents, self.today)]
+        if load is not None and load.average is None:
+            notes.insert(0, "only the peak is known: costs are those of a load that is always so high")
+        if h.spare:
+            notes.append("systems to spare are counted where all are bought, and nowhere else")
+        return replace(made, notes=tuple(notes))
+
+
+def _other(case: Case, found: Offers) -> tuple[Plan | None, str]:
+    """The mean beside the p95."""
+    of = "p95" if case.limits.of == "mean" else "mean"
+    if not case.limited:
+        return None, "nothing is limited"
+    limits = replace(case.limits, of=of)
+    try:
+        found = case.simulated(found, limits)
+        if of == "p95" and all(point.p95 is None for point in found.points):
+            return None, "the p95 is not known from a closed form: measure it, or simulate it"
+        return case.plan(found, limits), ""
+    except ConfigError as error:
+        return None, error.what
+
+
+def _follows(case: Case, found: Plan) -> Follows:
+    """Of what is bought and there, but for what is to spare: a fraction that was rounded up serves, too."""
+    h, load = case.question.hardware, case.question.load
+    beside = case.there if case.load is not None else case.there[1:]
+    rate = (found.systems - h.spare if found.systems else 0) * h.utilisation * found.point.rate_of_system
+    rate += sum(there.rate(case.limits, h.utilisation) for there in beside)
+    hours, each = load.hours or _PEOPLE_HOURS, USER_REQUESTS
+    if load.requests_each is not None and load.calls is None:
+        each = load.requests_each
+    a_day, tokens = rate * DAY_S, case.work.n_input + case.work.n_output
+    return Follows(rate, a_day, a_day * tokens, users(rate, hours, each), hours, each)
+
+
+def _otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Callable[[], float]]:
+    """One thing at a time: the systems then, by the figures."""
+    if case.load is None or not best.fractional:
+        return {}
+    limits = case.limits
+
+    def limited(times: float) -> Callable[[], float]:
+        def scaled(limit: float | None) -> float | None:
+            return None if limit is None else limit * times
+
+        other = Limits(scaled(limits.ttft_s), scaled(limits.itl_s), scaled(limits.e2e_s), limits.of)
+        return lambda: case.plan(case.simulated(found, other), other).fractional
+
+    again = {
+        "a quarter more requests": lambda: case.plan(found, times=1.25).fractional,
+        "half of the requests": lambda: case.plan(found, times=0.5).fractional,
+    }
+    if case.limited:
+        again |= {"limits half as long": limited(0.5), "limits twice as long": limited(2.0)}
+    if case.question.hardware.measured is None and not case.there:
+        again |= _computed_otherwise(case, found, best)
+    return again
+
+
+def _computed_otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Callable[[], float]]:
+    """Where points are computed: other lengths and faster software on the same configuration, 16 bits on any."""
+    h = case.question.hardware
+
+    def again(other: Case) -> Callable[[], float]:
+        def fractional() -> float:
+            offered = other.offers()
+            alike = tuple(p for p in offered.points if p.configuration == best.point.configuration)
+            return other.plan(other.simulated(replace(offered, points=alike))).fractional
+
+        return fractional
+
+    def lengths(n_input: float, n_output: float) -> Callable[[], float]:
+        calls = tuple(replace(c, n_input=max(1, c.n_input * n_input), n_output=max(1, c.n_output * n_output))
+                      for c in case.work.calls)  # fmt: skip
+        return again(replace(case, work=replace(case.work, calls=calls)))
+
+    faster = replace(case.question, hardware=replace(h, factor=max(0.01, h.factor * 0.75)))
+    told = {
+        "prompts half as long": lengths(0.5, 1), "answers half as long": lengths(1, 0.5),
+        "software that takes 0.75 of the time": again(replace(case, question=faster)),
+    }  # fmt: skip
+    if not h.precision:
+        told["16 bits alone"] = lambda: case.plan(case.simulated(_wide(found.computed))).fractional
+    return told
+
+
+def _wide(found: Offers) -> Offers:
+    return replace(found, points=tuple(point for point in found.points if point.precision in ("fp16", "bf16")))

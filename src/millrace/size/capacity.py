@@ -1,0 +1,240 @@
+"""How many requests a second an instance serves within limits, by simulation with the scheduler that serves.
+
+What is waited for is a property of the scheduler and of how requests come, so each answer names both.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from millrace.engine.executor import ExecutorLimits
+from millrace.engine.kv import PAGE_TOKENS
+from millrace.errors import ConfigError
+from millrace.runtime.batch import TokenBudget
+from millrace.size.constants import Profile
+from millrace.size.cost import Floats, Instance
+from millrace.size.points import Limits, Point, Sampled, Source, Waits
+from millrace.size.served import check_fits, kv_capacity
+from millrace.size.simulator import Simulated, Simulation
+from millrace.size.stack import Stack
+from millrace.size.virtual import Arrival, Seen, StepTime, step_time
+
+_LEAST, _TURNS = 1000, 4  # requests simulated for a point: so many, and so many times those that can be in flight
+_TRANSIENT = 0.25  # of them, those at the beginning that are not counted
+_STEADY = 0.95  # of what a full instance serves, that Poisson arrivals may ask for
+_ROUNDS = 5  # of a closed loop: the first and the last are not counted
+_OCTAVES, _CLOSE = 10, 0.02  # capacities are sought down to 2^-10 of what no schedule exceeds, to 2 %
+_BATCHES, _T = 10, 2.262  # means of ten runs of neighbours, Student's t for 95 % of nine degrees of freedom
+_VOCAB = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of a request, in and out."""
+
+    n_input: int
+    n_output: int
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.n_input <= 1 << 24 and 1 <= self.n_output <= 1 << 24):
+            raise ConfigError(
+                f"requests of {self.n_input} tokens in and {self.n_output} out", f"1 to {1 << 24} each", "correct them"
+            )
+
+    @property
+    def both(self) -> int:
+        return self.n_input + self.n_output
+
+
+class Replica:
+    """One instance, as it would serve requests of such lengths. raises ConfigError where one does not fit
+
+    seconds: what its steps take, where that is not the profile's
+    """
+
+    def __init__(
+        self, instance: Instance, profile: Profile, lengths: Lengths, stack: Stack | None = None,
+        seconds: StepTime | None = None,
+    ) -> None:  # fmt: skip
+        check_fits(instance, (lengths.n_input, lengths.n_output))
+        self.instance, self.profile, self.lengths = instance, profile, lengths
+        self.stack = stack or profile.stack
+        self._seconds = seconds or step_time(instance, profile.constants, self.stack)
+        n_pages = int(kv_capacity(instance)) // PAGE_TOKENS
+        pages = -(-lengths.both // PAGE_TOKENS)
+        self._room = max(1, min(self.stack.sequences, n_pages // pages))
+        self._limits = ExecutorLimits(
+            max_step_tokens=self.stack.step_tokens, max_sequences=self.stack.sequences, max_rows=self.stack.sequences,
+            max_context=lengths.both, page_tokens=PAGE_TOKENS,
+            n_pages=max(pages, min(n_pages, self.stack.sequences * pages + 1)), vocab_size=_VOCAB,
+        )  # fmt: skip
+        self._known: dict[float, Point | None] = {}
+        self._full: Point | None = None
+        self._loops: dict[int, Point] = {}
+
+    def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
+        simulation = Simulation(
+            self._limits, self._seconds, TokenBudget.unhurried(self.stack.step_tokens), prefix_cache=False,
+            front_s=self.stack.front_s,
+        )  # fmt: skip
+        return simulation.run(arrivals, closed)
+
+    def closed(self, concurrency: int) -> Point:
+        """So many requests always in flight, as serving is mostly measured."""
+        n = concurrency * _ROUNDS
+        found = self.run([Arrival(0, self.lengths.n_input, self.lengths.n_output)] * n, concurrency)
+        counted = found.requests[concurrency : n - concurrency]
+        rate = concurrency / float(np.mean([one.e2e_s for one in counted]))
+        return self._point(counted, n, rate, concurrency, found, f"{concurrency} always in flight")
+
+    @property
+    def full(self) -> Point:
+        """With as many in flight as fit: the most that it serves, whatever is waited for."""
+        if self._full is None:
+            self._full = self.closed(self._room)
+        return self._full
+
+    def at(self, rate: float, seed: int = 0) -> Point | None:
+        """So many requests a second, Poisson; None where that is more than 95 % of what a full instance serves: queues
+        would grow for longer than is simulated.
+
+        The same seed gives the same gaps, only shorter or longer.
+        """
+        if rate > _STEADY * self.full.rate:
+            return None
+        n = max(_LEAST, _TURNS * self._room)
+        times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, n))
+        n_in, n_out = self.lengths.n_input, self.lengths.n_output
+        found = self.run(Arrival(float(t), n_in, n_out) for t in times)
+        counted = found.requests[int(n * _TRANSIENT) :]
+        concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
+        return self._point(counted, n, rate, concurrency, found, "Poisson arrivals")
+
+    def most(self, limits: Limits, above: float = 0.0) -> Point | None:
+        """The highest rate within the limits, and what the next higher one that was tried breaks.
+
+        None: not even 2^-10 of what the devices could do keeps them, or no more than `above` does. Rates that are tried
+        are the same ones whatever the limits, so that looser limits never give less.
+        """
+        if self.alone_breaks(limits):
+            return None
+        steps = math.ceil(_OCTAVES / math.log2(1 + _CLOSE))
+        least = math.floor(steps + math.log2(above / self._highest) * steps / _OCTAVES) - 2 if above else 0
+        if least > 0 and not self._keeps(least / steps, limits):
+            return None
+        low, high = 0, steps
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._keeps(middle / steps, limits):
+                low = middle
+            else:
+                high = middle
+        found = self._at(low / steps) if low else None
+        return _beyond(found, self._at(high / steps), limits) if found is not None else None
+
+    def most_closed(self, limits: Limits) -> Point | None:
+        """The most requests always in flight within the limits, as serving is mostly measured; None: not even one."""
+        low, high = 0, 2 * self._room + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if middle not in self._loops:
+                self._loops[middle] = self.closed(middle)
+            low, high = (low, middle) if limits.broken(self._loops[middle]) else (middle, high)
+        after = self._loops.get(high)
+        return _beyond(self._loops[low], after, limits) if low else None
+
+    @property
+    def _highest(self) -> float:
+        return self.bound(Limits())
+
+    def _keeps(self, share: float, limits: Limits) -> bool:
+        point = self._at(share)
+        return point is not None and not limits.broken(point)
+
+    def _at(self, share: float) -> Point | None:
+        """share: of the octaves below what no schedule exceeds"""
+        if share not in self._known:
+            self._known[share] = self.at(self._highest * 2 ** (_OCTAVES * (share - 1)))
+        return self._known[share]
+
+    @property
+    def tried(self) -> tuple[Point, ...]:
+        """All rates at which it keeps up, among those that a search has tried, or all loops."""
+        known = [point for point in self._known.values() if point is not None] or [*self._loops.values()]
+        return tuple(sorted(known, key=lambda point: point.rate))
+
+    @property
+    def alone(self) -> Point:
+        """One request at a time."""
+        return self.closed(1)
+
+    def alone_breaks(self, limits: Limits) -> tuple[str, ...]:
+        """Limits that not even a request alone keeps."""
+        n_in, n_out = self.lengths.n_input, self.lengths.n_output
+        ttft_s = self.stack.front_s + self._seconds([n_in], [0], 0, 0.0)
+        step_s = self._seconds((), (), 1, n_in)
+        asked = (
+            ("TTFT", limits.ttft_s, ttft_s),
+            ("ITL", limits.itl_s if n_out > 1 else None, step_s),
+            ("E2E", limits.e2e_s, ttft_s + (n_out - 1) * step_s),
+        )
+        return tuple(name for name, limit, waited in asked if limit is not None and waited > limit)
+
+    def bound(self, limits: Limits) -> float:
+        """Requests a second that no schedule exceeds: arithmetic of prompts, and decode steps shared by as many as fit.
+
+        A step grows with what runs in it, and answers see the mean of their steps at least: so a limit on ITL bounds
+        how many run.
+        """
+        n_in, n_out = self.lengths.n_input, self.lengths.n_output
+        chunk_s = self._seconds([n_in], [0], 1, 0.0) - self._seconds((), (), 1, 0.0)
+        context = n_in + n_out / 2
+        n = max(1, min(self.stack.sequences, self._limits.n_pages * PAGE_TOKENS // n_in))
+        while limits.itl_s is not None and n > 1 and self._seconds((), (), n, context) > limits.itl_s:
+            n -= max(1, n // 64)
+        return 1 / (chunk_s + (n_out - 1) * self._seconds((), (), n, context) / n)
+
+    def _point(
+        self, counted: Sequence[Seen], n: int, rate: float, concurrency: float, found: Simulated, how: str
+    ) -> Point:
+        waits = {name: _values(counted, name) for name in ("ttft_s", "itl_s", "e2e_s")}
+
+        def of(what: Callable[[Floats], float]) -> Waits:
+            return Waits(*(what(values) for values in waits.values()))
+
+        instance = self.instance
+        return Point(
+            model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
+            input_tokens=self.lengths.n_input, output_tokens=self.lengths.n_output, concurrency=concurrency, rate=rate,
+            mean=of(lambda v: float(v.mean())), p95=of(lambda v: float(np.quantile(v, 0.95))), source=Source.SIMULATED,
+            sampled=Sampled(
+                of(lambda v: float(np.quantile(v, 0.99))), of(lambda v: _interval(v, np.mean)),
+                of(lambda v: _interval(v, _p95)), len(counted), n - len(counted), found.preemptions,
+                f"{how}; {self.stack.scheduler}",
+            ),
+        )  # fmt: skip
+
+
+def _beyond(point: Point, after: Point | None, limits: Limits) -> Point:
+    """The point, and what the next one breaks; None: there the instance falls behind."""
+    assert point.sampled is not None, "it was simulated"
+    return replace(point, sampled=replace(point.sampled, beyond=limits.broken(after) if after is not None else ()))
+
+
+def _values(requests: Sequence[Seen], name: str) -> Floats:
+    values: Floats = np.array([getattr(one, name) for one in requests])
+    return values if not np.isnan(values).any() else np.zeros(1)  # answers of one token have no ITL
+
+
+def _p95(values: Floats) -> float:
+    return float(np.quantile(values, 0.95))
+
+
+def _interval(values: Floats, of: Callable[[Floats], float]) -> float:
+    """Half of the 95 % interval, from batches of neighbours, as neighbours are alike."""
+    if len(values) < 2 * _BATCHES:
+        return math.inf
+    found = [float(of(batch)) for batch in np.array_split(values, _BATCHES)]
+    return _T * float(np.std(found, ddof=1)) / math.sqrt(_BATCHES)

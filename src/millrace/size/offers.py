@@ -1,0 +1,322 @@
+"""Operating points to choose from: measured ones of these lengths, or computed ones; of calls in a row as one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from millrace.errors import ConfigError, nearest
+from millrace.machine.devices import Device, find_device
+from millrace.machine.roofline import Roofline
+from millrace.size.capacity import Lengths, Replica
+from millrace.size.constants import profile
+from millrace.size.cost import WEIGHT_BYTES, Instance
+from millrace.size.hardware import Hardware, find_hardware, measured_here
+from millrace.size.lengths import Call, Work
+from millrace.size.measured import read_points
+from millrace.size.models import ModelShape, find_model
+from millrace.size.plan import TPS, instance_of
+from millrace.size.points import Limits, Point, Source, Waits, best
+from millrace.size.served import CONCURRENCIES, served
+from millrace.size.settings import HardwareSettings
+from millrace.size.stackfile import OwnStack, read_stack
+
+DEVICE = "H100"
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """points: of a request, all its calls together; model: None where it is only measured
+
+    left_out: rows of a measured table that were not in a steady state; own: a stack that was fitted to a user's runs
+    """
+
+    points: tuple[Point, ...]
+    model: ModelShape | None
+    hardware: tuple[Hardware, ...]
+    left_out: int = 0
+    own: OwnStack | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of devices, each once."""
+        return tuple(dict.fromkeys(point.device for point in self.points))
+
+    @property
+    def computed(self) -> "Offers":
+        """Without what was simulated."""
+        return replace(self, points=tuple(p for p in self.points if p.source != Source.SIMULATED))
+
+    def of(self, device: str) -> "Offers":
+        """What that device does."""
+        return replace(self, points=tuple(point for point in self.points if point.device == device))
+
+    def bought(self, device: str) -> Hardware | None:
+        """None: measured on what the catalogue has not."""
+        return next((one for one in self.hardware if one.device.name == device), None)
+
+    def instance(self, point: Point) -> Instance | None:
+        found = self.bought(point.device)
+        if self.model is None or found is None or point.precision not in WEIGHT_BYTES:
+            return None
+        return instance_of(self.model, found.device, point.precision, point.tp)
+
+
+def offers(
+    model: str | None, asked: HardwareSettings, work: Work, here: Callable[[], Roofline] = measured_here
+) -> Offers:  # fmt: skip
+    """here: this machine's roofline. raises ConfigError for what is not known, does not fit, or was not measured"""
+    if asked.measured is not None:
+        return _measured(model, asked, work)
+    if model is None:
+        raise ConfigError("no model is named", "a preset, or the path of a config.json", "name it: --model llama-3-8b")
+    shape = find_model(model)
+    work.check(shape)
+    named = [find_hardware(name, asked.system_size, here) for name in asked.hardware or (DEVICE,)]
+    hardware = tuple({one.device.name: one for one in named}.values())
+    own = None if asked.stack is None else read_stack(Path(asked.stack))
+    if own is not None and own.device not in [one.device.name for one in hardware]:
+        raise ConfigError(f"{asked.stack} is of {own.device}", " or ".join(one.device.name for one in hardware),
+                          f"name that hardware, or fit a stack of it: --hardware {own.device!r}")  # fmt: skip
+    points: list[Point] = []
+    why: ConfigError | None = None
+    for one in hardware:
+        try:
+            points += _computed(shape, one, asked, work, own)
+        except ConfigError as error:
+            why = why or error
+    if not points:
+        assert why is not None, "there is some hardware"
+        raise why
+    return Offers(tuple(points), shape, hardware, own=own)
+
+
+def _computed(
+    shape: ModelShape, one: Hardware, asked: HardwareSettings, work: Work, own: OwnStack | None
+) -> list[Point]:  # fmt: skip
+    found = _calls(work, [_alone(shape, one.device, asked, call, own) for call in work.calls])
+    kept = [p for p in found if p.tp <= min(one.most_tp, one.system) and asked.tp in (None, p.tp)]
+    if not kept:
+        tp = f"TP{asked.tp}" if asked.tp else f"at most {min(one.most_tp, one.system)}"
+        raise ConfigError(f"{shape.name} does not fit on {one.device.name} with {tp}",
+                          "TP " + ", ".join(map(str, sorted({p.tp for p in found}))),
+                          "take larger devices, or fewer bits; leave --tp out")  # fmt: skip
+    return [replace(_scaled(point, asked.factor), system=one.system) for point in kept]
+
+
+def _alone(
+    shape: ModelShape, device: Device, asked: HardwareSettings, call: Call, own: OwnStack | None
+) -> list[Point]:  # fmt: skip
+    """Of a call by itself, in closed form. raises ConfigError where nothing fits"""
+    found: list[Point] = []
+    why: ConfigError | None = None
+    for precision, tp in product(asked.precision or _precisions(device), TPS):
+        stack = own.of(device.name, precision) if own else None
+        try:
+            instance, known = instance_of(shape, device, precision, tp), profile(device, precision)
+            found += [served(instance, known, call.lengths, n, stack) for n in CONCURRENCIES]
+        except ConfigError as error:
+            why = error
+    if not found:
+        assert why is not None, "there is a precision"
+        raise why
+    return found
+
+
+def _precisions(device: Device) -> list[str]:
+    """16 bits and 8, as the device has them."""
+    wide = "fp16" if "fp16" in device.peaks else "bf16"
+    narrow = "fp8" if "fp8" in device.peaks else "int8" if wide == "bf16" else None  # processors have int8 alone
+    return [wide, *([narrow] if narrow in device.peaks else [])] if narrow else [wide]
+
+
+class Replicas:
+    """Instances under simulation, each made once: what was simulated of it is kept for other limits."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, int, Lengths], Replica] = {}
+
+    def of(self, found: Offers, point: Point, lengths: Lengths) -> Replica:
+        key = point.device, point.precision, point.tp, lengths
+        if key not in self._known:
+            instance = found.instance(point)
+            assert instance is not None, "only what is computed is simulated"
+            stack = found.own.of(point.device, point.precision) if found.own else None
+            self._known[key] = Replica(instance, profile(instance.device, point.precision), lengths, stack)
+        return self._known[key]
+
+
+def simulated(
+    found: Offers, asked: HardwareSettings, work: Work, limits: Limits, replicas: Replicas, closed: bool = False
+) -> Offers:  # fmt: skip
+    """And capacities within the limits of what could serve most a device, with Poisson arrivals at each instance.
+
+    closed: with as many always in flight, instead
+
+    By branch and bound: no schedule of what is left out could serve more. found: of one device; it stays as it is where
+    it was measured, and where a request is several calls. raises ConfigError where nothing keeps the limits
+    """
+    if found.model is None or asked.measured is not None or len(work.calls) > 1:
+        return found
+    tried, lengths = _divided(limits, asked.factor), Lengths(round(work.n_input), round(work.n_output))
+    alike = {(p.precision, p.tp): replicas.of(found, p, lengths) for p in found.points}
+    bounded = [(replica.bound(tried) / tp, tp, replica) for (_, tp), replica in alike.items()]
+    points: list[Point] = []
+    beside: list[Point] = []  # other rates of the same, for drawings
+    most = 0.0
+    for bound, tp, replica in sorted(bounded, key=lambda one: -one[0]):
+        if bound <= most:
+            break
+        if (point := replica.most_closed(tried) if closed else replica.most(tried, most * tp)) is not None:
+            points.append(replace(_scaled(point, asked.factor), system=found.points[0].system))
+            beside += [replace(_scaled(p, asked.factor), system=found.points[0].system) for p in replica.tried]
+            most = max(most, point.rate / tp)
+    if not points:
+        alone = [replace(_scaled(replica.alone, asked.factor), system=1) for replica in alike.values()]
+        best([p for p in alone if limits.broken(p)] or found.points, limits)  # which says what comes closest
+        raise ConfigError(f"nothing keeps the limits on {found.names[0]} under load", "a request alone does",
+                          "allow more, or choose faster devices")  # fmt: skip
+    return replace(found, points=(*found.points, *points, *beside))
+
+
+def simulated_at(found: Offers, point: Point, rate: float, factor: float, replicas: Replicas) -> Point | None:
+    """That configuration at a lower rate; None where it was not simulated, or falls behind."""
+    if point.sampled is None:
+        return None
+    lengths = Lengths(round(point.input_tokens), round(point.output_tokens))
+    at = replicas.of(found, point, lengths).at(rate * factor)
+    return None if at is None else replace(_scaled(at, factor), system=point.system)
+
+
+def _divided(limits: Limits, factor: float) -> Limits:
+    def part(limit: float | None) -> float | None:
+        return None if limit is None else limit / factor
+
+    return Limits(part(limits.ttft_s), part(limits.itl_s), part(limits.e2e_s), limits.of)
+
+
+def _scaled(point: Point, factor: float) -> Point:
+    """Every time is that many times as long."""
+    if factor == 1:
+        return point
+
+    def longer(waits: Waits) -> Waits:
+        return Waits(waits.ttft_s * factor, waits.itl_s * factor, waits.e2e_s * factor)
+
+    sampled = point.sampled
+    if sampled is not None:
+        sampled = replace(sampled, p99=longer(sampled.p99), mean_within=longer(sampled.mean_within),
+                          p95_within=longer(sampled.p95_within))  # fmt: skip
+    return replace(
+        point, rate=point.rate / factor, mean=longer(point.mean), p95=longer(point.p95) if point.p95 else None,
+        sampled=sampled,
+    )  # fmt: skip
+
+
+def _calls(work: Work, points: Sequence[Sequence[Point]]) -> list[Point]:
+    """Of calls in a row on the same instances. points: of each call by itself, as though there were no other
+
+    Each call takes its share of an instance's time, so that the times of a request add up, and Little's law holds. The
+    first token that a user sees is the last call's.
+    """
+    if len(points) == 1:
+        return list(points[0])
+    by_place = [{(p.configuration, p.concurrency): p for p in some} for some in points]
+    places = [place for place in by_place[0] if all(place in others for others in by_place)]
+    return [_together([some[place] for some in by_place]) for place in places]
+
+
+def _together(calls: Sequence[Point]) -> Point:
+    def waits(of: Sequence[Waits]) -> Waits:
+        waited = sum(w.e2e_s for w in of[:-1])
+        return Waits(waited + of[-1].ttft_s, of[-1].itl_s, waited + of[-1].e2e_s)
+
+    seconds = [1 / point.rate for point in calls]
+    total = sum(seconds)
+    known = [point.p95 for point in calls if point.p95 is not None]
+    return replace(
+        calls[-1], rate=1 / total, mean=waits([point.mean for point in calls]),
+        p95=waits(known) if len(known) == len(calls) else None,
+        input_tokens=sum(p.input_tokens * s for p, s in zip(calls, seconds, strict=True)) / total,
+        output_tokens=sum(p.output_tokens * s for p, s in zip(calls, seconds, strict=True)) / total,
+    )  # fmt: skip
+
+
+def _measured(model: str | None, asked: HardwareSettings, work: Work) -> Offers:
+    if asked.stack is not None:
+        raise ConfigError("--stack with measurements", "one of them", "leave one out")
+    if asked.factor != 1:
+        raise ConfigError("--factor with measurements", "one of them", "leave --factor out: measured is measured")
+    assert asked.measured is not None
+    points, left_out = read_points(Path(asked.measured))
+    points = _of_model(points, model, asked.measured)
+    points = _on_hardware(points, asked)
+    found = _calls(work, [_of_call(points, call, asked.measured) for call in work.calls])
+    if not found:
+        raise ConfigError(f"{asked.measured} has no configuration with all {len(work.calls)} calls",
+                          "the same configurations and concurrencies for each", "measure them")  # fmt: skip
+    shape = None
+    if model is not None:
+        try:
+            shape = find_model(model)
+        except ConfigError:
+            shape = None  # what was measured needs no shape; memory is not told then
+    found = [replace(point, system=asked.system_size) for point in found]
+    known = [device for name in {p.device: 0 for p in found} if (device := _known(name)) is not None]
+    # By the name that the table has: under it the points are found.
+    hardware = tuple(Hardware(replace(d, name=n), d, asked.system_size) for n, d in known)
+    return Offers(tuple(found), shape, hardware, left_out)
+
+
+def _known(name: str) -> tuple[str, Device] | None:
+    try:
+        return name, find_device(name)
+    except ConfigError:
+        return None
+
+
+def _of_model(points: Sequence[Point], model: str | None, path: str) -> list[Point]:
+    names = sorted({point.model for point in points})
+    if model is None:
+        if len(names) > 1:
+            raise ConfigError(f"{path} has measurements of {len(names)} models", ", ".join(names[:12]),
+                              "name one with --model")  # fmt: skip
+        return list(points)
+    found = [point for point in points if point.model.casefold() == model.casefold()]
+    if not found:
+        raise ConfigError(f"{path} has no measurements of {model}", nearest(model, names), "correct --model")
+    return found
+
+
+def _on_hardware(points: Sequence[Point], asked: HardwareSettings) -> list[Point]:
+    wanted = {_device_name(name) for name in asked.hardware}
+    found = [point for point in points if not wanted or _device_name(point.device) in wanted]
+    if not found:
+        raise ConfigError(f"nothing was measured on {' or '.join(asked.hardware)}",
+                          ", ".join(sorted({point.device for point in points})[:12]), "correct --hardware")  # fmt: skip
+    kept = [p for p in found if not asked.precision or p.precision in asked.precision]
+    kept = [p for p in kept if asked.tp in (None, p.tp)]
+    if not kept:
+        told = sorted({f"{p.precision} TP{p.tp}" for p in found})
+        raise ConfigError("nothing was measured in this precision and TP", ", ".join(told[:16]), "choose one of them")
+    return kept
+
+
+def _device_name(name: str) -> str:
+    """One of the catalogue where it is in it, so that names of nvidia-smi and of people meet."""
+    try:
+        return find_device(name).name
+    except ConfigError:
+        return name.casefold()
+
+
+def _of_call(points: Sequence[Point], call: Call, path: str) -> list[Point]:
+    found = [p for p in points if (p.input_tokens, p.output_tokens) == call.lengths]
+    if not found:
+        told = sorted({(p.input_tokens, p.output_tokens) for p in points})
+        raise ConfigError(
+            f"{path} has no measurements of {call.n_input:,.0f} tokens in and {call.n_output:,.0f} out",
+            "lengths that were measured: " + ", ".join(f"{a:g}/{b:g}" for a, b in told[:12]),
+            "choose such lengths, measure these, or leave --measured out",
+        )  # fmt: skip
+    return found

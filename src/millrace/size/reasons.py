@@ -1,0 +1,137 @@
+"""Why so many: the way from an ideal machine to what is bought, every configuration, what would change it."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from millrace.errors import ConfigError
+from millrace.size.constants import Profile, profile
+from millrace.size.cost import Constants, Instance
+from millrace.size.lengths import Work
+from millrace.size.offers import Offers
+from millrace.size.plan import Plan, instance_of
+from millrace.size.points import Limits, Point, Source, best, throughput_optimal
+from millrace.size.served import CONCURRENCIES, served
+from millrace.size.stack import ENGINE
+
+# A device that reaches its datasheet: no fixed times, no links, no host.
+_IDEAL = Constants((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+_MOST_S = 30.0  # for what would change an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """On the way from an ideal machine to what is bought. systems: after this; why: what made it more"""
+
+    systems: float
+    why: str
+
+
+def waterfall(found: Plan, offers: Offers, work: Work, utilisation: float, spare: int) -> tuple[Step, ...]:
+    """From the least that physics allows; each step adds systems, or none."""
+    point = found.point
+    alike = [p for p in offers.points if p.device == point.device]
+    unlimited = found.rate / throughput_optimal(alike).rate_of_system
+    planned = found.fractional / utilisation
+    kept = "limits are kept" if found.limits != Limits(of=found.limits.of) else "no limit"
+    kept += ", with arrivals as they come" if point.sampled else ""
+    steps = [
+        Step(unlimited, "most requests/s that any configuration serves, whatever users wait"),
+        Step(found.fractional, kept),
+        Step(planned, f"planned with {utilisation:.0%} of that"),
+        Step(math.ceil(planned - 1e-9), "whole systems"),
+        Step(found.systems, f"{spare} to spare" if spare else "none to spare"),
+    ]
+    instance = offers.instance(point)
+    if point.source != Source.MEASURED and instance is not None and len(work.calls) == 1:
+        steps = [*_physics(found, instance, work), *steps]
+    return tuple(_rising(steps))
+
+
+def _rising(steps: Sequence[Step]) -> Iterator[Step]:
+    """A simulation may serve a little more than the closed form."""
+    most = 0.0
+    for step in steps:
+        most = max(most, step.systems)
+        yield replace(step, systems=most)
+
+
+def _physics(found: Plan, instance: Instance, work: Work) -> list[Step]:
+    """Of the configuration that was chosen, or another one of its device where that is less."""
+    device, precision = instance.device, found.point.precision
+    known = profile(device, precision)
+    ideal = replace(known, constants=_IDEAL)
+    factor = known.constants.factor
+    least = _most(instance, ideal, work, found.point.system)
+    reached = _most(instance, known, work, found.point.system)
+    return [
+        Step(found.rate / least, f"{device.name} as its datasheet says, in {precision}: every byte and operation"),
+        Step(found.rate / reached, "what is reached of that, links and fixed times of steps" + _times(factor)),
+    ]
+
+
+def _times(factor: float) -> str:
+    return "" if factor == 1 else f", {factor:g} times"
+
+
+def _most(instance: Instance, known: Profile, work: Work, system: int) -> float:
+    """Requests a second of a system, in the best TP and at the best concurrency."""
+    rates = []
+    for tp in (1, 2, 4, 8):
+        here = instance_of(instance.model, instance.device, instance.precision, tp)
+        try:
+            rates += [system / tp * served(here, known, work.answer.lengths, n, ENGINE).rate for n in CONCURRENCIES]
+        except ConfigError:
+            continue  # too small for the weights
+    return max(rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a system of a configuration serves. point: its best within the limits; None: nothing keeps them"""
+
+    configuration: str
+    device: str
+    point: Point | None
+    broken: tuple[str, ...] = ()
+
+
+def capacity_table(points: Sequence[Point], limits: Limits) -> tuple[Offer, ...]:
+    """Every configuration, most requests/s first."""
+    by_name: dict[str, list[Point]] = {}
+    for point in points:
+        by_name.setdefault(point.configuration, []).append(point)
+    found = []
+    for name, alike in by_name.items():
+        some = [p for p in alike if p.source == Source.SIMULATED] or alike
+        if any(not limits.broken(p) for p in some):
+            found.append(Offer(name, some[0].device, best(some, limits)))
+        else:
+            found.append(Offer(name, some[0].device, None, limits.broken(min(some, key=lambda p: p.mean.e2e_s))))
+    return tuple(sorted(found, key=lambda offer: -offer.point.rate_of_system if offer.point else 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What the answer would be, were one thing otherwise. both None where nothing keeps the limits then"""
+
+    what: str
+    systems: int | None
+    fractional: float | None
+
+
+def changes(again: Mapping[str, Callable[[], float]], best: Plan, utilisation: float) -> tuple[Change, ...]:
+    """again: by what is otherwise, the systems then, before utilisation, rounding and spares; for as long as that is
+    not too long: long answers on slow devices take a minute each to simulate"""
+    told, until = [], time.monotonic() + _MOST_S
+    spare = best.systems - math.ceil(best.fractional / utilisation - 1e-9)
+    for what, planned in again.items():
+        if time.monotonic() > until:
+            break
+        try:
+            fractional = planned()
+            told.append(Change(what, math.ceil(fractional / utilisation - 1e-9) + spare, fractional))
+        except ConfigError:
+            told.append(Change(what, None, None))
+    return tuple(told)

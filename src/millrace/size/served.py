@@ -1,0 +1,116 @@
+"""An instance under a closed loop, in closed form: N requests are always in flight.
+
+A request takes its prefill and, with B others beside it, its share of osl - 1 decode steps; the rest is Little's law.
+What a user waits for depends on the scheduler as well: TTFT is only estimated here (three quarters of a step full of
+prompts), and simulated where it matters.
+"""
+
+from collections.abc import Mapping
+
+from millrace.errors import ConfigError
+from millrace.machine.devices import GB
+from millrace.size.constants import Profile
+from millrace.size.cost import Instance, decode_terms, prefill_terms
+from millrace.size.points import Point, Source, Waits
+from millrace.size.stack import Stack
+from millrace.size.virtual import step_time
+
+USABLE, OVERHEAD_BYTES = 0.9, 3 * GB  # of a device's memory; what its software and activations take of that
+CONCURRENCIES = (1, 2, 4, 5, 8, 10, 16, 25, 32, 50, 64, 100, 128, 150, 200, 250, 384, 512)
+
+
+def kv_capacity(instance: Instance) -> float:
+    """Tokens that the cache holds. raises ConfigError where not even the weights fit"""
+    memory = instance.tp * (USABLE * instance.device.memory_bytes - OVERHEAD_BYTES)
+    left = memory - instance.weights_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"{instance.model.name} in {instance.precision} takes {instance.weights_bytes / GB:.0f} GB, and "
+            f"{instance.tp} x {instance.device.name} have {max(0.0, memory) / GB:.0f} GB for it",
+            "weights and some cache in memory", "use more devices, larger ones, or fewer bits",
+        )  # fmt: skip
+    return left / instance.kv_token_bytes
+
+
+def check_fits(instance: Instance, lengths: tuple[float, float]) -> None:
+    """raises ConfigError where a request is longer than the model's context, or than what the cache holds"""
+    both = sum(lengths)
+    if both > instance.model.max_context:
+        raise ConfigError(
+            f"requests of {both:g} tokens", f"the context of {instance.model.name}, {instance.model.max_context}",
+            "shorten them, or choose a model with a longer one",
+        )  # fmt: skip
+    if (room := kv_capacity(instance)) < both:
+        raise ConfigError(
+            f"a request of {both:g} tokens does not fit beside {instance.model.name} on {instance.tp} x "
+            f"{instance.device.name}",
+            f"at most {room:.0f} tokens", "use more devices, larger ones, or shorter requests",
+        )  # fmt: skip
+
+
+def served(
+    instance: Instance, profile: Profile, lengths: tuple[float, float], concurrency: float, stack: Stack | None = None
+) -> Point:
+    """lengths: tokens in and out. raises ConfigError where a single request does not fit"""
+    check_fits(instance, lengths)
+    stack = stack or profile.stack
+    n_in, n_out = lengths
+    seconds = step_time(instance, profile.constants, stack)
+    batch = _batch(instance, lengths, concurrency, stack)
+    step_s = seconds((), (), batch, n_in + n_out / 2)
+    alone_s = stack.front_s + seconds([n_in], [0], 0, 0.0)
+    beside_s = seconds([n_in], [0], batch, n_in) - seconds((), (), batch, n_in)
+    together = min(batch, max(1, int(stack.step_tokens // n_in)))
+    ttft_s = alone_s + (together - 1) * 0.75 * beside_s
+    rate = 1 / ((alone_s if batch == 1 else beside_s) + (n_out - 1) * step_s / batch)
+    e2e_s = concurrency / rate
+    ttft_s = min(e2e_s, ttft_s + max(0.0, concurrency - batch) / rate)
+    return Point(
+        model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
+        input_tokens=n_in, output_tokens=n_out, concurrency=concurrency, rate=rate,
+        mean=Waits(ttft_s, (e2e_s - ttft_s) / max(1.0, n_out - 1), e2e_s), p95=None, source=Source.ANALYTIC,
+    )  # fmt: skip
+
+
+def _batch(instance: Instance, lengths: tuple[float, float], concurrency: float, stack: Stack) -> int:
+    return max(1, int(min(concurrency, stack.sequences, kv_capacity(instance) / sum(lengths))))
+
+
+def static_batch(
+    instance: Instance, profile: Profile, lengths: tuple[float, float], batch: int, stack: Stack | None = None
+) -> Point:
+    """All requests start and end together. Sequences of equal lengths are read as in the engine's own runs."""
+    stack = stack or profile.stack
+    n_in, n_out = lengths
+    prefill_s = stack.prefill * profile.constants.prefill_s(instance, [n_in] * batch)
+    step_s = stack.decode * profile.constants.decode_s(instance, batch, n_in + n_out / 2) + stack.host_s * batch
+    e2e_s = prefill_s + n_out * step_s
+    return Point(
+        model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
+        input_tokens=n_in, output_tokens=n_out, concurrency=batch, rate=batch / e2e_s,
+        mean=Waits(prefill_s, step_s, e2e_s), p95=None, source=Source.ANALYTIC,
+    )  # fmt: skip
+
+
+def shares(instance: Instance, profile: Profile, point: Point, stack: Stack | None = None) -> Mapping[str, float]:
+    """Of an instance's time at that point, what goes where; together 1."""
+    stack, constants = stack or profile.stack, profile.constants
+    batch = _batch(instance, (point.input_tokens, point.output_tokens), max(1.0, point.concurrency), stack)
+    context = point.input_tokens + point.output_tokens / 2
+    prompt, step = prefill_terms(instance, [point.input_tokens]), decode_terms(instance, batch, context)
+    parts = [part * constant for part, constant in zip(step, constants.decode, strict=True)]
+    cached_s = constants.decode[0] * instance.cached_s(batch, context)
+    steps = (point.output_tokens - 1) / batch
+    of_steps, of_prompts = steps * stack.decode * constants.factor, stack.prefill * constants.factor
+    links = sum(a * b for a, b in zip(prompt.rest[:3], constants.prefill[1:4], strict=True))
+    seconds = {
+        "prefill arithmetic": of_prompts * (prompt.arithmetic_s * constants.prefill[0] + prompt.attention_s),
+        "reading weights": of_steps * (parts[0] - cached_s),
+        "reading keys and values": steps * stack.cache * constants.factor * cached_s,
+        "decode arithmetic": of_steps * parts[1],
+        "links between devices": of_steps * sum(parts[2:5]) + of_prompts * links,
+        "starting steps": of_steps * parts[5],
+        "host": of_steps * parts[6] + steps * stack.host_s * batch,
+    }
+    total = sum(seconds.values())
+    return {name: value / total for name, value in seconds.items()}

@@ -1,0 +1,115 @@
+"""The six questions, and what helps to answer them: flags, keys of a YAML file and arguments of `plan` alike."""
+
+from dataclasses import dataclass
+
+from millrace.settings import Settings, setting
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """Lengths of requests. tokens: in, out; whose: where they come from"""
+
+    tokens: tuple[int, int]
+    whose: str
+
+
+LENGTHS = {
+    "rag": Usual((3500, 500), "documents that are looked up: the course's usual case"),
+    "chat": Usual((1155, 211), "mean of Azure's conversations of 2023"),
+    "code": Usual((2048, 28), "mean of Azure's completions of code of 2023"),
+}
+READING = {"read": 0.200, "skim": 0.090}  # seconds a token, at 230 words a minute and at about 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSettings(Settings):
+    """What is asked of which model."""
+
+    model: str | None = setting(None, "which model: a preset such as llama-3-8b, or the path of a config.json")
+    isl: int | None = setting(None, "tokens of a prompt", low=1, high=1 << 24)
+    osl: int | None = setting(None, "tokens of an answer", low=1, high=1 << 24)
+    input: str | None = setting(None, "the prompt's length with its unit: '3500 words', '900 tokens'", metavar="LENGTH")
+    output: str | None = setting(None, "the answer's length with its unit", metavar="LENGTH")
+    preset: str | None = setting(None, "usual lengths, in tokens: rag is 3,500 and 500", choices=tuple(LENGTHS))
+    system: str | None = setting(None, "of the prompt: the system prompt's length", metavar="LENGTH")
+    documents: str | None = setting(None, "of the prompt: what was looked up, '5 x 400 words'", metavar="LENGTH")
+    history: str | None = setting(None, "of the prompt: earlier turns", metavar="LENGTH")
+    question: str | None = setting(None, "of the prompt: the question itself", metavar="LENGTH")
+    words_a_token: float = setting(0.75, "words in a token, where lengths are in words", low=0.05, high=5)
+    pipeline: str | None = setting(
+        None, "calls for one request, 'guard>rag>answer'; a call may say its tokens, 'guard:300/10'", metavar="CALLS"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSettings(Settings):
+    """How many requests come."""
+
+    rate: float | None = setting(None, "requests a second at the peak", low=1e-9, high=1e9)
+    average: float | None = setting(None, "requests a second on average", low=1e-9, high=1e9)
+    users: float | None = setting(None, "people who ask", low=1e-3, high=1e12)
+    calls: str | None = setting(None, "calls in a period: '30M/year', '5000/day'", metavar="N/PERIOD")
+    requests_each: float | None = setting(
+        None, "requests of a user a day (default 3), or of a call (default 1)", low=1e-6, high=1e6
+    )
+    hours: float | None = setting(None, "hours of a day in which all of them come; default: 24", low=0.1, high=24)
+    daily: str | None = setting(None, "how busy each of 24 hours is, beside the others: '1,1,2,...'", metavar="N,...")
+    burst: float = setting(1.0, "how much more than the average the busiest time has", low=1, high=1e4)
+    percentile: float = setting(
+        95.0, "percent of windows that the peak covers, where arrivals are Poisson; 0: the busiest time's average",
+        low=0, high=99.9999,
+    )  # fmt: skip
+    window_s: float = setting(1.0, "seconds over which a peak is counted", low=1e-3, high=86_400)
+    split: int = setting(1, "replicas among which requests fall blindly; 1: any takes any", low=1, high=100_000)
+    trace: str | None = setting(None, "recorded requests: the peak is theirs, not Poisson's", metavar="FILE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitSettings(Settings):
+    """What users may wait for."""
+
+    mode: str = setting(
+        "streaming", "who reads: a person as it is written, a program when it is whole, or nobody who waits",
+        choices=("streaming", "sequential", "offline"),
+    )  # fmt: skip
+    ttft_ms: float | None = setting(None, "at most until the first token, in ms", low=0.001, high=1e9)
+    itl_ms: float | None = setting(None, "at most between tokens, in ms", low=0.001, high=1e9)
+    e2e_ms: float | None = setting(None, "at most until the last token, in ms", low=0.001, high=1e9)
+    reading: str | None = setting(
+        None, "between tokens, what people take: 200 ms to read, 90 ms to skim", choices=tuple(READING)
+    )
+    of: str = setting("mean", "what limits are on", choices=("mean", "p95"))
+    arrivals: str = setting(
+        "poisson", "of a simulation: as they like, or always as many in flight, as servers are mostly measured",
+        choices=("poisson", "closed"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareSettings(Settings):
+    """On what it may run."""
+
+    hardware: tuple[str, ...] = setting(
+        (), "devices to choose from, such as H100, L40S, 'H100 3g' (a MIG slice) or this", metavar="NAME"
+    )
+    precision: tuple[str, ...] = setting((), "precisions to choose from; default: fp16 and fp8, as devices have them")
+    tp: int | None = setting(None, "devices of an instance; default: what serves most", low=1, high=8)
+    factor: float = setting(1.0, "of your software beside what was fitted, on every time", low=0.01, high=100)
+    stack: str | None = setting(None, "your own server, as `millrace size fit -o` wrote it", metavar="FILE")
+    measured: str | None = setting(None, "your own measurements instead of a model: CSV", metavar="FILE")
+    utilisation: float = setting(1.0, "share of what systems can that is planned with", low=0.01, high=1)
+    spare: int = setting(0, "systems beyond that: 1 is N+1", low=0, high=1000)
+    systems: str | None = setting(
+        None, "systems that are there, '4' or '2 x A100, 1 x L40S': what they serve, or what a load needs beside them",
+        metavar="N,...",
+    )  # fmt: skip
+    simulate: bool = setting(True, "find what is chosen by simulation with the scheduler that serves: some seconds")
+    system_size: int = setting(8, "devices of a system", low=1, high=64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoneySettings(Settings):
+    """What it costs."""
+
+    prices: str | None = setting(None, "your own prices (TOML) over those that come along", metavar="FILE")
+    tier: str | None = setting(None, "of offers in a cloud", choices=("hyperscaler", "neocloud", "marketplace"))

@@ -1,0 +1,128 @@
+"""An answer as plain data, for programs and for pages. Times in ms, memory in bytes, rates a second."""
+
+from dataclasses import asdict
+from typing import Any
+
+from millrace.size.answer import Alternative, Answer
+from millrace.size.demand import Demand
+from millrace.size.money import Money
+from millrace.size.plan import Plan
+from millrace.size.points import Limits, Point, Waits
+
+DEFINITIONS = {
+    "ttft": "from the request to its first token; of calls in a row to the last call's first token",
+    "itl": "(e2e - ttft) / (output tokens - 1)",
+    "e2e": "from the request to its last token",
+    "system": "a machine of system_size devices (8 where nobody says), full of instances",
+    "concurrency": "requests in flight in an instance: always (closed loop), or where simulated on average",
+}
+
+
+def headline(answer: Answer) -> str:
+    """The answer in a line."""
+    plan = answer.plan
+    model = answer.question.request.model or plan.point.model
+    if answer.demand is None:
+        rate = answer.follows.rate
+        low, high = (f"{rate * (1 + error):.4g}" for error in (-plan.error, plan.error))
+        there = [(one.systems, one.device) for one in answer.there] or [(plan.systems, plan.point.device)]
+        named = " and ".join(_systems(n, plan.point.system, device) for n, device in there)
+        serve = "serves" if [n for n, _ in there] == [1] else "serve"
+        return f"{named} {serve} {rate:.4g} requests/s ({low} to {high}) of {model}"
+    if not plan.systems:
+        return "Nothing is to be bought: the systems that are there serve the load"
+    between = f" ({plan.low} to {plan.high})" if plan.low != plan.high else ""
+    needed = _systems(plan.systems, plan.point.system, plan.point.device, between)
+    return f"{needed}, for {plan.rate:.4g} requests/s of {model}"
+
+
+def _systems(n: int, size: int, device: str, between: str = "") -> str:
+    return f"{n} system{'' if n == 1 else 's'}{between} of {size} x {device}"
+
+
+def told(answer: Answer) -> dict[str, Any]:
+    """JSON-able."""
+    plan = answer.plan
+    return {
+        "question": answer.question.given,
+        "work": _work(answer),
+        "load": None if answer.demand is None else _load(answer.demand),
+        "answer": {
+            **told_plan(plan), "instances": answer.instances, "shares_of_time": dict(plan.shares),
+            "operating": told_point(answer.operating), "latency_optimal": told_point(plan.latency_optimal),
+            "throughput_optimal": told_point(plan.throughput_optimal),
+        },
+        "other": told_plan(answer.other) if answer.other else {"why_not": answer.why_no_other},
+        "memory": asdict(answer.memory) if answer.memory else None,
+        "why": [asdict(step) for step in answer.why],
+        "configurations": [
+            {"configuration": offer.configuration, "broken": list(offer.broken),
+             "point": told_point(offer.point) if offer.point else None} for offer in answer.table
+        ],
+        "changes": [asdict(change) for change in answer.changes],
+        "follows": asdict(answer.follows),
+        "there": [asdict(one) for one in answer.there],
+        "devices": [_alternative(one) for one in answer.alternatives],
+        "money": None if answer.money is None else _money(answer.money),
+        "rows_left_out": answer.offers.left_out,
+        "definitions": DEFINITIONS,
+    }  # fmt: skip
+
+
+def _alternative(one: Alternative) -> dict[str, Any]:
+    return {
+        "device": one.device, "why_not": one.why_not.what if one.why_not else None,
+        "systems": one.plan.systems if one.plan else None,
+        "fractional": one.plan.fractional if one.plan else None,
+        "configuration": one.plan.point.configuration if one.plan else None,
+        "cheapest_year": one.money.cheapest if one.money else None,
+    }  # fmt: skip
+
+
+def _money(money: Money) -> dict[str, Any]:
+    told = {**asdict(money), "cheapest": money.cheapest}
+    if money.rented is not None:
+        told["rented"]["rent"]["date"] = money.rented.rent.date.isoformat()
+    return told
+
+
+def _work(answer: Answer) -> dict[str, Any]:
+    calls = [{"name": c.name, "input_tokens": c.n_input, "output_tokens": c.n_output} for c in answer.work.calls]
+    return {"calls": calls, "how": list(answer.work.how)}
+
+
+def _load(load: Demand) -> dict[str, Any]:
+    return {
+        "peak": load.peak, "busy": load.busy, "average": load.average, "hours": list(load.hours), "how": list(load.how)
+    }  # fmt: skip
+
+
+def told_plan(plan: Plan) -> dict[str, Any]:
+    return {
+        "systems": plan.systems, "low": plan.low, "high": plan.high, "fractional": plan.fractional,
+        "error": plan.error, "provenance": plan.provenance, "binding": plan.binding, "point": told_point(plan.point),
+        "limits": told_limits(plan.limits),
+    }  # fmt: skip
+
+
+def told_limits(limits: Limits) -> dict[str, Any]:
+    def ms(seconds: float | None) -> float | None:
+        return None if seconds is None else seconds * 1e3
+
+    return {"ttft_ms": ms(limits.ttft_s), "itl_ms": ms(limits.itl_s), "e2e_ms": ms(limits.e2e_s), "of": limits.of}
+
+
+def told_point(point: Point) -> dict[str, Any]:
+    def waits(found: Waits | None) -> dict[str, float] | None:
+        if found is None:
+            return None
+        return {"ttft_ms": found.ttft_s * 1e3, "itl_ms": found.itl_s * 1e3, "e2e_ms": found.e2e_s * 1e3}
+
+    return {
+        "configuration": point.configuration, "device": point.device, "precision": point.precision, "tp": point.tp,
+        "system_size": point.system,
+        "concurrency": point.concurrency, "requests_per_s": point.rate,
+        "requests_per_s_of_system": point.rate_of_system, "mean": waits(point.mean), "p95": waits(point.p95),
+        "sampled": {**asdict(point.sampled), "p99": waits(point.sampled.p99)} if point.sampled else None,
+        "source": str(point.source),
+    }  # fmt: skip

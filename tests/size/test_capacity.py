@@ -1,0 +1,110 @@
+"""Capacities by simulation against queueing theory, bounds, and what must hold whatever the figures are."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from millrace.errors import ConfigError
+from millrace.machine.devices import find_device
+from millrace.size import capacity
+from millrace.size.capacity import Lengths, Replica, _interval
+from millrace.size.constants import profile
+from millrace.size.models import PRESETS
+from millrace.size.plan import instance_of
+from millrace.size.points import Limits, Source
+from millrace.size.stack import ENGINE
+from millrace.size.virtual import Arrival
+
+H100 = find_device("H100")
+EIGHT = instance_of(PRESETS["llama-3-8b"], H100, "fp8", 1)
+SMALL = replace(profile(H100, "fp8").stack, sequences=16, step_tokens=512)
+
+
+def replica(n_input: int = 300, n_output: int = 20) -> Replica:
+    return Replica(EIGHT, profile(H100, "fp8"), Lengths(n_input, n_output), SMALL)
+
+
+def test_one_at_a_time_is_the_queue_of_pollaczek_and_khinchine() -> None:
+    """Prompts alone, one a step: with a mean TTFT of S (1 + rho / 2 (1 - rho)) as the limit, the rate is rho / S."""
+    one = replace(ENGINE, sequences=1, step_tokens=4096)
+    lone = Replica(EIGHT, profile(H100, "fp8"), Lengths(1000, 1), one)
+    service_s = 1 / lone.full.rate
+    assert service_s == pytest.approx(profile(H100, "fp8").constants.prefill_s(EIGHT, [1000]))
+    for rho in (0.4, 0.7):
+        found = lone.most(Limits(ttft_s=service_s * (1 + rho / 2 / (1 - rho))))
+        assert found is not None and found.rate * service_s == pytest.approx(rho, rel=0.12)
+
+
+def test_looser_limits_never_give_less_and_every_rate_stays_below_what_no_schedule_exceeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capacity, "_LEAST", 200)  # what must hold holds with any number
+    one = replica()
+    for of in ("mean", "p95"):
+        rates = []
+        for ttft_s in (0.011, 0.013, 5):
+            found = one.most(Limits(ttft_s=ttft_s, of=of))
+            rates.append(found.rate if found else 0.0)
+            assert rates[-1] <= one.bound(Limits())
+        assert rates == sorted(rates) and rates[-1] > rates[0]
+    for itl_s in (0.008, 0.02):
+        found = one.most(Limits(itl_s=itl_s))
+        assert found is None or found.rate <= one.bound(Limits(itl_s=itl_s)) <= one.bound(Limits())
+    assert one.full.rate <= one.bound(Limits())
+
+
+def test_more_load_never_waits_less_for_its_end() -> None:
+    """By the same gaps, only shorter: up to what steps of other sizes may move."""
+    one = replica()
+    points = [one.at(share * one.full.rate) for share in (0.1, 0.5, 0.9)]
+    waits = [point.mean.e2e_s for point in points if point is not None]
+    assert len(waits) == 3 and waits == sorted(waits)
+    assert one.at(0.96 * one.full.rate) is None, "more than 95 % of what a full instance serves"
+
+
+def test_littles_law_holds_in_runs_and_points() -> None:
+    one = replica()
+    for n in (1, 7, 16, 30):
+        loop = one.closed(n)
+        assert loop.rate * loop.mean.e2e_s == pytest.approx(n) and loop.source == Source.SIMULATED
+    found = one.run([Arrival(0.01 * i, 300, 20) for i in range(200)])
+    assert found.in_system_s == pytest.approx(found.of("e2e_s").sum(), rel=1e-9)
+    point = one.at(20.0)
+    assert point is not None and point.concurrency == pytest.approx(20.0 * point.mean.e2e_s)
+
+
+def test_a_point_says_what_was_counted_and_under_which_scheduler() -> None:
+    point = replica().at(20.0)
+    assert point is not None and point.sampled is not None and point.p95 is not None
+    seen = point.sampled
+    assert (seen.counted, seen.dropped) == (750, 250)
+    assert "Poisson" in seen.how and "512 tokens and 16 sequences" in seen.how
+    assert point.mean.ttft_s < point.p95.ttft_s < seen.p99.ttft_s
+    assert 0 < seen.mean_within.ttft_s < point.mean.ttft_s
+
+
+def test_limits_that_not_even_a_request_alone_keeps() -> None:
+    one = replica()
+    assert one.most(Limits(ttft_s=1e-4)) is None
+    assert one.alone_breaks(Limits(ttft_s=1e-4, itl_s=1e-5, e2e_s=1)) == ("TTFT", "ITL")
+    assert one.alone_breaks(Limits(e2e_s=0.01)) == ("E2E",)
+    assert one.alone_breaks(Limits(ttft_s=1, itl_s=1, e2e_s=1)) == ()
+
+
+def test_intervals_cover_a_mean_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(3)
+    hits = sum(abs(v.mean()) <= _interval(v, np.mean) for v in rng.standard_normal((400, 200)))
+    assert 0.92 <= hits / 400 <= 0.98
+    assert math.isinf(_interval(np.ones(19), np.mean))
+
+
+@pytest.mark.parametrize("lengths, device, said", [
+    ((0, 5), "H100", "0 tokens in"), ((5, 0), "H100", "and 0 out"), ((8000, 200), "H100", "the context of llama-3-8b"),
+    ((100, 10), "T4", "takes 1[67] GB"),
+])  # fmt: skip
+def test_what_fits_nowhere_is_refused(lengths: tuple[int, int], device: str, said: str) -> None:
+    found = find_device(device)
+    with pytest.raises(ConfigError, match=said):
+        Replica(instance_of(PRESETS["llama-3-8b"], found, "fp16", 1), profile(found, "fp16"), Lengths(*lengths), SMALL)

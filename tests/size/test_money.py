@@ -1,0 +1,162 @@
+"""Costs of a year: the course's exercise, arithmetic by hand, every split of a fleet tried, prices that are refused."""
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import ConfigError
+from millrace.machine.devices import find_device
+from millrace.size import plan
+from millrace.size.money import Fleet, bought, break_even_hours, engines, hybrid, money, rented, watts
+from millrace.size.prices import Prices, Rent, middle, read_prices
+
+H100 = find_device("H100")
+DAY = datetime.date(2026, 11, 1)
+OWN = """
+date = 2026-11-01
+offers = [{ device = "H100", hour = 2.0, who = "us" }, { device = "H100", hour = 4.0, date = 2025-01-01 }]
+[buy]
+kwh = 0
+[buy.systems]
+L40S = 100000
+[tokens]
+input = 0.5
+output = 1.5
+"""
+
+
+def own(tmp_path: Path, text: str = OWN) -> Prices:
+    path = tmp_path / "prices.toml"
+    path.write_text(text)
+    return read_prices(path)
+
+
+def test_the_course_exercise(tmp_path: Path) -> None:
+    """200 requests/s on DGX H100s of 41.56 each, by the course's costs (no power): 119 kUSD each, 572 kUSD a year."""
+    peak = 30e6 * 30 / (365 * 86_400) * 7
+    fleet = Fleet(H100, 1, 8, 5, peak / 41.56, (1,) * 24)
+    found = bought(fleet, own(tmp_path))
+    assert found is not None and found.system == 119_000
+    assert found.by_figures == pytest.approx(572e3, abs=500) and found.year == 5 * 119_000
+
+
+def test_power() -> None:
+    """10.2 kW through a year at 0.10 USD and a PUE of 1.3: 11.6 kUSD; others have as much beside their devices."""
+    found = bought(Fleet(H100, 1, 8, 1, 1.0, (1,) * 24), read_prices(None))
+    assert found is not None and found.power == pytest.approx(10.2 * 8760 * 0.1 * 1.3)
+    l40s = find_device("L40S")
+    assert watts(l40s, read_prices(None)) == pytest.approx(8 * 350 * 10_200 / 5600)
+
+
+def test_rents_and_hours() -> None:
+    """Twelve devices by day for 10 hours and 2 else, at 3 each."""
+    rents = [Rent("H100 SXM", hour, "x", "neocloud", DAY) for hour in (1.0, 3.0, 9.0)]
+    found = rented(Fleet(H100, 2, 8, 2, 1.5, (1,) * 14 + (6,) * 10), rents)
+    assert found is not None and found.rent.hour == 3 and found.peak_hour == 36
+    assert found.always == 36 * 8760 and found.scaled == (14 * 2 + 10 * 12) * 3 * 365
+    assert rented(Fleet(H100, 2, 8, 2, 1.5, (1,) * 24), []) is None
+    assert middle(rents[:2]).hour == 1
+
+
+@pytest.mark.parametrize("hourly", [(1,) * 24, (3,) * 14 + (20,) * 10, tuple(range(1, 25)), (40,) * 23 + (41,)])
+def test_no_other_split_is_cheaper(hourly: tuple[int, ...]) -> None:
+    prices = read_prices(None)
+    fleet = Fleet(H100, 1, 8, 6, 5.1, hourly)
+    own, rent = bought(fleet, prices), rented(fleet, prices.rents(H100, None))
+    best = hybrid(fleet, own, rent)
+    assert own is not None and rent is not None and best is not None
+    for n in range(10):
+        beyond = sum(max(0, need - 8 * n) for need in hourly) * rent.rent.hour * 365
+        assert best.year <= n * own.system + beyond + 1e-6
+    assert best.year <= rent.scaled + 1e-6
+
+
+def test_break_even() -> None:
+    """At the hour where both cost the same, a system that is needed so long costs as much rented as bought."""
+    prices = read_prices(None)
+    fleet = Fleet(H100, 8, 8, 1, 1.0, (1,) * 24)
+    own, rent = bought(fleet, prices), rented(fleet, prices.rents(H100, None))
+    hours = break_even_hours(own, rent)
+    assert own is not None and rent is not None and hours is not None
+    assert hours * 365 * 8 * rent.rent.hour == pytest.approx(own.year)
+    cheap = rented(fleet, [Rent("H100 SXM", 0.5, "x", "neocloud", DAY)])
+    assert break_even_hours(own, cheap) is None
+
+
+def test_by_the_token(tmp_path: Path) -> None:
+    """1,000 in and 100 out at 0.5 and 1.5 a million are 0.00065 a request."""
+    prices = own(tmp_path)
+    found = money(Fleet(H100, 1, 8, 2, 2.0, (16,) * 24), prices, prices.rents(H100, None), 10.0, 2.0, (1000, 100))
+    assert found.by_token == pytest.approx(10 * 31_536_000 * 0.00065)
+    assert found.break_even_requests == pytest.approx(2 * 119_000 / 365 / 0.00065)
+    assert found.utilisation == pytest.approx(10 / 32) and found.rented is not None and found.bought is not None
+    assert found.cheapest == min(found.rented.scaled, found.bought.year)
+    assert found.a_million_tokens == pytest.approx(found.cheapest / (10 * 31_536_000 * 1100) * 1e6)
+
+
+def test_engines_of_hours() -> None:
+    assert engines((0.0, 1.0, 10.0, 10.1), 5.0, 1.0) == (1, 1, 2, 3)
+    assert engines((10.0,), 5.0, 0.8) == (3,)
+
+
+def test_own_prices_replace_ours(tmp_path: Path) -> None:
+    found, ours = own(tmp_path), read_prices(None)
+    assert [rent.hour for rent in found.rents(H100, None)] == [2, 4]
+    a100 = find_device("A100")
+    assert found.rents(a100, None) == ours.rents(a100, None) != []
+    assert {rent.tier for rent in ours.rents(a100, "hyperscaler")} == {"hyperscaler"}
+    assert found.systems == {**ours.systems, "L40S": 100_000} and found.kwh == 0 and found.licence == ours.licence
+
+
+def test_old_prices_are_told(tmp_path: Path) -> None:
+    prices = own(tmp_path)
+    told = prices.old(prices.rents(H100, None), datetime.date(2026, 11, 23))
+    assert len(told) == 1 and "yours is of 2025-01-01" in told[0]
+    assert len(prices.old(prices.rents(H100, None), datetime.date(2027, 11, 2))) == 3
+
+
+def test_another_currency_has_none_of_our_prices(tmp_path: Path) -> None:
+    found = own(tmp_path, 'date = 2026-11-01\ncurrency = "EUR"\noffers = [{ device = "H100", hour = 2.0 }]')
+    assert len(found.offers) == 1 and not found.systems
+    with pytest.raises(ConfigError, match=r"buy\.years is None"):
+        own(tmp_path, 'date = 2026-11-01\ncurrency = "EUR"\n[buy.systems]\nH100 = 5')
+
+
+@pytest.mark.parametrize("text, said", [
+    ("", "has no date"), ("date = 5", "date is 5"), ("date = 2026-11-01\noffer = 5", 'did you mean "offers"'),
+    ("date = 2026-11-01\n[buy]\nyears = 0", "years 0"), ("date = 2026-11-01\n[buy]\npue = 0.9", "pue 0.9"),
+    ("date = 2026-11-01\n[buy]\nkwh = -1", "kwh is -1"), ("date = 2026-11-01\n[buy]\nkwh = nan", "kwh is nan"),
+    ("date = 2026-11-01\n[buy]\nkw = 1", 'did you mean "kwh"'), ("date = 2026-11-01\nbuy = 1", "buy is 1"),
+    ('date = 2026-11-01\n[buy.systems]\n"H1000" = 1', "no device is known as H1000"), ("date = [", "is no TOML"),
+    ("date = 2026-11-01\noffers = [1]", "no list of tables"), ("date = 2026-11-01\noffers = [{}]", "has no device"),
+    ('date = 2026-11-01\noffers = [{ device = "H100" }]', "hour is None"),
+    ('date = 2026-11-01\noffers = [{ device = "H100", hour = 0 }]', "hour is 0"),
+    ('date = 2026-11-01\noffers = [{ device = "H100", hour = 1, tier = "best" }]', "tier is 'best'"),
+    ('date = 2026-11-01\noffers = [{ device = "H100", hour = 1, usd = 2 }]', "has 'usd'"),
+    ("date = 2026-11-01\n[tokens]\noutputs = 1", 'did you mean "output"'),
+    ('date = 2026-11-01\ncurrency = ""', "currency is"),
+])  # fmt: skip
+def test_prices_that_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        own(tmp_path, text)
+    assert said in str(found.value)
+
+
+def test_our_prices_are_what_the_catalogue_knows() -> None:
+    for rent in read_prices(None).offers:
+        assert find_device(rent.device).name == rent.device
+
+
+def test_costs_in_an_answer() -> None:
+    """A load by day alone: engines by the hour, the cheapest device first, a note where only the peak is known."""
+    common = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500, "simulate": False}
+    day = plan(**common, average=100, hours=8, hardware=["A100", "H100"])
+    assert day.money is not None and [one.device for one in day.alternatives] == ["H100 SXM", "A100 SXM 80GB"]
+    assert min(day.money.hourly) == 1 < max(day.money.hourly) == day.instances and not day.money.notes
+    costs = [one.money.cheapest for one in day.alternatives if one.money]
+    assert None not in costs and costs == sorted(c for c in costs if c is not None) and len(costs) == 2
+    peak = plan(**common, rate=100, hardware="L40S")
+    assert peak.money is not None and "only the peak is known" in peak.money.notes[0]
+    assert peak.money.bought is None and "no price of a system" in peak.money.notes[1]
+    assert peak.money.cheapest is None

@@ -1,0 +1,113 @@
+"""The page of an answer: every part of it, drawings that hold their data, and nothing from elsewhere."""
+
+import json
+import math
+import re
+import xml.etree.ElementTree as ET
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.size import plan
+from millrace.size.answer import Answer
+from millrace.size.demand import demand
+from millrace.size.page import arrivals_plot, hours_plot, size_page, ttft_plot, why_plot
+from millrace.size.settings import LoadSettings
+from millrace.size.told import headline
+
+COMMON: dict[str, Any] = {"model": "llama-3-8b", "isl": 2000, "osl": 200, "ttft_ms": 500, "simulate": False}
+
+
+def bars(svg: str) -> list[tuple[str, float]]:
+    """Of each rectangle that says something: what, and its height in the drawing."""
+    tree = ET.fromstring(svg)
+    found = [(rect.findtext("title") or "", float(rect.attrib["height"])) for rect in tree.iter("rect")]
+    return [(says, height) for says, height in found if says]
+
+
+@pytest.fixture(scope="module")
+def day() -> Answer:
+    return plan(**COMMON, average=100, hours=8, burst=2, spare=1)
+
+
+def test_a_page_has_every_part_and_needs_nothing(day: Answer) -> None:
+    page = size_page(day)
+    text = unescape(re.sub(r"<[^>]*>", " ", page))
+    for said in (
+        "Throughput against latency", "Time to the first token against load", "Arrivals", "Why ", "Costs",
+        "Hours of a day", "What would change it", "latency-optimal", "throughput-optimal", day.plan.provenance,
+        headline(day), "95 % stay within", *(step.why for step in day.why),
+    ):  # fmt: skip
+        assert said in text, said
+    assert not re.search(r'(src|href)="', page) and "<script" not in page and page.count('<svg viewBox="0 0 1080') == 6
+
+
+def test_what_is_named_is_escaped(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.csv"
+    head = "model,gpu,precision,tp,isl,osl,concurrency,ttft_ms,itl_ms,e2e_ms,req_s"
+    runs.write_text(f"{head}\n<b>m</b>,<i>H100</i>,fp8,1,100,11,10,100,10,200,50\n")
+    found = plan(isl=100, osl=11, ttft_ms=500, rate=5, measured=str(runs))
+    page = size_page(found)
+    assert "<b>m</b>" not in page and "<i>H100" not in page and "&lt;i&gt;H100" in page
+    assert found.money is None and "Costs" not in page and "Arrivals" not in page
+
+
+def test_arrivals_are_poisson() -> None:
+    """Shares of windows in percent, in the bars' words: those of a Poisson process of mean 64, together all."""
+    asked = LoadSettings(average=32, burst=2)
+    svg = arrivals_plot(asked, demand(asked))
+    assert svg is not None and "95 % stay within 77" in svg
+    shares = {int(n): float(share) for n, share in (says.removesuffix(" %").split(": ") for says, _ in bars(svg))}
+    assert sum(shares.values()) == pytest.approx(100, abs=0.5)
+    assert shares[64] == pytest.approx(100 * math.exp(-64) * 64**64 / math.factorial(64), rel=0.05)
+    heights = dict(bars(svg))
+    assert max(heights, key=lambda says: heights[says]).startswith(("63: ", "64: "))
+    alone = LoadSettings(rate=5)
+    assert arrivals_plot(alone, demand(alone)) is None
+
+
+def test_arrivals_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    times = [*range(101), *(0.1 + 0.01 * i for i in range(9))]
+    path.write_text("".join(json.dumps({"timestamp": 1e3 * t, "input_length": 9, "output_length": 2}) + "\n"
+                            for t in times))  # fmt: skip
+    asked = LoadSettings(trace=str(path), percentile=99.5)
+    svg = arrivals_plot(asked, demand(asked))
+    assert svg is not None and "99.5 % stay within 10" in svg
+    assert [says for says, height in bars(svg) if height > 0] == ["1: 99 %", "10: 1 %"]
+
+
+def test_hours_and_steps_are_as_high_as_they_say(day: Answer) -> None:
+    assert day.money is not None
+    heights = [height for _, height in bars(hours_plot(day.money.hourly))]
+    assert heights == pytest.approx([n / max(day.money.hourly) * max(heights) for n in day.money.hourly], abs=0.02)
+    added = [height for _, height in bars(why_plot(day))]
+    assert sum(added) / added[0] == pytest.approx(day.plan.systems / day.why[0].systems, rel=0.02)
+
+
+def test_the_limit_is_drawn_where_it_is(day: Answer) -> None:
+    """On the axis of milliseconds, beside the points of the chosen configuration."""
+    svg = ttft_plot(day.offers.points, day.plan.point, day.plan.limits)
+    mean, limit = re.findall(r'class="stroke s[01]" points="([^"]*)"', svg)
+    ys = {float(pair.split(",")[1]) for pair in limit.split()}
+    assert len(ys) == 1
+    drawn = [float(pair.split(",")[1]) for pair in mean.split()]
+    ttft = sorted((p.concurrency, p.mean.ttft_s) for p in day.offers.points
+                  if p.configuration == day.plan.point.configuration)  # fmt: skip
+    below = [height > ys.copy().pop() for height in drawn]  # further down is less
+    assert below == [seconds < 0.5 for _, seconds in ttft] and len(set(below)) == 2
+
+
+def test_the_other_way_round_there_is_nothing_to_buy() -> None:
+    """What some systems serve: no waterfall, and the band is of requests."""
+    given = plan(**COMMON, systems="2 x H100")
+    rate, error = given.follows.rate, given.plan.error
+    assert headline(given) == (
+        f"2 systems of 8 x H100 SXM serve {rate:.4g} requests/s ({rate * (1 - error):.4g} to {rate * (1 + error):.4g}) "
+        "of llama-3-8b"
+    )
+    page = size_page(given)
+    assert "Why so many systems" not in page and headline(given) in unescape(page)
+    assert headline(plan(**COMMON, systems="2 x H100", rate=1)).startswith("Nothing is to be bought")
