@@ -22,8 +22,8 @@ TRUTH = replace(ENGINE, name="as it was made", prefill=1.3, decode=1.2, cache=2.
 def made() -> list[Run]:
     found = []
     for name, tp in (("llama-3-8b", 1), ("llama-3-70b", 4)):
-        for lengths in (Lengths(200, 20), Lengths(5000, 60), Lengths(60, 60)):
-            for n in (1, 8, 40):
+        for lengths in (Lengths(3000, 1), Lengths(6000, 300), Lengths(60, 60)):
+            for n in (1, 64):
                 run = Run(instance_of(PRESETS[name], H100, "fp8", tp), lengths, n, 1.0)
                 found.append(replace(run, rate=replay(run, TRUTH).point.rate))
     return found
