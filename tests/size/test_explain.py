@@ -62,7 +62,7 @@ def test_the_memory_of_an_instance() -> None:
 
 def test_a_table_of_tps_has_a_row_or_a_reason_for_each() -> None:
     limits = Limits(ttft_s=0.033)
-    rows = capacity_table(PRESETS["llama-3-70b"], H100, "fp8", Lengths(300, 4), limits, (1, 2, 8))
+    rows = capacity_table(PRESETS["llama-3-70b"], H100, "fp8", Lengths(300, 2), limits, (1, 2, 8))
     assert [row.tp for row in rows] == [1, 2, 8]
     assert rows[0].point is None and "takes 7" in rows[0].why and "GB" in rows[0].why
     assert rows[1].point is None and "TTFT" in rows[1].why

@@ -70,7 +70,7 @@ def test_all_is_answered_and_littles_law_holds(route: Router) -> None:
 
 def test_what_a_router_knows_shortens_waits() -> None:
     """At 85 % of four replicas: fewest requests beats chance; with shared beginnings, knowing them beats both."""
-    coming = drawn(800, 120, families=80)
+    coming = drawn(500, 120, families=80)
 
     def of(route: Router, cached: bool) -> tuple[float, int]:
         found = together(simulate([replica(cached) for _ in range(4)], coming, route))

@@ -15,14 +15,14 @@ from millrace.size.constants import Profile, profile
 from millrace.size.cost import Floats, Instance
 from millrace.size.fit import Residual, residual
 from millrace.size.points import Point
-from millrace.size.stack import Stack
+from millrace.size.stack import ENGINE, Stack
 from millrace.size.virtual import StepTime, step_parts
 
 # Of prefill, decode, cache, host_s: the least, the most, and what a change is measured in.
 _LEAST, _MOST = np.array([0.05, 0.05, 0.05, 0.0]), np.array([50.0, 50.0, 50.0, 1e-3])
-_UNITS = np.array([1.0, 1.0, 2.0, 1e-5])
+_UNITS = np.array([1.0, 1.0, 2.0, 3e-5])
 _GOOD, _ROUNDS = 0.03, 30  # relative errors below that are all as good; of reweighting
-_BELIEF = 0.005  # in the factors that a fit begins with, where runs say nothing
+_BELIEF = 0.01  # in the factors that a fit begins with: what runs hardly tell stays there
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def fit_stack(
         found = [replay(run, stack, known(run) if known else None) for run in runs]
         errors = np.array([np.log1p(one.rate_error) for one in found])
         rows = np.array([one.seconds for one in found])
-        stack = _stack(stack, _vector(stack) + _step(rows, errors, _vector(stack)))
+        stack = _stack(stack, _vector(stack) + _step(rows, errors, _vector(stack), _vector(start)))
     return stack
 
 
@@ -112,7 +112,7 @@ def _stack(stack: Stack, values: Floats) -> Stack:
     return replace(stack, prefill=prefill, decode=decode, cache=cache, host_s=host_s)
 
 
-def _step(rows: Floats, errors: Floats, now: Floats) -> Floats:
+def _step(rows: Floats, errors: Floats, now: Floats, start: Floats) -> Floats:
     """(4,) change with rows @ change near errors; rows (N, 4). Within the bounds, the nearest first."""
     scaled = rows * _UNITS
     belief = np.eye(4) * _BELIEF * np.sqrt(len(rows))
@@ -121,7 +121,7 @@ def _step(rows: Floats, errors: Floats, now: Floats) -> Floats:
     for _ in range(_ROUNDS):
         root = np.sqrt(weights)
         system = np.vstack([scaled * root[:, None], belief])
-        wanted = np.concatenate([errors * root, np.zeros(4)])
+        wanted = np.concatenate([errors * root, belief @ ((start - now) / _UNITS)])
         change = _bounded(system, wanted, low, high)
         weights = 1 / np.maximum(np.abs(errors - scaled @ change), _GOOD)
         weights /= weights.mean()
@@ -158,7 +158,11 @@ def judged(what: str, found: Sequence[Replayed]) -> Held:
 
 
 def leave_one_out(runs: Sequence[Run], start: Stack, group: Callable[[Run], str], rounds: int = 3) -> list[Held]:
-    """Each group of runs by a stack that was fitted to the others."""
+    """Each group of runs by a stack that was fitted to the others, from the engine's own times on.
+
+    start: whose scheduler they ran with; its factors may have seen what is left out, and are not looked at
+    """
+    start = replace(start, prefill=ENGINE.prefill, decode=ENGINE.decode, cache=ENGINE.cache, host_s=ENGINE.host_s)
     found = []
     for name in sorted({group(run) for run in runs}):
         stack = fit_stack([run for run in runs if group(run) != name], start, rounds)
