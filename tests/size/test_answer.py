@@ -12,6 +12,7 @@ from millrace.machine.roofline import Compute, Level, Rate, Roofline
 from millrace.size import capacity, plan
 from millrace.size.answer import Answer, answered
 from millrace.size.fleet import shared
+from millrace.size.models import PRESETS
 from millrace.size.points import Source
 from millrace.size.question import Question
 from millrace.size.told import told
@@ -112,6 +113,16 @@ def test_a_waterfall_only_goes_up_to_what_is_bought() -> None:
     systems = [step.systems for step in found.why]
     assert systems == sorted(systems) and systems[-1] == found.plan.systems
     assert found.instances * found.plan.point.tp <= 8 * (found.plan.systems - 2)
+
+
+def test_the_ideal_is_the_datasheets() -> None:
+    """One token out, so that none is read again: 1,000 tokens at 1,979 TFLOPS, the head once, attention in 16 bits."""
+    found = plan(model="llama-3-8b", isl=1000, osl=1, rate=31, precision=["fp8"], hardware=["H100"], mode="offline",
+                 simulate=False)  # fmt: skip
+    model = PRESETS["llama-3-8b"]
+    flops = 2 * (model.parameters * 1000 + model.head_parameters)
+    attention_s = 2 * 32 * 4096 * 1000**2 / (989e12 * 0.35)
+    assert found.why[0].systems == pytest.approx(31 * (flops / 1979e12 + attention_s) / 8, rel=0.02)
 
 
 def test_calls_in_a_row_add_up() -> None:

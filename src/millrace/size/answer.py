@@ -11,10 +11,10 @@ from millrace.errors import ConfigError
 from millrace.machine.roofline import Roofline
 from millrace.size.case import Case, There, check_systems, systems_there
 from millrace.size.demand import USER_REQUESTS, Demand, demand, hourly_peaks, users
-from millrace.size.explain import Memory, memory
 from millrace.size.hardware import measured_here
 from millrace.size.lengths import Work, work
 from millrace.size.load import DAY_S
+from millrace.size.memory import Memory, memory
 from millrace.size.money import Fleet as Needed
 from millrace.size.money import Money, engines, money
 from millrace.size.offers import Offers, simulated_at
