@@ -135,7 +135,7 @@ def _keep(read: Read, spec: FieldSpec, item: Scalar | Block, path: Path_, keep: 
     value = _scalar(spec, item) if isinstance(item, Scalar) else None
     if value is None:
         what = f"{item.text:.60} for {spec.name}" if isinstance(item, Scalar) else f"a block for {spec.name}"
-        read.add(Level.ERROR, item.place, what, _wanted(spec, item), f"write `{spec.name}: ...` so")
+        read.add(Level.ERROR, item.place, what, _wanted(spec, item), "correct it")
         return
     keep(value)
 
