@@ -200,6 +200,30 @@ def test_several_repositories(tmp_path: Path) -> None:
     assert all(m.is_servable for r in read_repositories(roots, namespacing=True) for m in r.models)
 
 
+def test_more_errors_than_are_listed(tmp_path: Path) -> None:
+    unread = model(tmp_path, {"config.pbtxt": "x: 1\n" * 60})
+    wrong = "input {}\n" * 60
+    write(tmp_path, {"n/1/model.py": "", "n/config.pbtxt": wrong})
+    unruly = read_repository(tmp_path).models[1]
+    assert len(unread.problems) == len(unruly.problems) == 51
+    assert unread.problems[-1].what == unruly.problems[-1].what == "more than 50 such"
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may read everything, so the refusal is made."""
+    write(tmp_path, {"a/1/model.py": "", "b/1/model.py": ""})
+    scan = os.scandir
+
+    def refuse(path: Path) -> object:
+        if path.name == "a":
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    found = read_repository(tmp_path).models
+    assert [m.is_servable for m in found] == [False, True] and said(found[0], tmp_path)[0] == "a Permission denied"
+
+
 def test_what_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no folder"):
         read_repository(tmp_path / "none")

@@ -3,15 +3,31 @@
 The words are those of `model_config_utils.cc` in Triton's core (2026): people search for them.
 """
 
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from millrace.serve.repository.bind import Read, read_config
 from millrace.serve.repository.completion import broken_backend, completed
+from millrace.serve.repository.config import (
+    BatchOutput,  # fmt: skip
+    EnsembleScheduling,
+    ModelConfig,
+    ModelInput,
+    ModelOutput,
+    Reshape,
+    Step,
+)
+from millrace.serve.repository.declare import empty
 from millrace.serve.repository.ensembles import broken_ensemble
-from millrace.serve.repository.kinds import InstanceKind
+from millrace.serve.repository.kinds import DataType, InstanceKind
 from millrace.serve.repository.rules import broken_rules
+from tests.serve.repository.test_text import Drawn
+from tests.support.drawn import SEEDS, examples
 
 
 def said(text: str, name: str = "m", files: tuple[str, ...] = ("model.py",)) -> list[tuple[str, str]]:
@@ -68,6 +84,50 @@ def test_ensembles() -> None:
     grouped = ensemble("a", "b", ("p", "a", "b"), more="instance_group { count: 1 }")
     assert grouped == ["instance group should not be specified for ensemble 'm'"]
     assert ensemble("a", "b", ("", "a", "b")) == ["must specify 'model_name' in step 0 of ensemble 'm'"]
+
+
+MANY = 20_000
+
+
+def chain(ends: tuple[int, int], order: range) -> ModelConfig:
+    steps = [
+        replace(empty(Step), model_name="m", input_map={"i": str(i)}, output_map={"o": str((i + 1) % MANY)})
+        for i in order
+    ]
+    first, last = (str(end) for end in ends)
+    tensor: dict[str, Any] = {"data_type": DataType.TYPE_FP32, "dims": (1,)}
+    return replace(
+        empty(ModelConfig), name="m", platform="ensemble", input=(replace(empty(ModelInput), name=first, **tensor),),
+        output=(replace(empty(ModelOutput), name=last, **tensor),),
+        ensemble_scheduling=EnsembleScheduling(step=tuple(steps), max_inflight_requests=0),
+    )  # fmt: skip
+
+
+def test_costs_grow_with_the_file() -> None:
+    """Not with its square."""
+    shape = replace(empty(ModelInput), name="x", data_type=DataType.TYPE_FP32, dims=((1 << 63) - 1,) * 100_000)
+    shaped = replace(empty(ModelConfig), input=(replace(shape, reshape=Reshape(shape=(3,) * 100_000)),))
+    names = tuple(map(str, range(2 * MANY)))
+    targets = replace(empty(ModelConfig), batch_output=(replace(empty(BatchOutput), target_name=names),))
+    started = time.process_time()
+    assert list(broken_rules(shaped)) == [], "sizes from 2**64 on are not told apart"
+    assert len(list(broken_rules(targets))) == 2 * MANY + 1
+    assert list(broken_ensemble(chain((0, MANY - 1), range(MANY - 2, -1, -1)))) == [], "the last step stands first"
+    circle = list(broken_ensemble(chain((MANY, 0), range(MANY))))[-1]
+    assert "is not written: at least one of its depending tensors" in circle.what
+    assert time.process_time() - started < 3
+
+
+@settings(max_examples=examples(150))
+@given(SEEDS)
+def test_rules_bear_whatever_can_be_read(seed: int) -> None:
+    """Every problem has its place in the file, or is of a file that says nothing of it."""
+    text = Drawn(seed).message(ModelConfig)
+    read = read_config(text.encode(), Path("c"))
+    config, _ = completed(read.config, "m", ())
+    for broken in (*broken_ensemble(config), *broken_rules(config)):
+        assert broken.what and broken.expected and broken.mend
+        assert read.place(broken.path) is not None, (broken, text)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ All problems of a file are found at once; a file that is not of the format has o
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import field as member
 from pathlib import Path
@@ -19,9 +21,13 @@ from millrace.serve.repository.problems import Level, Place, Problem
 from millrace.serve.repository.text import Block, Field, List, Misread, Scalar, read_text
 
 Path_ = tuple[str | int, ...]  # ("input", 0, "dims", 1), a map's key after its name
-MOST_PROBLEMS = 50  # of one file
+MOST_PROBLEMS = 50  # of one level in one file: the rest is not listed, and that is said
 _TRUE, _FALSE = ("true", "True", "t", "1"), ("false", "False", "f", "0")
 _WANTED = {"string": "a string in quotes", "bool": "true or false", "float": "a number", "double": "a number"}
+
+
+class Enough(Exception):  # noqa: N818 - it never leaves this room
+    """A file has more errors than are listed."""
 
 
 @dataclass(slots=True)
@@ -32,6 +38,7 @@ class Read:
     config: ModelConfig = member(default_factory=lambda: empty(ModelConfig))
     places: dict[Path_, Place] = member(default_factory=dict)
     problems: list[Problem] = member(default_factory=list)
+    _counts: Counter[Level] = member(default_factory=Counter)
 
     def place(self, path: Path_) -> Place | None:
         """Where `path` stands, or else what it is part of."""
@@ -40,8 +47,15 @@ class Read:
         return self.places.get(path)
 
     def add(self, level: Level, place: Place | None, what: str, expected: str, mend: str) -> None:
-        if len(self.problems) < MOST_PROBLEMS:
+        """raises Enough where there are so many errors that the rest of the file tells nothing"""
+        before = self._counts[level]
+        self._counts[level] += 1
+        if before == MOST_PROBLEMS:
+            what, expected, mend = f"more than {MOST_PROBLEMS} such", "fewer", "mend those above, and look again"
+        if before <= MOST_PROBLEMS:
             self.problems.append(Problem(level, self.file, place, what, expected, mend))
+        if before >= MOST_PROBLEMS and level is Level.ERROR:
+            raise Enough
 
 
 def read_config(data: bytes, file: Path) -> Read:
@@ -52,7 +66,8 @@ def read_config(data: bytes, file: Path) -> Read:
     except Misread as error:
         read.add(Level.ERROR, error.place, error.what, error.expected, error.mend)
         return read
-    read.config = _message(read, ModelConfig, block, ())
+    with suppress(Enough):
+        read.config = _message(read, ModelConfig, block, ())
     return read
 
 

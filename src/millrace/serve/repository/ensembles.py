@@ -67,10 +67,7 @@ def _flow(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[Broke
         if given.name not in wanted:
             what = f"ensemble input '{given.name}' for ensemble {name} is not used"
             yield Broken(("input", i), what, "a step with it in its input_map", "use or remove it")
-    ready, left = {t.name for t in config.input}, dict(enumerate(steps))
-    while runs := [i for i, step in left.items() if ready.issuperset(step.input_map.values())]:
-        for i in runs:
-            ready.update(left.pop(i).output_map.values())
+    ready = _ready(config, scheduling)
     for i, asked in enumerate(config.output):
         if asked.name not in wanted | made.keys():
             what = f"ensemble output '{asked.name}' for ensemble {name} is not used"
@@ -82,6 +79,27 @@ def _flow(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[Broke
             )
             missing = f": at least one of its depending tensors, '{why}', is not connected" if why else ""
             yield Broken(("output", i), what + missing, "a step that makes it", "connect it")
+
+
+def _ready(config: ModelConfig, scheduling: EnsembleScheduling) -> set[str]:
+    """The tensors that come to be once the inputs are there."""
+    steps, left = scheduling.step, [t.name for t in config.input]
+    waits = [set(step.input_map.values()) for step in steps]
+    wanting: dict[str, list[int]] = {}
+    for i, tensors in enumerate(waits):
+        for tensor in tensors:
+            wanting.setdefault(tensor, []).append(i)
+    ready: set[str] = set()
+    while left:
+        tensor = left.pop()
+        if tensor in ready:
+            continue
+        ready.add(tensor)
+        for i in wanting.get(tensor, ()):
+            waits[i].discard(tensor)
+            if not waits[i]:
+                left.extend(steps[i].output_map.values())
+    return ready
 
 
 def _unused(config: ModelConfig, scheduling: EnsembleScheduling) -> Iterator[Broken]:

@@ -6,11 +6,13 @@ read: what a link or a name leads out to is refused. Names that come from client
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from millrace.errors import ConfigError, RequestError
-from millrace.serve.repository.bind import Path_, Read, read_config
+from millrace.serve.repository.bind import Enough, Path_, Read, read_config
 from millrace.serve.repository.completion import broken_backend, completed
 from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.declare import empty
@@ -103,8 +105,13 @@ def _ignored(path: Path, why: str) -> Problem:
 
 def _entries(folder: Path, problems: list[Problem]) -> list[tuple[str, Path]]:
     """Names in order, with their paths."""
-    with os.scandir(folder) as found:
-        names = [entry.name for _, entry in zip(range(_MOST_ENTRIES + 1), found, strict=False)]
+    try:
+        with os.scandir(folder) as found:
+            names = [entry.name for _, entry in zip(range(_MOST_ENTRIES + 1), found, strict=False)]
+    except OSError as error:
+        mend = "check its rights"
+        problems.append(Problem(Level.ERROR, folder, None, f"{error.strerror}", "a folder that can be read", mend))
+        return []
     if len(names) > _MOST_ENTRIES:
         what = f"more than {_MOST_ENTRIES:,} entries"
         problems.append(Problem(Level.ERROR, folder, None, what, "a folder of a repository", "is it the right one?"))
@@ -138,11 +145,12 @@ def _model(root: Path, folder: Path, config_name: str) -> Model:
     model.config, model.versions = config, versions
     model.added = added if read.places else ("config.pbtxt, from the folder", *added)
     is_read = not any(p.level is Level.ERROR for p in read.problems)
-    _choose(model, read)
-    if is_read:  # else most of the rules would fail for what is not read
-        for broken in (*_whole(model), *broken_ensemble(config), *broken_rules(config)):
-            _say(read, broken)
-        _files(root, model, read)
+    with suppress(Enough):
+        _choose(model, read)
+        if is_read:  # else most of the rules would fail for what is not read
+            for broken in chain(_whole(model), broken_ensemble(config), broken_rules(config)):
+                _say(read, broken)
+            _files(root, model, read)
     model.problems.extend(read.problems)
     return model
 
@@ -199,7 +207,8 @@ def _choose(model: Model, read: Read) -> None:
     policy, there = model.config.version_policy, model.versions
     assert policy is not None, "completed() gives one"
     if policy.specific is not None:
-        model.served = tuple(v for v in there if v in policy.specific.versions)
+        wanted = frozenset(policy.specific.versions)
+        model.served = tuple(v for v in there if v in wanted)
         for i, version in enumerate(policy.specific.versions):
             if version not in there:
                 place = read.place(("version_policy", "specific", "versions", i))
@@ -280,8 +289,11 @@ def _file(root: Path, read: Read, path: Path_, file: Path) -> Path | None:
 
 def _labels(read: Read, path: Path_, file: Path) -> tuple[str, ...]:
     """One a line, as classification gives them back."""
+    if not file.is_file():
+        _say(read, Broken(path, f"{file} is not a file", "UTF-8 text, a label a line", "replace it"))
+        return ()
     try:
-        data = read_given(file, _MOST_LABEL_BYTES) if file.is_file() else b"\xff"
+        data = read_given(file, _MOST_LABEL_BYTES)
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         _say(read, Broken(path, f"{file} has no labels: {error}", "UTF-8 text, a label a line", "correct the file"))

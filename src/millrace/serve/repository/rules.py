@@ -13,6 +13,7 @@ from millrace.serve.repository.kinds import ControlKind, DataType, Format, Insta
 ENSEMBLE, TENSORRT = "ensemble", "tensorrt_plan"
 VARIABLE = -1
 _CORRID_TYPES = tuple(DataType[f"TYPE_{t}"] for t in ("UINT64", "INT64", "UINT32", "INT32", "STRING"))
+_MOST_ELEMENTS = 1 << 64
 _NONE = "a model for the CPU"
 
 
@@ -122,7 +123,7 @@ def _runs(dims: tuple[int, ...]) -> list[int]:
         if dim == VARIABLE:
             runs.append(1)
         else:
-            runs[-1] *= dim
+            runs[-1] = min(runs[-1] * dim, _MOST_ELEMENTS)  # else thousands of large dimensions take minutes
     return runs
 
 
@@ -145,10 +146,12 @@ def _batch_io(config: ModelConfig) -> Iterator[Broken]:
             what = f"batch input data type must be TYPE_INT32 or TYPE_FP32 for {config.name}"
             yield Broken(("batch_input", i, "data_type"), what, "one of them", "correct it")
     for i, made in enumerate(config.batch_output):
+        seen: set[str] = set()
         for j, name in enumerate(made.target_name):
             what = "" if name in outputs else f"unknown target output name '{name}'"
-            if name in made.target_name[:j]:
+            if name in seen:
                 what = f"target output name '{name}' can only be specified once"
+            seen.add(name)
             if what:
                 path = ("batch_output", i, "target_name", j)
                 yield Broken(path, f"{what} for {config.name}", _one_of(outputs), "name each output once")

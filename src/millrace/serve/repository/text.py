@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from millrace.serve.repository.problems import Place
 
-MOST_BYTES, _DEEPEST, _LONGEST_NUMBER = 1 << 20, 32, 64
+MOST_BYTES, _DEEPEST, _LONGEST_NUMBER = 1 << 18, 32, 64  # bytes: a second or two of a core at worst
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r\n\v\f]+|\#[^\n]*)
     |(?P<name>[A-Za-z_][A-Za-z0-9_]*)
