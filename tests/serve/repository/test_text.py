@@ -193,6 +193,7 @@ def test_what_protobuf_takes_and_we_do_not() -> None:
     """A number that is no word of an enumeration; an escape that Python's reader leaves as it is."""
     assert errors(read("input { data_type: 15 }")) == [(":1:20", "15 for data_type")]
     assert errors(read("name: '\\q'")) == [(":1:8", "the escape \\q")]
+    assert errors(read("name: 'a\\400'")) == [(":1:9", "the escape \\400")], "a byte is at most \\377"
 
 
 def test_what_is_probably_meant() -> None:
