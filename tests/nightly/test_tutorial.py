@@ -54,13 +54,18 @@ def surroundings(folder: Path) -> dict[str, str]:
 
 
 def executed(book: Any, folder: Path, environment: dict[str, str]) -> list[str]:
-    """What each cell of commands wrote to stdout. raises CellExecutionError"""
+    """What each cell of commands wrote to stdout; the others show a picture. raises CellExecutionError"""
     client = pytest.importorskip("nbclient").NotebookClient(
         book, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
     client.execute(env=environment)
-    cells = [cell for cell in book.cells if cell.cell_type == "code"]
-    return ["".join(o.text for o in cell.outputs if o.get("name") == "stdout") for cell in cells]
+    commands = []
+    for cell in (cell for cell in book.cells if cell.cell_type == "code"):
+        if cell.source.startswith("%"):
+            commands.append("".join(o.text for o in cell.outputs if o.get("name") == "stdout"))
+        else:
+            assert [sorted(o.data) for o in cell.outputs] == [["image/png", "text/plain"]], cell.source
+    return commands
 
 
 def test_the_notebook_runs_as_it_is(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ SERVER = ("src/millrace/checkpoint", "src/millrace/engine", "src/millrace/runtim
 # Pinned: a comparison is with a version. Built from source, as the benchmarks build it.
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
 BESIDE_LLAMA_CPP = ("tests/checkpoint/gguf", "tests/benchmarks")
-BESIDE_TRITON = ("tests/nightly/test_tritonclient.py",)
+BESIDE_TRITON = ("tests/nightly/test_tritonclient.py", "tests/serve/repository/test_text.py")
 TUTORIAL = "tests/nightly/test_tutorial.py"
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "tune": "tune",
     "demo": "demo",
     "bench": "bench",
+    "lint": "lint",
     "doctor": "doctor",
     "verify": "verify",
     "eval": "eval",

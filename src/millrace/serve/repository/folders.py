@@ -1,0 +1,328 @@
+"""A repository's folders: its models with their versions, labels and files, and everything that is wrong with them.
+
+One folder a model, its versions below it. A model that is wrong hides no other. Nothing outside of the repository is
+read: what a link or a name leads out to is refused. Names that come from clients go through `check_model_name`.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+from millrace.errors import ConfigError, RequestError
+from millrace.serve.repository.bind import Enough, Path_, Read, read_config
+from millrace.serve.repository.completion import broken_backend, completed
+from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.declare import empty
+from millrace.serve.repository.ensembles import broken_ensemble
+from millrace.serve.repository.problems import Level, Problem
+from millrace.serve.repository.rules import ENSEMBLE, Broken, broken_rules
+from millrace.serve.repository.text import MOST_BYTES
+from millrace.settings import read_given
+
+CONFIG = "config.pbtxt"
+_KNOWN_FOLDERS = ("configs", "warmup", "initial_state")  # beside the versions
+_MOST_ENTRIES, _MOST_LABEL_BYTES = 10_000, 16 << 20
+_HIGHEST_VERSION = (1 << 63) - 1
+
+
+@dataclass(slots=True)
+class Model:
+    """A folder. config: completed, with what could be read of it; served: by its version policy, of `versions`"""
+
+    name: str
+    folder: Path
+    config: ModelConfig = field(default_factory=lambda: empty(ModelConfig))
+    versions: tuple[int, ...] = ()
+    served: tuple[int, ...] = ()
+    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of an output
+    added: tuple[str, ...] = ()  # what the configuration did not say
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def is_servable(self) -> bool:
+        return not any(p.level is Level.ERROR for p in self.problems)
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """problems: of the folder as a whole"""
+
+    root: Path
+    models: tuple[Model, ...]
+    problems: tuple[Problem, ...]
+
+
+def check_model_name(name: str) -> None:
+    """raises RequestError where a client's name is none of a folder"""
+    if not name:
+        raise RequestError("Model name cannot be empty. Specify a model name.", "a model's name", "name one", "model")
+    if name in (".", "..") or any(c in name for c in "/\\\0"):
+        what = "model name must not contain path traversal characters"
+        raise RequestError(what, "a model's name", "name a model of the repository", "model")
+
+
+def read_repository(root: Path, config_name: str = "") -> Repository:
+    """Every model. config_name: `<model>/configs/<it>.pbtxt` is taken where there is one. raises ConfigError"""
+    if config_name and (not _is_plain(config_name) or "/" in config_name):
+        raise ConfigError(f"--model-config-name {config_name}", "a file's name without .pbtxt", "h100, for h100.pbtxt")
+    if not root.is_dir():
+        raise ConfigError(f"{root} is no folder", "a model repository: a folder with one a model", "check the path")
+    problems: list[Problem] = []
+    models = []
+    for name, path in _entries(root, problems):
+        if name.startswith("."):
+            problems.append(_ignored(path, "its name begins with a dot, so it is no model"))
+        elif not path.is_dir() and path.exists():
+            problems.append(_ignored(path, "only folders are models"))
+        else:
+            models.append(_model(root, path, config_name))
+    for model in models:
+        model.problems.extend(_steps(model, {m.name: m for m in models}))
+    if not models:
+        problems.append(Problem(Level.ERROR, root, None, "no model", "a folder for each model", "check the path"))
+    return Repository(root, tuple(models), tuple(problems))
+
+
+def read_repositories(roots: Sequence[Path], config_name: str = "", *, namespacing: bool = False) -> list[Repository]:
+    """Several, as Triton takes them; without namespacing no name may occur in two. raises ConfigError"""
+    found = [read_repository(root, config_name) for root in roots]
+    for i, repository in enumerate(found):
+        others = {m.name: m.folder for j, r in enumerate(found) if j != i for m in r.models}
+        for model in () if namespacing else repository.models:
+            if model.name in others:
+                expected = f"{others[model.name]} to be the only one, or --model-namespacing"
+                what = "model appears in two or more repositories"
+                model.problems.append(Problem(Level.ERROR, model.folder, None, what, expected, "rename one of them"))
+    return found
+
+
+def _ignored(path: Path, why: str) -> Problem:
+    return Problem(Level.IGNORED, path, None, "not read", why, "it may stay or go")
+
+
+def _entries(folder: Path, problems: list[Problem]) -> list[tuple[str, Path]]:
+    """Names in order, with their paths."""
+    try:
+        with os.scandir(folder) as found:
+            names = [entry.name for _, entry in zip(range(_MOST_ENTRIES + 1), found, strict=False)]
+    except OSError as error:
+        mend = "check its rights"
+        problems.append(Problem(Level.ERROR, folder, None, f"{error.strerror}", "a folder that can be read", mend))
+        return []
+    if len(names) > _MOST_ENTRIES:
+        what = f"more than {_MOST_ENTRIES:,} entries"
+        problems.append(Problem(Level.ERROR, folder, None, what, "a folder of a repository", "is it the right one?"))
+    return [(name, folder / name) for name in sorted(names[:_MOST_ENTRIES])]
+
+
+def _leaves(root: Path, path: Path) -> bool:
+    """Whether a link leads out of the repository, or nowhere, or in a circle."""
+    try:
+        return not path.resolve(strict=True).is_relative_to(root.resolve())
+    except (OSError, RuntimeError):
+        return True
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a file that a configuration names lies below the folder that it is relative to."""
+    return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
+
+
+def _model(root: Path, folder: Path, config_name: str) -> Model:
+    model = Model(folder.name, folder)
+    if _leaves(root, folder):
+        _outside(model, folder)
+        return model
+    read = _read(root, model, config_name)
+    entries = _entries(folder, model.problems)
+    versions = tuple(sorted(_versions(root, model, entries)))
+    first = _entries(folder / str(versions[0]), model.problems) if versions else []
+    given = read.config
+    config, added = completed(given, folder.name, [name for name, _ in first])
+    model.config, model.versions = config, versions
+    model.added = added if read.places else ("config.pbtxt, from the folder", *added)
+    is_read = not any(p.level is Level.ERROR for p in read.problems)
+    with suppress(Enough):
+        _choose(model, read)
+        if is_read:  # else most of the rules would fail for what is not read
+            for broken in chain(_whole(model), broken_ensemble(config), broken_rules(config)):
+                _say(read, broken)
+            _files(root, model, read)
+    model.problems.extend(read.problems)
+    return model
+
+
+def _outside(model: Model, path: Path) -> None:
+    expected = "files and folders of the repository itself"
+    what = "a link that leads out of the repository, or nowhere"
+    model.problems.append(Problem(Level.ERROR, path, None, what, expected, "copy or move what it leads to"))
+
+
+def _say(read: Read, broken: Broken) -> None:
+    read.add(Level.ERROR, read.place(broken.path), broken.what, broken.expected, broken.mend)
+
+
+def _read(root: Path, model: Model, config_name: str) -> Read:
+    """The configuration's file; where there is none, an empty one."""
+    file = model.folder / CONFIG
+    if config_name and (other := model.folder / "configs" / f"{config_name}.pbtxt").is_file():
+        file = other
+    if not os.path.lexists(file):
+        return Read(file)
+    if _leaves(root, file):
+        _outside(model, file)
+        return Read(file)
+    try:
+        data = read_given(file, MOST_BYTES) if file.is_file() else None
+    except OSError as error:
+        read = Read(file)
+        read.add(Level.ERROR, None, f"{error.strerror}", "a file that can be read", "check its rights")
+        return read
+    if data is None:
+        read = Read(file)
+        read.add(Level.ERROR, None, "not a file", "a text file", "remove or replace it")
+        return read
+    return read_config(data, file)
+
+
+def _versions(root: Path, model: Model, entries: Sequence[tuple[str, Path]]) -> Iterator[int]:
+    for name, path in entries:
+        if not path.is_dir() or name in _KNOWN_FOLDERS or name.startswith((".", "__")):
+            continue
+        digits = name.isascii() and name.isdigit()
+        if not digits or name.startswith("0") or len(name) > 19 or int(name) > _HIGHEST_VERSION:
+            why = "a version is a whole number from 1, without a zero before it"
+            model.problems.append(_ignored(path, why))
+        elif _leaves(root, path):
+            _outside(model, path)
+        else:
+            yield int(name)
+
+
+def _choose(model: Model, read: Read) -> None:
+    """Which versions the policy serves."""
+    policy, there = model.config.version_policy, model.versions
+    assert policy is not None, "completed() gives one"
+    if policy.specific is not None:
+        wanted = frozenset(policy.specific.versions)
+        model.served = tuple(v for v in there if v in wanted)
+        for i, version in enumerate(policy.specific.versions):
+            if version not in there:
+                place = read.place(("version_policy", "specific", "versions", i))
+                what = f"version {version} is specified, and there is no folder {version}"
+                expected = f"one of: {', '.join(map(str, there)) or '(there is none)'}"
+                read.add(Level.WARNING, place, what, expected, "make the folder, or remove the version")
+    elif policy.latest is not None:
+        model.served = there[-policy.latest.num_versions :] if policy.latest.num_versions else ()
+    else:
+        model.served = there
+    if not model.served:
+        what = f"at least one version must be available under the version policy of model '{model.name}'"
+        mend = f"make {model.folder.name}/1 with the model in it" if not there else "correct version_policy"
+        if model.config.platform == ENSEMBLE and not there:
+            mend = f"make an empty folder {model.folder.name}/1: ensembles have a version, too"
+        expected = f"one of the versions {', '.join(map(str, there))}" if there else "a folder named 1, 2, ..."
+        read.add(Level.ERROR, read.place(("version_policy",)), what, expected, mend)
+
+
+def _whole(model: Model) -> Iterator[Broken]:
+    config = model.config
+    if config.name != model.name:
+        what = (
+            f"unexpected directory name '{model.name}' for model '{config.name}', directory name must equal model name"
+        )
+        yield Broken(("name",), what, f'name: "{model.name}", or no name', "rename the folder, or remove name")
+    backend = broken_backend(config)
+    if backend is not None:
+        yield backend
+
+
+def _files(root: Path, model: Model, read: Read) -> None:
+    """What the configuration names: the model itself, labels, warm-up, initial states."""
+    config, folder = model.config, model.folder
+    name = config.default_model_filename
+    if name and not _is_plain(name):
+        _say(
+            read, Broken(("default_model_filename",), f"{name} leaves the model's folder", "a name in it", "correct it")
+        )
+    elif name:
+        for version in model.versions:
+            _file(root, read, ("default_model_filename",), folder / str(version) / name)
+    for i, output in enumerate(config.output):
+        path = ("output", i, "label_filename")
+        labels = _inner(root, read, path, folder, output.label_filename) if output.label_filename else None
+        if labels is not None:
+            model.labels[output.name] = _labels(read, path, labels)
+    for i, warmup in enumerate(config.model_warmup):
+        for key, tensor in warmup.inputs.items():
+            if tensor.input_data_file:
+                at: Path_ = ("model_warmup", i, "inputs", key, "value", "input_data_file")
+                _inner(root, read, at, folder / "warmup", tensor.input_data_file)
+    for i, state in enumerate(config.sequence_batching.state if config.sequence_batching else ()):
+        for j, initial in enumerate(state.initial_state):
+            if initial.data_file:
+                at = ("sequence_batching", "state", i, "initial_state", j, "data_file")
+                _inner(root, read, at, folder / "initial_state", initial.data_file)
+
+
+def _inner(root: Path, read: Read, path: Path_, folder: Path, name: str) -> Path | None:
+    if not _is_plain(name):
+        _say(read, Broken(path, f"{name} leaves the model's folder", f"a name in {folder.name}/", "correct it"))
+        return None
+    return _file(root, read, path, folder / name)
+
+
+def _file(root: Path, read: Read, path: Path_, file: Path) -> Path | None:
+    """The file where it is there and inside; an error, with its place, where it is not."""
+    if not os.path.lexists(file):
+        _say(read, Broken(path, f"there is no {file}", "the file that the configuration names", "add it, or rename"))
+    elif _leaves(root, file):
+        what = f"{file} is a link that leads out of the repository, or nowhere"
+        _say(read, Broken(path, what, "files of the repository itself", "copy or move what it leads to"))
+    else:
+        return file
+    return None
+
+
+def _labels(read: Read, path: Path_, file: Path) -> tuple[str, ...]:
+    """One a line, as classification gives them back."""
+    if not file.is_file():
+        _say(read, Broken(path, f"{file} is not a file", "UTF-8 text, a label a line", "replace it"))
+        return ()
+    try:
+        data = read_given(file, _MOST_LABEL_BYTES)
+        text = data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        _say(read, Broken(path, f"{file} has no labels: {error}", "UTF-8 text, a label a line", "correct the file"))
+        return ()
+    if len(data) > _MOST_LABEL_BYTES:
+        what = f"{file} has more than {_MOST_LABEL_BYTES:,} bytes"
+        _say(read, Broken(path, what, "labels", "is it the right file?"))
+    return tuple(line.rstrip("\r") for line in text.removesuffix("\n").split("\n"))
+
+
+def _steps(model: Model, models: dict[str, Model]) -> Iterator[Problem]:
+    """Whether an ensemble's steps are models here, and none is the ensemble itself, also not by other ensembles."""
+    config = model.config
+    names = [s.model_name for s in config.ensemble_scheduling.step] if config.ensemble_scheduling else []
+    missing = sorted({n for n in names if n and n not in models})
+    file = model.folder / CONFIG
+    if missing:
+        what = f"ensemble {model.name} contains models that are not available or ambiguous: {', '.join(missing)}"
+        yield Problem(Level.ERROR, file, None, what, "models of this repository", "add them, or correct model_name")
+    seen, left = set[str](), [(name, model.name) for name in names]
+    while left:
+        name, by = left.pop()
+        if name == model.name:
+            what = f"circular dependency between ensembles: {name} -> ... -> {by} -> {name}"
+            yield Problem(
+                Level.ERROR, file, None, what, "steps that need one another in one direction", "cut the circle"
+            )
+            return
+        if name in models and name not in seen:
+            seen.add(name)
+            scheduling = models[name].config.ensemble_scheduling
+            left.extend((s.model_name, name) for s in (scheduling.step if scheduling else ()))

@@ -1,0 +1,61 @@
+"""`millrace lint`, on the repository of docs/repository.md."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Millrace
+
+PAGE = (Path(__file__).parents[2] / "docs" / "repository.md").read_text()
+FILES = dict(re.findall(r"^`(models/[\w/.]+)`\n\n```protobuf\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+SHOWN = re.findall(r"^    \$ millrace lint models\n((?:    .*\n|\n(?=    ))*)", PAGE, re.MULTILINE)
+
+
+def page(root: Path) -> Path:
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    for name in ("models/digits/1/model.onnx", "models/digits/3/model.onnx", "models/add_sub/1/model.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root
+
+
+def test_the_page_shows_what_it_says(millrace: Millrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(page(tmp_path))
+    result = millrace("lint", "models")
+    (shown,) = SHOWN
+    lines = [line.removeprefix("    ") for line in shown.rstrip("\n").split("\n")]
+    assert result.code == 2 and result.err.strip() == lines[-1]
+    assert [line for line in result.out.split("\n") if line] == [line for line in lines[:-1] if line]
+
+
+def test_for_programs(millrace: Millrace, tmp_path: Path) -> None:
+    result = millrace("lint", page(tmp_path) / "models", "--json")
+    (repository,) = json.loads(result.out)
+    by_name = {m["name"]: m for m in repository["models"]}
+    assert result.code == 2 and result.err == ""
+    assert by_name["add_sub"]["servable"] and by_name["add_sub"]["backend"] == "python"
+    digits = by_name["digits"]
+    assert not digits["servable"] and digits["versions"] == [1, 3] and digits["served"] == [3]
+    first = digits["problems"][0]
+    assert (first["level"], first["line"], first["column"]) == ("error", 2, 1) and "max_batch_size" in first["expected"]
+
+
+def test_what_is_right(millrace: Millrace, tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.py").touch()
+    result = millrace("lint", tmp_path)
+    assert result.code == 0 and "1 of 1 models can be served; no remarks" in result.err
+    millrace("lint", tmp_path / "none").assert_mistake("none is no folder")
+    millrace("lint", tmp_path, "--model-config-name", "../x").assert_mistake("--model-config-name ../x")
+
+
+def test_what_a_file_says_cannot_steer_a_terminal(millrace: Millrace, tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    text = "backend: '\\033[31m' input { name: '\\033]0;x\\007' data_type: TYPE_FP32 dims: 1 }"
+    (tmp_path / "m" / "config.pbtxt").write_text(text)
+    result = millrace("lint", tmp_path)
+    assert "\x1b" not in result.out and "\x07" not in result.out and "\\x1b[31m" in result.out
