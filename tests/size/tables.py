@@ -12,7 +12,7 @@ from millrace.size.cost import Instance
 from millrace.size.fit import Step
 from millrace.size.measured import read_points
 from millrace.size.models import PRESETS
-from millrace.size.plan import instance_of
+from millrace.size.planning import instance_of
 from millrace.size.stackfit import Run
 from tests.support.shared import NOT_BESIDE, SHARED
 

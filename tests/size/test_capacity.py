@@ -12,7 +12,7 @@ from millrace.size import capacity
 from millrace.size.capacity import Lengths, Replica, _interval
 from millrace.size.constants import profile
 from millrace.size.models import PRESETS
-from millrace.size.plan import instance_of
+from millrace.size.planning import instance_of
 from millrace.size.points import Limits, Source
 from millrace.size.stack import ENGINE
 from millrace.size.virtual import Arrival

@@ -7,7 +7,7 @@ import pytest
 from millrace.machine.devices import find_device
 from millrace.size.memory import memory
 from millrace.size.models import PRESETS
-from millrace.size.plan import instance_of
+from millrace.size.planning import instance_of
 from millrace.size.points import Point, Source, Waits
 
 EIGHT = instance_of(PRESETS["llama-3-8b"], find_device("H100"), "fp8", 1)

@@ -14,7 +14,7 @@ from millrace.size.capacity import Lengths
 from millrace.size.constants import profile
 from millrace.size.measured import read_points
 from millrace.size.models import PRESETS
-from millrace.size.plan import instance_of
+from millrace.size.planning import instance_of
 from millrace.size.points import Waits
 from millrace.size.refit import Result, check_points, read_result, read_results, refit
 from millrace.size.stackfit import Run, replay

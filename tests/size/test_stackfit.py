@@ -10,7 +10,7 @@ from millrace.machine.devices import find_device
 from millrace.size.capacity import Lengths
 from millrace.size.constants import profile
 from millrace.size.models import PRESETS
-from millrace.size.plan import instance_of
+from millrace.size.planning import instance_of
 from millrace.size.stack import ENGINE, Stack
 from millrace.size.stackfit import Run, fit_stack, judged, leave_one_out, replay
 from tests.size.tables import needs_tables, served_runs

@@ -14,7 +14,7 @@ from millrace.size.cost import Instance
 from millrace.size.fit import Residual
 from millrace.size.measured import write_points
 from millrace.size.models import find_model
-from millrace.size.plan import instance_of
+from millrace.size.planning import instance_of
 from millrace.size.points import Point, Source, Waits
 from millrace.size.refit import Refit, Result, read_results, refit
 from millrace.size.stackfile import OwnStack, write_stack

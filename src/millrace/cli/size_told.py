@@ -9,7 +9,7 @@ from millrace.cli.size_money import show_devices, show_money
 from millrace.machine.devices import GB
 from millrace.size.answer import Answer
 from millrace.size.fleet import Shared
-from millrace.size.plan import Plan
+from millrace.size.planning import Plan
 from millrace.size.points import Point
 from millrace.size.told import headline
 

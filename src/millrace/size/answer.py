@@ -18,7 +18,7 @@ from millrace.size.memory import Memory, memory
 from millrace.size.money import Fleet as Needed
 from millrace.size.money import Money, engines, money
 from millrace.size.offers import Offers, simulated_at
-from millrace.size.plan import Plan
+from millrace.size.planning import Plan
 from millrace.size.points import Limits, Point
 from millrace.size.prices import Prices, read_prices
 from millrace.size.question import Question, limits_of

@@ -9,8 +9,8 @@ from millrace.machine.roofline import Roofline
 from millrace.size.demand import Demand
 from millrace.size.lengths import Work
 from millrace.size.offers import DEVICE, Offers, Replicas, offers, simulated
-from millrace.size.plan import Fleet, Plan
-from millrace.size.plan import plan as planned
+from millrace.size.planning import Fleet, Plan
+from millrace.size.planning import plan as planned
 from millrace.size.points import Limits, Point
 from millrace.size.question import Question
 

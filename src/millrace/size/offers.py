@@ -15,7 +15,7 @@ from millrace.size.hardware import Hardware, find_hardware, measured_here
 from millrace.size.lengths import Call, Work
 from millrace.size.measured import read_points
 from millrace.size.models import ModelShape, find_model
-from millrace.size.plan import TPS, instance_of
+from millrace.size.planning import TPS, instance_of
 from millrace.size.points import Limits, Point, Source, Waits, best
 from millrace.size.served import CONCURRENCIES, served
 from millrace.size.settings import HardwareSettings

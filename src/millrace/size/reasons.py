@@ -10,7 +10,7 @@ from millrace.size.constants import Profile, profile
 from millrace.size.cost import Constants, Instance
 from millrace.size.lengths import Work
 from millrace.size.offers import Offers
-from millrace.size.plan import Plan, instance_of
+from millrace.size.planning import Plan, instance_of
 from millrace.size.points import Limits, Point, Source, best, throughput_optimal
 from millrace.size.served import CONCURRENCIES, served
 from millrace.size.stack import ENGINE

@@ -18,7 +18,7 @@ from millrace.size.capacity import Lengths
 from millrace.size.constants import profile
 from millrace.size.cost import Instance, decode_terms, prefill_terms
 from millrace.size.models import ModelShape
-from millrace.size.plan import instance_of
+from millrace.size.planning import instance_of
 from millrace.size.points import Point
 from millrace.size.stack import Stack
 from millrace.size.stackfit import Held, Replayed, Run, fit_stack, judged, replay

@@ -6,7 +6,7 @@ from typing import Any
 from millrace.size.answer import Alternative, Answer
 from millrace.size.demand import Demand
 from millrace.size.money import Money
-from millrace.size.plan import Plan
+from millrace.size.planning import Plan
 from millrace.size.points import Limits, Point, Waits
 
 DEFINITIONS = {

@@ -15,7 +15,7 @@ from millrace.size.cost import Instance
 from millrace.size.load import peak, per_second
 from millrace.size.measured import read_points
 from millrace.size.models import PRESETS
-from millrace.size.plan import Fleet, analytic_points, instance_of, plan, simulated_points, static_systems
+from millrace.size.planning import Fleet, analytic_points, instance_of, plan, simulated_points, static_systems
 from millrace.size.points import Limits, Point, Source, Waits, best
 from millrace.size.served import kv_capacity, served, shares, static_batch
 from millrace.size.stack import ENGINE
