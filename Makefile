@@ -35,7 +35,8 @@ demo: $(STAMP)
 	$(VENV)/bin/millrace demo
 
 test: $(VENV)/.dev
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(TEST_FLAGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not alone and not timing and not nightly" $(TEST_FLAGS)
+	$(PY) -m pytest -m "alone and not timing and not nightly" $(TEST_FLAGS)
 
 timing: $(VENV)/.dev
 	$(PY) -m pytest -m timing -s

@@ -12,6 +12,7 @@ import pytest
 from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
 
+pytestmark = pytest.mark.alone
 MOST_OF_A_CORE = 0.30
 # Streams begin one after the other within the time of a token, as they would after a warm-up: not all in one burst.
 CLIENT = """

@@ -20,6 +20,7 @@ from millrace.bench.run import Load, Record, Run
 from millrace.bench.spread import Spread
 from millrace.bench.words import Words
 
+pytestmark = pytest.mark.alone
 WITHIN = 0.02
 WHOLE_MS, FIRST_MS = 1.0, 5.0
 IN_MS = {m.name for m in (*OURS, *OTHERS) if m.unit == "ms"} | {CHUNK_GAP}

@@ -25,6 +25,7 @@ from millrace.bench.null_process import NullProcess
 from millrace.errors import ConfigError, MachineError
 from tests.bench.conftest import Null
 
+pytestmark = pytest.mark.alone
 WITHIN, WITHIN_BUSY = 0.02, 0.3  # on an idle machine; on one that computes other things, too, only the scale
 BOTH = pytest.mark.parametrize("protocol", [HTTP, GRPC])
 QUICK = NullTiming(ttft_ms="5", itl_ms="0.5")
