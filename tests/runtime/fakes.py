@@ -8,6 +8,7 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,17 +141,22 @@ class FakeExecutor(Executor):
         for page in step.pages.tolist():
             assert 0 <= page < self.limits.n_pages
             holders[page] = holders.get(page, 0) + 1
-        for s in range(len(step.starts) - 1):
-            lo, hi = step.starts[s], step.starts[s + 1]
-            pages, positions = self._table(step, s), step.positions[lo:hi]
+        starts, size = step.starts.tolist(), self.limits.page_tokens
+        for s, (lo, hi) in enumerate(pairwise(starts)):
+            pages, positions = self._table(step, s).tolist(), step.positions[lo:hi].tolist()
             assert hi > lo, "a sequence without tokens"
-            assert (np.diff(positions) == 1).all() and positions[0] >= 0 and positions[-1] < self.limits.max_context
-            assert len(set(pages.tolist())) == len(pages) >= positions[-1] // self.limits.page_tokens + 1
-            where, slots = pages[positions // self.limits.page_tokens], positions % self.limits.page_tokens
-            assert all(holders[p] == 1 for p in where.tolist()), "writing a page that others hold"
-            self._positions[where[slots == 0]] = -1  # a fresh page: what it held is somebody else's
-            assert (self._positions[where, slots] == -1).all(), "a position is written once"
-            self._tokens[where, slots], self._positions[where, slots] = step.tokens[lo:hi], positions
+            first, end = positions[0], positions[0] + hi - lo
+            assert positions == list(range(first, end)) and first >= 0 and end <= self.limits.max_context
+            assert len(set(pages)) == len(pages) > (end - 1) // size
+            for n in range(first // size, (end - 1) // size + 1):
+                page, begin = pages[n], max(first, n * size)
+                assert holders[page] == 1, "writing a page that others hold"
+                if begin == n * size:  # a fresh page: what it held is somebody else's
+                    self._positions[page] = -1
+                slots = slice(begin - n * size, min(end - n * size, size))
+                assert max(self._positions[page, slots].tolist()) == -1, "a position is written once"
+                behind = slice(lo + begin - first, lo + begin - first + slots.stop - slots.start)
+                self._tokens[page, slots], self._positions[page, slots] = step.tokens[behind], step.positions[behind]
 
     def _copy(self, step: StepInputs) -> None:
         """Whole pages, what is behind the shared tokens included: it is there to be written over."""
@@ -175,10 +181,12 @@ class FakeExecutor(Executor):
     def _history(self, step: StepInputs, token: int) -> NDArray[np.int64]:
         """Up to a token of the step."""
         s = int(np.searchsorted(step.starts, token, side="right")) - 1
-        positions = np.arange(step.positions[token] + 1)
-        where = self._table(step, s)[positions // self.limits.page_tokens], positions % self.limits.page_tokens
-        assert (self._positions[where] == positions).all(), "a position was never computed, or by another sequence"
-        history: NDArray[np.int64] = self._tokens[where]
+        n = int(step.positions[token]) + 1
+        pages = self._table(step, s)[: -(-n // self.limits.page_tokens)]
+        assert self._positions[pages].ravel()[:n].tolist() == list(range(n)), (
+            "a position was never computed, or by another sequence"
+        )
+        history: NDArray[np.int64] = self._tokens[pages].ravel()[:n]
         return history
 
     def _draw(self, step: StepInputs, row: np.void, history: NDArray[np.int64]) -> int:

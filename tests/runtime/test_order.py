@@ -277,7 +277,7 @@ def test_who_would_wait_too_long_is_told_at_once() -> None:
             time.sleep(0.005)
 
         async with AsyncEngine(make_loop(limits(max_sequences=1), slow, clock=time.perf_counter)) as engine:
-            params = SamplingParams(max_tokens=20, ignore_eos=True)
+            params = SamplingParams(max_tokens=8, ignore_eos=True)
             async for _ in engine.submit([[1, 2]], [params]):  # from which the time of a request is known
                 pass
             handles = [engine.submit([[1, 2]], [params]) for _ in range(6)]
@@ -300,7 +300,7 @@ def test_one_tenant_may_fill_half_of_the_queue() -> None:
 
         options = ServiceOptions(max_queued=8)
         async with AsyncEngine(make_loop(limits(max_sequences=1), slow, clock=time.perf_counter), options) as engine:
-            params = SamplingParams(max_tokens=30, ignore_eos=True)
+            params = SamplingParams(max_tokens=12, ignore_eos=True)
             flood, other = (Terms(claim=Claim(tenant=name)) for name in ("a", "b"))
             handles = []
             with pytest.raises(BusyError, match="of this API key are waiting"):

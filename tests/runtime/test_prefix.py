@@ -59,7 +59,7 @@ def params_of(asked: Asked, seed: int) -> SamplingParams:
     )  # fmt: skip
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(30, by_night=2))
 @given(
     schedule=st.lists(ASKED, min_size=2, max_size=12),
     n_pages=st.sampled_from([13, 16, 24, 64]),

@@ -204,7 +204,7 @@ def test_what_cannot_be_done_is_refused() -> None:
     assert asked(make_loop(OF, prefix_cache=False), PROMPT, salt="a") == 0
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(3, by_night=2))
 @given(seed=SEEDS)
 def test_pins_and_priorities_never_stall_or_leak(seed: int) -> None:
     """Random requests, some of them cancelled, on a small pool with a clock that jumps: all end, and all pages come

@@ -168,7 +168,7 @@ class Busy:
         return abs(self.had["a"] - self.had["b"])
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(20, by_night=2))
 @given(
     a=SIZES, b=SIZES, places=st.sampled_from([1, 2, 4]), n_pages=st.sampled_from([8, 12, 64]),
     max_step_tokens=st.sampled_from([4, 9, 32]),

@@ -97,7 +97,7 @@ def test_a_restart_changes_nothing(tmp_path: Path) -> None:
     again.tier.close()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 9))])
 def test_any_order_of_chains_finds_what_it_should(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     store = Store(tmp_path / "tier", n_records=rng.choice([6, 20, 400]))
@@ -187,7 +187,7 @@ def test_a_preempted_sequence_comes_back_from_the_tier(tmp_path: Path) -> None:
     assert least <= swapped < least + 2 * 4 < recomputed, "but for the page that was not full, and the last token"
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(12, by_night=2))
 @given(st.data())
 def test_p1_the_tier_changes_no_answer(data: st.DataObject) -> None:
     """Any requests with few pages for them, parts of pages copied, and a restart with what the files hold."""

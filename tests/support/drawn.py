@@ -16,6 +16,7 @@ def register_profiles() -> None:
     settings.load_profile(FAST)
 
 
-def examples(n: int) -> int:
-    """For a test that draws `n` in the fast suite."""
-    return n * settings().max_examples // _USUAL
+def examples(n: int, by_night: int = 1) -> int:
+    """For a test that draws `n` in the fast suite, and in a night as often as one of `by_night * n`."""
+    drawn = settings().max_examples
+    return n * drawn // _USUAL * (by_night if drawn > _USUAL else 1)
