@@ -103,6 +103,10 @@ PARTS = (
         files=(*BESIDE_TRITON, "src/millrace/bench/null_kserve.py", "src/millrace/bench/null_grpc.py"),
     ),
     Part(
+        "beside-aiperf", "AIPerf and `millrace bench` in turns on servers whose times are known; needs an idle machine",
+        ("{python}", "-m", "tools.beside_aiperf"), files=("tools/beside_aiperf", "src/millrace/bench"),
+    ),
+    Part(
         "tutorial", "docs/tutorial.md on tiny, SmolLM2 and Gemma's shape, and its notebook: figures computed again",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "known", "-s", TUTORIAL),
         packages=("nbclient==0.11.0", "ipykernel==7.4.0"),
