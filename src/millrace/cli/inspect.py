@@ -9,7 +9,7 @@ from msgspec import to_builtins
 
 from millrace.cli.engine_page import engine_page, layers_of
 from millrace.cli.options import json_option
-from millrace.cli.page_file import check_page, write_page
+from millrace.cli.page_file import write_page
 from millrace.cli.screen import count, heading, note, pairs, print_json, progress, size, table
 from millrace.cli.tables import Tables, fusions_by_place, kernel_of, note_of, priced, tuned
 from millrace.compile.find import find_built
@@ -51,7 +51,6 @@ def command(env: Env, engine: str, part: str | None, html: Path | None, as_json:
     with progress(as_json) as report:
         tables = Tables(Engine.open(find_built(engine, env, report)))
     if html is not None:
-        check_page(html)
         nbytes = write_page(html, engine_page(tables, kept_roofline(env.cache, usable_isas()[0], usable_cores())))
         if as_json:
             print_json({"html": str(html), "bytes": nbytes})
