@@ -2,7 +2,7 @@
 matrix itself, on a shelf, so that a mix is put together without rounding anything again.
 
 N outputs, K inputs of a matrix. AWQ and SmoothQuant are left out: their scales move only where all layers of a site
-are treated alike, and behind clipped ranges they add nothing that two standard errors would see (docs/calibration.md).
+are treated alike, and behind clipped ranges they add nothing that two standard errors would see (docs/log.md).
 """
 
 import hashlib
