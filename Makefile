@@ -36,7 +36,7 @@ demo: $(STAMP)
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not alone and not timing and not nightly" $(TEST_FLAGS)
-	$(PY) -m pytest -m "alone and not timing and not nightly" $(TEST_FLAGS)
+	$(PY) -m pytest -m "alone and not timing and not nightly" $(TEST_FLAGS) tests/bench
 
 timing: $(VENV)/.dev
 	$(PY) -m pytest -m timing -s

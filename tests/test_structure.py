@@ -171,3 +171,11 @@ def test_settings_say_what_they_are() -> None:
     for settings in (BuildSettings, RunSettings):
         assert len(fields(settings)) <= 12
         assert all(declared(f).help for f in fields(settings))
+
+
+def test_what_runs_alone_is_where_make_looks_for_it() -> None:
+    """The second half of `make test` collects this folder alone: all of the suite takes ten seconds to collect."""
+    mark, folder = ".mark." + "alone", ROOT / "tests" / "bench"
+    assert "(TEST_FLAGS) tests/bench\n" in (ROOT / "Makefile").read_text()
+    marked = [path for path in (ROOT / "tests").rglob("*.py") if mark in path.read_text()]
+    assert marked and all(path.is_relative_to(folder) for path in marked), marked

@@ -105,8 +105,8 @@ def off(
 @pytest.mark.parametrize(
     "streams, requests, rate, n_tokens, tokens_per_chunk",
     [
-        (1, 5, 100, 25, 3),
-        (64, 192, 50, 20, 1),
+        (1, 4, 100, 25, 3),
+        (64, 128, 50, 20, 1),
         pytest.param(1, 30, 50, 50, 1, marks=pytest.mark.timing),
         pytest.param(64, 384, 50, 100, 3, marks=pytest.mark.timing),
         pytest.param(512, 1536, 5, 20, 1, marks=pytest.mark.timing),

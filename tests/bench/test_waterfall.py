@@ -154,7 +154,7 @@ def answering(status: int, body: bytes) -> Iterator[str]:
             """Nobody reads it."""
 
     with HTTPServer(("127.0.0.1", 0), Other) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
