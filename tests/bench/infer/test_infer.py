@@ -25,7 +25,7 @@ from millrace.bench.null_process import NullProcess
 from millrace.errors import ConfigError, MachineError
 from tests.bench.conftest import Null
 
-pytestmark = pytest.mark.alone
+ALONE = pytest.mark.alone  # looks at the clock
 WITHIN, WITHIN_BUSY = 0.02, 0.3  # on an idle machine; on one that computes other things, too, only the scale
 BOTH = pytest.mark.parametrize("protocol", [HTTP, GRPC])
 QUICK = NullTiming(ttft_ms="5", itl_ms="0.5")
@@ -52,6 +52,7 @@ def inferred(server: NullProcess, protocol: str = HTTP, certify_s: float = 0.0, 
 
 
 @BOTH
+@ALONE
 @pytest.mark.parametrize("n", [6, pytest.param(30, marks=pytest.mark.timing)])
 def test_every_figure_is_what_the_server_did(request: pytest.FixtureRequest, null: Null, protocol: str, n: int) -> None:
     """Six at once on two instances are answered in three steps: the mean of six waits for one service."""
@@ -113,6 +114,7 @@ def test_every_datatype_goes_there_and_back(null: Null, protocol: str, binary: b
     assert len(answers) == (14 if binary else 12 if protocol == HTTP else 0)
 
 
+@ALONE
 def test_requests_that_arrive_at_a_rate(null: Null) -> None:
     done = inferred(null(QUICK, True), request_rate=("200",), arrival_pattern="constant", request_count=60)
     (point,) = done.points
@@ -121,6 +123,7 @@ def test_requests_that_arrive_at_a_rate(null: Null) -> None:
 
 
 @BOTH
+@ALONE
 def test_the_client_is_certified_with_the_tensors_themselves(null: Null, protocol: str) -> None:
     done = inferred(
         null(QUICK, True), protocol, certify_s=0.2, model="null_FP32", shape=("INPUT0:1000",), request_count=4
@@ -197,6 +200,7 @@ def test_without_the_extra_one_line_says_how_to_get_it(monkeypatch: pytest.Monke
 # What is written
 
 
+@ALONE
 def test_the_files(null: Null, tmp_path: Path) -> None:
     done = inferred(null(QUICK, True), batch_size=("1,4",), concurrency=("1:2",), request_count=5)
     names = write_results(tmp_path, done)
