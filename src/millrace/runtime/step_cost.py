@@ -18,7 +18,7 @@ from millrace.runtime.history import StepSeen
 from millrace.runtime.step_work import StepWork
 from millrace.settings import read_given
 
-_SCHEMA, _MOST_BYTES, _MOST_KNOTS, _MOST_S = 1, 1 << 20, 64, 1e4
+_SCHEMA, _MOST_BYTES, _MOST_KNOTS, _MOST_SPREAD, _MOST_S = 1, 1 << 20, 64, 1000, 1e4
 _BESIDE = 256  # steps that `beside` looks at
 _WANTED = "what `millrace size verify -o` wrote"
 
@@ -73,7 +73,8 @@ class StepProfile:
     """engine: its identity; machine: processor and cores; date: ISO; n_steps: that it was fitted to
 
     error: median of the relative errors that the fit leaves; front: seconds of a request before its first step and
-    after its last, of server and client together
+    after its last, of server and client together; spread: how many times as long as `cost`, which is what is usual,
+    steps take: values that are equally likely
     """
 
     engine: str
@@ -82,7 +83,19 @@ class StepProfile:
     n_steps: int
     error: float
     front: float
+    spread: tuple[float, ...]
     cost: StepCost
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.spread) <= _MOST_SPREAD or not all(0 < x < _MOST_S for x in self.spread):
+            raise ConfigError(f"a spread of {self.spread!r:.80}", f"1 to {_MOST_SPREAD} values above 0", "fit again")
+        if not (0 <= self.error < _MOST_S and 0 <= self.front < _MOST_S):
+            raise ConfigError(f"an error of {self.error:g}, {self.front:g} s", "numbers from 0", "fit again")
+
+    @property
+    def mean(self) -> float:
+        """Of the spread."""
+        return sum(self.spread) / len(self.spread)
 
     def check(self, engine: str, machine: str) -> None:
         """raises ConfigError where it is of another engine or machine"""
@@ -113,15 +126,13 @@ def read_profile(file: Path) -> StepProfile:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", _WANTED, "check the path") from None
     except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors, too
         raise ConfigError(f"{file}: {plain(str(error))}", _WANTED, "fit again") from None
-    if not (0 <= found.error < _MOST_S and 0 <= found.front < _MOST_S):
-        raise ConfigError(f"{file}: an error of {found.error:g}, {found.front:g} s", _WANTED, "fit again")
     return found
 
 
-def beside(cost: StepCost, steps: Sequence[StepSeen]) -> tuple[float, float] | None:
+def beside(profile: StepProfile, steps: Sequence[StepSeen]) -> tuple[float, float] | None:
     """Mean seconds of the last 256 steps: measured, and by the profile; None before the first."""
     last = steps[-_BESIDE:]
     if not last:
         return None
-    predicted_s = sum(cost.of(StepWork.of(step.parts)) for step in last)
+    predicted_s = profile.mean * sum(profile.cost.of(StepWork.of(step.parts)) for step in last)
     return sum(step.took_s for step in last) / len(last), predicted_s / len(last)

@@ -18,8 +18,9 @@ PATH = "/timeline.json"
 MOST_BYTES = 64 << 20
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192, 16384)
 _FEWEST = 50  # steps of a fit
-_ROUNDS, _BELIEF = 8, 0.003  # of reweighting; in slopes between numbers of tokens that no step had
-_OUTLIER = 1.0  # relative error from which a step says little: it was descheduled
+_ROUNDS, _BELIEF = 20, 0.003  # of reweighting; in slopes between numbers of tokens that no step had
+_GOOD = 0.02  # relative errors below that are all as good
+_SPREAD = 40  # values that stand for all that steps took beside what is usual
 _MOST_S, _MOST_TOKENS = 1e9, 1 << 24
 
 _Seconds = Annotated[float, Meta(ge=0, le=_MOST_S)]
@@ -91,7 +92,7 @@ def read_steps(text: str, model: str = "") -> Ran:
 
 
 def fit_steps(steps: Sequence[StepRow]) -> StepCost:
-    """Times that rise with work, as near as can be in relative terms; together they take what was measured.
+    """What steps usually take: times that rise with work, of least absolute relative errors.
 
     raises ConfigError where they are too few
     """
@@ -114,9 +115,16 @@ def errors(cost: StepCost, steps: Sequence[StepRow]) -> Floats:
     return np.array([step.predicted_s(cost) / step.took_s - 1 for step in steps if step.took_s > 0])
 
 
+def spread(cost: StepCost, steps: Sequence[StepRow]) -> tuple[float, ...]:
+    """How many times as long as is usual steps took, at their own pace: values that are equally likely, rising."""
+    ratios = np.sort([step.took_s / max(step.predicted_s(cost), 1e-9) for step in steps])
+    each = [float(part.mean()) for part in np.array_split(ratios / np.median(ratios), _SPREAD)]
+    return tuple(each)
+
+
 def pace(cost: StepCost, steps: Sequence[StepRow]) -> float:
-    """How many times as long as the profile says these steps took together."""
-    return sum(step.took_s for step in steps) / sum(step.predicted_s(cost) for step in steps)
+    """How many times as long as the profile says these steps took, in the median."""
+    return float(np.median([step.took_s / max(step.predicted_s(cost), 1e-9) for step in steps]))
 
 
 def _columns(steps: Sequence[StepRow], n_tokens: Floats, knots: Sequence[int]) -> Floats:
@@ -133,14 +141,12 @@ def _solved(columns: Floats, took: Floats, knots: Sequence[int]) -> Floats:
     guess = [usual_s, *(a_token_s * (b - a) for a, b in pairwise(knots)), 1e-9, 1e-9]
     weigh = _BELIEF * math.sqrt(len(took)) / np.array(guess)
     weigh[[0, -2, -1]] = 0.0
-    belief, weights, scale = np.diag(weigh), np.ones(len(took)), 1 / took
-    x = np.array(guess)
+    belief, weights, x = np.diag(weigh), np.ones(len(took)), np.array(guess)
     for _ in range(_ROUNDS):
-        each = scale * weights
+        each = np.sqrt(weights) / took
         x = least_squares(np.vstack([columns * each[:, None], belief]), np.concatenate([took * each, weigh * guess]))
-        predicted = np.maximum(columns @ x, 1e-9)
-        scale, weights = 1 / predicted, np.where(np.abs(took / predicted - 1) > _OUTLIER, 0.2, 1.0)
-    found: Floats = x * (took.sum() / (columns @ x).sum())
+        weights = _GOOD / np.maximum(np.abs(columns @ x / took - 1), _GOOD)
+    found: Floats = x
     return found
 
 

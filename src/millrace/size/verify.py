@@ -25,11 +25,12 @@ from millrace.runtime.step_cost import StepCost, StepProfile
 from millrace.settings import Settings, setting
 from millrace.size.cost import Floats
 from millrace.size.simulator import Simulated, Simulation
-from millrace.size.stepfit import MOST_BYTES, PATH, Ran, Schedule, StepRow, errors, fit_steps, pace, read_steps
+from millrace.size.stepfit import MOST_BYTES, PATH, Ran, Schedule, StepRow, errors, fit_steps, pace, read_steps, spread
 from millrace.size.virtual import Arrival
 
 MEDIAN, P90 = 0.10, 0.25  # errors that are judged: what the figures below are to keep
 _TTFT_UP_TO, _UP_TO = 0.8, 0.95  # shares of capacity to which they are
+_SIMULATED = 5  # times that a load is, with steps drawn anew
 _ROUNDS = 4  # of the closed loop that tells the capacity
 _VOCAB = 1 << 15
 _TIMEOUT_S = 30.0
@@ -128,46 +129,79 @@ async def verify(url: str, asked: VerifySettings, model: str = "", begins: Begin
                               "lower --isl or --osl")  # fmt: skip
         alone = await server.probe(1)
         probes = [alone.steps + (await server.probe(schedule.max_sequences)).steps + (await server.probe(3)).steps]
-        cost = fit_steps(probes[0])
-        front_s = _front_s(cost, schedule, alone.records)
-        capacity = _capacity(simulation(cost, schedule, asked.isl, front_s), asked, schedule.max_sequences)
+        capacity = _capacity(Times.of(probes[0], probes[0], alone, schedule), schedule, asked)
         ran: list[tuple[float, Sequence[Record]]] = []
         for share in shares:
             ran.append((share, await server.load(share * capacity)))
             probes.append((await server.probe(3)).steps)
     every = [step for probe in probes for step in probe]
-    cost = fit_steps(every)
-    front_s = _front_s(cost.scaled(pace(cost, probes[0])), schedule, alone.records)
-    loads = tuple(
-        _beside(share, capacity, records, cost, [*before, *after], schedule, front_s)
-        for (share, records), (before, after) in zip(ran, pairwise(probes), strict=True)
-    )
+    loads = []
+    for (share, records), (before, after) in zip(ran, pairwise(probes), strict=True):
+        times = Times.of(every, [*before, *after], alone, schedule)
+        figures = _figures(share, records, times.runs(schedule, _arrivals(records)))
+        loads.append(Load(share, share * capacity, len(records), times.pace, figures))
+    times = Times.of(every, every, alone, schedule)
     profile = StepProfile(
         about.engine, about.machine, datetime.date.today().isoformat(), len(every),
-        float(np.median(np.abs(errors(cost, every)))), front_s, cost,
+        float(np.median(np.abs(errors(times.cost, every)))), times.front_s, times.spread, times.cost,
     )  # fmt: skip
-    return Verified(about.model, about.precision, about.isa, capacity, profile, schedule, loads)
-
-
-def simulation(cost: StepCost, schedule: Schedule, n_input: int, front_s: float) -> Simulation:
-    """One such server, whose budget knows its steps already, as after a warm-up."""
-    s = schedule
-    limits = ExecutorLimits(
-        max_step_tokens=s.max_step_tokens, max_sequences=s.max_sequences, max_rows=s.max_rows,
-        max_context=s.max_context, page_tokens=s.page_tokens, n_pages=s.pages, vocab_size=_VOCAB,
-    )  # fmt: skip
-    first = min(n_input, s.max_step_tokens)
-    budget = TokenBudget(
-        s.max_step_tokens, s.gap_limit_s, s.chunk_low, s.stretch,
-        cost.seconds((), (), 1, n_input), cost.seconds([first], [0], 0, 0) / first,
-    )  # fmt: skip
-    return Simulation(limits, cost.seconds, budget, prefix_cache=False, front_s=front_s, between=cost.between)
+    return Verified(about.model, about.precision, about.isa, capacity, profile, schedule, tuple(loads))
 
 
 @dataclass(frozen=True, slots=True)
-class _Probe:
+class Probe:
+    """What was asked, and the steps that it took."""
+
     records: Sequence[Record]
     steps: list[StepRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What a simulation goes by. cost: usual times of steps, at the pace of some; spread: of what they take beside that
+
+    front_s: of a request beside its steps
+    """
+
+    cost: StepCost
+    spread: tuple[float, ...]
+    pace: float
+    front_s: float
+
+    @classmethod
+    def of(cls, every: Sequence[StepRow], near: Sequence[StepRow], alone: Probe, schedule: Schedule) -> "Times":
+        """every: steps that times are fitted to; near: of the same, those whose pace counts; alone: with one request"""
+        cost = fit_steps(every)
+        slower, alike = pace(cost, near), cost.scaled(pace(cost, alone.steps))
+        found = cls(alike, (1.0,), 1.0, 0.0).runs(schedule, _arrivals(alone.records), 1)[0]
+        waited = [ttft_ms(record.answer) or 0.0 for record in _in_order(alone.records)]
+        front_s = max(0.0, float(np.median(np.array(waited) / 1e3 - found.of("ttft_s"))))
+        return cls(cost.scaled(slower), spread(cost, near), slower, front_s)
+
+    def simulation(self, schedule: Schedule, n_input: int, seed: int = 0) -> Simulation:
+        """One such server, whose budget knows its steps already, as after a warm-up."""
+        cost, s, rng = self.cost, schedule, np.random.default_rng(seed)
+        limits = ExecutorLimits(
+            max_step_tokens=s.max_step_tokens, max_sequences=s.max_sequences, max_rows=s.max_rows,
+            max_context=s.max_context, page_tokens=s.page_tokens, n_pages=s.pages, vocab_size=_VOCAB,
+        )  # fmt: skip
+        first = min(n_input, s.max_step_tokens)
+        budget = TokenBudget(
+            s.max_step_tokens, s.gap_limit_s, s.chunk_low, s.stretch,
+            cost.seconds((), (), 1, n_input), cost.seconds([first], [0], 0, 0) / first,
+        )  # fmt: skip
+
+        def seconds(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> float:
+            return cost.seconds(prompts, starts, n, context) * self.spread[rng.integers(len(self.spread))]
+
+        return Simulation(
+            limits, seconds, budget, prefix_cache=False, front_s=self.front_s, between=cost.between
+        )  # fmt: skip
+
+    def runs(self, schedule: Schedule, arrivals: Sequence[Arrival], n: int = _SIMULATED) -> list[Simulated]:
+        """The same requests, with other steps that take longer or shorter than usual."""
+        n_input = round(float(np.mean([one.n_input for one in arrivals])))
+        return [self.simulation(schedule, n_input, seed).run(arrivals) for seed in range(n)]
 
 
 class _Server:
@@ -184,11 +218,11 @@ class _Server:
         self._last = max([self._last, *(step.step for step in found)])
         return found
 
-    async def probe(self, concurrency: int) -> _Probe:
+    async def probe(self, concurrency: int) -> Probe:
         """So many requests in flight for a while, and the steps of that while."""
         load: dict[str, float] = {"concurrency": concurrency, "duration_s": self._asked.probe_s}
         records = await self._run(load)
-        return _Probe(records, await self.steps())
+        return Probe(records, await self.steps())
 
     async def load(self, rate: float) -> Sequence[Record]:
         records = await self._run({"request_rate": rate, "duration_s": self._asked.each_s})
@@ -227,19 +261,13 @@ def _plan(url: str, model: str, asked: VerifySettings, n: int, **load: float) ->
     return planned(url, whom, given, InputSettings(isl=asked.isl, osl=asked.osl), SessionSettings())
 
 
-def _capacity(server: Simulation, asked: VerifySettings, places: int) -> float:
-    """Of a closed loop, without its first and last round."""
+def _capacity(times: Times, schedule: Schedule, asked: VerifySettings) -> float:
+    """Of a closed loop with every place taken, without its first and last round."""
+    places = schedule.max_sequences
     n = places * _ROUNDS
-    requests = server.run([Arrival(0, asked.isl, asked.osl)] * n, places).requests
+    requests = times.simulation(schedule, asked.isl).run([Arrival(0, asked.isl, asked.osl)] * n, places).requests
     counted = requests[places : n - places]
     return places / float(np.mean([one.e2e_s for one in counted]))
-
-
-def _front_s(cost: StepCost, schedule: Schedule, records: Sequence[Record]) -> float:
-    """What a request alone waits for beside its steps."""
-    found = simulation(cost, schedule, records[0].answer.n_prompt or 1, 0.0).run(_arrivals(records))
-    waited = [ttft / 1e3 for r in _in_order(records) if (ttft := ttft_ms(r.answer)) is not None]
-    return max(0.0, float(np.median(np.array(waited) - found.of("ttft_s"))))
 
 
 def _in_order(records: Iterable[Record]) -> list[Record]:
@@ -252,31 +280,24 @@ def _arrivals(records: Sequence[Record]) -> list[Arrival]:
     return [Arrival(a.sent_s - answers[0].sent_s, max(1, a.n_prompt or 1), max(1, a.n_output)) for a in answers]
 
 
-def _beside(
-    share: float, capacity: float, records: Sequence[Record], cost: StepCost, probes: Sequence[StepRow],
-    schedule: Schedule, front_s: float,
-) -> Load:  # fmt: skip
-    slower = pace(cost, probes)
-    arrivals = _arrivals(records)
-    n_input = round(float(np.mean([one.n_input for one in arrivals])))
-    found = simulation(cost.scaled(slower), schedule, n_input, front_s).run(arrivals)
-    return Load(share, share * capacity, len(records), slower, _figures(share, records, found))
+_STATISTICS: dict[str, Callable[[Floats], float]] = {
+    "mean": lambda values: float(values.mean()),
+    "p95": lambda values: float(np.quantile(values, 0.95)),
+}
 
 
-def _figures(share: float, records: Sequence[Record], found: Simulated) -> tuple[Figure, ...]:
+def _figures(share: float, records: Sequence[Record], found: Sequence[Simulated]) -> tuple[Figure, ...]:
+    """found: simulations of the same, of which the means of figures count"""
     answers = [record.answer for record in records]
     measured = {"ttft": [ttft_ms(a) for a in answers], "itl": [itl_ms(a) for a in answers],
                 "e2e": [latency_ms(a) for a in answers]}  # fmt: skip
     figures: list[Figure] = []
     for name, values in measured.items():
         theirs = np.array([value / 1e3 for value in values if value is not None])
-        ours, counts = found.of(f"{name}_s"), share <= _TTFT_UP_TO if name == "ttft" else share <= _UP_TO
-        judged = counts and name != "e2e"
-        figures += [
-            Figure(name, "mean", float(ours.mean()), float(theirs.mean()), judged),
-            Figure(name, "p95", float(np.quantile(ours, 0.95)), float(np.quantile(theirs, 0.95)), judged),
-        ]
-    begun, ended = min(a.sent_s for a in answers), max(last_s(a) for a in answers)
-    took_s = max(one.last_s for one in found.requests)
-    n = len(answers)
-    return (*figures, Figure("throughput", "mean", n / took_s, n / (ended - begun), share <= _UP_TO))
+        judged = name != "e2e" and share <= (_TTFT_UP_TO if name == "ttft" else _UP_TO)
+        for of, what in _STATISTICS.items():
+            ours = float(np.mean([what(one.of(f"{name}_s")) for one in found]))
+            figures.append(Figure(name, of, ours, what(theirs), judged))
+    n, took_s = len(answers), max(last_s(a) for a in answers) - min(a.sent_s for a in answers)
+    ours = float(np.mean([n / max(seen.last_s for seen in one.requests) for one in found]))
+    return (*figures, Figure("throughput", "mean", ours, n / took_s, share <= _UP_TO))
