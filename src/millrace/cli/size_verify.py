@@ -93,7 +93,7 @@ def told(found: Verified) -> dict[str, Any]:
         "capacity_requests_per_s": found.capacity, "schedule": {n: getattr(found.schedule, n) for n in _SCHEDULE},
         "profile": asdict(found.profile),
         "loads": [
-            {"share": load.share, "requests_per_s": load.rate, "requests": load.n, "pace": load.pace,
+            {"share": load.share, "requests_per_s": load.rate, "requests": load.n, "paces": load.paces,
              "figures": [{**asdict(f), "error": f.error} for f in load.figures]} for load in found.loads
         ],
         "median_error": found.median, "p90_error": found.p90, "figures_judged": len(found.judged),

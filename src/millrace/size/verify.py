@@ -1,8 +1,9 @@
 """The truth loop: a server of this machine under loads, beside a simulation of them by step times fitted meanwhile.
 
-Step times come from probes alone: small closed loops before the first load, between two and after the last, since the
-memory bandwidth of a machine moves. Each load is predicted with the pace of the probes beside it. The simulation is
-given what was asked, when and how long; what became of it is predicted, with that server's scheduler and limits.
+Step times come from probes alone: small closed loops before the first load, between two and after the last. The memory
+bandwidth of a machine moves from second to second, so all loads are asked in several rounds, and each part of one is
+predicted with the pace of the probes beside it. The simulation is given what was asked, when and how long; what became
+of it is predicted, with that server's scheduler and limits.
 """
 
 import datetime
@@ -12,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from millrace.bench.answer import Answer
 from millrace.bench.client import Client
 from millrace.bench.metrics import itl_ms, last_s, latency_ms, ttft_ms
 from millrace.bench.plan import Plan, driven_by, fitted_words, planned
@@ -44,8 +46,9 @@ class VerifySettings(Settings):
     isl: int = setting(128, "tokens of a prompt", low=1, high=1 << 20)
     osl: int = setting(64, "tokens of an answer", low=2, high=1 << 20)
     loads: str = setting("0.2,0.4,0.6,0.8,0.95", "shares of the predicted capacity", metavar="SHARE,...")
-    each_s: float = setting(20.0, "seconds of each load", low=0.1, high=86_400)
-    probe_s: float = setting(4.0, "seconds of each probe between two loads; before the first three", low=0.1, high=3600)
+    rounds: int = setting(3, "times that all loads are asked in turn", low=1, high=100)
+    each_s: float = setting(10.0, "seconds of each load in a round", low=0.1, high=86_400)
+    probe_s: float = setting(2.0, "seconds of the probe between two loads, and of three before", low=0.1, high=3600)
     header: tuple[str, ...] = setting((), "header of each request", metavar="NAME:VALUE")
     random_seed: int = setting(0, "of texts and arrivals", low=0, high=2**62)
 
@@ -78,12 +81,12 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """share: of the predicted capacity; rate: requests a second that were to come; pace: of the probes beside it"""
+    """share: of the predicted capacity; rate: requests a second that were to come; paces: beside it, in each round"""
 
     share: float
     rate: float
     n: int
-    pace: float
+    paces: tuple[float, ...]
     figures: tuple[Figure, ...]
 
 
@@ -130,16 +133,20 @@ async def verify(url: str, asked: VerifySettings, model: str = "", begins: Begin
         alone = await server.probe(1)
         probes = [alone.steps + (await server.probe(schedule.max_sequences)).steps + (await server.probe(3)).steps]
         capacity = _capacity(Times.of(probes[0], probes[0], alone, schedule), schedule, asked)
-        ran: list[tuple[float, Sequence[Record]]] = []
-        for share in shares:
-            ran.append((share, await server.load(share * capacity)))
+        asked_of = list[tuple[float, Sequence[Record]]]()
+        for share in shares * asked.rounds:
+            asked_of.append((share, await server.load(share * capacity)))
             probes.append((await server.probe(3)).steps)
     every = [step for probe in probes for step in probe]
-    loads = []
-    for (share, records), (before, after) in zip(ran, pairwise(probes), strict=True):
-        times = Times.of(every, [*before, *after], alone, schedule)
-        figures = _figures(share, records, times.runs(schedule, _arrivals(records)))
-        loads.append(Load(share, share * capacity, len(records), times.pace, figures))
+    parts: dict[float, list[Part]] = {share: [] for share in shares}
+    for (share, records), (before, after) in zip(asked_of, pairwise(probes), strict=True):
+        beside = Times.of(every, [*before, *after], alone, schedule)
+        parts[share].append(Part(records, beside.pace, beside.runs(schedule, _arrivals(records))))
+    loads = [
+        Load(share, share * capacity, sum(len(p.records) for p in some), tuple(p.pace for p in some),
+             figures(share, some))
+        for share, some in parts.items()
+    ]  # fmt: skip
     times = Times.of(every, every, alone, schedule)
     profile = StepProfile(
         about.engine, about.machine, datetime.date.today().isoformat(), len(every),
@@ -202,6 +209,15 @@ class Times:
         """The same requests, with other steps that take longer or shorter than usual."""
         n_input = round(float(np.mean([one.n_input for one in arrivals])))
         return [self.simulation(schedule, n_input, seed).run(arrivals) for seed in range(n)]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A load in one round, and simulations of it."""
+
+    records: Sequence[Record]
+    pace: float
+    simulated: Sequence[Simulated]
 
 
 class _Server:
@@ -286,18 +302,26 @@ _STATISTICS: dict[str, Callable[[Floats], float]] = {
 }
 
 
-def _figures(share: float, records: Sequence[Record], found: Sequence[Simulated]) -> tuple[Figure, ...]:
-    """found: simulations of the same, of which the means of figures count"""
-    answers = [record.answer for record in records]
+def figures(share: float, parts: Sequence[Part]) -> tuple[Figure, ...]:
+    """Of all parts of a load together; of their simulations the means of figures count."""
+    answers = [record.answer for part in parts for record in part.records]
     measured = {"ttft": [ttft_ms(a) for a in answers], "itl": [itl_ms(a) for a in answers],
                 "e2e": [latency_ms(a) for a in answers]}  # fmt: skip
-    figures: list[Figure] = []
+    found: list[Figure] = []
+    drawn: list[tuple[Simulated, ...]] = list(
+        zip(*(part.simulated for part in parts), strict=True)
+    )  # each of all parts, with the same seed
     for name, values in measured.items():
         theirs = np.array([value / 1e3 for value in values if value is not None])
+        ours = [np.concatenate([one.of(f"{name}_s") for one in some]) for some in drawn]
         judged = name != "e2e" and share <= (_TTFT_UP_TO if name == "ttft" else _UP_TO)
         for of, what in _STATISTICS.items():
-            ours = float(np.mean([what(one.of(f"{name}_s")) for one in found]))
-            figures.append(Figure(name, of, ours, what(theirs), judged))
-    n, took_s = len(answers), max(last_s(a) for a in answers) - min(a.sent_s for a in answers)
-    ours = float(np.mean([n / max(seen.last_s for seen in one.requests) for one in found]))
-    return (*figures, Figure("throughput", "mean", ours, n / took_s, share <= _UP_TO))
+            found.append(Figure(name, of, float(np.mean([what(v) for v in ours])), what(theirs), judged))
+    took_s = sum(_took_s([record.answer for record in part.records]) for part in parts)
+    ours_s = [sum(max(seen.last_s for seen in one.requests) for one in some) for some in drawn]
+    n = len(answers)
+    return (*found, Figure("throughput", "mean", n / float(np.mean(ours_s)), n / took_s, share <= _UP_TO))
+
+
+def _took_s(answers: Sequence[Answer]) -> float:
+    return max(last_s(a) for a in answers) - min(a.sent_s for a in answers)
