@@ -89,7 +89,7 @@ def _served(model: str | None, flags: tuple[str, ...], url: str | None, env: Env
 def told(found: Verified) -> dict[str, Any]:
     """JSON-able."""
     return {
-        "model": found.model, "precision": found.precision, "isa": found.isa,
+        "model": found.model, "isa": found.isa,
         "capacity_requests_per_s": found.capacity, "schedule": {n: getattr(found.schedule, n) for n in _SCHEDULE},
         "profile": asdict(found.profile),
         "loads": [
@@ -108,9 +108,7 @@ _SCHEDULE = (
 
 def _show(found: Verified, asked: VerifySettings) -> None:
     p = found.profile
-    heading(
-        f"{found.model} ({found.precision}, {found.isa}): predicted beside measured, {asked.isl} / {asked.osl} tokens"
-    )
+    heading(f"{found.model} ({found.isa}): predicted beside measured, {asked.isl} / {asked.osl} tokens")
     pairs([
         ("capacity", f"{found.capacity:.4g} requests/s, simulated with every place taken"),
         ("steps", f"{p.n_steps:,} of probes, fitted to {p.error:.1%} (median); {p.machine}"),

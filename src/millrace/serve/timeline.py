@@ -55,11 +55,10 @@ class ScheduleTold(Struct):
 
 
 class StepsTold(Struct):
-    """engine: its identity; precision, isa: as the engine and this machine have them; machine: processor and cores"""
+    """engine: its identity; isa: that it runs with; machine: processor and cores"""
 
     model: str
     engine: str
-    precision: str
     isa: str
     machine: str
     schedule: ScheduleTold
@@ -85,8 +84,8 @@ def steps(models: Models, scope: Scope) -> Response:
             limits.n_pages, budget.gap_limit_s, budget.stretch, budget.chunk_low,
         )  # fmt: skip
         told = [_told(step, turn_s) for step, turn_s in zip(seen, turns, strict=True) if step.number > after]
-        engine, precision, isa = (str(about.get(name, "")) for name in ("engine", "precision", "isa"))
-        found.append(StepsTold(backend.model.name, engine, precision, isa, machine_name(), schedule, told))
+        engine, isa = (str(about.get(name, "")) for name in ("engine", "isa"))
+        found.append(StepsTold(backend.model.name, engine, isa, machine_name(), schedule, told))
     return json_reply(StepList(found))
 
 

@@ -66,7 +66,6 @@ class Ran(Struct, frozen=True):
 
     model: str
     engine: str
-    precision: str
     isa: str
     machine: str
     schedule: Schedule

@@ -95,7 +95,6 @@ class Verified:
     """capacity: requests a second with every place taken, simulated. median, p90: errors of what is judged"""
 
     model: str
-    precision: str
     isa: str
     capacity: float
     profile: StepProfile
@@ -152,7 +151,7 @@ async def verify(url: str, asked: VerifySettings, model: str = "", begins: Begin
         about.engine, about.machine, datetime.date.today().isoformat(), len(every),
         float(np.median(np.abs(errors(times.cost, every)))), times.front_s, times.spread, times.cost,
     )  # fmt: skip
-    return Verified(about.model, about.precision, about.isa, capacity, profile, schedule, tuple(loads))
+    return Verified(about.model, about.isa, capacity, profile, schedule, tuple(loads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +304,11 @@ _STATISTICS: dict[str, Callable[[Floats], float]] = {
 def figures(share: float, parts: Sequence[Part]) -> tuple[Figure, ...]:
     """Of all parts of a load together; of their simulations the means of figures count."""
     answers = [record.answer for part in parts for record in part.records]
-    measured = {"ttft": [ttft_ms(a) for a in answers], "itl": [itl_ms(a) for a in answers],
-                "e2e": [latency_ms(a) for a in answers]}  # fmt: skip
+    measured: Mapping[str, Sequence[float | None]] = {
+        "ttft": [ttft_ms(a) for a in answers],
+        "itl": [itl_ms(a) for a in answers],
+        "e2e": [latency_ms(a) for a in answers],
+    }
     found: list[Figure] = []
     drawn: list[tuple[Simulated, ...]] = list(
         zip(*(part.simulated for part in parts), strict=True)
