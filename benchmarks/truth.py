@@ -71,7 +71,7 @@ def main() -> None:
         isl=args.isl, osl=args.osl, loads=args.loads, rounds=args.rounds, each_s=args.each_s, probe_s=args.probe_s
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
-        folder, name = Path(temporary), args.model.stem if args.model else args.shape
+        folder, name = Path(temporary), args.model.name if args.model else args.shape
         if args.model is None:
             write_checkpoint(args.shape, folder / "checkpoint")
         model = args.model or folder / "checkpoint"
