@@ -68,7 +68,7 @@ def command(
         check_page(report)
         if len(answers) > 1:
             raise ConfigError("--report with several models", "one of them", "write a page for each")
-    asked = [{**_under(read_answers(file)), **said} for file in answers] or [said]
+    asked = [{**read_answers(file), **said} for file in answers] or [said]
     if not answers and not said:
         if not _is_terminal() or as_json:
             raise ConfigError("nothing is asked", "answers as flags or in a file; in a terminal they are asked for",
@@ -106,11 +106,6 @@ def _here(env: Env) -> Roofline:
 
 def _is_said(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
-
-
-def _under(answers: dict[str, Any]) -> dict[str, Any]:
-    """With names as flags have them, so that these replace them; a name that is not a text is refused later."""
-    return {str(name).replace("-", "_"): value for name, value in answers.items()}
 
 
 def _is_terminal() -> bool:

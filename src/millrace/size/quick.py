@@ -41,7 +41,7 @@ def _nobody(_: object) -> None:
 
 
 class QuickLoop:
-    """ended: requests so far; steps: that were taken"""
+    """ended: requests so far; steps: that were taken; after_s: what the host took after the last of them"""
 
     def __init__(
         self, limits: ExecutorLimits, clock: VirtualClock, seconds: StepTime, between: Callable[[int], float],
@@ -52,6 +52,7 @@ class QuickLoop:
         self._seen: dict[Sequence, Seen] = {}
         self._resolved = cache(self._resolve)
         self.ended = self.steps = 0
+        self.after_s = 0.0
         # Running answers: what is known of each was true before that step. Their tokens lag behind since.
         self._since: dict[Sequence, int] = {}
         self._contexts = 0  # tokens of all of them
@@ -112,6 +113,11 @@ class QuickLoop:
         self._scheduler.commit(step, self._clock.now_s - started_s)
         self.steps += 1
 
+    def _rest(self, n_sequences: int) -> None:
+        """Until the next step may begin."""
+        self.after_s = self._between(n_sequences)
+        self._clock.now_s += self.after_s
+
     def _draw(self, seq: Sequence) -> None:
         seen = self._seen[seq]
         self._scheduler.verified(seq)
@@ -140,7 +146,7 @@ class QuickLoop:
         for chunk in step.chunks:
             if chunk.draws:
                 self._draw(chunk.sequence)
-        self._clock.now_s += self._between(len(step.chunks))
+        self._rest(len(step.chunks))
         for seq in self._scheduler.running:
             self._place_last(seq)
             if seq.n_left == 1 and seq.n_output:
@@ -212,7 +218,7 @@ class QuickLoop:
                 self._draw(seq)
                 if seq in self._seen:
                     self._joins(seq)
-        self._clock.now_s += self._between(n + len(step.chunks))
+        self._rest(n + len(step.chunks))
 
     def _running_alone(self, until_s: float) -> None:
         """Steps of running answers, until one has its turn or somebody comes."""
@@ -231,7 +237,7 @@ class QuickLoop:
                 break
             clock.now_s += between_s
         self._turn()
-        clock.now_s += between_s
+        self._rest(n)
 
     def _resolve(self, n_prompt: int, n_output: int) -> Resolved:
         params = SamplingParams(max_tokens=n_output, temperature=0, ignore_eos=True)

@@ -139,7 +139,7 @@ class Server:
                 assert not self.in_flight, "what was submitted is computed, or has ended"
                 return False
             self.clock.now_s = next_s
-        self._in_system_s += n * (self.clock.now_s - now_s)
+        self._in_system_s += n * (self.clock.now_s - now_s) - (n - self.in_flight) * self._loop.after_s
         return True
 
     def result(self) -> Simulated:

@@ -63,7 +63,7 @@ class _Letters(Tokenizer):
 
 
 class SteppedLoop:
-    """ended: requests so far"""
+    """ended: requests so far; after_s: what the host took after the last step, in which nobody ends"""
 
     def __init__(
         self, limits: ExecutorLimits, clock: VirtualClock, seconds: StepTime, between: Callable[[int], float],
@@ -72,7 +72,7 @@ class SteppedLoop:
         self._executor = executor = CostExecutor(limits, clock, seconds)
         self._clock, self._between = clock, between
         self._loop = EngineLoop(executor, _Letters(limits.vocab_size), None, clock, budget, prefix_cache)
-        self.ended = 0
+        self.ended, self.after_s = 0, 0.0
 
     @property
     def steps(self) -> int:
@@ -102,5 +102,6 @@ class SteppedLoop:
         """One step; False where there is no work."""
         if not self._loop.step():
             return False
-        self._clock.now_s += self._between(self._executor.n_sequences)
+        self.after_s = self._between(self._executor.n_sequences)
+        self._clock.now_s += self.after_s
         return True
