@@ -57,5 +57,5 @@ def read_stack(file: Path) -> OwnStack:
     if not all(isinstance(text, str) and len(text) <= 200 for text in texts):
         raise ConfigError(f"{file}: names are {texts!r:.120}", "device, precision and the stack's name", "fit again")
     device, precision, name = (plain(text) for text in texts)
-    error = number(told.get("error"), f"{file}: error", "fit again")
-    return OwnStack(device, precision, Stack(name=name, **numbers), error)  # type: ignore[arg-type]
+    off = number(told.get("error"), f"{file}: error", "fit again")
+    return OwnStack(device, precision, Stack(name=name, **numbers), off)  # type: ignore[arg-type]
