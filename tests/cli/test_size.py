@@ -44,6 +44,9 @@ def test_mistakes(millrace: Millrace, tmp_path: Path) -> None:
     file = tmp_path / "q.yaml"
     file.write_text("raet: 5")
     millrace("size", "--answers", file).assert_mistake('did you mean "rate"')
+    file.write_text("ttft-ms: 5\nttft_ms: 6")
+    millrace("size", "--answers", file).assert_mistake("ttft_ms is answered twice")
+    millrace("size", "--rate", "5", "fit", file).assert_mistake("answers before `fit`")
 
 
 def test_the_six_questions_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def _operating(case: Case, found: Offers, best: Plan) -> Point:
     if case.closed and point.sampled is not None:
         return point
     if point.sampled is not None:
-        return simulated_at(found, point, min(each, point.rate), h.factor, case.replicas) or point
+        return simulated_at(found, point, min(each, point.rate), h, case.replicas, instances) or point
     alike = [p for p in found.points if p.configuration == point.configuration]
     bear = [p for p in alike if p.rate >= each * (1 - 1e-9) and not best.limits.broken(p)]
     return min(bear, key=lambda p: p.concurrency, default=point)

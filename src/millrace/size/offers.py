@@ -179,12 +179,19 @@ def simulated(
     return replace(found, points=(*found.points, *points, *beside))
 
 
-def simulated_at(found: Offers, point: Point, rate: float, factor: float, replicas: Replicas) -> Point | None:
-    """That configuration at a lower rate; None where it was not simulated, or falls behind."""
+def simulated_at(
+    found: Offers, point: Point, rate: float, asked: HardwareSettings, replicas: Replicas, instances: int = 1
+) -> Point | None:  # fmt: skip
+    """That configuration at a lower rate of each instance; None where it was not simulated, or falls behind.
+
+    instances: behind a router, where the load does not fall on them blindly
+    """
     if point.sampled is None:
         return None
     lengths = Lengths(round(point.input_tokens), round(point.output_tokens))
-    at = replicas.of(found, point, lengths).at(rate * factor)
+    replica, factor = replicas.of(found, point, lengths), asked.factor
+    routed = asked.routing != "blind" and instances > 1
+    at = replica.behind(asked.routing, instances, rate * factor) if routed else replica.at(rate * factor)
     return None if at is None else replace(_scaled(at, factor), system=point.system)
 
 

@@ -104,6 +104,10 @@ class HardwareSettings(Settings):
         metavar="N,...",
     )  # fmt: skip
     simulate: bool = setting(True, "find what is chosen by simulation with the scheduler that serves: some seconds")
+    routing: str = setting(
+        "blind", "how a load falls on instances: blindly, or each request on the one with the fewest",
+        choices=("blind", "least-loaded"),
+    )  # fmt: skip
     system_size: int = setting(8, "devices of a system", low=1, high=64)
 
 
