@@ -23,6 +23,7 @@ from millrace.size.stack import Stack
 from millrace.size.virtual import Arrival, Seen, StepTime, step_time
 
 _LEAST, _TURNS = 1000, 4  # requests simulated for a point: so many, and so many times those that can be in flight
+_TOKENS, _FEWEST = 1 << 20, 200  # of answers, that the first of these have together at most; and the fewest requests
 _TRANSIENT = 0.25  # of them, those at the beginning that are not counted
 _STEADY = 0.95  # of what a full instance serves, that Poisson arrivals may ask for
 _ROUNDS = 5  # of a closed loop: the first and the last are not counted
@@ -94,6 +95,11 @@ class Replica:
         return self._point(counted, n, rate, concurrency, found, f"{concurrency} always in flight")
 
     @property
+    def _n_requests(self) -> int:
+        """Of a point: fewer where answers are long, for each of them has many steps."""
+        return max(_TURNS * self._room, min(_LEAST, max(_FEWEST, _TOKENS // self.lengths.n_output)))
+
+    @property
     def full(self) -> Point:
         """With as many in flight as fit: the most that it serves, whatever is waited for."""
         if self._full is None:
@@ -108,7 +114,7 @@ class Replica:
         """
         if rate > _STEADY * self.full.rate:
             return None
-        n = max(_LEAST, _TURNS * self._room)
+        n = self._n_requests
         times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, n))
         n_in, n_out = self.lengths.n_input, self.lengths.n_output
         found = self.run(Arrival(float(t), n_in, n_out) for t in times)
@@ -124,7 +130,7 @@ class Replica:
         if rate > _STEADY * self.full.rate:
             return None
         many = min(instances, _MOST_ROUTED)
-        n = min(max(_LEAST, _TURNS * self._room) * many, _MOST_REQUESTS)
+        n = min(self._n_requests * many, _MOST_REQUESTS)
         times = np.cumsum(np.random.default_rng(seed).exponential(1 / (rate * many), n))
         n_in, n_out = self.lengths.n_input, self.lengths.n_output
         arrivals = (Arrival(float(t), n_in, n_out) for t in times)
