@@ -44,6 +44,9 @@ def test_mistakes(millrace: Millrace, tmp_path: Path) -> None:
     file = tmp_path / "q.yaml"
     file.write_text("raet: 5")
     millrace("size", "--answers", file).assert_mistake('did you mean "rate"')
+    file.write_text("ttft-ms: 5\nttft_ms: 6")
+    millrace("size", "--answers", file).assert_mistake("ttft_ms is answered twice")
+    millrace("size", "--rate", "5", "fit", file).assert_mistake("answers before `fit`")
 
 
 def test_the_six_questions_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,5 +139,11 @@ def test_benchmarks_of_ones_own(millrace: Millrace, tmp_path: Path) -> None:
     assert answer["answer"]["fractional"] == pytest.approx(70 / 8 / 8.85)
     own = json.loads(millrace(*ASKED, "--rate", "70", "--stack", stack, "--json").out)
     assert "refitted to 1 runs" in own["answer"]["provenance"]
+    millrace(*asked, "--leave-one-out").assert_mistake("--leave-one-out of 1 runs")
+    others = [tmp_path / f"{n}.json" for n in range(4)]
+    for n, other in enumerate(others):
+        other.write_text(json.dumps({**told, "request_throughput": 1.2 * (n + 1), "mean_tpot_ms": 6 + n}))
+    left = json.loads(millrace(*asked[:2], *others, *asked[2:], "--leave-one-out", "--json").out)["left_out"]
+    assert len({one["what"] for one in left}) == 5 and all(one["rate"]["n"] == 1 for one in left)
     millrace(*asked[:-2], "--precision", "fp4").assert_mistake("does not multiply fp4")
     millrace(*asked[:2], tmp_path / "none", *asked[3:]).assert_mistake("cannot be read")

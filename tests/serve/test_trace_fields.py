@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -219,3 +220,25 @@ def test_the_pace_of_prompts_is_found_once_for_all_traces_of_an_id(monkeypatch: 
         told = httpx.get(f"{server.url}/v1/requests/same/trace").json()["data"]
         assert httpx.get(f"{server.url}/v1/requests/nobody/trace").status_code == 404
     assert [one["prompt_tokens"] for one in told] == [3, 3, 3] and len(asked) == 1 and asked[0] >= 3
+
+
+def test_the_steps_as_data_are_those_of_the_run() -> None:
+    """A millisecond a token: each step took what it had tokens, and all tokens of all requests are in them once."""
+    with timed(TIGHT) as (server, go):
+        before = httpx.get(server.url + "/timeline.json").json()["data"][0]["steps"][-1]["step"]
+        asked = {name: {"prompt": [first] * 10, "n_tokens": 12} for name, first in (("first", 5), ("second", 6))}
+        ask_all(server, go, asked)
+        (told,) = httpx.get(server.url + f"/timeline.json?after={before}").json()["data"]
+        schedule = told["schedule"]
+        refused = [httpx.get(server.url + f"/timeline.json?{q}").status_code for q in ("after=-1", "last=3", "after=")]
+    assert refused == [400, 400, 400]
+    assert (schedule["max_sequences"], schedule["max_step_tokens"], schedule["pages"]) == (2, 8, 16)
+    assert (schedule["gap_limit_s"], schedule["stretch"], schedule["chunk_low"]) == (0.1, 1.9, 8)
+    steps = told["steps"]
+    assert [s["step"] for s in steps] == list(range(before + 1, before + 1 + len(steps)))
+    for s in steps:
+        assert s["took_s"] == pytest.approx(1e-3 * (s["rows"] + sum(n for _, n in s["prompts"])))
+    assert sum(n for s in steps for _, n in s["prompts"]) == 20 and sum(s["rows"] for s in steps) == 2 * 11
+    for s, after in pairwise(steps):  # nothing moves the clock but steps
+        assert s["turn_s"] == pytest.approx(after["at_s"] - s["at_s"]) == pytest.approx(s["took_s"])
+    assert steps[-1]["turn_s"] is None and steps[-1]["contexts"] == 10 + 11

@@ -108,3 +108,17 @@ def test_what_fits_nowhere_is_refused(lengths: tuple[int, int], device: str, sai
     found = find_device(device)
     with pytest.raises(ConfigError, match=said):
         Replica(instance_of(PRESETS["llama-3-8b"], found, "fp16", 1), profile(found, "fp16"), Lengths(*lengths), SMALL)
+
+
+def test_a_router_that_sees_the_load_serves_sooner_than_chance() -> None:
+    """One instance behind a router is that instance, bit for bit; of four, those with the fewest serve much sooner."""
+    one = replica()
+    rate = 0.8 * one.full.rate
+    alone, single = one.at(rate), one.behind("blind", 1, rate)
+    assert alone is not None and single is not None and (single.mean, single.p95) == (alone.mean, alone.p95)
+    blindly, fewest = one.behind("blind", 4, rate), one.behind("least-loaded", 4, rate)
+    assert blindly is not None and fewest is not None and blindly.p95 is not None and fewest.p95 is not None
+    assert fewest.mean.ttft_s < 0.8 * blindly.mean.ttft_s and fewest.p95.ttft_s < 0.6 * blindly.p95.ttft_s
+    assert fewest.sampled is not None and "4 instances behind a router (least-loaded)" in fewest.sampled.how
+    assert fewest.concurrency == pytest.approx(rate * fewest.mean.e2e_s), "Little's law"
+    assert one.behind("least-loaded", 4, one.full.rate) is None, "it falls behind"

@@ -15,10 +15,11 @@ from millrace.size.cost import Instance
 from millrace.size.load import peak, per_second
 from millrace.size.measured import read_points
 from millrace.size.models import PRESETS
-from millrace.size.planning import Fleet, analytic_points, instance_of, plan, simulated_points, static_systems
+from millrace.size.planning import Fleet, instance_of, plan
 from millrace.size.points import Limits, Point, Source, Waits, best
-from millrace.size.served import kv_capacity, served, shares, static_batch
+from millrace.size.served import kv_capacity, served, shares
 from millrace.size.stack import ENGINE
+from tests.size.offered import analytic_points, simulated_points, static_batch
 from tests.size.tables import SIZING, needs_tables
 
 H100 = find_device("H100")
@@ -36,9 +37,10 @@ def point(rate: float, concurrency: float, ttft_s: float, tp: int = 1, p95: bool
 
 def test_a_static_batch_of_the_published_figures() -> None:
     """43 B, 3,500 / 500, 32 in flight: 2.606 s of prefill, 21.4 ms a token. For 31 requests/s 13, of 2.405 each."""
-    rate, systems = static_systems(31, 32, 2.606, 0.0214, 500)
-    assert rate == pytest.approx(2.405, abs=5e-4)
-    assert math.ceil(systems) == 13
+    system = point(32 / (2.606 + 500 * 0.0214), 32, 2.606, tp=8)
+    found = plan(31, [system], Limits(), Fleet())
+    assert found.point.rate_of_system == pytest.approx(2.405, abs=5e-4)
+    assert found.fractional == pytest.approx(31 / 2.405, abs=5e-3) and found.systems == 13
 
 
 def test_the_same_43_b_from_its_shape() -> None:
@@ -115,7 +117,7 @@ def test_more_load_never_needs_fewer_and_looser_limits_never_more(of: str) -> No
 
 def test_analytic_plans_say_how_surely_and_why() -> None:
     model = PRESETS["llama-3-8b"]
-    points = analytic_points(model, [H100], ["fp16", "fp8"], LENGTHS)
+    points = analytic_points(model.name, ["H100"], ["fp16", "fp8"], LENGTHS)
     found = plan(2000, points, Limits(ttft_s=0.5), Fleet(), Instance(model, H100, "fp8"))
     assert found.point.source == Source.ANALYTIC and "TensorRT-LLM" in found.provenance
     assert found.error > 0.05 and found.low < found.high
@@ -139,7 +141,7 @@ def test_the_best_is_found_among_all() -> None:
     """What branch and bound leaves out serves no more: beside a search of every device, precision and TP."""
     model, devices = PRESETS["llama-3-8b"], [H100, find_device("L40S")]
     limits = Limits(ttft_s=0.02, itl_s=0.01, of="p95")
-    found = best(simulated_points(model, devices, ["fp16"], SHORT, limits, SMALL), limits)
+    found = best(simulated_points(model.name, ["H100", "L40S"], ["fp16"], SHORT, limits, SMALL), limits)
     every = [
         Replica(instance_of(model, device, "fp16", tp), profile(device, "fp16"), SHORT, SMALL).most(limits)
         for device in devices
@@ -150,12 +152,11 @@ def test_the_best_is_found_among_all() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_simulated_plans_buy_no_more_for_looser_limits_and_say_how_they_were_found() -> None:
-    model = PRESETS["llama-3-8b"]
     fractions = []
     for ttft_s, itl_s in ((0.012, 0.008), (0.012, 0.02), (0.03, 0.02), (1, 1)):
         limits = Limits(ttft_s=ttft_s, itl_s=itl_s, of="p95")
-        points = simulated_points(model, [H100], ["fp16", "fp8"], SHORT, limits, SMALL)
-        found = plan(900, points + analytic_points(model, [H100], ["fp8"], (300, 20)), limits, Fleet(), EIGHT)
+        points = simulated_points("llama-3-8b", ["H100"], ["fp16", "fp8"], SHORT, limits, SMALL)
+        found = plan(900, points + analytic_points("llama-3-8b", ["H100"], ["fp8"], SHORT), limits, Fleet(), EIGHT)
         fractions.append(found.fractional)
         assert found.point.source == Source.SIMULATED and "Poisson arrivals" in found.provenance
         assert not limits.broken(found.point) and found.low <= found.systems <= found.high
@@ -166,7 +167,7 @@ def test_simulated_plans_buy_no_more_for_looser_limits_and_say_how_they_were_fou
 @pytest.mark.usefixtures("few")
 def test_the_43_b_by_simulation() -> None:
     """Without limits, 3,500 / 500 and 31 requests/s on machines with H100s: 13 again, and it is memory that binds."""
-    points = simulated_points(PRESETS["nemo-43b"], [H100], ["fp16"], Lengths(3500, 500), Limits())
+    points = simulated_points("nemo-43b", ["H100"], ["fp16"], Lengths(3500, 500), Limits())
     found = plan(31, points, Limits(), Fleet(), instance_of(PRESETS["nemo-43b"], H100, "fp16", 4))
     assert found.systems == 13 and found.binding == "memory of the KV cache"
 
@@ -175,7 +176,7 @@ def test_the_decision_table_by_simulation() -> None:
     """Llama-3-8B 2,000 / 200 on H100 in closed loops: published 70.75 and 106.5 within mean TTFTs of 0.5 and 1 s."""
     for ttft_s, published in ((0.5, 70.75), (1.0, 106.5)):
         limits = Limits(ttft_s=ttft_s)
-        points = simulated_points(PRESETS["llama-3-8b"], [H100], ["fp8"], Lengths(2000, 200), limits, closed=True)
+        points = simulated_points("llama-3-8b", ["H100"], ["fp8"], Lengths(2000, 200), limits, closed=True)
         found = plan(200, points, limits, Fleet(), EIGHT)
         assert found.point.rate_of_system == pytest.approx(published, rel=0.1)
         assert found.systems == math.ceil(200 / published) and "always in flight" in found.provenance
@@ -185,7 +186,7 @@ def test_the_decision_table_by_simulation() -> None:
 @pytest.mark.usefixtures("few")
 def test_a_limit_binds_where_more_would_be_served_beyond() -> None:
     limits = Limits(itl_s=0.0065)
-    points = simulated_points(PRESETS["llama-3-8b"], [H100], ["fp8"], SHORT, limits, SMALL)
+    points = simulated_points("llama-3-8b", ["H100"], ["fp8"], SHORT, limits, SMALL)
     assert plan(900, points, limits, Fleet(), EIGHT).binding == "the limit on ITL"
 
 
@@ -214,13 +215,11 @@ def test_the_cache_of_an_8b_on_one_h100() -> None:
     (lambda: plan(1, [point(1, 1, 0.9)], Limits(ttft_s=0.5), Fleet()), "limit on TTFT"),
     (lambda: plan(1, [point(1, 1, 0.1, p95=False)], Limits(ttft_s=0.5, of="p95"), Fleet()), "no p95"),
     (lambda: Fleet(utilisation=1.2), "a utilisation of 1.2"), (lambda: Fleet(spare=-1), "-1 spare"),
-    (lambda: analytic_points(PRESETS["llama-3-70b"], [find_device("T4")], ["fp16"], LENGTHS), "takes 14[0-9] GB"),
-    (lambda: analytic_points(PRESETS["llama-3-8b"], [find_device("A100")], ["fp8"], LENGTHS), "not multiply fp8"),
-    (lambda: analytic_points(PRESETS["llama-3-8b"], [], ["fp8"], LENGTHS), "no device"),
-    (lambda: simulated_points(PRESETS["llama-3-8b"], [H100], ["fp8"], SHORT, Limits(ttft_s=1e-4)),
-     r"limit on TTFT \(mean\)[^|]*which alone has TTFT"),
-    (lambda: simulated_points(PRESETS["llama-3-8b"], [H100], ["fp8"], SHORT, Limits(itl_s=1e-4)), "limit on ITL"),
-    (lambda: simulated_points(PRESETS["llama-3-8b"], [], ["fp8"], SHORT, Limits()), "no device"),
+    (lambda: analytic_points("llama-3-70b", ["T4"], ["fp16"], LENGTHS), "takes 14[0-9] GB"),
+    (lambda: analytic_points("llama-3-8b", ["A100"], ["fp8"], LENGTHS), "not multiply fp8"),
+    (lambda: simulated_points("llama-3-8b", ["H100"], ["fp8"], SHORT, Limits(ttft_s=1e-4)),
+     r"limit on TTFT \(mean\)[^|]*the closest is"),
+    (lambda: simulated_points("llama-3-8b", ["H100"], ["fp8"], SHORT, Limits(itl_s=1e-4)), "limit on ITL"),
     (lambda: served(instance_of(PRESETS["llama-3-8b"], H100, "fp16", 1), profile(H100, "fp16"), (8000, 200), 1),
      "requests of 8200 tokens"),
 ])  # fmt: skip

@@ -18,7 +18,7 @@ from millrace.size.cost import Instance
 from millrace.size.models import PRESETS
 from millrace.size.simulator import Simulated, Simulation
 from millrace.size.stack import Stack
-from millrace.size.virtual import Arrival, step_time
+from millrace.size.virtual import Arrival, at_once, step_time
 from tests.support.drawn import SEEDS
 
 SERVED = Stack(name="30 us of host for a sequence and step", host_s=30e-6)
@@ -70,6 +70,18 @@ def test_waits_are_those_of_pollaczek_and_khinchine() -> None:
     assert waits.mean() == pytest.approx(rho * service_s / 2 / (1 - rho), rel=0.15)
 
 
+def test_what_the_host_takes_lies_between_steps() -> None:
+    """2 ms after each step: who waits for the first token waits for those before it alone; budgets do not see it."""
+    found = Simulation(limits(), seconds, TokenBudget.unhurried(512), between=lambda n: 2e-3 * n).run(
+        [Arrival(2.0, 1000, 10)]
+    )
+    check(found)
+    (one,) = found.requests
+    assert one.ttft_s == pytest.approx(2 * 1e-3 + 1000 * 20e-6 + 2e-3)
+    assert one.e2e_s - one.ttft_s == pytest.approx(sum(seconds([], [], 1, 1001 + i) + 2e-3 for i in range(9)))
+    assert found.seconds == pytest.approx(one.last_s + 2e-3)
+
+
 def test_a_closed_loop_keeps_its_number_in_flight() -> None:
     found = Simulation(limits(), seconds, TokenBudget.unhurried(512)).run([Arrival(0, 64, 32)] * 200, closed=8)
     check(found)
@@ -108,8 +120,9 @@ def test_steps_taken_at_once_are_those_of_the_loop_that_serves(seed: int) -> Non
     rooms = limits(n_pages=int(rng.integers(100, 300) if cached else rng.integers(30, 200)), max_sequences=8)
     closed = int(rng.integers(1, 9)) if rng.random() < 0.5 else None
     budgets = [TokenBudget.unhurried(512) if seed % 2 else None for _ in range(2)]
+    host = (lambda n: 3e-4 + 1e-4 * n) if seed % 3 else at_once
     quick, stepped = (
-        Simulation(rooms, seconds, budget, cached, quick=of).run(arrivals, closed)
+        Simulation(rooms, seconds, budget, cached, quick=of, between=host).run(arrivals, closed)
         for of, budget in zip((True, False), budgets, strict=True)
     )
     check(quick)

@@ -19,12 +19,14 @@ from millrace.compile.settings import BuildSettings
 from millrace.engine.bound import DecodeWork
 from millrace.env import Env
 from millrace.errors import ConfigError
+from millrace.machine.cpu import machine_name
 from millrace.machine.process import age_s
 from millrace.runtime.batch import DEFAULT_GAP_LIMIT_S, TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.open import Opened, OpenedEncoder, RunSettings
 from millrace.runtime.order import POLICIES, policy_named
 from millrace.runtime.service import AsyncEngine, ServiceOptions
+from millrace.runtime.step_cost import StepProfile, read_profile
 from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
 from millrace.serve.record import RecordedEngine, Recorder
@@ -114,9 +116,23 @@ class QueueFlags(Settings):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfileFlags(Settings):
+    """What it should take."""
+
+    profile: str | None = setting(
+        None, "step times of this engine and machine, by `millrace size verify -o`: /metrics has them beside measured",
+        metavar="FILE",
+    )  # fmt: skip
+
+    def read(self) -> StepProfile | None:
+        """raises ConfigError"""
+        return None if self.profile is None else read_profile(Path(self.profile))
+
+
 @click.command(epilog=EPILOG)
 @click.argument("model")
-@settings_options(ServeFlags, QueueFlags, BuildSettings, RunSettings)
+@settings_options(ServeFlags, QueueFlags, ProfileFlags, BuildSettings, RunSettings)
 @json_option
 @click.pass_obj
 def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
@@ -130,13 +146,14 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
     bind(settings.host, settings.port).close()  # a port that is taken is said before the model is loaded
     logging.getLogger("millrace").setLevel(flags.log_level.upper())
     build, run = made(BuildSettings, given), made(RunSettings, given)
-    warm = _warm_prompts(flags.warm_prompts, run)
+    warm, profile = _warm_prompts(flags.warm_prompts, run), made(ProfileFlags, given).read()
     with opened_to_serve(model, build, run, env, quiet=as_json) as model_opened:
         served: ServedModel
         if isinstance(model_opened, OpenedEncoder):
-            if flags.record:
-                what = f"--record is given for {model_opened.name}, which is an encoder"
-                raise ConfigError(what, "a language model", "leave it out")
+            for name, value in (("--record", flags.record), ("--profile", profile)):
+                if value is not None:
+                    what = f"{name} is given for {model_opened.name}, which is an encoder"
+                    raise ConfigError(what, "a language model", "leave it out")
             if warm:
                 raise ConfigError(
                     f"--warm-prompts is given for {model_opened.name}, which is an encoder", "a language model",
@@ -145,11 +162,15 @@ def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
             known, loop = _known(model_opened, flags.served_model_name), model_opened.loop()
             served = EncoderModel(**known, loop=loop, max_queued=turns.max_queued)
         else:
+            if profile is not None:
+                profile.check(model_opened.engine.manifest.identity, machine_name())
             budget = TokenBudget(model_opened.executor.limits.max_step_tokens, gap_limit_s=turns.itl_ms / 1e3)
             loop_ = model_opened.loop(budget, policy_named(turns.schedule))
             engine = _engine(loop_, ServiceOptions(max_queued=turns.max_queued), flags.record)
             clock = _decode_clock(model_opened, budget, env)
-            served = replace(_served(model_opened, engine, flags.served_model_name, clock), warm_prompts=warm)
+            served = replace(
+                _served(model_opened, engine, flags.served_model_name, clock), warm_prompts=warm, profile=profile
+            )
         if not as_json:
             _introduce(model_opened, served)
 

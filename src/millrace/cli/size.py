@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from millrace.cli import size_fit
+from millrace.cli import size_fit, size_verify
 from millrace.cli.options import json_option, settings_options
 from millrace.cli.page_file import check_page, write_page
 from millrace.cli.screen import note, print_json, size
@@ -39,18 +39,7 @@ Examples:
   millrace size fit --help                           benchmarks of your own beside what is computed"""
 
 
-class Size(click.Command):
-    """`size ...`, or `size fit ...`, which is a command of its own."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        if args[:1] == ["fit"]:
-            return size_fit.command.make_context(f"{info_name} fit", args[1:], parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
-
-
-@click.command(cls=Size, epilog=EPILOG)
+@click.group(invoke_without_command=True, epilog=EPILOG)
 @settings_options(*GROUPS)
 @click.option(
     "--answers",
@@ -70,12 +59,16 @@ def command(
     Six questions: which model; tokens in; tokens out; requests a second at the peak; what users may wait for; which
     hardware. Every figure says where it comes from and how far it may be off.
     """
+    said = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items() if _is_said(ctx, name)}
+    if ctx.invoked_subcommand is not None:
+        if said or answers or report or as_json:
+            raise ConfigError(f"answers before `{ctx.invoked_subcommand}`", "its own flags behind it", "move them")
+        return
     if report is not None:
         check_page(report)
         if len(answers) > 1:
             raise ConfigError("--report with several models", "one of them", "write a page for each")
-    said = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items() if _is_said(ctx, name)}
-    asked = [{**_under(read_answers(file)), **said} for file in answers] or [said]
+    asked = [{**read_answers(file), **said} for file in answers] or [said]
     if not answers and not said:
         if not _is_terminal() or as_json:
             raise ConfigError("nothing is asked", "answers as flags or in a file; in a terminal they are asked for",
@@ -99,6 +92,10 @@ def command(
         note(f"{report}: {size(write_page(report, size_page(found[0])))}, for a browser")
 
 
+command.add_command(size_fit.command, "fit")
+command.add_command(size_verify.command, "verify")
+
+
 def _here(env: Env) -> Roofline:
     """This machine's, as `millrace doctor` has kept it; else measured now."""
     kept = kept_roofline(env.cache, usable_isas()[0], usable_cores())
@@ -109,11 +106,6 @@ def _here(env: Env) -> Roofline:
 
 def _is_said(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
-
-
-def _under(answers: dict[str, Any]) -> dict[str, Any]:
-    """With names as flags have them, so that these replace them; a name that is not a text is refused later."""
-    return {str(name).replace("-", "_"): value for name, value in answers.items()}
 
 
 def _is_terminal() -> bool:

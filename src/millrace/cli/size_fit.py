@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,6 +19,8 @@ from millrace.size.planning import instance_of
 from millrace.size.points import Point, Source, Waits
 from millrace.size.refit import Refit, Result, read_results, refit
 from millrace.size.stackfile import OwnStack, write_stack
+from millrace.size.stackfit import Held
+from millrace.size.stackfit import leave_one_out as left_out
 
 EPILOG = """\b
 Examples:
@@ -25,6 +28,8 @@ Examples:
   millrace size --stack ours.json --model llama-3-8b --isl 2000 --osl 200 --rate 70 --ttft-ms 500
   millrace size fit results/c*/ --model llama-3-8b --hardware H100 --precision fp8 --table runs.csv
   millrace size --measured runs.csv --isl 2000 --osl 200 --rate 70 --ttft-ms 500"""
+
+_MOST_LEFT_OUT = 64
 
 
 @click.command(epilog=EPILOG)
@@ -35,10 +40,10 @@ Examples:
 @click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Devices of the instance.")
 @click.option("-o", "--output", type=Path, metavar="FILE", help="Write the fitted stack there, for --stack.")
 @click.option("--table", "runs", type=Path, metavar="FILE", help="Write the results there as they are, for --measured.")
+@click.option("--leave-one-out", is_flag=True, help="And predict each run by a fit to all others: five at least.")
 @json_option
 def command(
-    results: tuple[Path, ...], model: str, hardware: str, precision: str, tp: int, output: Path | None,
-    runs: Path | None, as_json: bool,
+    results: tuple[Path, ...], output: Path | None, runs: Path | None, leave_one_out: bool, as_json: bool, **ran: Any
 ) -> None:  # fmt: skip
     """Fit what serving adds to steps to benchmarks of your own.
 
@@ -46,19 +51,45 @@ def command(
     load each, best with several numbers of requests in flight. What no such device can do is refused. Each is
     simulated with the fitted stack, and stands beside what was measured.
     """
-    device = find_device(hardware)
+    device, precision = find_device(ran["hardware"]), str(ran["precision"])
     device.peak(precision)
-    instance = instance_of(find_model(model), device, precision, tp)
+    instance = instance_of(find_model(ran["model"]), device, precision, ran["tp"])
     read = read_results(results)
     found = refit(read, instance)
+    held = _held(found) if leave_one_out else []
     own = OwnStack(device.name, precision, found.stack, found.after.rate.mape)
     if as_json:
-        print_json({"stack": asdict(own), "before": asdict(found.before), "after": asdict(found.after),
-                    "results": [_row(one, number, found) for number, one in enumerate(read)]})  # fmt: skip
+        print_json({
+            "stack": asdict(own), "before": asdict(found.before), "after": asdict(found.after),
+            "left_out": [asdict(one) for one in held],
+            "results": [_row(one, number, found) for number, one in enumerate(read)],
+        })  # fmt: skip
     else:
         _show(read, found)
+        if held:
+            _show_held(held)
     _write(output, lambda file: write_stack(file, own))
     _write(runs, lambda file: write_points(file, [_point(one, instance) for one in read]))
+
+
+def _held(found: Refit) -> list[Held]:
+    """Each run by the others. raises ConfigError where these would be too few, or all of them too many"""
+    runs = [replayed.run for replayed in found.runs]
+    names = {f"{run.lengths.n_input}/{run.lengths.n_output}, {run.concurrency} in flight" for run in runs}
+    if not 5 <= len(names) <= _MOST_LEFT_OUT:
+        raise ConfigError(f"--leave-one-out of {len(names)} runs that differ", f"5 to {_MOST_LEFT_OUT}",
+                          "measure more, or name fewer")  # fmt: skip
+    return left_out(
+        runs, found.stack, lambda run: f"{run.lengths.n_input}/{run.lengths.n_output}, {run.concurrency} in flight"
+    )
+
+
+def _show_held(held: list[Held]) -> None:
+    heading("Each by a fit to all others")
+    table(["left out", "requests/s", "TTFT", "ITL"],
+          [[one.what, *(f"{e.bias:+.1%}" for e in (one.rate, one.ttft, one.itl))] for one in held])  # fmt: skip
+    mean = sum(one.rate.mape for one in held) / len(held)
+    click.echo(f"  mean error of requests/s {mean:.1%}")
 
 
 def _write(file: Path | None, write: Callable[[Path], None]) -> None:

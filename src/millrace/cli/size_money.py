@@ -16,12 +16,12 @@ def show_devices(answer: Answer) -> None:
     for one in answer.alternatives:
         cost = one.money.cheapest if one.money else None
         if one.plan is None:
-            rows.append([one.device, "-", "-", one.why_not.what if one.why_not else "", "-"])
+            rows.append([one.device, "-", "-", one.why_not.what if one.why_not else "", "-", "-"])
         else:
             rows.append([one.device, f"{one.plan.fractional:.2f}", str(one.plan.systems), one.plan.point.configuration,
-                         "-" if cost is None else f"{cost:,.0f}"])  # fmt: skip
+                         "-" if cost is None else f"{cost:,.0f}", str(one.plan.point.source)])  # fmt: skip
     currency = next((one.money.currency for one in answer.alternatives if one.money), "")
-    table(["", "by the figures", "systems", "configuration", f"{currency} a year"], rows)
+    table(["", "by the figures", "systems", "configuration", f"{currency} a year", "figures"], rows)
 
 
 def show_money(answer: Answer) -> None:

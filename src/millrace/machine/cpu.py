@@ -48,6 +48,11 @@ def usable_cores() -> int:
     return affinity_cores() if quota is None else min(affinity_cores(), max(1, int(quota)))
 
 
+def machine_name() -> str:
+    """What times of whole programs hold for, short."""
+    return f"{cpu_model()}, {usable_cores()} cores"
+
+
 @dataclass(frozen=True, slots=True)
 class Cache:
     """One level of the caches, as one core sees it. Instruction caches are left out."""

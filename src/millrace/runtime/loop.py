@@ -127,10 +127,10 @@ class EngineLoop:
         self.limits: ExecutorLimits = executor.limits
         self.defaults = defaults or GenerationDefaults()
         self.grammars = Grammars(tokenizer, self.limits.vocab_size, self.defaults.eos_token_ids)
-        self._executor = executor
         self._pool = PagePool(self.limits.n_pages, tier)
         self._scheduler = Scheduler(self.limits, self._pool, clock, budget, prefix_cache, policy)
-        self._batch = BatchBuilder(self.limits, self.grammars)
+        self._executor, self._batch = executor, BatchBuilder(self.limits, self.grammars)
+        self.budget = self._scheduler.budget
         self._live: dict[Request, None] = {}
         self._pending: dict[Request, list[Delta]] = {}  # what this step adds
         self._again: list[Step] = []  # of one that failed: each of its requests alone, the last goes first

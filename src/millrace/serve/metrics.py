@@ -222,6 +222,13 @@ def decode_metrics(model: str, bound_s: float, step_s: float | None) -> Iterator
         yield gauge(model, "millrace:decode_step_seconds", said, step_s)
 
 
+def step_metrics(model: str, measured_s: float, predicted_s: float) -> Iterator[Metric]:
+    """A profile's word beside what is measured."""
+    yield gauge(model, "millrace:step_seconds", "Measured time of a step, mean of the last 256", measured_s)
+    said = "The same by the profile that was given, of the very same steps"
+    yield gauge(model, "millrace:step_predicted_seconds", said, predicted_s)
+
+
 def gauge(model: str, name: str, help_text: str, value: float) -> Metric:
     """One model's own; `_Models` puts those of several into one family."""
     return _with_value(GaugeMetricFamily(name, help_text, labels=LABELS), model, value)

@@ -29,6 +29,7 @@ from millrace.runtime.grammar import Matcher, Thoughts
 from millrace.runtime.params import FinishReason, SamplingParams, context_exceeded
 from millrace.runtime.service import AsyncEngine
 from millrace.runtime.stats import LoopStats
+from millrace.runtime.step_cost import StepProfile, beside
 from millrace.runtime.structured import StructuredOutputsParams
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.conversation import PLAINLY, Rendering
@@ -36,7 +37,7 @@ from millrace.serve.errors import HttpError
 from millrace.serve.fields import check_messages
 from millrace.serve.lengths import LeastTokens
 from millrace.serve.logprobs import Echo
-from millrace.serve.metrics import decode_metrics, engine_metrics
+from millrace.serve.metrics import decode_metrics, engine_metrics, step_metrics
 from millrace.serve.protocol import Message
 from millrace.serve.serving import Lane, Serving
 from millrace.serve.speech import Speech
@@ -256,6 +257,7 @@ class TextModel(ServedModel):
     chat_template: ChatTemplate | None
     decode_clock: DecodeClock | None = None  # None: no roofline was measured here
     warm_prompts: tuple[WarmPrompt, ...] = ()  # computed before the server is ready
+    profile: StepProfile | None = None  # what its steps should take here
 
     def backend(self, serving: Serving) -> "TextBackend":
         return TextBackend(self, serving)
@@ -345,6 +347,9 @@ class TextBackend(Backend):
         yield from engine_metrics(self.model.name, stats, self.model.engine.limits)
         if clock is not None:
             yield from decode_metrics(self.model.name, clock.bound_s(stats), clock.budget.step_s)
+        profile, steps = self.model.profile, tuple(self.model.engine.loop.history.steps)
+        if profile is not None and (seen := beside(profile, steps)) is not None:
+            yield from step_metrics(self.model.name, *seen)
 
     async def abort(self, within_s: float) -> None:
         await self.model.engine.close(within_s)

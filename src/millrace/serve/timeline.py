@@ -1,20 +1,109 @@
-"""A page of the last steps: who was in prefill, decode or waiting."""
+"""The last steps: a page of who was in prefill, decode or waiting; and what each computed, as data."""
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from urllib.parse import parse_qsl
 
+from msgspec import Struct
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Scope
 
+from millrace.errors import RequestError
+from millrace.machine.cpu import machine_name
 from millrace.report.page import render
 from millrace.report.scale import Scale
 from millrace.runtime.history import StepSeen
+from millrace.runtime.step_work import StepWork, turns_s
 from millrace.serve.backend import Models
+from millrace.serve.replies import json_reply
 from millrace.serve.text import TextBackend
 
 SHOWN_STEPS, SHOWN_ROWS = 240, 48  # what a screen can hold
 WIDTH, LEFT, TOP, ROW = 1080, 190, 26, 16
 PAUSE_S = 0.005  # at most, of the time that is shown
+
+
+class StepTold(Struct):
+    """Times in seconds, the first of the server's clock. prompts: [tokens before it, tokens] of each chunk of a prompt
+
+    rows: running answers; contexts: tokens of all of them together, those of this step included
+    """
+
+    step: int
+    at_s: float
+    took_s: float
+    turn_s: float | None  # until the next one began; null where that may have waited for somebody to ask
+    waiting: int
+    prompts: list[tuple[int, int]]
+    rows: int
+    contexts: int
+
+
+class ScheduleTold(Struct):
+    """What bounds a step: the engine's limits, and how long prompts may keep running answers waiting."""
+
+    max_step_tokens: int
+    max_sequences: int
+    max_rows: int
+    max_context: int
+    page_tokens: int
+    pages: int
+    gap_limit_s: float
+    stretch: float
+    chunk_low: int
+
+
+class StepsTold(Struct):
+    """engine: its identity; isa: that it runs with; machine: processor and cores"""
+
+    model: str
+    engine: str
+    isa: str
+    machine: str
+    schedule: ScheduleTold
+    steps: list[StepTold]
+
+
+class StepList(Struct):
+    """Of each language model, the last 4,096 steps, or those of them after `?after=N`."""
+
+    data: list[StepsTold]
+    object: str = "list"
+
+
+def steps(models: Models, scope: Scope) -> Response:
+    """raises RequestError"""
+    after, found = _after(scope), []
+    for backend in models.of_kind(TextBackend):
+        loop, about = backend.model.engine.loop, backend.model.metadata
+        seen = tuple(loop.history.steps)
+        turns, limits, budget = turns_s(seen), loop.limits, loop.budget
+        schedule = ScheduleTold(
+            limits.max_step_tokens, limits.max_sequences, limits.max_rows, limits.max_context, limits.page_tokens,
+            limits.n_pages, budget.gap_limit_s, budget.stretch, budget.chunk_low,
+        )  # fmt: skip
+        told = [_told(step, turn_s) for step, turn_s in zip(seen, turns, strict=True) if step.number > after]
+        engine, isa = (str(about.get(name, "")) for name in ("engine", "isa"))
+        found.append(StepsTold(backend.model.name, engine, isa, machine_name(), schedule, told))
+    return json_reply(StepList(found))
+
+
+def _told(step: StepSeen, turn_s: float | None) -> StepTold:
+    work = StepWork.of(step.parts)
+    prompts = list(zip(work.starts, work.prompts, strict=True))
+    return StepTold(
+        step.number, step.began_s, step.took_s, turn_s, step.waiting, prompts, work.rows, work.contexts
+    )  # fmt: skip
+
+
+def _after(scope: Scope) -> int:
+    found = 0
+    for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
+        if name != "after" or not re.fullmatch("[0-9]{1,15}", value):
+            raise RequestError(f"{name:.60}={value:.60} is asked of the steps", "after=N", "leave it out", name[:60])
+        found = int(value)
+    return found
 
 
 def timeline(models: Models, scope: Scope) -> Response:

@@ -25,6 +25,7 @@ from millrace.size.question import Question, limits_of
 from millrace.size.reasons import Change, Offer, Step, capacity_table, changes, waterfall
 
 _LOADS = ("rate", "average", "users", "calls", "trace")
+_MOST_SIMULATED = 4  # devices, of more that are asked for
 _PEOPLE_HOURS = 8.0  # of a day in which people ask, where nobody says
 
 
@@ -167,7 +168,7 @@ def _operating(case: Case, found: Offers, best: Plan) -> Point:
     if case.closed and point.sampled is not None:
         return point
     if point.sampled is not None:
-        return simulated_at(found, point, min(each, point.rate), h.factor, case.replicas) or point
+        return simulated_at(found, point, min(each, point.rate), h, case.replicas, instances) or point
     alike = [p for p in found.points if p.configuration == point.configuration]
     bear = [p for p in alike if p.rate >= each * (1 - 1e-9) and not best.limits.broken(p)]
     return min(bear, key=lambda p: p.concurrency, default=point)
@@ -179,17 +180,37 @@ def _kept(one: There, case: Case) -> Kept:
 
 
 def _alternatives(case: Case, found: Offers, costs: "_Costs") -> tuple[Alternative, ...]:
-    """On each device; the one that is taken first."""
-    told = []
-    for name in found.names:
-        try:
-            some = case.simulated(found.of(name))
-            best = case.plan(some)
-        except ConfigError as error:
-            told.append(Alternative(name, found, None, None, error))
-        else:
-            told.append(Alternative(name, some, best, costs.of(best, found)))
-    return tuple(sorted(told, key=lambda one: (one.plan is None, *one.order)))
+    """On each device; the one that is taken first. Of many the cheapest in closed form are simulated: four of them, and
+    more only where these do not keep the limits; the others stand behind."""
+    names, rest = list(found.names), dict[str, Alternative]()
+    if len(names) > _MOST_SIMULATED and case.question.hardware.simulate:
+        roughly = replace(case.limits, of="mean")  # a closed form knows no p95
+        guessed = [_alternative(case, found, costs, name, roughly) for name in names]
+        rest = {one.device: one for one in sorted(guessed, key=_order)}
+        names = list(rest)
+    told: list[Alternative] = []
+    for name in names:
+        if rest and sum(one.plan is not None for one in told) >= _MOST_SIMULATED:
+            break
+        told.append(_alternative(case, found, costs, name))
+        rest.pop(name, None)
+    return (*sorted(told, key=_order), *rest.values())
+
+
+def _alternative(
+    case: Case, found: Offers, costs: "_Costs", name: str, roughly: Limits | None = None
+) -> Alternative:  # fmt: skip
+    """roughly: by a closed form, within these limits"""
+    try:
+        some = found.of(name) if roughly else case.simulated(found.of(name))
+        best = case.plan(some, roughly)
+    except ConfigError as error:
+        return Alternative(name, found, None, None, error)
+    return Alternative(name, some, best, costs.of(best, found))
+
+
+def _order(one: Alternative) -> tuple[bool, bool, float]:
+    return (one.plan is None, *one.order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,17 +16,20 @@ from millrace.runtime.batch import TokenBudget
 from millrace.size.constants import Profile
 from millrace.size.cost import Floats, Instance
 from millrace.size.points import Limits, Point, Sampled, Source, Waits
+from millrace.size.replicas import router, simulate, together
 from millrace.size.served import check_fits, kv_capacity
 from millrace.size.simulator import Simulated, Simulation
 from millrace.size.stack import Stack
 from millrace.size.virtual import Arrival, Seen, StepTime, step_time
 
 _LEAST, _TURNS = 1000, 4  # requests simulated for a point: so many, and so many times those that can be in flight
+_TOKENS, _FEWEST = 1 << 20, 200  # of answers, that the first of these have together at most; and the fewest requests
 _TRANSIENT = 0.25  # of them, those at the beginning that are not counted
 _STEADY = 0.95  # of what a full instance serves, that Poisson arrivals may ask for
 _ROUNDS = 5  # of a closed loop: the first and the last are not counted
 _OCTAVES, _CLOSE = 10, 0.02  # capacities are sought down to 2^-10 of what no schedule exceeds, to 2 %
 _BATCHES, _T = 10, 2.262  # means of ten runs of neighbours, Student's t for 95 % of nine degrees of freedom
+_MOST_ROUTED, _MOST_REQUESTS = 16, 8192  # instances and requests of a simulation behind a router
 _VOCAB = 1 << 15
 
 
@@ -75,11 +78,13 @@ class Replica:
         self._loops: dict[int, Point] = {}
 
     def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
-        simulation = Simulation(
+        return self._simulation().run(arrivals, closed)
+
+    def _simulation(self) -> Simulation:
+        return Simulation(
             self._limits, self._seconds, TokenBudget.unhurried(self.stack.step_tokens), prefix_cache=False,
             front_s=self.stack.front_s,
         )  # fmt: skip
-        return simulation.run(arrivals, closed)
 
     def closed(self, concurrency: int) -> Point:
         """So many requests always in flight, as serving is mostly measured."""
@@ -88,6 +93,11 @@ class Replica:
         counted = found.requests[concurrency : n - concurrency]
         rate = concurrency / float(np.mean([one.e2e_s for one in counted]))
         return self._point(counted, n, rate, concurrency, found, f"{concurrency} always in flight")
+
+    @property
+    def _n_requests(self) -> int:
+        """Of a point: fewer where answers are long, for each of them has many steps."""
+        return max(_TURNS * self._room, min(_LEAST, max(_FEWEST, _TOKENS // self.lengths.n_output)))
 
     @property
     def full(self) -> Point:
@@ -104,13 +114,31 @@ class Replica:
         """
         if rate > _STEADY * self.full.rate:
             return None
-        n = max(_LEAST, _TURNS * self._room)
+        n = self._n_requests
         times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, n))
         n_in, n_out = self.lengths.n_input, self.lengths.n_output
         found = self.run(Arrival(float(t), n_in, n_out) for t in times)
         counted = found.requests[int(n * _TRANSIENT) :]
         concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
         return self._point(counted, n, rate, concurrency, found, "Poisson arrivals")
+
+    def behind(self, routing: str, instances: int, rate: float, seed: int = 0) -> Point | None:
+        """So many such instances behind a router, with that rate each on average; None as of `at`.
+
+        Of more than 16 instances 16 are simulated: a router that chooses among more does hardly better.
+        """
+        if rate > _STEADY * self.full.rate:
+            return None
+        many = min(instances, _MOST_ROUTED)
+        n = min(self._n_requests * many, _MOST_REQUESTS)
+        times = np.cumsum(np.random.default_rng(seed).exponential(1 / (rate * many), n))
+        n_in, n_out = self.lengths.n_input, self.lengths.n_output
+        arrivals = (Arrival(float(t), n_in, n_out) for t in times)
+        found = together(simulate([self._simulation() for _ in range(many)], arrivals, router(routing, seed)))
+        counted = found.requests[int(n * _TRANSIENT) :]
+        concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
+        how = f"Poisson arrivals at {many} instances behind a router ({routing})"
+        return self._point(counted, n, rate, concurrency, found, how)
 
     def most(self, limits: Limits, above: float = 0.0) -> Point | None:
         """The highest rate within the limits, and what the next higher one that was tried breaks.

@@ -152,13 +152,13 @@ def _solve(columns: Floats, known: Floats, measured: Floats, guess: Floats, leas
     x = np.zeros(len(least))
     for _ in range(_ROUNDS):
         root = np.sqrt(weights)
-        x = _least_squares(rows * root[:, None], wanted * root)
+        x = least_squares(rows * root[:, None], wanted * root)
         weights[:n] = 1 / np.maximum(np.abs(rows @ x - wanted)[:n], _GOOD)
         weights[n:] = 0.2 / _GOOD
     return least + x
 
 
-def _least_squares(rows: Floats, wanted: Floats) -> Floats:
+def least_squares(rows: Floats, wanted: Floats) -> Floats:
     """With x >= 0: what would be negative is taken to be 0, the worst first."""
     free = np.ones(rows.shape[1], bool)
     while free.any():

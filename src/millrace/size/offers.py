@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 
 from millrace.errors import ConfigError, nearest
-from millrace.machine.devices import Device, find_device
+from millrace.machine.devices import DEVICES, Device, find_device
 from millrace.machine.roofline import Roofline
 from millrace.size.capacity import Lengths, Replica
 from millrace.size.constants import profile
@@ -21,7 +21,7 @@ from millrace.size.served import CONCURRENCIES, served
 from millrace.size.settings import HardwareSettings
 from millrace.size.stackfile import OwnStack, read_stack
 
-DEVICE = "H100"
+DEVICE, ALL = "H100", "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,13 @@ def offers(
         raise ConfigError("no model is named", "a preset, or the path of a config.json", "name it: --model llama-3-8b")
     shape = find_model(model)
     work.check(shape)
-    named = [find_hardware(name, asked.system_size, here) for name in asked.hardware or (DEVICE,)]
+    names = asked.hardware or (DEVICE,)
+    if any(name.casefold() == ALL for name in names):
+        if len(names) > 1:
+            raise ConfigError(f'--hardware {ALL} beside {" and ".join(n for n in names if n.casefold() != ALL)}',
+                              "one of both", "leave one out")  # fmt: skip
+        names = tuple(one.name for one in DEVICES if "fp16" in one.peaks)  # processors have none
+    named = [find_hardware(name, asked.system_size, here) for name in names]
     hardware = tuple({one.device.name: one for one in named}.values())
     own = None if asked.stack is None else read_stack(Path(asked.stack))
     if own is not None and own.device not in [one.device.name for one in hardware]:
@@ -179,12 +185,19 @@ def simulated(
     return replace(found, points=(*found.points, *points, *beside))
 
 
-def simulated_at(found: Offers, point: Point, rate: float, factor: float, replicas: Replicas) -> Point | None:
-    """That configuration at a lower rate; None where it was not simulated, or falls behind."""
+def simulated_at(
+    found: Offers, point: Point, rate: float, asked: HardwareSettings, replicas: Replicas, instances: int = 1
+) -> Point | None:  # fmt: skip
+    """That configuration at a lower rate of each instance; None where it was not simulated, or falls behind.
+
+    instances: behind a router, where the load does not fall on them blindly
+    """
     if point.sampled is None:
         return None
     lengths = Lengths(round(point.input_tokens), round(point.output_tokens))
-    at = replicas.of(found, point, lengths).at(rate * factor)
+    replica, factor = replicas.of(found, point, lengths), asked.factor
+    routed = asked.routing != "blind" and instances > 1
+    at = replica.behind(asked.routing, instances, rate * factor) if routed else replica.at(rate * factor)
     return None if at is None else replace(_scaled(at, factor), system=point.system)
 
 

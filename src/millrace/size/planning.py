@@ -3,17 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import Device, find_device
-from millrace.size.capacity import Lengths, Replica
 from millrace.size.constants import profile
 from millrace.size.cost import Instance
 from millrace.size.models import ModelShape
 from millrace.size.points import Limits, Point, Source, best, latency_optimal, throughput_optimal
-from millrace.size.served import CONCURRENCIES, served, shares
-from millrace.size.stack import Stack
+from millrace.size.served import served, shares
 
 TPS = (1, 2, 4, 8)
 _MOST_SYSTEMS = 10_000_000
@@ -55,77 +52,6 @@ class Plan:
     latency_optimal: Point
     throughput_optimal: Point
     provenance: str
-
-
-def analytic_points(
-    model: ModelShape, devices: Sequence[Device], precisions: Sequence[str], lengths: tuple[float, float]
-) -> list[Point]:
-    """Of all devices, precisions, TP 1 to 8 and concurrencies that fit. raises ConfigError where nothing does"""
-    found: list[Point] = []
-    why = ConfigError("no device and precision to choose from", "one of each at least", "name them")
-    for device, precision, tp in product(devices, precisions, TPS):
-        try:
-            instance, known = instance_of(model, device, precision, tp), profile(device, precision)
-            found += [served(instance, known, lengths, n) for n in CONCURRENCIES]
-        except ConfigError as error:
-            why = error
-    if not found:
-        raise why
-    return found
-
-
-def simulated_points(
-    model: ModelShape, devices: Sequence[Device], precisions: Sequence[str], lengths: Lengths, limits: Limits,
-    stack: Stack | None = None, closed: bool = False,
-) -> list[Point]:  # fmt: skip
-    """Capacities within the limits under Poisson arrivals, of what could serve most for each device.
-
-    closed: with so many requests always in flight, as published runs mostly are; they wait longer for first tokens
-
-    By branch and bound: no schedule of what is left out could serve more than what was found. raises ConfigError where
-    nothing keeps the limits, or fits
-    """
-    replicas, why = _replicas(model, devices, precisions, lengths, stack)
-    if not replicas:
-        raise why
-    found: list[Point] = []
-    most = 0.0
-    for bound, replica in sorted(((r.bound(limits) / r.instance.tp, r) for r in replicas), key=lambda one: -one[0]):
-        if bound <= most:
-            break
-        point = replica.most_closed(limits) if closed else replica.most(limits, most * replica.instance.tp)
-        if point is not None:
-            found.append(point)
-            most = max(most, point.rate / point.tp)
-    if not found:
-        raise _unmet(replicas, limits)
-    return found
-
-
-def _replicas(
-    model: ModelShape, devices: Sequence[Device], precisions: Sequence[str], lengths: Lengths, stack: Stack | None
-) -> tuple[list[Replica], ConfigError]:
-    """All that fit; and why the last one did not."""
-    found = []
-    why = ConfigError("no device and precision to choose from", "one of each at least", "name them")
-    for device, precision, tp in product(devices, precisions, TPS):
-        try:
-            instance, known = instance_of(model, device, precision, tp), profile(device, precision)
-            found.append(Replica(instance, known, lengths, stack))
-        except ConfigError as error:
-            why = error
-    return found, why
-
-
-def _unmet(replicas: Sequence[Replica], limits: Limits) -> ConfigError:
-    closest = min(replicas, key=lambda r: (len(r.alone_breaks(limits)), r.alone.mean.e2e_s))
-    waits, broken = closest.alone.mean, closest.alone_breaks(limits)
-    return ConfigError(
-        f"nothing here keeps the limit on {' and '.join(broken) or 'waits'} ({limits.of})",
-        f"the closest is {closest.alone.configuration}, which alone has TTFT {waits.ttft_s * 1e3:.0f} ms, ITL "
-        f"{waits.itl_s * 1e3:.1f} ms, E2E {waits.e2e_s:.2f} s",
-        "allow more, ask for less, or choose faster devices",
-    )  # fmt: skip
 
 
 def instance_of(model: ModelShape, device: Device, precision: str, tp: int) -> Instance:
@@ -195,9 +121,3 @@ def _is_full(instance: Instance, point: Point) -> bool:
     twice = replace(instance, device=replace(instance.device, memory_bytes=2 * instance.device.memory_bytes))
     full = point.concurrency if point.source == Source.ANALYTIC else known.stack.sequences
     return served(twice, known, lengths, full).rate > 1.03 * served(instance, known, lengths, full).rate
-
-
-def static_systems(rate: float, in_flight: int, prefill_s: float, step_s: float, n_out: float) -> tuple[float, float]:
-    """Requests a second of a system in static batching (all start and end together), and how many such systems."""
-    served_rate = in_flight / (prefill_s + n_out * step_s)
-    return served_rate, rate / served_rate

@@ -13,7 +13,6 @@ class Source(StrEnum):
     """Where a figure comes from."""
 
     MEASURED = "measured"
-    INTERPOLATED = "interpolated"
     ANALYTIC = "analytic"
     SIMULATED = "simulated"
 

@@ -117,7 +117,7 @@ def _made(found: Mapping[str, Any], where: str) -> Prices:
     if not isinstance(currency, str) or not currency.isalpha() or len(currency) > 8:
         raise ConfigError(f"{where}: currency is {currency!r:.40}", "such as USD", "correct it")
     usual = {} if buy.get("systems") else {**dict.fromkeys(_BUY, 0.0), "years": 1.0, "pue": 1.0}  # nothing is bought
-    rates = {name: _number(buy.get(name, usual.get(name)), f"{where}, buy.{name}") for name in _BUY}
+    rates = {name: number(buy.get(name, usual.get(name)), f"{where}, buy.{name}") for name in _BUY}
     if not rates["years"] or rates["pue"] < 1:
         raise ConfigError(f"{where}: years {rates['years']:g}, pue {rates['pue']:g}", "years above 0, a PUE from 1",
                           "correct them")  # fmt: skip
@@ -127,8 +127,8 @@ def _made(found: Mapping[str, Any], where: str) -> Prices:
         offers=tuple(_rent(offer, f"{where}, offer {i}") for i, offer in enumerate(offers, 1)),
         systems=_by_device(buy.get("systems", {}), f"{where}, buy.systems"),
         watts=_by_device(buy.get("watts", {}), f"{where}, buy.watts"),
-        tokens=(_number(found["tokens"]["input"], f"{where}, tokens.input"),
-                _number(found["tokens"]["output"], f"{where}, tokens.output")),
+        tokens=(number(found["tokens"]["input"], f"{where}, tokens.input"),
+                number(found["tokens"]["output"], f"{where}, tokens.output")),
     )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def _rent(offer: Mapping[str, Any], where: str) -> Rent:
     tier = offer.get("tier", "neocloud")
     if tier not in TIERS:
         raise ConfigError(f"{where}: tier is {tier!r:.40}", " or ".join(TIERS), "correct it")
-    hour = _number(offer.get("hour"), f"{where}: hour")
+    hour = number(offer.get("hour"), f"{where}: hour")
     if not hour:
         raise ConfigError(f"{where}: hour is 0", "a price above 0", "correct it")
     return Rent(_device(offer, where), hour, plain(str(offer.get("who", "yours"))), tier, _date(offer["date"], where))
@@ -165,12 +165,13 @@ def _device(offer: Mapping[str, Any], where: str) -> str:
 
 
 def _by_device(values: Mapping[str, Any], where: str) -> Mapping[str, float]:
-    return {find_device(name).name: _number(value, f"{where}: {name}") for name, value in values.items()}
+    return {find_device(name).name: number(value, f"{where}: {name}") for name, value in values.items()}
 
 
-def _number(value: Any, where: str) -> float:
+def number(value: Any, where: str, mend: str = "correct it") -> float:
+    """Of a file. raises ConfigError where it is none, negative, or endless"""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
-        raise ConfigError(f"{where} is {value!r:.40}", "a number from 0", "correct it")
+        raise ConfigError(f"{where} is {value!r:.40}", "a number from 0", mend)
     return float(value)
 
 

@@ -40,13 +40,7 @@ class Question:
     def of(cls, answers: Mapping[str, Any]) -> "Question":
         """answers: by the settings' names, with `-` or `_`. raises ConfigError"""
         known: dict[str, Any] = {}
-        for key, value in answers.items():
-            name = str(key).replace("-", "_")
-            if name not in NAMES:
-                begun = next((known for known in NAMES if known.startswith(f"{name}_")), name)  # ttft, without _ms
-                raise ConfigError(f"{key!r:.60} is no question", nearest(begun, NAMES), "correct it, or leave it out")
-            if name in known:
-                raise ConfigError(f"{name} is answered twice", "once", "leave one out")
+        for name, value in _named(answers).items():
             if value is not None:
                 known[name] = _typed(NAMES[name], name, value)
         return cls(*(group(**{n: v for n, v in known.items() if NAMES[n] is group}) for group in GROUPS))  # type: ignore[arg-type]
@@ -56,6 +50,20 @@ class Question:
         """All that is not as it is where nothing is said."""
         parts = (self.request, self.load, self.limits, self.hardware, self.money)
         return {f.name: value for part in parts for f in fields(part) if (value := getattr(part, f.name)) != f.default}
+
+
+def _named(answers: Mapping[Any, Any]) -> dict[str, Any]:
+    """By the settings' names. raises ConfigError for others, and for what is answered twice"""
+    found: dict[str, Any] = {}
+    for key, value in answers.items():
+        name = str(key).replace("-", "_")
+        if name not in NAMES:
+            begun = next((known for known in NAMES if known.startswith(f"{name}_")), name)  # ttft, without _ms
+            raise ConfigError(f"{key!r:.60} is no question", nearest(begun, NAMES), "correct it, or leave it out")
+        if name in found:
+            raise ConfigError(f"{name} is answered twice", "once", "leave one out")
+        found[name] = value
+    return found
 
 
 def _typed(group: type[Settings], name: str, value: Any) -> Any:
@@ -82,7 +90,7 @@ def _typed(group: type[Settings], name: str, value: Any) -> Any:
 
 
 def read_answers(path: Path) -> dict[str, Any]:
-    """Of a YAML file, one mapping of names to values; JSON is YAML, too. raises ConfigError"""
+    """Of a YAML file, one mapping of names to values, which are the settings'; JSON is YAML, too. raises ConfigError"""
     try:
         data = read_given(path, _MOST_BYTES)
     except OSError as error:
@@ -97,7 +105,7 @@ def read_answers(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no YAML: {plain(str(error))}", "name: value, a line each", "correct it") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds no answers", "name: value, a line each", "write model: llama-3-8b, and so on")
-    return found
+    return _named(found)
 
 
 class _Strict(yaml.SafeLoader):  # type: ignore[misc]  # it has no types

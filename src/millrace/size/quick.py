@@ -5,6 +5,7 @@ one needs a page, has a full one that others may find, or ends; between these on
 done step by step. A test holds every time of every request equal, bit for bit, to that of EngineLoop.
 """
 
+from collections.abc import Callable
 from functools import cache
 from heapq import heappop, heappush
 
@@ -40,17 +41,18 @@ def _nobody(_: object) -> None:
 
 
 class QuickLoop:
-    """ended: requests so far; steps: that were taken"""
+    """ended: requests so far; steps: that were taken; after_s: what the host took after the last of them"""
 
     def __init__(
-        self, limits: ExecutorLimits, clock: VirtualClock, seconds: StepTime, budget: TokenBudget | None,
-        prefix_cache: bool,
+        self, limits: ExecutorLimits, clock: VirtualClock, seconds: StepTime, between: Callable[[int], float],
+        budget: TokenBudget | None, prefix_cache: bool,
     ) -> None:  # fmt: skip
-        self._limits, self._clock, self._seconds = limits, clock, seconds
+        self._limits, self._clock, self._seconds, self._between = limits, clock, seconds, between
         self._scheduler = Scheduler(limits, PagePool(limits.n_pages), clock, budget, prefix_cache)
         self._seen: dict[Sequence, Seen] = {}
         self._resolved = cache(self._resolve)
         self.ended = self.steps = 0
+        self.after_s = 0.0
         # Running answers: what is known of each was true before that step. Their tokens lag behind since.
         self._since: dict[Sequence, int] = {}
         self._contexts = 0  # tokens of all of them
@@ -111,6 +113,11 @@ class QuickLoop:
         self._scheduler.commit(step, self._clock.now_s - started_s)
         self.steps += 1
 
+    def _rest(self, n_sequences: int) -> None:
+        """Until the next step may begin."""
+        self.after_s = self._between(n_sequences)
+        self._clock.now_s += self.after_s
+
     def _draw(self, seq: Sequence) -> None:
         seen = self._seen[seq]
         self._scheduler.verified(seq)
@@ -139,6 +146,7 @@ class QuickLoop:
         for chunk in step.chunks:
             if chunk.draws:
                 self._draw(chunk.sequence)
+        self._rest(len(step.chunks))
         for seq in self._scheduler.running:
             self._place_last(seq)
             if seq.n_left == 1 and seq.n_output:
@@ -210,12 +218,13 @@ class QuickLoop:
                 self._draw(seq)
                 if seq in self._seen:
                     self._joins(seq)
+        self._rest(n + len(step.chunks))
 
     def _running_alone(self, until_s: float) -> None:
         """Steps of running answers, until one has its turn or somebody comes."""
         self._grow()
         budget, clock, n = self._scheduler.budget, self._clock, len(self._since)
-        last = self._turning[0][0]  # the step with which something turns
+        between_s, last = self._between(n), self._turning[0][0]  # the step with which something turns
         if self._growing:
             last = min(last, self._growing[0][0] - 1)
         for _ in range(max(0, last - self.steps) + 1):
@@ -224,9 +233,11 @@ class QuickLoop:
             clock.now_s += self._seconds((), (), n, self._contexts / n)
             budget.observe(0, clock.now_s - started_s)
             self.steps += 1
-            if clock.now_s >= until_s:
+            if self.steps > last or clock.now_s + between_s >= until_s:
                 break
+            clock.now_s += between_s
         self._turn()
+        self._rest(n)
 
     def _resolve(self, n_prompt: int, n_output: int) -> Resolved:
         params = SamplingParams(max_tokens=n_output, temperature=0, ignore_eos=True)

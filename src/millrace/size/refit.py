@@ -14,6 +14,7 @@ import numpy as np
 
 from millrace.errors import ConfigError, plain
 from millrace.machine.devices import find_device
+from millrace.settings import read_given
 from millrace.size.capacity import Lengths
 from millrace.size.constants import profile
 from millrace.size.cost import Instance, decode_terms, prefill_terms
@@ -154,8 +155,7 @@ def read_result(path: Path) -> Result:
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+        data = read_given(path, _MOST_BYTES)
         told = json.loads(data) if len(data) <= _MOST_BYTES else None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", _EXPECTED, "check the path") from None

@@ -72,6 +72,11 @@ def blind(seed: int = 0) -> Router:
     return lambda _, servers: int(rng.integers(len(servers)))
 
 
+def router(routing: str, seed: int = 0) -> Router:
+    """One of ROUTINGS, by its name."""
+    return blind(seed) if routing == "blind" else least_loaded
+
+
 def least_loaded(_: Arrival, servers: Sequence[Routed]) -> int:
     """The one with the fewest requests; the first of several."""
     return min(range(len(servers)), key=lambda i: (servers[i].in_flight, i))

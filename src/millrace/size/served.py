@@ -76,22 +76,6 @@ def _batch(instance: Instance, lengths: tuple[float, float], concurrency: float,
     return max(1, int(min(concurrency, stack.sequences, kv_capacity(instance) / sum(lengths))))
 
 
-def static_batch(
-    instance: Instance, profile: Profile, lengths: tuple[float, float], batch: int, stack: Stack | None = None
-) -> Point:
-    """All requests start and end together. Sequences of equal lengths are read as in the engine's own runs."""
-    stack = stack or profile.stack
-    n_in, n_out = lengths
-    prefill_s = stack.prefill * profile.constants.prefill_s(instance, [n_in] * batch)
-    step_s = stack.decode * profile.constants.decode_s(instance, batch, n_in + n_out / 2) + stack.host_s * batch
-    e2e_s = prefill_s + n_out * step_s
-    return Point(
-        model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
-        input_tokens=n_in, output_tokens=n_out, concurrency=batch, rate=batch / e2e_s,
-        mean=Waits(prefill_s, step_s, e2e_s), p95=None, source=Source.ANALYTIC,
-    )  # fmt: skip
-
-
 def shares(instance: Instance, profile: Profile, point: Point, stack: Stack | None = None) -> Mapping[str, float]:
     """Of an instance's time at that point, what goes where; together 1."""
     stack, constants = stack or profile.stack, profile.constants

@@ -90,7 +90,7 @@ class HardwareSettings(Settings):
     """On what it may run."""
 
     hardware: tuple[str, ...] = setting(
-        (), "devices to choose from, such as H100, L40S, 'H100 3g' (a MIG slice) or this", metavar="NAME"
+        (), "devices to choose from, such as H100, L40S, 'H100 3g' (a MIG slice), this or all", metavar="NAME"
     )
     precision: tuple[str, ...] = setting((), "precisions to choose from; default: fp16 and fp8, as devices have them")
     tp: int | None = setting(None, "devices of an instance; default: what serves most", low=1, high=8)
@@ -104,6 +104,10 @@ class HardwareSettings(Settings):
         metavar="N,...",
     )  # fmt: skip
     simulate: bool = setting(True, "find what is chosen by simulation with the scheduler that serves: some seconds")
+    routing: str = setting(
+        "blind", "how a load falls on instances: blindly, or each request on the one with the fewest",
+        choices=("blind", "least-loaded"),
+    )  # fmt: skip
     system_size: int = setting(8, "devices of a system", low=1, high=64)
 
 

@@ -6,7 +6,7 @@ long as its request says.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from millrace.errors import ConfigError
 from millrace.runtime.batch import TokenBudget
 from millrace.size.quick import QuickLoop
 from millrace.size.stepped import SteppedLoop
-from millrace.size.virtual import TOKEN, Arrival, Seen, StepTime, VirtualClock
+from millrace.size.virtual import TOKEN, Arrival, Seen, StepTime, VirtualClock, at_once
 from millrace.tune.lines import BLOCK
 
 Floats = NDArray[np.float64]
@@ -47,6 +47,7 @@ class Simulation:
     """One replica. budget: how much of prompts a step may have, as the server's
 
     front_s: of the host for a request before it is scheduled, one after another
+    between: what the host takes after a step with so many sequences, before the next may begin
     quick: steps in which nothing happens at once, with equal times; else EngineLoop, step by step
     """
 
@@ -56,6 +57,7 @@ class Simulation:
     prefix_cache: bool = True
     quick: bool = True
     front_s: float = 0.0
+    between: Callable[[int], float] = at_once
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
@@ -81,7 +83,7 @@ class Simulation:
 
     def loop(self) -> QuickLoop | SteppedLoop:
         made = QuickLoop if self.quick else SteppedLoop
-        return made(self.limits, self.clock, self.seconds, self.budget, self.prefix_cache)
+        return made(self.limits, self.clock, self.seconds, self.between, self.budget, self.prefix_cache)
 
     def checked(self, arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
         """raises ConfigError where one fits no context, or comes before the last"""
@@ -137,7 +139,7 @@ class Server:
                 assert not self.in_flight, "what was submitted is computed, or has ended"
                 return False
             self.clock.now_s = next_s
-        self._in_system_s += n * (self.clock.now_s - now_s)
+        self._in_system_s += n * (self.clock.now_s - now_s) - (n - self.in_flight) * self._loop.after_s
         return True
 
     def result(self) -> Simulated:

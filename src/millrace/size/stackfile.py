@@ -7,6 +7,7 @@ from typing import Any
 
 from millrace.errors import ConfigError, nearest, plain
 from millrace.settings import read_given
+from millrace.size.prices import number
 from millrace.size.stack import Stack
 
 _VERSION, _MOST_BYTES = 1, 1 << 20
@@ -49,17 +50,12 @@ def read_stack(file: Path) -> OwnStack:
     for name in values:
         if name != "name" and name not in _NUMBERS:
             raise ConfigError(f"{file}: stack has {name!r:.60}", nearest(name, _NUMBERS), "fit again")
-    numbers = {name: _number(values.get(name), f"{file}: {name}") for name in _NUMBERS}
+    numbers = {name: number(values.get(name), f"{file}: {name}", "fit again") for name in _NUMBERS}
     for name in ("step_tokens", "sequences"):
         numbers[name] = int(numbers[name])
     texts = [told.get("device"), told.get("precision"), values.get("name")]
     if not all(isinstance(text, str) and len(text) <= 200 for text in texts):
         raise ConfigError(f"{file}: names are {texts!r:.120}", "device, precision and the stack's name", "fit again")
     device, precision, name = (plain(text) for text in texts)
-    return OwnStack(device, precision, Stack(name=name, **numbers), _number(told.get("error"), f"{file}: error"))  # type: ignore[arg-type]
-
-
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
-        raise ConfigError(f"{where} is {value!r:.40}", "a number from 0", "fit again")
-    return float(value)
+    off = number(told.get("error"), f"{file}: error", "fit again")
+    return OwnStack(device, precision, Stack(name=name, **numbers), off)  # type: ignore[arg-type]

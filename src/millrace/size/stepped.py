@@ -1,6 +1,7 @@
 """EngineLoop itself on a virtual clock, step by step: its executor moves the clock by what a step costs."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from millrace.size.virtual import TOKEN, Seen, StepTime, VirtualClock
 
 
 class CostExecutor(Executor):
-    """Moves the clock by what each step costs."""
+    """Moves the clock by what each step costs. n_sequences: of the last one"""
+
+    n_sequences = 0
 
     def __init__(self, limits: ExecutorLimits, clock: VirtualClock, seconds: StepTime) -> None:
         self.limits, self._clock, self._seconds = limits, clock, seconds
@@ -26,6 +29,7 @@ class CostExecutor(Executor):
         step, self._step = self._step, None
         assert step is not None, "nothing was launched"
         n = np.diff(step.starts)
+        self.n_sequences = len(n)
         ends = step.positions[step.starts[1:] - 1] + 1
         prompts = n > 1
         decoding = ends[~prompts]
@@ -59,16 +63,16 @@ class _Letters(Tokenizer):
 
 
 class SteppedLoop:
-    """ended: requests so far"""
+    """ended: requests so far; after_s: what the host took after the last step, in which nobody ends"""
 
     def __init__(
-        self, limits: ExecutorLimits, clock: VirtualClock, seconds: StepTime, budget: TokenBudget | None,
-        prefix_cache: bool,
+        self, limits: ExecutorLimits, clock: VirtualClock, seconds: StepTime, between: Callable[[int], float],
+        budget: TokenBudget | None, prefix_cache: bool,
     ) -> None:  # fmt: skip
-        executor = CostExecutor(limits, clock, seconds)
-        self._clock = clock
+        self._executor = executor = CostExecutor(limits, clock, seconds)
+        self._clock, self._between = clock, between
         self._loop = EngineLoop(executor, _Letters(limits.vocab_size), None, clock, budget, prefix_cache)
-        self.ended = 0
+        self.ended, self.after_s = 0, 0.0
 
     @property
     def steps(self) -> int:
@@ -96,4 +100,8 @@ class SteppedLoop:
 
     def step(self, until_s: float) -> bool:
         """One step; False where there is no work."""
-        return self._loop.step()
+        if not self._loop.step():
+            return False
+        self.after_s = self._between(self._executor.n_sequences)
+        self._clock.now_s += self.after_s
+        return True

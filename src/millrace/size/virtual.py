@@ -25,6 +25,11 @@ class Arrival:
 StepTime = Callable[[Sequence[float], Sequence[float], int, float], float]
 
 
+def at_once(_: int) -> float:
+    """No time between two steps: what the host takes is counted with the steps themselves."""
+    return 0.0
+
+
 # The same, as its parts: chunks of prompts; running answers without their keys and values; these.
 StepParts = Callable[[Sequence[float], Sequence[float], int, float], tuple[float, float, float]]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import ConfigError
+from millrace.settings import read_given
 
 SCHEMA = 1  # of summary.json, as `bench infer` writes it
 _MOST_BYTES, _MOST_POINTS = 1 << 24, 1000
@@ -52,8 +53,7 @@ def earlier(path: Path) -> list[Line]:
     """Of a result of `bench infer`: its folder, or the summary.json in it. raises ConfigError"""
     file = path / "summary.json" if path.is_dir() else path
     try:
-        with file.open("rb") as opened:
-            text = opened.read(_MOST_BYTES + 1)
+        text = read_given(file, _MOST_BYTES)
         if len(text) > _MOST_BYTES:
             raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
         told = json.loads(text)

@@ -94,6 +94,13 @@ _MAIN: tuple[Endpoint, ...] = (
     get("/v1/models/{model}", management.model, "One model", ModelCard, protected=True),
     get("/v1/requests/{request_id}/trace", trace.request_trace, "What happened to a request", trace.TraceList, True),
     get("/timeline", timeline.timeline, "A page of the last steps, and who was in them", None, True),
+    get(
+        "/timeline.json",
+        timeline.steps,
+        "The last steps as data: what each computed, and its time",
+        timeline.StepList,
+        True,
+    ),
     get("/v1/metadata", management.metadata, "Model, engine and licence", MetadataReply, protected=True),
     get("/v1/health/live", management.live, "Does the process answer?", HealthReply),
     get("/v1/health/ready", management.ready, "May requests be sent? 503: not now", HealthReply),

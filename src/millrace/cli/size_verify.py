@@ -1,0 +1,135 @@
+"""`millrace size verify`: what is predicted of a server beside what `millrace bench` measures of it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace.bench.server_process import ServerProcess
+from millrace.cli.bench_runner import driven
+from millrace.cli.models import engine_of
+from millrace.cli.options import json_option, made, settings_options
+from millrace.cli.screen import heading, note, pairs, print_json, table
+from millrace.compile.settings import BuildSettings
+from millrace.env import Env
+from millrace.errors import ConfigError, MachineError
+from millrace.runtime.step_cost import write_profile
+from millrace.size.verify import MEDIAN, P90, Load, Verified, VerifySettings, verify
+
+EPILOG = """\b
+Examples:
+  millrace size verify tiny
+  millrace size verify ./engine --isl 512 --osl 128 --loads 0.5,0.8 -o profile.json -- --itl-ms 50
+  millrace size verify --url http://127.0.0.1:8000
+  millrace serve ./engine --profile profile.json      /metrics has predicted step times beside measured ones"""
+_UNITS = {"ttft": (1e3, "TTFT, ms"), "itl": (1e3, "ITL, ms"), "e2e": (1e3, "E2E, ms"), "throughput": (1, "requests/s")}
+
+
+@click.command(epilog=EPILOG)
+@click.argument("model", required=False)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAGS]")
+@click.option("--url", metavar="URL", help="A server that runs, in place of MODEL; nobody else may ask it meanwhile.")
+@settings_options(VerifySettings)
+@click.option("-o", "--output", type=Path, metavar="FILE", help="Write the fitted step times there, as a profile.")
+@json_option
+@click.pass_obj
+def command(
+    env: Env, /, model: str | None, flags: tuple[str, ...], url: str | None, output: Path | None,
+    as_json: bool, **given: Any,
+) -> None:  # fmt: skip
+    """Predict how a server of this machine does under loads, and measure it.
+
+    MODEL is served on loopback, with FLAGS of `millrace serve`, and asked by `millrace bench`'s load: Poisson arrivals
+    at shares of the predicted capacity. Its steps are timed by probes in between; a simulation with the scheduler that
+    serves predicts the rest. It ends with an error where the figures are further off than they should be: a median of
+    10 %, nine of ten within 25 %.
+    """
+    asked = made(VerifySettings, given)
+    asked.shares  # noqa: B018 (complains before anything is built)
+    if (model is None) == (url is None):
+        raise ConfigError("MODEL and --url" if model else "neither MODEL nor --url", "one of them", "name what to ask")
+    if url is not None and flags:
+        raise ConfigError("FLAGS of a server that runs already", "MODEL, which is started with them", "leave them out")
+    with _served(model, flags, url, env, as_json) as at:
+        found = driven(lambda begins: verify(at, asked, begins=begins), as_json)
+    if as_json:
+        print_json(told(found))
+    else:
+        _show(found, asked)
+    if output is not None:
+        try:
+            write_profile(output, found.profile)
+        except OSError as error:
+            raise ConfigError(f"{output} cannot be written: {error.strerror}", "a file that can be",
+                              "name another") from None  # fmt: skip
+        note(f"  profile written to {output}")
+    if not found.holds:
+        raise MachineError(
+            f"predictions are off by {found.median:.1%} in the median, and one in ten by {found.p90:.1%} and more",
+            f"at most {MEDIAN:.0%} and {P90:.0%}", "leave the machine alone meanwhile, and ask for longer: --each-s",
+        )  # fmt: skip
+
+
+@contextmanager
+def _served(model: str | None, flags: tuple[str, ...], url: str | None, env: Env, quiet: bool) -> Iterator[str]:
+    if url is not None:
+        yield url
+        return
+    assert model is not None, "one of both is named"
+    _, engine = engine_of(model, BuildSettings(), env, quiet=quiet)
+    folder = engine.folder
+    engine.close()
+    with ServerProcess(folder, ("--log-level", "warning", *flags)) as server:
+        yield server.url
+
+
+def told(found: Verified) -> dict[str, Any]:
+    """JSON-able."""
+    return {
+        "model": found.model, "isa": found.isa,
+        "capacity_requests_per_s": found.capacity, "schedule": {n: getattr(found.schedule, n) for n in _SCHEDULE},
+        "profile": asdict(found.profile),
+        "loads": [
+            {"share": load.share, "requests_per_s": load.rate, "requests": load.n, "paces": load.paces,
+             "figures": [{**asdict(f), "error": f.error} for f in load.figures]} for load in found.loads
+        ],
+        "median_error": found.median, "p90_error": found.p90, "figures_judged": len(found.judged),
+        "asked": {"median_error": MEDIAN, "p90_error": P90}, "holds": found.holds,
+    }  # fmt: skip
+
+
+_SCHEDULE = (
+    "max_step_tokens", "max_sequences", "max_context", "page_tokens", "pages", "gap_limit_s", "stretch", "chunk_low"
+)  # fmt: skip
+
+
+def _show(found: Verified, asked: VerifySettings) -> None:
+    p = found.profile
+    heading(f"{found.model} ({found.isa}): predicted beside measured, {asked.isl} / {asked.osl} tokens")
+    pairs([
+        ("capacity", f"{found.capacity:.4g} requests/s, simulated with every place taken"),
+        ("steps", f"{p.n_steps:,} of probes, fitted to {p.error:.1%} (median); {p.machine}"),
+        ("beside steps", f"{p.front * 1e3:.2f} ms a request; {p.cost.host * 1e3:.2f} ms between steps, "
+                         f"{p.cost.host_sequence * 1e3:.2f} ms a sequence"),
+    ])  # fmt: skip
+    click.echo()
+    rows = [row for load in found.loads for row in _rows(load)]
+    table(["load", "requests", "", "", "predicted", "measured", "error"], rows)
+    within = "as they should be" if found.holds else "more than they should be"
+    click.echo(f"  {len(found.judged)} figures: median error {found.median:.1%} (at most {MEDIAN:.0%}), 90 % within "
+               f"{found.p90:.1%} ({P90:.0%}): {within}")  # fmt: skip
+    click.echo("  Not judged: E2E, and TTFT above 0.8 of capacity, where it is that of a queue.")
+
+
+def _rows(load: Load) -> list[list[str]]:
+    rows = []
+    for i, f in enumerate(load.figures):
+        times, unit = _UNITS[f.name]
+        named = [f"{load.share:g} ({load.rate:.3g}/s)", str(load.n)] if not i else ["", ""]
+        mark = "" if f.judged else " -"
+        rows.append([*named, unit, f.of, f"{f.predicted * times:,.4g}", f"{f.measured * times:,.4g}",
+                     f"{f.error:+.1%}{mark}"])  # fmt: skip
+    return rows

@@ -1,0 +1,50 @@
+"""`millrace size verify`: a server of its own under a small load, its profile for `millrace serve`, and mistakes."""
+
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from millrace.bench.demo_load import Ask, ask
+from millrace.bench.server_process import ServerProcess
+from tests.cli.conftest import Millrace
+
+SHORT = ("--isl", "24", "--osl", "12", "--loads", "0.3", "--rounds", "1", "--each-s", "0.6", "--probe-s", "0.3")
+
+
+def test_a_server_beside_its_prediction(millrace: Millrace, built_tiny: Path, tmp_path: Path) -> None:
+    """How near they are is not asked of a second on a busy machine; that they are of the same load is."""
+    file = tmp_path / "p.json"
+    done = millrace("size", "verify", built_tiny, *SHORT, "--json", "-o", file, "--", "--itl-ms", "77")
+    told = json.loads(done.out)
+    assert done.code == (0 if told["holds"] else 2), done.err
+    assert told["holds"] == (told["median_error"] <= 0.1 and told["p90_error"] <= 0.25)
+    assert told["schedule"]["gap_limit_s"] == pytest.approx(0.077), "the flag went to the server"
+    (load,) = told["loads"]
+    assert load["share"] == 0.3 and load["requests_per_s"] == pytest.approx(0.3 * told["capacity_requests_per_s"])
+    by = {(f["name"], f["of"]): f for f in load["figures"]}
+    assert len(by) == 7 and sum(f["judged"] for f in by.values()) == told["figures_judged"] == 5
+    for figure in by.values():
+        assert figure["error"] == pytest.approx(figure["predicted"] / figure["measured"] - 1)
+        assert figure["predicted"] > 0 and figure["measured"] > 0
+    assert by["ttft", "mean"]["measured"] < by["e2e", "mean"]["measured"] < 60
+    assert by["ttft", "mean"]["predicted"] < by["e2e", "mean"]["predicted"] < 60
+    with ServerProcess(built_tiny, ("--log-level", "error", "--profile", str(file))) as server:
+        ask(server.url, Ask("Tell me a story.", 30, seed=1, ignore_eos=True))
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as reply:
+            lines = [line for line in reply.read().decode().splitlines() if line.startswith("millrace:step_")]
+    found = {line.partition("{")[0]: float(line.split(" ")[-1]) for line in lines}
+    assert 0.1 < found["millrace:step_predicted_seconds"] / found["millrace:step_seconds"] < 10
+    other = json.loads(file.read_text()) | {"engine": "0" * 32}
+    file.write_text(json.dumps(other))
+    millrace("serve", built_tiny, "--port", "0", "--profile", file).assert_mistake("the profile is of the engine 000")
+
+
+def test_mistakes(millrace: Millrace, built_tiny: Path) -> None:
+    millrace("size", "verify").assert_mistake("neither MODEL nor --url")
+    millrace("size", "verify", built_tiny, "--url", "http://127.0.0.1:9").assert_mistake("MODEL and --url")
+    millrace("size", "verify", built_tiny, "--loads", "3").assert_mistake("--loads")
+    millrace("size", "verify", "--url", "http://127.0.0.1:9").assert_mistake("timeline.json")
+    millrace("size", "--rate", "3", "verify", built_tiny).assert_mistake("answers before `verify`")
+    millrace("serve", built_tiny, "--profile", "/no/such/file").assert_mistake("cannot be read")
