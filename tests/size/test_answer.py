@@ -291,7 +291,7 @@ def test_seed_b_in_closed_loops() -> None:
 
 def test_all_gpus_of_the_catalogue_the_cheapest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that fit, as each would be by itself; the cheapest are simulated, and one of them is the answer."""
-    asked: dict[str, Any] = {"model": "llama-3-8b", "isl": 300, "osl": 20, "rate": 50, "ttft_ms": 200, "e2e_ms": 2000}
+    asked: dict[str, Any] = {"model": "llama-3-8b", "isl": 300, "osl": 6, "rate": 50, "ttft_ms": 200}
     closed = plan(**asked, hardware=["all"], simulate=False)
     names = [one.device for one in closed.alternatives]
     assert {"T4", "L4", "H100 SXM", "MI300X", "B200"} <= set(names) and len(names) == len(set(names)) > 15
@@ -305,6 +305,7 @@ def test_all_gpus_of_the_catalogue_the_cheapest_first(monkeypatch: pytest.Monkey
     monkeypatch.setattr(capacity, "_LEAST", 100)
     monkeypatch.setattr(capacity, "_TURNS", 1)
     monkeypatch.setattr(answer_module, "_MOST_SIMULATED", 1)
+    monkeypatch.setattr(answer_module, "changes", lambda *_: ())  # not looked at here
     found = plan(**asked, hardware=["all"])
     first, *rest = found.alternatives
     assert first.plan is found.plan and found.plan.point.source == Source.SIMULATED
