@@ -1,4 +1,4 @@
-"""Tensors of KServe's protocol: datatypes, and their bytes as the binary extension has them."""
+"""Tensors of KServe's protocol, for server and load generator: datatypes, and their bytes in the binary extension."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
