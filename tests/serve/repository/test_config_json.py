@@ -31,7 +31,8 @@ TEXTS = [
       control_input { name: "S" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }
       state { input_name: "i" output_name: "o" data_type: TYPE_FP32 dims: -1
         initial_state { data_type: TYPE_FP32 dims: 1 zero_data: true name: "z" } } }
-    model_metrics { metric_control { metric_identifier { family: "f" } histogram_options { buckets: [ 1, inf, nan ] } } }
+    model_metrics { metric_control { metric_identifier { family: "f" }
+      histogram_options { buckets: [ 1, inf, nan ] } } }
     model_warmup { name: "w" inputs { key: "i" value { dims: 2 random_data: true } } }""",
     """platform: "ensemble" ensemble_scheduling { step { model_name: "m" model_version: -1
       input_map { key: "a" value: "b" } output_map { key: "c" value: "d" } } }""",

@@ -18,8 +18,8 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    found = {}
-    for spec in specs(type(message)).values():
+    found, cls = {}, message.__class__
+    for spec in specs(cls).values():
         value = getattr(message, spec.attribute)
         unset = value is None or (spec.oneof and value == spec.default)
         if not unset:
