@@ -124,9 +124,10 @@ class QueueFlags(Settings):
 @json_option
 @click.pass_obj
 def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None:
-    """Serve MODEL to clients of OpenAI, Anthropic and Ollama, tensor models to those of KServe.
+    """Serve MODEL to clients of OpenAI, Anthropic and Ollama.
 
-    It is built first where needed. Ends with SIGTERM or Ctrl-C after the running requests are answered; a second
+    With --model-repository, a folder of tensor models to clients of KServe (Triton), with or without MODEL. MODEL is
+    built first where needed. Ends with SIGTERM or Ctrl-C after the running requests are answered; a second
     signal ends it at once. With --json, one line on stdout says when and where it is ready.
     """
     flags, repository = made(ServeFlags, given), repository_model(made(RepositoryFlags, given))
