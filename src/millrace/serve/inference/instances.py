@@ -55,6 +55,8 @@ class Worker:
         self.answers_later = False
         self.ready: Future[None] = Future()  # loaded; or what loading raised
         self.closed: Future[None] = Future()
+        for future in (self.ready, self.closed):  # whoever waits for one may give up; it comes all the same
+            future.set_running_or_notify_cancel()
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"millrace-{name}", daemon=True).start()
 

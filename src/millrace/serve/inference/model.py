@@ -140,7 +140,7 @@ class Model:
         while self._idle and (batch := self._queue.take(now_ns)) is not None:
             self._n_busy += 1
             for request in batch.requests:
-                request.started_ns = now_ns
+                request.started_ns, request.batch = now_ns, batch
                 if self._begun is not None:
                     self._begun.append(request)
             self._idle.popleft().take(batch)
@@ -158,7 +158,7 @@ class Model:
     def _freed(self, worker: Worker, batch: Batch) -> None:
         """An instance is done with a batch; what it answered has come before this."""
         now_ns = time.monotonic_ns()
-        self.statistics.executed(batch, now_ns)
+        self._count(batch, now_ns)
         if not worker.answers_later:
             for request in batch.requests:
                 if not request.finished:
@@ -197,11 +197,20 @@ class Model:
         request.finished = True
         self._n_open -= 1
         now_ns = time.monotonic_ns()
+        if request.batch is not None:
+            self._count(request.batch, now_ns)
         if error is None:
             self.statistics.answered(request, now_ns)
             return
         reason = "CANCELED" if request.cancelled else "BACKEND" if request.started_ns else "REJECTED"
         self.statistics.failed(request, now_ns, reason)
+
+    def _count(self, batch: Batch, now_ns: int) -> None:
+        """At its first answer: whoever has one finds it in the statistics."""
+        if batch.requests[0].batch is not None:
+            self.statistics.executed(batch, now_ns)
+            for request in batch.requests:
+                request.batch = None
 
     def _release(self) -> None:
         """Answers whose turn it is: those of the oldest request that was begun, and once it has ended, of the next."""

@@ -36,7 +36,7 @@ class InferRequest:
     """
 
     __slots__ = (
-        "batch_size", "cancelled", "computed_ns", "computing_ns", "correlation_id", "deadline_ns", "finished",
+        "batch", "batch_size", "cancelled", "computed_ns", "computing_ns", "correlation_id", "deadline_ns", "finished",
         "flags", "id", "inputs", "n_responses", "outputs", "parameters", "priority", "queued_ns", "receive",
         "received_ns", "send_by", "shape_key", "started_ns", "timeout_us",
     )  # fmt: skip
@@ -51,6 +51,7 @@ class InferRequest:
         self.computing_ns = self.computed_ns = 0  # when its backend had its inputs, and its outputs
         self.n_responses, self.finished, self.cancelled = 0, False, False
         self.receive: Receiver | None = None
+        self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
         self.send_by: Sender = _nobody
 
     @property

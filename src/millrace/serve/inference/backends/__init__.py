@@ -6,6 +6,7 @@ from millrace.errors import nearest
 from millrace.serve.inference.backend import ModelBackend
 from millrace.serve.inference.backends.add_sub import AddSubBackend
 from millrace.serve.inference.backends.identity import IdentityBackend
+from millrace.serve.inference.backends.python import PythonBackend
 from millrace.serve.inference.backends.repeat import RepeatBackend
 from millrace.serve.inference.status import Code, StatusError
 
@@ -13,6 +14,7 @@ GROUP = "millrace.backends"  # of third parties' entry points
 BACKENDS: dict[str, type[ModelBackend]] = {
     "add_sub": AddSubBackend,
     "identity": IdentityBackend,
+    "python": PythonBackend,
     "repeat": RepeatBackend,
 }
 
