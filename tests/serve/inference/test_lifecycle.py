@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -131,6 +132,26 @@ def test_a_reload_under_load_drops_no_request(root: Path) -> None:
         assert min(counts) >= 5
 
 
+def test_a_client_that_goes_away_cancels_what_it_asked(root: Path) -> None:
+    write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "300" } }'})
+    with serving(root) as url:
+        host, port = url.removeprefix("http://").split(":")
+        body = json.dumps(ONE).encode()
+        head = b"POST /v2/models/m/infer HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        sockets = [socket.create_connection((host, int(port))) for _ in range(2)]
+        for one in sockets:
+            one.sendall(head + body)
+        time.sleep(0.1)  # the first is being computed, the second waits
+        sockets[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # gone, not only silent
+        sockets[1].close()
+        assert sockets[0].recv(100).startswith(b"HTTP/1.1 200 OK")
+        sockets[0].close()
+        (stats,) = httpx.get(f"{url}/v2/models/m/stats").json()["model_stats"]
+        assert (stats["execution_count"], stats["inference_stats"]["fail"]["count"]) == (1, 1)
+        text = httpx.get(f"{url}/metrics").text
+        assert 'nv_inference_request_failure{model="m",version="1",reason="CANCELED"} 1\n' in text
+
+
 def test_folders_are_followed(root: Path) -> None:
     def becomes(what: Any) -> None:
         until_s = time.monotonic() + 10
@@ -242,42 +263,61 @@ def test_queues_refuse_and_time_out(root: Path) -> None:
     asyncio.run(run())
 
 
-def test_answers_come_in_order_where_that_is_asked(root: Path) -> None:
-    """Two instances, the first of which is slower with its first request."""
-    config = "dynamic_batching { preserve_ordering: %s } instance_group { count: 2 }"
-    for ordered in ("true", "false"):
-        write_models(root, {"m": BATCHES % (config % ordered)})
+SLEEPER = """
+import time
+import triton_python_backend_utils as pb_utils
 
-        async def run() -> list[int]:
-            order: list[int] = []
-            async with Loaded(root) as repository:
-                model = repository.get("m")
-                gates = [threading.Event() for _ in range(3)]
-                for i, request in enumerate([asked(model, 8.0) for _ in range(3)]):
-                    request.batch_size = 8
 
-                    def receive(response: Any, error: Any, final: bool, i: int = i) -> None:
-                        order.append(i)
+class TritonPythonModel:
+    def execute(self, requests):
+        (values,) = [r.inputs()[0].as_numpy() for r in requests]
+        time.sleep(float(values[0, 0]))
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", values)])]
+"""
 
-                    model.submit(request, receive)
-                    send = request.send_by
 
-                    def gated(request: Any, *answer: Any, i: int = i, send: Any = send) -> None:
-                        gates[i].wait(5)
-                        send(request, *answer)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_answers_come_in_order_where_that_is_asked(tmp_path: Path, ordered: bool) -> None:
+    """Two instances, of which one takes long for the first request, and the other none for the rest."""
+    batching = f"dynamic_batching {{ preferred_batch_size: [ 1 ] preserve_ordering: {str(ordered).lower()} }}"
+    config = (BATCHES % f"{batching} instance_group {{ count: 2 }}").replace('"identity"', '"python"')
+    write_models(tmp_path, {"m": config})
+    (tmp_path / "m" / "1" / "model.py").write_text(SLEEPER)
 
-                    request.send_by = gated
-                gates[1].set()
-                gates[2].set()
-                await asyncio.sleep(0.1)
-                gates[0].set()
-                until_s = time.monotonic() + 5
-                while len(order) < 3 and time.monotonic() < until_s:
-                    await asyncio.sleep(0.005)
+    async def run() -> list[float]:
+        async with Loaded(tmp_path) as repository:
+            model, order = repository.get("m"), list[float]()
+            asking = [asyncio.ensure_future(model.infer(asked(model, seconds))) for seconds in (0.15, 0.01, 0.02)]
+            for one in asking:
+                one.add_done_callback(lambda f: order.append(f.result().outputs["OUTPUT0"].item()))
+            await asyncio.gather(*asking)
+            await asyncio.sleep(0)
             return order
 
-        order = asyncio.run(run())
-        assert order == [0, 1, 2] if ordered == "true" else order[-1] == 0
+    order = [round(seconds, 2) for seconds in asyncio.run(run())]
+    assert order == ([0.15, 0.01, 0.02] if ordered else [0.01, 0.02, 0.15])
+
+
+def test_what_is_quick_and_small_is_computed_where_it_is_asked(root: Path) -> None:
+    async def run() -> None:
+        async with Loaded(root) as repository:
+            model = repository.get("m")
+            found = list[Any]()
+            small = asked(model, 7)
+            model.submit(small, lambda response, error, final: found.append((response, error, final)))
+            ((response, error, final),) = found
+            assert response.outputs["OUTPUT0"].tolist() == [[7]] and error is None and final, "before `submit` returned"
+            assert model.statistics.n_executions == 1 and model.statistics.stages["success"].count == 1
+            write_models(root, {"wide": identity("FP32", "-1")})
+            await repository._load("wide")
+            wide = repository.get("wide")
+            request, data = InferRequest({}), np.zeros(1 << 15, np.float32)
+            wide.checker.take(request, [Given("INPUT0", "FP32", data.shape, data)])
+            answering = asyncio.ensure_future(wide.infer(request))
+            await asyncio.sleep(0)
+            assert not answering.done() and len((await answering).outputs["OUTPUT0"]) == 1 << 15, "in its thread"
+
+    asyncio.run(run())
 
 
 def test_a_decoupled_model_answers_as_often_as_it_likes(tmp_path: Path) -> None:

@@ -36,9 +36,15 @@ class InstanceGiven:
 
 
 class Instance(ABC):
-    """Made, asked and closed in one thread of its own, never two requests at a time unless they are a batch."""
+    """Made, asked and closed in one thread of its own, never two requests at a time unless they are a batch.
 
-    answers_later = False  # whether a request may still be answered after `execute` has returned
+    answers_later: a request may still be answered after `execute` has returned.
+    quick_bytes: inputs of no more bytes take `execute` some microseconds, less than another thread does to wake up; it
+        is then called in the event loop's thread, while its own waits.
+    """
+
+    answers_later = False
+    quick_bytes = 0
 
     @abstractmethod
     def execute(self, requests: Sequence[InferRequest]) -> None:

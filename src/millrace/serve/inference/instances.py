@@ -52,7 +52,8 @@ class Worker:
     ) -> None:
         """freed: called in the event loop when a batch is done with, after whatever it answered"""
         self.name, self._make, self._outbox, self._freed = name, make, outbox, freed
-        self.answers_later = False
+        self.answers_later, self._quick_bytes = False, 0
+        self._instance: Instance | None = None
         self.ready: Future[None] = Future()  # loaded; or what loading raised
         self.closed: Future[None] = Future()
         for future in (self.ready, self.closed):  # whoever waits for one may give up; it comes all the same
@@ -62,6 +63,15 @@ class Worker:
 
     def take(self, batch: Batch) -> None:
         self._batches.put(batch)
+
+    def run_here(self, batch: Batch) -> bool:
+        """Compute it in this thread, the event loop's, where that is quicker than waking another; False: it is not."""
+        if not self._quick_bytes or self._instance is None:
+            return False
+        if sum(array.nbytes for r in batch.requests for array in r.inputs.values()) > self._quick_bytes:
+            return False
+        self._answer(self._instance, batch)
+        return True
 
     def close(self) -> None:
         """After its last batch; does not wait."""
@@ -74,7 +84,8 @@ class Worker:
             self.ready.set_exception(_as_status(error))
             self.closed.set_result(None)
             return
-        self.answers_later = instance.answers_later
+        self.answers_later, self._quick_bytes = instance.answers_later, instance.quick_bytes
+        self._instance = instance
         self.ready.set_result(None)
         while (batch := self._batches.get()) is not None:
             self._execute(instance, batch)
@@ -86,6 +97,10 @@ class Worker:
         self.closed.set_result(None)
 
     def _execute(self, instance: Instance, batch: Batch) -> None:
+        self._answer(instance, batch)
+        self._outbox.post(self._freed, self, batch)
+
+    def _answer(self, instance: Instance, batch: Batch) -> None:
         try:
             instance.execute(batch.requests)
         except Exception as error:  # a model may raise anything; it is the answer of these requests
@@ -93,7 +108,6 @@ class Worker:
             log.debug("%s: %s", self.name, failed, exc_info=error)
             for request in batch.requests:
                 request.fail(failed)
-        self._outbox.post(self._freed, self, batch)
 
 
 def _as_status(error: BaseException) -> StatusError:

@@ -138,11 +138,17 @@ class Model:
         for request in self._queue.expired(now_ns):
             self._answered(request, None, StatusError(Code.UNAVAILABLE, "Request timeout expired"), True)
         while self._idle and (batch := self._queue.take(now_ns)) is not None:
-            self._n_busy += 1
             for request in batch.requests:
                 request.started_ns, request.batch = now_ns, batch
+                request.send_by = self._answered  # in this thread, if it is computed here
                 if self._begun is not None:
                     self._begun.append(request)
+            if self._idle[0].run_here(batch):
+                self._end(self._idle[0], batch)
+                continue
+            for request in batch.requests:
+                request.send_by = self._send
+            self._n_busy += 1
             self._idle.popleft().take(batch)
         if self._timer is not None:
             self._timer.cancel()
@@ -157,17 +163,20 @@ class Model:
 
     def _freed(self, worker: Worker, batch: Batch) -> None:
         """An instance is done with a batch; what it answered has come before this."""
-        now_ns = time.monotonic_ns()
-        self._count(batch, now_ns)
-        if not worker.answers_later:
-            for request in batch.requests:
-                if not request.finished:
-                    failed = StatusError(Code.INTERNAL, f"{request.named}no response from model '{self.name}'")
-                    self._answered(request, None, failed, True)
+        self._end(worker, batch)
         self._n_busy -= 1
         self._idle.append(worker)
-        self._dispatch(now_ns)
+        self._dispatch(time.monotonic_ns())
         self._close_if_done()
+
+    def _end(self, worker: Worker, batch: Batch) -> None:
+        self._count(batch, time.monotonic_ns())
+        if worker.answers_later:
+            return
+        for request in batch.requests:
+            if not request.finished:
+                failed = StatusError(Code.INTERNAL, f"{request.named}no response from model '{self.name}'")
+                self._answered(request, None, failed, True)
 
     # ------------------------------------------------------------------ answers
 

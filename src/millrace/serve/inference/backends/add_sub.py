@@ -11,6 +11,8 @@ _NOT_NUMBERS = (DataType.TYPE_STRING, DataType.TYPE_BOOL, DataType.TYPE_INVALID)
 
 
 class _AddSub(Batched):
+    quick_bytes = 64 << 10
+
     def __init__(self, given: InstanceGiven) -> None:
         super().__init__(given)
         tensors = [(t.data_type, t.dims) for side in (given.config.input, given.config.output) for t in side]
