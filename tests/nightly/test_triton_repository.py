@@ -1,5 +1,6 @@
 """Triton's own HTTP client on a repository that is served: health, metadata, every datatype, control, statistics."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,6 +118,10 @@ def test_models_are_loaded_and_unloaded(client: Any) -> None:
     client.load_model("simple")
     assert client.is_model_ready("simple")
     added(client)
+    config = client.get_model_config("simple")
+    client.load_model("simple", config=json.dumps({**config, "max_batch_size": 16}))
+    assert client.get_model_config("simple")["max_batch_size"] == 16
+    client.load_model("simple")
     states = {m["name"]: m["state"] for m in client.get_model_repository_index()}
     assert states["simple"] == "READY" and len(states) == len(DTYPES) + 2
 

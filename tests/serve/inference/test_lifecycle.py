@@ -105,6 +105,32 @@ def test_a_failed_reload_keeps_what_is_served(root: Path) -> None:
         assert "expects 'FP64'" in infer(url).text
 
 
+def test_a_configuration_may_come_with_the_load(root: Path) -> None:
+    with serving(root, model_control_mode="explicit", load_model=("m",)) as url:
+        told = httpx.get(f"{url}/v2/models/m/config").json()
+        assert control(url, "m", "load", {"parameters": {"config": json.dumps(told)}}) == (200, "")
+        assert httpx.get(f"{url}/v2/models/m/config").json() == told, "what is told may be given back"
+        told |= {"max_batch_size": 2, "parameters": {"execute_delay_ms": {"string_value": "1"}}}
+        assert control(url, "m", "load", {"parameters": {"config": json.dumps(told)}}) == (200, "")
+        now = httpx.get(f"{url}/v2/models/m/config").json()
+        assert (now["max_batch_size"], now["parameters"]) == (2, {"execute_delay_ms": {"string_value": "1"}})
+        before = index(url)
+        for config, says in (
+            ('{"max_batchsize": 2}', '"max_batchsize" is no field of a configuration'),
+            ('{"max_batch_size": "x"}', '"x" for max_batch_size'),
+            ('{"a b": 2}', '"unknown_field" is no field of a configuration'),
+            ('{"name": "other"}', "unexpected directory name 'm' for model 'other'"),
+            ("[]", "attempt to access JSON non-object as object"),
+            ("{", "failed to parse the request JSON buffer: "),
+        ):
+            assert says in control(url, "m", "load", {"parameters": {"config": config}})[1]
+        assert control(url, "m", "load", {"parameters": {"config": 1}})[0] == 500
+        assert control(url, "m", "load", {"parameters": {"file:1/model.py": ""}})[0] == 501
+        assert index(url) == before and infer(url).status_code == 200
+        assert control(url, "m", "load") == (200, "")
+        assert httpx.get(f"{url}/v2/models/m/config").json()["max_batch_size"] == 8, "the file's again"
+
+
 def test_a_reload_under_load_drops_no_request(root: Path) -> None:
     slow = BATCHES % 'dynamic_batching { } parameters { key: "execute_delay_ms" value { string_value: "3" } }'
     write_models(root, {"m": slow})

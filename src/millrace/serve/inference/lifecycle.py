@@ -7,7 +7,7 @@ the old ones answer what they have taken before they are unloaded. Where a new o
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -19,6 +19,7 @@ from millrace.serve.inference.model import Loadable, Model
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository import folders
 from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.from_json import text_of
 from millrace.serve.repository.problems import Level
 from millrace.settings import Settings, setting
 
@@ -127,10 +128,10 @@ class ModelRepository:
             self._in_background(self._poll())
         return failed
 
-    async def load(self, name: str) -> None:
-        """By a client. raises StatusError"""
+    async def load(self, name: str, config: Mapping[str, Any] | None = None) -> None:
+        """By a client. config: in place of its file's. raises StatusError"""
         self._check_mode()
-        await self._load(name)
+        await self._load(name, None if config is None else text_of(config).encode("utf-8", "surrogatepass"))
 
     async def unload(self, name: str) -> None:
         """By a client; requests that it has taken are still answered. raises StatusError"""
@@ -165,13 +166,13 @@ class ModelRepository:
             return error
         return None
 
-    async def _load(self, name: str) -> None:
+    async def _load(self, name: str, given: bytes | None = None) -> None:
         try:
             folders.check_model_name(name)
         except RequestError as error:
             raise StatusError(Code.INVALID_ARG, error.what) from None
         async with self._changing:
-            stamp, read = await asyncio.to_thread(self._read, name)
+            stamp, read = await asyncio.to_thread(self._read, name, given)
             new = await self._new_models(name, read)
             entry = self._entries.setdefault(name, _Entry())
             old, entry.models, entry.stamp = entry.models, new, stamp
@@ -181,8 +182,9 @@ class ModelRepository:
                 self._in_background(model.retire())
             log.info("loaded %s, version %s", name, ", ".join(map(str, sorted(new))))
 
-    def _read(self, name: str) -> tuple[object, folders.Model | None]:
-        return _stamp(self.flags.roots, name), folders.read_model(self.flags.roots, name, self.flags.model_config_name)
+    def _read(self, name: str, given: bytes | None) -> tuple[object, folders.Model | None]:
+        roots = self.flags.roots
+        return _stamp(roots, name), folders.read_model(roots, name, self.flags.model_config_name, given)
 
     async def _new_models(self, name: str, read: folders.Model | None) -> dict[int, Model]:
         """All of its versions, loaded, or none. raises StatusError, and the index says why where nothing is served"""

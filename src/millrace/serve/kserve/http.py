@@ -188,10 +188,7 @@ class Front:
         if not isinstance(parameters, dict):
             raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
         if action == "load":
-            if parameters:
-                what = f"load parameter '{next(iter(parameters))}' is not supported yet"
-                raise StatusError(Code.UNSUPPORTED, what)
-            await self._repository.load(name)
+            await self._repository.load(name, _given_config(parameters))
             return
         if not isinstance(parameters.get("unload_dependents", False), bool):
             what = "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
@@ -228,6 +225,16 @@ def _header_length(said: bytes | None) -> int | None:
     if not text.removeprefix("-").isdigit() or not text.isascii() or len(text) > 19:
         raise invalid(f"Unable to parse {HEADER}, got: {text}")
     return int(text)
+
+
+def _given_config(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Of a load. raises StatusError"""
+    for key, value in parameters.items():
+        if key != "config":
+            raise StatusError(Code.UNSUPPORTED, f"load parameter '{key}' is not supported yet")
+        if not isinstance(value, str):
+            raise StatusError(Code.INTERNAL, "attempt to access JSON non-string as string")
+    return _object(parameters["config"].encode("utf-8", "surrogatepass")) if "config" in parameters else None
 
 
 def _object(body: bytes) -> dict[str, Any]:

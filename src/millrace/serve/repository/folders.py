@@ -86,12 +86,15 @@ def read_repository(root: Path, config_name: str = "") -> Repository:
     return Repository(root, tuple(models), tuple(problems))
 
 
-def read_model(roots: Sequence[Path], name: str, config_name: str = "") -> Model | None:
-    """One of them, where it is in one of the repositories; the steps of an ensemble are not looked at."""
+def read_model(roots: Sequence[Path], name: str, config_name: str = "", given: bytes | None = None) -> Model | None:
+    """One of them, where it is in one of the repositories; the steps of an ensemble are not looked at.
+
+    given: a configuration in place of the file's
+    """
     there = [root for root in roots if (root / name).is_dir()]
     if not there:
         return None
-    model = _model(there[0], there[0] / name, config_name)
+    model = _model(there[0], there[0] / name, config_name, given)
     if len(there) > 1:
         expected = f"{there[0] / name} to be the only one"
         what = "model appears in two or more repositories"
@@ -150,12 +153,13 @@ def _is_plain(name: str) -> bool:
     return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
 
 
-def _model(root: Path, folder: Path, config_name: str) -> Model:
+def _model(root: Path, folder: Path, config_name: str, given_config: bytes | None = None) -> Model:
     model = Model(folder.name, folder)
     if _leaves(root, folder):
         _outside(model, folder)
         return model
-    read = _read(root, model, config_name)
+    given_file = folder / "(given).pbtxt"
+    read = _read(root, model, config_name) if given_config is None else read_config(given_config, given_file)
     entries = _entries(folder, model.problems)
     versions = tuple(sorted(_versions(root, model, entries)))
     first = _entries(folder / str(versions[0]), model.problems) if versions else []
