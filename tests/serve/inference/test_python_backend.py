@@ -1,8 +1,10 @@
 """model.py files as Triton's users write them, unchanged: what they may use, and what they do that goes wrong."""
 
 import asyncio
+import gc
 import json
 import sys
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -367,3 +369,28 @@ def test_finalize_is_called_when_a_model_is_unloaded(tmp_path: Path) -> None:
             assert mark.exists()
 
     asyncio.run(run())
+
+
+@pytest.mark.nightly
+def test_a_model_that_raises_ten_thousand_times_leaves_memory_flat(tmp_path: Path) -> None:
+    """server#7481: there shared memory grows with every exception."""
+    code = HEAD + "    def execute(self, requests):\n        raise ValueError('x' * 1000)\n"
+    write(tmp_path, "m", code, ANY % "")
+
+    async def run() -> int:
+        async with loaded(tmp_path) as repository:
+            await repository.load("m")
+            model, held = repository.get("m"), 0
+            for i in range(10_000):
+                if i == 1000:
+                    tracemalloc.start()
+                    held = tracemalloc.get_traced_memory()[0]
+                with pytest.raises(StatusError):
+                    await model.infer(asked(model, IN=objects([b"y" * 1000])))
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0] - held
+
+    try:
+        assert asyncio.run(run()) < 200_000, "9,000 requests, each of more than 2,000 bytes"
+    finally:
+        tracemalloc.stop()
