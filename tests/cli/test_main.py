@@ -91,7 +91,7 @@ def test_version(millrace: Millrace) -> None:
         (["serve", "tiny", "--max-model-len", "512"], ["did you mean --max-context?"]),
         (["generate", "tiny", "Once", "--dtype", "half"], ["did you mean --precision?"]),
         (["serve", "-m", "tiny"], ["did you mean MODEL?"]),
-        (["serve"], ["Missing argument 'MODEL'", "millrace serve --help"]),
+        (["serve"], ["there is nothing to serve", "MODEL, --model-repository DIR, or both"]),
         (["generate", "tiny"], ["there is no prompt", "millrace generate MODEL PROMPT"]),
         (["generate", "tiny", "Once", "-p", "Once"], ["the prompt is given twice"]),
         (

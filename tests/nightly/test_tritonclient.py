@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.bench.infer.tensors import DTYPES
 from millrace.bench.null_ledger import NullTiming
 from millrace.bench.null_process import NullProcess
+from millrace.serve.kserve.tensors import DTYPES
 
 pytestmark = pytest.mark.nightly
 INSTANCES = 3

@@ -39,7 +39,10 @@ SERVER = ("src/millrace/checkpoint", "src/millrace/engine", "src/millrace/runtim
 # Pinned: a comparison is with a version. Built from source, as the benchmarks build it.
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino==2026.4.1")
 BESIDE_LLAMA_CPP = ("tests/checkpoint/gguf", "tests/benchmarks")
-BESIDE_TRITON = ("tests/nightly/test_tritonclient.py", "tests/serve/repository/test_text.py")
+BESIDE_TRITON = (
+    "tests/nightly/test_tritonclient.py", "tests/nightly/test_triton_repository.py",
+    "tests/serve/repository/test_text.py",
+)  # fmt: skip
 TUTORIAL = "tests/nightly/test_tutorial.py"
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
@@ -97,10 +100,13 @@ PARTS = (
         packages=("lm-eval==0.4.13", "accelerate==1.15.0"), files=BESIDE_LM_EVAL,
     ),
     Part(
-        "tritonclient", "Triton's own client on the server that the load generator is tested with",
+        "tritonclient", "Triton's own client on a served repository, and on the load generator's null server",
         ("{python}", "-m", "pytest", "-m", "nightly", "--skips", "none", *BESIDE_TRITON),
         packages=("tritonclient[http,grpc]==2.73.0",),
-        files=(*BESIDE_TRITON, "src/millrace/bench/null_kserve.py", "src/millrace/bench/null_grpc.py"),
+        files=(
+            *BESIDE_TRITON, "src/millrace/bench/null_kserve.py", "src/millrace/bench/null_grpc.py",
+            "src/millrace/serve/kserve", "src/millrace/serve/inference", "src/millrace/serve/repository",
+        ),
     ),
     Part(
         "beside-aiperf", "AIPerf and `millrace bench` in turns on servers whose times are known; needs an idle machine",

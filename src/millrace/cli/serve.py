@@ -1,9 +1,10 @@
-"""`millrace serve`: MODEL behind the OpenAI protocol, until SIGTERM or Ctrl-C."""
+"""`millrace serve`: MODEL behind the protocols of language models, tensor models behind KServe's, until SIGTERM."""
 
 import json
 import logging
 import re
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -13,6 +14,7 @@ import click
 from millrace.cli.models import opened_to_serve
 from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, said, size
+from millrace.cli.serve_repository import repository_model
 from millrace.cli.tables import Tables
 from millrace.compile.rooflines import kept_roofline
 from millrace.compile.settings import BuildSettings
@@ -29,6 +31,7 @@ from millrace.runtime.service import AsyncEngine, ServiceOptions
 from millrace.runtime.step_cost import StepProfile, read_profile
 from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
+from millrace.serve.inference.lifecycle import RepositoryFlags
 from millrace.serve.record import RecordedEngine, Recorder
 from millrace.serve.routes import read_keys
 from millrace.serve.server import bind, serve
@@ -41,6 +44,7 @@ EPILOG = """\b
 Examples:
   millrace serve tiny
   millrace serve ./llama-3.2-1b --precision w4a8 --port 9000 --api-key-file keys.txt
+  millrace serve --model-repository ./models
   curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Tell me a story."}], "stream": true}'"""
 LEVELS = ("debug", "info", "warning", "error")
@@ -131,57 +135,84 @@ class ProfileFlags(Settings):
 
 
 @click.command(epilog=EPILOG)
-@click.argument("model")
-@settings_options(ServeFlags, QueueFlags, ProfileFlags, BuildSettings, RunSettings)
+@click.argument("model", required=False)
+@settings_options(ServeFlags, QueueFlags, ProfileFlags, RepositoryFlags, BuildSettings, RunSettings)
 @json_option
 @click.pass_obj
-def command(env: Env, /, model: str, as_json: bool, **given: Any) -> None:
+def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None:
     """Serve MODEL to clients of OpenAI, Anthropic and Ollama.
 
-    It is built first where needed. Ends with SIGTERM or Ctrl-C after the running requests are answered; a second
+    With --model-repository, a folder of tensor models to clients of KServe (Triton), with or without MODEL. MODEL is
+    built first where needed. Ends with SIGTERM or Ctrl-C after the running requests are answered; a second
     signal ends it at once. With --json, one line on stdout says when and where it is ready.
     """
-    flags = made(ServeFlags, given)
-    settings, turns = flags.server(), made(QueueFlags, given)
+    flags, repository = made(ServeFlags, given), repository_model(made(RepositoryFlags, given))
+    if model is None and repository is None:
+        raise ConfigError("there is nothing to serve", "MODEL, --model-repository DIR, or both", "name one")
+    settings = flags.server()
     bind(settings.host, settings.port).close()  # a port that is taken is said before the model is loaded
     logging.getLogger("millrace").setLevel(flags.log_level.upper())
-    build, run = made(BuildSettings, given), made(RunSettings, given)
+    if model is None:
+        assert repository is not None
+        _check_model_is_there(flags, given)
+        serve([repository], settings, _announcer(as_json, repository), last=True)
+        return
+    turns, build, run = made(QueueFlags, given), made(BuildSettings, given), made(RunSettings, given)
     warm, profile = _warm_prompts(flags.warm_prompts, run), made(ProfileFlags, given).read()
-    with opened_to_serve(model, build, run, env, quiet=as_json) as model_opened:
-        served: ServedModel
-        if isinstance(model_opened, OpenedEncoder):
-            for name, value in (("--record", flags.record), ("--profile", profile)):
-                if value is not None:
-                    what = f"{name} is given for {model_opened.name}, which is an encoder"
-                    raise ConfigError(what, "a language model", "leave it out")
-            if warm:
-                raise ConfigError(
-                    f"--warm-prompts is given for {model_opened.name}, which is an encoder", "a language model",
-                    "leave it out: an encoder keeps nothing of a text",
-                )  # fmt: skip
-            known, loop = _known(model_opened, flags.served_model_name), model_opened.loop()
-            served = EncoderModel(**known, loop=loop, max_queued=turns.max_queued)
-        else:
-            if profile is not None:
-                profile.check(model_opened.engine.manifest.identity, machine_name())
-            budget = TokenBudget(model_opened.executor.limits.max_step_tokens, gap_limit_s=turns.itl_ms / 1e3)
-            loop_ = model_opened.loop(budget, policy_named(turns.schedule))
-            engine = _engine(loop_, ServiceOptions(max_queued=turns.max_queued), flags.record)
-            clock = _decode_clock(model_opened, budget, env)
-            served = replace(
-                _served(model_opened, engine, flags.served_model_name, clock), warm_prompts=warm, profile=profile
-            )
+    with opened_to_serve(model, build, run, env, quiet=as_json) as opened:
+        served = _to_serve(opened, flags, turns, warm, profile, env)
         if not as_json:
-            _introduce(model_opened, served)
+            _introduce(opened, served)
+        serve(
+            [served, repository] if repository else [served], settings, _announcer(as_json, served, opened), last=True
+        )
 
-        def ready(url: str) -> None:
-            seconds = age_s()
-            if as_json:
-                said(json.dumps({"url": url, "model": served.name, "ready_s": seconds, **_memory(model_opened)}))
-            else:
-                note(f"Ready after {seconds:.1f} s: {click.style(url + '/v1', bold=True)}   (docs: {url}/docs)")
 
-        serve([served], settings, ready, last=True)
+def _check_model_is_there(flags: ServeFlags, given: Mapping[str, Any]) -> None:
+    """raises ConfigError for what only a model of MODEL can mean"""
+    about = {"--record": flags.record, "--warm-prompts": flags.warm_prompts, "--profile": given["profile"],
+             "--served-model-name": flags.served_model_name}  # fmt: skip
+    if unmeant := [name for name, value in about.items() if value is not None]:
+        raise ConfigError(f"{unmeant[0]} is given, and MODEL is not", "a model that it is about", "leave it out")
+
+
+def _to_serve(
+    opened: Opened | OpenedEncoder, flags: ServeFlags, turns: QueueFlags, warm: tuple[WarmPrompt, ...],
+    profile: StepProfile | None, env: Env,
+) -> ServedModel:  # fmt: skip
+    if isinstance(opened, OpenedEncoder):
+        for name, value in (("--record", flags.record), ("--profile", profile)):
+            if value is not None:
+                what = f"{name} is given for {opened.name}, which is an encoder"
+                raise ConfigError(what, "a language model", "leave it out")
+        if warm:
+            raise ConfigError(
+                f"--warm-prompts is given for {opened.name}, which is an encoder", "a language model",
+                "leave it out: an encoder keeps nothing of a text",
+            )  # fmt: skip
+        known, loop = _known(opened, flags.served_model_name), opened.loop()
+        return EncoderModel(**known, loop=loop, max_queued=turns.max_queued)
+    if profile is not None:
+        profile.check(opened.engine.manifest.identity, machine_name())
+    budget = TokenBudget(opened.executor.limits.max_step_tokens, gap_limit_s=turns.itl_ms / 1e3)
+    loop_ = opened.loop(budget, policy_named(turns.schedule))
+    engine = _engine(loop_, ServiceOptions(max_queued=turns.max_queued), flags.record)
+    clock = _decode_clock(opened, budget, env)
+    return replace(_served(opened, engine, flags.served_model_name, clock), warm_prompts=warm, profile=profile)
+
+
+def _announcer(
+    as_json: bool, served: ServedModel, opened: Opened | OpenedEncoder | None = None
+) -> Callable[[str], None]:
+    def ready(url: str) -> None:
+        seconds, memory = age_s(), _memory(opened) if opened else {}
+        if as_json:
+            said(json.dumps({"url": url, "model": served.name, "ready_s": seconds, **memory}))
+        else:
+            base = url + ("/v1" if opened else "/v2")
+            note(f"Ready after {seconds:.1f} s: {click.style(base, bold=True)}   (docs: {url}/docs)")
+
+    return ready
 
 
 def _engine(loop: EngineLoop, options: ServiceOptions, record: str | None) -> AsyncEngine:

@@ -12,6 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millrace.serve.anthropic.endpoints import ANTHROPIC
 from millrace.serve.backend import Backend, Models
+from millrace.serve.inference.served import RepositoryBackend
+from millrace.serve.kserve.asgi import BELOW, KSERVE, KServe
 from millrace.serve.ollama.endpoints import OLLAMA
 from millrace.serve.openai.endpoints import OPENAI
 from millrace.serve.openapi import About, document
@@ -41,9 +43,21 @@ def create_app(models: Models, protocols: Sequence[Protocol] = PROTOCOLS) -> ASG
         for protocol in protocols
         for endpoint in protocol.endpoints
     ]
-    router = Router([*routes, *_documentation(models, endpoints)], redirect_slashes=False, default=_nothing_there)
-    app: ASGIApp = Edge(router, models, protocols)
+    app: ASGIApp = Router([*routes, *_documentation(models, endpoints)], redirect_slashes=False, default=_nothing_there)
+    for repository in models.of_kind(RepositoryBackend):
+        app, protocols = _with_tensors(app, KServe(models, repository, keys)), (*protocols, KSERVE)
+    app = Edge(app, models, protocols)
     return _with_cors(app, settings.cors_origins) if settings.cors_origins else app
+
+
+def _with_tensors(app: ASGIApp, tensors: ASGIApp) -> ASGIApp:
+    """Tensor models have thousands of short requests a second, so that no other route is looked at before theirs."""
+
+    async def either(scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        await (tensors if path == BELOW or path.startswith(f"{BELOW}/") else app)(scope, receive, send)
+
+    return either
 
 
 def _bodies(settings: ServerSettings) -> Bodies:

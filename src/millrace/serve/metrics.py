@@ -91,6 +91,7 @@ class Metrics:
             registry=self.registry,
         )
         ProcessCollector(registry=self.registry)  # process_resident_memory_bytes, process_open_fds, ...
+        self._texts: list[Callable[[], str]] = []
         self._models = _Models()
         self.registry.register(self._models)
 
@@ -102,6 +103,10 @@ class Metrics:
         """What a model's engine counts itself; asked whenever somebody asks here."""
         self._models.sources.append(collect)
 
+    def add_text(self, source: Callable[[], str]) -> None:
+        """As `add`, of what is in Prometheus' text format already."""
+        self._texts.append(source)
+
     def answered(self, path: str, method: str, status: int) -> None:
         """`path` is a route's pattern, never what a client wrote, so that there are few."""
         self._http.labels(path, str(status)).inc()
@@ -109,7 +114,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """In Prometheus' text format, version 0.0.4."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + "".join(source() for source in self._texts).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,13 @@ from millrace.serve.errors import ClientGoneError, HttpError
 
 ACCESS = "millrace.serve.access"  # the logger of requests
 IN_RECORD = "request"  # attribute of a LogRecord that carries a RequestLog
-QUIET_PATHS = ("/health", "/v1/health/", "/metrics", "/v1/metrics")  # asked every few seconds: logged at DEBUG
+QUIET_PATHS = (
+    "/health",
+    "/v1/health/",
+    "/v2/health/",
+    "/metrics",
+    "/v1/metrics",
+)  # asked every few seconds: logged at DEBUG
 _PLAIN = re.compile(r"[!-~]+")
 _UPGRADE = frozenset((b"upgrade", b"http2-settings"))  # headers, and what the header `connection` says of them
 

@@ -19,10 +19,10 @@ from millrace.bench.infer.measure import Inferred, infer, infer_plan, transport
 from millrace.bench.infer.results import infer_page, perf_analyzer_csv, report, write_results
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
 from millrace.bench.infer.target import GRPC, HTTP, InferTarget
-from millrace.bench.infer.tensors import DTYPES, Tensor, objects
 from millrace.bench.null_ledger import FAULTS, NullTiming
 from millrace.bench.null_process import NullProcess
 from millrace.errors import ConfigError, MachineError
+from millrace.serve.kserve.tensors import DTYPES, Tensor, objects
 from tests.bench.conftest import Null
 
 ALONE = pytest.mark.alone  # looks at the clock

@@ -16,7 +16,6 @@ from millrace.bench.infer.model import Model, whole
 from millrace.bench.infer.over_http import OverHttp
 from millrace.bench.infer.settings import Level, LevelSettings, ModelSettings, levels
 from millrace.bench.infer.target import GRPC, HTTP, InferTarget, Transport
-from millrace.bench.infer.tensors import Tensor
 from millrace.bench.inputs import Session, Turn
 from millrace.bench.metrics import Metrics, measured
 from millrace.bench.null_ledger import NullTiming
@@ -24,6 +23,7 @@ from millrace.bench.null_process import NullProcess
 from millrace.bench.plan import parsed_headers
 from millrace.bench.run import Load, Run
 from millrace.errors import ConfigError
+from millrace.serve.kserve.tensors import Tensor
 
 EACH_S, WARM_UP = 5.0, 8
 NULL_MS, NULL_PER_S = 20, {HTTP: 1000, GRPC: 500}  # requests that the null server itself can bear

@@ -14,8 +14,8 @@ from millrace.bench.answer import Answer, Failure, request_ids
 from millrace.bench.infer.messages import KINDS, SERVICE, message
 from millrace.bench.infer.model import Model, told_model
 from millrace.bench.infer.target import InferTarget
-from millrace.bench.infer.tensors import Tensor, check_count, check_size, n_items
 from millrace.errors import ConfigError, MachineError
+from millrace.serve.kserve.tensors import Tensor, check_count, check_size, n_items
 
 ASIDE_S = 30.0  # for what is asked beside the load
 EACH = (

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from millrace.bench.answer import Answer
 from millrace.bench.infer.model import Model
-from millrace.bench.infer.tensors import Tensor
+from millrace.serve.kserve.tensors import Tensor
 
 HTTP, GRPC = "http", "grpc"
 

@@ -86,6 +86,28 @@ def read_repository(root: Path, config_name: str = "") -> Repository:
     return Repository(root, tuple(models), tuple(problems))
 
 
+def read_model(roots: Sequence[Path], name: str, config_name: str = "", given: bytes | None = None) -> Model | None:
+    """One of them, where it is in one of the repositories; the steps of an ensemble are not looked at.
+
+    given: a configuration in place of the file's
+    """
+    there = [root for root in roots if (root / name).is_dir()]
+    if not there:
+        return None
+    model = _model(there[0], there[0] / name, config_name, given)
+    if len(there) > 1:
+        expected = f"{there[0] / name} to be the only one"
+        what = "model appears in two or more repositories"
+        model.problems.append(Problem(Level.ERROR, model.folder, None, what, expected, "rename one of them"))
+    return model
+
+
+def model_names(roots: Sequence[Path]) -> list[str]:
+    """Of every folder that may be a model's."""
+    found = {name for root in roots for name, path in _entries(root, []) if path.is_dir() and not name.startswith(".")}
+    return sorted(found)
+
+
 def read_repositories(roots: Sequence[Path], config_name: str = "", *, namespacing: bool = False) -> list[Repository]:
     """Several, as Triton takes them; without namespacing no name may occur in two. raises ConfigError"""
     found = [read_repository(root, config_name) for root in roots]
@@ -131,12 +153,13 @@ def _is_plain(name: str) -> bool:
     return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
 
 
-def _model(root: Path, folder: Path, config_name: str) -> Model:
+def _model(root: Path, folder: Path, config_name: str, given_config: bytes | None = None) -> Model:
     model = Model(folder.name, folder)
     if _leaves(root, folder):
         _outside(model, folder)
         return model
-    read = _read(root, model, config_name)
+    given_file = folder / "(given).pbtxt"
+    read = _read(root, model, config_name) if given_config is None else read_config(given_config, given_file)
     entries = _entries(folder, model.problems)
     versions = tuple(sorted(_versions(root, model, entries)))
     first = _entries(folder / str(versions[0]), model.problems) if versions else []

@@ -1,4 +1,4 @@
-"""Tensors of KServe's protocol: datatypes, and their bytes as the binary extension has them."""
+"""Tensors of KServe's protocol, for server and load generator: datatypes, and their bytes in the binary extension."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,11 +116,27 @@ def from_raw(data: bytes, datatype: str, shape: Sequence[int]) -> Array:
     """raises ValueError"""
     if datatype != BYTES:
         return np.frombuffer(data, DTYPES[datatype]).reshape(shape)
-    found, at = [], 0
-    while at < len(data):
+    return objects(split_strings(data)).reshape(shape)
+
+
+class CutOffError(ValueError):
+    """Strings that end too early. in_length: inside the four bytes of a length. Of `needed` bytes, `n_there`"""
+
+    def __init__(self, in_length: bool, needed: int, n_there: int) -> None:
+        super().__init__("its last string ends too early")
+        self.in_length, self.needed, self.n_there = in_length, needed, n_there
+
+
+def split_strings(data: bytes | memoryview) -> list[bytes]:
+    """The elements of BYTES. raises CutOffError"""
+    found, at, end = [], 0, len(data)
+    while at < end:
+        if at + 4 > end:
+            raise CutOffError(True, 4, end - at)
         n = int.from_bytes(data[at : at + 4], "little")
-        found.append(data[at + 4 : at + 4 + n])
-        at += 4 + n
-    if at != len(data):
-        raise ValueError("its last string ends too early")
-    return objects(found).reshape(shape)
+        at += 4
+        if at + n > end:
+            raise CutOffError(False, n, end - at)
+        found.append(bytes(data[at : at + n]))
+        at += n
+    return found

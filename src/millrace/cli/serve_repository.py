@@ -1,0 +1,35 @@
+"""`millrace serve --model-repository DIR`: what is served of a folder of tensor models."""
+
+import time
+
+from millrace.errors import ConfigError
+from millrace.serve.inference.lifecycle import RepositoryFlags
+from millrace.serve.inference.served import RepositoryModel
+from millrace.serve.repository.folders import Repository, read_repositories
+from millrace.serve.repository.problems import Level
+
+
+def repository_model(flags: RepositoryFlags) -> RepositoryModel | None:
+    """None where no repository is given. raises ConfigError for one whose models cannot all be served"""
+    if not flags.model_repository:
+        if flags.load_model or flags.model_config_name or flags.model_control_mode != "none":
+            what = "models of a repository are chosen, and there is none"
+            raise ConfigError(what, "--model-repository DIR", "name one, or leave the other flags out")
+        return None
+    if flags.load_model and flags.model_control_mode != "explicit":
+        what = f"--load-model with --model-control-mode {flags.model_control_mode}"
+        raise ConfigError(what, "--model-control-mode explicit", "add it, or leave --load-model out")
+    found = read_repositories(flags.roots, flags.model_config_name)  # so that a mistake is said before a port is taken
+    if flags.model_control_mode == "none":
+        _check(found)
+    return RepositoryModel(name="repository", created=int(time.time()), max_context=0, flags=flags)
+
+
+def _check(found: list[Repository]) -> None:
+    for repository in found:
+        problems = [*repository.problems, *(p for model in repository.models for p in model.problems)]
+        errors = [p for p in problems if p.level is Level.ERROR]
+        if errors:
+            first, more = errors[0], f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+            mend = f"{first.mend}; `millrace lint {repository.root}` says everything that is wrong"
+            raise ConfigError(f"{first.where}: {first.what}{more}", first.expected, mend)

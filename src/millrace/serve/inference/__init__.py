@@ -1,0 +1,1 @@
+"""Inference with tensor models: requests, backends and their instances, batches, versions; it knows no protocol."""

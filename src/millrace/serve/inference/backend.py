@@ -1,0 +1,110 @@
+"""What runs tensor models: a `ModelBackend` makes a model's instances, each of which answers in a thread of its own.
+
+In Triton's words a backend. `serve/backend.py`'s Backend is a served model as a whole; the repository of tensor models
+is one of those. A third party's backend is an entry point of the group `millrace.backends`: its name is what `backend:`
+says, its value a class that is made without arguments.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.kserve.tensors import Array
+from millrace.serve.repository.config import InstanceGroup, ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceGiven:
+    """What an instance is told. config: completed. folder: the model's, with its versions below it"""
+
+    name: str  # of the instance: the group's, and its number
+    config: ModelConfig
+    version: int
+    folder: Path
+    group: InstanceGroup
+
+    @property
+    def file(self) -> Path:
+        """The model's own."""
+        return self.folder / str(self.version) / self.config.default_model_filename
+
+
+class Instance(ABC):
+    """Made, asked and closed in one thread of its own, never two requests at a time unless they are a batch.
+
+    answers_later: a request may still be answered after `execute` has returned.
+    quick_bytes: inputs of no more bytes take `execute` some microseconds, less than another thread does to wake up; it
+        is then called in the event loop's thread, while its own waits.
+    """
+
+    answers_later = False
+    quick_bytes = 0
+
+    @abstractmethod
+    def execute(self, requests: Sequence[InferRequest]) -> None:
+        """Answer each of them; what it raises is the answer of those that have none."""
+
+    def close(self) -> None:
+        """After its last request."""
+        return
+
+
+class ModelBackend(ABC):
+    takes_ragged = False  # requests of different shapes in one batch, where the configuration allows it
+
+    @abstractmethod
+    def instance(self, given: InstanceGiven) -> Instance:
+        """Load the model. raises whatever goes wrong"""
+
+    def completed(self, config: ModelConfig, folder: Path) -> ModelConfig:
+        """With what the configuration does not say and the model's own file does: inputs, outputs, sizes of batches."""
+        return config
+
+
+class Batched(Instance):
+    """For models that take arrays: a batch is put together, computed once, and taken apart."""
+
+    def __init__(self, given: InstanceGiven) -> None:
+        self.config = given.config
+        self._has_batches = given.config.max_batch_size > 0
+
+    @abstractmethod
+    def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """All of its outputs. Where the model has a batch dimension, it is the first of every array."""
+
+    def execute(self, requests: Sequence[InferRequest]) -> None:
+        first = requests[0]
+        inputs = first.inputs if len(requests) == 1 else _together(requests)
+        computing_ns = time.monotonic_ns()
+        outputs = self.compute(inputs)
+        computed_ns = time.monotonic_ns()
+        for request in requests:
+            request.computing_ns, request.computed_ns = computing_ns, computed_ns
+        if len(requests) == 1:
+            first.send(InferResponse(_asked(outputs, first)))
+            return
+        at = 0
+        n_items = sum(r.batch_size for r in requests)
+        for name, array in outputs.items():
+            if array.shape[:1] != (n_items,):
+                what = f"output '{name}' has shape {list(array.shape)} for a batch of {n_items}"
+                raise StatusError(Code.INTERNAL, what)
+        for request in requests:
+            part = {name: array[at : at + request.batch_size] for name, array in outputs.items()}
+            request.send(InferResponse(_asked(part, request)))
+            at += request.batch_size
+
+
+def _together(requests: Sequence[InferRequest]) -> dict[str, Array]:
+    return {name: np.concatenate([r.inputs[name] for r in requests]) for name in requests[0].inputs}
+
+
+def _asked(outputs: Mapping[str, Array], request: InferRequest) -> Mapping[str, Array]:
+    """Those that the request asks for, in its order."""
+    return {name: outputs[name] for name in request.outputs} if request.outputs else outputs

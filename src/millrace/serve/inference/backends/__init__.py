@@ -1,0 +1,31 @@
+"""Which backends there are: one module each, by the name that `backend:` says."""
+
+from importlib.metadata import entry_points
+
+from millrace.errors import nearest
+from millrace.serve.inference.backend import ModelBackend
+from millrace.serve.inference.backends.add_sub import AddSubBackend
+from millrace.serve.inference.backends.identity import IdentityBackend
+from millrace.serve.inference.backends.python import PythonBackend
+from millrace.serve.inference.backends.repeat import RepeatBackend
+from millrace.serve.inference.status import Code, StatusError
+
+GROUP = "millrace.backends"  # of third parties' entry points
+BACKENDS: dict[str, type[ModelBackend]] = {
+    "add_sub": AddSubBackend,
+    "identity": IdentityBackend,
+    "python": PythonBackend,
+    "repeat": RepeatBackend,
+}
+
+
+def backend_named(name: str) -> ModelBackend:
+    """raises StatusError where there is none"""
+    if name in BACKENDS:
+        return BACKENDS[name]()
+    found = entry_points(group=GROUP, name=name)
+    if found:
+        made: ModelBackend = next(iter(found)).load()()
+        return made
+    known = [*BACKENDS, *(e.name for e in entry_points(group=GROUP))]
+    raise StatusError(Code.INVALID_ARG, f"unable to find backend '{name}'; {nearest(name, known)}")

@@ -1,0 +1,114 @@
+"""Instances of a model in threads, and how threads speak to the event loop."""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from millrace.serve.inference.backend import Instance
+from millrace.serve.inference.batching import Batch
+from millrace.serve.inference.status import Code, StatusError
+
+log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """What threads have to say to the event loop, in order; what comes together wakes it once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._is_woken = False
+
+    def post(self, call: Callable[..., None], *arguments: Any) -> None:
+        """From any thread."""
+        self._calls.append((call, arguments))
+        if not self._is_woken:  # otherwise the loop is on its way, and takes this, too
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # it is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False
+        try:
+            while self._calls:
+                call, arguments = self._calls.popleft()
+                call(*arguments)
+        finally:
+            if self._calls:  # one failed, which the loop logs; the others are not lost
+                self._loop.call_soon(self._deliver)
+
+
+class Worker:
+    """One instance in its thread, a daemon: a process ends whatever a model does."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Instance], outbox: Outbox, freed: Callable[["Worker", Batch], None]
+    ) -> None:
+        """freed: called in the event loop when a batch is done with, after whatever it answered"""
+        self.name, self._make, self._outbox, self._freed = name, make, outbox, freed
+        self.answers_later, self._quick_bytes = False, 0
+        self._instance: Instance | None = None
+        self.ready: Future[None] = Future()  # loaded; or what loading raised
+        self.closed: Future[None] = Future()
+        for future in (self.ready, self.closed):  # whoever waits for one may give up; it comes all the same
+            future.set_running_or_notify_cancel()
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"millrace-{name}", daemon=True).start()
+
+    def take(self, batch: Batch) -> None:
+        self._batches.put(batch)
+
+    def run_here(self, batch: Batch) -> bool:
+        """Compute it in this thread, the event loop's, where that is quicker than waking another; False: it is not."""
+        if not self._quick_bytes or self._instance is None:
+            return False
+        if sum(array.nbytes for r in batch.requests for array in r.inputs.values()) > self._quick_bytes:
+            return False
+        self._answer(self._instance, batch)
+        return True
+
+    def close(self) -> None:
+        """After its last batch; does not wait."""
+        self._batches.put(None)
+
+    def _run(self) -> None:
+        try:
+            instance = self._make()
+        except BaseException as error:  # noqa: BLE001  a model may raise anything; whoever loads it is told
+            self.ready.set_exception(_as_status(error))
+            self.closed.set_result(None)
+            return
+        self.answers_later, self._quick_bytes = instance.answers_later, instance.quick_bytes
+        self._instance = instance
+        self.ready.set_result(None)
+        while (batch := self._batches.get()) is not None:
+            self._execute(instance, batch)
+            del batch  # the next may be long in coming
+        try:
+            instance.close()
+        except Exception:  # a model's own: it ends all the same
+            log.exception("%s: finalize failed", self.name)
+        self.closed.set_result(None)
+
+    def _execute(self, instance: Instance, batch: Batch) -> None:
+        self._answer(instance, batch)
+        self._outbox.post(self._freed, self, batch)
+
+    def _answer(self, instance: Instance, batch: Batch) -> None:
+        try:
+            instance.execute(batch.requests)
+        except Exception as error:  # a model may raise anything; it is the answer of these requests
+            failed = _as_status(error)
+            log.debug("%s: %s", self.name, failed, exc_info=error)
+            for request in batch.requests:
+                request.fail(failed)
+
+
+def _as_status(error: BaseException) -> StatusError:
+    return error if isinstance(error, StatusError) else StatusError(Code.INTERNAL, f"{type(error).__name__}: {error}")

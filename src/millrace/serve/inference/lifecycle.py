@@ -1,0 +1,284 @@
+"""Which models are served: loaded and unloaded, by request, by what the folders say, or once.
+
+A model's versions change together, in one moment of the event loop: whoever asks gets the old ones or the new ones, and
+the old ones answer what they have taken before they are unloaded. Where a new one cannot be loaded, the old ones stay.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import RequestError
+from millrace.serve.inference.backends import backend_named
+from millrace.serve.inference.model import Loadable, Model
+from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.repository import folders
+from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.from_json import text_of
+from millrace.serve.repository.problems import Level
+from millrace.settings import Settings, setting
+
+log = logging.getLogger(__name__)
+_UNLOADED = "unloaded"
+_MOST_FILES = 10_000
+_CODE_NAMES = {Code.INVALID_ARG: "Invalid argument", Code.NOT_FOUND: "Not found", Code.UNSUPPORTED: "Unsupported"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepositoryFlags(Settings):
+    """Which models of a repository are served, and how that changes."""
+
+    model_repository: tuple[str, ...] = setting((), "folder of tensor models, as Triton has it", metavar="DIR")
+    model_control_mode: str = setting(
+        "none", "all models at the start; as their folders change; or those that clients load",
+        choices=("none", "poll", "explicit"),
+    )  # fmt: skip
+    load_model: tuple[str, ...] = setting((), "with explicit: loaded at the start; * for all", metavar="NAME")
+    repository_poll_secs: float = setting(15.0, "with poll: seconds between two looks at the folders", low=0.1)
+    model_config_name: str = setting("", "take MODEL/configs/NAME.pbtxt where it is", metavar="NAME")
+    http_max_input_size: int = setting(64 << 20, "largest request to a tensor model", size=True, low=1)
+
+    @property
+    def roots(self) -> list[Path]:
+        return [Path(folder) for folder in self.model_repository]
+
+
+class State(Enum):
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(slots=True)
+class _Entry:
+    """models: those that are served, by version. states: of every version that was ever tried, with its reason"""
+
+    models: dict[int, Model] = field(default_factory=dict)
+    states: dict[int, tuple[State, str]] = field(default_factory=dict)
+    stamp: object = None  # of its files, when they were read
+
+
+class ModelRepository:
+    """Of the event loop in which it is made."""
+
+    def __init__(self, flags: RepositoryFlags) -> None:
+        self.flags = flags
+        self._entries: dict[str, _Entry] = {}
+        self._changing = asyncio.Lock()  # one change at a time
+        self._tasks: set[asyncio.Task[None]] = set()  # of models that are on their way out, and of the poll
+
+    # ------------------------------------------------------------------ what there is
+
+    def get(self, name: str, version: int | None = None) -> Model:
+        """None: the highest version. raises StatusError"""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise _unknown(f"'{name}' is not found")
+        if version is None:
+            if not entry.models:
+                raise _unknown(f"'{name}' has no available versions")
+            return entry.models[max(entry.models)]
+        if version in entry.models:
+            return entry.models[version]
+        if version in entry.states:
+            raise _unknown(f"'{name}' version {version} is not at ready state", Code.UNAVAILABLE)
+        raise _unknown(f"'{name}' version {version} is not found")
+
+    def versions(self, name: str) -> list[int]:
+        return sorted(self._entries[name].models)
+
+    def models(self) -> Iterator[Model]:
+        for _, entry in sorted(self._entries.items()):
+            yield from (entry.models[version] for version in sorted(entry.models))
+
+    def is_ready(self) -> bool:
+        """Every model that was to be loaded is."""
+        states = (state for entry in self._entries.values() for state in entry.states.values())
+        return all(state is State.READY or reason == _UNLOADED for state, reason in states)
+
+    async def index(self, only_ready: bool) -> list[dict[str, str]]:
+        """Every model of the folders, with the state of each version that was tried."""
+        names = await asyncio.to_thread(folders.model_names, self.flags.roots)
+        found: list[dict[str, str]] = []
+        for name in sorted({*names, *self._entries}):
+            entry = self._entries.get(name)
+            for version, (state, reason) in sorted(entry.states.items()) if entry else ():
+                if state is State.READY or not only_ready:
+                    why = {"reason": reason} if reason else {}
+                    found.append({"name": name, "version": str(version), "state": state.value, **why})
+            if (entry is None or not entry.states) and not only_ready:
+                found.append({"name": name})
+        return found
+
+    # ------------------------------------------------------------------ changes
+
+    async def start(self) -> list[str]:
+        """Load what is to be there from the start; what went wrong, a line a model."""
+        names = await asyncio.to_thread(folders.model_names, self.flags.roots)
+        if self.flags.model_control_mode == "explicit" and "*" not in self.flags.load_model:
+            names = list(self.flags.load_model)
+        failed = [str(e) for e in await asyncio.gather(*(self._tried(name) for name in names)) if e is not None]
+        if self.flags.model_control_mode == "poll":
+            self._in_background(self._poll())
+        return failed
+
+    async def load(self, name: str, config: Mapping[str, Any] | None = None) -> None:
+        """By a client. config: in place of its file's. raises StatusError"""
+        self._check_mode()
+        await self._load(name, None if config is None else text_of(config).encode("utf-8", "surrogatepass"))
+
+    async def unload(self, name: str) -> None:
+        """By a client; requests that it has taken are still answered. raises StatusError"""
+        self._check_mode()
+        async with self._changing:
+            if name not in self._entries:
+                raise _unknown(f"'{name}' is not found")
+            self._remove(name)
+
+    async def close(self, within_s: float) -> None:
+        """End what waits, unload everything; what takes longer is left behind."""
+        for task in list(self._tasks):
+            task.cancel()
+        models = list(self.models())
+        for model in models:
+            model.abort()
+        self._entries.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await asyncio.gather(*(model.retire() for model in models))
+
+    def _check_mode(self) -> None:
+        if self.flags.model_control_mode != "explicit":
+            what = "explicit model load / unload is not allowed if polling is enabled"
+            raise StatusError(Code.UNAVAILABLE, what)
+
+    async def _tried(self, name: str) -> StatusError | None:
+        try:
+            await self._load(name)
+        except StatusError as error:
+            log.error("%s", error)
+            return error
+        return None
+
+    async def _load(self, name: str, given: bytes | None = None) -> None:
+        try:
+            folders.check_model_name(name)
+        except RequestError as error:
+            raise StatusError(Code.INVALID_ARG, error.what) from None
+        async with self._changing:
+            stamp, read = await asyncio.to_thread(self._read, name, given)
+            new = await self._new_models(name, read)
+            entry = self._entries.setdefault(name, _Entry())
+            old, entry.models, entry.stamp = entry.models, new, stamp
+            entry.states = {v: (State.UNAVAILABLE, _UNLOADED) for v in entry.states}
+            entry.states.update({v: (State.READY, "") for v in new})
+            for model in old.values():
+                self._in_background(model.retire())
+            log.info("loaded %s, version %s", name, ", ".join(map(str, sorted(new))))
+
+    def _read(self, name: str, given: bytes | None) -> tuple[object, folders.Model | None]:
+        roots = self.flags.roots
+        return _stamp(roots, name), folders.read_model(roots, name, self.flags.model_config_name, given)
+
+    async def _new_models(self, name: str, read: folders.Model | None) -> dict[int, Model]:
+        """All of its versions, loaded, or none. raises StatusError, and the index says why where nothing is served"""
+        if read is None or not read.is_servable:
+            why = next((p for p in read.problems if p.level is Level.ERROR), None) if read else None
+            error = StatusError(
+                Code.INTERNAL,
+                f"failed to load '{name}', failed to poll from model repository"
+                + (f": {why.where.removeprefix(f'{read.folder.parent}/')}: {why.what}" if read and why else ""),
+            )
+            if read is not None:
+                self._note(name, read.served or read.versions, error)
+            raise error
+        loading: dict[int, Model] = {}
+        try:
+            _refuse_not_yet(read.config)
+            backend = backend_named(read.config.backend)
+            config = await asyncio.to_thread(backend.completed, read.config, read.folder)
+            loop = asyncio.get_running_loop()
+            for version in read.served:
+                loadable = Loadable(name, version, config, read.folder, read.labels, backend)
+                loading[version] = Model(loadable, loop)
+                await loading[version].loaded()
+        except StatusError as failed:
+            version = max(loading, default=max(read.served))
+            await asyncio.gather(*(model.retire() for v, model in loading.items() if v != version))
+            word = _CODE_NAMES.get(failed.code, failed.code.name.capitalize())
+            self._note(name, read.served, failed)
+            what = f"load failed for model '{name}': version {version} is at UNAVAILABLE state: {word}: {failed};"
+            raise StatusError(Code.INTERNAL, what) from None
+        return loading
+
+    def _note(self, name: str, versions: Sequence[int], error: StatusError) -> None:
+        """Why nothing is served; where an older one still is, its state stays what it was."""
+        entry = self._entries.setdefault(name, _Entry())
+        if not entry.models:
+            entry.states = {version: (State.UNAVAILABLE, str(error)) for version in versions}
+
+    def _remove(self, name: str) -> None:
+        entry = self._entries[name]
+        for version, model in entry.models.items():
+            entry.states[version] = (State.UNLOADING, "")
+            self._in_background(self._retired(entry, version, model))
+        entry.models, entry.stamp = {}, None
+
+    async def _retired(self, entry: _Entry, version: int, model: Model) -> None:
+        await model.retire()
+        if version not in entry.models:
+            entry.states[version] = (State.UNAVAILABLE, _UNLOADED)
+
+    async def _poll(self) -> None:
+        """Look at the folders again and again; what changed is loaded, what is gone is unloaded."""
+        while True:
+            await asyncio.sleep(self.flags.repository_poll_secs)
+            stamps = await asyncio.to_thread(self._stamps)
+            for name, stamp in stamps.items():
+                entry = self._entries.get(name)
+                if entry is None or entry.stamp != stamp:
+                    await self._tried(name)
+                    self._entries.setdefault(name, _Entry()).stamp = stamp  # tried once, whatever came of it
+            async with self._changing:
+                for name in [n for n, entry in self._entries.items() if n not in stamps and entry.models]:
+                    self._remove(name)
+
+    def _stamps(self) -> dict[str, object]:
+        return {name: _stamp(self.flags.roots, name) for name in folders.model_names(self.flags.roots)}
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _stamp(roots: Sequence[Path], name: str) -> object:
+    """Equal as long as no file of the model has changed: names, sizes, times."""
+    found = []
+    for folder in (root / name for root in roots):
+        for path in sorted(folder.rglob("*"))[:_MOST_FILES]:
+            with contextlib.suppress(OSError):  # it went away meanwhile, which the next look sees
+                about = path.stat()
+                found.append((str(path), about.st_size if path.is_file() else 0, about.st_mtime_ns))
+    return tuple(found)
+
+
+def _unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:
+    return StatusError(code, f"Request for unknown model: {what}")
+
+
+def _refuse_not_yet(config: ModelConfig) -> None:
+    """What would change the answers, and is not there yet. raises StatusError"""
+    said = {
+        "sequence_batching": config.sequence_batching, "ensemble_scheduling": config.ensemble_scheduling,
+        "batch_input": config.batch_input, "batch_output": config.batch_output, "model_warmup": config.model_warmup,
+    }  # fmt: skip
+    for name, value in said.items():
+        if value:
+            raise StatusError(Code.UNSUPPORTED, f"{name} is not supported yet")

@@ -1,0 +1,71 @@
+"""One request to a tensor model, and what a model answers; no protocol and no backend knows more of each other."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.serve.inference.status import StatusError
+from millrace.serve.kserve.tensors import Array
+
+Parameter = bool | int | float | str
+UNKNOWN_ID = "<id_unknown>"
+
+
+@dataclass(frozen=True, slots=True)
+class InferResponse:
+    """outputs: by name, in the order in which they are told. None in place of a response: nothing but the end"""
+
+    outputs: Mapping[str, Array]
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+
+
+# Of the event loop: a response or an error or neither, and whether it is the last.
+Receiver = Callable[[InferResponse | None, StatusError | None, bool], None]
+Sender = Callable[["InferRequest", InferResponse | None, StatusError | None, bool], None]
+
+
+def _nobody(request: "InferRequest", response: Any, error: Any, final: bool) -> None:
+    raise AssertionError("a request was answered that no model has taken")
+
+
+class InferRequest:
+    """inputs: by name, each with its batch dimension where the model has one; BYTES are arrays of `bytes` objects.
+
+    outputs: names that are asked for; none is all. batch_size: 0 for a model without batches.
+    priority: 0 is the model's default. timeout_us: 0 is none. Times are time.monotonic_ns().
+    """
+
+    __slots__ = (
+        "batch", "batch_size", "cancelled", "computed_ns", "computing_ns", "correlation_id", "deadline_ns", "finished",
+        "flags", "id", "inputs", "n_responses", "outputs", "parameters", "priority", "queued_ns", "receive",
+        "received_ns", "send_by", "shape_key", "started_ns", "timeout_us",
+    )  # fmt: skip
+
+    def __init__(self, inputs: dict[str, Array], outputs: tuple[str, ...] = (), request_id: str = "") -> None:
+        self.id, self.inputs, self.outputs = request_id, inputs, outputs
+        self.parameters: dict[str, Parameter] = {}
+        self.batch_size = self.priority = self.timeout_us = self.flags = 0
+        self.correlation_id: int | str = 0
+        self.shape_key: object = None  # requests with equal ones may be in one batch
+        self.received_ns = self.queued_ns = self.started_ns = self.deadline_ns = 0
+        self.computing_ns = self.computed_ns = 0  # when its backend had its inputs, and its outputs
+        self.n_responses, self.finished, self.cancelled = 0, False, False
+        self.receive: Receiver | None = None
+        self.batch: Any = None  # `batching.Batch` that it is computed in, until that is counted
+        self.send_by: Sender = _nobody
+
+    @property
+    def named(self) -> str:
+        """In front of an error, as Triton has it."""
+        return f"[request id: {self.id or UNKNOWN_ID}] "
+
+    def send(self, response: InferResponse | None, final: bool = True) -> None:
+        """Answer, from any thread. Only decoupled models answer more than once; after the last nothing is sent."""
+        self.send_by(self, response, None, final)
+
+    def fail(self, error: StatusError, final: bool = True) -> None:
+        self.send_by(self, None, error, final)
+
+    def cancel(self) -> None:
+        """Nobody waits any more. What is computed may go on, and is told by `cancelled`."""
+        self.cancelled = True

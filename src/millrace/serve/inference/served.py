@@ -1,0 +1,61 @@
+"""A repository of tensor models as a kind of Backend that a server has; routes below /v2 find its models by name."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import Metric
+
+from millrace.serve.backend import Backend, ServedModel
+from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
+from millrace.serve.inference.metrics import metrics_text
+from millrace.serve.serving import Serving
+
+
+@dataclass(frozen=True, slots=True)
+class _Working:
+    """What the heartbeat is told: the event loop that answers is the one that works."""
+
+    healthy: bool = True
+    idle: bool = True
+    last_step_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepositoryModel(ServedModel):
+    flags: RepositoryFlags
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """None: its models are no models of the protocols that speak of text."""
+        return ()
+
+    def backend(self, serving: Serving) -> "RepositoryBackend":
+        return RepositoryBackend(self, serving)
+
+
+class RepositoryBackend(Backend):
+    what = "a repository of tensor models"
+
+    def __init__(self, model: RepositoryModel, serving: Serving) -> None:
+        self.model, self.settings = model, serving.settings  # and no histograms of tokens
+        self.repository = ModelRepository(model.flags)
+        serving.metrics.add_text(lambda: metrics_text(self.repository.models()))
+
+    def start(self) -> None:
+        return
+
+    async def warm_up(self) -> str | None:
+        failed = await self.repository.start()
+        return "; ".join(failed) if failed else None
+
+    def pulse(self) -> _Working:
+        return _Working()
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(())  # `metrics_text` has them: Triton's counters have names that this library would change
+
+    async def abort(self, within_s: float) -> None:
+        await self.repository.close(within_s)
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,94 @@
+"""What one version of a model did, as /v2/models/M/stats and the metrics tell it. Only the event loop writes here."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.serve.inference.batching import Batch, Closed
+from millrace.serve.inference.request import InferRequest
+
+
+@dataclass(slots=True)
+class Duration:
+    """So many, and their nanoseconds together."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int, count: int = 1) -> None:
+        self.count += count
+        self.ns += max(0, ns)
+
+    def told(self) -> dict[str, int]:
+        return {"count": self.count, "ns": self.ns}
+
+
+STAGES = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+COMPUTE = ("compute_input", "compute_infer", "compute_output")
+REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")  # of failures
+
+
+def _durations(names: tuple[str, ...]) -> dict[str, Duration]:
+    return {name: Duration() for name in names}
+
+
+@dataclass(slots=True)
+class Statistics:
+    """n_inferences counts the items of batches, n_executions the batches; closed: why batches had no more requests."""
+
+    n_inferences: int = 0
+    n_executions: int = 0
+    last_inference_ms: int = 0  # since 1970
+    stages: dict[str, Duration] = field(default_factory=lambda: _durations(STAGES))
+    by_size: dict[int, dict[str, Duration]] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
+    closed: Counter[Closed] = field(default_factory=Counter)
+
+    def answered(self, request: InferRequest, done_ns: int) -> None:
+        """One request came to its regular end."""
+        self.n_inferences += request.batch_size or 1
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        self.stages["success"].add(done_ns - request.received_ns)
+        self.stages["queue"].add(request.started_ns - request.queued_ns)
+        for name, ns in zip(COMPUTE, _computing(request, done_ns), strict=True):
+            self.stages[name].add(ns)
+
+    def failed(self, request: InferRequest, done_ns: int, reason: str) -> None:
+        self.failures[reason] += 1
+        self.stages["fail"].add(done_ns - request.received_ns)
+
+    def executed(self, batch: Batch, done_ns: int) -> None:
+        """One batch was computed."""
+        self.n_executions += 1
+        self.closed[batch.closed] += 1
+        sized = self.by_size.get(batch.size)
+        if sized is None:
+            sized = self.by_size[batch.size] = _durations(COMPUTE)
+        for name, ns in zip(COMPUTE, _computing(batch.requests[0], done_ns), strict=True):
+            sized[name].add(ns)
+
+    def told(self, name: str, version: int) -> dict[str, Any]:
+        """In the words of Triton's `model_stats`, and why batches closed."""
+        return {
+            "name": name,
+            "version": str(version),
+            "last_inference": self.last_inference_ms,
+            "inference_count": self.n_inferences,
+            "execution_count": self.n_executions,
+            "inference_stats": {stage: duration.told() for stage, duration in self.stages.items()},
+            "response_stats": {},
+            "batch_stats": [
+                {"batch_size": size, **{stage: duration.told() for stage, duration in stages.items()}}
+                for size, stages in sorted(self.by_size.items())
+            ],
+            "memory_usage": [],
+            "batch_closed": {closed.value: n for closed, n in self.closed.items()},
+        }
+
+
+def _computing(request: InferRequest, done_ns: int) -> tuple[int, int, int]:
+    """Nanoseconds of input, inference and output; a backend that does not tell them apart has only the second."""
+    begin = request.computing_ns or request.started_ns
+    end = request.computed_ns or done_ns
+    return begin - request.started_ns, end - begin, done_ns - end

@@ -1,0 +1,85 @@
+"""KServe's routes in this server: who may ask, bodies within bounds; who goes away cancels what was asked."""
+
+from dataclasses import dataclass
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from millrace.serve.backend import Models
+from millrace.serve.errors import HttpError, Problem
+from millrace.serve.inference.served import RepositoryBackend
+from millrace.serve.kserve.encoding import too_large
+from millrace.serve.kserve.http import Front, Reply, Request, error_reply
+from millrace.serve.routes import Keys, Protocol
+from millrace.serve.wire import CALL, Bodies, header, read_body, unless_gone
+
+BELOW = "/v2"
+_OPEN = ("/v2/health/live", "/v2/health/ready")  # without a key, as every server's health
+
+
+def write_error(problem: Problem) -> bytes:
+    """Of what is wrong before a route of KServe's is reached: a key, a body that does not come."""
+    return msgspec.json.encode({"error": problem.message})
+
+
+KSERVE = Protocol((), write_error, below=BELOW)
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What the metrics call it."""
+
+    path: str
+
+
+class KServe:
+    """An ASGI application for the paths below /v2."""
+
+    def __init__(self, models: Models, backend: RepositoryBackend, keys: Keys) -> None:
+        settings, repository = models.serving.settings, backend.repository
+        most = repository.flags.http_max_input_size
+        self._serving, self._keys, self._most_bytes = models.serving, keys, most
+        self._bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, most))
+        self._front = Front(
+            repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), models.serving.decoded
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["raw_path"].decode("latin-1")
+        if path not in _OPEN:
+            scope[CALL].tenant = self._keys.check(scope)
+        scope["route"] = _route(path)
+        if scope["method"] == "GET":
+            reply = await self._front.answer(Request("GET", path, {}, b""))
+        else:
+            reply = await self._posted(scope, receive, path)
+        headers = [*reply.headers, (b"content-length", b"%d" % len(reply.body))]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": reply.body})
+
+    async def _posted(self, scope: Scope, receive: Receive, path: str) -> Reply:
+        call = scope[CALL]
+        with self._bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
+            try:
+                body = await read_body(scope, receive, self._bodies, incoming, any_type=True)
+            except HttpError as error:
+                if error.status != 413:
+                    raise
+                n = header(scope, b"content-length")
+                what = too_large(
+                    "request JSON size", n.decode() if n else f"more than {self._most_bytes}", self._most_bytes
+                )
+                return error_reply(400, what.message)
+            with self._serving.admission.admitted():
+                call.body_bytes = len(body)
+                request = Request(scope["method"], path, dict(scope["headers"]), body)
+                return await unless_gone(receive, self._front.answer(request))
+
+
+def _route(path: str) -> _Route:
+    """A pattern, never what a client wrote, so that there are few."""
+    parts = path.split("/")
+    if parts[2:3] == ["models"] and len(parts) > 3 and parts[3] != "stats":
+        last = parts[-1] if parts[-1] in ("infer", "ready", "config", "stats", "generate", "generate_stream") else ""
+        return _Route("/v2/models/{model}" + (f"/{last}" if last else ""))
+    return _Route(path if path in ("/v2", "/v2/models/stats", *_OPEN, "/v2/repository/index") else "/v2")

@@ -1,0 +1,250 @@
+"""KServe's routes over HTTP, as Triton has them: a request in plain types, and its answer; no web framework.
+
+Statuses, bodies and the words of errors are Triton's (`status.py` has the codes). `asgi.py` joins it to the server.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from millrace.serve.inference.lifecycle import ModelRepository
+from millrace.serve.inference.model import Model
+from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.kserve import encoding, told
+from millrace.serve.kserve.infer_body import HEADER, read_infer
+from millrace.serve.kserve.infer_reply import written
+
+STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
+_JSON, _BINARY = b"application/json", b"application/octet-stream"
+_HEADER = HEADER.encode()
+_OF_MODEL = ("infer", "ready", "config", "stats", "generate", "generate_stream", "trace/setting")
+_SHARED_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+Aside = Callable[[Callable[[], Any], int], Awaitable[Any]]
+
+
+@dataclass(slots=True)
+class Request:
+    """path: without the query, as it was sent. headers: names in lower case"""
+
+    method: str
+    path: str
+    headers: Mapping[bytes, bytes]
+    body: bytes
+
+
+@dataclass(slots=True)
+class Reply:
+    status: int
+    body: bytes = b""
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+def error_reply(status: int, message: str) -> Reply:
+    """The one way in which errors are written."""
+    headers = [(b"content-type", _JSON)]
+    return Reply(status, msgspec.json.encode({"error": message}), headers)
+
+
+def json_reply(answer: object) -> Reply:
+    return Reply(200, msgspec.json.encode(answer), [(b"content-type", _JSON)])
+
+
+class _NoSuchPath(Exception):  # noqa: N818  - it never leaves this file
+    pass
+
+
+class _WrongMethod(Exception):  # noqa: N818
+    pass
+
+
+class Front:
+    """The routes of one repository."""
+
+    def __init__(self, repository: ModelRepository, is_ready: Callable[[], bool], aside: Aside) -> None:
+        """is_ready: the server as a whole. aside: runs a reader of so many bytes of JSON, off the loop"""
+        self._repository, self._is_ready, self._aside = repository, is_ready, aside
+        self._most_bytes = repository.flags.http_max_input_size
+
+    async def answer(self, request: Request) -> Reply:
+        try:
+            return await self._routed(request)
+        except StatusError as error:
+            reply = error_reply(STATUS.get(error.code, 400), error.message)
+            if error.code is Code.UNSUPPORTED and error.message == "Unsupported compression type":
+                reply.headers.append((b"accept-encoding", b"gzip, deflate"))
+            return reply
+        except _NoSuchPath:
+            return error_reply(404, "Not Found")
+        except _WrongMethod:
+            return error_reply(405, "Method Not Allowed")
+
+    async def _routed(self, request: Request) -> Reply:
+        parts = request.path.split("/")[2:]  # ["", "v2", ...]
+        match parts:
+            case ["models", "stats"]:
+                _only("GET", request)
+                return json_reply({"model_stats": [m.told() for m in self._repository.models()]})
+            case ["models", name, *rest] if name:
+                return await self._of_model(request, _name(name), rest)
+            case [] | ["health", "live" | "ready"]:
+                return self._of_server(request, parts)
+            case ["repository", *rest]:
+                return await self._of_repository(request, rest)
+            case ["systemsharedmemory" | "cudasharedmemory", *rest] if rest and rest[-1] in _SHARED_ACTIONS:
+                _only("GET" if rest[-1] == "status" else "POST", request)
+                raise StatusError(Code.UNSUPPORTED, _SHARED_OFF)
+            case ["logging"] | ["trace", "setting"]:
+                raise StatusError(Code.UNSUPPORTED, f"{'/'.join(parts)} is not supported yet")
+        raise _NoSuchPath
+
+    def _of_server(self, request: Request, parts: list[str]) -> Reply:
+        _only("GET", request)
+        if not parts:
+            return json_reply(told.SERVER)
+        return Reply(200 if parts[1] == "live" or self._is_ready() else 400)
+
+    # ------------------------------------------------------------------ models
+
+    async def _of_model(self, request: Request, name: str, rest: list[str]) -> Reply:
+        version: int | None = None
+        if rest[:1] == ["versions"] and len(rest) > 1 and rest[1].isascii() and rest[1].isdigit():
+            version, rest = _version(rest[1]), rest[2:]
+        action = "/".join(rest)
+        if action and action not in _OF_MODEL:
+            raise _NoSuchPath
+        _only("POST" if action in ("infer", "generate", "generate_stream") else "GET", request)
+        if action == "ready":
+            return self._model_ready(name, version)
+        model = self._repository.get(name, version)
+        match action:
+            case "infer":
+                return await self._infer(request, model)
+            case "config":
+                return json_reply(told.config(model.config))
+            case "stats":
+                versions = [model.version] if version is not None else self._repository.versions(name)
+                return json_reply({"model_stats": [self._repository.get(name, v).told() for v in versions]})
+            case "":
+                return json_reply(told.metadata(model, self._repository.versions(name)))
+        raise StatusError(Code.UNSUPPORTED, f"{action} is not supported yet")
+
+    def _model_ready(self, name: str, version: int | None) -> Reply:
+        try:
+            self._repository.get(name, version)
+        except StatusError:
+            return error_reply(400, "Model version not ready")
+        return Reply(200)
+
+    async def _infer(self, request: Request, model: Model) -> Reply:
+        if model.is_decoupled:
+            what = "HTTP end point doesn't support models with decoupled transaction policy"
+            raise StatusError(Code.UNSUPPORTED, what)
+        headers = request.headers
+        coding = headers.get(b"content-encoding", b"").decode("latin-1")
+        body = encoding.decoded(request.body, coding, self._most_bytes) if coding else request.body
+        n_json = _header_length(headers.get(_HEADER.lower()))
+
+        def read() -> Any:
+            return read_infer(body, n_json, model.name, model.checker)
+
+        asked, wanted = await self._aside(read, len(body) if n_json is None else n_json)
+        response = await model.infer(asked)
+        answer, n_head = written(model, asked, response, wanted)
+        found: list[tuple[bytes, bytes]] = [(b"content-type", _JSON if n_head is None else _BINARY)]
+        if n_head is not None:
+            found.append((_HEADER, b"%d" % n_head))
+        accepted = headers.get(b"accept-encoding")
+        if accepted and (coding := encoding.chosen(accepted.decode("latin-1"))) != "identity":
+            answer = encoding.encoded(answer, coding)
+            found.append((b"content-encoding", coding.encode()))
+        return Reply(200, answer, found)
+
+    # ------------------------------------------------------------------ repository
+
+    async def _of_repository(self, request: Request, rest: list[str]) -> Reply:
+        of_one = ""
+        if len(rest) in (2, 4) and rest[0]:
+            of_one, rest = rest[0], rest[1:]
+        match rest:
+            case ["index"]:
+                _only("POST", request)
+                ready = _object(request.body).get("ready", False)
+                if not isinstance(ready, bool):
+                    raise StatusError(Code.INTERNAL, "attempt to access JSON non-boolean as boolean")
+                return json_reply(await self._repository.index(ready))
+            case ["models", name, "load" | "unload" as action] if name:
+                _only("POST", request)
+                if of_one:
+                    raise StatusError(Code.UNSUPPORTED, "'repository_name' specification is not supported")
+                await self._control(_name(name), action, _object(request.body))
+                return Reply(200, b"", [(b"content-type", _JSON)])
+        raise _NoSuchPath
+
+    async def _control(self, name: str, action: str, body: dict[str, Any]) -> None:
+        parameters = body.get("parameters", {})
+        if not isinstance(parameters, dict):
+            raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
+        if action == "load":
+            await self._repository.load(name, _given_config(parameters))
+            return
+        if not isinstance(parameters.get("unload_dependents", False), bool):
+            what = "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
+            raise StatusError(Code.INTERNAL, what)
+        await self._repository.unload(name)
+
+
+_SHARED_ACTIONS = ("status", "register", "unregister")
+
+
+def _only(method: str, request: Request) -> None:
+    if request.method != method:
+        raise _WrongMethod
+
+
+def _name(part: str) -> str:
+    return unquote(part, errors="replace") if "%" in part else part
+
+
+def _version(text: str) -> int:
+    what = f"failed to get model version from specified version string '{text}'"
+    expected = "version should be an integral value > 0"
+    if len(text) > 19 or int(text) >= 2**63:
+        raise invalid(f"{what} (details: stol), {expected}")
+    if int(text) == 0:
+        raise invalid(f"{what}, {expected}")
+    return int(text)
+
+
+def _header_length(said: bytes | None) -> int | None:
+    if said is None:
+        return None
+    text = said.decode("latin-1")
+    if not text.removeprefix("-").isdigit() or not text.isascii() or len(text) > 19:
+        raise invalid(f"Unable to parse {HEADER}, got: {text}")
+    return int(text)
+
+
+def _given_config(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Of a load. raises StatusError"""
+    for key, value in parameters.items():
+        if key != "config":
+            raise StatusError(Code.UNSUPPORTED, f"load parameter '{key}' is not supported yet")
+        if not isinstance(value, str):
+            raise StatusError(Code.INTERNAL, "attempt to access JSON non-string as string")
+    return _object(parameters["config"].encode("utf-8", "surrogatepass")) if "config" in parameters else None
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """Of a small body, which may be empty."""
+    if not body:
+        return {}
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(f"failed to parse the request JSON buffer: {error}") from None
+    if not isinstance(found, dict):
+        raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
+    return found

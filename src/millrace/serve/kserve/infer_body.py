@@ -1,0 +1,297 @@
+"""The body of an inference over HTTP: JSON, with tensors inside it or in binary behind it, or raw bytes alone.
+
+What is right is read in one pass, by its types; what is wrong is read once more, for Triton's word for it. JSON of a
+wrong type is an internal error there, so that its status is 500.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from millrace.serve.inference.check import Checker, Given, check_shape
+from millrace.serve.inference.request import InferRequest
+from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.kserve.tensors import BYTES, DTYPES, ONLY_BINARY, Array, objects
+
+HEADER = "Inference-Header-Content-Length"
+MOST_DEPTH = 100
+_Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_SHARED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+_FLOATS = ("FP32", "FP64")
+
+
+class _InputParameters(Struct, gc=False):
+    binary_data_size: _Size | UnsetType = UNSET
+    shared_memory_region: str | UnsetType = UNSET
+
+
+class _Input(Struct, gc=False):
+    name: str
+    shape: list[_Size]
+    datatype: str
+    data: Any = UNSET
+    parameters: _InputParameters | UnsetType = UNSET
+
+
+class _OutputParameters(Struct, gc=False):
+    binary_data: bool | UnsetType = UNSET
+    classification: _Size = 0
+    shared_memory_region: str | UnsetType = UNSET
+
+
+class _Output(Struct, gc=False):
+    name: str
+    parameters: _OutputParameters | UnsetType = UNSET
+
+
+class _Body(Struct, gc=False):
+    inputs: list[_Input]
+    id: str = ""
+    parameters: dict[str, Any] | UnsetType = UNSET
+    outputs: list[_Output] | UnsetType = UNSET
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+@dataclass(slots=True)
+class Wanted:
+    """How outputs are to be written. binary, n_classes: of those that say so; otherwise: of the others"""
+
+    binary: dict[str, bool] = field(default_factory=dict)
+    n_classes: dict[str, int] = field(default_factory=dict)
+    otherwise: bool = False
+
+
+def read_infer(body: bytes, n_json: int | None, model: str, checker: Checker) -> tuple[InferRequest, Wanted]:
+    """n_json: of the head, None where everything is JSON, 0 where nothing is. raises StatusError"""
+    if n_json is not None and not 0 <= n_json <= len(body):
+        raise invalid(f"inference header size should be in range (0, {len(body)}), got: {n_json}")
+    if n_json == 0:
+        request = InferRequest({})
+        checker.take(request, [checker.raw(request, memoryview(body))])
+        return request, Wanted(otherwise=True)
+    told = _decoded(memoryview(body)[:n_json])
+    request, wanted = InferRequest({}, request_id=told.id), Wanted()
+    if told.parameters is not UNSET:
+        wanted.otherwise = _take_parameters(request, told.parameters)
+    given = _given(told.inputs, memoryview(body)[len(body) if n_json is None else n_json :], model)
+    if told.outputs is not UNSET:
+        request.outputs = _take_outputs(told.outputs, wanted)
+    checker.take(request, given)
+    return request, wanted
+
+
+def _decoded(head: memoryview) -> _Body:
+    try:
+        try:
+            return _decoder.decode(head)
+        except msgspec.ValidationError as error:
+            raise explained(msgspec.json.decode(head)) or StatusError(Code.INTERNAL, str(error)) from None
+    except RecursionError:
+        raise _too_deep() from None
+    except msgspec.DecodeError as error:
+        raise invalid(f"failed to parse the request JSON buffer: {error}") from None
+
+
+def _given(inputs: Sequence[_Input], behind: memoryview, model: str) -> list[Given]:
+    """behind: the bytes after the JSON, which are those of the binary inputs, in order"""
+    found, at = [], 0
+    for told in inputs:
+        size = told.parameters.binary_data_size if told.parameters is not UNSET else UNSET
+        _check_source(told, size)
+        if told.datatype not in DTYPES:
+            raise invalid(f"invalid datatype for input {told.name}")
+        shape = tuple(told.shape)
+        n = check_shape(told.name, told.datatype, shape)
+        data: memoryview | Array
+        if size is UNSET:
+            data = from_json(told.name, told.datatype, told.data, n).reshape(shape)
+        else:
+            data = behind[at : at + size]
+            if len(data) < size:
+                what = f"unexpected size for input '{told.name}', expecting {size - len(data)} additional bytes"
+                raise invalid(f"{what} for model '{model}'")
+            at += size
+        found.append(Given(told.name, told.datatype, shape, data))
+    if at != len(behind):
+        raise invalid(f"unexpected additional input data for model '{model}'")
+    return found
+
+
+def _check_source(told: _Input, size: int | UnsetType) -> None:
+    is_shared = told.parameters is not UNSET and told.parameters.shared_memory_region is not UNSET
+    there = {
+        "'data'": told.data is not UNSET, "'binary_data_size'": size is not UNSET, "'shared_memory_region'": is_shared,
+    }  # fmt: skip
+    if sum(there.values()) != 1:
+        said = [name for name, is_there in there.items() if is_there]
+        raise invalid(
+            "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+            f"'shared_memory_region' in 'parameters'. But {'set ' + ' '.join(said) if said else 'no field is set'}"
+        )
+    if is_shared:
+        raise StatusError(Code.UNSUPPORTED, _SHARED)
+
+
+def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
+    """A tensor's `data`, nested in whatever way, flat. n: elements that its shape has. raises StatusError"""
+    if datatype in ONLY_BINARY:
+        what = (
+            f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
+        )
+        raise invalid(what)
+    flat = _flat(data, 0)
+    kinds = set(map(type, flat))
+    if datatype == BYTES:
+        _only(kinds, {str}, "string", "string")
+    elif datatype == "BOOL":
+        _only(kinds, {bool}, "boolean", "boolean")
+    elif datatype in _FLOATS:
+        _only(kinds, {int, float}, "number", "double")
+    elif datatype[0] == "U":
+        word = "unsigned-integer"
+        _only(kinds, {int} if not flat or min(map(_number, flat)) >= 0 else set(), word, word)
+    else:
+        _only(kinds, {int}, "signed-integer", "signed-integer")
+    if len(flat) != n:
+        raise _unparsed("data", "Shape does not match true shape of 'data' field")
+    if datatype == BYTES:
+        return objects([text.encode("utf-8", "surrogatepass") for text in flat])
+    try:
+        with np.errstate(over="ignore"):  # beyond FP32 is infinite, as in C
+            return np.array(flat, dtype=DTYPES[datatype])
+    except OverflowError as error:
+        raise _unparsed("data", str(error)) from None
+
+
+def _number(value: Any) -> int | float:
+    return value if isinstance(value, int | float) else -1
+
+
+def _only(kinds: set[type], allowed: set[type], is_none: str, wanted: str) -> None:
+    if not kinds <= allowed:
+        raise _unparsed("data", _not(is_none, wanted))
+
+
+def _flat(data: Any, depth: int) -> list[Any]:
+    if depth >= MOST_DEPTH:
+        raise _too_deep()
+    if not isinstance(data, list):
+        return [data]
+    if list not in set(map(type, data)):
+        return data
+    return [value for part in data for value in _flat(part, depth + 1)]
+
+
+def _take_parameters(request: InferRequest, parameters: Mapping[str, Any]) -> bool:
+    """Whether outputs are binary unless they say otherwise. raises StatusError"""
+    binary = False
+    for key, value in parameters.items():
+        if key == "sequence_id":
+            if isinstance(value, bool) or not isinstance(value, int | str):
+                raise _unparsed(key, _not("string", "string"))
+            request.correlation_id = value
+        elif key in ("sequence_start", "sequence_end", "binary_data_output"):
+            if not isinstance(value, bool):
+                raise _unparsed(key, _not("boolean", "boolean"))
+            if key == "binary_data_output":
+                binary = value
+            elif value:
+                request.flags |= 1 if key == "sequence_start" else 2
+        elif key in ("priority", "timeout"):
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
+                raise _unparsed(key, _not("unsigned-integer", "unsigned-integer"))
+            setattr(request, "priority" if key == "priority" else "timeout_us", value)
+        elif key == "headers" or key.startswith("triton_"):
+            raise invalid(
+                f"{key} is reserved for Triton usage" if key == "headers" else
+                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
+            )  # fmt: skip
+        elif isinstance(value, bool | int | float | str):
+            request.parameters[key] = value
+        else:
+            raise invalid(
+                f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double', or 'string'."
+            )
+    return binary
+
+
+def _take_outputs(outputs: Sequence[_Output], wanted: Wanted) -> tuple[str, ...]:
+    names = tuple(told.name for told in outputs)
+    for i, told in enumerate(outputs):
+        if told.name in names[:i]:
+            raise invalid(f"output '{told.name}' already exists in request")
+        if told.parameters is UNSET:
+            continue
+        if told.parameters.shared_memory_region is not UNSET:
+            raise StatusError(Code.UNSUPPORTED, _SHARED)
+        if told.parameters.binary_data is not UNSET:
+            wanted.binary[told.name] = told.parameters.binary_data
+        if told.parameters.classification:
+            wanted.n_classes[told.name] = told.parameters.classification
+    return names
+
+
+def explained(body: Any) -> StatusError | None:
+    """Which field of a body has a wrong type, in the words of Triton's JSON."""
+    if not isinstance(body, dict):
+        return StatusError(Code.INTERNAL, _not("object", "object"))
+    members = [("id", "string", str)] if "id" in body else []
+    found = _member(body, members)
+    if found is None and "parameters" in body and not isinstance(body["parameters"], dict):
+        found = _unparsed("parameters", _not("object", "object"))
+    found = found or _member(body, [("inputs", "array", list)])
+    for told in body["inputs"] if found is None else ():
+        if not isinstance(told, dict):
+            return StatusError(Code.INTERNAL, _not("object", "object"))
+        found = found or _member(told, [("name", "string", str), ("shape", "array", list), ("datatype", "string", str)])
+        if found is None and not all(_is_size(d) for d in told["shape"]):
+            found = _unparsed("shape", _not("unsigned-integer", "unsigned-integer"))
+        found = found or _sizes(told, "binary_data_size", "shared_memory_region")
+    if found is None and "outputs" in body:
+        found = _member(body, [("outputs", "array", list)])
+        for told in body["outputs"] if found is None else ():
+            if not isinstance(told, dict):
+                return StatusError(Code.INTERNAL, _not("object", "object"))
+            found = found or _member(told, [("name", "string", str)]) or _sizes(told, "classification", "binary_data")
+    return found
+
+
+def _member(of: Mapping[str, Any], members: Sequence[tuple[str, str, type]]) -> StatusError | None:
+    for name, word, kind in members:
+        if name not in of:
+            return _unparsed(name, f"attempt to access non-existing object member '{name}'")
+        if not isinstance(of[name], kind):
+            return _unparsed(name, _not(word, word))
+    return None
+
+
+def _sizes(told: Mapping[str, Any], size: str, other: str) -> StatusError | None:
+    parameters = told.get("parameters", {})
+    if not isinstance(parameters, dict):
+        return _unparsed("parameters", _not("object", "object"))
+    if size in parameters and not _is_size(parameters[size]):
+        return _unparsed(size, _not("unsigned-integer", "unsigned-integer"))
+    word, kind = ("boolean", bool) if other == "binary_data" else ("string", str)
+    return _member(parameters, [(other, word, kind)] if other in parameters else [])
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _not(is_none: str, wanted: str) -> str:
+    return f"attempt to access JSON non-{is_none} as {wanted}"
+
+
+def _unparsed(key: str, cause: str) -> StatusError:
+    return StatusError(Code.INTERNAL, f"Unable to parse '{key}': {cause}")
+
+
+def _too_deep() -> StatusError:
+    return invalid(f"JSON nesting depth exceeds maximum allowed limit ({MOST_DEPTH})")

@@ -1,0 +1,75 @@
+"""The answer of an inference over HTTP: its JSON, and the tensors that go behind it in binary."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from millrace.serve.inference.model import Model
+from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.kserve.infer_body import Wanted
+from millrace.serve.kserve.tensors import BYTES, DTYPES, ONLY_BINARY, Array, Tensor, objects
+
+WIRE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+
+
+def written(model: Model, request: InferRequest, response: InferResponse, wanted: Wanted) -> tuple[bytes, int | None]:
+    """The body, and how much of it is JSON where not all of it is. raises StatusError"""
+    outputs: list[dict[str, Any]] = []
+    raw: list[bytes] = []
+    for name, array in response.outputs.items():
+        if request.outputs and name not in request.outputs:
+            continue
+        n_classes = wanted.n_classes.get(name)
+        if n_classes:
+            array = classified(array, n_classes, model.labels.get(name, ()), has_batch=request.batch_size > 0)
+        datatype = WIRE_NAMES.get(array.dtype)
+        if datatype is None:
+            raise StatusError(Code.INTERNAL, f"output '{name}' has the data type {array.dtype}, which has no name here")
+        told: dict[str, Any] = {"name": name, "datatype": datatype, "shape": array.shape}
+        if wanted.binary.get(name, wanted.otherwise):
+            raw.append(Tensor(name, datatype, array).raw())
+            told["parameters"] = {"binary_data_size": len(raw[-1])}
+        else:
+            told["data"] = _listed(name, datatype, array)
+        outputs.append(told)
+    answer: dict[str, Any] = {"id": request.id} if request.id else {}
+    answer["model_name"], answer["model_version"] = model.name, str(model.version)
+    if response.parameters:
+        answer["parameters"] = response.parameters
+    answer["outputs"] = outputs
+    head = msgspec.json.encode(answer)
+    return (b"".join((head, *raw)), len(head)) if raw else (head, None)
+
+
+def _listed(name: str, datatype: str, array: Array) -> list[Any]:
+    """Flat. What is no number (NaN, infinite) becomes null: JSON has no word for it."""
+    if datatype in ONLY_BINARY:
+        what = f"sending {datatype} data via JSON is not supported. Please use the binary data format for output"
+        raise invalid(what)
+    flat = array.reshape(-1)
+    if datatype != BYTES:
+        return list(flat.tolist())
+    try:
+        return [value if isinstance(value, str) else bytes(value).decode() for value in flat]
+    except UnicodeDecodeError:
+        raise invalid(f"output '{name}' is no UTF-8. Please use the binary data format for output") from None
+
+
+def classified(array: Array, n: int, labels: Sequence[str], *, has_batch: bool) -> Array:
+    """The n largest of each item, as b"value:index:label"; [B, n] or [n] of bytes objects. raises StatusError"""
+    if array.dtype.kind not in "iuf" and WIRE_NAMES.get(array.dtype) not in ONLY_BINARY:
+        raise invalid(f"class result not available for output due to unsupported type '{WIRE_NAMES.get(array.dtype)}'")
+    items = array.reshape(array.shape[0] if has_batch else 1, -1)
+    n = min(n, items.shape[1])
+    order = np.argsort(-items.astype(np.float64), axis=1, kind="stable")[:, :n]
+    found = [_told(items[i, j], int(j), labels) for i in range(len(items)) for j in order[i]]
+    return objects(found).reshape((len(items), n) if has_batch else (n,))
+
+
+def _told(value: Any, index: int, labels: Sequence[str]) -> bytes:
+    number = f"{float(value):f}" if np.asarray(value).dtype.kind not in "iu" else str(int(value))
+    label = f":{labels[index]}" if index < len(labels) and labels[index] else ""
+    return f"{number}:{index}{label}".encode()

@@ -1,0 +1,34 @@
+"""What is told of the server and of a model, in the words of KServe's metadata."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from millrace.serve.inference.check import wire_name
+from millrace.serve.inference.model import Model
+from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.config_json import config_json
+
+# Triton's name and version: clients ask by it what they may send. Of its extensions those that are there.
+VERSION = "2.73.0"
+EXTENSIONS = (
+    "classification", "model_repository", "schedule_policy", "model_configuration", "binary_tensor_data", "parameters",
+    "statistics",
+)  # fmt: skip
+SERVER = {"name": "triton", "version": VERSION, "extensions": EXTENSIONS}
+
+
+def config(of: ModelConfig) -> dict[str, Any]:
+    return config_json(of)
+
+
+def metadata(model: Model, versions: Sequence[int]) -> dict[str, Any]:
+    said = model.config
+    batch = [-1] if said.max_batch_size > 0 else []
+
+    def tensors(side: Sequence[Any]) -> list[dict[str, Any]]:
+        return [{"name": t.name, "datatype": wire_name(t.data_type), "shape": [*batch, *t.dims]} for t in side]
+
+    return {
+        "name": model.name, "versions": [str(v) for v in versions], "platform": said.platform or said.backend,
+        "inputs": tensors(said.input), "outputs": tensors(said.output),
+    }  # fmt: skip

@@ -1,0 +1,85 @@
+"""`millrace serve --model-repository DIR`: as a process, beside a language model, and what keeps it from starting."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cli.conftest import Millrace
+from tests.support.command_line import environment
+from tests.support.repository import ADD_SUB, write_models
+
+ADDED = {
+    "inputs": [{"name": f"INPUT{i}", "shape": [1, 16], "datatype": "INT32", "data": [i + 1] * 16} for i in range(2)]
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_models(tmp_path / "models", {"simple": ADD_SUB})
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_served_as_a_process(root: Path, built_tiny: Path, tmp_path: Path, beside: bool) -> None:
+    model = [str(built_tiny)] if beside else []
+    command = [
+        sys.executable,
+        "-m",
+        "millrace",
+        "serve",
+        *model,
+        "--model-repository",
+        str(root),
+        "--port",
+        "0",
+        "--json",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(tmp_path)
+    ) as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        answer = httpx.post(f"{url}/v2/models/simple/infer", json=ADDED).json()
+        assert [o["data"][0] for o in answer["outputs"]] == [3, -1]
+        listed = [m["id"] for m in httpx.get(f"{url}/v1/models").json()["data"]]
+        assert len(listed) == beside and "simple" not in listed
+        assert httpx.get(f"{url}/v2/health/ready").status_code == 200
+        if beside:
+            asked = {"prompt": "Once", "max_tokens": 2, "seed": 1}
+            assert httpx.post(f"{url}/v1/completions", json=asked, timeout=30).json()["usage"]["completion_tokens"] == 2
+        server.terminate()
+        assert server.wait(30) == 0
+
+
+def test_a_key_is_asked_for_but_for_health(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    command = [sys.executable, "-m", "millrace", "serve", "--model-repository", str(root), "--port", "0", "--json",
+               "--api-key-file", str(tmp_path / "keys")]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(tmp_path)
+    ) as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        assert httpx.get(f"{url}/v2/health/live").status_code == 200
+        refused = httpx.post(f"{url}/v2/models/simple/infer", json=ADDED)
+        assert refused.status_code == 401 and refused.json()["error"].startswith("the API key is missing")
+        allowed = httpx.post(f"{url}/v2/models/simple/infer", json=ADDED, headers={"authorization": "Bearer secret"})
+        assert allowed.status_code == 200
+        server.terminate()
+        assert server.wait(30) == 0
+
+
+def test_what_keeps_it_from_starting(millrace: Millrace, root: Path) -> None:
+    (root / "simple" / "config.pbtxt").write_text('backend: "add_sub" max_batchsize: 1')
+    for arguments, fragments in (
+        (["--model-repository", str(root)], ["simple/config.pbtxt:1:20", "max_batchsize", f"millrace lint {root}"]),
+        (["--model-repository", str(root / "gone")], ["is no folder"]),
+        (["--model-repository", str(root), "--record", "f"], ["--record is given, and MODEL is not"]),
+        (["--load-model", "x"], ["there is none", "--model-repository DIR"]),
+        (["--model-repository", str(root), "--load-model", "x"], ["--model-control-mode none", "explicit"]),
+        (["--model-repository", str(root), "--model-control-mode", "never"], ["one of none, poll, explicit"]),
+    ):
+        millrace("serve", *arguments).assert_mistake(*fragments)

@@ -1,0 +1,425 @@
+"""Loading, reloading and unloading: by request, by the folders, and under load; and what models do that go wrong."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from millrace.serve.inference.batching import Closed
+from millrace.serve.inference.check import Given
+from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
+from millrace.serve.inference.model import Model
+from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.settings import ServerSettings
+from tests.support.repository import ADD_SUB, REPEAT, identity, serving, write_models
+
+ONE = {"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [7]}]}
+BATCHES = identity("FP32", "1", "max_batch_size: 8 %s", "")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_models(tmp_path, {"m": BATCHES % ""})
+
+
+def control(url: str, model: str, action: str, body: Any = None) -> tuple[int, str]:
+    content = json.dumps(body) if body is not None else ""
+    response = httpx.post(f"{url}/v2/repository/models/{model}/{action}", content=content, timeout=30)
+    return response.status_code, response.json()["error"] if response.content else ""
+
+
+def index(url: str) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = httpx.post(f"{url}/v2/repository/index").json()
+    return found
+
+
+def infer(url: str, model: str = "m", body: Any = ONE) -> httpx.Response:
+    return httpx.post(f"{url}/v2/models/{model}/infer", json=body, timeout=30)
+
+
+def test_models_come_and_go_by_request(root: Path) -> None:
+    write_models(root, {"m": BATCHES % "version_policy { all {} }"}, version=3)
+    with serving(root, model_control_mode="explicit") as url:
+        assert index(url) == [{"name": "m"}]
+        assert infer(url).json() == {"error": "Request for unknown model: 'm' is not found"}
+        assert control(url, "m", "load") == (200, "")
+        assert infer(url).json()["model_version"] == "3", "the highest"
+        assert httpx.get(f"{url}/v2/models/m").json()["versions"] == ["1", "3"]
+        assert control(url, "m", "unload", {"parameters": {"unload_dependents": False}}) == (200, "")
+        gone = infer(url)
+        assert (gone.status_code, gone.json()) == (
+            404,
+            {"error": "Request for unknown model: 'm' has no available versions"},
+        )
+        of_one = httpx.post(f"{url}/v2/models/m/versions/1/infer", json=ONE)
+        what = "Request for unknown model: 'm' version 1 is not at ready state"
+        assert (of_one.status_code, of_one.json()) == (503, {"error": what})
+        until_s = time.monotonic() + 10
+        unloaded = [{"name": "m", "version": v, "state": "UNAVAILABLE", "reason": "unloaded"} for v in "13"]
+        while index(url) != unloaded and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert index(url) == unloaded
+        assert httpx.post(f"{url}/v2/repository/index", json={"ready": True}).json() == []
+        assert httpx.get(f"{url}/v2/health/ready").status_code == 200, "what was unloaded is no trouble"
+        assert control(url, "m", "load") == (200, "") and infer(url).status_code == 200
+        assert control(url, "other", "load") == (500, "failed to load 'other', failed to poll from model repository")
+        assert control(url, "..", "load")[0] in (400, 404)
+        assert control(url, "%2e%2e", "load") == (400, "model name must not contain path traversal characters")
+        assert control(url, "other", "unload") == (404, "Request for unknown model: 'other' is not found")
+        assert control(url, "m", "unload", {"parameters": {"unload_dependents": 1}}) == (
+            500, "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean",
+        )  # fmt: skip
+
+
+def test_a_failed_reload_keeps_what_is_served(root: Path) -> None:
+    with serving(root, model_control_mode="explicit", load_model=("*",)) as url:
+        config = root / "m" / "config.pbtxt"
+        config.write_text((BATCHES % "").replace("max_batch_size", "max_batchsize"))
+        status, says = control(url, "m", "load")
+        assert status == 500 and says.startswith("failed to load 'm', failed to poll from model repository: ")
+        assert ': m/config.pbtxt:1:21: "max_batchsize" is no field of a configuration' in says
+        assert infer(url).status_code == 200 and index(url)[0]["state"] == "READY"
+        config.write_text(ADD_SUB.replace("TYPE_INT32", "TYPE_STRING"))
+        assert control(url, "m", "load") == (
+            500, "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid argument: model 'm' must have "
+            "inputs and outputs of one type of numbers;",
+        )  # fmt: skip
+        assert infer(url).status_code == 200
+        config.write_text((BATCHES % "").replace('"identity"', '"idendity"'))
+        assert "unable to find backend 'idendity'; did you mean \"identity\"?" in control(url, "m", "load")[1]
+        config.write_text(BATCHES % "sequence_batching { }")
+        assert control(url, "m", "load")[1].endswith("Unsupported: sequence_batching is not supported yet;")
+        config.write_text((BATCHES % "").replace("FP32", "FP64"))
+        assert control(url, "m", "load") == (200, "")
+        assert "expects 'FP64'" in infer(url).text
+
+
+def test_a_configuration_may_come_with_the_load(root: Path) -> None:
+    with serving(root, model_control_mode="explicit", load_model=("m",)) as url:
+        told = httpx.get(f"{url}/v2/models/m/config").json()
+        assert control(url, "m", "load", {"parameters": {"config": json.dumps(told)}}) == (200, "")
+        assert httpx.get(f"{url}/v2/models/m/config").json() == told, "what is told may be given back"
+        told |= {"max_batch_size": 2, "parameters": {"execute_delay_ms": {"string_value": "1"}}}
+        assert control(url, "m", "load", {"parameters": {"config": json.dumps(told)}}) == (200, "")
+        now = httpx.get(f"{url}/v2/models/m/config").json()
+        assert (now["max_batch_size"], now["parameters"]) == (2, {"execute_delay_ms": {"string_value": "1"}})
+        before = index(url)
+        for config, says in (
+            ('{"max_batchsize": 2}', '"max_batchsize" is no field of a configuration'),
+            ('{"max_batch_size": "x"}', '"x" for max_batch_size'),
+            ('{"a b": 2}', '"unknown_field" is no field of a configuration'),
+            ('{"name": "other"}', "unexpected directory name 'm' for model 'other'"),
+            ("[]", "attempt to access JSON non-object as object"),
+            ("{", "failed to parse the request JSON buffer: "),
+        ):
+            assert says in control(url, "m", "load", {"parameters": {"config": config}})[1]
+        assert control(url, "m", "load", {"parameters": {"config": 1}})[0] == 500
+        assert control(url, "m", "load", {"parameters": {"file:1/model.py": ""}})[0] == 501
+        assert index(url) == before and infer(url).status_code == 200
+        assert control(url, "m", "load") == (200, "")
+        assert httpx.get(f"{url}/v2/models/m/config").json()["max_batch_size"] == 8, "the file's again"
+
+
+def test_a_reload_under_load_drops_no_request(root: Path) -> None:
+    slow = BATCHES % 'dynamic_batching { } parameters { key: "execute_delay_ms" value { string_value: "3" } }'
+    write_models(root, {"m": slow})
+    with serving(root, model_control_mode="explicit", load_model=("m",)) as url:
+        done, counts = threading.Event(), []
+
+        def ask() -> None:
+            n = 0
+            with httpx.Client() as client:
+                while not done.is_set():
+                    response = client.post(f"{url}/v2/models/m/infer", json=ONE, timeout=30)
+                    assert response.status_code == 200, response.text
+                    assert response.json()["outputs"][0]["data"] == [7]
+                    n += 1
+            counts.append(n)
+
+        with ThreadPoolExecutor(8) as pool:
+            asking = [pool.submit(ask) for _ in range(8)]
+            for _ in range(6):
+                assert control(url, "m", "load") == (200, "")
+                time.sleep(0.05)
+            done.set()
+            for one in asking:
+                one.result()
+        assert min(counts) >= 5
+
+
+def test_a_client_that_goes_away_cancels_what_it_asked(root: Path) -> None:
+    write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "300" } }'})
+    with serving(root) as url:
+        host, port = url.removeprefix("http://").split(":")
+        body = json.dumps(ONE).encode()
+        head = b"POST /v2/models/m/infer HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        sockets = [socket.create_connection((host, int(port))) for _ in range(2)]
+        for one in sockets:
+            one.sendall(head + body)
+        time.sleep(0.1)  # the first is being computed, the second waits
+        sockets[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # gone, not only silent
+        sockets[1].close()
+        assert sockets[0].recv(100).startswith(b"HTTP/1.1 200 OK")
+        sockets[0].close()
+        (stats,) = httpx.get(f"{url}/v2/models/m/stats").json()["model_stats"]
+        assert (stats["execution_count"], stats["inference_stats"]["fail"]["count"]) == (1, 1)
+        text = httpx.get(f"{url}/metrics").text
+        assert 'nv_inference_request_failure{model="m",version="1",reason="CANCELED"} 1\n' in text
+
+
+def test_folders_are_followed(root: Path) -> None:
+    def becomes(what: Any) -> None:
+        until_s = time.monotonic() + 10
+        while not what() and time.monotonic() < until_s:
+            time.sleep(0.02)
+        assert what()
+
+    with serving(root, model_control_mode="poll", repository_poll_secs=0.1) as url:
+        assert infer(url).status_code == 200
+        write_models(root, {"second": BATCHES % ""})
+        becomes(lambda: infer(url, "second").status_code == 200)
+        (root / "m" / "config.pbtxt").write_text("nonsense: 1")
+        write_models(root, {"second": BATCHES % ""}, version=2)
+        becomes(lambda: infer(url, "second").json()["model_version"] == "2")
+        assert infer(url).status_code == 200, "the broken one is what it was"
+        for path in sorted((root / "second").rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+        (root / "second").rmdir()
+        becomes(lambda: infer(url, "second").status_code == 404)
+        refused = "explicit model load / unload is not allowed if polling is enabled"
+        assert control(url, "m", "load") == (503, refused)
+
+
+def test_a_server_with_a_model_that_cannot_be_loaded_is_not_ready(tmp_path: Path) -> None:
+    write_models(tmp_path, {"bad": ADD_SUB.replace("TYPE_INT32", "TYPE_STRING"), "good": BATCHES % ""})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with serving(tmp_path, ServerSettings(port=port), wait=False) as url:
+        until_s = time.monotonic() + 10
+        while time.monotonic() < until_s:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/v2/models/good/ready").status_code == 200:
+                    break
+            time.sleep(0.02)
+        assert httpx.get(f"{url}/v2/health/live").status_code == 200
+        assert httpx.get(f"{url}/v2/health/ready").status_code == 400
+        bad, good = index(url)
+        assert (bad["state"], good["state"]) == ("UNAVAILABLE", "READY")
+        assert bad["reason"] == "model 'bad' must have inputs and outputs of one type of numbers"
+
+
+# ---------------------------------------------------------------------- models, without a server
+
+
+class Loaded:
+    """A repository in an event loop."""
+
+    def __init__(self, root: Path) -> None:
+        self.repository = ModelRepository(RepositoryFlags(model_repository=(str(root),)))
+
+    async def __aenter__(self) -> ModelRepository:
+        assert await self.repository.start() == []
+        return self.repository
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.repository.close(5.0)
+
+
+def asked(model: Model, *values: float, datatype: str = "FP32") -> InferRequest:
+    request = InferRequest({})
+    data = np.array(values, dtype=np.float32).reshape(-1, 1)
+    model.checker.take(request, [Given("INPUT0", datatype, data.shape, data)])
+    return request
+
+
+def test_requests_that_wait_are_computed_together(root: Path) -> None:
+    write_models(
+        root, {"m": BATCHES % "dynamic_batching { preferred_batch_size: [ 4 ] max_queue_delay_microseconds: 3000000 }"}
+    )
+
+    async def run() -> None:
+        async with Loaded(root) as repository:
+            model = repository.get("m")
+            found = await asyncio.gather(*(model.infer(asked(model, i, i)) for i in range(4)))
+            for i, response in enumerate(found):
+                assert response.outputs["OUTPUT0"].tolist() == [[i], [i]], "each its own"
+            assert model.statistics.by_size.keys() == {4} and model.statistics.n_executions == 2
+            assert model.statistics.closed == {Closed.PREFERRED: 2}
+            begin = time.monotonic()
+            late = asyncio.ensure_future(model.infer(asked(model, 1)))
+            await asyncio.sleep(0.01)
+            assert model.n_pending == 1 and not late.done()
+            late.cancel()
+            assert (await asyncio.gather(late, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+            assert model.n_pending == 0 and model.statistics.failures == {"CANCELED": 1}
+            assert time.monotonic() - begin < 2
+
+    asyncio.run(run())
+
+
+def test_queues_refuse_and_time_out(root: Path) -> None:
+    policy = "default_queue_policy { default_timeout_microseconds: 20000 max_queue_size: 2 }"
+    slow = 'parameters { key: "execute_delay_ms" value { string_value: "60" } }'
+    write_models(root, {"m": BATCHES % f"dynamic_batching {{ preferred_batch_size: [ 1 ] {policy} }} {slow}"})
+
+    async def run() -> None:
+        async with Loaded(root) as repository:
+            model = repository.get("m")
+            results = await asyncio.gather(*(model.infer(asked(model, i)) for i in range(4)), return_exceptions=True)
+            answered, *others = results
+            assert isinstance(answered, InferResponse)
+            says = [(e.code, str(e)) for e in others if isinstance(e, StatusError)]
+            expired = (Code.UNAVAILABLE, "Request timeout expired")
+            full = (Code.UNAVAILABLE, "[request id: <id_unknown>] Exceeds maximum queue size")
+            assert says == [expired, expired, full]
+            assert model.statistics.failures == {"REJECTED": 3}
+
+    asyncio.run(run())
+
+
+SLEEPER = """
+import time
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        (values,) = [r.inputs()[0].as_numpy() for r in requests]
+        time.sleep(float(values[0, 0]))
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", values)])]
+"""
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_answers_come_in_order_where_that_is_asked(tmp_path: Path, ordered: bool) -> None:
+    """Two instances, of which one takes long for the first request, and the other none for the rest."""
+    batching = f"dynamic_batching {{ preferred_batch_size: [ 1 ] preserve_ordering: {str(ordered).lower()} }}"
+    config = (BATCHES % f"{batching} instance_group {{ count: 2 }}").replace('"identity"', '"python"')
+    write_models(tmp_path, {"m": config})
+    (tmp_path / "m" / "1" / "model.py").write_text(SLEEPER)
+
+    async def run() -> list[float]:
+        async with Loaded(tmp_path) as repository:
+            model, order = repository.get("m"), list[float]()
+            asking = [asyncio.ensure_future(model.infer(asked(model, seconds))) for seconds in (0.15, 0.01, 0.02)]
+            for one in asking:
+                one.add_done_callback(lambda f: order.append(f.result().outputs["OUTPUT0"].item()))
+            await asyncio.gather(*asking)
+            await asyncio.sleep(0)
+            return order
+
+    order = [round(seconds, 2) for seconds in asyncio.run(run())]
+    assert order == ([0.15, 0.01, 0.02] if ordered else [0.01, 0.02, 0.15])
+
+
+def test_what_is_quick_and_small_is_computed_where_it_is_asked(root: Path) -> None:
+    async def run() -> None:
+        async with Loaded(root) as repository:
+            model = repository.get("m")
+            found = list[Any]()
+            small = asked(model, 7)
+            model.submit(small, lambda response, error, final: found.append((response, error, final)))
+            ((response, error, final),) = found
+            assert response.outputs["OUTPUT0"].tolist() == [[7]] and error is None and final, "before `submit` returned"
+            assert model.statistics.n_executions == 1 and model.statistics.stages["success"].count == 1
+            write_models(root, {"wide": identity("FP32", "-1")})
+            await repository._load("wide")
+            wide = repository.get("wide")
+            request, data = InferRequest({}), np.zeros(1 << 15, np.float32)
+            wide.checker.take(request, [Given("INPUT0", "FP32", data.shape, data)])
+            answering = asyncio.ensure_future(wide.infer(request))
+            await asyncio.sleep(0)
+            assert not answering.done() and len((await answering).outputs["OUTPUT0"]) == 1 << 15, "in its thread"
+
+    asyncio.run(run())
+
+
+def test_a_decoupled_model_answers_as_often_as_it_likes(tmp_path: Path) -> None:
+    write_models(tmp_path, {"repeat": REPEAT})
+
+    async def run() -> None:
+        async with Loaded(tmp_path) as repository:
+            model = repository.get("repeat")
+            request = InferRequest({})
+            values = np.array([4, 2, 0], np.int32)
+            zeros = np.zeros(3, np.uint32)
+            model.checker.take(
+                request,
+                [
+                    Given("IN", "INT32", (3,), values),
+                    Given("DELAY", "UINT32", (3,), zeros),
+                    Given("WAIT", "UINT32", (1,), zeros[:1]),
+                ],
+            )
+            answers: list[tuple[int, int] | None] = []
+            done = asyncio.Event()
+
+            def receive(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
+                assert error is None
+                out = response.outputs if response else None
+                answers.append((int(out["OUT"][0]), int(out["IDX"][0])) if out else None)
+                if final:
+                    done.set()
+
+            model.submit(request, receive)
+            await asyncio.wait_for(done.wait(), 10)
+            assert answers == [(4, 0), (2, 1), (0, 2), None]
+            assert model.told()["inference_stats"]["success"]["count"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_model_that_raises_answers_with_it_and_goes_on(root: Path) -> None:
+    async def run() -> None:
+        async with Loaded(root) as repository:
+            model = repository.get("m")
+            request = asked(model, 1)
+            request.outputs = ("GONE",)  # what the backend looks for, and does not find
+            with pytest.raises(StatusError) as failed:
+                await model.infer(request)
+            assert failed.value.code is Code.INTERNAL and str(failed.value) == "KeyError: 'GONE'"
+            assert model.statistics.failures == {"BACKEND": 1}
+            assert (await model.infer(asked(model, 5))).outputs["OUTPUT0"].tolist() == [[5]]
+
+    asyncio.run(run())
+
+
+def test_what_was_taken_is_answered_before_a_model_goes(root: Path) -> None:
+    write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "40" } }'})
+
+    async def run() -> None:
+        async with Loaded(root) as repository:
+            model = repository.get("m")
+            asking = [asyncio.ensure_future(model.infer(asked(model, i))) for i in range(3)]
+            await asyncio.sleep(0)
+            await model.retire()
+            assert [a.result().outputs["OUTPUT0"].item() for a in asking] == [0, 1, 2]
+
+    asyncio.run(run())
+
+
+def test_closing_ends_whoever_waits(root: Path) -> None:
+    write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "60" } }'})
+
+    async def run() -> list[object]:
+        async with Loaded(root) as repository:
+            model = repository.get("m")
+            asking = [asyncio.ensure_future(model.infer(asked(model, i))) for i in range(3)]
+            await asyncio.sleep(0.01)
+        return await asyncio.gather(*asking, return_exceptions=True)
+
+    first, *others = asyncio.run(run())
+    assert isinstance(first, InferResponse), "what is being computed is answered"
+    assert [str(e) for e in others] == ["Server is stopping"] * 2

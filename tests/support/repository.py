@@ -1,0 +1,45 @@
+"""A folder of tensor models, served in a thread of this process."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from millrace.serve.inference.lifecycle import RepositoryFlags
+from millrace.serve.inference.served import RepositoryModel
+from millrace.serve.settings import ServerSettings
+from tests.support.server import in_thread
+
+ADD_SUB = """backend: "add_sub" max_batch_size: 8
+input [ { name: "INPUT0" data_type: TYPE_INT32 dims: [ 16 ] }, { name: "INPUT1" data_type: TYPE_INT32 dims: [ 16 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_INT32 dims: [ 16 ] },
+         { name: "OUTPUT1" data_type: TYPE_INT32 dims: [ 16 ] } ]
+"""
+REPEAT = """backend: "repeat" model_transaction_policy { decoupled: true }
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ -1 ] }, { name: "DELAY" data_type: TYPE_UINT32 dims: [ -1 ] },
+        { name: "WAIT" data_type: TYPE_UINT32 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }, { name: "IDX" data_type: TYPE_UINT32 dims: [ 1 ] } ]
+"""
+
+
+def identity(data_type: str, dims: str = "-1", more: str = "", parameters: str = "") -> str:
+    return f"""backend: "identity" {more}
+    input {{ name: "INPUT0" data_type: TYPE_{data_type} dims: [ {dims} ] {parameters} }}
+    output {{ name: "OUTPUT0" data_type: TYPE_{data_type} dims: [ {dims} ] }}"""
+
+
+def write_models(root: Path, models: Mapping[str, str], version: int = 1) -> Path:
+    for name, config in models.items():
+        (root / name / str(version)).mkdir(parents=True, exist_ok=True)
+        (root / name / "config.pbtxt").write_text(config)
+    return root
+
+
+@contextmanager
+def serving(root: Path, settings: ServerSettings | None = None, wait: bool = True, **flags: Any) -> Iterator[str]:
+    """The URL."""
+    model = RepositoryModel(
+        name="repository", created=0, max_context=0, flags=RepositoryFlags(model_repository=(str(root),), **flags)
+    )
+    with in_thread(model, settings, start_s=30, stop_s=30, wait=wait) as served:
+        yield served.url
