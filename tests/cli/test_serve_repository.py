@@ -73,11 +73,12 @@ def test_a_key_is_asked_for_but_for_health(root: Path, tmp_path: Path) -> None:
 
 
 def test_what_keeps_it_from_starting(millrace: Millrace, root: Path) -> None:
+    recorded = millrace("serve", "--model-repository", str(root), "--record", "f")
+    recorded.assert_mistake("--record is given, and MODEL is not")
     (root / "simple" / "config.pbtxt").write_text('backend: "add_sub" max_batchsize: 1')
     for arguments, fragments in (
         (["--model-repository", str(root)], ["simple/config.pbtxt:1:20", "max_batchsize", f"millrace lint {root}"]),
         (["--model-repository", str(root / "gone")], ["is no folder"]),
-        (["--model-repository", str(root), "--record", "f"], ["--record is given, and MODEL is not"]),
         (["--load-model", "x"], ["there is none", "--model-repository DIR"]),
         (["--model-repository", str(root), "--load-model", "x"], ["--model-control-mode none", "explicit"]),
         (["--model-repository", str(root), "--model-control-mode", "never"], ["one of none, poll, explicit"]),
