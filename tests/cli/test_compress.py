@@ -242,6 +242,9 @@ def test_mistakes_with_statistics(millrace: Millrace, source: Path, text: Path, 
     millrace(*asked, "int4-awq", "--samples-from", tmp_path / "short.txt").assert_mistake("calibration text has")
     millrace(*asked, "int4-awq", "--samples-from", tmp_path / "empty.txt").assert_mistake("is empty")
     millrace(*asked, "int4-awq", "--samples-from", tmp_path / "none.txt").assert_mistake("none.txt")
+    for inside in (out, out / "s", out.parent / "." / "out"):
+        same = (*asked, "int4-awq", "--samples-from", text, "--samples", "1", "--statistics", inside)
+        millrace(*same).assert_mistake("the folder of -o", "another folder for statistics")
     long = (*asked, "int4-awq", "--samples-from", text, "--samples", "1", "--statistics", text)
     millrace(*long).assert_mistake("cannot keep statistics", "File exists", "name another folder")
     assert not out.parent.exists() and not (tmp_path / "s").exists()

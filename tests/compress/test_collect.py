@@ -12,8 +12,18 @@ from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compile.find import BUNDLED
 from millrace.compile.source import Source
 from millrace.compress import collect as collecting
+from millrace.compress.calibrated import statistics_of
 from millrace.compress.collect import collect, samples
-from millrace.compress.statistics import ABOUT, About, Statistics, piece_file, writing
+from millrace.compress.statistics import (
+    ABOUT,
+    About,
+    InputStatistics,
+    Statistics,
+    Writing,
+    piece_file,
+    read_about,
+    writing,
+)
 from millrace.errors import ConfigError, MachineError
 from millrace.evaluate.windows import Windows
 from millrace.kernels.precision import Precision
@@ -140,6 +150,35 @@ def test_a_damaged_file_is_one_error(where: int, tiny: Collected, tmp_path: Path
     file.write_bytes(data[:-4])
     with pytest.raises(ConfigError, match=r"piece-001 is (damaged|of another)"):
         Statistics.open(folder)
+
+
+def rewritten(folder: Path, gram: np.ndarray[Any, Any]) -> Path:
+    """The first inputs of a layer have this Gram matrix, with checksums as they should be."""
+    about, K = read_about(folder), len(gram)
+    first = Statistics.open(folder)["model.layers.0.self_attn.q_proj"]
+    second = Statistics.open(folder)["model.layers.0.self_attn.o_proj"]
+    given = InputStatistics(first.linears, gram, np.ones(K, np.float32), np.ones(K, np.float32))
+    Writing(folder, about).add(1, [given, second])
+    return folder
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
+def test_values_that_no_inputs_have(value: float, tiny: Collected, tmp_path: Path) -> None:
+    shutil.copytree(tiny.folder, tmp_path / "s")
+    gram = np.eye(256, dtype=np.float32)
+    gram[7, 7] = value
+    found = Statistics.open(rewritten(tmp_path / "s", gram))
+    with pytest.raises(ConfigError, match="piece-001 has values that no inputs have"):
+        _ = found["model.layers.0.self_attn.q_proj"]
+
+
+def test_statistics_of_other_sizes_than_the_weights(tiny: Collected, tmp_path: Path) -> None:
+    shutil.copytree(tiny.folder, tmp_path / "s")
+    checkpoint = Checkpoint.open(BUNDLED / "tiny")
+    assert set(statistics_of(checkpoint, None, tmp_path / "s", lambda *_: None)) == set(tiny.found)
+    rewritten(tmp_path / "s", np.eye(128, dtype=np.float32))
+    with pytest.raises(ConfigError, match=r"q_proj are of 128 inputs\n.*256"):
+        statistics_of(checkpoint, None, tmp_path / "s", lambda *_: None)
 
 
 def test_a_folder_is_of_one_model_text_and_version(tiny: Collected, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import safetensors.numpy
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.checkpoint.weights import INDEX, Tensors
 from millrace.compile.build import BuildOptions, plan_engine
+from millrace.compile.find import BUNDLED
 from millrace.compile.source import Source
 from millrace.compress import folder as folders
 from millrace.compress.compress import Piece, by_layers, by_rounding, compress
@@ -23,11 +24,13 @@ from millrace.compress.folder import Folder
 from millrace.compress.forms import Spec
 from millrace.compress.grid import Convention, Grid, rounded
 from millrace.compress.layers import Layer, Rounding
+from millrace.compress.measure import measure, windows_for
 from millrace.compress.plan import Job, plan
 from millrace.compress.recipe import PRESETS, parsed
 from millrace.compress.record import RECORD
 from millrace.engine.kv import KV_CACHE_DTYPES, KvFormat
 from millrace.errors import CheckpointError, ConfigError, MachineError
+from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.simulated import fp8_rows
 from tests.fuzz.originals import write_checkpoint
 from tests.support.checkpoints import random_encoder
@@ -222,12 +225,27 @@ def test_what_cannot_be_compressed(tmp_path: Path, source: Path) -> None:
         ("bert", {}, CheckpointError, ["is an encoder", "w8a8"]),
         ("odd", {}, CheckpointError, ["down_proj has 100 inputs", "multiple of 32", 'match = "*.down_proj"']),
         (source, {"layers": [{"match": "*.experts.*", "bits": 8}]}, ConfigError, ["*.experts.*", "lm_head"]),
+        (BUNDLED / "tiny", {"layers": [{"match": "lm_head"}]}, ConfigError, ["head is its embedding", "leave it out"]),
         (source, {"method": "none"}, ConfigError, ["leaves all layers"]),
         (source, {"method": "wanda", "kv": "int8"}, ConfigError, ["keys and values", "--kv-cache-dtype int8"]),
     ):
         with pytest.raises(kind) as error:
             job(tmp_path / folder, **recipe)
         assert all(word in str(error.value) for word in says), error.value
+
+
+def test_a_perplexity_beyond_all_numbers_is_said(tmp_path: Path) -> None:
+    """A head a hundred thousand times as large is sure of tokens that do not come; its KL beside itself is none."""
+    shutil.copytree(BUNDLED / "tiny", tmp_path / "loud")
+    file = tmp_path / "loud" / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    tensors["model.embed_tokens.weight"] = (tensors["model.embed_tokens.weight"].astype(np.float32) * 1e5).astype(
+        tensors["model.embed_tokens.weight"].dtype
+    )
+    safetensors.numpy.save_file(tensors, file)
+    loud = Checkpoint.open(tmp_path / "loud")
+    with pytest.raises(MachineError, match="perplexity is more than a number can be"):
+        measure(loud, loud, windows_for(loud, Calibration.open(None)), lambda *_: None)
 
 
 def test_where_it_cannot_be_written(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 from millrace.compress.e4m3 import E4M3, rounded_e4m3, scales_for
 from millrace.compress.gptq import Gptq, gptq, gptq_e4m3
 from millrace.compress.grid import IMATRIX_MSE, WHOLE_ROW, Grid, rounded
+from millrace.errors import ConfigError
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -143,3 +144,13 @@ def test_its_scale_is_the_best_of_those_that_bfloat16_needs() -> None:
                     tried[scale] = float(np.square(row - values) @ energy)
         assert len(tried) >= 8 and mine in tried
         assert tried[mine] <= min(list(tried.values())[:8]) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 0.0])
+def test_what_has_no_factor_is_one_error(sign: float) -> None:
+    """No inputs have such means of products: a damaged file."""
+    w, gram = case(4, 8, 0)
+    gram[:] = sign
+    gram[0, 1] = gram[1, 0] = 1e30
+    with pytest.raises(ConfigError, match="has no factor"):
+        gptq(w, gram, Grid(4, WHOLE_ROW))

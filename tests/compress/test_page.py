@@ -13,7 +13,7 @@ from millrace.compress.grid import Grid, fitted, nearest
 from millrace.compress.page import PAGE, page_of, write_page
 from millrace.compress.record import RECORD, Record, add_to_record, read_record, write_record
 from millrace.compress.statistics import InputStatistics
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, MachineError
 
 
 class Read(HTMLParser):
@@ -135,6 +135,15 @@ def test_a_record_is_added_to_whole(tmp_path: Path) -> None:
         assert (tmp_path / RECORD).read_text() == content, "nothing is lost"
     with pytest.raises(ConfigError, match="cannot read"):
         read_record(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_figure_that_is_no_number_leaves_the_record(tmp_path: Path, value: float) -> None:
+    write_record(tmp_path, WHOLE)
+    before = (tmp_path / RECORD).read_bytes()
+    with pytest.raises(MachineError, match="not finite"):
+        add_to_record(tmp_path, {"loss": {**WHOLE["loss"], "perplexity": value}})
+    assert (tmp_path / RECORD).read_bytes() == before and read_record(tmp_path).measured is not None
 
 
 @pytest.mark.parametrize("group", [0, 32, 64])

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from millrace.errors import ConfigError, MachineError
 from millrace.evaluate import kept as module
-from millrace.evaluate.kept import About, Chosen, Kept, Results, check_same, read
+from millrace.evaluate.kept import About, Chosen, Kept, Results, beside, check_same, check_whole, read
 
 ABOUT = About("m", "engine-1", "default w8a8", "mmlu, lm-eval, 5 shots", "data-1")
 SOME = [Chosen("law", i, i % 4, 0, [-0.5, -1.0, -2.0, -3.25], cut=i == 2) for i in range(3)]
@@ -155,3 +155,24 @@ def test_answers_to_other_questions(task: str, data: str, n: int) -> None:
     check_same(before, ABOUT.task, ABOUT.data, 3)
     with pytest.raises(ConfigError, match=rf"of other questions: mmlu.*, 3 answered\n.*{task}, {n} answered"):
         check_same(before, task, data, n)
+
+
+def test_answers_to_what_nobody_asked_are_not_counted(tmp_path: Path) -> None:
+    found = read(written(tmp_path / "results"), Chosen)
+    check_whole(found, 3)
+    for n in (2, 4):
+        with pytest.raises(ConfigError, match=f"has 3 answers\n.*{n} questions"):
+            check_whole(found, n)
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_answers_that_are_not_judged_alike(tmp_path: Path, odd: int) -> None:
+    found = read(written(tmp_path / "results"), Chosen)
+    records = {key: replace(one, per_byte=0) if i == odd else one for i, (key, one) in enumerate(found.records.items())}
+    mixed = found._replace(records=records)
+    for now, before in ((found, mixed), (mixed, found)):
+        with pytest.raises(ConfigError, match="not all judged alike"):
+            beside(now, before)
+    alike = found._replace(records={key: replace(one, per_byte=0) for key, one in found.records.items()})
+    with pytest.raises(ConfigError, match="of other questions"):
+        beside(alike, found)

@@ -87,6 +87,9 @@ def test_files_as_they_were_first_published(tmp_path: Path) -> None:
     """Without a header, with letters; a byte more or less is no matter."""
     (subject,) = read_subjects(folder(tmp_path, dev="q,1,2,3,4,B\n", test="q,1,2,3,4,D\r\nr,5,6,7,8,A\r\n"))
     assert [item.answer for item in subject.test] == [3, 0] and subject.dev[0].choices == ("1", "2", "3", "4")
+    marked = "\ufeff" + HEADER + "q,1,2,3,4,2\n"  # as spreadsheets write UTF-8
+    (subject,) = read_subjects(folder(tmp_path / "marked", test=marked))
+    assert [item.question for item in subject.test] == ["q"]
 
 
 @pytest.mark.parametrize(

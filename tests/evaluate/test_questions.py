@@ -57,6 +57,13 @@ def test_a_choice_is_what_stands_behind_the_prompt(
     assert one.n_bytes == [7, 29] and not one.cut
 
 
+def test_a_mark_before_the_first_line_is_no_text(tmp_path: Path) -> None:
+    path = written(tmp_path, CHOICE, {**CHOICE, "answer": 0})
+    plain = read_questions(path).lines
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_questions(path).lines == plain and len(plain) == 2
+
+
 def test_groups_limit_and_names(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines = [{**CHOICE, "group": "ab"[i % 2], "id": i} for i in range(5)]
     path = written(tmp_path, *lines)

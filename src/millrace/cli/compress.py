@@ -89,7 +89,10 @@ def command(env: Env, /, model: str, output: Path, as_json: bool, **given: Any) 
     run: dict[str, Callable[..., None]] = {
         "--recipe": _by_recipe, "--measure": _measure_again, "--max-loss": searched, "--advise": advised,
     }  # fmt: skip
-    run[_way(given)](Asked(env, model, output, as_json, Sampling(*map(given.pop, _TEXTS))), **given)
+    way = _way(given)
+    sampling = Sampling(*map(given.pop, _TEXTS))
+    sampling.check_folder(output, makes=way != "--advise")
+    run[way](Asked(env, model, output, as_json, sampling), **given)
 
 
 def _way(given: dict[str, Any]) -> str:

@@ -71,6 +71,17 @@ class Sampling:
                 "name another, or leave --calibration out",
             )  # fmt: skip
 
+    def check_folder(self, out: Path, *, makes: bool) -> None:
+        """makes: whether `out` is a folder that is made whole at the end. raises ConfigError where both are in one"""
+        if self.statistics is None:
+            return
+        place, made = self.statistics.resolve(), out.resolve()
+        if place == made or (makes and made in place.parents):
+            raise ConfigError(
+                f"--statistics {self.statistics} is {'in ' if place != made else ''}the folder of -o",
+                "two: what statistics are kept in is there before the output is", "name another folder for statistics",
+            )  # fmt: skip
+
     def check_text(self, checkpoint: Checkpoint, measured: Calibration) -> None:
         """raises ConfigError where statistics are, or will be, of the text that is measured on, whatever its name."""
         found = self.statistics is not None and (self.statistics / ABOUT).is_file()

@@ -15,7 +15,7 @@ from millrace.compile.settings import BuildSettings
 from millrace.errors import MachineError
 from millrace.evaluate import choice, generation
 from millrace.evaluate.generation import Ask, Generates, Judge, Said, asks, judges
-from millrace.evaluate.kept import PER_BYTE, RIGHT, Chosen, J, Kept, Results, beside, check_same, read
+from millrace.evaluate.kept import PER_BYTE, RIGHT, Chosen, J, Kept, Results, beside, check_same, check_whole, read
 from millrace.evaluate.mmlu import MAX_SHOTS, ORIGINAL, Mmlu, read_subjects
 from millrace.evaluate.paired import Paired, Verdict, wilson
 from millrace.evaluate.questions import Questions, read_questions
@@ -131,7 +131,9 @@ def _results(asked: Asked, task: _Task[J], model: str, build: BuildSettings, out
         mine = about(found, task.name, task.digest)
         with closing(Kept(asked.kept_at(mine, out), mine, task.kind)) as kept:
             task.answer(found, kept, report)
-    return Results(mine, kept.records)
+    answered = Results(mine, kept.records)
+    check_whole(answered, task.n)
+    return answered
 
 
 def _show(mine: Results[J], lost: str) -> None:

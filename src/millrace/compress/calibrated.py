@@ -93,7 +93,7 @@ def statistics_of(checkpoint: Checkpoint, text: Windows | None, folder: Path, pr
     """
     source = Source.from_checkpoint(checkpoint)
     if text is not None:
-        return collect(source, text, folder, progress=progress)
+        return _of_its_sizes(collect(source, text, folder, progress=progress), checkpoint)
     if not (folder / ABOUT).is_file():
         raise ConfigError(f"{folder} has no statistics yet", "a text to collect them on", "name one: --samples-from")
     if read_about(folder).model != source.identity():
@@ -101,7 +101,19 @@ def statistics_of(checkpoint: Checkpoint, text: Windows | None, folder: Path, pr
             f"the statistics in {folder} are of another model", f"those of {checkpoint.folder}",
             "name another folder, or collect them: --samples-from",
         )  # fmt: skip
-    return Statistics.open(folder)
+    return _of_its_sizes(Statistics.open(folder), checkpoint)
+
+
+def _of_its_sizes(found: Statistics, checkpoint: Checkpoint) -> Statistics:
+    """raises ConfigError for a folder that says it is of this model, and is not"""
+    for name in found:
+        info = checkpoint.tensors.get(name + WEIGHT)
+        if info is not None and info.shape[-1] != found.size(name):
+            raise ConfigError(
+                f"the statistics of {name} are of {found.size(name):,} inputs", f"{info.shape[-1]:,}, as its weights",
+                "they are damaged: collect them again, into another folder",
+            )  # fmt: skip
+    return found
 
 
 def method_of(treatment: Treatment, group: int) -> Method | None:

@@ -132,7 +132,11 @@ def _feedback_of(
             flipped = np.linalg.cholesky(H[::-1, ::-1])  # lower; turned around again it is upper
             break
         except np.linalg.LinAlgError:
-            assert damping < _MOST_DAMPING, "a finite matrix with so much on its diagonal has a factor"
+            if damping >= _MOST_DAMPING:  # a finite one, with means of squares, has a factor long before
+                raise ConfigError(
+                    "a Gram matrix has no factor, whatever is added to its diagonal", "means of products of inputs",
+                    "the statistics are damaged: collect them again, into another folder",
+                ) from None  # fmt: skip
             damping *= 2
     R = flipped[::-1, ::-1]
     feedback = (R / R.diagonal()).astype(np.float32)

@@ -157,6 +157,12 @@ def loss_of(reference: Reference, made: Checkpoint, progress: Progress = lambda 
             "the compressed model's logits are not finite", "finite logits",
             "compress with more bits, or leave the layers that overflow as they are",
         )  # fmt: skip
+    for whose, one in (("compressed model", found.perplexity), ("source", found.reference_perplexity)):
+        if not one.value < float("inf"):
+            raise MachineError(
+                f"the {whose}'s perplexity is more than a number can be", "a model that can tell the text",
+                "measure on another text: --calibration; or look at the model: its answers are of no use",
+            )  # fmt: skip
     return Loss(
         found.divergence.value, found.perplexity.value, found.reference_perplexity.value, found.same.value, found.n,
         str(other.own_precision.default), found.divergence.error, found.perplexity.error, found.same.error,

@@ -261,6 +261,11 @@ def _fitting(name: str, K: int, group: int) -> int:
 def _check_patterns(recipe: Recipe, linears: Mapping[str, tuple[int, ...]]) -> None:
     for pattern, _ in recipe.exceptions:
         if not any(fnmatchcase(name, pattern) for name in linears):
+            if fnmatchcase(HEAD, pattern):
+                raise ConfigError(
+                    f'the recipe has layers for "{pattern}", and this model\'s head is its embedding: floats',
+                    "a head of its own, or a name such as " + next(iter(linears), "none"), "leave it out",
+                )  # fmt: skip
             raise ConfigError(
                 f'the recipe has layers for "{pattern}", which no linear layer of this model matches',
                 "a name such as " + next(iter(linears), "none"), "correct the pattern, or leave it out",

@@ -15,7 +15,7 @@ from millrace.compress.figures import Figures
 from millrace.compress.measure import Loss
 from millrace.compress.speed import Speeds
 from millrace.engine.tactics import write_whole
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, MachineError
 from millrace.settings import read_given
 
 RECORD = "compression.json"
@@ -120,4 +120,10 @@ def add_to_record(folder: Path, more: Mapping[str, Any]) -> None:
 
 
 def _write(folder: Path, content: Mapping[str, Any]) -> None:
-    write_whole(folder / RECORD, (json.dumps(content, indent=1) + "\n").encode())
+    """raises MachineError for figures that JSON has no words for; what is there stays"""
+    try:
+        text = json.dumps(content, indent=1, allow_nan=False)
+    except ValueError as error:
+        mend = "leave out of the recipe what overflows, or look at the source: its weights or statistics may be damaged"
+        raise MachineError(f"a figure of {folder / RECORD} is not finite", "finite numbers", mend) from error
+    write_whole(folder / RECORD, (text + "\n").encode())

@@ -115,6 +115,8 @@ class Statistics(Mapping[str, InputStatistics]):
         K = place.entry.size
         values = data.view(np.float32)
         gram, amax, mean = values[: K * K].reshape(K, K), values[K * K : K * K + K], values[K * K + K :]
+        if not np.isfinite(values).all() or (gram.diagonal() < 0).any():
+            raise ConfigError(f"{place.file} has values that no inputs have", "means of squares, finite", _AGAIN)
         return InputStatistics(tuple(place.entry.linears), gram, amax, mean)
 
     def __iter__(self) -> Iterator[str]:
@@ -122,6 +124,10 @@ class Statistics(Mapping[str, InputStatistics]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def size(self, linear: str) -> int:
+        """K, from the head alone."""
+        return self._places[linear].entry.size
 
     @property
     def shared(self) -> list[tuple[str, ...]]:

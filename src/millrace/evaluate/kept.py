@@ -102,11 +102,32 @@ class Results(NamedTuple, Generic[R]):
 def beside(now: Results[J], before: Results[J]) -> dict[str, Paired]:
     """The same questions, one by one, by each measure. raises ConfigError where they did not answer the same"""
     check_same(before, now.about.task, now.about.data, len(now.records))
-    if now.records.keys() != before.records.keys():
+    measures = measures_of(now)
+    if now.records.keys() != before.records.keys() or measures != measures_of(before):
         raise _of_other_questions(before, now.about.task, len(now.records))
     pairs = [(one.verdicts, before.records[key].verdicts) for key, one in now.records.items()]
-    measures = pairs[0][0] if pairs else ()
     return {name: paired([mine[name] for mine, _ in pairs], [theirs[name] for _, theirs in pairs]) for name in measures}
+
+
+def measures_of(found: Results[J]) -> list[str]:
+    """By which all answers are judged. raises ConfigError where one lacks what another has: a file that was changed"""
+    some = [list(one.verdicts) for one in found.records.values()]
+    if any(one != some[0] for one in some):
+        raise ConfigError(
+            f"the results of {found.about.model} are not all judged alike", "answers to one file of questions",
+            "they are damaged: evaluate again, into another file: --out",
+        )  # fmt: skip
+    return some[0] if some else []
+
+
+def check_whole(found: Results[J], n: int) -> None:
+    """raises ConfigError where a file has answers to what nobody asked, or is otherwise damaged"""
+    if len(found.records) != n:
+        raise ConfigError(
+            f"the file of results has {len(found.records):,} answers", f"one to each of {n:,} questions",
+            "it is damaged: name another, and evaluate again: --out",
+        )  # fmt: skip
+    measures_of(found)
 
 
 def check_same(before: Results[J], task: str, data: str, n: int) -> None:

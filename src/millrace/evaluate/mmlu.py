@@ -163,7 +163,7 @@ def _files(folder: Path, split: str) -> Mapping[str, Path]:
 def _items(path: Path) -> Iterator[Item]:
     try:
         data = read_given(path, _MOST_BYTES)
-        text = data.decode()
+        text = data.decode("utf-8-sig")  # some programs write a mark before the header
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", "a CSV file", "check the folder") from error
     except UnicodeDecodeError as error:

@@ -5,6 +5,7 @@ choice are tokenised together, the choice is what stands behind the prompt's tok
 answered by what the model goes on with. A file has lines of one kind.
 """
 
+import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -147,7 +148,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise ConfigError(f"cannot read {path}: {error}", "a JSONL file", "check --task") from error
     if len(data) > _MOST_BYTES:
         raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB", "a smaller file", "give a part of it")
-    lines = ((i, line) for i, line in enumerate(data.split(b"\n"), 1) if line.strip())
+    lines = ((i, line) for i, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1) if line.strip())
     for n, (i, line) in enumerate(lines):
         if n == _MOST_LINES:
             raise ConfigError(f"{path} has more than {_MOST_LINES:,} questions", "fewer", "give a part of it")
