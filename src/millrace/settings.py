@@ -58,6 +58,15 @@ def read_given(path: Path, most_bytes: int) -> bytes:
     return bytes(found)
 
 
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; raises ValueError for a key that is there twice, of which one would be ignored."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f'"{next(n for n in names if names.count(n) > 1):.80}" is there twice')
+    return found
+
+
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 

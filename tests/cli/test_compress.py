@@ -11,6 +11,7 @@ import pytest
 
 from millrace.cli import compression
 from millrace.compile.find import BUNDLED
+from millrace.errors import MachineError
 from tests.cli.conftest import Millrace
 from tests.fuzz.originals import write_checkpoint
 from tests.support.command_line import environment
@@ -95,6 +96,18 @@ def killed_while_it_measures(source: Path, out: Path, number: int) -> int:
 def test_a_run_that_is_told_to_end_says_how_to_go_on(source: Path, tmp_path: Path, number: int) -> None:
     assert killed_while_it_measures(source, tmp_path / "out", number) == 128 + number
     assert "loss" not in json.loads((tmp_path / "out" / "compression.json").read_text())
+
+
+def test_a_measure_that_fails_leaves_a_folder_that_is_named(
+    millrace: Millrace, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise MachineError("the model's logits are not finite", "finite ones", "look at it")
+
+    monkeypatch.setattr(compression, "measure", fails)
+    ended = millrace("compress", source, "-o", tmp_path / "out", "--recipe", "int8-wo")
+    assert ended.code and "not finite" in ended.err and "out is whole, but not all measured" in ended.err
+    assert (tmp_path / "out" / "compression.json").is_file()
 
 
 def test_a_run_that_was_killed_is_measured_later(millrace: Millrace, source: Path, other: Path, tmp_path: Path) -> None:

@@ -96,11 +96,12 @@ def test_what_no_recipe_says(i: int) -> None:
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("version =")
     (tmp_path / "b.json").write_text("[" * 100_000)
+    (tmp_path / "d.json").write_text('{"version": 1, "bits": 8, "bits": 4}')
     (tmp_path / "c.toml").write_bytes(b"#" * ((1 << 20) + 1))
     for name, says in (
         ("int4_wo", 'did you mean "int4-wo"'), (str(tmp_path / "none.toml"), "No such file"),
         (str(tmp_path / "a.toml"), "is not TOML"), (str(tmp_path / "b.json"), "is not JSON"),
-        (str(tmp_path / "c.toml"), "more than 1 MiB"),
+        (str(tmp_path / "c.toml"), "more than 1 MiB"), (str(tmp_path / "d.json"), '"bits" is there twice'),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             read_recipe(name)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from millrace.checkpoint.files import FileState, Report, file_digest, read_small, read_span, unreadable
 from millrace.checkpoint.quantised import QuantisedFormat, QuantisedMatrix
 from millrace.errors import CheckpointError
+from millrace.settings import once
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -242,7 +243,7 @@ def _read_header(path: Path, names: Mapping[str, str]) -> tuple[FileState, list[
             _damaged(path, f"has a header of {length} bytes", f"at most {MAX_HEADER_BYTES}")
         header = file.read(length)
     try:
-        raw = json.loads(header, object_pairs_hook=_no_duplicates)
+        raw = json.loads(header, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         _damaged(path, f"has a header that is not JSON: {error}", "a safetensors header")
     if not isinstance(raw, dict):
@@ -261,13 +262,6 @@ def _read_header(path: Path, names: Mapping[str, str]) -> tuple[FileState, list[
         _damaged(path, f"{kind}: {size} bytes", f"{start + at} bytes by its header")
     infos = [_info(path, name, raw[name], (start + begin, end - begin), names) for begin, end, name in spans]
     return state, [info for info in infos if not info.name.endswith(_DERIVED)]
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
 
 
 def _span(path: Path, name: str, entry: object) -> tuple[int, int, str]:

@@ -20,7 +20,7 @@ from millrace.compile.room import check_new
 from millrace.compile.settings import BuildSettings
 from millrace.engine.manifest import MANIFEST
 from millrace.errors import ConfigError
-from millrace.settings import read_given
+from millrace.settings import once, read_given
 from millrace.tune.pricing import pricing
 
 EPILOG = """\b
@@ -91,15 +91,6 @@ def _summary(tables: Tables, seconds: float, by: Chosen | None) -> dict[str, Any
 _MAP_BYTES = 1 << 20
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; raises ValueError for a key that is there twice, of which one would be ignored."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f'"{next(n for n in names if names.count(n) > 1):.80}" is there twice')
-    return found
-
-
 def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:
     if build.precision is not None:
         raise ConfigError(
@@ -109,7 +100,7 @@ def _read_map(path: Path, build: BuildSettings) -> dict[str, str]:
         data = read_given(path, _MAP_BYTES)
         if len(data) > _MAP_BYTES:
             raise ConfigError(f"{path} has more than {_MAP_BYTES >> 20} MiB", "a map of precisions", "correct the file")
-        asked = json.loads(data, object_pairs_hook=_once)
+        asked = json.loads(data, object_pairs_hook=once)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", "a JSON file", "see `millrace build --help`") from error
     if not isinstance(asked, dict) or not all(isinstance(v, str) for v in asked.values()):

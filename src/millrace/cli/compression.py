@@ -26,7 +26,7 @@ from millrace.compress.page import write_page
 from millrace.compress.record import Flips, read_record
 from millrace.compress.speed import TOKENS, Speeds, paces
 from millrace.env import Env
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, MillraceError
 from millrace.evaluate.calibration import Calibration
 from millrace.evaluate.kept import RIGHT, beside
 from millrace.evaluate.mmlu import LM_EVAL, read_subjects
@@ -138,7 +138,7 @@ def said_if_ended(model: str, out: Path) -> Iterator[None]:
     """Around measuring: a folder that is whole is kept, and how it is measured later is said."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, MillraceError):
         note(f"{out} is whole, but not all measured. To do that: millrace compress {model} -o {out} --measure")
         raise
 

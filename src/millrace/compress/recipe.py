@@ -39,6 +39,7 @@ from millrace.compress.grid import GPTQMODEL_MSE, GROUPS, IMATRIX_MSE, LLM_COMPR
 from millrace.compress.prune import Prune
 from millrace.compress.sparse import METHODS as SPARSE
 from millrace.errors import ConfigError, nearest
+from millrace.settings import once
 
 VERSION = 1
 ROW = "row"
@@ -160,7 +161,7 @@ def read_recipe(name: str) -> Recipe:
     if len(data) > _MOST_BYTES:
         raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB", "a recipe", "name another file")
     try:
-        said = tomllib.loads(data.decode()) if path.suffix == ".toml" else json.loads(data)
+        said = tomllib.loads(data.decode()) if path.suffix == ".toml" else json.loads(data, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not {path.suffix[1:].upper()}: {error}", "a recipe", "correct it") from error
     return parsed(said, path.stem)
