@@ -18,7 +18,7 @@ def test_a_server_beside_its_prediction(millrace: Millrace, built_tiny: Path, tm
     file = tmp_path / "p.json"
     done = millrace("size", "verify", built_tiny, *SHORT, "--json", "-o", file, "--", "--itl-ms", "77")
     told = json.loads(done.out)
-    assert done.code == (0 if told["holds"] else 2), done.err
+    assert done.code == (0 if told["holds"] else 3), done.err
     assert told["holds"] == (told["median_error"] <= 0.1 and told["p90_error"] <= 0.25)
     assert told["schedule"]["gap_limit_s"] == pytest.approx(0.077), "the flag went to the server"
     (load,) = told["loads"]

@@ -6,6 +6,7 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.size.measured import read_points
+from millrace.size.models import PRESETS
 from millrace.size.points import Limits, Point, best, latency_optimal, throughput_optimal
 from tests.size.tables import SIZING, needs_tables
 
@@ -70,6 +71,27 @@ def test_limits_that_nothing_keeps_name_the_closest(tmp_path: Path) -> None:
 def test_broken_tables_are_refused_by_line(tmp_path: Path, lines: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_points(table(tmp_path, *lines))
+
+
+# Llama-3 8B in fp16 has 14.96 GB without embeddings, and the head reads as much as it stores: 16 bits of 7.5 G values
+# are 15 GB, which an H100 SXM (3.35 TB/s) reads in 4.48 ms. A token in 4 ms is impossible, one in 5 ms is not.
+@pytest.mark.parametrize("model, gpu, itl_ms, possible", [
+    ("llama-3-8b", "H100", 4.0, False), ("llama-3-8b", "H100", 5.0, True), ("Llama-3-8B", "H100", 4.0, False),
+    ("mine", "H100", 4.0, False), ("other", "H100", 4.0, True), ("llama-3-8b", "some card", 4.0, True),
+])  # fmt: skip
+def test_rows_that_no_device_could_do_are_refused_by_line(
+    tmp_path: Path, model: str, gpu: str, itl_ms: float, possible: bool
+) -> None:
+    e2e_ms = 100 + 10 * itl_ms
+    good = f"llama-3-8b,H100,fp16,1,100,11,1,100,10,200,{1000 / 200:g}"
+    row = f"{model},{gpu},fp16,1,100,11,1,100,{itl_ms:g},{e2e_ms:g},{1000 / e2e_ms:.6g}"
+    path = table(tmp_path, HEAD, good, row)
+    shapes = {**PRESETS, "mine": PRESETS["llama-3-8b"]}
+    if possible:
+        assert len(read_points(path, shapes)[0]) == 2
+    else:
+        with pytest.raises(ConfigError, match=r"runs\.csv, line 3: 1\.1\d times all bandwidth \(MBU\) of 1 x H100 SXM"):
+            read_points(path, shapes)
 
 
 def test_a_table_that_is_not_there(tmp_path: Path) -> None:

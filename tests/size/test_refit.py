@@ -16,7 +16,7 @@ from millrace.size.measured import read_points
 from millrace.size.models import PRESETS
 from millrace.size.planning import instance_of
 from millrace.size.points import Waits
-from millrace.size.refit import Result, check_points, read_result, read_results, refit
+from millrace.size.refit import Result, check_point, read_result, read_results, refit
 from millrace.size.stackfit import Run, replay
 from tests.size.tables import SIZING, needs_tables
 
@@ -110,15 +110,17 @@ def test_figures_of_a_server_are_none_of_an_instance() -> None:
     points, _ = read_points(SIZING / "nim_dli_concurrency.csv")
     for name, size in (("llama-3-8b", "8b"), ("llama-3-70b", "70b")):
         ours = [p for p in points if size in p.model]
-        check_points(ours, PRESETS[name])
         for point in ours:
+            check_point(point, PRESETS[name], "a row")
             waits = Waits(point.mean.ttft_s / 8, point.mean.itl_s / 8, point.mean.e2e_s / 8)
             if point.concurrency == 1 and point.tp == 1:
                 with pytest.raises(ConfigError, match=r"of one instance, not of the server"):
-                    check_points([replace(point, rate=point.rate * 8, mean=waits)], PRESETS[name])
+                    check_point(replace(point, rate=point.rate * 8, mean=waits), PRESETS[name], "a row")
     large = [p for p in points if "8b" in p.model and p.concurrency == 1 and p.tp == 1]
-    with pytest.raises(ConfigError, match="for llama-3-70b"):
-        check_points(large, PRESETS["llama-3-70b"])
+    assert large
+    for point in large:
+        with pytest.raises(ConfigError, match="for llama-3-70b"):
+            check_point(point, PRESETS["llama-3-70b"], "a row")
 
 
 @pytest.mark.parametrize("told, said", [

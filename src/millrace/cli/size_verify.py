@@ -15,7 +15,7 @@ from millrace.cli.options import json_option, made, settings_options
 from millrace.cli.screen import heading, note, pairs, print_json, table
 from millrace.compile.settings import BuildSettings
 from millrace.env import Env
-from millrace.errors import ConfigError, MachineError
+from millrace.errors import ConfigError
 from millrace.runtime.step_cost import write_profile
 from millrace.size.verify import MEDIAN, P90, Load, Verified, VerifySettings, verify
 
@@ -25,6 +25,7 @@ Examples:
   millrace size verify ./engine --isl 512 --osl 128 --loads 0.5,0.8 -o profile.json -- --itl-ms 50
   millrace size verify --url http://127.0.0.1:8000
   millrace serve ./engine --profile profile.json      /metrics has predicted step times beside measured ones"""
+MISSED = 3  # the exit code for CI, as of `bench compare`
 _UNITS = {"ttft": (1e3, "TTFT, ms"), "itl": (1e3, "ITL, ms"), "e2e": (1e3, "E2E, ms"), "throughput": (1, "requests/s")}
 
 
@@ -39,12 +40,12 @@ _UNITS = {"ttft": (1e3, "TTFT, ms"), "itl": (1e3, "ITL, ms"), "e2e": (1e3, "E2E,
 def command(
     env: Env, /, model: str | None, flags: tuple[str, ...], url: str | None, output: Path | None,
     as_json: bool, **given: Any,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Predict how a server of this machine does under loads, and measure it.
 
     MODEL is served on loopback, with FLAGS of `millrace serve`, and asked by `millrace bench`'s load: Poisson arrivals
     at shares of the predicted capacity. Its steps are timed by probes in between; a simulation with the scheduler that
-    serves predicts the rest. It ends with an error where the figures are further off than they should be: a median of
+    serves predicts the rest. The exit code is 3 where the figures are further off than they should be: a median of
     10 %, nine of ten within 25 %.
     """
     asked = made(VerifySettings, given)
@@ -66,11 +67,11 @@ def command(
             raise ConfigError(f"{output} cannot be written: {error.strerror}", "a file that can be",
                               "name another") from None  # fmt: skip
         note(f"  profile written to {output}")
-    if not found.holds:
-        raise MachineError(
-            f"predictions are off by {found.median:.1%} in the median, and one in ten by {found.p90:.1%} and more",
-            f"at most {MEDIAN:.0%} and {P90:.0%}", "leave the machine alone meanwhile, and ask for longer: --each-s",
-        )  # fmt: skip
+    if found.holds:
+        return 0
+    note("Predictions are further off than they should be: leave the machine alone meanwhile, and ask for longer "
+         "(--each-s)")  # fmt: skip
+    return MISSED
 
 
 @contextmanager

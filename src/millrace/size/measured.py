@@ -1,7 +1,8 @@
 """A user's own measurements as operating points: `--measured FILE`.
 
 CSV with model, gpu, precision, tp, isl, osl, concurrency, ttft_ms, itl_ms, e2e_ms, req_s, and ttft_p95_ms, itl_p95_ms,
-e2e_p95_ms where they are known; one instance a row. Every mistake names file and line.
+e2e_p95_ms where they are known; one instance a row. Every mistake names file and line,
+also what no such devices could do.
 """
 
 import csv
@@ -10,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from millrace.errors import ConfigError
+from millrace.size.models import PRESETS, ModelShape
 from millrace.size.points import Point, Source, Waits
+from millrace.size.refit import check_point
 
 _MOST_BYTES, _MOST_ROWS = 64 << 20, 200_000
 _NEEDED = ("model", "gpu", "precision", "tp", "isl", "osl", "concurrency", "ttft_ms", "itl_ms", "e2e_ms", "req_s")
@@ -18,13 +21,17 @@ _P95 = ("ttft_p95_ms", "itl_p95_ms", "e2e_p95_ms")
 LITTLE = 0.15  # how far concurrency may be from rate x time: beyond, a run was not in its steady state
 
 
-def read_points(path: Path) -> tuple[list[Point], int]:
-    """The points, and how many rows were left out because they were not in a steady state. raises ConfigError"""
+def read_points(path: Path, shapes: Mapping[str, ModelShape] = PRESETS) -> tuple[list[Point], int]:
+    """The points, and how many rows were left out because they were not in a steady state.
+
+    shapes: models by their names in the table, in lower case. raises ConfigError, also for a row of such a model that
+    no such devices could do
+    """
     try:
         if (size := path.stat().st_size) > _MOST_BYTES:
             raise ConfigError(f"{path} has {size} bytes", f"at most {_MOST_BYTES}", "split it")
         with path.open(newline="", encoding="utf-8-sig") as file:
-            points = list(_read(csv.DictReader(file), path))
+            points = list(_read(csv.DictReader(file), path, shapes))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "measurements", "check the path") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -38,7 +45,7 @@ def read_points(path: Path) -> tuple[list[Point], int]:
     return steady, len(points) - len(steady)
 
 
-def _read(rows: "csv.DictReader[str]", path: Path) -> Iterator[Point]:
+def _read(rows: "csv.DictReader[str]", path: Path, shapes: Mapping[str, ModelShape]) -> Iterator[Point]:
     if missing := [name for name in _NEEDED if name not in (rows.fieldnames or ())]:
         raise ConfigError(
             f"{path} has no column {', '.join(missing)}", f"columns {', '.join(_NEEDED)}", "complete its first line"
@@ -47,7 +54,10 @@ def _read(rows: "csv.DictReader[str]", path: Path) -> Iterator[Point]:
         where = f"{path}, line {rows.line_num}"
         if rows.line_num > _MOST_ROWS:
             raise ConfigError(f"{where}: too many rows", f"at most {_MOST_ROWS}", "split it")
-        yield _point(row, where)
+        point = _point(row, where)
+        if (shape := shapes.get(point.model.casefold())) is not None:
+            check_point(point, shape, where)
+        yield point
 
 
 def _point(row: Mapping[str, str | None], where: str) -> Point:

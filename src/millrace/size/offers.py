@@ -14,7 +14,7 @@ from millrace.size.cost import WEIGHT_BYTES, Instance
 from millrace.size.hardware import Hardware, find_hardware, measured_here
 from millrace.size.lengths import Call, Work
 from millrace.size.measured import read_points
-from millrace.size.models import ModelShape, find_model
+from millrace.size.models import PRESETS, ModelShape, find_model
 from millrace.size.planning import TPS, instance_of
 from millrace.size.points import Limits, Point, Source, Waits, best
 from millrace.size.served import CONCURRENCIES, served
@@ -261,24 +261,28 @@ def _measured(model: str | None, asked: HardwareSettings, work: Work) -> Offers:
     if asked.factor != 1:
         raise ConfigError("--factor with measurements", "one of them", "leave --factor out: measured is measured")
     assert asked.measured is not None
-    points, left_out = read_points(Path(asked.measured))
+    shape = _shape(model)
+    known_as = PRESETS if model is None or shape is None else {**PRESETS, model.casefold(): shape}
+    points, left_out = read_points(Path(asked.measured), known_as)
     points = _of_model(points, model, asked.measured)
     points = _on_hardware(points, asked)
     found = _calls(work, [_of_call(points, call, asked.measured) for call in work.calls])
     if not found:
         raise ConfigError(f"{asked.measured} has no configuration with all {len(work.calls)} calls",
                           "the same configurations and concurrencies for each", "measure them")  # fmt: skip
-    shape = None
-    if model is not None:
-        try:
-            shape = find_model(model)
-        except ConfigError:
-            shape = None  # what was measured needs no shape; memory is not told then
     found = [replace(point, system=asked.system_size) for point in found]
     known = [device for name in {p.device: 0 for p in found} if (device := _known(name)) is not None]
     # By the name that the table has: under it the points are found.
     hardware = tuple(Hardware(replace(d, name=n), d, asked.system_size) for n, d in known)
     return Offers(tuple(found), shape, hardware, left_out)
+
+
+def _shape(model: str | None) -> ModelShape | None:
+    """What was measured needs none; memory is not told then, and no row is judged."""
+    try:
+        return None if model is None else find_model(model)
+    except ConfigError:
+        return None
 
 
 def _known(name: str) -> tuple[str, Device] | None:

@@ -17,7 +17,7 @@ from millrace.machine.devices import find_device
 from millrace.settings import read_given
 from millrace.size.capacity import Lengths
 from millrace.size.constants import profile
-from millrace.size.cost import Instance, decode_terms, prefill_terms
+from millrace.size.cost import WEIGHT_BYTES, Instance, decode_terms, prefill_terms
 from millrace.size.models import ModelShape
 from millrace.size.planning import instance_of
 from millrace.size.points import Point
@@ -121,16 +121,21 @@ def check_possible(result: Result, instance: Instance) -> None:
             )  # fmt: skip
 
 
-def check_points(points: Sequence[Point], model: ModelShape) -> None:
-    """raises ConfigError where an instance was measured to do more than its devices can, as figures of a whole server
-    or of another model would have it
+def check_point(point: Point, model: ModelShape, where: str) -> None:
+    """where: file and line. raises ConfigError where an instance was measured to do more than its devices can, as
+    figures of a whole server or of another model would have it; of what the catalogue has not nothing is known
     """
-    for point in points:
-        waits = point.mean
-        where = f"{point.configuration} with {point.concurrency:g} in flight"
-        one = Result(point.input_tokens, point.output_tokens, point.rate, waits.ttft_s, waits.e2e_s, where)
+    if point.precision not in WEIGHT_BYTES:
+        return
+    try:
         precision = "fp16" if point.precision == "bf16" else point.precision
-        check_possible(one, instance_of(model, find_device(point.device), precision, point.tp))
+        instance = instance_of(model, find_device(point.device), precision, point.tp)
+        instance.device.peak("fp16" if precision == "int4" else precision)
+    except ConfigError:
+        return
+    waits = point.mean
+    check_possible(Result(point.input_tokens, point.output_tokens, point.rate, waits.ttft_s, waits.e2e_s, where),
+                   instance)  # fmt: skip
 
 
 def read_results(paths: Sequence[Path]) -> list[Result]:
