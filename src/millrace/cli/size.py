@@ -11,7 +11,7 @@ import click
 from millrace.cli import size_fit, size_verify
 from millrace.cli.options import json_option, settings_options
 from millrace.cli.page_file import check_page, write_page
-from millrace.cli.screen import note, print_json, size
+from millrace.cli.screen import note, print_json, progress, size
 from millrace.cli.size_asked import ask
 from millrace.cli.size_told import show, show_shared
 from millrace.compile.rooflines import kept_roofline
@@ -75,9 +75,8 @@ def command(
                               "`millrace size --help` has examples")  # fmt: skip
         asked = [ask()]
     questions = [Question.of(one) for one in asked]
-    if any(one.hardware.simulate and one.hardware.measured is None for one in questions):
-        note("Simulating: some seconds (--no-simulate takes none) ...")
-    found = [answered(one, here=partial(_here, ctx.obj)) for one in questions]
+    with progress(quiet=as_json) as tell:
+        found = [answered(one, here=partial(_here, ctx.obj), tell=tell) for one in questions]
     together = shared(found) if len(found) > 1 else None
     if as_json:
         print_json(

@@ -11,7 +11,7 @@ from millrace.size.answer import Answer
 from millrace.size.fleet import Shared
 from millrace.size.planning import Plan
 from millrace.size.points import Point
-from millrace.size.told import headline
+from millrace.size.told import cut_short, headline
 
 _MOST_ROWS = 12
 
@@ -30,6 +30,8 @@ def show(answer: Answer) -> None:
                     f"{plan.error:.0%} off"),
         ("from", plan.provenance),
     ])  # fmt: skip
+    if answer.not_simulated:
+        click.echo(f"  {cut_short(answer)}")
     for one in answer.there:
         click.echo(
             f"  there are {one.systems} of {one.device}, which serve {one.rate:.4g} requests/s within the limits"

@@ -17,12 +17,13 @@ from millrace.size.load import DAY_S
 from millrace.size.memory import Memory, memory
 from millrace.size.money import Fleet as Needed
 from millrace.size.money import Money, engines, money
-from millrace.size.offers import Offers, simulated_at
+from millrace.size.offers import Offers, Replicas, simulated_at
 from millrace.size.planning import Plan
-from millrace.size.points import Limits, Point
+from millrace.size.points import Limits, Point, Source
 from millrace.size.prices import Prices, read_prices
 from millrace.size.question import Question, limits_of
 from millrace.size.reasons import Change, Offer, Step, capacity_table, changes, waterfall
+from millrace.size.search import Progress, Search
 
 _LOADS = ("rate", "average", "users", "calls", "trace")
 _MOST_SIMULATED = 4  # devices, of more that are asked for
@@ -72,7 +73,7 @@ class Answer:
     """plan: the one that was asked for; other: with limits on the p95 instead of the mean, or the other way round
 
     why_no_other: where there is none; changes: what would be otherwise; demand: None where systems were given
-    operating: what users feel at the peak of what is bought
+    operating: what users feel at the peak of what is bought; not_simulated: to the end, as time was up
     """
 
     question: Question
@@ -91,6 +92,7 @@ class Answer:
     money: Money | None
     operating: Point
     there: tuple[Kept, ...] = ()
+    not_simulated: tuple[str, ...] = ()
 
     @property
     def instances(self) -> int:
@@ -109,9 +111,13 @@ def plan(**answers: Any) -> Answer:
 
 
 def answered(
-    question: Question, today: datetime.date | None = None, here: Callable[[], Roofline] = measured_here
+    question: Question, today: datetime.date | None = None, here: Callable[[], Roofline] = measured_here,
+    tell: Progress = lambda *_: None,
 ) -> Answer:  # fmt: skip
-    """today: to tell which prices are old; here: this machine's roofline. raises ConfigError, as `plan`"""
+    """today: to tell which prices are old; here: this machine's roofline; tell: what is simulated meanwhile
+
+    raises ConfigError, as `plan`
+    """
     limits, here = limits_of(question.limits), cache(here)  # which may take seconds
     prices = read_prices(None if question.money.prices is None else Path(question.money.prices))
     is_said = question.hardware.systems is None or any(getattr(question.load, name) is not None for name in _LOADS)
@@ -122,7 +128,8 @@ def answered(
     asked = work(question.request, recorded)
     there = systems_there(question, asked, here)
     check_systems(question, there, is_said)
-    case = Case(question, limits, load, asked, there, here).simulated_there()
+    search = Search(question.search.search_s, tell)
+    case = Case(question, limits, load, asked, there, here, Replicas(search)).simulated_there()
     found = case.offers() if load is not None else there[0].offers
     _check_p95(case, found)
     costs = _Costs(case, prices, today or datetime.date.today())
@@ -133,14 +140,15 @@ def answered(
         raise first.why_not
     best, found, h = first.plan, first.offers, question.hardware
     other, why_no_other = _other(case, found)
-    instance = found.instance(best.point)
+    instance, operating, left = found.instance(best.point), _operating(case, found, best), search.left
+    otherwise = {} if left else _otherwise(case, found, best)  # nothing to compare with
     return Answer(
         question, asked, load, found, best, other, why_no_other,
         None if instance is None else memory(instance, best.point),
         waterfall(best, found, asked, h.utilisation, h.spare), capacity_table(found.points, limits),
-        changes(_otherwise(case, found, best), best, h.utilisation), _follows(case, best), alternatives,
-        first.money, _operating(case, found, best),
-        tuple(_kept(one, case) for one in there) if load is not None or len(there) > 1 else (),
+        changes(otherwise, best, h.utilisation, search), _follows(case, best), alternatives,
+        first.money, operating,
+        tuple(_kept(one, case) for one in there) if load is not None or len(there) > 1 else (), left,
     )  # fmt: skip
 
 
@@ -148,12 +156,12 @@ def _check_p95(case: Case, found: Offers) -> None:
     """raises ConfigError for limits on a p95 that nothing here tells"""
     if case.limits.of == "mean" or not case.limited or any(point.p95 is not None for point in found.points):
         return
-    h = case.question.hardware
+    h, simulate = case.question.hardware, case.question.search.simulate
     if h.measured is not None:
         columns = "columns ttft_p95_ms, itl_p95_ms, e2e_p95_ms"
         raise ConfigError(f"{h.measured} has no p95, and limits are on it", columns, "ask with --of mean")
-    if not h.simulate or len(case.work.calls) > 1:
-        why = "several calls in a row are" if h.simulate else "it was asked for"
+    if not simulate or len(case.work.calls) > 1:
+        why = "several calls in a row are" if simulate else "it was asked for"
         raise ConfigError(f"limits are on the p95, which a closed form does not know, and {why} without simulation",
                           "limits on the mean, or one call by simulation", "ask with --of mean")  # fmt: skip
 
@@ -168,7 +176,8 @@ def _operating(case: Case, found: Offers, best: Plan) -> Point:
     if case.closed and point.sampled is not None:
         return point
     if point.sampled is not None:
-        return simulated_at(found, point, min(each, point.rate), h, case.replicas, instances) or point
+        rate, routing = min(each, point.rate), case.question.search.routing
+        return simulated_at(found, point, rate, h, case.replicas, instances, routing) or point
     alike = [p for p in found.points if p.configuration == point.configuration]
     bear = [p for p in alike if p.rate >= each * (1 - 1e-9) and not best.limits.broken(p)]
     return min(bear, key=lambda p: p.concurrency, default=point)
@@ -183,7 +192,7 @@ def _alternatives(case: Case, found: Offers, costs: "_Costs") -> tuple[Alternati
     """On each device; the one that is taken first. Of many the cheapest in closed form are simulated: four of them, and
     more only where these do not keep the limits; the others stand behind."""
     names, rest = list(found.names), dict[str, Alternative]()
-    if len(names) > _MOST_SIMULATED and case.question.hardware.simulate:
+    if len(names) > _MOST_SIMULATED and case.question.search.simulate:
         roughly = replace(case.limits, of="mean")  # a closed form knows no p95
         guessed = [_alternative(case, found, costs, name, roughly) for name in names]
         rest = {one.device: one for one in sorted(guessed, key=_order)}
@@ -209,8 +218,9 @@ def _alternative(
     return Alternative(name, some, best, costs.of(best, found))
 
 
-def _order(one: Alternative) -> tuple[bool, bool, float]:
-    return (one.plan is None, *one.order)
+def _order(one: Alternative) -> tuple[bool, bool, bool, float]:
+    """What was simulated goes before what was not, where time was up: a closed form promises more."""
+    return one.plan is None, one.plan is not None and one.plan.point.source == Source.ANALYTIC, *one.order
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from millrace.size.constants import Profile
 from millrace.size.cost import Floats, Instance
 from millrace.size.points import Limits, Point, Sampled, Source, Waits
 from millrace.size.replicas import router, simulate, together
+from millrace.size.search import Search, TimeIsUp
 from millrace.size.served import check_fits, kv_capacity
 from millrace.size.simulator import Simulated, Simulation
 from millrace.size.stack import Stack
@@ -54,16 +55,16 @@ class Lengths:
 class Replica:
     """One instance, as it would serve requests of such lengths. raises ConfigError where one does not fit
 
-    seconds: what its steps take, where that is not the profile's
+    seconds: what its steps take, where that is not the profile's; search: which its simulations are part of
     """
 
     def __init__(
         self, instance: Instance, profile: Profile, lengths: Lengths, stack: Stack | None = None,
-        seconds: StepTime | None = None,
+        seconds: StepTime | None = None, search: Search | None = None,
     ) -> None:  # fmt: skip
         check_fits(instance, (lengths.n_input, lengths.n_output))
         self.instance, self.profile, self.lengths = instance, profile, lengths
-        self.stack = stack or profile.stack
+        self.stack, self._search = stack or profile.stack, search or Search()
         self._seconds = seconds or step_time(instance, profile.constants, self.stack)
         n_pages = int(kv_capacity(instance)) // PAGE_TOKENS
         pages = -(-lengths.both // PAGE_TOKENS)
@@ -77,13 +78,18 @@ class Replica:
         self._full: Point | None = None
         self._loops: dict[int, Point] = {}
 
+    @property
+    def name(self) -> str:
+        one = self.instance
+        return f"{one.precision} TP{one.tp} on {one.device.name}"
+
     def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
         return self._simulation().run(arrivals, closed)
 
     def _simulation(self) -> Simulation:
         return Simulation(
             self._limits, self._seconds, TokenBudget.unhurried(self.stack.step_tokens), prefix_cache=False,
-            front_s=self.stack.front_s,
+            front_s=self.stack.front_s, tick=self._search.tick,
         )  # fmt: skip
 
     def closed(self, concurrency: int) -> Point:
@@ -145,6 +151,8 @@ class Replica:
 
         None: not even 2^-10 of what the devices could do keeps them, or no more than `above` does. Rates that are tried
         are the same ones whatever the limits, so that looser limits never give less.
+
+        raises TimeIsUp before any is found; once there is one, it is the answer, and the search is told that it was cut
         """
         if self.alone_breaks(limits):
             return None
@@ -155,20 +163,33 @@ class Replica:
         low, high = 0, steps
         while high - low > 1:
             middle = (low + high) // 2
-            if self._keeps(middle / steps, limits):
-                low = middle
-            else:
-                high = middle
+            try:
+                keeps = self._keeps(middle / steps, limits)
+            except TimeIsUp:
+                if not low:
+                    raise
+                self._search.cut(self.name)
+                break
+            low, high = (middle, high) if keeps else (low, middle)
         found = self._at(low / steps) if low else None
         return _beyond(found, self._at(high / steps), limits) if found is not None else None
 
     def most_closed(self, limits: Limits) -> Point | None:
-        """The most requests always in flight within the limits, as serving is mostly measured; None: not even one."""
+        """The most requests always in flight within the limits, as serving is mostly measured; None: not even one.
+
+        raises TimeIsUp, as `most`
+        """
         low, high = 0, 2 * self._room + 1
         while high - low > 1:
             middle = (low + high) // 2
-            if middle not in self._loops:
-                self._loops[middle] = self.closed(middle)
+            try:
+                if middle not in self._loops:
+                    self._loops[middle] = self.closed(middle)
+            except TimeIsUp:
+                if not low:
+                    raise
+                self._search.cut(self.name)
+                break
             low, high = (low, middle) if limits.broken(self._loops[middle]) else (middle, high)
         after = self._loops.get(high)
         return _beyond(self._loops[low], after, limits) if low else None

@@ -66,7 +66,7 @@ class Case:
     def simulated(self, found: Offers, limits: Limits | None = None) -> Offers:
         """With capacities by simulation, where that is asked for. raises ConfigError where nothing keeps the limits"""
         h = self.question.hardware
-        if not h.simulate:
+        if not self.question.search.simulate:
             return found
         return simulated(found.computed, h, self.work, limits or self.limits, self.replicas, self.closed)
 
@@ -77,6 +77,8 @@ class Case:
             try:
                 there.append(replace(one, offers=self.simulated(one.offers)))
             except ConfigError:
+                if self.replicas.search.over:
+                    raise
                 there.append(replace(one, offers=replace(one.offers, points=())))
         return replace(self, there=tuple(there))
 

@@ -17,6 +17,7 @@ from millrace.size.measured import read_points
 from millrace.size.models import PRESETS, ModelShape, find_model
 from millrace.size.planning import TPS, instance_of
 from millrace.size.points import Limits, Point, Source, Waits, best
+from millrace.size.search import Search, TimeIsUp
 from millrace.size.served import CONCURRENCIES, served
 from millrace.size.settings import HardwareSettings
 from millrace.size.stackfile import OwnStack, read_stack
@@ -139,7 +140,8 @@ def _precisions(device: Device) -> list[str]:
 class Replicas:
     """Instances under simulation, each made once: what was simulated of it is kept for other limits."""
 
-    def __init__(self) -> None:
+    def __init__(self, search: Search | None = None) -> None:
+        self.search = search or Search()
         self._known: dict[tuple[str, str, int, Lengths], Replica] = {}
 
     def of(self, found: Offers, point: Point, lengths: Lengths) -> Replica:
@@ -148,7 +150,9 @@ class Replicas:
             instance = found.instance(point)
             assert instance is not None, "only what is computed is simulated"
             stack = found.own.of(point.device, point.precision) if found.own else None
-            self._known[key] = Replica(instance, profile(instance.device, point.precision), lengths, stack)
+            self._known[key] = Replica(
+                instance, profile(instance.device, point.precision), lengths, stack, search=self.search
+            )
         return self._known[key]
 
 
@@ -160,7 +164,8 @@ def simulated(
     closed: with as many always in flight, instead
 
     By branch and bound: no schedule of what is left out could serve more. found: of one device; it stays as it is where
-    it was measured, and where a request is several calls. raises ConfigError where nothing keeps the limits
+    it was measured, where a request is several calls, and where the search's time is up before anything is found.
+    raises ConfigError where nothing keeps the limits
     """
     if found.model is None or asked.measured is not None or len(work.calls) > 1:
         return found
@@ -169,26 +174,48 @@ def simulated(
     bounded = [(replica.bound(tried) / tp, tp, replica) for (_, tp), replica in alike.items()]
     points: list[Point] = []
     beside: list[Point] = []  # other rates of the same, for drawings
-    most = 0.0
+    most, cut, search = 0.0, False, replicas.search
     for bound, tp, replica in sorted(bounded, key=lambda one: -one[0]):
         if bound <= most:
             break
-        if (point := replica.most_closed(tried) if closed else replica.most(tried, most * tp)) is not None:
+        search.begins(replica.name)
+        try:
+            point = replica.most_closed(tried) if closed else replica.most(tried, most * tp)
+        except TimeIsUp:
+            cut = True
+            search.cut(replica.name)
+            continue
+        if point is not None:
             points.append(replace(_scaled(point, asked.factor), system=found.points[0].system))
             beside += [replace(_scaled(p, asked.factor), system=found.points[0].system) for p in replica.tried]
             most = max(most, point.rate / tp)
     if not points:
-        alone = [replace(_scaled(replica.alone, asked.factor), system=1) for replica in alike.values()]
+        try:
+            alone = [replace(_scaled(replica.alone, asked.factor), system=1) for replica in alike.values()]
+        except TimeIsUp:
+            cut = True
+        if cut:
+            return _not_simulated(found, limits, search)
         best([p for p in alone if limits.broken(p)] or found.points, limits)  # which says what comes closest
         raise ConfigError(f"nothing keeps the limits on {found.names[0]} under load", "a request alone does",
                           "allow more, or choose faster devices")  # fmt: skip
     return replace(found, points=(*found.points, *points, *beside))
 
 
+def _not_simulated(found: Offers, limits: Limits, search: Search) -> Offers:
+    """raises ConfigError where the closed form does not do"""
+    if limits.of == "p95":
+        raise ConfigError(f"after {search.limit_s:g} s of search nothing was found on {found.names[0]} by simulation, "
+                          "and a closed form knows no p95", "more time", "--search-s 600, or --of mean")  # fmt: skip
+    return found
+
+
 def simulated_at(
-    found: Offers, point: Point, rate: float, asked: HardwareSettings, replicas: Replicas, instances: int = 1
+    found: Offers, point: Point, rate: float, asked: HardwareSettings, replicas: Replicas, instances: int = 1,
+    routing: str = "blind",
 ) -> Point | None:  # fmt: skip
-    """That configuration at a lower rate of each instance; None where it was not simulated, or falls behind.
+    """That configuration at a lower rate of each instance; None where it was not simulated, or falls behind, or the
+    search's time is up.
 
     instances: behind a router, where the load does not fall on them blindly
     """
@@ -196,8 +223,13 @@ def simulated_at(
         return None
     lengths = Lengths(round(point.input_tokens), round(point.output_tokens))
     replica, factor = replicas.of(found, point, lengths), asked.factor
-    routed = asked.routing != "blind" and instances > 1
-    at = replica.behind(asked.routing, instances, rate * factor) if routed else replica.at(rate * factor)
+    routed = routing != "blind" and instances > 1
+    replicas.search.begins(f"the load on {replica.name}")
+    try:
+        at = replica.behind(routing, instances, rate * factor) if routed else replica.at(rate * factor)
+    except TimeIsUp:
+        replicas.search.cut(f"what users wait for at this load on {replica.name}")
+        return None
     return None if at is None else replace(_scaled(at, factor), system=point.system)
 
 

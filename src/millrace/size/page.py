@@ -14,7 +14,7 @@ from millrace.size.demand import Demand, window_counts
 from millrace.size.load import poisson_quantile
 from millrace.size.points import Limits, Point
 from millrace.size.settings import LoadSettings
-from millrace.size.told import headline
+from millrace.size.told import cut_short, headline
 
 _COLOURS, _MOST_BARS, _SPREAD = 5, 400, 4.5
 _MARK = 1  # the colour of what is said: limits, percentiles
@@ -25,7 +25,7 @@ def size_page(answer: Answer) -> str:
     load = answer.demand
     return render(
         Path(__file__).with_name("size_page.html"), a=answer, plan=answer.plan, money=answer.money,
-        headline=headline(answer), load=load, limits=answer.plan.limits,
+        headline=headline(answer), cut=cut_short(answer), load=load, limits=answer.plan.limits,
         throughput=throughput_plot(answer), ttft=ttft_plot(answer.offers.points, answer.plan.point, answer.plan.limits),
         arrivals=None if load is None else arrivals_plot(answer.question.load, load),
         hours=hours_plot(answer.money.hourly) if answer.money and len(set(answer.money.hourly)) > 1 else None,

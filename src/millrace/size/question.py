@@ -18,11 +18,12 @@ from millrace.size.settings import (
     LoadSettings,
     MoneySettings,
     RequestSettings,
+    SearchSettings,
 )
 
 _MOST_BYTES, _MOST_VALUES = 1 << 20, 64
 _NUMBER = re.compile(r"\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
-GROUPS = (RequestSettings, LoadSettings, LimitSettings, HardwareSettings, MoneySettings)
+GROUPS = (RequestSettings, LoadSettings, LimitSettings, HardwareSettings, SearchSettings, MoneySettings)
 NAMES = {f.name: group for group in GROUPS for f in fields(group)}
 
 
@@ -34,6 +35,7 @@ class Question:
     load: LoadSettings
     limits: LimitSettings
     hardware: HardwareSettings
+    search: SearchSettings
     money: MoneySettings
 
     @classmethod
@@ -48,7 +50,7 @@ class Question:
     @property
     def given(self) -> dict[str, Any]:
         """All that is not as it is where nothing is said."""
-        parts = (self.request, self.load, self.limits, self.hardware, self.money)
+        parts = (self.request, self.load, self.limits, self.hardware, self.search, self.money)
         return {f.name: value for part in parts for f in fields(part) if (value := getattr(part, f.name)) != f.default}
 
 

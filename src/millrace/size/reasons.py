@@ -12,6 +12,7 @@ from millrace.size.lengths import Work
 from millrace.size.offers import Offers
 from millrace.size.planning import Plan, instance_of
 from millrace.size.points import Limits, Point, Source, best, throughput_optimal
+from millrace.size.search import Search
 from millrace.size.served import CONCURRENCIES, served
 from millrace.size.stack import ENGINE
 
@@ -121,17 +122,24 @@ class Change:
     fractional: float | None
 
 
-def changes(again: Mapping[str, Callable[[], float]], best: Plan, utilisation: float) -> tuple[Change, ...]:
+def changes(
+    again: Mapping[str, Callable[[], float]], best: Plan, utilisation: float, search: Search
+) -> tuple[Change, ...]:  # fmt: skip
     """again: by what is otherwise, the systems then, before utilisation, rounding and spares; for as long as that is
     not too long: long answers on slow devices take a minute each to simulate"""
     told, until = [], time.monotonic() + _MOST_S
+    search.again(_MOST_S)
     spare = best.systems - math.ceil(best.fractional / utilisation - 1e-9)
     for what, planned in again.items():
         if time.monotonic() > until:
             break
         try:
             fractional = planned()
+            if search.over:
+                break
             told.append(Change(what, math.ceil(fractional / utilisation - 1e-9) + spare, fractional))
         except ConfigError:
+            if search.over:
+                break
             told.append(Change(what, None, None))
     return tuple(told)

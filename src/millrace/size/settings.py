@@ -103,12 +103,22 @@ class HardwareSettings(Settings):
         None, "systems that are there, '4' or '2 x A100, 1 x L40S': what they serve, or what a load needs beside them",
         metavar="N,...",
     )  # fmt: skip
+    system_size: int = setting(8, "devices of a system", low=1, high=64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSettings(Settings):
+    """How the answer is looked for."""
+
     simulate: bool = setting(True, "find what is chosen by simulation with the scheduler that serves: some seconds")
+    search_s: float = setting(
+        120.0, "seconds of simulation at most; then the best so far is the answer, and what is left is told",
+        low=0.01, high=86_400,
+    )  # fmt: skip
     routing: str = setting(
         "blind", "how a load falls on instances: blindly, or each request on the one with the fewest",
         choices=("blind", "least-loaded"),
     )  # fmt: skip
-    system_size: int = setting(8, "devices of a system", low=1, high=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

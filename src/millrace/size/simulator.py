@@ -42,12 +42,17 @@ class Simulated:
         return known
 
 
+def _nothing() -> None:
+    """Nobody looks at how far it is."""
+
+
 @dataclass(slots=True)
 class Simulation:
     """One replica. budget: how much of prompts a step may have, as the server's
 
     front_s: of the host for a request before it is scheduled, one after another
     between: what the host takes after a step with so many sequences, before the next may begin
+    tick: called again and again while it goes on; what it raises ends it
     quick: steps in which nothing happens at once, with equal times; else EngineLoop, step by step
     """
 
@@ -58,6 +63,7 @@ class Simulation:
     quick: bool = True
     front_s: float = 0.0
     between: Callable[[int], float] = at_once
+    tick: Callable[[], None] = _nothing
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
@@ -107,6 +113,7 @@ class Server:
 
     def __init__(self, simulation: Simulation) -> None:
         self.clock, self._front_s, self._loop = simulation.clock, simulation.front_s, simulation.loop()
+        self._tick = simulation.tick
         self._behind = deque[tuple[float, Seen]]()  # those that the host prepares
         self._free_s, self._in_system_s, self._n_submitted = 0.0, 0.0, 0
         self.seen: list[Seen] = []
@@ -128,6 +135,7 @@ class Server:
 
     def turn(self, until_s: float) -> bool:
         """A step, or several that are alike, or a wait; False where there is nothing to wait for."""
+        self._tick()
         now_s, n = self.clock.now_s, self.in_flight
         while self._behind and self._behind[0][0] <= now_s:
             one = self._behind.popleft()[1]

@@ -36,6 +36,15 @@ def headline(answer: Answer) -> str:
     return f"{needed}, for {plan.rate:.4g} requests/s of {model}"
 
 
+def cut_short(answer: Answer) -> str:
+    """What was not simulated; nothing where all was that could matter."""
+    if not answer.not_simulated:
+        return ""
+    after = f"{answer.question.search.search_s:g} s (--search-s)"
+    return (f"the search ended after {after}: this is the best until then, nothing was looked at that would change it, "
+            f"and not simulated to the end: {'; '.join(answer.not_simulated)}")  # fmt: skip
+
+
 def _systems(n: int, size: int, device: str, between: str = "") -> str:
     return f"{n} system{'' if n == 1 else 's'}{between} of {size} x {device}"
 
@@ -64,6 +73,7 @@ def told(answer: Answer) -> dict[str, Any]:
         "there": [asdict(one) for one in answer.there],
         "devices": [_alternative(one) for one in answer.alternatives],
         "money": None if answer.money is None else _money(answer.money),
+        "not_simulated": list(answer.not_simulated),
         "rows_left_out": answer.offers.left_out,
         "definitions": DEFINITIONS,
     }  # fmt: skip
