@@ -462,3 +462,21 @@ def test_a_model_that_ends_the_process_while_it_loads_is_only_not_loaded(tmp_pat
                 await repository.load("m")
 
     asyncio.run(run())
+
+
+def test_a_load_goes_on_when_its_client_goes_away(tmp_path: Path) -> None:
+    """Cut off in the middle, it would leave an instance that nobody can close."""
+    code = HEAD + (
+        "    def initialize(self, args):\n        import time\n        time.sleep(0.3)\n"
+        "    def execute(self, requests):\n        return [said('fine') for _ in requests]\n"
+    )
+    write(tmp_path, "m", code + SAY, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(repository.load("m"), 0.1)
+            await asyncio.wait_for(repository.unload("m"), 5)  # after the change that is under way
+            assert (await repository.index(False))[0]["version"] == "1", "it was loaded"
+
+    asyncio.run(run())

@@ -144,7 +144,10 @@ class Front:
             raise StatusError(Code.UNSUPPORTED, what)
         headers = request.headers
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
-        body = encoding.decoded(request.body, coding, self._most_bytes) if coding else request.body
+        body = request.body
+        if coding:  # whatever its size is: it may become a thousand times larger
+            most = self._most_bytes
+            body = await self._aside(lambda: encoding.decoded(request.body, coding, most), most)
         n_json = _header_length(headers.get(_HEADER.lower()))
 
         def read() -> Any:
