@@ -59,6 +59,7 @@ class Checker:
         self._required = [i.name for i in self._inputs.values() if not i.optional]
         loose = {said.name for said in config.input if ragged and said.allow_ragged_batch}
         self._keyed = [i.name for i in self._inputs.values() if not i.is_fixed and i.name not in loose]
+        self.has_strings = any(i.datatype == BYTES for i in self._inputs.values())  # which are read one by one
         self._has_optional = len(self._required) < len(self._inputs)
 
     def take(self, request: InferRequest, given: Sequence[Given]) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,7 @@ def _stamp(roots: Sequence[Path], name: str) -> object:
     """Equal as long as no file of the model has changed: names, sizes, times."""
     found = []
     for folder in (root / name for root in roots):
-        for path in sorted(folder.rglob("*"))[:_MOST_FILES]:
+        for path in sorted(islice(folder.rglob("*"), _MOST_FILES)):
             with contextlib.suppress(OSError):  # it went away meanwhile, which the next look sees
                 about = path.stat()
                 found.append((str(path), about.st_size if path.is_file() else 0, about.st_mtime_ns))

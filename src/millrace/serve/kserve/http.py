@@ -153,7 +153,8 @@ class Front:
         def read() -> Any:
             return read_infer(body, n_json, model.name, model.checker)
 
-        asked, wanted = await self._aside(read, len(body) if n_json is None else n_json)
+        n_slow = len(body) if n_json is None or model.checker.has_strings else n_json
+        asked, wanted = await self._aside(read, n_slow)
         response = await model.infer(asked)
         answer, n_head = written(model, asked, response, wanted)
         found: list[tuple[bytes, bytes]] = [(b"content-type", _JSON if n_head is None else _BINARY)]
