@@ -199,3 +199,14 @@ def test_who_left_is_taken_out() -> None:
     first.cancel()
     assert queue.cancelled() == [first]
     assert queue.take(0) == Batch((second,), 1, Closed.DELAY)
+
+
+def test_priorities_that_nobody_waits_at_are_forgotten() -> None:
+    queue = BatchQueue(BatchRules(max_size=1, n_levels=1 << 40))
+    for priority in range(1, 100):
+        request = InferRequest({})
+        request.priority, request.batch_size = priority, 1
+        queue.put(request, 0)
+        batch = queue.take(0)
+        assert batch is not None and batch.requests == (request,)
+    assert len(queue._levels) == 1

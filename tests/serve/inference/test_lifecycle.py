@@ -423,3 +423,9 @@ def test_closing_ends_whoever_waits(root: Path) -> None:
     first, *others = asyncio.run(run())
     assert isinstance(first, InferResponse), "what is being computed is answered"
     assert [str(e) for e in others] == ["Server is stopping"] * 2
+
+
+def test_a_name_that_no_folder_has_is_refused(root: Path) -> None:
+    with serving(root, model_control_mode="explicit") as url:
+        assert control(url, "m" * 256, "load") == (400, "model name has more than 255 bytes")
+        assert control(url, "m" * 255, "load")[0] == 500, "as any that is not there"

@@ -394,3 +394,89 @@ def test_a_model_that_raises_ten_thousand_times_leaves_memory_flat(tmp_path: Pat
         assert asyncio.run(run()) < 200_000, "9,000 requests, each of more than 2,000 bytes"
     finally:
         tracemalloc.stop()
+
+
+def test_an_array_that_a_model_uses_again_is_no_answer_of_another_request(tmp_path: Path) -> None:
+    code = HEAD + (
+        "    def initialize(self, args):\n        self.array = np.zeros(1, np.float32)\n"
+        "    def execute(self, requests):\n        self.array[:] = requests[0].inputs()[0].as_numpy()\n"
+        "        return [pb_utils.InferenceResponse([pb_utils.Tensor('OUT', self.array)])]\n"
+    )
+    write(tmp_path, "m", code, (ANY % "").replace("STRING", "FP32"))
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            await repository.load("m")
+            model = repository.get("m")
+            answers = await asyncio.gather(
+                *(model.infer(asked(model, IN=np.full(1, i, np.float32))) for i in range(50))
+            )
+            assert [a.outputs["OUT"].tolist() for a in answers] == [[i] for i in range(50)]
+
+    asyncio.run(run())
+
+
+SILENT = "class Silent(Exception):\n    def __str__(self):\n        raise Silent\n"
+
+
+@pytest.mark.parametrize("what", ["raise SystemExit(3)", "raise Silent", "raise KeyboardInterrupt"])
+def test_a_model_that_ends_the_process_ends_only_its_batch(tmp_path: Path, what: str) -> None:
+    name = what.removeprefix("raise ").partition("(")[0]
+    code = HEAD + (
+        f"    def execute(self, requests):\n        if requests[0].request_id() == 'end': {what}\n"
+        "        return [said('fine') for _ in requests]\n"
+        f"    def finalize(self):\n        {what}\n"
+    )
+    write(tmp_path, "m", code + SAY + SILENT, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            await repository.load("m")
+            model = repository.get("m")
+            wrong = asked(model, IN=text("a"))
+            wrong.id = "end"
+            with pytest.raises(StatusError, match=name):
+                await asyncio.wait_for(model.infer(wrong), 5)
+            answer = await asyncio.wait_for(model.infer(asked(model, IN=text("a"))), 5)
+            assert answer.outputs["OUT"].tolist() == [b"fine"]
+            await asyncio.wait_for(model.retire(), 5)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys\nsys.exit(2)\n",
+        HEAD + "    @staticmethod\n    def auto_complete_config(config):\n        raise SystemExit\n",
+        HEAD + "    @staticmethod\n    def auto_complete_config(config):\n        config.as_dict().clear()\n"
+        "        return config\n",
+    ],
+)
+def test_a_model_that_ends_the_process_while_it_loads_is_only_not_loaded(tmp_path: Path, code: str) -> None:
+    write(tmp_path, "m", code, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            with pytest.raises(StatusError, match="load failed for model 'm'"):
+                await repository.load("m")
+
+    asyncio.run(run())
+
+
+def test_a_load_goes_on_when_its_client_goes_away(tmp_path: Path) -> None:
+    """Cut off in the middle, it would leave an instance that nobody can close."""
+    code = HEAD + (
+        "    def initialize(self, args):\n        import time\n        time.sleep(0.3)\n"
+        "    def execute(self, requests):\n        return [said('fine') for _ in requests]\n"
+    )
+    write(tmp_path, "m", code + SAY, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(repository.load("m"), 0.1)
+            await asyncio.wait_for(repository.unload("m"), 5)  # after the change that is under way
+            assert (await repository.index(False))[0]["version"] == "1", "it was loaded"
+
+    asyncio.run(run())

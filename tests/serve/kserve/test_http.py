@@ -12,6 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from millrace.serve.inference.check import Checker, Given
+from millrace.serve.inference.request import InferRequest
+from millrace.serve.inference.status import StatusError
+from millrace.serve.kserve.infer_body import read_infer
+from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.declare import empty
 from tests.serve.repository.test_folders import write
 from tests.support.repository import ADD_SUB, REPEAT, identity, serving, write_models
 
@@ -601,3 +607,29 @@ def test_statistics_count_items_and_executions(url: str) -> None:
     assert "# TYPE nv_inference_count counter\n" in text
     assert 'nv_inference_request_failure{model="reshaped",version="1",reason="BACKEND"} 0\n' in text
     assert len(httpx.get(f"{url}/v2/models/stats").json()["model_stats"]) == 22
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ([1] * 100, "invalid shape for input 'INPUT0': 100 dimensions, at most 32 are supported"),
+        ([2**63 - 1] * 900, "invalid shape for input 'INPUT0': 900 dimensions, at most 32 are supported"),
+        ([0, 2**40, 2**40], f"exceed maximum size of {2**63 - 1}"),
+        ([2**62, 0], "byte size overflow for input 'INPUT0'"),
+    ],
+)
+def test_shapes_that_no_array_has(url: str, shape: list[int], says: str) -> None:
+    response = infer(url, "same_FP32", {"inputs": [one("FP32", shape, [7] if 0 not in shape else [])]})
+    assert response.status_code == 400 and says in response.json()["error"]
+
+
+def test_many_names_cost_no_more_than_their_bytes() -> None:
+    """As many inputs and outputs as a large body has: each is compared with no list of the others."""
+    n = 100_000
+    outputs = [{"name": f"{i}"} for i in range(n)] + [{"name": "0"}]
+    checker = Checker(empty(ModelConfig))
+    with pytest.raises(StatusError, match="output '0' already exists"):
+        read_infer(json.dumps({"inputs": [], "outputs": outputs}).encode(), None, "m", checker)
+    given = [Given(f"{i}", "FP32", (0,), memoryview(b"")) for i in range(n)]
+    with pytest.raises(StatusError, match="input '99999' already exists"):
+        checker.take(InferRequest({}), [*given, given[-1]])

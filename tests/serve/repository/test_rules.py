@@ -191,3 +191,9 @@ def test_defaults_of_batchers() -> None:
     config, _ = completed(read_config(text.encode(), Path("c")).config, "m", ())
     assert config.dynamic_batching and config.dynamic_batching.preferred_batch_size == (8,)
     assert [(g.name, g.gpus) for g in config.instance_group] == [("m_0", ()), ("m_1", ())]
+
+
+def test_instances_are_threads_and_have_a_bound() -> None:
+    config = 'backend: "identity" instance_group { count: %d }'
+    assert not any("count" in what for _, what in said(config % 1024))
+    assert any("has count 1025" in what for _, what in said(config % 1025))

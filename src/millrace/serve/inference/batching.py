@@ -118,7 +118,8 @@ class BatchQueue:
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = _Level(self._rules.levels.get(priority, self._rules.default))
-            self._levels = dict(sorted(self._levels.items()))
+            # Only those that hold requests: clients may name as many priorities as there are numbers.
+            self._levels = {p: one for p, one in sorted(self._levels.items()) if one is level or len(one)}
         rules = level.rules
         if rules.max_size and len(level) >= rules.max_size:
             raise StatusError(Code.UNAVAILABLE, f"{request.named}Exceeds maximum queue size")

@@ -1,5 +1,6 @@
 """Whether a request is one for this model, and its inputs as arrays; in Triton's order, and in its words."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -8,7 +9,7 @@ import numpy as np
 
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import StatusError, invalid
-from millrace.serve.kserve.tensors import BYTES, DTYPES, Array, CutOffError, objects, split_strings
+from millrace.serve.kserve.tensors import BYTES, DTYPES, MOST_DIMENSIONS, Array, CutOffError, objects, split_strings
 from millrace.serve.repository.config import ModelConfig, ModelInput
 from millrace.serve.repository.kinds import DataType
 
@@ -58,6 +59,7 @@ class Checker:
         self._required = [i.name for i in self._inputs.values() if not i.optional]
         loose = {said.name for said in config.input if ragged and said.allow_ragged_batch}
         self._keyed = [i.name for i in self._inputs.values() if not i.is_fixed and i.name not in loose]
+        self.has_strings = any(i.datatype == BYTES for i in self._inputs.values())  # which are read one by one
         self._has_optional = len(self._required) < len(self._inputs)
 
     def take(self, request: InferRequest, given: Sequence[Given]) -> None:
@@ -66,7 +68,7 @@ class Checker:
             unknown = next(name for name in request.outputs if name not in self._outputs)
             raise invalid(f"{request.named}unexpected inference output '{unknown}' for model '{self._model}'")
         if len({tensor.name for tensor in given}) < len(given):
-            twice = next(t.name for i, t in enumerate(given) if t.name in {g.name for g in given[:i]})
+            twice = next(name for name, n in Counter(tensor.name for tensor in given).items() if n > 1)
             raise invalid(f"{request.named}input '{twice}' already exists in request")
         if len(given) > len(self._inputs) or len(given) < len(self._required):
             raise self._count(request, given)
@@ -200,17 +202,21 @@ class Checker:
 
 def check_shape(name: str, datatype: str, shape: Sequence[int]) -> int:
     """How many elements there are. raises StatusError for a shape that no memory has; negative ones are read no more"""
+    if len(shape) > MOST_DIMENSIONS:  # their product, and an array of them, are without bounds
+        what = f"{len(shape)} dimensions, at most {MOST_DIMENSIONS} are supported"
+        raise invalid(f"invalid shape for input '{name}': {what}")
     n = prod(shape)
-    if n > MOST_BYTES:
+    n_beside_0 = prod(d for d in shape if d)  # without elements, too, no array has larger dimensions
+    if n_beside_0 > MOST_BYTES:
         raise invalid(
             f"invalid shape for input '{name}': shape {shown(shape)} causes total element count to exceed maximum size "
             f"of {MOST_BYTES}"
         )
-    size = 1 if datatype == BYTES else np.dtype(DTYPES[datatype]).itemsize
-    if n * size > MOST_BYTES:
+    size = 8 if datatype == BYTES and not n else 1 if datatype == BYTES else np.dtype(DTYPES[datatype]).itemsize
+    if n_beside_0 * size > MOST_BYTES:
         raise invalid(
-            f"byte size overflow for input '{name}': element count ({n}) * data type size ({size}) exceeds maximum "
-            f"allowed size ({MOST_BYTES})"
+            f"byte size overflow for input '{name}': element count ({n_beside_0}) * data type size ({size}) exceeds "
+            f"maximum allowed size ({MOST_BYTES})"
         )
     return n
 

@@ -36,11 +36,11 @@ class Outbox:
     def _deliver(self) -> None:
         self._is_woken = False
         try:
-            while self._calls:
+            for _ in range(len(self._calls)):  # a thread that never stops must not keep the loop
                 call, arguments = self._calls.popleft()
                 call(*arguments)
         finally:
-            if self._calls:  # one failed, which the loop logs; the others are not lost
+            if self._calls:  # more came meanwhile, or one failed, which the loop logs; none is lost
                 self._loop.call_soon(self._deliver)
 
 
@@ -81,7 +81,7 @@ class Worker:
         try:
             instance = self._make()
         except BaseException as error:  # noqa: BLE001  a model may raise anything; whoever loads it is told
-            self.ready.set_exception(_as_status(error))
+            self.ready.set_exception(as_status(error))
             self.closed.set_result(None)
             return
         self.answers_later, self._quick_bytes = instance.answers_later, instance.quick_bytes
@@ -92,7 +92,7 @@ class Worker:
             del batch  # the next may be long in coming
         try:
             instance.close()
-        except Exception:  # a model's own: it ends all the same
+        except BaseException:
             log.exception("%s: finalize failed", self.name)
         self.closed.set_result(None)
 
@@ -103,12 +103,21 @@ class Worker:
     def _answer(self, instance: Instance, batch: Batch) -> None:
         try:
             instance.execute(batch.requests)
-        except Exception as error:  # a model may raise anything; it is the answer of these requests
-            failed = _as_status(error)
+        except BaseException as error:
+            failed = as_status(error)
             log.debug("%s: %s", self.name, failed, exc_info=error)
             for request in batch.requests:
                 request.fail(failed)
 
 
-def _as_status(error: BaseException) -> StatusError:
-    return error if isinstance(error, StatusError) else StatusError(Code.INTERNAL, f"{type(error).__name__}: {error}")
+def as_status(error: BaseException) -> StatusError:
+    """What a model raised, as an answer."""
+    return error if isinstance(error, StatusError) else StatusError(Code.INTERNAL, told(error))
+
+
+def told(error: BaseException) -> str:
+    """Its type and its words, which are a model's own, too, and may raise."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  as above: what was raised first is what matters
+        return f"{type(error).__name__}, without words: its __str__ raises"

@@ -7,9 +7,10 @@ the old ones answer what they have taken before they are unloaded. Where a new o
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,9 @@ class ModelRepository:
     async def load(self, name: str, config: Mapping[str, Any] | None = None) -> None:
         """By a client. config: in place of its file's. raises StatusError"""
         self._check_mode()
-        await self._load(name, None if config is None else text_of(config).encode("utf-8", "surrogatepass"))
+        given = None if config is None else text_of(config).encode("utf-8", "surrogatepass")
+        # Whoever asked may go away: a load that is cut off in the middle would leave instances that nobody closes.
+        await asyncio.shield(self._in_background(self._load(name, given)))
 
     async def unload(self, name: str) -> None:
         """By a client; requests that it has taken are still answered. raises StatusError"""
@@ -252,17 +255,18 @@ class ModelRepository:
     def _stamps(self) -> dict[str, object]:
         return {name: _stamp(self.flags.roots, name) for name in folders.model_names(self.flags.roots)}
 
-    def _in_background(self, work: Any) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _stamp(roots: Sequence[Path], name: str) -> object:
     """Equal as long as no file of the model has changed: names, sizes, times."""
     found = []
     for folder in (root / name for root in roots):
-        for path in sorted(folder.rglob("*"))[:_MOST_FILES]:
+        for path in sorted(islice(folder.rglob("*"), _MOST_FILES)):
             with contextlib.suppress(OSError):  # it went away meanwhile, which the next look sees
                 about = path.stat()
                 found.append((str(path), about.st_size if path.is_file() else 0, about.st_mtime_ns))

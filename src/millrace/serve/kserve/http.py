@@ -144,21 +144,26 @@ class Front:
             raise StatusError(Code.UNSUPPORTED, what)
         headers = request.headers
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
-        body = encoding.decoded(request.body, coding, self._most_bytes) if coding else request.body
+        body = request.body
+        if coding:  # whatever its size is: it may become a thousand times larger
+            most = self._most_bytes
+            body = await self._aside(lambda: encoding.decoded(request.body, coding, most), most)
         n_json = _header_length(headers.get(_HEADER.lower()))
 
         def read() -> Any:
             return read_infer(body, n_json, model.name, model.checker)
 
-        asked, wanted = await self._aside(read, len(body) if n_json is None else n_json)
+        n_slow = len(body) if n_json is None or model.checker.has_strings else n_json
+        asked, wanted = await self._aside(read, n_slow)
         response = await model.infer(asked)
-        answer, n_head = written(model, asked, response, wanted)
+        n_bytes = sum(array.nbytes for array in response.outputs.values())
+        answer, n_head = await self._aside(lambda: written(model, asked, response, wanted), n_bytes)
         found: list[tuple[bytes, bytes]] = [(b"content-type", _JSON if n_head is None else _BINARY)]
         if n_head is not None:
             found.append((_HEADER, b"%d" % n_head))
         accepted = headers.get(b"accept-encoding")
         if accepted and (coding := encoding.chosen(accepted.decode("latin-1"))) != "identity":
-            answer = encoding.encoded(answer, coding)
+            answer = await self._aside(lambda: encoding.encoded(answer, coding), len(answer))
             found.append((b"content-encoding", coding.encode()))
         return Reply(200, answer, found)
 

@@ -223,9 +223,11 @@ def _take_parameters(request: InferRequest, parameters: Mapping[str, Any]) -> bo
 
 def _take_outputs(outputs: Sequence[_Output], wanted: Wanted) -> tuple[str, ...]:
     names = tuple(told.name for told in outputs)
-    for i, told in enumerate(outputs):
-        if told.name in names[:i]:
+    seen: set[str] = set()
+    for told in outputs:
+        if told.name in seen:
             raise invalid(f"output '{told.name}' already exists in request")
+        seen.add(told.name)
         if told.parameters is UNSET:
             continue
         if told.parameters.shared_memory_region is not UNSET:

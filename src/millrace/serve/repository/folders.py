@@ -25,6 +25,7 @@ from millrace.settings import read_given
 CONFIG = "config.pbtxt"
 _KNOWN_FOLDERS = ("configs", "warmup", "initial_state")  # beside the versions
 _MOST_ENTRIES, _MOST_LABEL_BYTES = 10_000, 16 << 20
+_LONGEST_NAME = 255  # of a folder
 _HIGHEST_VERSION = (1 << 63) - 1
 
 
@@ -59,6 +60,9 @@ def check_model_name(name: str) -> None:
     """raises RequestError where a client's name is none of a folder"""
     if not name:
         raise RequestError("Model name cannot be empty. Specify a model name.", "a model's name", "name one", "model")
+    if len(name.encode("utf-8", "surrogatepass")) > _LONGEST_NAME:
+        what = f"model name has more than {_LONGEST_NAME} bytes"
+        raise RequestError(what, "a model's name", "name a model of the repository", "model")
     if name in (".", "..") or any(c in name for c in "/\\\0"):
         what = "model name must not contain path traversal characters"
         raise RequestError(what, "a model's name", "name a model of the repository", "model")

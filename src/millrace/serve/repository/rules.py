@@ -14,6 +14,7 @@ ENSEMBLE, TENSORRT = "ensemble", "tensorrt_plan"
 VARIABLE = -1
 _CORRID_TYPES = tuple(DataType[f"TYPE_{t}"] for t in ("UINT64", "INT64", "UINT32", "INT32", "STRING"))
 _MOST_ELEMENTS = 1 << 64
+_MOST_INSTANCES = 1024  # each has a thread
 _NONE = "a model for the CPU"
 
 
@@ -274,6 +275,9 @@ def _instances(config: ModelConfig) -> Iterator[Broken]:
         elif group.gpus:
             what = f"{who} has kind {group.kind.name} but specifies one or more GPUs"
             yield Broken(("instance_group", i, "gpus"), what, "no gpus", "remove gpus")
+        if group.count > _MOST_INSTANCES:
+            what = f"{who} has count {group.count}"
+            yield Broken(("instance_group", i, "count"), what, f"at most {_MOST_INSTANCES}", "correct it")
         if group.count < 0:
             yield Broken(("instance_group", i, "count"), f"{who} has count {group.count}", "1 or more", "correct it")
         if group.profile and config.platform != TENSORRT:

@@ -26,6 +26,8 @@ class _AddSub(Batched):
 
     def compute(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         left, right = inputs[self._left], inputs[self._right]
+        if left.shape != right.shape:  # what NumPy makes of two shapes may be larger than any memory
+            raise invalid(f"inputs of shapes {list(left.shape)} and {list(right.shape)}: expected the same of both")
         return {self._sum: left + right, self._difference: left - right}
 
 

@@ -21,6 +21,7 @@ from millrace.serve.inference.backend import Instance, InstanceGiven, ModelBacke
 from millrace.serve.inference.backends import python_utils
 from millrace.serve.inference.backends.python_config import ModelConfig, completed_by
 from millrace.serve.inference.backends.python_utils import InferenceRequest, InferenceResponse, deliver
+from millrace.serve.inference.instances import told
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository.config import ModelConfig as Config
@@ -49,8 +50,9 @@ def _module(file: Path) -> ModuleType:
             del sys.modules[spec.name]
             raise
         finally:
-            for folder in folders:  # the model may have changed the path, too
-                sys.path.remove(folder)
+            for folder in folders:
+                if folder in sys.path:  # the model may have changed it, too
+                    sys.path.remove(folder)
             for name in set(sys.modules) - before - {spec.name}:
                 if str(getattr(sys.modules[name], "__file__", None) or "").startswith(f"{file.parent.parent}/"):
                     del sys.modules[name]
@@ -80,7 +82,7 @@ class _PythonModel(Instance):
                 self._model.initialize(_arguments(given))
             if not hasattr(self._model, "execute"):
                 raise StatusError(Code.INTERNAL, f"{_CLASS} of model '{config.name}' has no function execute")
-        except Exception as error:
+        except BaseException as error:  # sys.exit, too
             sys.modules.pop(self._module_name, None)
             if isinstance(error, StatusError):
                 raise
@@ -95,7 +97,7 @@ class _PythonModel(Instance):
                 self._loop = self._loop or asyncio.new_event_loop()
                 answers = self._loop.run_until_complete(answers)
             self._answer(requests, asked, answers)
-        except Exception as error:
+        except BaseException as error:  # sys.exit, too
             what = f"Failed to process the request(s) for model instance '{self._name}', message: "
             raise StatusError(Code.INTERNAL, what + _told(error, self._file)) from error
 
@@ -149,11 +151,11 @@ def _arguments(given: InstanceGiven) -> dict[str, str]:
     }
 
 
-def _told(error: Exception, file: Path) -> str:
+def _told(error: BaseException, file: Path) -> str:
     """With the last line of the model's own that it came through; not the folder, which is nobody's business."""
     lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(file.parent.parent))]
     at = f"; at {Path(lines[-1].filename).name}({lines[-1].lineno}): {lines[-1].name}" if lines else ""
-    return f"{type(error).__name__}: {error}{at}"
+    return told(error) + at
 
 
 class PythonBackend(ModelBackend):
@@ -165,7 +167,9 @@ class PythonBackend(ModelBackend):
     def completed(self, config: Config, folder: Path) -> Config:
         """By the model's own `auto_complete_config`, which is asked of its highest version."""
         name = config.default_model_filename or "model.py"
-        versions = sorted((p for p in folder.iterdir() if p.name.isdigit() and (p / name).is_file()), key=_number)
+        versions = sorted(
+            (p for p in folder.iterdir() if p.name.isascii() and p.name.isdigit() and (p / name).is_file()), key=_number
+        )
         if not versions:
             return config
         file = versions[-1] / name
@@ -174,14 +178,15 @@ class PythonBackend(ModelBackend):
             sys.modules.pop(found.__module__, None)
             if not hasattr(found, "auto_complete_config"):
                 return config
-            told = found.auto_complete_config(ModelConfig(config_json(config)))
-        except Exception as error:
+            made = found.auto_complete_config(ModelConfig(config_json(config)))
+            if not isinstance(made, ModelConfig):
+                what = f"auto_complete_config of model '{config.name}' must return a ModelConfig"
+                raise StatusError(Code.INTERNAL, what)
+            return completed_by(config, made.as_dict())
+        except BaseException as error:  # sys.exit, too
             if isinstance(error, StatusError):
                 raise
             raise StatusError(Code.INTERNAL, _told(error, file)) from error
-        if not isinstance(told, ModelConfig):
-            raise StatusError(Code.INTERNAL, f"auto_complete_config of model '{config.name}' must return a ModelConfig")
-        return completed_by(config, told.as_dict())
 
 
 def _number(folder: Path) -> int:

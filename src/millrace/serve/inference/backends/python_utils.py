@@ -207,7 +207,10 @@ class InferenceTrace:
 
 
 def deliver(request: InferRequest, response: InferenceResponse | None, final: bool) -> None:
-    """What a model answered, as a response of the server; outputs that nobody asked for are left out."""
+    """What a model answered, as a response of the server; outputs that nobody asked for are left out.
+
+    Arrays are copied: a model may write into its own again, in the next `execute`, before this one's answer is written.
+    """
     if response is None:
         request.send(None, final)
         return
@@ -218,7 +221,8 @@ def deliver(request: InferRequest, response: InferenceResponse | None, final: bo
         return
     tensors = {tensor.name(): tensor._array for tensor in response.output_tensors()}
     wanted = {n: tensors[n] for n in request.outputs if n in tensors} if request.outputs else tensors
-    request.send(InferResponse(wanted, json.loads(response.parameters())), final)
+    copied = {name: array.copy() for name, array in wanted.items()}
+    request.send(InferResponse(copied, json.loads(response.parameters())), final)
 
 
 class Logger:
