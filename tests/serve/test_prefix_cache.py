@@ -119,7 +119,7 @@ def test_metrics_tell_of_the_second_tier(server: Running, tmp_path: Path) -> Non
         samples = metrics(served)
         names = ("pages", "stored_total", "found_total", "damaged_total", "dropped_total", "bytes")
         pages, stored, found, damaged, dropped, n_bytes = (value(samples, f"millrace:kv_tier_{n}") for n in names)
-        assert pages == stored > 0 and found > 0 and damaged == dropped == 0
+        assert (damaged, dropped) == (0, 0) and pages == stored > 0 and found > 0, samples
         record = (value(samples, "millrace:kv_tier_bytes") - 2 * HEADER.size) / pages
         assert (
             n_bytes == sum(path.stat().st_size for path in tmp_path.iterdir()) and record == RECORD.size + 2 * 8 * PAGE
