@@ -151,6 +151,23 @@ def test_a_loss_says_of_which_text_it_is(millrace: Millrace, source: Path, text:
     assert f"a text of its own ({digest[:12]})" in page and "loss measured by" in page and command in page
 
 
+EASY, HARD = "The wheel of the mill turned slowly in the cold river. ", "@#$%^&*"
+
+
+def test_a_text_that_the_source_cannot_tell_is_said(millrace: Millrace, source: Path, tmp_path: Path) -> None:
+    """Of random weights, which tell no text; a mark that some programs write before one changes nothing of it."""
+    vocab_size, losses = json.loads((source / "config.json").read_text())["vocab_size"], {}
+    for name, words, encoding in (("easy", EASY, "utf-8"), ("marked", EASY, "utf-8-sig"), ("hard", HARD, "utf-8")):
+        (text := tmp_path / f"{name}.txt").write_text(words * 60, encoding=encoding)
+        done = millrace(
+            "compress", source, "-o", tmp_path / name, "--recipe", "int8-wo", "--json", "--calibration", text
+        )
+        found = json.loads(done.out)["loss"]
+        assert (found["source_perplexity"] > vocab_size) == (name == "hard") == ("worse than guessing" in done.err)
+        losses[name] = {key: found[key] for key in ("kl", "tokens", "source_perplexity", "digest")}
+    assert losses["easy"] == losses["marked"]
+
+
 def test_mistakes(millrace: Millrace, source: Path, tmp_path: Path) -> None:
     (tmp_path / "newer.json").write_text('{"version": 9}')
     (tmp_path / "short.txt").write_text("a mill")
@@ -158,6 +175,8 @@ def test_mistakes(millrace: Millrace, source: Path, tmp_path: Path) -> None:
     millrace(*asked, "--recipe", "int4-w").assert_mistake('did you mean "int4-wo"')
     millrace(*asked, "--recipe", tmp_path / "newer.json").assert_mistake("version 9", "update Millrace")
     millrace("compress", source, "-o", source, "--recipe", "fp8").assert_mistake("already there")
+    inside = ("compress", source, "-o", tmp_path / "short.txt" / "out")
+    millrace(*inside, "--recipe", "fp8").assert_mistake("short.txt, which is a file", "another with -o")
     millrace(*asked, "--recipe", "fp8", "--no-evaluate", "--calibration", "x").assert_mistake("nothing is measured")
     millrace(*asked, "--recipe", "fp8", "--calibration", tmp_path / "none.txt").assert_mistake("none.txt")
     short = millrace(*asked, "--recipe", "fp8", "--calibration", tmp_path / "short.txt")

@@ -55,6 +55,13 @@ def test_each_choice_is_the_likeliest_answer(millrace: Millrace, data: Path, tmp
     assert told["subjects"]["sums"]["questions"] == 5 and results.about.task == "mmlu, lm-eval, 5 shots"
 
 
+def test_fewer_examples_than_the_task_says_are_refused(millrace: Millrace, data: Path) -> None:
+    dev = data / "dev" / "sums_dev.csv"
+    dev.write_text("".join(f"{line}\n" for line in dev.read_text().splitlines()[:3]))
+    millrace("eval", "tiny", "--data", data, *SHORT).assert_mistake("sums 3", "--shots 3")
+    assert millrace("eval", "tiny", "--data", data, "--shots", "3", "--json", *SHORT).code == 0
+
+
 def test_a_run_goes_on_where_it_was(millrace: Millrace, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     command = ("eval", "tiny", "--data", data, "--out", out, "--json", *SHORT)

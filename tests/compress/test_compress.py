@@ -108,6 +108,14 @@ def test_a_mix_and_its_note(tmp_path: Path, source: Path) -> None:
     assert planned.notes == () and "groups of 64: 128 does not divide" in job(source).notes[0]
 
 
+def test_who_cannot_read_zero_points_is_said(source: Path) -> None:
+    """As docs/compress.md has it, and `test_transformers_reads_the_same` sees it."""
+    assert "dequantize=True" in job(source, minimums=True, group=32).notes[-1]
+    mix = job(source, minimums=True, group=32, layers=[{"match": "*.down_proj", "minimums": False}])
+    assert "for `millrace` alone" in mix.notes[-1]
+    assert not any("transformers" in note for note in job(source, group=32).notes)
+
+
 def test_shards(tmp_path: Path, source: Path) -> None:
     """Small ones hold the same; each is a file that the format's own library opens."""
     planned = job(source)

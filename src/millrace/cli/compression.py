@@ -99,6 +99,9 @@ class Proof:
             return {"loss": {"not_measured": read}}
         assert self.text is not None
         found = asdict(measure(source, Checkpoint.open(out), read, report).on(self.text))
+        if found["source_perplexity"] > source.decoder.vocab_size:
+            note("The source itself tells this text worse than guessing among all its tokens does: perplexities say "
+                 "little. Measure on a text of the kind it knows (--calibration)")  # fmt: skip
         return _kept(out, "loss", found, model)
 
     def more(self, model: str, out: Path, env: Env, quiet: bool) -> dict[str, Any]:

@@ -56,6 +56,7 @@ def _mmlu(asked: Asked) -> _Task[Chosen]:
     assert asked.data is not None, "the command has looked"
     shots = MAX_SHOTS if asked.shots is None else asked.shots
     mmlu = Mmlu(read_subjects(asked.data, asked.subject, asked.limit), asked.definition, shots)
+    mmlu.check_examples()
     lost = "examples" if mmlu.definition == ORIGINAL else "their beginning"
     return _Task(mmlu.name, mmlu.digest, mmlu.n, Chosen, partial(_choose, mmlu), lost)
 

@@ -99,7 +99,9 @@ def check_place(out: Path, nbytes: int) -> None:
         raise ConfigError(
             f"{out} is already there", "a folder that does not exist yet", f"remove it, or name another{measured}"
         )  # fmt: skip
-    there = next(parent for parent in out.absolute().parents if parent.is_dir())
+    there = next(parent for parent in out.absolute().parents if parent.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{out} would be in {there}, which is a file", "a folder to write in", "name another with -o")
     free = shutil.disk_usage(there).free
     if free < nbytes + _SMALL_BYTES:
         raise MachineError(

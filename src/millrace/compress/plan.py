@@ -171,9 +171,10 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:
         f"{n} matrices of {K:,} inputs have groups of {own}: {asked} does not divide these, and no runtime of this "
         "format has a shorter last group" for (K, asked, own), n in smaller.items()
     )  # fmt: skip
+    about = _source_notes(checkpoint) if layers else ()
     return Job(
         checkpoint, recipe, layers, tuple(ignored), _specs(checkpoint, layers),
-        (*(_source_notes(checkpoint) if layers else ()), *notes, *_sparse_notes(sparse)), sparse,
+        (*about, *notes, *_reader_notes(layers), *_sparse_notes(sparse)), sparse,
     )  # fmt: skip
 
 
@@ -199,6 +200,17 @@ def _thinned(name: str, K: int, treatment: Treatment) -> Treatment:
             f'leave it as it is: method = "none", match = "*{name[name.rfind("."):]}"',
         )  # fmt: skip
     return treatment
+
+
+def _reader_notes(layers: Mapping[str, tuple[Treatment, Form]]) -> tuple[str, ...]:
+    """What transformers (5.23, compressed-tensors 0.20) makes of zero points; docs/compress.md has more of it."""
+    if not any(form.minimums for _, form in layers.values()):
+        return ()
+    if len({form for _, form in layers.values()}) > 1:
+        return ("transformers reads a folder with zero points by one scheme for all layers, and this one has several: "
+                "it is for `millrace` alone",)  # fmt: skip
+    return ("transformers reads zero points only with "
+            "quantization_config=CompressedTensorsConfig(dequantize=True)",)  # fmt: skip
 
 
 def _sparse_notes(sparse: Mapping[str, Treatment]) -> tuple[str, ...]:

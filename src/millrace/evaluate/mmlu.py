@@ -73,6 +73,17 @@ class Mmlu:
         """Questions, of all subjects."""
         return sum(len(subject.test) for subject in self.subjects)
 
+    def check_examples(self) -> None:
+        """raises ConfigError where a subject has fewer examples than stand before each question by the task's name"""
+        few = [subject for subject in self.subjects if len(subject.dev) < self.shots]
+        if few:
+            least = min(few, key=lambda subject: len(subject.dev))
+            raise ConfigError(
+                f"{len(few)} of {len(self.subjects)} subjects have fewer than {self.shots} examples in dev/, "
+                f"{least.name} {len(least.dev)}",
+                f"{self.shots} of each", f"complete them, or --shots {len(least.dev)}",
+            )  # fmt: skip
+
     def groups(self, tokenizer: Tokenizer, room: int) -> list[Group]:
         """A group a subject, whose questions begin with the same examples. room: tokens that may be read"""
         return [

@@ -15,7 +15,7 @@ def read_text(file: str | Path, option: str, most_bytes: int, expected: str) -> 
     if len(data) > most_bytes:
         raise ConfigError(f"{option} {file} has more than {most_bytes >> 20} MiB", expected, "give a part of it")
     try:
-        content = data.decode()
+        content = data.decode("utf-8-sig")  # some programs write a mark before the text
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{option} {file} is not UTF-8: byte 0x{data[error.start]:02x} at {error.start}", "UTF-8 text",
