@@ -89,8 +89,8 @@ class Model:
     def cancel(self, request: InferRequest) -> None:
         """Nobody waits for it any more. One that no instance has taken ends at once."""
         request.cancel()
-        for gone in self._queue.cancelled():
-            self._answered(gone, None, StatusError(Code.CANCELLED, f"{gone.named}request was cancelled"), True)
+        if self._queue.leave(request):
+            self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """The one response of a model that is not decoupled. raises StatusError; cancels it where it is cancelled"""
