@@ -1,6 +1,7 @@
 """A repository of tensor models in an event loop, without a server."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,8 @@ BATCHES = identity("FP32", "1", "max_batch_size: 8 %s", "")
 class Loaded:
     """A repository in an event loop."""
 
-    def __init__(self, root: Path) -> None:
-        self.repository = ModelRepository(RepositoryFlags(model_repository=(str(root),)))
+    def __init__(self, root: Path, **flags: Any) -> None:
+        self.repository = ModelRepository(RepositoryFlags(model_repository=(str(root),), **flags))
 
     async def __aenter__(self) -> ModelRepository:
         assert await self.repository.start() == []

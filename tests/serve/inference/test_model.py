@@ -225,7 +225,7 @@ def test_many_that_go_away_cost_no_look_at_the_others(root: Path) -> None:
     write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "200" } }'})
 
     async def run() -> None:
-        async with Loaded(root) as repository:
+        async with Loaded(root, max_model_requests=30_000) as repository:
             model, ended = repository.get("m"), list[object]()
             first = asyncio.ensure_future(model.infer(asked(model, 7)))
             await asyncio.sleep(0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.serve.inference.request import InferResponse
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.tensors import objects
 from tests.support.python_models import ANY, HEAD, SAY, asked, loaded, one, text, write
@@ -177,5 +178,79 @@ def test_a_load_goes_on_when_its_client_goes_away(tmp_path: Path) -> None:
                 await asyncio.wait_for(repository.load("m"), 0.1)
             await asyncio.wait_for(repository.unload("m"), 5)  # after the change that is under way
             assert (await repository.index(False))[0]["version"] == "1", "it was loaded"
+
+    asyncio.run(run())
+
+
+DECOUPLED = ANY % "model_transaction_policy { decoupled: true }"
+SENDER = "the model let go of its response sender without TRITONSERVER_RESPONSE_COMPLETE_FINAL"
+LOST = [
+    ("requests[0].get_response_sender().send(said('once'))", SENDER, 1),
+    ("requests[0].get_response_sender()", SENDER, 0),
+    ("threading.Thread(target=lambda sender: sender.send(said('once')), args=[requests[0].get_response_sender()]"
+     ").start()", SENDER, 1),
+    ("pass", "the model let go of a request without TRITONSERVER_RESPONSE_COMPLETE_FINAL", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "says", "n"), LOST)
+def test_a_sender_that_is_lost_ends_its_request(tmp_path: Path, body: str, says: str, n: int) -> None:
+    write(tmp_path, "m", HEAD + f"    def execute(self, requests):\n        {body}\n" + SAY, DECOUPLED)
+
+    async def run() -> list[tuple[bool, str, bool]]:
+        async with loaded(tmp_path) as repository:
+            await repository.load("m")
+            model, found, done = repository.get("m"), list[tuple[bool, str, bool]](), asyncio.Event()
+
+            def receive(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
+                found.append((response is not None, str(error or ""), final))
+                if final:
+                    done.set()
+
+            model.submit(asked(model, IN=text("x")), receive)
+            await asyncio.wait_for(done.wait(), 5)
+            return found
+
+    *before, last = asyncio.run(run())
+    assert before == [(True, "", False)] * n
+    assert last == (False, f"{says}, so that nobody can answer any more", True)
+
+
+def test_a_sender_that_is_kept_may_answer_later(tmp_path: Path) -> None:
+    code = (
+        "    def execute(self, requests):\n"
+        "        sender = requests[0].get_response_sender()\n"
+        "        threading.Timer(0.05, lambda: sender.send(said('late'), 1)).start()\n"
+    )
+    write(tmp_path, "m", HEAD + code + SAY, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            assert (await asyncio.wait_for(one(repository, "m", text("x")), 5)).tolist() == [b"late"]
+
+    asyncio.run(run())
+
+
+PARAMETERS = [
+    ("'[1]'", "the parameters of a response are a list, not an object"),
+    ("'{'", "the parameters of a response are no JSON object: Expecting property name"),
+    ("{'a': object()}", "the parameters of a response are no JSON object: Object of type object is not"),
+    ("{'a': [1]}", "parameter 'a' of a response is neither a bool, an integer of 64 bits, a float nor a string"),
+    ("{'a': None}", "parameter 'a' of a response is neither"),
+    ("{'a': 2**64}", "parameter 'a' of a response is neither"),
+    ("{'a': 'x' * 70000}", "the parameters of a response have 70009 characters; at most 65536 are allowed"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "says"), PARAMETERS)
+def test_parameters_of_responses_that_no_client_can_read(tmp_path: Path, parameters: str, says: str) -> None:
+    body = f"return [pb_utils.InferenceResponse([], parameters={parameters})]"
+    write(tmp_path, "m", HEAD + f"    def execute(self, requests):\n        {body}\n", ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            with pytest.raises(StatusError) as failed:
+                await one(repository, "m", text("x"))
+            assert f"message: TritonModelException: {says}" in str(failed.value)
 
     asyncio.run(run())

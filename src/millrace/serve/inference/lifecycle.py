@@ -44,6 +44,7 @@ class RepositoryFlags(Settings):
     load_model: tuple[str, ...] = setting((), "with explicit: loaded at the start; * for all", metavar="NAME")
     repository_poll_secs: float = setting(15.0, "with poll: seconds between two looks at the folders", low=0.1)
     model_config_name: str = setting("", "take MODEL/configs/NAME.pbtxt where it is", metavar="NAME")
+    max_model_requests: int = setting(512, "requests that one tensor model holds; more get a 503", low=1)
     http_max_input_size: int = setting(64 << 20, "largest request to a tensor model", size=True, low=1)
 
     @property
@@ -220,7 +221,9 @@ class ModelRepository:
             config = await in_own_thread(name, partial(backend.completed, read.config, read.folder))
             loop = asyncio.get_running_loop()
             for version in read.served:
-                loadable = Loadable(name, version, config, read.folder, read.labels, backend)
+                loadable = Loadable(
+                    name, version, config, read.folder, read.labels, backend, self.flags.max_model_requests
+                )
                 loading[version] = Model(loadable, loop)
                 await loading[version].loaded()
         except StatusError as failed:

@@ -1,6 +1,7 @@
 """KServe's routes in this server: who may ask, bodies within bounds; who goes away cancels what was asked."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -11,6 +12,7 @@ from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.kserve.encoding import too_large
 from millrace.serve.kserve.http import Front, Reply, Request, error_reply
 from millrace.serve.routes import Keys, Protocol
+from millrace.serve.serving import number_of_connections
 from millrace.serve.wire import CALL, Bodies, header, read_body, unless_gone
 
 BELOW = "/v2"
@@ -40,9 +42,9 @@ class KServe:
         most = repository.flags.http_max_input_size
         self._serving, self._keys, self._most_bytes = models.serving, keys, most
         self._bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, most))
-        self._front = Front(
-            repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), models.serving.decoded
-        )
+        # Of connections; the rest is left to models of other protocols, whatever tensor models do.
+        self._n_open, self._most_open = 0, max(1, number_of_connections(settings.max_connections) * 3 // 4)
+        self._front = Front(repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), backend.aside)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["raw_path"].decode("latin-1")
@@ -71,9 +73,18 @@ class KServe:
                 )
                 return error_reply(400, what.message)
             with self._serving.admission.admitted():
+                if self._n_open >= self._most_open:
+                    full = f"Exceeds maximum queue size: {self._n_open} requests to tensor models wait for answers"
+                    return error_reply(503, full)
                 call.body_bytes = len(body)
-                request = Request(scope["method"], path, dict(scope["headers"]), body)
-                return await unless_gone(receive, self._front.answer(request))
+                request = Request(
+                    scope["method"], path, dict(scope["headers"]), body, partial(self._bodies.grew, incoming)
+                )
+                self._n_open += 1
+                try:
+                    return await unless_gone(receive, self._front.answer(request))
+                finally:
+                    self._n_open -= 1
 
 
 def _route(path: str) -> _Route:

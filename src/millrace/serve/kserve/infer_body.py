@@ -20,7 +20,7 @@ from millrace.serve.kserve.tensors import BYTES, DTYPES, ONLY_BINARY, Array, obj
 HEADER = "Inference-Header-Content-Length"
 MOST_DEPTH = 100
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_SHARED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+SHARED_MEMORY_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 _FLOATS = ("FP32", "FP64")
 
 
@@ -135,7 +135,7 @@ def _check_source(told: _Input, size: int | UnsetType) -> None:
             f"'shared_memory_region' in 'parameters'. But {'set ' + ' '.join(said) if said else 'no field is set'}"
         )
     if is_shared:
-        raise StatusError(Code.UNSUPPORTED, _SHARED)
+        raise StatusError(Code.UNSUPPORTED, SHARED_MEMORY_OFF)
 
 
 def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
@@ -231,7 +231,7 @@ def _take_outputs(outputs: Sequence[_Output], wanted: Wanted) -> tuple[str, ...]
         if told.parameters is UNSET:
             continue
         if told.parameters.shared_memory_region is not UNSET:
-            raise StatusError(Code.UNSUPPORTED, _SHARED)
+            raise StatusError(Code.UNSUPPORTED, SHARED_MEMORY_OFF)
         if told.parameters.binary_data is not UNSET:
             wanted.binary[told.name] = told.parameters.binary_data
         if told.parameters.classification:

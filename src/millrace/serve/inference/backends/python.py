@@ -67,6 +67,8 @@ class _PythonModel(Instance):
                 answers = self._loop.run_until_complete(answers)
             self._answer(requests, asked, answers)
         except BaseException as error:  # sys.exit, too
+            for one in asked:
+                one.answered()
             what = f"Failed to process the request(s) for model instance '{self._name}', message: "
             raise StatusError(Code.INTERNAL, what + _told(error, self._file)) from error
 
@@ -92,6 +94,7 @@ class _PythonModel(Instance):
         for request, one, answer in zip(requests, asked, answers, strict=True):
             if isinstance(answer, InferenceResponse):
                 deliver(request, answer, True)
+                one.answered()
             elif answer is not None or not one.has_sender:
                 raise python_utils.TritonModelException(
                     f"Expected an 'InferenceResponse' object in the execute function return list, found type "
