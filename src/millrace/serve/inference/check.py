@@ -85,6 +85,13 @@ class Checker:
         if self._has_optional or self._keyed:
             request.shape_key = self._shape_key(request)
 
+    def said(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """The datatype of an input and its dims, the batch's among them; -1: any. None: it has no such input"""
+        found = self._inputs.get(name)
+        if found is None:
+            return None
+        return found.datatype, (-1, *found.dims) if self._max_batch else tuple(found.dims)
+
     def raw(self, request: InferRequest, data: memoryview) -> Given:
         """The only input, whose shape is deduced from how many bytes there are. raises StatusError"""
         if len(self._inputs) != 1:

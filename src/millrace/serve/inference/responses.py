@@ -1,0 +1,65 @@
+"""What a model answers to one request, one response after the other; whoever stops reading cancels it."""
+
+import asyncio
+from collections import deque
+
+from millrace.serve.inference.model import Model
+from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.status import Code, StatusError
+
+MOST_UNREAD_BYTES = 64 << 20
+_EACH_BYTES = 1024  # about what a response without tensors takes
+
+
+class Responses:
+    """To be iterated over once, by one reader; an error that is not the last word leaves the rest to be read."""
+
+    def __init__(self, model: Model, request: InferRequest) -> None:
+        """Submits it. raises StatusError"""
+        self._model, self._request = model, request
+        self._unread: deque[tuple[InferResponse | StatusError, int]] = deque()
+        self._unread_bytes = 0
+        self._is_over = False
+        self._changed = asyncio.Event()
+        model.submit(request, self._receive)
+
+    def __aiter__(self) -> "Responses":
+        return self
+
+    async def __anext__(self) -> InferResponse:
+        """raises StatusError where the model answers with one, or answers much faster than anybody reads"""
+        while not self._unread:
+            if self._is_over:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        found, n_bytes = self._unread.popleft()
+        self._unread_bytes -= n_bytes
+        if isinstance(found, StatusError):
+            raise found
+        return found
+
+    async def next(self) -> InferResponse | None:
+        """None: there is no more. raises as iterating does"""
+        return await anext(self, None)
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        if not self._is_over:
+            self._is_over = True
+            self._model.cancel(self._request)
+
+    def _receive(self, response: InferResponse | None, error: StatusError | None, final: bool) -> None:
+        if self._is_over:  # what comes after the end of reading
+            return
+        found = response if error is None else error
+        if found is not None:
+            size = _EACH_BYTES + (sum(a.nbytes for a in response.outputs.values()) if response is not None else 0)
+            if self._unread and self._unread_bytes + size > MOST_UNREAD_BYTES:
+                what = f"{self._request.named}responses of more than {MOST_UNREAD_BYTES} bytes wait to be read"
+                found, size = StatusError(Code.UNAVAILABLE, what), _EACH_BYTES
+                self.close()
+            self._unread.append((found, size))
+            self._unread_bytes += size
+        self._is_over = self._is_over or final
+        self._changed.set()
