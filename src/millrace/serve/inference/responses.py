@@ -7,7 +7,8 @@ from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
 
-MOST_UNREAD_BYTES = 64 << 20
+MOST_UNREAD_BYTES = 64 << 20  # of one model
+FREE_BYTES = 1 << 20  # of each request, whatever others leave unread
 _EACH_BYTES = 1024  # about what a response without tensors takes
 
 
@@ -34,7 +35,7 @@ class Responses:
             self._changed.clear()
             await self._changed.wait()
         found, n_bytes = self._unread.popleft()
-        self._unread_bytes -= n_bytes
+        self._count(-n_bytes)
         if isinstance(found, StatusError):
             raise found
         return found
@@ -45,9 +46,15 @@ class Responses:
 
     def close(self) -> None:
         """Nobody reads any more."""
+        self._unread.clear()
+        self._count(-self._unread_bytes)
         if not self._is_over:
             self._is_over = True
             self._model.cancel(self._request)
+
+    def _count(self, n_bytes: int) -> None:
+        self._unread_bytes += n_bytes
+        self._model.unread_bytes += n_bytes
 
     def _receive(self, response: InferResponse | None, error: StatusError | None, final: bool) -> None:
         if self._is_over:  # what comes after the end of reading
@@ -55,11 +62,11 @@ class Responses:
         found = response if error is None else error
         if found is not None:
             size = _EACH_BYTES + (sum(a.nbytes for a in response.outputs.values()) if response is not None else 0)
-            if self._unread and self._unread_bytes + size > MOST_UNREAD_BYTES:
-                what = f"{self._request.named}responses of more than {MOST_UNREAD_BYTES} bytes wait to be read"
+            if self._unread_bytes > FREE_BYTES and self._model.unread_bytes + size > MOST_UNREAD_BYTES:
+                what = f"{self._request.named}responses of {self._model.unread_bytes} bytes wait for their readers"
                 found, size = StatusError(Code.UNAVAILABLE, what), _EACH_BYTES
                 self.close()
             self._unread.append((found, size))
-            self._unread_bytes += size
+            self._count(size)
         self._is_over = self._is_over or final
         self._changed.set()
