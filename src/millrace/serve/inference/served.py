@@ -1,7 +1,7 @@
 """A repository of tensor models as a kind of Backend that a server has; routes below /v2 find its models by name."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from prometheus_client.core import Metric
@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
 from millrace.serve.inference.metrics import metrics_text
-from millrace.serve.serving import LARGE_BODY, Lane, Serving
+from millrace.serve.serving import LARGE_BODY, Lane, Serving, number_of_connections
 
 T = TypeVar("T")
 
@@ -41,7 +41,12 @@ class RepositoryBackend(Backend):
 
     def __init__(self, model: RepositoryModel, serving: Serving) -> None:
         self.model, self.settings = model, serving.settings  # and no histograms of tokens
-        self.repository = ModelRepository(model.flags)
+        n_connections = number_of_connections(serving.settings.max_connections)
+        # Each request holds a connection until it is answered, which may be never: the rest is left to other protocols,
+        # and what one model does not get to other models.
+        self.max_requests = max(1, n_connections * 3 // 4)
+        of_one = min(model.flags.max_model_requests, max(1, n_connections // 2))
+        self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one))
         self._lane = Lane("tensors", serving.settings.max_preparing)
         serving.metrics.add_text(lambda: metrics_text(self.repository.models()))
 

@@ -12,11 +12,11 @@ from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.kserve.encoding import too_large
 from millrace.serve.kserve.http import Front, Reply, Request, error_reply
 from millrace.serve.routes import Keys, Protocol
-from millrace.serve.serving import number_of_connections
 from millrace.serve.wire import CALL, Bodies, header, read_body, unless_gone
 
 BELOW = "/v2"
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # without a key, as every server's health
+_CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
 
 
 def write_error(problem: Problem) -> bytes:
@@ -42,8 +42,7 @@ class KServe:
         most = repository.flags.http_max_input_size
         self._serving, self._keys, self._most_bytes = models.serving, keys, most
         self._bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, most))
-        # Of connections; the rest is left to models of other protocols, whatever tensor models do.
-        self._n_open, self._most_open = 0, max(1, number_of_connections(settings.max_connections) * 3 // 4)
+        self._n_open, self._max_open = 0, backend.max_requests
         self._front = Front(repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), backend.aside)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,7 +74,7 @@ class KServe:
                 )
                 return error_reply(400, what.message)
             with self._serving.admission.admitted():
-                if self._n_open >= self._most_open:
+                if self._n_open >= self._max_open and not path.startswith(_CONTROL):
                     full = f"Exceeds maximum queue size: {self._n_open} requests to tensor models wait for answers"
                     return error_reply(503, full)
                 call.body_bytes = len(body)
