@@ -12,6 +12,7 @@ from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.responses import Responses
 from millrace.serve.inference.status import StatusError
+from millrace.serve.kserve.tensors import held_bytes, objects
 from tests.support.loaded import Loaded
 from tests.support.repository import REPEAT, write_models
 
@@ -22,6 +23,11 @@ def repeated(model: Model, n: int, delay_ms: int = 0) -> InferRequest:
     given = [Given("IN", "INT32", (n,), values), Given("DELAY", "UINT32", (n,), delays)]
     model.checker.take(request, [*given, Given("WAIT", "UINT32", (1,), wait)])
     return request
+
+
+def test_strings_are_counted_with_what_they_hold() -> None:
+    arrays = [np.zeros((2, 3), np.float32), objects([b"x" * 1000, b"", b"y" * 10])]
+    assert held_bytes(arrays) == 24 + 3 * 8 + 1010
 
 
 def test_all_are_read_in_their_order(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.kserve.tensors import held_bytes
 
 MOST_UNREAD_BYTES = 64 << 20  # of one model
 FREE_BYTES = 1 << 20  # of each request, whatever others leave unread
@@ -61,7 +62,7 @@ class Responses:
             return
         found = response if error is None else error
         if found is not None:
-            size = _EACH_BYTES + (sum(a.nbytes for a in response.outputs.values()) if response is not None else 0)
+            size = _EACH_BYTES + (held_bytes(response.outputs.values()) if response is not None else 0)
             if self._unread_bytes > FREE_BYTES and self._model.unread_bytes + size > MOST_UNREAD_BYTES:
                 what = f"{self._request.named}responses of {self._model.unread_bytes} bytes wait for their readers"
                 found, size = StatusError(Code.UNAVAILABLE, what), _EACH_BYTES

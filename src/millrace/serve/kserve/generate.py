@@ -19,6 +19,7 @@ from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve.encoding import too_large
 from millrace.serve.kserve.infer_body import elements, from_json, take_parameters, too_deep, unparsed
 from millrace.serve.kserve.infer_reply import listed, named_type
+from millrace.serve.kserve.tensors import held_bytes
 
 _MOST_BYTES = 16 << 20  # of a text, and what is said about it; tensors of numbers go to `infer`
 _NOT_ONE = (
@@ -125,10 +126,6 @@ def generated(model: Model, request: InferRequest, response: InferResponse) -> b
     return msgspec.json.encode(answer)
 
 
-def _n_bytes(response: InferResponse) -> int:
-    return sum(array.nbytes for array in response.outputs.values())
-
-
 async def generate(model: Model, request: InferRequest, aside: Aside) -> bytes:
     """The one response that there must be. raises StatusError"""
     responses = Responses(model, request)
@@ -138,7 +135,7 @@ async def generate(model: Model, request: InferRequest, aside: Aside) -> bytes:
             raise StatusError(Code.INTERNAL, _NOT_ONE)
     finally:
         responses.close()
-    written: bytes = await aside(lambda: generated(model, request, only), _n_bytes(only))
+    written: bytes = await aside(lambda: generated(model, request, only), held_bytes(only.outputs.values()))
     return written
 
 
@@ -182,7 +179,9 @@ class Events:
         response = await self._responses.next()
         if response is None:
             return b""
-        written: bytes = await self._aside(lambda: generated(self._model, self._request, response), _n_bytes(response))
+        written: bytes = await self._aside(
+            lambda: generated(self._model, self._request, response), held_bytes(response.outputs.values())
+        )
         return b"data: " + written + b"\n\n"
 
     def close(self) -> None:

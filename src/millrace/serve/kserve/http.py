@@ -17,6 +17,7 @@ from millrace.serve.kserve import encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
 from millrace.serve.kserve.infer_body import HEADER, SHARED_MEMORY_OFF, read_infer
 from millrace.serve.kserve.infer_reply import written
+from millrace.serve.kserve.tensors import held_bytes
 from millrace.serve.repository.config_json import config_json
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
@@ -162,7 +163,7 @@ class Front:
         n_slow = len(body) if n_json is None or model.checker.has_strings else n_json
         asked, wanted = await self._aside(read, n_slow)
         response = await model.infer(asked)
-        n_bytes = sum(array.nbytes for array in response.outputs.values())
+        n_bytes = held_bytes(response.outputs.values())
         answer, n_head = await self._aside(lambda: written(model, asked, response, wanted), n_bytes)
         found: list[tuple[bytes, bytes]] = [(b"content-type", _JSON if n_head is None else _BINARY)]
         if n_head is not None:
