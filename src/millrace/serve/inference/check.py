@@ -72,6 +72,8 @@ class Checker:
             raise invalid(f"{request.named}input '{twice}' already exists in request")
         if len(given) > len(self._inputs) or len(given) < len(self._required):
             raise self._count(request, given)
+        if self._has_optional and not {tensor.name for tensor in given}.issuperset(self._required):
+            raise self._count(request, given)  # as many as there may be, and others
         request.batch_size = self._batch_size(request, given) if self._max_batch else 0
         if request.batch_size > self._max_batch:
             most = f"inference request batch-size must be <= {self._max_batch} for '{self._model}'"
