@@ -107,6 +107,7 @@ STEPS = st.lists(
         st.tuples(st.just("put"), st.integers(1, 8), st.sampled_from("ab"), st.integers(0, 4), st.integers(0, 9)),
         st.tuples(st.just("wait"), st.integers(1, 12_000)),
         st.tuples(st.just("take")),
+        st.tuples(st.just("leave"), st.integers(0, 7)),
     ),
     max_size=40,
 )
@@ -116,19 +117,25 @@ STEPS = st.lists(
 @given(RULES, STEPS)
 def test_what_is_taken_when_is_what_the_rules_say(rules: BatchRules, steps: list[tuple[str, ...]]) -> None:
     queue, model, now = BatchQueue(rules), Model(rules), 0
+    everybody = list[InferRequest]()
     for what, *how in steps:
         if what == "wait":
             now += int(how[0])
         elif what == "put":
             size, shape, priority, timeout_us = how
             made = request(min(int(size), rules.max_size or 8), shape, int(priority), int(timeout_us))
+            everybody.append(made)
             if model.is_full(made):
                 with pytest.raises(StatusError, match="Exceeds maximum queue size"):
                     queue.put(made, now)
             else:
                 queue.put(made, now)
                 model.queue.append(made)
-        else:
+        elif what == "leave" and everybody:  # one that is there, or was, or was refused
+            gone = everybody[-1 - int(how[0]) % len(everybody)]
+            assert queue.leave(gone) == (gone in model.order())
+            model.gone([gone])
+        elif what == "take":
             assert queue.expired(now) == sorted(model.expire(now), key=model.level)
             batch = queue.take(now)
             taken = model.take(now)
@@ -196,8 +203,7 @@ def test_who_left_is_taken_out() -> None:
     first, second = request(), request()
     queue.put(first, 0)
     queue.put(second, 0)
-    first.cancel()
-    assert queue.cancelled() == [first]
+    assert queue.leave(first) and not queue.leave(first)
     assert queue.take(0) == Batch((second,), 1, Closed.DELAY)
 
 

@@ -1,14 +1,17 @@
 """A repository of tensor models as a kind of Backend that a server has; routes below /v2 find its models by name."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from prometheus_client.core import Metric
 
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
 from millrace.serve.inference.metrics import metrics_text
-from millrace.serve.serving import Serving
+from millrace.serve.serving import LARGE_BODY, Lane, Serving, number_of_connections
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,13 @@ class RepositoryBackend(Backend):
 
     def __init__(self, model: RepositoryModel, serving: Serving) -> None:
         self.model, self.settings = model, serving.settings  # and no histograms of tokens
-        self.repository = ModelRepository(model.flags)
+        n_connections = number_of_connections(serving.settings.max_connections)
+        # Each request holds a connection until it is answered, which may be never: the rest is left to other protocols,
+        # and what one model does not get to other models.
+        self.max_requests = max(1, n_connections * 3 // 4)
+        of_one = min(model.flags.max_model_requests, max(1, n_connections // 2))
+        self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one))
+        self._lane = Lane("tensors", serving.settings.max_preparing)
         serving.metrics.add_text(lambda: metrics_text(self.repository.models()))
 
     def start(self) -> None:
@@ -57,5 +66,9 @@ class RepositoryBackend(Backend):
     async def abort(self, within_s: float) -> None:
         await self.repository.close(within_s)
 
+    async def aside(self, work: Callable[[], T], n_bytes: int) -> T:
+        """`work()` on so many bytes, in a thread where they are many; not that of other models. raises as `Lane.run`"""
+        return await self._lane.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
+
     def close(self) -> None:
-        return
+        self._lane.close()

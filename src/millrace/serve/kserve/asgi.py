@@ -1,6 +1,7 @@
 """KServe's routes in this server: who may ask, bodies within bounds; who goes away cancels what was asked."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -15,6 +16,7 @@ from millrace.serve.wire import CALL, Bodies, header, read_body, unless_gone
 
 BELOW = "/v2"
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # without a key, as every server's health
+_CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
 
 
 def write_error(problem: Problem) -> bytes:
@@ -40,9 +42,8 @@ class KServe:
         most = repository.flags.http_max_input_size
         self._serving, self._keys, self._most_bytes = models.serving, keys, most
         self._bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, most))
-        self._front = Front(
-            repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), models.serving.decoded
-        )
+        self._n_open, self._max_open = 0, backend.max_requests
+        self._front = Front(repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), backend.aside)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["raw_path"].decode("latin-1")
@@ -52,12 +53,14 @@ class KServe:
         if scope["method"] == "GET":
             reply = await self._front.answer(Request("GET", path, {}, b""))
         else:
-            reply = await self._posted(scope, receive, path)
+            reply = await self._posted(scope, receive, send, path)
+        if reply.events is not None:
+            return  # they were sent while they came
         headers = [*reply.headers, (b"content-length", b"%d" % len(reply.body))]
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await send({"type": "http.response.body", "body": reply.body})
 
-    async def _posted(self, scope: Scope, receive: Receive, path: str) -> Reply:
+    async def _posted(self, scope: Scope, receive: Receive, send: Send, path: str) -> Reply:
         call = scope[CALL]
         with self._bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
             try:
@@ -71,9 +74,31 @@ class KServe:
                 )
                 return error_reply(400, what.message)
             with self._serving.admission.admitted():
+                if self._n_open >= self._max_open and not path.startswith(_CONTROL):
+                    full = f"Exceeds maximum queue size: {self._n_open} requests to tensor models wait for answers"
+                    return error_reply(503, full)
                 call.body_bytes = len(body)
-                request = Request(scope["method"], path, dict(scope["headers"]), body)
-                return await unless_gone(receive, self._front.answer(request))
+                request = Request(
+                    scope["method"], path, dict(scope["headers"]), body, partial(self._bodies.grew, incoming)
+                )
+                self._n_open += 1
+                try:
+                    return await unless_gone(receive, self._answered(request, send))
+                finally:
+                    self._n_open -= 1
+
+    async def _answered(self, request: Request, send: Send) -> Reply:
+        """With its events sent, where it has some. Whoever is gone, or does not read them, cancels what they are of."""
+        reply = await self._front.answer(request)
+        if reply.events is not None:
+            try:
+                await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
+                async for event in reply.events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+            finally:
+                reply.events.close()
+        return reply
 
 
 def _route(path: str) -> _Route:

@@ -3,7 +3,7 @@
 Statuses, bodies and the words of errors are Triton's (`status.py` has the codes). `asgi.py` joins it to the server.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -14,15 +14,21 @@ from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve import encoding, told
-from millrace.serve.kserve.infer_body import HEADER, read_infer
+from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
+from millrace.serve.kserve.infer_body import HEADER, SHARED_MEMORY_OFF, read_infer
 from millrace.serve.kserve.infer_reply import written
+from millrace.serve.kserve.tensors import held_bytes
+from millrace.serve.repository.config_json import config_json
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
 _HEADER = HEADER.encode()
+_EVENTS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+)  # fmt: skip
+_MOST_GROWTH = 1032  # times, of deflate
 _OF_MODEL = ("infer", "ready", "config", "stats", "generate", "generate_stream", "trace/setting")
-_SHARED_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
-Aside = Callable[[Callable[[], Any], int], Awaitable[Any]]
 
 
 @dataclass(slots=True)
@@ -33,6 +39,7 @@ class Request:
     path: str
     headers: Mapping[bytes, bytes]
     body: bytes
+    grew: Callable[[int], None] = lambda n_bytes: None  # told what is held of it beside `body`; may raise
 
 
 @dataclass(slots=True)
@@ -40,6 +47,7 @@ class Reply:
     status: int
     body: bytes = b""
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    events: Events | None = None  # in place of `body`; to be closed
 
 
 def error_reply(status: int, message: str) -> Reply:
@@ -95,7 +103,7 @@ class Front:
                 return await self._of_repository(request, rest)
             case ["systemsharedmemory" | "cudasharedmemory", *rest] if rest and rest[-1] in _SHARED_ACTIONS:
                 _only("GET" if rest[-1] == "status" else "POST", request)
-                raise StatusError(Code.UNSUPPORTED, _SHARED_OFF)
+                raise StatusError(Code.UNSUPPORTED, SHARED_MEMORY_OFF)
             case ["logging"] | ["trace", "setting"]:
                 raise StatusError(Code.UNSUPPORTED, f"{'/'.join(parts)} is not supported yet")
         raise _NoSuchPath
@@ -123,12 +131,14 @@ class Front:
             case "infer":
                 return await self._infer(request, model)
             case "config":
-                return json_reply(told.config(model.config))
+                return json_reply(config_json(model.config))
             case "stats":
                 versions = [model.version] if version is not None else self._repository.versions(name)
                 return json_reply({"model_stats": [self._repository.get(name, v).told() for v in versions]})
             case "":
                 return json_reply(told.metadata(model, self._repository.versions(name)))
+            case "generate" | "generate_stream":
+                return await self._generate(request, model, streamed=action == "generate_stream")
         raise StatusError(Code.UNSUPPORTED, f"{action} is not supported yet")
 
     def _model_ready(self, name: str, version: int | None) -> Reply:
@@ -144,10 +154,7 @@ class Front:
             raise StatusError(Code.UNSUPPORTED, what)
         headers = request.headers
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
-        body = request.body
-        if coding:  # whatever its size is: it may become a thousand times larger
-            most = self._most_bytes
-            body = await self._aside(lambda: encoding.decoded(request.body, coding, most), most)
+        body = request.body if coding in ("", "identity") else await self._unpacked(request, coding)
         n_json = _header_length(headers.get(_HEADER.lower()))
 
         def read() -> Any:
@@ -156,7 +163,7 @@ class Front:
         n_slow = len(body) if n_json is None or model.checker.has_strings else n_json
         asked, wanted = await self._aside(read, n_slow)
         response = await model.infer(asked)
-        n_bytes = sum(array.nbytes for array in response.outputs.values())
+        n_bytes = held_bytes(response.outputs.values())
         answer, n_head = await self._aside(lambda: written(model, asked, response, wanted), n_bytes)
         found: list[tuple[bytes, bytes]] = [(b"content-type", _JSON if n_head is None else _BINARY)]
         if n_head is not None:
@@ -166,6 +173,25 @@ class Front:
             answer = await self._aside(lambda: encoding.encoded(answer, coding), len(answer))
             found.append((b"content-encoding", coding.encode()))
         return Reply(200, answer, found)
+
+    async def _generate(self, request: Request, model: Model, *, streamed: bool) -> Reply:
+        if request.headers.get(b"content-encoding", b"identity") != b"identity":
+            raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
+        asked = await self._aside(lambda: read_generate(request.body, model), len(request.body))
+        if not streamed:
+            return Reply(200, await generate(model, asked, self._aside), [(b"content-type", _JSON)])
+        events = Events(model, asked, self._aside)
+        failed = await events.begin()
+        return Reply(STATUS.get(failed, 400) if failed else 200, b"", list(_EVENTS), events)
+
+    async def _unpacked(self, request: Request, coding: str) -> bytes:
+        """In pieces, each counted before the next: it may become a thousand times larger."""
+        reader, pieces = encoding.Decoder(request.body, coding, self._most_bytes), list[bytes]()
+        while not reader.is_done:
+            pieces.append(await self._aside(reader.piece, min(encoding.PIECE, len(request.body) * _MOST_GROWTH)))
+            request.grew(len(pieces[-1]))
+        n_bytes = sum(map(len, pieces))
+        return await self._aside(lambda: b"".join(pieces), n_bytes) if len(pieces) > 1 else pieces[0]
 
     # ------------------------------------------------------------------ repository
 

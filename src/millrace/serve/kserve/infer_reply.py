@@ -25,15 +25,13 @@ def written(model: Model, request: InferRequest, response: InferResponse, wanted
         n_classes = wanted.n_classes.get(name)
         if n_classes:
             array = classified(array, n_classes, model.labels.get(name, ()), has_batch=request.batch_size > 0)
-        datatype = WIRE_NAMES.get(array.dtype)
-        if datatype is None:
-            raise StatusError(Code.INTERNAL, f"output '{name}' has the data type {array.dtype}, which has no name here")
+        datatype = named_type(name, array)
         told: dict[str, Any] = {"name": name, "datatype": datatype, "shape": array.shape}
         if wanted.binary.get(name, wanted.otherwise):
             raw.append(Tensor(name, datatype, array).raw())
             told["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            told["data"] = _listed(name, datatype, array)
+            told["data"] = listed(name, datatype, array)
         outputs.append(told)
     answer: dict[str, Any] = {"id": request.id} if request.id else {}
     answer["model_name"], answer["model_version"] = model.name, str(model.version)
@@ -44,7 +42,15 @@ def written(model: Model, request: InferRequest, response: InferResponse, wanted
     return (b"".join((head, *raw)), len(head)) if raw else (head, None)
 
 
-def _listed(name: str, datatype: str, array: Array) -> list[Any]:
+def named_type(name: str, array: Array) -> str:
+    """The datatype of an output. raises StatusError"""
+    found = WIRE_NAMES.get(array.dtype)
+    if found is None:
+        raise StatusError(Code.INTERNAL, f"output '{name}' has the data type {array.dtype}, which has no name here")
+    return found
+
+
+def listed(name: str, datatype: str, array: Array) -> list[Any]:
     """Flat. What is no number (NaN, infinite) becomes null: JSON has no word for it."""
     if datatype in ONLY_BINARY:
         what = f"sending {datatype} data via JSON is not supported. Please use the binary data format for output"

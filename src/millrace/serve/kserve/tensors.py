@@ -1,6 +1,6 @@
 """Tensors of KServe's protocol, for server and load generator: datatypes, and their bytes in the binary extension."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -110,6 +110,16 @@ def objects(values: Sequence[bytes]) -> Array:
     array = np.empty(len(values), dtype=np.object_)
     array[:] = values
     return array
+
+
+def held_bytes(arrays: Iterable[Array]) -> int:
+    """What they hold in memory; an array of strings itself only points at them."""
+    found = 0
+    for array in arrays:
+        found += array.nbytes
+        if array.dtype == np.object_:
+            found += sum(len(v) for v in array.reshape(-1) if isinstance(v, bytes | str))
+    return found
 
 
 def from_raw(data: bytes, datatype: str, shape: Sequence[int]) -> Array:
