@@ -44,6 +44,10 @@ class RepositoryFlags(Settings):
     model_config_name: str = setting("", "take MODEL/configs/NAME.pbtxt where it is", metavar="NAME")
     http_max_input_size: int = setting(64 << 20, "largest request to a tensor model", size=True, low=1)
 
+    grpc_port: int | None = setting(
+        None, "port for the same protocol over gRPC; 0 takes a free one; default: none", low=0, high=65535
+    )
+
     @property
     def roots(self) -> list[Path]:
         return [Path(folder) for folder in self.model_repository]

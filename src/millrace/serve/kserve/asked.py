@@ -13,7 +13,8 @@ from millrace.serve.inference.status import Code, StatusError, invalid
 
 SHARED_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 NO_REPOSITORY_NAME = "'repository_name' specification is not supported"
-# Of a parameter, by its name, and what it should have been: "id", "boolean", "count", "string", "any"
+# Of a parameter, by its name, and what it should have been: "id", "boolean", "string", "count", "natural" (the range of
+# a count), "any" (of those that are the model's own)
 Wrong = Callable[[str, str], StatusError]
 
 
@@ -44,8 +45,10 @@ def take_parameter(request: InferRequest, key: str, value: Any, wrong: Wrong) ->
         if value:
             request.flags |= 1 if key == "sequence_start" else 2
     elif key in ("priority", "timeout"):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
+        if isinstance(value, bool) or not isinstance(value, int):
             raise wrong(key, "count")
+        if not 0 <= value < 2**64:
+            raise wrong(key, "natural")
         setattr(request, "priority" if key == "priority" else "timeout_us", value)
     elif isinstance(value, bool | int | float | str):
         request.parameters[key] = value

@@ -210,7 +210,7 @@ def _wrong(key: str, wanted: str) -> StatusError:
     """Of a parameter."""
     if wanted == "any":
         return invalid(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double', or 'string'.")
-    word = {"id": "string", "count": "unsigned-integer"}.get(wanted, wanted)
+    word = {"id": "string", "count": "unsigned-integer", "natural": "unsigned-integer"}.get(wanted, wanted)
     return _unparsed(key, _not(word, word))
 
 

@@ -1,0 +1,246 @@
+"""ModelStreamInfer: many requests on one stream, each with as many responses as its model gives.
+
+Requests are computed side by side. Answers of models that are not decoupled come in the order of their requests, those
+of decoupled ones as they are given, as Triton has it. An error is a message of the stream, which goes on.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.errors import BusyError
+from millrace.serve.errors import problem_of
+from millrace.serve.inference.model import Model
+from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.kserve.grpc_front import Front
+from millrace.serve.kserve.grpc_infer import FINAL, Wanted, fill_response, set_parameter
+from millrace.serve.kserve.messages import message
+from millrace.serve.serving import Admission
+
+MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
+_ANSWER_BYTES = 1024  # of an answer beside its arrays, about
+Read = Callable[[], Awaitable[bytes | None]]
+Write = Callable[[bytes], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Limits:
+    """unread_bytes: of answers that wait for their reader, of a stream; write_s: for a reader to take one"""
+
+    unread_bytes: int
+    write_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One message to be written: of a response, of an error, or of neither, where only the end is told."""
+
+    response: InferResponse | None
+    error: StatusError | None
+    final: bool
+
+    @property
+    def n_bytes(self) -> int:
+        arrays = self.response.outputs.values() if self.response is not None else ()
+        return _ANSWER_BYTES + sum(array.nbytes for array in arrays)
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request that was read. told: as it came. answer: of one that waits for those before it"""
+
+    told: Any
+    admitted: ExitStack
+    model: Model | None = None
+    asking: InferRequest | None = None
+    wanted: Wanted | None = None
+    task: "asyncio.Task[None] | None" = None
+    answer: _Answer | None = None
+
+
+class Stream:
+    """One call. Of the event loop; `run` is its whole life."""
+
+    def __init__(self, front: Front, admission: Admission, limits: Limits, ends_with_error: bool) -> None:
+        """ends_with_error: the first error ends the stream, with its status, as a client may ask for"""
+        self._front, self._admission, self._limits, self._ends_with_error = front, admission, limits, ends_with_error
+        self._open: set[_Open] = set()
+        self._in_order: deque[_Open] = deque()  # those of models that are not decoupled
+        self._ready: asyncio.Queue[tuple[_Open, _Answer] | None] = asyncio.Queue()
+        self._room = asyncio.Semaphore(MOST_OPEN)
+        self._unread_bytes = 0
+        self._all_read = self.stopped = False
+        self._reading: asyncio.Task[None] | None = None
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # it only ever fails
+
+    async def run(self, read: Read, write: Write) -> None:
+        """read: the next request, None after the last. raises StatusError, with which the stream ends"""
+        self._reading = asyncio.ensure_future(self._read_all(read))
+        tasks = {self._reading, asyncio.ensure_future(self._write_all(write))}
+        try:
+            waiting: set[asyncio.Future[None]] = {*tasks, self._broken}
+            while len(waiting) > 1:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if not (task is self._reading and self.stopped and task.cancelled()):
+                        task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            self._give_up()
+            self._broken.cancel()
+
+    def stop(self) -> None:
+        """Read no more; what was read is answered."""
+        self.stopped = True
+        if self._reading is not None:
+            self._reading.cancel()
+        self._read_to_the_end()
+
+    def _give_up(self) -> None:
+        """Nobody waits for what is still open."""
+        for one in list(self._open):
+            if one.task is not None:
+                one.task.cancel()
+            elif one.model is not None and one.asking is not None:
+                one.model.cancel(one.asking)
+            self._ended(one)
+
+    # ------------------------------------------------------------------ requests
+
+    async def _read_all(self, read: Read) -> None:
+        while True:
+            await self._room.acquire()
+            data = await read()
+            if data is None:
+                break
+            await self._begin(data)
+        self._read_to_the_end()
+
+    def _read_to_the_end(self) -> None:
+        self._all_read = True
+        self._end_if_done()
+
+    async def _begin(self, data: bytes) -> None:
+        one = _Open(None, ExitStack())
+        self._open.add(one)
+        try:
+            one.admitted.enter_context(self._admission.admitted())
+            one.told = await self._front.decoded(data)
+            model = self._front.model(one.told)
+            if model.is_decoupled:
+                one.model = model
+            one.asking, one.wanted = await self._front.checked(one.told, model, len(data))
+            if model.is_decoupled:
+                model.submit(one.asking, lambda *answer: self._put(one, _Answer(*answer)))
+            else:
+                one.model = model
+                self._in_order.append(one)
+                one.task = asyncio.ensure_future(self._infer(one, model, one.asking))
+        except (StatusError, BusyError) as error:
+            one.asking = None
+            if one.model is None:  # of a model that is not decoupled, or of none: its turn comes, too
+                self._in_order.append(one)
+                self._answered(one, _Answer(None, as_status(error), True))
+            else:
+                self._put(one, _Answer(None, as_status(error), True))
+
+    async def _infer(self, one: _Open, model: Model, asking: InferRequest) -> None:
+        try:
+            answer = _Answer(await model.infer(asking), None, True)
+        except StatusError as error:
+            answer = _Answer(None, error, True)
+        except Exception as error:  # noqa: BLE001  a bug of ours ends the stream, which would wait for ever
+            self._break(error)
+            return
+        self._answered(one, answer)
+
+    def _break(self, error: Exception) -> None:
+        if not self._broken.done():
+            self._broken.set_exception(error)
+
+    def _answered(self, one: _Open, answer: _Answer) -> None:
+        """The only answer of a request; it waits for those of the requests before it."""
+        one.answer = answer
+        while self._in_order and (first := self._in_order[0].answer) is not None:
+            self._put(self._in_order.popleft(), first)
+
+    # ------------------------------------------------------------------ answers
+
+    def _put(self, one: _Open, answer: _Answer) -> None:
+        if one not in self._open:  # the stream has ended
+            return
+        self._unread_bytes += answer.n_bytes
+        if self._unread_bytes > self._limits.unread_bytes and not self._ready.empty():
+            what = f"more than {self._limits.unread_bytes} bytes of responses wait for their reader"
+            self._break(StatusError(Code.UNAVAILABLE, what))
+        self._ready.put_nowait((one, answer))
+
+    async def _write_all(self, write: Write) -> None:
+        while (item := await self._ready.get()) is not None:
+            one, answer = item
+            if answer.error is not None and self._ends_with_error:
+                raise answer.error
+            data = await self._message(one, answer)
+            if data is not None:
+                try:
+                    async with asyncio.timeout(self._limits.write_s):
+                        await write(data)
+                except TimeoutError:
+                    what = f"the stream was not read for {self._limits.write_s:g} s"
+                    raise StatusError(Code.UNAVAILABLE, what) from None
+            self._unread_bytes -= answer.n_bytes
+            if answer.final:
+                self._ended(one)
+
+    async def _message(self, one: _Open, answer: _Answer) -> bytes | None:
+        """None where there is nothing to tell."""
+        if answer.response is None and answer.error is None and not (one.wanted and one.wanted.empty_final):
+            return None
+        try:
+            return await self._front.packed(answer.response, lambda: _packed(one, answer))
+        except (StatusError, BusyError) as error:
+            failed = as_status(error)
+            if self._ends_with_error:
+                raise failed from None
+            return _packed(one, _Answer(None, failed, answer.final))
+
+    def _ended(self, one: _Open) -> None:
+        self._open.discard(one)
+        one.admitted.close()
+        self._room.release()
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self._all_read and not self._open:
+            self._ready.put_nowait(None)
+
+
+def as_status(error: StatusError | BusyError) -> StatusError:
+    if isinstance(error, StatusError):
+        return error
+    return StatusError(Code.UNAVAILABLE, problem_of(error, accepting=True).message)
+
+
+def _packed(one: _Open, answer: _Answer) -> bytes:
+    """A ModelStreamInferResponse. raises StatusError"""
+    found = message("ModelStreamInferResponse")()
+    if answer.error is not None:
+        found.error_message = answer.error.message
+    if answer.response is not None:
+        assert one.model is not None and one.asking is not None and one.wanted is not None
+        fill_response(found.infer_response, one.model, one.asking, answer.response, one.wanted)
+    elif one.told is not None:
+        found.infer_response.id = one.told.id  # so that the client knows which request it is
+    if one.asking is not None:  # it was begun
+        if answer.response is None:
+            found.infer_response.model_name = one.told.model_name
+            found.infer_response.model_version = one.told.model_version
+        set_parameter(found.infer_response, FINAL, answer.final)
+    data: bytes = found.SerializeToString()
+    return data
