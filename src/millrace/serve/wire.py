@@ -219,6 +219,18 @@ class Bodies:
         self._left_bytes -= more
         incoming.counted_bytes += more
 
+    def grew(self, incoming: Incoming, n_bytes: int) -> None:
+        """It came as a whole, and is held once more, as what it was packed from. raises HttpError with 503
+
+        Nobody gives way to it: what is packed well would cost its sender nothing.
+        """
+        incoming.n_bytes += n_bytes
+        more = max(0, incoming.n_bytes - FREE_BYTES) - incoming.counted_bytes
+        if more > self._left_bytes:
+            raise _too_many()
+        self._left_bytes -= more
+        incoming.counted_bytes += more
+
     def _make_room(self, incoming: Incoming, more: int) -> None:
         """One gives way: perhaps `incoming` itself."""
         held = Counter({incoming.client: more})

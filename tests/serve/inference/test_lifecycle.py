@@ -1,6 +1,5 @@
-"""Loading, reloading and unloading: by request, by the folders, and under load; and what models do that go wrong."""
+"""Loading, reloading and unloading: by request, by the folders, and under load."""
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -12,20 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
-from millrace.serve.inference.batching import Closed
-from millrace.serve.inference.check import Given
-from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.settings import ServerSettings
-from tests.support.repository import ADD_SUB, REPEAT, identity, serving, write_models
+from tests.support.loaded import BATCHES
+from tests.support.repository import ADD_SUB, serving, write_models
 
 ONE = {"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [7]}]}
-BATCHES = identity("FP32", "1", "max_batch_size: 8 %s", "")
 
 
 @pytest.fixture
@@ -218,211 +210,6 @@ def test_a_server_with_a_model_that_cannot_be_loaded_is_not_ready(tmp_path: Path
         bad, good = index(url)
         assert (bad["state"], good["state"]) == ("UNAVAILABLE", "READY")
         assert bad["reason"] == "model 'bad' must have inputs and outputs of one type of numbers"
-
-
-# ---------------------------------------------------------------------- models, without a server
-
-
-class Loaded:
-    """A repository in an event loop."""
-
-    def __init__(self, root: Path) -> None:
-        self.repository = ModelRepository(RepositoryFlags(model_repository=(str(root),)))
-
-    async def __aenter__(self) -> ModelRepository:
-        assert await self.repository.start() == []
-        return self.repository
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.repository.close(5.0)
-
-
-def asked(model: Model, *values: float, datatype: str = "FP32") -> InferRequest:
-    request = InferRequest({})
-    data = np.array(values, dtype=np.float32).reshape(-1, 1)
-    model.checker.take(request, [Given("INPUT0", datatype, data.shape, data)])
-    return request
-
-
-def test_requests_that_wait_are_computed_together(root: Path) -> None:
-    write_models(
-        root, {"m": BATCHES % "dynamic_batching { preferred_batch_size: [ 4 ] max_queue_delay_microseconds: 3000000 }"}
-    )
-
-    async def run() -> None:
-        async with Loaded(root) as repository:
-            model = repository.get("m")
-            found = await asyncio.gather(*(model.infer(asked(model, i, i)) for i in range(4)))
-            for i, response in enumerate(found):
-                assert response.outputs["OUTPUT0"].tolist() == [[i], [i]], "each its own"
-            assert model.statistics.by_size.keys() == {4} and model.statistics.n_executions == 2
-            assert model.statistics.closed == {Closed.PREFERRED: 2}
-            begin = time.monotonic()
-            late = asyncio.ensure_future(model.infer(asked(model, 1)))
-            await asyncio.sleep(0.01)
-            assert model.n_pending == 1 and not late.done()
-            late.cancel()
-            assert (await asyncio.gather(late, return_exceptions=True))[0].__class__ is asyncio.CancelledError
-            assert model.n_pending == 0 and model.statistics.failures == {"CANCELED": 1}
-            assert time.monotonic() - begin < 2
-
-    asyncio.run(run())
-
-
-def test_queues_refuse_and_time_out(root: Path) -> None:
-    policy = "default_queue_policy { default_timeout_microseconds: 20000 max_queue_size: 2 }"
-    slow = 'parameters { key: "execute_delay_ms" value { string_value: "60" } }'
-    write_models(root, {"m": BATCHES % f"dynamic_batching {{ preferred_batch_size: [ 1 ] {policy} }} {slow}"})
-
-    async def run() -> None:
-        async with Loaded(root) as repository:
-            model = repository.get("m")
-            results = await asyncio.gather(*(model.infer(asked(model, i)) for i in range(4)), return_exceptions=True)
-            answered, *others = results
-            assert isinstance(answered, InferResponse)
-            says = [(e.code, str(e)) for e in others if isinstance(e, StatusError)]
-            expired = (Code.UNAVAILABLE, "Request timeout expired")
-            full = (Code.UNAVAILABLE, "[request id: <id_unknown>] Exceeds maximum queue size")
-            assert says == [expired, expired, full]
-            assert model.statistics.failures == {"REJECTED": 3}
-
-    asyncio.run(run())
-
-
-SLEEPER = """
-import time
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        (values,) = [r.inputs()[0].as_numpy() for r in requests]
-        time.sleep(float(values[0, 0]))
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", values)])]
-"""
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-def test_answers_come_in_order_where_that_is_asked(tmp_path: Path, ordered: bool) -> None:
-    """Two instances, of which one takes long for the first request, and the other none for the rest."""
-    batching = f"dynamic_batching {{ preferred_batch_size: [ 1 ] preserve_ordering: {str(ordered).lower()} }}"
-    config = (BATCHES % f"{batching} instance_group {{ count: 2 }}").replace('"identity"', '"python"')
-    write_models(tmp_path, {"m": config})
-    (tmp_path / "m" / "1" / "model.py").write_text(SLEEPER)
-
-    async def run() -> list[float]:
-        async with Loaded(tmp_path) as repository:
-            model, order = repository.get("m"), list[float]()
-            asking = [asyncio.ensure_future(model.infer(asked(model, seconds))) for seconds in (0.15, 0.01, 0.02)]
-            for one in asking:
-                one.add_done_callback(lambda f: order.append(f.result().outputs["OUTPUT0"].item()))
-            await asyncio.gather(*asking)
-            await asyncio.sleep(0)
-            return order
-
-    order = [round(seconds, 2) for seconds in asyncio.run(run())]
-    assert order == ([0.15, 0.01, 0.02] if ordered else [0.01, 0.02, 0.15])
-
-
-def test_what_is_quick_and_small_is_computed_where_it_is_asked(root: Path) -> None:
-    async def run() -> None:
-        async with Loaded(root) as repository:
-            model = repository.get("m")
-            found = list[Any]()
-            small = asked(model, 7)
-            model.submit(small, lambda response, error, final: found.append((response, error, final)))
-            ((response, error, final),) = found
-            assert response.outputs["OUTPUT0"].tolist() == [[7]] and error is None and final, "before `submit` returned"
-            assert model.statistics.n_executions == 1 and model.statistics.stages["success"].count == 1
-            write_models(root, {"wide": identity("FP32", "-1")})
-            await repository._load("wide")
-            wide = repository.get("wide")
-            request, data = InferRequest({}), np.zeros(1 << 15, np.float32)
-            wide.checker.take(request, [Given("INPUT0", "FP32", data.shape, data)])
-            answering = asyncio.ensure_future(wide.infer(request))
-            await asyncio.sleep(0)
-            assert not answering.done() and len((await answering).outputs["OUTPUT0"]) == 1 << 15, "in its thread"
-
-    asyncio.run(run())
-
-
-def test_a_decoupled_model_answers_as_often_as_it_likes(tmp_path: Path) -> None:
-    write_models(tmp_path, {"repeat": REPEAT})
-
-    async def run() -> None:
-        async with Loaded(tmp_path) as repository:
-            model = repository.get("repeat")
-            request = InferRequest({})
-            values = np.array([4, 2, 0], np.int32)
-            zeros = np.zeros(3, np.uint32)
-            model.checker.take(
-                request,
-                [
-                    Given("IN", "INT32", (3,), values),
-                    Given("DELAY", "UINT32", (3,), zeros),
-                    Given("WAIT", "UINT32", (1,), zeros[:1]),
-                ],
-            )
-            answers: list[tuple[int, int] | None] = []
-            done = asyncio.Event()
-
-            def receive(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
-                assert error is None
-                out = response.outputs if response else None
-                answers.append((int(out["OUT"][0]), int(out["IDX"][0])) if out else None)
-                if final:
-                    done.set()
-
-            model.submit(request, receive)
-            await asyncio.wait_for(done.wait(), 10)
-            assert answers == [(4, 0), (2, 1), (0, 2), None]
-            assert model.told()["inference_stats"]["success"]["count"] == 1
-
-    asyncio.run(run())
-
-
-def test_a_model_that_raises_answers_with_it_and_goes_on(root: Path) -> None:
-    async def run() -> None:
-        async with Loaded(root) as repository:
-            model = repository.get("m")
-            request = asked(model, 1)
-            request.outputs = ("GONE",)  # what the backend looks for, and does not find
-            with pytest.raises(StatusError) as failed:
-                await model.infer(request)
-            assert failed.value.code is Code.INTERNAL and str(failed.value) == "KeyError: 'GONE'"
-            assert model.statistics.failures == {"BACKEND": 1}
-            assert (await model.infer(asked(model, 5))).outputs["OUTPUT0"].tolist() == [[5]]
-
-    asyncio.run(run())
-
-
-def test_what_was_taken_is_answered_before_a_model_goes(root: Path) -> None:
-    write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "40" } }'})
-
-    async def run() -> None:
-        async with Loaded(root) as repository:
-            model = repository.get("m")
-            asking = [asyncio.ensure_future(model.infer(asked(model, i))) for i in range(3)]
-            await asyncio.sleep(0)
-            await model.retire()
-            assert [a.result().outputs["OUTPUT0"].item() for a in asking] == [0, 1, 2]
-
-    asyncio.run(run())
-
-
-def test_closing_ends_whoever_waits(root: Path) -> None:
-    write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "60" } }'})
-
-    async def run() -> list[object]:
-        async with Loaded(root) as repository:
-            model = repository.get("m")
-            asking = [asyncio.ensure_future(model.infer(asked(model, i))) for i in range(3)]
-            await asyncio.sleep(0.01)
-        return await asyncio.gather(*asking, return_exceptions=True)
-
-    first, *others = asyncio.run(run())
-    assert isinstance(first, InferResponse), "what is being computed is answered"
-    assert [str(e) for e in others] == ["Server is stopping"] * 2
 
 
 def test_a_name_that_no_folder_has_is_refused(root: Path) -> None:

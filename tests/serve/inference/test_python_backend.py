@@ -1,24 +1,17 @@
-"""model.py files as Triton's users write them, unchanged: what they may use, and what they do that goes wrong."""
+"""model.py files as Triton's users write them, unchanged: what they may use."""
 
 import asyncio
-import gc
 import json
 import sys
-import tracemalloc
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from millrace.serve.inference.check import Given
-from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
-from millrace.serve.inference.model import Model
-from millrace.serve.inference.request import InferRequest, InferResponse
-from millrace.serve.inference.status import Code, StatusError
-from millrace.serve.kserve.tensors import Array, objects
+from millrace.serve.inference.request import InferResponse
+from millrace.serve.inference.status import StatusError
+from tests.support.python_models import ANY, HEAD, SAY, asked, loaded, one, text, write
 
 # As Triton's example: https://github.com/triton-inference-server/python_backend, examples/add_sub, in words of our own.
 ADD_SUB = """
@@ -49,58 +42,6 @@ ADD_SUB_CONFIG = """backend: "python" max_batch_size: 8
 input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "INPUT1" data_type: TYPE_FP32 dims: [ -1 ] } ]
 output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "OUTPUT1" data_type: TYPE_FP32 dims: [ -1 ] } ]
 """
-ANY = """backend: "python" %s
-input { name: "IN" data_type: TYPE_STRING dims: [ -1 ] } output { name: "OUT" data_type: TYPE_STRING dims: [ -1 ] }
-"""
-HEAD = """
-import asyncio, json, threading
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-"""
-SAY = """
-def said(text):
-    return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([text], dtype=object))])
-"""
-
-
-def write(root: Path, name: str, code: str, config: str | None = None, **others: str) -> None:
-    (root / name / "1").mkdir(parents=True)
-    (root / name / "1" / "model.py").write_text(code)
-    if config is not None:
-        (root / name / "config.pbtxt").write_text(config)
-    for other, text in others.items():
-        (root / name / "1" / f"{other}.py").write_text(text)
-
-
-@asynccontextmanager
-async def loaded(root: Path) -> AsyncIterator[ModelRepository]:
-    repository = ModelRepository(RepositoryFlags(model_repository=(str(root),), model_control_mode="explicit"))
-    try:
-        yield repository
-    finally:
-        await repository.close(5.0)
-
-
-def asked(model: Model, parameters: dict[str, Any] | None = None, **arrays: Array) -> InferRequest:
-    names = {"f": "FP32", "O": "BYTES", "i": "INT32"}
-    request = InferRequest({}, request_id="r")
-    request.parameters = parameters or {}
-    model.checker.take(request, [Given(n, names[a.dtype.kind], a.shape, a) for n, a in arrays.items()])
-    return request
-
-
-def text(*values: str) -> Array:
-    return objects([v.encode() for v in values])
-
-
-async def one(repository: ModelRepository, name: str, array: Array, **parameters: Any) -> Any:
-    """OUT of model `name`, which is loaded."""
-    await repository.load(name)
-    model = repository.get(name)
-    return (await model.infer(asked(model, parameters, IN=array))).outputs["OUT"]
 
 
 def test_tritons_example(tmp_path: Path) -> None:
@@ -268,85 +209,6 @@ def test_each_model_has_modules_of_its_own(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-WRONG = [
-    ("raise ValueError('of the model')", "ValueError: of the model; at model.py(9): execute"),
-    (
-        "return []",
-        "TritonModelException: Number of InferenceResponse objects do not match the number of InferenceRequest "
-        "objects. InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0",
-    ),
-    ("return None", "TritonModelException: Expected a list in the execute return, found type 'NoneType'."),
-    (
-        "return [3]",
-        "TritonModelException: Expected an 'InferenceResponse' object in the execute function return list, "
-        "found type 'int'.",
-    ),
-    (
-        "return [None]",
-        "TritonModelException: Expected an 'InferenceResponse' object in the execute function return list, "
-        "found type 'NoneType'.",
-    ),
-    ("requests[0].exec()", "TritonModelException: InferenceRequest.exec is not supported yet; at model.py(9): execute"),
-    (
-        "return [pb_utils.Tensor('x', np.zeros(1, np.complex64))]",
-        "TritonModelException: the data type complex64 of tensor 'x' has no name in Triton; at model.py(9): execute",
-    ),
-]
-
-
-@pytest.mark.parametrize(("body", "says"), WRONG)
-def test_what_goes_wrong_in_a_model_is_the_answer(tmp_path: Path, body: str, says: str) -> None:
-    write(tmp_path, "m", HEAD + f"    def execute(self, requests):\n        {body}\n", ANY % "")
-
-    async def run() -> None:
-        async with loaded(tmp_path) as repository:
-            for _ in range(2):  # and it goes on
-                with pytest.raises(StatusError) as failed:
-                    await one(repository, "m", text("x"))
-                assert failed.value.code is Code.INTERNAL
-                instance = "Failed to process the request(s) for model instance 'm_0', message: "
-                assert str(failed.value).startswith(instance + says)
-
-    asyncio.run(run())
-
-
-def test_errors_that_a_model_returns_keep_their_code(tmp_path: Path) -> None:
-    body = (
-        "return [pb_utils.InferenceResponse(error=pb_utils.TritonError('not now', pb_utils.TritonError.UNAVAILABLE))]"
-    )
-    write(tmp_path, "m", HEAD + f"    def execute(self, requests):\n        {body}\n", ANY % "")
-
-    async def run() -> None:
-        async with loaded(tmp_path) as repository:
-            with pytest.raises(StatusError) as failed:
-                await one(repository, "m", text("x"))
-            assert (failed.value.code, str(failed.value)) == (Code.UNAVAILABLE, "not now")
-
-    asyncio.run(run())
-
-
-def test_models_that_cannot_be_loaded(tmp_path: Path) -> None:
-    cases = {
-        "syntax": ("def", "SyntaxError"),
-        "class": ("x = 1", "model.py has no class TritonPythonModel"),
-        "init": (HEAD + "    def initialize(self, args):\n        raise pb_utils.TritonModelException('no disk')\n",
-                 "TritonModelException: no disk; at model.py(9): initialize"),
-        "none": (HEAD + "    pass\n", "TritonPythonModel of model 'none' has no function execute"),
-    }  # fmt: skip
-    for name, (code, _) in cases.items():
-        write(tmp_path, name, code, ANY % "")
-
-    async def run() -> None:
-        async with loaded(tmp_path) as repository:
-            for name, (_, says) in cases.items():
-                with pytest.raises(StatusError) as failed:
-                    await repository.load(name)
-                told = f"load failed for model '{name}': version 1 is at UNAVAILABLE state: Internal: {says}"
-                assert str(failed.value).startswith(told)
-
-    asyncio.run(run())
-
-
 def test_finalize_is_called_when_a_model_is_unloaded(tmp_path: Path) -> None:
     mark = tmp_path / "gone"
     code = "from pathlib import Path\n" + HEAD + f"""
@@ -371,31 +233,6 @@ def test_finalize_is_called_when_a_model_is_unloaded(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.nightly
-def test_a_model_that_raises_ten_thousand_times_leaves_memory_flat(tmp_path: Path) -> None:
-    """server#7481: there shared memory grows with every exception."""
-    code = HEAD + "    def execute(self, requests):\n        raise ValueError('x' * 1000)\n"
-    write(tmp_path, "m", code, ANY % "")
-
-    async def run() -> int:
-        async with loaded(tmp_path) as repository:
-            await repository.load("m")
-            model, held = repository.get("m"), 0
-            for i in range(10_000):
-                if i == 1000:
-                    tracemalloc.start()
-                    held = tracemalloc.get_traced_memory()[0]
-                with pytest.raises(StatusError):
-                    await model.infer(asked(model, IN=objects([b"y" * 1000])))
-            gc.collect()
-            return tracemalloc.get_traced_memory()[0] - held
-
-    try:
-        assert asyncio.run(run()) < 200_000, "9,000 requests, each of more than 2,000 bytes"
-    finally:
-        tracemalloc.stop()
-
-
 def test_an_array_that_a_model_uses_again_is_no_answer_of_another_request(tmp_path: Path) -> None:
     code = HEAD + (
         "    def initialize(self, args):\n        self.array = np.zeros(1, np.float32)\n"
@@ -412,71 +249,5 @@ def test_an_array_that_a_model_uses_again_is_no_answer_of_another_request(tmp_pa
                 *(model.infer(asked(model, IN=np.full(1, i, np.float32))) for i in range(50))
             )
             assert [a.outputs["OUT"].tolist() for a in answers] == [[i] for i in range(50)]
-
-    asyncio.run(run())
-
-
-SILENT = "class Silent(Exception):\n    def __str__(self):\n        raise Silent\n"
-
-
-@pytest.mark.parametrize("what", ["raise SystemExit(3)", "raise Silent", "raise KeyboardInterrupt"])
-def test_a_model_that_ends_the_process_ends_only_its_batch(tmp_path: Path, what: str) -> None:
-    name = what.removeprefix("raise ").partition("(")[0]
-    code = HEAD + (
-        f"    def execute(self, requests):\n        if requests[0].request_id() == 'end': {what}\n"
-        "        return [said('fine') for _ in requests]\n"
-        f"    def finalize(self):\n        {what}\n"
-    )
-    write(tmp_path, "m", code + SAY + SILENT, ANY % "")
-
-    async def run() -> None:
-        async with loaded(tmp_path) as repository:
-            await repository.load("m")
-            model = repository.get("m")
-            wrong = asked(model, IN=text("a"))
-            wrong.id = "end"
-            with pytest.raises(StatusError, match=name):
-                await asyncio.wait_for(model.infer(wrong), 5)
-            answer = await asyncio.wait_for(model.infer(asked(model, IN=text("a"))), 5)
-            assert answer.outputs["OUT"].tolist() == [b"fine"]
-            await asyncio.wait_for(model.retire(), 5)
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import sys\nsys.exit(2)\n",
-        HEAD + "    @staticmethod\n    def auto_complete_config(config):\n        raise SystemExit\n",
-        HEAD + "    @staticmethod\n    def auto_complete_config(config):\n        config.as_dict().clear()\n"
-        "        return config\n",
-    ],
-)
-def test_a_model_that_ends_the_process_while_it_loads_is_only_not_loaded(tmp_path: Path, code: str) -> None:
-    write(tmp_path, "m", code, ANY % "")
-
-    async def run() -> None:
-        async with loaded(tmp_path) as repository:
-            with pytest.raises(StatusError, match="load failed for model 'm'"):
-                await repository.load("m")
-
-    asyncio.run(run())
-
-
-def test_a_load_goes_on_when_its_client_goes_away(tmp_path: Path) -> None:
-    """Cut off in the middle, it would leave an instance that nobody can close."""
-    code = HEAD + (
-        "    def initialize(self, args):\n        import time\n        time.sleep(0.3)\n"
-        "    def execute(self, requests):\n        return [said('fine') for _ in requests]\n"
-    )
-    write(tmp_path, "m", code + SAY, ANY % "")
-
-    async def run() -> None:
-        async with loaded(tmp_path) as repository:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(repository.load("m"), 0.1)
-            await asyncio.wait_for(repository.unload("m"), 5)  # after the change that is under way
-            assert (await repository.index(False))[0]["version"] == "1", "it was loaded"
 
     asyncio.run(run())

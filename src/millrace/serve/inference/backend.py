@@ -87,7 +87,7 @@ class Batched(Instance):
         for request in requests:
             request.computing_ns, request.computed_ns = computing_ns, computed_ns
         if len(requests) == 1:
-            first.send(InferResponse(_asked(outputs, first)))
+            _answer(first, outputs)
             return
         at = 0
         n_items = sum(r.batch_size for r in requests)
@@ -97,7 +97,7 @@ class Batched(Instance):
                 raise StatusError(Code.INTERNAL, what)
         for request in requests:
             part = {name: array[at : at + request.batch_size] for name, array in outputs.items()}
-            request.send(InferResponse(_asked(part, request)))
+            _answer(request, part)
             at += request.batch_size
 
 
@@ -105,6 +105,10 @@ def _together(requests: Sequence[InferRequest]) -> dict[str, Array]:
     return {name: np.concatenate([r.inputs[name] for r in requests]) for name in requests[0].inputs}
 
 
-def _asked(outputs: Mapping[str, Array], request: InferRequest) -> Mapping[str, Array]:
-    """Those that the request asks for, in its order."""
-    return {name: outputs[name] for name in request.outputs} if request.outputs else outputs
+def _answer(request: InferRequest, outputs: Mapping[str, Array]) -> None:
+    """With those that it asks for, in its order; one that is not there is its own error, and nobody else's."""
+    missing = next((name for name in request.outputs if name not in outputs), None)
+    if missing is not None:
+        request.fail(StatusError(Code.INTERNAL, f"{request.named}the model computed no output '{missing}'"))
+        return
+    request.send(InferResponse({name: outputs[name] for name in request.outputs} if request.outputs else outputs))

@@ -8,8 +8,8 @@ large for it. Of the beginnings, the longest whose size is a preferred one is ta
 has waited for the delay, the longest; and nothing as long as more may come in time.
 """
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -19,6 +19,9 @@ from millrace.serve.repository.config import ModelConfig, QueuePolicy
 from millrace.serve.repository.kinds import TimeoutAction
 
 _NEVER = 1 << 63
+# In the order in which they came; whoever is in the middle leaves at once. A plain dictionary would look at all that
+# left before its first.
+_Line = OrderedDict[InferRequest, None]
 
 
 class Closed(Enum):
@@ -90,8 +93,8 @@ class _Level:
 
     def __init__(self, rules: QueueRules) -> None:
         self.rules = rules
-        self.waiting: deque[InferRequest] = deque()
-        self.late: deque[InferRequest] = deque()
+        self.waiting = _Line()
+        self.late = _Line()
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.late)
@@ -112,9 +115,7 @@ class BatchQueue:
 
     def put(self, request: InferRequest, now_ns: int) -> None:
         """raises StatusError where the queue of its priority is full"""
-        priority = request.priority
-        if not 1 <= priority <= self._rules.n_levels:
-            priority = self._rules.default_level
+        priority = self._priority(request)
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = _Level(self._rules.levels.get(priority, self._rules.default))
@@ -129,7 +130,7 @@ class BatchQueue:
         request.queued_ns = now_ns
         request.deadline_ns = now_ns + timeout_ns if timeout_ns else _NEVER
         self._next_deadline_ns = min(self._next_deadline_ns, request.deadline_ns)
-        level.waiting.append(request)
+        level.waiting[request] = None
 
     def expired(self, now_ns: int) -> list[InferRequest]:
         """Those that are refused because they waited too long, taken out; those that are only delayed are moved."""
@@ -140,18 +141,22 @@ class BatchQueue:
         for level in self._levels.values():
             over = [r for r in level.waiting if now_ns > r.deadline_ns]
             if over:
-                level.waiting = deque(r for r in level.waiting if now_ns <= r.deadline_ns)
-                (level.late if level.rules.delays else refused).extend(over)
+                level.waiting = _line(r for r in level.waiting if now_ns <= r.deadline_ns)
+                if level.rules.delays:
+                    level.late.update(_line(over))
+                else:
+                    refused.extend(over)
             self._next_deadline_ns = min(self._next_deadline_ns, *(r.deadline_ns for r in level.waiting), _NEVER)
         return refused
 
-    def cancelled(self) -> list[InferRequest]:
-        """Those that nobody waits for any more, taken out."""
-        gone = [r for r in self._in_order() if r.cancelled]
-        for level in self._levels.values() if gone else ():
-            level.waiting = deque(r for r in level.waiting if not r.cancelled)
-            level.late = deque(r for r in level.late if not r.cancelled)
-        return gone
+    def leave(self, request: InferRequest) -> bool:
+        """Take it out, in constant time; False: it is not here any more."""
+        level = self._levels.get(self._priority(request))
+        for line in (level.waiting, level.late) if level is not None else ():
+            if request in line:
+                del line[request]
+                return True
+        return False
 
     def drained(self) -> list[InferRequest]:
         """All of them, taken out."""
@@ -209,6 +214,10 @@ class BatchQueue:
             end = Closed.FULL if not is_over and size >= self._most_preferred else at_once
         return n, end, oldest_ns
 
+    def _priority(self, request: InferRequest) -> int:
+        said = request.priority
+        return said if 1 <= said <= self._rules.n_levels else self._rules.default_level
+
     def _in_order(self) -> Iterator[InferRequest]:
         for level in self._levels.values():
             yield from level.waiting
@@ -218,7 +227,11 @@ class BatchQueue:
         """Taken out; None where there is none."""
         taken: list[InferRequest] = []
         for level in self._levels.values():
-            for queue in (level.waiting, level.late):
-                while queue and len(taken) < n:
-                    taken.append(queue.popleft())
+            for line in (level.waiting, level.late):
+                while line and len(taken) < n:
+                    taken.append(line.popitem(last=False)[0])
         return Batch(tuple(taken), sum(r.batch_size or 1 for r in taken), closed) if taken else None
+
+
+def _line(requests: Iterable[InferRequest]) -> _Line:
+    return _Line.fromkeys(requests)

@@ -8,13 +8,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from millrace.serve.inference.backend import Instance
 from millrace.serve.inference.batching import Batch
 from millrace.serve.inference.status import Code, StatusError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Outbox:
@@ -42,6 +43,24 @@ class Outbox:
         finally:
             if self._calls:  # more came meanwhile, or one failed, which the loop logs; none is lost
                 self._loop.call_soon(self._deliver)
+
+
+async def in_own_thread(name: str, work: Callable[[], T]) -> T:
+    """A model's code, which may never return: a daemon, for asyncio's threads are few, and are waited for at the end.
+
+    raises whatever `work` raises
+    """
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001  nothing is lost: it is raised where the result is waited for
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=f"millrace-{name}", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 class Worker:

@@ -7,26 +7,28 @@ the old ones answer what they have taken before they are unloaded. Where a new o
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from millrace.errors import RequestError
 from millrace.serve.inference.backends import backend_named
+from millrace.serve.inference.instances import in_own_thread
 from millrace.serve.inference.model import Loadable, Model
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository import folders
 from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.from_json import text_of
 from millrace.serve.repository.problems import Level
+from millrace.serve.repository.stamps import stamp, stamps
 from millrace.settings import Settings, setting
 
 log = logging.getLogger(__name__)
 _UNLOADED = "unloaded"
-_MOST_FILES = 10_000
+_MOST_CHANGES = 16  # of one model that wait for their turn
 _CODE_NAMES = {Code.INVALID_ARG: "Invalid argument", Code.NOT_FOUND: "Not found", Code.UNSUPPORTED: "Unsupported"}
 
 
@@ -42,6 +44,7 @@ class RepositoryFlags(Settings):
     load_model: tuple[str, ...] = setting((), "with explicit: loaded at the start; * for all", metavar="NAME")
     repository_poll_secs: float = setting(15.0, "with poll: seconds between two looks at the folders", low=0.1)
     model_config_name: str = setting("", "take MODEL/configs/NAME.pbtxt where it is", metavar="NAME")
+    max_model_requests: int = setting(512, "requests that one tensor model holds; more get a 503", low=1)
     http_max_input_size: int = setting(64 << 20, "largest request to a tensor model", size=True, low=1)
 
     grpc_port: int | None = setting(
@@ -69,13 +72,21 @@ class _Entry:
     stamp: object = None  # of its files, when they were read
 
 
+@dataclass(slots=True)
+class _Turns:
+    """n: changes of one model that are made or wait"""
+
+    n: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
 class ModelRepository:
     """Of the event loop in which it is made."""
 
     def __init__(self, flags: RepositoryFlags) -> None:
         self.flags = flags
         self._entries: dict[str, _Entry] = {}
-        self._changing = asyncio.Lock()  # one change at a time
+        self._turns: dict[str, _Turns] = {}  # of the models that are being changed
         self._tasks: set[asyncio.Task[None]] = set()  # of models that are on their way out, and of the poll
 
     # ------------------------------------------------------------------ what there is
@@ -143,7 +154,9 @@ class ModelRepository:
     async def unload(self, name: str) -> None:
         """By a client; requests that it has taken are still answered. raises StatusError"""
         self._check_mode()
-        async with self._changing:
+        if name not in self._entries and name not in self._turns:
+            raise _unknown(f"'{name}' is not found")
+        async with self._turn(name):
             if name not in self._entries:
                 raise _unknown(f"'{name}' is not found")
             self._remove(name)
@@ -178,11 +191,11 @@ class ModelRepository:
             folders.check_model_name(name)
         except RequestError as error:
             raise StatusError(Code.INVALID_ARG, error.what) from None
-        async with self._changing:
-            stamp, read = await asyncio.to_thread(self._read, name, given)
+        async with self._turn(name):
+            of_files, read = await asyncio.to_thread(self._read, name, given)
             new = await self._new_models(name, read)
             entry = self._entries.setdefault(name, _Entry())
-            old, entry.models, entry.stamp = entry.models, new, stamp
+            old, entry.models, entry.stamp = entry.models, new, of_files
             entry.states = {v: (State.UNAVAILABLE, _UNLOADED) for v in entry.states}
             entry.states.update({v: (State.READY, "") for v in new})
             for model in old.values():
@@ -191,7 +204,7 @@ class ModelRepository:
 
     def _read(self, name: str, given: bytes | None) -> tuple[object, folders.Model | None]:
         roots = self.flags.roots
-        return _stamp(roots, name), folders.read_model(roots, name, self.flags.model_config_name, given)
+        return stamp(roots, name), folders.read_model(roots, name, self.flags.model_config_name, given)
 
     async def _new_models(self, name: str, read: folders.Model | None) -> dict[int, Model]:
         """All of its versions, loaded, or none. raises StatusError, and the index says why where nothing is served"""
@@ -209,10 +222,12 @@ class ModelRepository:
         try:
             _refuse_not_yet(read.config)
             backend = backend_named(read.config.backend)
-            config = await asyncio.to_thread(backend.completed, read.config, read.folder)
+            config = await in_own_thread(name, partial(backend.completed, read.config, read.folder))
             loop = asyncio.get_running_loop()
             for version in read.served:
-                loadable = Loadable(name, version, config, read.folder, read.labels, backend)
+                loadable = Loadable(
+                    name, version, config, read.folder, read.labels, backend, self.flags.max_model_requests
+                )
                 loading[version] = Model(loadable, loop)
                 await loading[version].loaded()
         except StatusError as failed:
@@ -244,37 +259,52 @@ class ModelRepository:
 
     async def _poll(self) -> None:
         """Look at the folders again and again; what changed is loaded, what is gone is unloaded."""
+        is_blind = False
         while True:
             await asyncio.sleep(self.flags.repository_poll_secs)
-            stamps = await asyncio.to_thread(self._stamps)
-            for name, stamp in stamps.items():
+            try:
+                found = await asyncio.to_thread(stamps, self.flags.roots)
+            except OSError as error:  # away for a moment, perhaps: what is served stays
+                if not is_blind:
+                    log.warning("cannot look at the model repository, and tries again: %s", error)
+                is_blind = True
+                continue
+            is_blind = False
+            for name, of_files in found.items():
                 entry = self._entries.get(name)
-                if entry is None or entry.stamp != stamp:
-                    await self._tried(name)
-                    self._entries.setdefault(name, _Entry()).stamp = stamp  # tried once, whatever came of it
-            async with self._changing:
-                for name in [n for n, entry in self._entries.items() if n not in stamps and entry.models]:
+                if name not in self._turns and (entry is None or entry.stamp != of_files):
+                    self._in_background(self._followed(name, of_files))
+            for name, entry in self._entries.items():
+                if name not in self._turns and name not in found and entry.models:
                     self._remove(name)
 
-    def _stamps(self) -> dict[str, object]:
-        return {name: _stamp(self.flags.roots, name) for name in folders.model_names(self.flags.roots)}
+    async def _followed(self, name: str, of_files: object) -> None:
+        await self._tried(name)
+        self._entries.setdefault(name, _Entry()).stamp = of_files  # tried once, whatever came of it
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, name: str) -> AsyncIterator[None]:
+        """One change of a model at a time, of different models any number: none looks at what another is served from.
+
+        raises StatusError where too many wait
+        """
+        turns = self._turns.setdefault(name, _Turns())
+        if turns.n >= _MOST_CHANGES:
+            raise StatusError(Code.UNAVAILABLE, f"{turns.n} changes of model '{name}' wait for one that is under way")
+        turns.n += 1
+        try:
+            async with turns.lock:
+                yield
+        finally:
+            turns.n -= 1
+            if not turns.n:
+                del self._turns[name]
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _stamp(roots: Sequence[Path], name: str) -> object:
-    """Equal as long as no file of the model has changed: names, sizes, times."""
-    found = []
-    for folder in (root / name for root in roots):
-        for path in sorted(islice(folder.rglob("*"), _MOST_FILES)):
-            with contextlib.suppress(OSError):  # it went away meanwhile, which the next look sees
-                about = path.stat()
-                found.append((str(path), about.st_size if path.is_file() else 0, about.st_mtime_ns))
-    return tuple(found)
 
 
 def _unknown(what: str, code: Code = Code.NOT_FOUND) -> StatusError:

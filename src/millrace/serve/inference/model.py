@@ -33,6 +33,7 @@ class Loadable:
     folder: Path
     labels: Mapping[str, Sequence[str]]  # of an output
     backend: ModelBackend
+    max_requests: int  # that wait for answers; further ones are refused
 
 
 class Model:
@@ -46,6 +47,7 @@ class Model:
         self._loop, self._outbox = loop, Outbox(loop)
         self._queue = BatchQueue(self.rules)
         self._timer: asyncio.TimerHandle | None = None
+        self._max_open = of.max_requests
         self._n_open = 0  # requests that were taken and not answered to the end
         self._n_busy = 0  # instances that compute
         self._is_retired = False
@@ -79,6 +81,9 @@ class Model:
         request.receive, request.send_by = receive, self._send
         request.received_ns = request.received_ns or now_ns
         try:
+            if self._n_open >= self._max_open:  # it may never answer: it takes so much of the server, and no more
+                what = f"Exceeds maximum queue size: {self._n_open} requests to model '{self.name}' wait for answers"
+                raise StatusError(Code.UNAVAILABLE, request.named + what)
             self._queue.put(request, now_ns)
         except StatusError:
             self.statistics.failed(request, now_ns, "REJECTED")
@@ -89,8 +94,8 @@ class Model:
     def cancel(self, request: InferRequest) -> None:
         """Nobody waits for it any more. One that no instance has taken ends at once."""
         request.cancel()
-        for gone in self._queue.cancelled():
-            self._answered(gone, None, StatusError(Code.CANCELLED, f"{gone.named}request was cancelled"), True)
+        if self._queue.leave(request):
+            self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """The one response of a model that is not decoupled. raises StatusError; cancels it where it is cancelled"""

@@ -1,14 +1,20 @@
 """A repository of tensor models as a kind of Backend that a server has; routes below /v2 find its models by name."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from prometheus_client.core import Metric
 
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
 from millrace.serve.inference.metrics import metrics_text
-from millrace.serve.serving import Serving
+from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.serving import LARGE_BODY, Lane, Serving, number_of_connections
+from millrace.serve.wire import Bodies
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,12 @@ class RepositoryBackend(Backend):
     def __init__(self, model: RepositoryModel, serving: Serving) -> None:
         self.model, self.settings = model, serving.settings  # and no histograms of tokens
         self.repository = ModelRepository(model.flags)
+        settings, most = serving.settings, model.flags.http_max_input_size
+        self.bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, most))
+        self._admission = serving.admission
+        # Of connections; the rest is left to models of other protocols, whatever tensor models do.
+        self._n_open, self._most_open = 0, max(1, number_of_connections(settings.max_connections) * 3 // 4)
+        self._lane = Lane("tensors", serving.settings.max_preparing)
         serving.metrics.add_text(lambda: metrics_text(self.repository.models()))
 
     def start(self) -> None:
@@ -57,5 +69,22 @@ class RepositoryBackend(Backend):
     async def abort(self, within_s: float) -> None:
         await self.repository.close(within_s)
 
+    async def aside(self, work: Callable[[], T], n_bytes: int) -> T:
+        """`work()` on so many bytes, in a thread where they are many; not that of other models. raises as `Lane.run`"""
+        return await self._lane.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """While a request is answered. raises BusyError while it drains, StatusError where too many wait"""
+        with self._admission.admitted():
+            if self._n_open >= self._most_open:
+                what = f"Exceeds maximum queue size: {self._n_open} requests to tensor models wait for answers"
+                raise StatusError(Code.UNAVAILABLE, what)
+            self._n_open += 1
+            try:
+                yield
+            finally:
+                self._n_open -= 1
+
     def close(self) -> None:
-        return
+        self._lane.close()

@@ -1,6 +1,7 @@
 """KServe's routes in this server: who may ask, bodies within bounds; who goes away cancels what was asked."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -8,10 +9,11 @@ from starlette.types import Receive, Scope, Send
 from millrace.serve.backend import Models
 from millrace.serve.errors import HttpError, Problem
 from millrace.serve.inference.served import RepositoryBackend
+from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.encoding import too_large
-from millrace.serve.kserve.http import Front, Reply, Request, error_reply
+from millrace.serve.kserve.http import STATUS, Front, Reply, Request, error_reply
 from millrace.serve.routes import Keys, Protocol
-from millrace.serve.wire import CALL, Bodies, header, read_body, unless_gone
+from millrace.serve.wire import CALL, header, read_body, unless_gone
 
 BELOW = "/v2"
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # without a key, as every server's health
@@ -36,13 +38,10 @@ class KServe:
     """An ASGI application for the paths below /v2."""
 
     def __init__(self, models: Models, backend: RepositoryBackend, keys: Keys) -> None:
-        settings, repository = models.serving.settings, backend.repository
+        repository = backend.repository
         most = repository.flags.http_max_input_size
-        self._serving, self._keys, self._most_bytes = models.serving, keys, most
-        self._bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, most))
-        self._front = Front(
-            repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), models.serving.decoded
-        )
+        self._backend, self._bodies, self._keys, self._most_bytes = backend, backend.bodies, keys, most
+        self._front = Front(repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), backend.aside)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["raw_path"].decode("latin-1")
@@ -70,10 +69,13 @@ class KServe:
                     "request JSON size", n.decode() if n else f"more than {self._most_bytes}", self._most_bytes
                 )
                 return error_reply(400, what.message)
-            with self._serving.admission.admitted():
-                call.body_bytes = len(body)
-                request = Request(scope["method"], path, dict(scope["headers"]), body)
-                return await unless_gone(receive, self._front.answer(request))
+            call.body_bytes = len(body)
+            request = Request(scope["method"], path, dict(scope["headers"]), body, partial(self._bodies.grew, incoming))
+            try:
+                with self._backend.admitted():
+                    return await unless_gone(receive, self._front.answer(request))
+            except StatusError as full:  # the front has answers to its own
+                return error_reply(STATUS[full.code], full.message)
 
 
 def _route(path: str) -> _Route:

@@ -5,6 +5,7 @@ import zlib
 from millrace.serve.inference.status import Code, StatusError, invalid
 
 CODINGS = {"gzip": 31, "deflate": 15}  # zlib's window bits
+PIECE, _AT_A_TIME = 1 << 20, 1 << 16  # bytes that come out, and that go in
 _QUICK = 1  # a level that costs about what it saves on a local network
 
 
@@ -15,22 +16,47 @@ def too_large(what: str, n: object, most: int) -> StatusError:
     )
 
 
-def decoded(body: bytes, coding: str, most: int) -> bytes:
-    """coding: of the header Content-Encoding. raises StatusError"""
-    if coding in ("", "identity"):
-        return body
-    if coding not in CODINGS:
-        raise StatusError(Code.UNSUPPORTED, "Unsupported compression type")
-    reader = zlib.decompressobj(CODINGS[coding])
-    try:
-        found = reader.decompress(body, most + 1)
-    except zlib.error as error:
-        raise invalid(f"failed to decompress the {coding} body: {error}") from None
-    if len(found) > most:
-        raise too_large("decompressed request JSON size", f"more than {most}", most)
-    if not reader.eof:
-        raise invalid(f"failed to decompress the {coding} body: it ends too early")
-    return found
+class Decoder:
+    """A body, piece by piece, so that what it becomes is counted while it grows."""
+
+    def __init__(self, body: bytes, coding: str, most: int) -> None:
+        """coding: of the header Content-Encoding. raises StatusError for one that is not known"""
+        if coding not in CODINGS:
+            raise StatusError(Code.UNSUPPORTED, "Unsupported compression type")
+        self._body, self._coding, self._most = memoryview(body), coding, most
+        self._reader = zlib.decompressobj(CODINGS[coding])
+        self._n_read = self._n_found = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._reader.eof
+
+    def piece(self) -> bytes:
+        """The next, of at most PIECE bytes. raises StatusError"""
+        found: list[bytes] = []
+        room = PIECE
+        while room and not self._reader.eof:
+            data: bytes | memoryview = self._reader.unconsumed_tail
+            if not data:
+                data = self._body[self._n_read : self._n_read + _AT_A_TIME]
+                self._n_read += len(data)
+            try:
+                part = self._reader.decompress(data, room)
+            except zlib.error as error:
+                raise self._broken(str(error)) from None
+            if not part and not data and not self._reader.eof:
+                raise self._broken("it ends too early")
+            found.append(part)
+            room -= len(part)
+        self._n_found += PIECE - room
+        if self._n_found > self._most:
+            raise too_large("decompressed request JSON size", f"more than {self._most}", self._most)
+        if self._reader.eof and (self._reader.unused_data or self._n_read < len(self._body)):
+            raise self._broken("there are bytes after its end")
+        return b"".join(found)
+
+    def _broken(self, why: str) -> StatusError:
+        return invalid(f"failed to decompress the {self._coding} body: {why}")
 
 
 def chosen(accepted: str) -> str:

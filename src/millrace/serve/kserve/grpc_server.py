@@ -5,8 +5,8 @@ It lives in the event loop that HTTP has, and shares with it what is served, its
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -53,9 +53,8 @@ class GrpcServer:
         self._host, self.url = host, f"{host}:{repository.flags.grpc_port}"
         self._most_bytes = min(repository.flags.http_max_input_size, _MOST_MESSAGE)
         self._limits = Limits(settings.max_unread_bytes, settings.write_timeout_s)
-        self._front = Front(
-            repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), models.serving.decoded
-        )
+        self._backend = backend
+        self._front = Front(repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), backend.aside)
         self._streams: set[Stream] = set()
         self._server: Any = None
 
@@ -108,7 +107,7 @@ class GrpcServer:
             async with self._call(service, name, context):
                 if name not in ADMITTED:
                     return await self._front.answer(name, data)
-                with self._serving.admission.admitted():
+                with self._held(len(data)):
                     return await self._front.answer(name, data)
             raise AssertionError("a failed call is aborted")
 
@@ -121,7 +120,7 @@ class GrpcServer:
 
         async with self._call(SERVICE, _STREAM, context) as metadata:
             ends_with_error = metadata.get("triton_grpc_error") == "true"
-            stream = Stream(self._front, self._serving.admission, self._limits, ends_with_error)
+            stream = Stream(self._front, self._held, self._limits, ends_with_error)
             self._streams.add(stream)
             try:
                 await stream.run(read, context.write)
@@ -129,6 +128,15 @@ class GrpcServer:
                 self._streams.discard(stream)
             if stream.stopped:
                 raise StatusError(Code.UNAVAILABLE, "Server is stopping")
+
+    @contextmanager
+    def _held(self, n_bytes: int) -> Iterator[None]:
+        """While a message of so many bytes is held and answered. raises BusyError, StatusError, HttpError"""
+        bodies = self._backend.bodies
+        with bodies.receiving("") as incoming:
+            bodies.grew(incoming, n_bytes)
+            with self._backend.admitted():
+                yield
 
     @asynccontextmanager
     async def _call(self, service: str, name: str, context: Any) -> AsyncIterator[dict[str, Any]]:

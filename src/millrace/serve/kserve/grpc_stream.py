@@ -7,11 +7,11 @@ of decoupled ones as they are given, as Triton has it. An error is a message of 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.errors import BusyError
+from millrace.errors import MillraceError
 from millrace.serve.errors import problem_of
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
@@ -19,12 +19,12 @@ from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.grpc_front import Front
 from millrace.serve.kserve.grpc_infer import FINAL, Wanted, fill_response, set_parameter
 from millrace.serve.kserve.messages import message
-from millrace.serve.serving import Admission
 
 MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
 _ANSWER_BYTES = 1024  # of an answer beside its arrays, about
 Read = Callable[[], Awaitable[bytes | None]]
 Write = Callable[[bytes], Awaitable[None]]
+Admit = Callable[[int], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -65,9 +65,10 @@ class _Open:
 class Stream:
     """One call. Of the event loop; `run` is its whole life."""
 
-    def __init__(self, front: Front, admission: Admission, limits: Limits, ends_with_error: bool) -> None:
-        """ends_with_error: the first error ends the stream, with its status, as a client may ask for"""
-        self._front, self._admission, self._limits, self._ends_with_error = front, admission, limits, ends_with_error
+    def __init__(self, front: Front, admit: Admit, limits: Limits, ends_with_error: bool) -> None:
+        """admit: a request of so many bytes, while it is answered
+        ends_with_error: the first error ends the stream, with its status, as a client may ask for"""
+        self._front, self._admit, self._limits, self._ends_with_error = front, admit, limits, ends_with_error
         self._open: set[_Open] = set()
         self._in_order: deque[_Open] = deque()  # those of models that are not decoupled
         self._ready: asyncio.Queue[tuple[_Open, _Answer] | None] = asyncio.Queue()
@@ -130,7 +131,7 @@ class Stream:
         one = _Open(None, ExitStack())
         self._open.add(one)
         try:
-            one.admitted.enter_context(self._admission.admitted())
+            one.admitted.enter_context(self._admit(len(data)))
             one.told = await self._front.decoded(data)
             model = self._front.model(one.told)
             if model.is_decoupled:
@@ -142,7 +143,7 @@ class Stream:
                 one.model = model
                 self._in_order.append(one)
                 one.task = asyncio.ensure_future(self._infer(one, model, one.asking))
-        except (StatusError, BusyError) as error:
+        except (StatusError, MillraceError) as error:
             one.asking = None
             if one.model is None:  # of a model that is not decoupled, or of none: its turn comes, too
                 self._in_order.append(one)
@@ -204,7 +205,7 @@ class Stream:
             return None
         try:
             return await self._front.packed(answer.response, lambda: _packed(one, answer))
-        except (StatusError, BusyError) as error:
+        except (StatusError, MillraceError) as error:
             failed = as_status(error)
             if self._ends_with_error:
                 raise failed from None
@@ -221,7 +222,7 @@ class Stream:
             self._ready.put_nowait(None)
 
 
-def as_status(error: StatusError | BusyError) -> StatusError:
+def as_status(error: StatusError | MillraceError) -> StatusError:
     if isinstance(error, StatusError):
         return error
     return StatusError(Code.UNAVAILABLE, problem_of(error, accepting=True).message)

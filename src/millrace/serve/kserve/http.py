@@ -16,10 +16,12 @@ from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve import asked, encoding, told
 from millrace.serve.kserve.infer_body import HEADER, read_infer
 from millrace.serve.kserve.infer_reply import written
+from millrace.serve.repository.config_json import config_json
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
 _HEADER = HEADER.encode()
+_MOST_GROWTH = 1032  # times, of deflate
 _OF_MODEL = ("infer", "ready", "config", "stats", "generate", "generate_stream", "trace/setting")
 Aside = Callable[[Callable[[], Any], int], Awaitable[Any]]
 
@@ -32,6 +34,7 @@ class Request:
     path: str
     headers: Mapping[bytes, bytes]
     body: bytes
+    grew: Callable[[int], None] = lambda n_bytes: None  # told what is held of it beside `body`; may raise
 
 
 @dataclass(slots=True)
@@ -122,7 +125,7 @@ class Front:
             case "infer":
                 return await self._infer(request, model)
             case "config":
-                return json_reply(told.config(model.config))
+                return json_reply(config_json(model.config))
             case "stats":
                 return json_reply({"model_stats": told.statistics(self._repository, name, version)})
             case "":
@@ -142,10 +145,7 @@ class Front:
             raise StatusError(Code.UNSUPPORTED, what)
         headers = request.headers
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
-        body = request.body
-        if coding:  # whatever its size is: it may become a thousand times larger
-            most = self._most_bytes
-            body = await self._aside(lambda: encoding.decoded(request.body, coding, most), most)
+        body = request.body if coding in ("", "identity") else await self._unpacked(request, coding)
         n_json = _header_length(headers.get(_HEADER.lower()))
 
         def read() -> Any:
@@ -164,6 +164,15 @@ class Front:
             answer = await self._aside(lambda: encoding.encoded(answer, coding), len(answer))
             found.append((b"content-encoding", coding.encode()))
         return Reply(200, answer, found)
+
+    async def _unpacked(self, request: Request, coding: str) -> bytes:
+        """In pieces, each counted before the next: it may become a thousand times larger."""
+        reader, pieces = encoding.Decoder(request.body, coding, self._most_bytes), list[bytes]()
+        while not reader.is_done:
+            pieces.append(await self._aside(reader.piece, min(encoding.PIECE, len(request.body) * _MOST_GROWTH)))
+            request.grew(len(pieces[-1]))
+        n_bytes = sum(map(len, pieces))
+        return await self._aside(lambda: b"".join(pieces), n_bytes) if len(pieces) > 1 else pieces[0]
 
     # ------------------------------------------------------------------ repository
 

@@ -6,8 +6,6 @@ from typing import Any
 from millrace.serve.inference.check import wire_name
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
-from millrace.serve.repository.config import ModelConfig
-from millrace.serve.repository.config_json import config_json
 
 # Triton's name and version: clients ask by it what they may send. Of its extensions those that are there.
 VERSION = "2.73.0"
@@ -16,10 +14,6 @@ EXTENSIONS = (
     "statistics",
 )  # fmt: skip
 SERVER = {"name": "triton", "version": VERSION, "extensions": EXTENSIONS}
-
-
-def config(of: ModelConfig) -> dict[str, Any]:
-    return config_json(of)
 
 
 def metadata(model: Model, versions: Sequence[int]) -> dict[str, Any]:

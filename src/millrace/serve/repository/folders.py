@@ -95,7 +95,7 @@ def read_model(roots: Sequence[Path], name: str, config_name: str = "", given: b
 
     given: a configuration in place of the file's
     """
-    there = [root for root in roots if (root / name).is_dir()]
+    there = [root for root in roots if (root / name).is_dir() and not name.startswith(".")]  # as in `model_names`
     if not there:
         return None
     model = _model(there[0], there[0] / name, config_name, given)
@@ -144,7 +144,7 @@ def _entries(folder: Path, problems: list[Problem]) -> list[tuple[str, Path]]:
     return [(name, folder / name) for name in sorted(names[:_MOST_ENTRIES])]
 
 
-def _leaves(root: Path, path: Path) -> bool:
+def leaves(root: Path, path: Path) -> bool:
     """Whether a link leads out of the repository, or nowhere, or in a circle."""
     try:
         return not path.resolve(strict=True).is_relative_to(root.resolve())
@@ -159,7 +159,7 @@ def _is_plain(name: str) -> bool:
 
 def _model(root: Path, folder: Path, config_name: str, given_config: bytes | None = None) -> Model:
     model = Model(folder.name, folder)
-    if _leaves(root, folder):
+    if leaves(root, folder):
         _outside(model, folder)
         return model
     given_file = folder / "(given).pbtxt"
@@ -199,7 +199,7 @@ def _read(root: Path, model: Model, config_name: str) -> Read:
         file = other
     if not os.path.lexists(file):
         return Read(file)
-    if _leaves(root, file):
+    if leaves(root, file):
         _outside(model, file)
         return Read(file)
     try:
@@ -223,7 +223,7 @@ def _versions(root: Path, model: Model, entries: Sequence[tuple[str, Path]]) -> 
         if not digits or name.startswith("0") or len(name) > 19 or int(name) > _HIGHEST_VERSION:
             why = "a version is a whole number from 1, without a zero before it"
             model.problems.append(_ignored(path, why))
-        elif _leaves(root, path):
+        elif leaves(root, path):
             _outside(model, path)
         else:
             yield int(name)
@@ -306,7 +306,7 @@ def _file(root: Path, read: Read, path: Path_, file: Path) -> Path | None:
     """The file where it is there and inside; an error, with its place, where it is not."""
     if not os.path.lexists(file):
         _say(read, Broken(path, f"there is no {file}", "the file that the configuration names", "add it, or rename"))
-    elif _leaves(root, file):
+    elif leaves(root, file):
         what = f"{file} is a link that leads out of the repository, or nowhere"
         _say(read, Broken(path, what, "files of the repository itself", "copy or move what it leads to"))
     else:

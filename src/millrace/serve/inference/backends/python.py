@@ -5,20 +5,17 @@ are on the path; what it imports of them is its own, so that two models may each
 """
 
 import asyncio
-import importlib.util
 import inspect
-import itertools
 import json
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from millrace.serve.inference.backend import Instance, InstanceGiven, ModelBackend
 from millrace.serve.inference.backends import python_utils
+from millrace.serve.inference.backends.importing import imported
 from millrace.serve.inference.backends.python_config import ModelConfig, completed_by
 from millrace.serve.inference.backends.python_utils import InferenceRequest, InferenceResponse, deliver
 from millrace.serve.inference.instances import told
@@ -28,39 +25,11 @@ from millrace.serve.repository.config import ModelConfig as Config
 from millrace.serve.repository.config_json import config_json
 
 _CLASS = "TritonPythonModel"
-_importing = threading.Lock()  # the path and the modules are the process's
-_numbers = itertools.count()
-
-
-def _module(file: Path) -> ModuleType:
-    """model.py, executed. raises whatever it raises"""
-    with _importing:
-        for name in ("triton_python_backend_utils", "c_python_backend_utils"):
-            sys.modules.setdefault(name, python_utils)
-        spec = importlib.util.spec_from_file_location(f"millrace_model_{next(_numbers)}", file)
-        assert spec is not None and spec.loader is not None, file
-        module = importlib.util.module_from_spec(spec)
-        folders = [str(file.parent), str(file.parent.parent)]
-        before = set(sys.modules)
-        sys.path[:0] = folders
-        sys.modules[spec.name] = module  # its dataclasses look for it there
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[spec.name]
-            raise
-        finally:
-            for folder in folders:
-                if folder in sys.path:  # the model may have changed it, too
-                    sys.path.remove(folder)
-            for name in set(sys.modules) - before - {spec.name}:
-                if str(getattr(sys.modules[name], "__file__", None) or "").startswith(f"{file.parent.parent}/"):
-                    del sys.modules[name]
-    return module
+_GIVEN = {"triton_python_backend_utils": python_utils, "c_python_backend_utils": python_utils}
 
 
 def _model_class(file: Path) -> Any:
-    found = getattr(_module(file), _CLASS, None)
+    found = getattr(imported(file, _GIVEN), _CLASS, None)
     if found is None:
         raise StatusError(Code.INTERNAL, f"{file.name} has no class {_CLASS}")
     return found
@@ -98,6 +67,8 @@ class _PythonModel(Instance):
                 answers = self._loop.run_until_complete(answers)
             self._answer(requests, asked, answers)
         except BaseException as error:  # sys.exit, too
+            for one in asked:
+                one.answered()
             what = f"Failed to process the request(s) for model instance '{self._name}', message: "
             raise StatusError(Code.INTERNAL, what + _told(error, self._file)) from error
 
@@ -123,6 +94,7 @@ class _PythonModel(Instance):
         for request, one, answer in zip(requests, asked, answers, strict=True):
             if isinstance(answer, InferenceResponse):
                 deliver(request, answer, True)
+                one.answered()
             elif answer is not None or not one.has_sender:
                 raise python_utils.TritonModelException(
                     f"Expected an 'InferenceResponse' object in the execute function return list, found type "

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from millrace.serve.inference.backends.python_config import ModelConfig
-from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.request import InferRequest, InferResponse, Parameter
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.tensors import Array, objects, split_strings
 from millrace.serve.kserve.tensors import Tensor as WireTensor
@@ -30,6 +30,9 @@ _TYPES: dict[int, Any] = {
 }  # fmt: skip
 _NUMBERS = {np.dtype(kind): number for number, kind in _TYPES.items()}
 _MOST_LOGGED = 4000
+_MOST_PARAMETERS = 64 << 10  # characters of those of a response
+_2_63, _2_64 = 1 << 63, 1 << 64
+_LOST = "the model let go of {} without TRITONSERVER_RESPONSE_COMPLETE_FINAL, so that nobody can answer any more"
 
 
 class TritonModelException(Exception):  # noqa: N818  Triton's name
@@ -112,7 +115,7 @@ class InferenceResponse:
     ) -> None:
         self._tensors = list(output_tensors)
         self._error = TritonError(error) if isinstance(error, str) else error
-        self._parameters = parameters
+        self._parameters = _checked(parameters)
 
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
@@ -124,7 +127,30 @@ class InferenceResponse:
         return self._error
 
     def parameters(self) -> str:
-        return self._parameters if isinstance(self._parameters, str) else json.dumps(dict(self._parameters or {}))
+        return json.dumps(self._parameters)
+
+
+def _checked(parameters: str | Mapping[str, Any] | None) -> dict[str, Parameter]:
+    """parameters: an object, or its JSON; a client reads them as they are. raises TritonModelException"""
+    if not parameters:
+        return {}
+    try:
+        text = parameters if isinstance(parameters, str) else json.dumps(dict(parameters))
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TritonModelException(f"the parameters of a response are no JSON object: {error}") from None
+    if len(text) > _MOST_PARAMETERS:
+        raise TritonModelException(
+            f"the parameters of a response have {len(text)} characters; at most {_MOST_PARAMETERS} are allowed"
+        )
+    if not isinstance(found, dict):
+        raise TritonModelException(f"the parameters of a response are a {type(found).__name__}, not an object")
+    for key, value in found.items():
+        if not isinstance(value, bool | int | float | str) or (isinstance(value, int) and not -_2_63 <= value < _2_64):
+            raise TritonModelException(
+                f"parameter '{key}' of a response is neither a bool, an integer of 64 bits, a float nor a string"
+            )
+    return found
 
 
 class InferenceResponseSender:
@@ -142,6 +168,14 @@ class InferenceResponseSender:
     def is_cancelled(self) -> bool:
         return self._request.cancelled
 
+    def close(self) -> None:
+        """It was answered in another way."""
+        self._is_closed = True
+
+    def __del__(self) -> None:
+        if not self._is_closed:
+            self._request.fail(StatusError(Code.INTERNAL, _LOST.format("its response sender")))
+
 
 class InferenceRequest:
     """What `execute` is given."""
@@ -151,6 +185,7 @@ class InferenceRequest:
         self._request, self._outputs = request, request.outputs or tuple(outputs)
         self._inputs = [Tensor(name, array) for name, array in request.inputs.items()]
         self._sender: InferenceResponseSender | None = None
+        self._is_open = True  # neither answered nor given a sender
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
@@ -183,8 +218,19 @@ class InferenceRequest:
         return InferenceTrace()
 
     def get_response_sender(self) -> InferenceResponseSender:
+        self._is_open = False
         self._sender = self._sender or InferenceResponseSender(self._request)
         return self._sender
+
+    def answered(self) -> None:
+        """By what `execute` returned or raised."""
+        self._is_open = False
+        if self._sender is not None:
+            self._sender.close()
+
+    def __del__(self) -> None:
+        if self._is_open:
+            self._request.fail(StatusError(Code.INTERNAL, _LOST.format("a request")))
 
     @property
     def has_sender(self) -> bool:
@@ -222,7 +268,7 @@ def deliver(request: InferRequest, response: InferenceResponse | None, final: bo
     tensors = {tensor.name(): tensor._array for tensor in response.output_tensors()}
     wanted = {n: tensors[n] for n in request.outputs if n in tensors} if request.outputs else tensors
     copied = {name: array.copy() for name, array in wanted.items()}
-    request.send(InferResponse(copied, json.loads(response.parameters())), final)
+    request.send(InferResponse(copied, response._parameters), final)
 
 
 class Logger:

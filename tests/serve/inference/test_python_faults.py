@@ -1,0 +1,256 @@
+"""What model.py files do that goes wrong: each ends its own request, or its own load."""
+
+import asyncio
+import gc
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from millrace.serve.inference.request import InferResponse
+from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.kserve.tensors import objects
+from tests.support.python_models import ANY, HEAD, SAY, asked, loaded, one, text, write
+
+WRONG = [
+    ("raise ValueError('of the model')", "ValueError: of the model; at model.py(9): execute"),
+    (
+        "return []",
+        "TritonModelException: Number of InferenceResponse objects do not match the number of InferenceRequest "
+        "objects. InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0",
+    ),
+    ("return None", "TritonModelException: Expected a list in the execute return, found type 'NoneType'."),
+    (
+        "return [3]",
+        "TritonModelException: Expected an 'InferenceResponse' object in the execute function return list, "
+        "found type 'int'.",
+    ),
+    (
+        "return [None]",
+        "TritonModelException: Expected an 'InferenceResponse' object in the execute function return list, "
+        "found type 'NoneType'.",
+    ),
+    ("requests[0].exec()", "TritonModelException: InferenceRequest.exec is not supported yet; at model.py(9): execute"),
+    (
+        "return [pb_utils.Tensor('x', np.zeros(1, np.complex64))]",
+        "TritonModelException: the data type complex64 of tensor 'x' has no name in Triton; at model.py(9): execute",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "says"), WRONG)
+def test_what_goes_wrong_in_a_model_is_the_answer(tmp_path: Path, body: str, says: str) -> None:
+    write(tmp_path, "m", HEAD + f"    def execute(self, requests):\n        {body}\n", ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            for _ in range(2):  # and it goes on
+                with pytest.raises(StatusError) as failed:
+                    await one(repository, "m", text("x"))
+                assert failed.value.code is Code.INTERNAL
+                instance = "Failed to process the request(s) for model instance 'm_0', message: "
+                assert str(failed.value).startswith(instance + says)
+
+    asyncio.run(run())
+
+
+def test_errors_that_a_model_returns_keep_their_code(tmp_path: Path) -> None:
+    body = (
+        "return [pb_utils.InferenceResponse(error=pb_utils.TritonError('not now', pb_utils.TritonError.UNAVAILABLE))]"
+    )
+    write(tmp_path, "m", HEAD + f"    def execute(self, requests):\n        {body}\n", ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            with pytest.raises(StatusError) as failed:
+                await one(repository, "m", text("x"))
+            assert (failed.value.code, str(failed.value)) == (Code.UNAVAILABLE, "not now")
+
+    asyncio.run(run())
+
+
+def test_models_that_cannot_be_loaded(tmp_path: Path) -> None:
+    cases = {
+        "syntax": ("def", "SyntaxError"),
+        "class": ("x = 1", "model.py has no class TritonPythonModel"),
+        "init": (HEAD + "    def initialize(self, args):\n        raise pb_utils.TritonModelException('no disk')\n",
+                 "TritonModelException: no disk; at model.py(9): initialize"),
+        "none": (HEAD + "    pass\n", "TritonPythonModel of model 'none' has no function execute"),
+    }  # fmt: skip
+    for name, (code, _) in cases.items():
+        write(tmp_path, name, code, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            for name, (_, says) in cases.items():
+                with pytest.raises(StatusError) as failed:
+                    await repository.load(name)
+                told = f"load failed for model '{name}': version 1 is at UNAVAILABLE state: Internal: {says}"
+                assert str(failed.value).startswith(told)
+
+    asyncio.run(run())
+
+
+@pytest.mark.nightly
+def test_a_model_that_raises_ten_thousand_times_leaves_memory_flat(tmp_path: Path) -> None:
+    """server#7481: there shared memory grows with every exception."""
+    code = HEAD + "    def execute(self, requests):\n        raise ValueError('x' * 1000)\n"
+    write(tmp_path, "m", code, ANY % "")
+
+    async def run() -> int:
+        async with loaded(tmp_path) as repository:
+            await repository.load("m")
+            model, held = repository.get("m"), 0
+            for i in range(10_000):
+                if i == 1000:
+                    tracemalloc.start()
+                    held = tracemalloc.get_traced_memory()[0]
+                with pytest.raises(StatusError):
+                    await model.infer(asked(model, IN=objects([b"y" * 1000])))
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0] - held
+
+    try:
+        assert asyncio.run(run()) < 200_000, "9,000 requests, each of more than 2,000 bytes"
+    finally:
+        tracemalloc.stop()
+
+
+SILENT = "class Silent(Exception):\n    def __str__(self):\n        raise Silent\n"
+
+
+@pytest.mark.parametrize("what", ["raise SystemExit(3)", "raise Silent", "raise KeyboardInterrupt"])
+def test_a_model_that_ends_the_process_ends_only_its_batch(tmp_path: Path, what: str) -> None:
+    name = what.removeprefix("raise ").partition("(")[0]
+    code = HEAD + (
+        f"    def execute(self, requests):\n        if requests[0].request_id() == 'end': {what}\n"
+        "        return [said('fine') for _ in requests]\n"
+        f"    def finalize(self):\n        {what}\n"
+    )
+    write(tmp_path, "m", code + SAY + SILENT, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            await repository.load("m")
+            model = repository.get("m")
+            wrong = asked(model, IN=text("a"))
+            wrong.id = "end"
+            with pytest.raises(StatusError, match=name):
+                await asyncio.wait_for(model.infer(wrong), 5)
+            answer = await asyncio.wait_for(model.infer(asked(model, IN=text("a"))), 5)
+            assert answer.outputs["OUT"].tolist() == [b"fine"]
+            await asyncio.wait_for(model.retire(), 5)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys\nsys.exit(2)\n",
+        HEAD + "    @staticmethod\n    def auto_complete_config(config):\n        raise SystemExit\n",
+        HEAD + "    @staticmethod\n    def auto_complete_config(config):\n        config.as_dict().clear()\n"
+        "        return config\n",
+    ],
+)
+def test_a_model_that_ends_the_process_while_it_loads_is_only_not_loaded(tmp_path: Path, code: str) -> None:
+    write(tmp_path, "m", code, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            with pytest.raises(StatusError, match="load failed for model 'm'"):
+                await repository.load("m")
+
+    asyncio.run(run())
+
+
+def test_a_load_goes_on_when_its_client_goes_away(tmp_path: Path) -> None:
+    """Cut off in the middle, it would leave an instance that nobody can close."""
+    code = HEAD + (
+        "    def initialize(self, args):\n        import time\n        time.sleep(0.3)\n"
+        "    def execute(self, requests):\n        return [said('fine') for _ in requests]\n"
+    )
+    write(tmp_path, "m", code + SAY, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(repository.load("m"), 0.1)
+            await asyncio.wait_for(repository.unload("m"), 5)  # after the change that is under way
+            assert (await repository.index(False))[0]["version"] == "1", "it was loaded"
+
+    asyncio.run(run())
+
+
+DECOUPLED = ANY % "model_transaction_policy { decoupled: true }"
+SENDER = "the model let go of its response sender without TRITONSERVER_RESPONSE_COMPLETE_FINAL"
+LOST = [
+    ("requests[0].get_response_sender().send(said('once'))", SENDER, 1),
+    ("requests[0].get_response_sender()", SENDER, 0),
+    ("threading.Thread(target=lambda sender: sender.send(said('once')), args=[requests[0].get_response_sender()]"
+     ").start()", SENDER, 1),
+    ("pass", "the model let go of a request without TRITONSERVER_RESPONSE_COMPLETE_FINAL", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "says", "n"), LOST)
+def test_a_sender_that_is_lost_ends_its_request(tmp_path: Path, body: str, says: str, n: int) -> None:
+    write(tmp_path, "m", HEAD + f"    def execute(self, requests):\n        {body}\n" + SAY, DECOUPLED)
+
+    async def run() -> list[tuple[bool, str, bool]]:
+        async with loaded(tmp_path) as repository:
+            await repository.load("m")
+            model, found, done = repository.get("m"), list[tuple[bool, str, bool]](), asyncio.Event()
+
+            def receive(response: InferResponse | None, error: StatusError | None, final: bool) -> None:
+                found.append((response is not None, str(error or ""), final))
+                if final:
+                    done.set()
+
+            model.submit(asked(model, IN=text("x")), receive)
+            await asyncio.wait_for(done.wait(), 5)
+            return found
+
+    *before, last = asyncio.run(run())
+    assert before == [(True, "", False)] * n
+    assert last == (False, f"{says}, so that nobody can answer any more", True)
+
+
+def test_a_sender_that_is_kept_may_answer_later(tmp_path: Path) -> None:
+    code = (
+        "    def execute(self, requests):\n"
+        "        sender = requests[0].get_response_sender()\n"
+        "        threading.Timer(0.05, lambda: sender.send(said('late'), 1)).start()\n"
+    )
+    write(tmp_path, "m", HEAD + code + SAY, ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            assert (await asyncio.wait_for(one(repository, "m", text("x")), 5)).tolist() == [b"late"]
+
+    asyncio.run(run())
+
+
+PARAMETERS = [
+    ("'[1]'", "the parameters of a response are a list, not an object"),
+    ("'{'", "the parameters of a response are no JSON object: Expecting property name"),
+    ("{'a': object()}", "the parameters of a response are no JSON object: Object of type object is not"),
+    ("{'a': [1]}", "parameter 'a' of a response is neither a bool, an integer of 64 bits, a float nor a string"),
+    ("{'a': None}", "parameter 'a' of a response is neither"),
+    ("{'a': 2**64}", "parameter 'a' of a response is neither"),
+    ("{'a': 'x' * 70000}", "the parameters of a response have 70009 characters; at most 65536 are allowed"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "says"), PARAMETERS)
+def test_parameters_of_responses_that_no_client_can_read(tmp_path: Path, parameters: str, says: str) -> None:
+    body = f"return [pb_utils.InferenceResponse([], parameters={parameters})]"
+    write(tmp_path, "m", HEAD + f"    def execute(self, requests):\n        {body}\n", ANY % "")
+
+    async def run() -> None:
+        async with loaded(tmp_path) as repository:
+            with pytest.raises(StatusError) as failed:
+                await one(repository, "m", text("x"))
+            assert f"message: TritonModelException: {says}" in str(failed.value)
+
+    asyncio.run(run())

@@ -1,0 +1,152 @@
+"""KServe over HTTP: what is too deep, too large, too short, or no request at all."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from millrace.serve.inference.check import Checker, Given
+from millrace.serve.inference.request import InferRequest
+from millrace.serve.inference.status import StatusError
+from millrace.serve.kserve.infer_body import read_infer
+from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.declare import empty
+from tests.serve.kserve.conftest import LIMIT
+from tests.support.kserve import HEADER, ID, binary, infer, one
+
+
+def nested(depth: int) -> list[Any]:
+    return [1] if depth == 1 else [nested(depth - 1)]
+
+
+def test_depth_of_json(url: str) -> None:
+    assert infer(url, "same_INT64", {"inputs": [one("INT64", [1, 1], nested(50))]}).status_code == 200
+    limit = {"error": "JSON nesting depth exceeds maximum allowed limit (100)"}
+    for depth in (120, 5000):
+        data = b"[" * depth + b"1" + b"]" * depth
+        body = json.dumps({"inputs": [one("INT64", [1, 1], 0)]}).encode().replace(b'"data": 0', b'"data": ' + data)
+        response = infer(url, "same_INT64", body)
+        assert (response.status_code, response.json()) == (400, limit)
+
+
+def test_binary_parts_that_do_not_fit(url: str) -> None:
+    def says(model: str, inputs: list[dict[str, Any]], raw: bytes, n: str | None = None) -> str:
+        body, headers = binary(inputs, raw)
+        response = infer(url, model, body, {HEADER: n} if n is not None else headers)
+        assert response.status_code == 400
+        return str(response.json()["error"])
+
+    four = {"binary_data_size": 4}
+    mismatch = ID + "input byte size mismatch for input 'INPUT0' for model 'same_FP32'. Expected 8, got 4"
+    assert says("same_FP32", [one("FP32", [1, 2], parameters=four)], bytes(4)) == mismatch
+    more = "unexpected additional input data for model 'same_FP32'"
+    assert says("same_FP32", [one("FP32", [1, 1], parameters=four)], bytes(5)) == more
+    where = "for inference input 'INPUT0' for model 'strings', expecting"
+    size = {"binary_data_size": 6}
+    two = b"\2\0\0\0ab"
+    assert says("strings", [one("BYTES", [1, 2], parameters=size)], two) == (
+        f"{ID}unexpected number of string elements 1 {where} 2"
+    )
+    assert says("strings", [one("BYTES", [1, 1], parameters=size)], b"\3\0\0\0ab") == (
+        f"{ID}incomplete string data {where} string of length 3 but only 2 bytes available."
+    )
+    assert says("strings", [one("BYTES", [1, 1], parameters=size)], b"\0\0\0\0\0\0") == (
+        f"{ID}incomplete string length indicator {where} 4 bytes but only 2 bytes available."
+    )
+    for n in ("-1", "999999"):
+        assert says("same_FP32", [], b"", n) == f"inference header size should be in range (0, 14), got: {n}"
+    assert says("same_FP32", [], b"", "x") == f"Unable to parse {HEADER}, got: x"
+
+
+def test_raw_bytes_whose_shape_is_not_to_be_known(url: str) -> None:
+    says = {
+        "simple": "Raw request must only have 1 input (found 1) to be deduced but got 2 inputs in 'simple' model "
+        "configuration",
+        "many": "The shape of the raw input 'INPUT0' can not be deduced because there are more than one variable-sized "
+        "dimension",
+        "same_FP32": "input byte size mismatch for input 'INPUT0' for model 'same_FP32'. Expected 4, got 7",
+    }
+    for model, what in says.items():
+        response = infer(url, model, bytes(7), {HEADER: "0"})
+        assert (response.status_code, response.json()) == (400, {"error": ID + what})
+    response = infer(url, "strings", b"427", {HEADER: "0"})
+    assert "can not be deduced" in response.text
+
+
+def test_what_is_too_large(url: str) -> None:
+    response = infer(url, "simple", bytes(LIMIT + 1))
+    assert (response.status_code, response.json()["error"]) == (
+        400,
+        "request JSON size of 20001 bytes exceeds the maximum allowed input size of 20000 bytes. Use "
+        "--http-max-input-size to increase the limit.",
+    )
+    chunked = httpx.post(f"{url}/v2/models/simple/infer", content=iter([bytes(LIMIT), bytes(9)]))
+    assert chunked.status_code == 400 and "exceeds the maximum allowed input size of 20000 bytes" in chunked.text
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1", b"\xff\xfe", b'{"inputs": [}'])
+def test_what_is_no_json(url: str, body: bytes) -> None:
+    response = infer(url, "simple", body, {HEADER: str(len(body))} if body else None)
+    assert response.status_code == 400 and response.json()["error"].startswith(
+        "failed to parse the request JSON buffer: "
+    )
+
+
+def test_paths_and_methods_that_are_none(url: str) -> None:
+    for path in (
+        "/v2/",
+        "/v2/model",
+        "/v2/models",
+        "/v2/models/",
+        "/v2/models/simple/nothing",
+        "/v2/models/simple/versions/x",
+        "/v2/health",
+        "/v2/models/simple/versions/1/infer/x",
+        "/v2/repository",
+        "/v2/repository/models/simple",
+    ):
+        response = httpx.get(url + path)
+        assert (response.status_code, response.json()) == (404, {"error": "Not Found"}), path
+    for method, path in (
+        ("GET", "/v2/models/simple/infer"),
+        ("POST", "/v2/models/simple/config"),
+        ("POST", "/v2"),
+        ("DELETE", "/v2/models/simple"),
+        ("GET", "/v2/repository/index"),
+    ):
+        response = httpx.request(method, url + path)
+        assert (response.status_code, response.json()) == (405, {"error": "Method Not Allowed"}), path
+    not_ready = httpx.get(f"{url}/v2/models/gone/ready")
+    assert (not_ready.status_code, not_ready.json()) == (400, {"error": "Model version not ready"})
+    refused = httpx.post(f"{url}/v2/repository/models/simple/load")
+    what = "explicit model load / unload is not allowed if polling is enabled"
+    assert (refused.status_code, refused.json()) == (503, {"error": what})
+    named = httpx.post(f"{url}/v2/repository/here/models/simple/load")
+    assert (named.status_code, named.json()) == (501, {"error": "'repository_name' specification is not supported"})
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ([1] * 100, "invalid shape for input 'INPUT0': 100 dimensions, at most 32 are supported"),
+        ([2**63 - 1] * 900, "invalid shape for input 'INPUT0': 900 dimensions, at most 32 are supported"),
+        ([0, 2**40, 2**40], f"exceed maximum size of {2**63 - 1}"),
+        ([2**62, 0], "byte size overflow for input 'INPUT0'"),
+    ],
+)
+def test_shapes_that_no_array_has(url: str, shape: list[int], says: str) -> None:
+    response = infer(url, "same_FP32", {"inputs": [one("FP32", shape, [7] if 0 not in shape else [])]})
+    assert response.status_code == 400 and says in response.json()["error"]
+
+
+def test_many_names_cost_no_more_than_their_bytes() -> None:
+    """As many inputs and outputs as a large body has: each is compared with no list of the others."""
+    n = 100_000
+    outputs = [{"name": f"{i}"} for i in range(n)] + [{"name": "0"}]
+    checker = Checker(empty(ModelConfig))
+    with pytest.raises(StatusError, match="output '0' already exists"):
+        read_infer(json.dumps({"inputs": [], "outputs": outputs}).encode(), None, "m", checker)
+    given = [Given(f"{i}", "FP32", (0,), memoryview(b"")) for i in range(n)]
+    with pytest.raises(StatusError, match="input '99999' already exists"):
+        checker.take(InferRequest({}), [*given, given[-1]])

@@ -1,0 +1,35 @@
+"""A repository of tensor models in an event loop, without a server."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from millrace.serve.inference.check import Given
+from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
+from millrace.serve.inference.model import Model
+from millrace.serve.inference.request import InferRequest
+from tests.support.repository import identity
+
+BATCHES = identity("FP32", "1", "max_batch_size: 8 %s", "")
+
+
+class Loaded:
+    """A repository in an event loop."""
+
+    def __init__(self, root: Path, **flags: Any) -> None:
+        self.repository = ModelRepository(RepositoryFlags(model_repository=(str(root),), **flags))
+
+    async def __aenter__(self) -> ModelRepository:
+        assert await self.repository.start() == []
+        return self.repository
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.repository.close(5.0)
+
+
+def asked(model: Model, *values: float, datatype: str = "FP32") -> InferRequest:
+    request = InferRequest({})
+    data = np.array(values, dtype=np.float32).reshape(-1, 1)
+    model.checker.take(request, [Given("INPUT0", datatype, data.shape, data)])
+    return request
