@@ -16,6 +16,7 @@ from millrace.serve.kserve import asked, told
 from millrace.serve.kserve.grpc_infer import Wanted, plain, read_infer, response_message
 from millrace.serve.kserve.http import Aside
 from millrace.serve.kserve.messages import config_message, message
+from millrace.serve.kserve.tensors import about_bytes
 
 OPEN = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
 ADMITTED = ("ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")  # waited for at the end
@@ -72,7 +73,7 @@ class Front:
 
     async def packed(self, response: InferResponse | None, write: Callable[[], bytes]) -> bytes:
         """write: what makes the answer. raises StatusError, BusyError"""
-        n_bytes = sum(array.nbytes for array in response.outputs.values()) if response is not None else 0
+        n_bytes = about_bytes(response.outputs.values()) if response is not None else 0
         data: bytes = await self._aside(write, n_bytes)
         return data
 

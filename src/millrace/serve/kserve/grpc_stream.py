@@ -19,6 +19,7 @@ from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.grpc_front import Front
 from millrace.serve.kserve.grpc_infer import FINAL, Wanted, fill_response, set_parameter
 from millrace.serve.kserve.messages import message
+from millrace.serve.kserve.tensors import about_bytes
 
 MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
 _ANSWER_BYTES = 1024  # of an answer beside its arrays, about
@@ -43,10 +44,8 @@ class _Answer:
     error: StatusError | None
     final: bool
 
-    @property
-    def n_bytes(self) -> int:
-        arrays = self.response.outputs.values() if self.response is not None else ()
-        return _ANSWER_BYTES + sum(array.nbytes for array in arrays)
+    def about_bytes(self) -> int:
+        return _ANSWER_BYTES + (about_bytes(self.response.outputs.values()) if self.response is not None else 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,30 +70,24 @@ class Stream:
         self._front, self._admit, self._limits, self._ends_with_error = front, admit, limits, ends_with_error
         self._open: set[_Open] = set()
         self._in_order: deque[_Open] = deque()  # those of models that are not decoupled
-        self._ready: asyncio.Queue[tuple[_Open, _Answer] | None] = asyncio.Queue()
+        self._ready: asyncio.Queue[tuple[_Open, _Answer, int] | None] = asyncio.Queue()
         self._room = asyncio.Semaphore(MOST_OPEN)
         self._unread_bytes = 0
         self._all_read = self.stopped = False
         self._reading: asyncio.Task[None] | None = None
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # it only ever fails
+        self._broken: Exception | None = None  # it ends with it, once the answer that is being written is
 
     async def run(self, read: Read, write: Write) -> None:
         """read: the next request, None after the last. raises StatusError, with which the stream ends"""
         self._reading = asyncio.ensure_future(self._read_all(read))
-        tasks = {self._reading, asyncio.ensure_future(self._write_all(write))}
         try:
-            waiting: set[asyncio.Future[None]] = {*tasks, self._broken}
-            while len(waiting) > 1:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    if not (task is self._reading and self.stopped and task.cancelled()):
-                        task.result()
+            await self._write_all(write)
+            if self._broken is not None:
+                raise self._broken
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            self._reading.cancel()
+            await asyncio.wait((self._reading,))
             self._give_up()
-            self._broken.cancel()
 
     def stop(self) -> None:
         """Read no more; what was read is answered."""
@@ -106,21 +99,24 @@ class Stream:
     def _give_up(self) -> None:
         """Nobody waits for what is still open."""
         for one in list(self._open):
+            self._ended(one)
             if one.task is not None:
                 one.task.cancel()
             elif one.model is not None and one.asking is not None:
                 one.model.cancel(one.asking)
-            self._ended(one)
 
     # ------------------------------------------------------------------ requests
 
     async def _read_all(self, read: Read) -> None:
-        while True:
-            await self._room.acquire()
-            data = await read()
-            if data is None:
-                break
-            await self._begin(data)
+        try:
+            while True:
+                await self._room.acquire()
+                data = await read()
+                if data is None:
+                    break
+                await self._begin(data)
+        except Exception as error:  # noqa: BLE001  a bug of ours ends the stream, which would wait for ever
+            self._break(error)
         self._read_to_the_end()
 
     def _read_to_the_end(self) -> None:
@@ -131,8 +127,8 @@ class Stream:
         one = _Open(None, ExitStack())
         self._open.add(one)
         try:
+            one.told = await self._front.decoded(data)  # first, for a refusal has its id
             one.admitted.enter_context(self._admit(len(data)))
-            one.told = await self._front.decoded(data)
             model = self._front.model(one.told)
             if model.is_decoupled:
                 one.model = model
@@ -156,14 +152,16 @@ class Stream:
             answer = _Answer(await model.infer(asking), None, True)
         except StatusError as error:
             answer = _Answer(None, error, True)
-        except Exception as error:  # noqa: BLE001  a bug of ours ends the stream, which would wait for ever
+        except Exception as error:  # noqa: BLE001  as above
             self._break(error)
             return
         self._answered(one, answer)
 
     def _break(self, error: Exception) -> None:
-        if not self._broken.done():
-            self._broken.set_exception(error)
+        if self._broken is None:
+            self._broken = error
+            self._give_up()
+            self._ready.put_nowait(None)
 
     def _answered(self, one: _Open, answer: _Answer) -> None:
         """The only answer of a request; it waits for those of the requests before it."""
@@ -176,15 +174,16 @@ class Stream:
     def _put(self, one: _Open, answer: _Answer) -> None:
         if one not in self._open:  # the stream has ended
             return
-        self._unread_bytes += answer.n_bytes
+        n_bytes = answer.about_bytes()
+        self._unread_bytes += n_bytes
         if self._unread_bytes > self._limits.unread_bytes and not self._ready.empty():
             what = f"more than {self._limits.unread_bytes} bytes of responses wait for their reader"
             self._break(StatusError(Code.UNAVAILABLE, what))
-        self._ready.put_nowait((one, answer))
+        self._ready.put_nowait((one, answer, n_bytes))
 
     async def _write_all(self, write: Write) -> None:
-        while (item := await self._ready.get()) is not None:
-            one, answer = item
+        while (item := await self._ready.get()) is not None and self._broken is None:
+            one, answer, n_bytes = item
             if answer.error is not None and self._ends_with_error:
                 raise answer.error
             data = await self._message(one, answer)
@@ -195,7 +194,7 @@ class Stream:
                 except TimeoutError:
                     what = f"the stream was not read for {self._limits.write_s:g} s"
                     raise StatusError(Code.UNAVAILABLE, what) from None
-            self._unread_bytes -= answer.n_bytes
+            self._unread_bytes -= n_bytes
             if answer.final:
                 self._ended(one)
 

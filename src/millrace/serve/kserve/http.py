@@ -16,6 +16,7 @@ from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve import asked, encoding, told
 from millrace.serve.kserve.infer_body import HEADER, read_infer
 from millrace.serve.kserve.infer_reply import written
+from millrace.serve.kserve.tensors import about_bytes
 from millrace.serve.repository.config_json import config_json
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
@@ -154,7 +155,7 @@ class Front:
         n_slow = len(body) if n_json is None or model.checker.has_strings else n_json
         asking, wanted = await self._aside(read, n_slow)
         response = await model.infer(asking)
-        n_bytes = sum(array.nbytes for array in response.outputs.values())
+        n_bytes = about_bytes(response.outputs.values())
         answer, n_head = await self._aside(lambda: written(model, asking, response, wanted), n_bytes)
         found: list[tuple[bytes, bytes]] = [(b"content-type", _JSON if n_head is None else _BINARY)]
         if n_head is not None:

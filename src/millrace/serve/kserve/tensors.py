@@ -1,6 +1,6 @@
 """Tensors of KServe's protocol, for server and load generator: datatypes, and their bytes in the binary extension."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ DTYPES: dict[str, Any] = {
 }  # fmt: skip
 MOST_DIMENSIONS, MOST_ELEMENTS = 32, 1 << 32
 ONLY_BINARY = ("FP16", "BF16")  # have no form in JSON
+_LOOKED_AT = 10_000  # strings, to know about how long they are
 _FLOATS = ("FP16", "FP32", "FP64", "BF16")
 
 
@@ -52,6 +53,16 @@ class Tensor:
             raise ConfigError(
                 f'input "{self.name}" holds bytes that are no text', "--tensor-format binary", "leave it out"
             ) from None
+
+
+def about_bytes(arrays: Iterable[Array]) -> int:
+    """That they take in memory and on the wire; of very many strings by the first of them."""
+    return sum(_string_bytes(array) if array.dtype == np.object_ else array.nbytes for array in arrays)
+
+
+def _string_bytes(array: Array) -> int:
+    first = array.reshape(-1)[:_LOOKED_AT]
+    return (4 * len(first) + sum(map(len, first))) * array.size // max(1, len(first))
 
 
 def check_size(datatype: str, shape: Sequence[int], n_bytes: int) -> None:
