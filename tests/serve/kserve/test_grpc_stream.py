@@ -252,6 +252,20 @@ def test_drain_answers_what_was_taken_and_refuses_the_rest(root: Path, waits: st
         requests.put(None)
 
 
+def test_a_model_that_is_unloaded_answers_first_and_is_not_missed(root: Path, waits: str) -> None:
+    with (
+        in_process(root, grpc_port=0, model_control_mode="explicit", load_model=(waits,)) as served,
+        connected(served.grpc_url) as client,
+    ):
+        stream = client.stream(iter([text(waits, b"x")]))
+        begun(root, waits)
+        client.call("RepositoryModelUnload", model_name=waits)
+        assert {m.name: m.state for m in client.call("RepositoryIndex").models}[waits] == "UNLOADING"
+        assert client.call("ServerReady").ready and not client.call("ModelReady", name=waits).ready
+        (root / waits / "go").touch()
+        assert next(stream).infer_response.raw_output_contents == [b"\5\0\0\0there"]
+
+
 def test_a_reader_that_does_not_read_is_left(root: Path) -> None:
     """The model sends a megabyte again and again: the server holds no more of it than it may."""
     settings = ServerSettings(port=0, max_unread_bytes=20_000_000)

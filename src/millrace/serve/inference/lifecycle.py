@@ -114,9 +114,9 @@ class ModelRepository:
             yield from (entry.models[version] for version in sorted(entry.models))
 
     def is_ready(self) -> bool:
-        """Every model that was to be loaded is."""
+        """Every model that was to be loaded is; one that is on its way out by wish is not missed."""
         states = (state for entry in self._entries.values() for state in entry.states.values())
-        return all(state is State.READY or reason == _UNLOADED for state, reason in states)
+        return all(state in (State.READY, State.UNLOADING) or reason == _UNLOADED for state, reason in states)
 
     async def index(self, only_ready: bool) -> list[dict[str, str]]:
         """Every model of the folders, with the state of each version that was tried."""
