@@ -101,6 +101,25 @@ def test_a_repository_that_is_away_for_a_moment_is_looked_at_again(
     asyncio.run(run())
 
 
+def test_a_model_that_hangs_at_the_start_keeps_no_folder_from_being_followed(tmp_path: Path) -> None:
+    mark, root = tmp_path / "mark", tmp_path / "models"
+    write(root, "hangs", HANGS.format(str(mark)) + UTILS, ANY % "", utils="NAME = 'hangs'")
+
+    async def run() -> None:
+        flags = RepositoryFlags(model_repository=(str(root),), model_control_mode="poll", repository_poll_secs=0.1)
+        repository = ModelRepository(flags)
+        starting = asyncio.ensure_future(repository.start())
+        await asyncio.sleep(0.05)
+        write_models(root, {"m": BATCHES % ""})
+        await becomes(lambda: [m.name for m in repository.models()] == ["m"])
+        assert not starting.done()
+        mark.touch()
+        assert await starting == [] and repository.get("hangs").version == 1
+        await repository.close(5.0)
+
+    asyncio.run(run())
+
+
 def test_only_files_of_the_repository_make_a_model_another(tmp_path: Path) -> None:
     root, outside = tmp_path / "models", tmp_path / "outside"
     write_models(root, {"m": BATCHES % "", "common": BATCHES % ""})

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import httpx
 import pytest
@@ -49,17 +50,19 @@ def root(tmp_path: Path, mark: Path) -> Path:
 
 
 @contextmanager
-def asking(url: str, n: int, body: bytes = ASKED, head: str = "") -> Iterator[list[socket.socket]]:
-    """So many connections that wait for `blocked`, one after the other."""
+def asking(
+    url: str, n: int, body: bytes = ASKED, head: str = "", model: str = "blocked", before: int = 0
+) -> Iterator[list[socket.socket]]:
+    """So many connections that wait for the model, one after the other. before: others that wait"""
     host, port = url.removeprefix("http://").split(":")
-    request = f"POST /v2/models/blocked/infer HTTP/1.1\r\nhost: x\r\n{head}content-length: {len(body)}\r\n\r\n"
+    request = f"POST /v2/models/{model}/infer HTTP/1.1\r\nhost: x\r\n{head}content-length: {len(body)}\r\n\r\n"
     with ExitStack() as closing:
         sockets = list[socket.socket]()
         for i in range(n):
             sockets.append(closing.enter_context(socket.create_connection((host, int(port)), timeout=20)))
             sockets[-1].sendall(request.encode() + body)
             until_s = monotonic() + 10
-            while httpx.get(f"{url}/load").json()["server_load"] < i + 1 and monotonic() < until_s:
+            while httpx.get(f"{url}/load").json()["server_load"] < before + i + 1 and monotonic() < until_s:
                 sleep(0.002)
         yield sockets
 
@@ -77,13 +80,23 @@ def test_a_model_that_never_answers_takes_so_many_requests_and_no_more(root: Pat
 
 def test_tensor_models_leave_connections_to_others(root: Path, mark: Path) -> None:
     """Each that waits holds one, and where there are none left, a chat would get a 503."""
-    with serving(root, ServerSettings(port=0, max_connections=8)) as url, asking(url, 6) as sockets:
-        refused = infer(url, "same", ASKED)
-        what = "Exceeds maximum queue size: 6 requests to tensor models wait for answers"
-        assert (refused.status_code, refused.json()) == (503, {"error": what})
-        assert httpx.get(f"{url}/v1/models").status_code == 200
-        mark.touch()
-        assert [s.recv(100)[:15] for s in sockets] == [b"HTTP/1.1 200 OK"] * 6
+    write(root, "second", WAITS.format(str(mark)), BLOCKED)
+    flags: dict[str, Any] = {"model_control_mode": "explicit", "load_model": ("*",)}
+    with (
+        serving(root, ServerSettings(port=0, max_connections=8), **flags) as url,
+        asking(url, 4) as sockets,
+    ):
+        refused = infer(url, "blocked", ASKED)
+        assert refused.status_code == 503 and "4 requests to model 'blocked' wait for answers" in refused.text
+        assert infer(url, "same", ASKED).status_code == 200, "half of them is for others"
+        with asking(url, 2, model="second", before=4) as others:
+            refused = infer(url, "same", ASKED)
+            what = "Exceeds maximum queue size: 6 requests to tensor models wait for answers"
+            assert (refused.status_code, refused.json()) == (503, {"error": what})
+            assert httpx.get(f"{url}/v1/models").status_code == 200
+            assert httpx.post(f"{url}/v2/repository/models/second/unload").status_code == 200
+            mark.touch()
+            assert [s.recv(100)[:15] for s in (*sockets, *others)] == [b"HTTP/1.1 200 OK"] * 6
         assert infer(url, "same", ASKED).status_code == 200
 
 

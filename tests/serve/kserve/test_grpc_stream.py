@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from millrace.serve.inference import responses
 from millrace.serve.settings import ServerSettings
 from tests.serve.support import until
+from tests.support.kserve import ID
 from tests.support.kserve_grpc import Client, connected, one, refusal, request
 from tests.support.python_models import ANY, HEAD, SAY, write
 from tests.support.repository import REPEAT, identity, in_process, write_models
@@ -63,7 +65,7 @@ LARGE = f"""{HEAD}
         import time
         while not sender.is_cancelled():
             sender.send(said("x" * 1_000_000))
-            time.sleep(0.001)
+            time.sleep(0.01)
         (self.here / "cancelled").touch()
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 {SAY}"""
@@ -266,20 +268,25 @@ def test_a_model_that_is_unloaded_answers_first_and_is_not_missed(root: Path, wa
         assert next(stream).infer_response.raw_output_contents == [b"\5\0\0\0there"]
 
 
-def test_a_reader_that_does_not_read_is_left(root: Path) -> None:
+def test_a_reader_that_does_not_read_ends_its_request(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model sends a megabyte again and again: the server holds no more of it than it may."""
-    settings = ServerSettings(port=0, max_unread_bytes=20_000_000)
-    with in_process(root, settings, grpc_port=0) as served, connected(served.grpc_url) as client:
+    monkeypatch.setattr(responses, "MOST_UNREAD_BYTES", 20_000_000)
+    with in_process(root, grpc_port=0) as served, connected(served.grpc_url) as client:
         asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         stream = client.stream(iter(asked.get, None))
         asked.put(text("large", b"x"))
-
         first = next(stream)
         assert len(first.infer_response.raw_output_contents[0]) == 1_000_004
         begun(root, "large", "cancelled")
-        failed = refusal(lambda: list(stream))
-        assert failed == ("UNAVAILABLE", "more than 20000000 bytes of responses wait for their reader")
+        asked.put(same("same", [5], "last"))
         asked.put(None)
+        *found, failed, last = stream
+        assert len(found) < 30 and not any(r.error_message for r in found)
+        assert (
+            failed.error_message.startswith(ID + "responses of ") and "wait for their readers" in failed.error_message
+        )
+        assert failed.infer_response.parameters[FINAL].bool_param
+        assert told(last) == ("last", 5, True)
 
 
 def test_a_reader_that_takes_nothing_is_left_after_a_while(root: Path) -> None:

@@ -50,6 +50,14 @@ JSON_ERRORS: list[tuple[str, Any, int, str]] = [
         ID + "expected number of inputs between 1 and 2 but got 0 inputs for model "
         "'optional'. Got input(s) [], but missing required input(s) ['INPUT1']. Please provide all required input(s).",
     ),
+    (
+        "optional",
+        {"inputs": ADD[:1]},
+        400,
+        ID + "expected number of inputs between 1 and 2 but got 1 inputs for model "
+        "'optional'. Got input(s) ['INPUT0'], but missing required input(s) ['INPUT1']. Please provide all required "
+        "input(s).",
+    ),
     ("simple", {"inputs": [ADD[0], ADD[0]]}, 400, ID + "input 'INPUT0' already exists in request"),
     (
         "simple",

@@ -72,6 +72,8 @@ class Checker:
             raise invalid(f"{request.named}input '{twice}' already exists in request")
         if len(given) > len(self._inputs) or len(given) < len(self._required):
             raise self._count(request, given)
+        if self._has_optional and not {tensor.name for tensor in given}.issuperset(self._required):
+            raise self._count(request, given)  # as many as there may be, and others
         request.batch_size = self._batch_size(request, given) if self._max_batch else 0
         if request.batch_size > self._max_batch:
             most = f"inference request batch-size must be <= {self._max_batch} for '{self._model}'"
@@ -84,6 +86,13 @@ class Checker:
             request.inputs[tensor.name] = self._array(request, said, tensor)
         if self._has_optional or self._keyed:
             request.shape_key = self._shape_key(request)
+
+    def said(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """The datatype of an input and its dims, the batch's among them; -1: any. None: it has no such input"""
+        found = self._inputs.get(name)
+        if found is None:
+            return None
+        return found.datatype, (-1, *found.dims) if self._max_batch else tuple(found.dims)
 
     def raw(self, request: InferRequest, data: memoryview) -> Given:
         """The only input, whose shape is deduced from how many bytes there are. raises StatusError"""

@@ -139,10 +139,9 @@ class ModelRepository:
         names = await asyncio.to_thread(folders.model_names, self.flags.roots)
         if self.flags.model_control_mode == "explicit" and "*" not in self.flags.load_model:
             names = list(self.flags.load_model)
-        failed = [str(e) for e in await asyncio.gather(*(self._tried(name) for name in names)) if e is not None]
-        if self.flags.model_control_mode == "poll":
+        if self.flags.model_control_mode == "poll":  # now: one that hangs must not keep the others from changing
             self._in_background(self._poll())
-        return failed
+        return [str(e) for e in await asyncio.gather(*(self._tried(name) for name in names)) if e is not None]
 
     async def load(self, name: str, config: Mapping[str, Any] | None = None) -> None:
         """By a client. config: in place of its file's. raises StatusError"""

@@ -48,6 +48,7 @@ class Model:
         self._queue = BatchQueue(self.rules)
         self._timer: asyncio.TimerHandle | None = None
         self._max_open = of.max_requests
+        self.unread_bytes = 0  # of responses that wait for their readers: `responses.py` counts them
         self._n_open = 0  # requests that were taken and not answered to the end
         self._n_busy = 0  # instances that compute
         self._is_retired = False

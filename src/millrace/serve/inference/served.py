@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from prometheus_client.core import Metric
@@ -44,12 +44,15 @@ class RepositoryBackend(Backend):
 
     def __init__(self, model: RepositoryModel, serving: Serving) -> None:
         self.model, self.settings = model, serving.settings  # and no histograms of tokens
-        self.repository = ModelRepository(model.flags)
         settings, most = serving.settings, model.flags.http_max_input_size
         self.bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, most))
         self._admission = serving.admission
-        # Of connections; the rest is left to models of other protocols, whatever tensor models do.
-        self._n_open, self._most_open = 0, max(1, number_of_connections(settings.max_connections) * 3 // 4)
+        n_connections = number_of_connections(settings.max_connections)
+        # Each request holds a connection until it is answered, which may be never: the rest is left to other protocols,
+        # and what one model does not get to other models.
+        self._n_open, self._max_open = 0, max(1, n_connections * 3 // 4)
+        of_one = min(model.flags.max_model_requests, max(1, n_connections // 2))
+        self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one))
         self._lane = Lane("tensors", serving.settings.max_preparing)
         serving.metrics.add_text(lambda: metrics_text(self.repository.models()))
 
@@ -74,10 +77,13 @@ class RepositoryBackend(Backend):
         return await self._lane.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """While a request is answered. raises BusyError while it drains, StatusError where too many wait"""
+    def admitted(self, is_control: bool = False) -> Iterator[None]:
+        """While a request is answered. raises BusyError while it drains, StatusError where too many wait
+
+        is_control: it is never one too many, for a model that hangs must be unloaded by whoever can
+        """
         with self._admission.admitted():
-            if self._n_open >= self._most_open:
+            if self._n_open >= self._max_open and not is_control:
                 what = f"Exceeds maximum queue size: {self._n_open} requests to tensor models wait for answers"
                 raise StatusError(Code.UNAVAILABLE, what)
             self._n_open += 1

@@ -17,6 +17,7 @@ from millrace.serve.wire import CALL, header, read_body, unless_gone
 
 BELOW = "/v2"
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # without a key, as every server's health
+_CONTROL = "/v2/repository/"  # a model that hangs must be unloaded by whoever can
 
 
 def write_error(problem: Problem) -> bytes:
@@ -51,12 +52,14 @@ class KServe:
         if scope["method"] == "GET":
             reply = await self._front.answer(Request("GET", path, {}, b""))
         else:
-            reply = await self._posted(scope, receive, path)
+            reply = await self._posted(scope, receive, send, path)
+        if reply.events is not None:
+            return  # they were sent while they came
         headers = [*reply.headers, (b"content-length", b"%d" % len(reply.body))]
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await send({"type": "http.response.body", "body": reply.body})
 
-    async def _posted(self, scope: Scope, receive: Receive, path: str) -> Reply:
+    async def _posted(self, scope: Scope, receive: Receive, send: Send, path: str) -> Reply:
         call = scope[CALL]
         with self._bodies.receiving((scope.get("client") or ("",))[0]) as incoming:
             try:
@@ -72,10 +75,23 @@ class KServe:
             call.body_bytes = len(body)
             request = Request(scope["method"], path, dict(scope["headers"]), body, partial(self._bodies.grew, incoming))
             try:
-                with self._backend.admitted():
-                    return await unless_gone(receive, self._front.answer(request))
+                with self._backend.admitted(path.startswith(_CONTROL)):
+                    return await unless_gone(receive, self._answered(request, send))
             except StatusError as full:  # the front has answers to its own
                 return error_reply(STATUS[full.code], full.message)
+
+    async def _answered(self, request: Request, send: Send) -> Reply:
+        """With its events sent, where it has some. Whoever is gone, or does not read them, cancels what they are of."""
+        reply = await self._front.answer(request)
+        if reply.events is not None:
+            try:
+                await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
+                async for event in reply.events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+            finally:
+                reply.events.close()
+        return reply
 
 
 def _route(path: str) -> _Route:

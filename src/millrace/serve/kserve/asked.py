@@ -50,7 +50,7 @@ def take_parameter(request: InferRequest, key: str, value: Any, wrong: Wrong) ->
         if not 0 <= value < 2**64:
             raise wrong(key, "natural")
         setattr(request, "priority" if key == "priority" else "timeout_us", value)
-    elif isinstance(value, bool | int | float | str):
+    elif isinstance(value, bool | float | str) or (isinstance(value, int) and -(2**63) <= value < 2**64):
         request.parameters[key] = value
     else:
         raise wrong(key, "any")

@@ -13,10 +13,10 @@ from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve import asked, told
+from millrace.serve.kserve.generate import Aside
 from millrace.serve.kserve.grpc_infer import Wanted, plain, read_infer, response_message
-from millrace.serve.kserve.http import Aside
 from millrace.serve.kserve.messages import config_message, message
-from millrace.serve.kserve.tensors import about_bytes
+from millrace.serve.kserve.tensors import held_bytes
 
 OPEN = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
 ADMITTED = ("ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")  # waited for at the end
@@ -73,7 +73,7 @@ class Front:
 
     async def packed(self, response: InferResponse | None, write: Callable[[], bytes]) -> bytes:
         """write: what makes the answer. raises StatusError, BusyError"""
-        n_bytes = about_bytes(response.outputs.values()) if response is not None else 0
+        n_bytes = held_bytes(response.outputs.values()) if response is not None else 0
         data: bytes = await self._aside(write, n_bytes)
         return data
 

@@ -17,7 +17,7 @@ from millrace.serve.errors import BUG, HttpError, problem_of
 from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.grpc_front import ADMITTED, NOT_YET, OPEN, SHARED, Front
-from millrace.serve.kserve.grpc_stream import Limits, Stream
+from millrace.serve.kserve.grpc_stream import Stream
 from millrace.serve.kserve.messages import SERVICE
 from millrace.serve.routes import Keys
 from millrace.serve.serving import number_of_connections
@@ -52,7 +52,6 @@ class GrpcServer:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._host, self.url = host, f"{host}:{repository.flags.grpc_port}"
         self._most_bytes = min(repository.flags.http_max_input_size, _MOST_MESSAGE)
-        self._limits = Limits(settings.max_unread_bytes, settings.write_timeout_s)
         self._backend = backend
         self._front = Front(repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), backend.aside)
         self._streams: set[Stream] = set()
@@ -107,7 +106,7 @@ class GrpcServer:
             async with self._call(service, name, context):
                 if name not in ADMITTED:
                     return await self._front.answer(name, data)
-                with self._held(len(data)):
+                with self._held(len(data), is_control=name.startswith("Repository")):
                     return await self._front.answer(name, data)
             raise AssertionError("a failed call is aborted")
 
@@ -120,7 +119,7 @@ class GrpcServer:
 
         async with self._call(SERVICE, _STREAM, context) as metadata:
             ends_with_error = metadata.get("triton_grpc_error") == "true"
-            stream = Stream(self._front, self._held, self._limits, ends_with_error)
+            stream = Stream(self._front, self._held, self._serving.settings.write_timeout_s, ends_with_error)
             self._streams.add(stream)
             try:
                 await stream.run(read, context.write)
@@ -130,12 +129,12 @@ class GrpcServer:
                 raise StatusError(Code.UNAVAILABLE, "Server is stopping")
 
     @contextmanager
-    def _held(self, n_bytes: int) -> Iterator[None]:
+    def _held(self, n_bytes: int, is_control: bool = False) -> Iterator[None]:
         """While a message of so many bytes is held and answered. raises BusyError, StatusError, HttpError"""
         bodies = self._backend.bodies
         with bodies.receiving("") as incoming:
             bodies.grew(incoming, n_bytes)
-            with self._backend.admitted():
+            with self._backend.admitted(is_control):
                 yield
 
     @asynccontextmanager

@@ -15,25 +15,16 @@ from millrace.errors import MillraceError
 from millrace.serve.errors import problem_of
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.responses import Unread
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.grpc_front import Front
 from millrace.serve.kserve.grpc_infer import FINAL, Wanted, fill_response, set_parameter
 from millrace.serve.kserve.messages import message
-from millrace.serve.kserve.tensors import about_bytes
 
 MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
-_ANSWER_BYTES = 1024  # of an answer beside its arrays, about
 Read = Callable[[], Awaitable[bytes | None]]
 Write = Callable[[bytes], Awaitable[None]]
 Admit = Callable[[int], AbstractContextManager[None]]
-
-
-@dataclass(slots=True)
-class Limits:
-    """unread_bytes: of answers that wait for their reader, of a stream; write_s: for a reader to take one"""
-
-    unread_bytes: int
-    write_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +34,6 @@ class _Answer:
     response: InferResponse | None
     error: StatusError | None
     final: bool
-
-    def about_bytes(self) -> int:
-        return _ANSWER_BYTES + (about_bytes(self.response.outputs.values()) if self.response is not None else 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,20 +47,22 @@ class _Open:
     wanted: Wanted | None = None
     task: "asyncio.Task[None] | None" = None
     answer: _Answer | None = None
+    unread: Unread | None = None
+    is_over: bool = False  # nothing more is told of it
 
 
 class Stream:
     """One call. Of the event loop; `run` is its whole life."""
 
-    def __init__(self, front: Front, admit: Admit, limits: Limits, ends_with_error: bool) -> None:
+    def __init__(self, front: Front, admit: Admit, write_s: float, ends_with_error: bool) -> None:
         """admit: a request of so many bytes, while it is answered
+        write_s: for a reader to take an answer
         ends_with_error: the first error ends the stream, with its status, as a client may ask for"""
-        self._front, self._admit, self._limits, self._ends_with_error = front, admit, limits, ends_with_error
+        self._front, self._admit, self._write_s, self._ends_with_error = front, admit, write_s, ends_with_error
         self._open: set[_Open] = set()
         self._in_order: deque[_Open] = deque()  # those of models that are not decoupled
         self._ready: asyncio.Queue[tuple[_Open, _Answer, int] | None] = asyncio.Queue()
         self._room = asyncio.Semaphore(MOST_OPEN)
-        self._unread_bytes = 0
         self._all_read = self.stopped = False
         self._reading: asyncio.Task[None] | None = None
         self._broken: Exception | None = None  # it ends with it, once the answer that is being written is
@@ -172,13 +162,16 @@ class Stream:
     # ------------------------------------------------------------------ answers
 
     def _put(self, one: _Open, answer: _Answer) -> None:
-        if one not in self._open:  # the stream has ended
+        if one.is_over or one not in self._open:  # it, or the stream, has ended
             return
-        n_bytes = answer.about_bytes()
-        self._unread_bytes += n_bytes
-        if self._unread_bytes > self._limits.unread_bytes and not self._ready.empty():
-            what = f"more than {self._limits.unread_bytes} bytes of responses wait for their reader"
-            self._break(StatusError(Code.UNAVAILABLE, what))
+        n_bytes = 0
+        if one.model is not None and one.asking is not None:
+            one.unread = one.unread or Unread(one.model)
+            try:
+                n_bytes = one.unread.add(one.asking, answer.response)
+            except StatusError as too_much:  # the request ends with it, and not the stream
+                one.model.cancel(one.asking)
+                one.is_over, answer = True, _Answer(None, too_much, True)
         self._ready.put_nowait((one, answer, n_bytes))
 
     async def _write_all(self, write: Write) -> None:
@@ -189,12 +182,13 @@ class Stream:
             data = await self._message(one, answer)
             if data is not None:
                 try:
-                    async with asyncio.timeout(self._limits.write_s):
+                    async with asyncio.timeout(self._write_s):
                         await write(data)
                 except TimeoutError:
-                    what = f"the stream was not read for {self._limits.write_s:g} s"
+                    what = f"the stream was not read for {self._write_s:g} s"
                     raise StatusError(Code.UNAVAILABLE, what) from None
-            self._unread_bytes -= n_bytes
+            if one.unread is not None:
+                one.unread.take_off(n_bytes)
             if answer.final:
                 self._ended(one)
 
@@ -213,6 +207,8 @@ class Stream:
     def _ended(self, one: _Open) -> None:
         self._open.discard(one)
         one.admitted.close()
+        if one.unread is not None:
+            one.unread.close()
         self._room.release()
         self._end_if_done()
 

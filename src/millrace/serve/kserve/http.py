@@ -3,7 +3,7 @@
 Statuses, bodies and the words of errors are Triton's (`status.py` has the codes). `asgi.py` joins it to the server.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -14,17 +14,21 @@ from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.status import Code, StatusError, invalid
 from millrace.serve.kserve import asked, encoding, told
+from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
 from millrace.serve.kserve.infer_body import HEADER, read_infer
 from millrace.serve.kserve.infer_reply import written
-from millrace.serve.kserve.tensors import about_bytes
+from millrace.serve.kserve.tensors import held_bytes
 from millrace.serve.repository.config_json import config_json
 
 STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.UNSUPPORTED: 501}  # the others: 400
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
 _HEADER = HEADER.encode()
+_EVENTS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+)  # fmt: skip
 _MOST_GROWTH = 1032  # times, of deflate
 _OF_MODEL = ("infer", "ready", "config", "stats", "generate", "generate_stream", "trace/setting")
-Aside = Callable[[Callable[[], Any], int], Awaitable[Any]]
 
 
 @dataclass(slots=True)
@@ -43,6 +47,7 @@ class Reply:
     status: int
     body: bytes = b""
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    events: Events | None = None  # in place of `body`; to be closed
 
 
 def error_reply(status: int, message: str) -> Reply:
@@ -131,6 +136,8 @@ class Front:
                 return json_reply({"model_stats": told.statistics(self._repository, name, version)})
             case "":
                 return json_reply(told.metadata(model, self._repository.versions(name)))
+            case "generate" | "generate_stream":
+                return await self._generate(request, model, streamed=action == "generate_stream")
         raise asked.not_yet(action)
 
     def _model_ready(self, name: str, version: int | None) -> Reply:
@@ -155,7 +162,7 @@ class Front:
         n_slow = len(body) if n_json is None or model.checker.has_strings else n_json
         asking, wanted = await self._aside(read, n_slow)
         response = await model.infer(asking)
-        n_bytes = about_bytes(response.outputs.values())
+        n_bytes = held_bytes(response.outputs.values())
         answer, n_head = await self._aside(lambda: written(model, asking, response, wanted), n_bytes)
         found: list[tuple[bytes, bytes]] = [(b"content-type", _JSON if n_head is None else _BINARY)]
         if n_head is not None:
@@ -165,6 +172,16 @@ class Front:
             answer = await self._aside(lambda: encoding.encoded(answer, coding), len(answer))
             found.append((b"content-encoding", coding.encode()))
         return Reply(200, answer, found)
+
+    async def _generate(self, request: Request, model: Model, *, streamed: bool) -> Reply:
+        if request.headers.get(b"content-encoding", b"identity") != b"identity":
+            raise StatusError(Code.UNSUPPORTED, "generate takes no compressed bodies")
+        asked = await self._aside(lambda: read_generate(request.body, model), len(request.body))
+        if not streamed:
+            return Reply(200, await generate(model, asked, self._aside), [(b"content-type", _JSON)])
+        events = Events(model, asked, self._aside)
+        failed = await events.begin()
+        return Reply(STATUS.get(failed, 400) if failed else 200, b"", list(_EVENTS), events)
 
     async def _unpacked(self, request: Request, coding: str) -> bytes:
         """In pieces, each counted before the next: it may become a thousand times larger."""

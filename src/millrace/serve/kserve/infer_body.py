@@ -78,7 +78,7 @@ def read_infer(body: bytes, n_json: int | None, model: str, checker: Checker) ->
     told = _decoded(memoryview(body)[:n_json])
     request, wanted = InferRequest({}, request_id=told.id), Wanted()
     if told.parameters is not UNSET:
-        wanted.otherwise = _take_parameters(request, told.parameters)
+        wanted.otherwise = take_parameters(request, told.parameters)
     given = _given(told.inputs, memoryview(body)[len(body) if n_json is None else n_json :], model)
     if told.outputs is not UNSET:
         request.outputs = _take_outputs(told.outputs, wanted)
@@ -93,7 +93,7 @@ def _decoded(head: memoryview) -> _Body:
         except msgspec.ValidationError as error:
             raise explained(msgspec.json.decode(head)) or StatusError(Code.INTERNAL, str(error)) from None
     except RecursionError:
-        raise _too_deep() from None
+        raise too_deep() from None
     except msgspec.DecodeError as error:
         raise invalid(f"failed to parse the request JSON buffer: {error}") from None
 
@@ -145,7 +145,7 @@ def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
         )
         raise invalid(what)
-    flat = _flat(data, 0)
+    flat = elements(data)
     kinds = set(map(type, flat))
     if datatype == BYTES:
         _only(kinds, {str}, "string", "string")
@@ -159,14 +159,14 @@ def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
     else:
         _only(kinds, {int}, "signed-integer", "signed-integer")
     if len(flat) != n:
-        raise _unparsed("data", "Shape does not match true shape of 'data' field")
+        raise unparsed("data", "Shape does not match true shape of 'data' field")
     if datatype == BYTES:
         return objects([text.encode("utf-8", "surrogatepass") for text in flat])
     try:
         with np.errstate(over="ignore"):  # beyond FP32 is infinite, as in C
             return np.array(flat, dtype=DTYPES[datatype])
     except OverflowError as error:
-        raise _unparsed("data", str(error)) from None
+        raise unparsed("data", str(error)) from None
 
 
 def _number(value: Any) -> int | float:
@@ -175,12 +175,17 @@ def _number(value: Any) -> int | float:
 
 def _only(kinds: set[type], allowed: set[type], is_none: str, wanted: str) -> None:
     if not kinds <= allowed:
-        raise _unparsed("data", _not(is_none, wanted))
+        raise unparsed("data", _not(is_none, wanted))
+
+
+def elements(data: Any) -> list[Any]:
+    """Of a tensor in JSON, flat. raises StatusError"""
+    return _flat(data, 0)
 
 
 def _flat(data: Any, depth: int) -> list[Any]:
     if depth >= MOST_DEPTH:
-        raise _too_deep()
+        raise too_deep()
     if not isinstance(data, list):
         return [data]
     if list not in set(map(type, data)):
@@ -188,7 +193,7 @@ def _flat(data: Any, depth: int) -> list[Any]:
     return [value for part in data for value in _flat(part, depth + 1)]
 
 
-def _take_parameters(request: InferRequest, parameters: Mapping[str, Any]) -> bool:
+def take_parameters(request: InferRequest, parameters: Mapping[str, Any]) -> bool:
     """Whether outputs are binary unless they say otherwise. raises StatusError"""
     binary = False
     for key, value in parameters.items():
@@ -211,7 +216,7 @@ def _wrong(key: str, wanted: str) -> StatusError:
     if wanted == "any":
         return invalid(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double', or 'string'.")
     word = {"id": "string", "count": "unsigned-integer", "natural": "unsigned-integer"}.get(wanted, wanted)
-    return _unparsed(key, _not(word, word))
+    return unparsed(key, _not(word, word))
 
 
 def _take_outputs(outputs: Sequence[_Output], wanted: Wanted) -> tuple[str, ...]:
@@ -235,14 +240,14 @@ def explained(body: Any) -> StatusError | None:
     members = [("id", "string", str)] if "id" in body else []
     found = _member(body, members)
     if found is None and "parameters" in body and not isinstance(body["parameters"], dict):
-        found = _unparsed("parameters", _not("object", "object"))
+        found = unparsed("parameters", _not("object", "object"))
     found = found or _member(body, [("inputs", "array", list)])
     for told in body["inputs"] if found is None else ():
         if not isinstance(told, dict):
             return StatusError(Code.INTERNAL, _not("object", "object"))
         found = found or _member(told, [("name", "string", str), ("shape", "array", list), ("datatype", "string", str)])
         if found is None and not all(_is_size(d) for d in told["shape"]):
-            found = _unparsed("shape", _not("unsigned-integer", "unsigned-integer"))
+            found = unparsed("shape", _not("unsigned-integer", "unsigned-integer"))
         found = found or _sizes(told, "binary_data_size", "shared_memory_region")
     if found is None and "outputs" in body:
         found = _member(body, [("outputs", "array", list)])
@@ -256,18 +261,18 @@ def explained(body: Any) -> StatusError | None:
 def _member(of: Mapping[str, Any], members: Sequence[tuple[str, str, type]]) -> StatusError | None:
     for name, word, kind in members:
         if name not in of:
-            return _unparsed(name, f"attempt to access non-existing object member '{name}'")
+            return unparsed(name, f"attempt to access non-existing object member '{name}'")
         if not isinstance(of[name], kind):
-            return _unparsed(name, _not(word, word))
+            return unparsed(name, _not(word, word))
     return None
 
 
 def _sizes(told: Mapping[str, Any], size: str, other: str) -> StatusError | None:
     parameters = told.get("parameters", {})
     if not isinstance(parameters, dict):
-        return _unparsed("parameters", _not("object", "object"))
+        return unparsed("parameters", _not("object", "object"))
     if size in parameters and not _is_size(parameters[size]):
-        return _unparsed(size, _not("unsigned-integer", "unsigned-integer"))
+        return unparsed(size, _not("unsigned-integer", "unsigned-integer"))
     word, kind = ("boolean", bool) if other == "binary_data" else ("string", str)
     return _member(parameters, [(other, word, kind)] if other in parameters else [])
 
@@ -280,9 +285,9 @@ def _not(is_none: str, wanted: str) -> str:
     return f"attempt to access JSON non-{is_none} as {wanted}"
 
 
-def _unparsed(key: str, cause: str) -> StatusError:
+def unparsed(key: str, cause: str) -> StatusError:
     return StatusError(Code.INTERNAL, f"Unable to parse '{key}': {cause}")
 
 
-def _too_deep() -> StatusError:
+def too_deep() -> StatusError:
     return invalid(f"JSON nesting depth exceeds maximum allowed limit ({MOST_DEPTH})")

@@ -24,10 +24,7 @@ def told_outputs(
             continue
         if n := n_classes.get(name):
             array = classified(array, n, model.labels.get(name, ()), has_batch=request.batch_size > 0)
-        datatype = WIRE_NAMES.get(array.dtype)
-        if datatype is None:
-            raise StatusError(Code.INTERNAL, f"output '{name}' has the data type {array.dtype}, which has no name here")
-        yield Tensor(name, datatype, array)
+        yield Tensor(name, named_type(name, array), array)
 
 
 def written(model: Model, request: InferRequest, response: InferResponse, wanted: Wanted) -> tuple[bytes, int | None]:
@@ -41,7 +38,7 @@ def written(model: Model, request: InferRequest, response: InferResponse, wanted
             raw.append(tensor.raw())
             told["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            told["data"] = _listed(name, datatype, tensor.values)
+            told["data"] = listed(name, datatype, tensor.values)
         outputs.append(told)
     answer: dict[str, Any] = {"id": request.id} if request.id else {}
     answer["model_name"], answer["model_version"] = model.name, str(model.version)
@@ -52,7 +49,15 @@ def written(model: Model, request: InferRequest, response: InferResponse, wanted
     return (b"".join((head, *raw)), len(head)) if raw else (head, None)
 
 
-def _listed(name: str, datatype: str, array: Array) -> list[Any]:
+def named_type(name: str, array: Array) -> str:
+    """The datatype of an output. raises StatusError"""
+    found = WIRE_NAMES.get(array.dtype)
+    if found is None:
+        raise StatusError(Code.INTERNAL, f"output '{name}' has the data type {array.dtype}, which has no name here")
+    return found
+
+
+def listed(name: str, datatype: str, array: Array) -> list[Any]:
     """Flat. What is no number (NaN, infinite) becomes null: JSON has no word for it."""
     if datatype in ONLY_BINARY:
         what = f"sending {datatype} data via JSON is not supported. Please use the binary data format for output"

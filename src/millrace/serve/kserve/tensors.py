@@ -20,7 +20,6 @@ DTYPES: dict[str, Any] = {
 }  # fmt: skip
 MOST_DIMENSIONS, MOST_ELEMENTS = 32, 1 << 32
 ONLY_BINARY = ("FP16", "BF16")  # have no form in JSON
-_LOOKED_AT = 10_000  # strings, to know about how long they are
 _FLOATS = ("FP16", "FP32", "FP64", "BF16")
 
 
@@ -53,16 +52,6 @@ class Tensor:
             raise ConfigError(
                 f'input "{self.name}" holds bytes that are no text', "--tensor-format binary", "leave it out"
             ) from None
-
-
-def about_bytes(arrays: Iterable[Array]) -> int:
-    """That they take in memory and on the wire; of very many strings by the first of them."""
-    return sum(_string_bytes(array) if array.dtype == np.object_ else array.nbytes for array in arrays)
-
-
-def _string_bytes(array: Array) -> int:
-    first = array.reshape(-1)[:_LOOKED_AT]
-    return (4 * len(first) + sum(map(len, first))) * array.size // max(1, len(first))
 
 
 def check_size(datatype: str, shape: Sequence[int], n_bytes: int) -> None:
@@ -121,6 +110,16 @@ def objects(values: Sequence[bytes]) -> Array:
     array = np.empty(len(values), dtype=np.object_)
     array[:] = values
     return array
+
+
+def held_bytes(arrays: Iterable[Array]) -> int:
+    """What they hold in memory; an array of strings itself only points at them."""
+    found = 0
+    for array in arrays:
+        found += array.nbytes
+        if array.dtype == np.object_:
+            found += sum(len(v) for v in array.reshape(-1) if isinstance(v, bytes | str))
+    return found
 
 
 def from_raw(data: bytes, datatype: str, shape: Sequence[int]) -> Array:
