@@ -1,6 +1,7 @@
 """`millrace serve --model-repository DIR`: as a process, beside a language model, and what keeps it from starting."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from tests.cli.conftest import Millrace
 from tests.support.command_line import environment
-from tests.support.repository import ADD_SUB, write_models
+from tests.support.kserve_grpc import connected
+from tests.support.repository import ADD_SUB, in_process, write_models
 
 ADDED = {
     "inputs": [{"name": f"INPUT{i}", "shape": [1, 16], "datatype": "INT32", "data": [i + 1] * 16} for i in range(2)]
@@ -35,13 +37,18 @@ def test_served_as_a_process(root: Path, built_tiny: Path, tmp_path: Path, besid
         str(root),
         "--port",
         "0",
+        "--grpc-port",
+        "0",
         "--json",
     ]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(tmp_path)
     ) as server:
         assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
+        announced = json.loads(server.stdout.readline())
+        url = announced["url"]
+        with connected(announced["grpc_url"]) as client:
+            assert client.call("ModelReady", name="simple").ready
         answer = httpx.post(f"{url}/v2/models/simple/infer", json=ADDED).json()
         assert [o["data"][0] for o in answer["outputs"]] == [3, -1]
         listed = [m["id"] for m in httpx.get(f"{url}/v1/models").json()["data"]]
@@ -72,6 +79,28 @@ def test_a_key_is_asked_for_but_for_health(root: Path, tmp_path: Path) -> None:
         assert server.wait(30) == 0
 
 
+def test_the_load_generator_drives_it_over_grpc(millrace: Millrace, root: Path) -> None:
+    with in_process(root, grpc_port=0) as served:
+        load = ["--protocol", "grpc", "--model", "simple", "--batch-size", "2", "--duration-s", "0.2", "--json"]
+        done = millrace("bench", "infer", served.grpc_url, *load)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    (point,) = found["points"]
+    assert found["model"]["platform"] == "add_sub" and found["model"]["max_batch"] == 8
+    assert point["requests"]["whole"] > 10 and point["requests"]["failed"] == 0
+
+
+def test_ports_that_cannot_be(millrace: Millrace, root: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        said = ["choose another --host or --grpc-port"]
+        millrace("serve", "--model-repository", str(root), "--grpc-port", port).assert_mistake(*said)
+    both = millrace("serve", "--model-repository", str(root), "--port", "8123", "--grpc-port", "8123")
+    both.assert_mistake("--port and --grpc-port are both 8123")
+
+
 def test_what_keeps_it_from_starting(millrace: Millrace, root: Path) -> None:
     recorded = millrace("serve", "--model-repository", str(root), "--record", "f")
     recorded.assert_mistake("--record is given, and MODEL is not")
@@ -79,6 +108,8 @@ def test_what_keeps_it_from_starting(millrace: Millrace, root: Path) -> None:
     for arguments, fragments in (
         (["--model-repository", str(root)], ["simple/config.pbtxt:1:20", "max_batchsize", f"millrace lint {root}"]),
         (["--model-repository", str(root / "gone")], ["is no folder"]),
+        (["--grpc-port", "0"], ["--grpc-port 0 is for tensor models, and there are none", "--model-repository DIR"]),
+        (["--grpc-port", "70000"], ["65535"]),
         (["--load-model", "x"], ["there is none", "--model-repository DIR"]),
         (["--model-repository", str(root), "--load-model", "x"], ["--model-control-mode none", "explicit"]),
         (["--model-repository", str(root), "--model-control-mode", "never"], ["one of none, poll, explicit"]),

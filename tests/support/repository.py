@@ -8,7 +8,7 @@ from typing import Any
 from millrace.serve.inference.lifecycle import RepositoryFlags
 from millrace.serve.inference.served import RepositoryModel
 from millrace.serve.settings import ServerSettings
-from tests.support.server import in_thread
+from tests.support.server import Threaded, in_thread
 
 ADD_SUB = """backend: "add_sub" max_batch_size: 8
 input [ { name: "INPUT0" data_type: TYPE_INT32 dims: [ 16 ] }, { name: "INPUT1" data_type: TYPE_INT32 dims: [ 16 ] } ]
@@ -38,8 +38,16 @@ def write_models(root: Path, models: Mapping[str, str], version: int = 1) -> Pat
 @contextmanager
 def serving(root: Path, settings: ServerSettings | None = None, wait: bool = True, **flags: Any) -> Iterator[str]:
     """The URL."""
+    with in_process(root, settings, wait, **flags) as served:
+        yield served.url
+
+
+@contextmanager
+def in_process(
+    root: Path, settings: ServerSettings | None = None, wait: bool = True, **flags: Any
+) -> Iterator[Threaded]:
     model = RepositoryModel(
         name="repository", created=0, max_context=0, flags=RepositoryFlags(model_repository=(str(root),), **flags)
     )
     with in_thread(model, settings, start_s=30, stop_s=30, wait=wait) as served:
-        yield served.url
+        yield served

@@ -23,6 +23,7 @@ from millrace.serve.text import TextModel
 @dataclass(frozen=True)
 class Threaded:
     url: str
+    grpc_url: str
     server: Server
     thread: threading.Thread
 
@@ -43,8 +44,8 @@ def in_thread(
     """
     ready, urls, failures = threading.Event(), list[str](), list[MillraceError]()
 
-    def announce(url: str) -> None:
-        urls.append(url)
+    def announce(url: str, grpc_url: str = "") -> None:
+        urls.extend((url, grpc_url))
         ready.set()
 
     chosen = settings or ServerSettings(port=0)
@@ -64,7 +65,8 @@ def in_thread(
     if wait:
         assert ready.wait(start_s) and urls, failures
     try:
-        yield Threaded(urls[0] if wait else f"http://127.0.0.1:{chosen.port}", server, thread)
+        url, grpc_url = urls if wait else (f"http://127.0.0.1:{chosen.port}", "")
+        yield Threaded(url, grpc_url, server, thread)
     finally:
         server.stop()
         server.stop()

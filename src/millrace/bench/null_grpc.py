@@ -10,15 +10,10 @@ from typing import Any
 import grpc
 
 from millrace.bench import null_kserve as kserve
-from millrace.bench.infer.messages import CONFIG_TYPES, KINDS, SERVICE, message
 from millrace.bench.null_ledger import Ledger
+from millrace.serve.kserve.messages import CONTENTS, SERVICE, message
 
 _CODES = {400: grpc.StatusCode.INVALID_ARGUMENT, 404: grpc.StatusCode.NOT_FOUND}
-_CONTENTS = {
-    "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
-    "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
-    "UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents", "BYTES": "bytes_contents",
-}  # fmt: skip
 _UNBOUNDED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -74,10 +69,6 @@ class _Service:
 
     async def _config(self, asked: Any, context: Any) -> Any:
         told = (await self._model(asked, context)).config(self._ledger.timing.instances)
-        for one in (*told["input"], *told["output"]):
-            one["data_type"] = CONFIG_TYPES.index(one["data_type"].removeprefix("TYPE_"))
-        for group in told["instance_group"]:
-            group["kind"] = KINDS.index(group["kind"])
         return message("ModelConfigResponse")(config=told)
 
     async def _statistics(self, asked: Any, context: Any) -> Any:
@@ -130,9 +121,9 @@ def _inputs(asked: Any) -> list[kserve.Tensor]:
 
 
 def _packed(one: Any) -> bytes:
-    if one.datatype not in _CONTENTS:
+    if one.datatype not in CONTENTS:
         raise kserve.RefusedError(f"{one.datatype} data has to be raw")
-    values = getattr(one.contents, _CONTENTS[one.datatype])
+    values = getattr(one.contents, CONTENTS[one.datatype])
     if one.datatype == "BYTES":
         return kserve.join_bytes(values)
     return struct.pack(f"<{prod(one.shape)}{kserve.FORMATS[one.datatype]}", *values)

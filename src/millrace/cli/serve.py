@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -32,9 +32,10 @@ from millrace.runtime.step_cost import StepProfile, read_profile
 from millrace.serve.backend import ServedModel
 from millrace.serve.embeddings import EncoderModel
 from millrace.serve.inference.lifecycle import RepositoryFlags
+from millrace.serve.inference.served import RepositoryModel
 from millrace.serve.record import RecordedEngine, Recorder
 from millrace.serve.routes import read_keys
-from millrace.serve.server import bind, serve
+from millrace.serve.server import Announce, bind, serve
 from millrace.serve.settings import ServerSettings
 from millrace.serve.text import DecodeClock, TextModel
 from millrace.serve.warm import WarmPrompt, read_warm_prompts
@@ -44,7 +45,7 @@ EPILOG = """\b
 Examples:
   millrace serve tiny
   millrace serve ./llama-3.2-1b --precision w4a8 --port 9000 --api-key-file keys.txt
-  millrace serve --model-repository ./models
+  millrace serve --model-repository ./models --grpc-port 8001
   curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Tell me a story."}], "stream": true}'"""
 LEVELS = ("debug", "info", "warning", "error")
@@ -150,7 +151,7 @@ def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None
     if model is None and repository is None:
         raise ConfigError("there is nothing to serve", "MODEL, --model-repository DIR, or both", "name one")
     settings = flags.server()
-    bind(settings.host, settings.port).close()  # a port that is taken is said before the model is loaded
+    _check_ports(settings, repository)
     logging.getLogger("millrace").setLevel(flags.log_level.upper())
     if model is None:
         assert repository is not None
@@ -166,6 +167,16 @@ def command(env: Env, /, model: str | None, as_json: bool, **given: Any) -> None
         serve(
             [served, repository] if repository else [served], settings, _announcer(as_json, served, opened), last=True
         )
+
+
+def _check_ports(settings: ServerSettings, repository: RepositoryModel | None) -> None:
+    """So that one that is taken is said before the model is loaded. raises ConfigError"""
+    bind(settings.host, settings.port).close()
+    grpc_port = repository.flags.grpc_port if repository is not None else None
+    if grpc_port is not None:
+        if grpc_port == settings.port != 0:
+            raise ConfigError(f"--port and --grpc-port are both {grpc_port}", "a port for each", "choose another")
+        bind(settings.host, grpc_port, "--grpc-port").close()
 
 
 def _check_model_is_there(flags: ServeFlags, given: Mapping[str, Any]) -> None:
@@ -201,16 +212,15 @@ def _to_serve(
     return replace(_served(opened, engine, flags.served_model_name, clock), warm_prompts=warm, profile=profile)
 
 
-def _announcer(
-    as_json: bool, served: ServedModel, opened: Opened | OpenedEncoder | None = None
-) -> Callable[[str], None]:
-    def ready(url: str) -> None:
+def _announcer(as_json: bool, served: ServedModel, opened: Opened | OpenedEncoder | None = None) -> Announce:
+    def ready(url: str, **also: str) -> None:
         seconds, memory = age_s(), _memory(opened) if opened else {}
         if as_json:
-            said(json.dumps({"url": url, "model": served.name, "ready_s": seconds, **memory}))
+            said(json.dumps({"url": url, **also, "model": served.name, "ready_s": seconds, **memory}))
         else:
             base = url + ("/v1" if opened else "/v2")
-            note(f"Ready after {seconds:.1f} s: {click.style(base, bold=True)}   (docs: {url}/docs)")
+            grpc = "".join(f", gRPC at {click.style(place, bold=True)}" for place in also.values())
+            note(f"Ready after {seconds:.1f} s: {click.style(base, bold=True)}{grpc}   (docs: {url}/docs)")
 
     return ready
 

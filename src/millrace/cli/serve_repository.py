@@ -5,6 +5,7 @@ import time
 from millrace.errors import ConfigError
 from millrace.serve.inference.lifecycle import RepositoryFlags
 from millrace.serve.inference.served import RepositoryModel
+from millrace.serve.kserve.extra import check_grpc
 from millrace.serve.repository.folders import Repository, read_repositories
 from millrace.serve.repository.problems import Level
 
@@ -12,6 +13,9 @@ from millrace.serve.repository.problems import Level
 def repository_model(flags: RepositoryFlags) -> RepositoryModel | None:
     """None where no repository is given. raises ConfigError for one whose models cannot all be served"""
     if not flags.model_repository:
+        if flags.grpc_port is not None:
+            what = f"--grpc-port {flags.grpc_port} is for tensor models, and there are none"
+            raise ConfigError(what, "--model-repository DIR", "name one, or leave --grpc-port out")
         if flags.load_model or flags.model_config_name or flags.model_control_mode != "none":
             what = "models of a repository are chosen, and there is none"
             raise ConfigError(what, "--model-repository DIR", "name one, or leave the other flags out")
@@ -19,6 +23,8 @@ def repository_model(flags: RepositoryFlags) -> RepositoryModel | None:
     if flags.load_model and flags.model_control_mode != "explicit":
         what = f"--load-model with --model-control-mode {flags.model_control_mode}"
         raise ConfigError(what, "--model-control-mode explicit", "add it, or leave --load-model out")
+    if flags.grpc_port is not None:
+        check_grpc("--grpc-port", "leave --grpc-port out")
     found = read_repositories(flags.roots, flags.model_config_name)  # so that a mistake is said before a port is taken
     if flags.model_control_mode == "none":
         _check(found)

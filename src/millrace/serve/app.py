@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol as Interface
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -48,6 +49,29 @@ def create_app(models: Models, protocols: Sequence[Protocol] = PROTOCOLS) -> ASG
         app, protocols = _with_tensors(app, KServe(models, repository, keys)), (*protocols, KSERVE)
     app = Edge(app, models, protocols)
     return _with_cors(app, settings.cors_origins) if settings.cors_origins else app
+
+
+class Door(Interface):
+    """A way in beside HTTP. name, url: as it is announced, once it is open"""
+
+    name: str
+    url: str
+
+    async def open(self) -> None:
+        """Listen, in the running event loop. raises ConfigError"""
+
+    async def close(self, within_s: float) -> None:
+        """Take no more, and give answers so long to reach their clients. It may be called twice, or without `open`."""
+
+
+def create_doors(models: Models) -> list[Door]:
+    """What is configured of them; not open yet."""
+    repositories = [r for r in models.of_kind(RepositoryBackend) if r.repository.flags.grpc_port is not None]
+    if not repositories:
+        return []
+    from millrace.serve.kserve.grpc_server import GrpcServer  # an extra
+
+    return [GrpcServer(models, r, Keys(models.serving.settings.api_keys)) for r in repositories]
 
 
 def _with_tensors(app: ASGIApp, tensors: ASGIApp) -> ASGIApp:

@@ -12,9 +12,7 @@ line written in the log.
 import codecs
 import hmac
 import logging
-import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -43,7 +41,7 @@ from millrace.serve.fields import decode, take_ignored
 from millrace.serve.management import unknown_path
 from millrace.serve.openapi import Operation
 from millrace.serve.protocol import Body
-from millrace.serve.wire import CALL, Bodies, Call, RequestLog, header, log_request, read_body, unless_gone
+from millrace.serve.wire import CALL, Bodies, Call, RequestLog, header, id_of, log_request, read_body, unless_gone
 from millrace.settings import read_given
 
 _BEARER = b"bearer "
@@ -78,12 +76,16 @@ class Keys:
         self._keys = [key.encode() for key in keys]
 
     def check(self, scope: Scope) -> str:
+        """`tenant`, by the headers of a request."""
+        return self.tenant(header(scope, b"authorization"), header(scope, b"x-api-key")) if self._keys else ""
+
+    def tenant(self, authorization: bytes | None, other: bytes | None) -> str:
         """Whose key it is, "" where there are not several. raises HttpError with 401"""
         if not self._keys:
             return ""
-        given = header(scope, b"authorization") or b""
+        given = authorization or b""
         token = given[len(_BEARER) :].strip() if given[: len(_BEARER)].lower() == _BEARER else b""
-        if not token and (other := header(scope, b"x-api-key")) is not None:  # Anthropic's clients
+        if not token and other is not None:  # Anthropic's clients
             given = token = other.strip()
         found = [hmac.compare_digest(token, key) for key in self._keys]  # a list: all of them, always
         if not any(found):
@@ -213,7 +215,6 @@ class Handler:
         ).about("model")
 
 
-_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # nothing that could break a header or a log line
 log = logging.getLogger(__name__)
 
 
@@ -309,6 +310,5 @@ def call_path(scope: Scope) -> str:
 
 
 def _call(scope: Scope) -> Call:
-    given = header(scope, b"x-request-id") or b""
-    request_id = given.decode() if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    request_id = id_of(header(scope, b"x-request-id"))
     return Call(request_id, time.perf_counter(), RequestLog(scope["method"], call_path(scope), request_id))

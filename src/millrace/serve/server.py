@@ -14,14 +14,14 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import uvicorn
 
 from millrace.errors import ConfigError
 from millrace.runtime.service import STOP_S, quick_switches
-from millrace.serve.app import PROTOCOLS, create_app
+from millrace.serve.app import PROTOCOLS, Door, create_app, create_doors
 from millrace.serve.backend import Models, ServedModel
 from millrace.serve.connections import Connection
 from millrace.serve.health import Phase
@@ -37,7 +37,7 @@ MIN_STOP_S = 1.0  # for a step in progress, however short the time to drain is
 MAX_FLUSH_S, MIN_FLUSH_S = 5.0, 0.25  # for answers that are complete to reach their clients, at the end
 log = logging.getLogger(__name__)
 
-Announce = Callable[[str], None]
+Announce = Callable[..., None]  # with the base URL, and grpc_url where there is one
 
 
 def serve(
@@ -50,7 +50,8 @@ def serve(
     """Serve until SIGTERM or SIGINT, then drain and return. Starts and closes the models' engines.
 
     protocols: the endpoints; the first writes the errors of requests that are nobody's
-    announce: called with the base URL once the server is ready for requests; nobody need listen (BrokenPipeError)
+    announce: called with the base URL once the server is ready for requests, and with grpc_url (HOST:PORT) where it
+        speaks gRPC; nobody need listen (BrokenPipeError)
     last: the process ends afterwards: both signals stay ignored, for one more while it unloads is no failure
     raises ConfigError where it cannot listen
     """
@@ -58,10 +59,10 @@ def serve(
 
     before = {number: signal.getsignal(number) for number in _SIGNALS}
 
-    def announced(url: str) -> None:
+    def announced(url: str, **also: str) -> None:
         gc.freeze()  # what exists now stays: later collections need not look at it
         if announce is not None:
-            announce(url)
+            announce(url, **also)
 
     server = Server(models, settings, announced, protocols)
     with Logging(settings.log_format), quick_switches(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -94,21 +95,24 @@ class Server:
         self._loop = asyncio.get_running_loop()
         sock = bind(self._settings.host, self._settings.port)
         models = Models(Serving(self._settings), self._served)
-        web = _uvicorn(models, self._protocols)
+        web, doors = _uvicorn(models, self._protocols), create_doors(models)
         try:
+            for door in doors:
+                await door.open()
             async with contextlib.AsyncExitStack() as started:
                 for backend in models.backends:
                     backend.start()
                     started.push_async_callback(backend.abort, STOP_S)
                 started.pop_all()  # from here on `_serve` does that
-            await self._serve(models, web, sock)
+            await self._serve(models, web, sock, doors)
         finally:
             sock.close()
+            await asyncio.gather(*(door.close(0) for door in doors))
             models.close()
 
-    async def _serve(self, models: Models, web: "_Web", sock: socket.socket) -> None:
+    async def _serve(self, models: Models, web: "_Web", sock: socket.socket, doors: Sequence[Door]) -> None:
         listening = asyncio.create_task(web.serve(sockets=[sock]))
-        warming = asyncio.create_task(self._get_ready(models, web, _url(sock)))
+        warming = asyncio.create_task(self._get_ready(models, web, _url(sock), {door.name: door.url for door in doors}))
         for task in (listening, warming):
             task.add_done_callback(self._stop_on_bug)
         try:
@@ -118,7 +122,8 @@ class Server:
             warming.cancel()
             hurrying, until_s = self._hurrying.is_set(), time.monotonic() + self._flush_s
             await self._abort(models, STOP_S if hurrying else max(MIN_STOP_S, self._flush_s))
-            await web.end(listening, MIN_FLUSH_S if hurrying else max(MIN_FLUSH_S, until_s - time.monotonic()))
+            flush_s = MIN_FLUSH_S if hurrying else max(MIN_FLUSH_S, until_s - time.monotonic())
+            await asyncio.gather(web.end(listening, flush_s), *(door.close(flush_s) for door in doors))
             await asyncio.wait((warming, listening))
         for task in (warming, listening):
             if not task.cancelled():
@@ -143,7 +148,7 @@ class Server:
         self.stuck = any(backend.stuck for backend in models.backends)
         models.serving.close()
 
-    async def _get_ready(self, models: Models, web: uvicorn.Server, url: str) -> None:
+    async def _get_ready(self, models: Models, web: uvicorn.Server, url: str, also: Mapping[str, str]) -> None:
         heartbeat = models.heartbeat
         trouble = next(filter(None, await asyncio.gather(*(b.warm_up() for b in models.backends))), None)
         while not web.started:
@@ -158,7 +163,7 @@ class Server:
         log.info("serving %s at %s", ", ".join(b.model.name for b in models.backends), url)
         if self._announce is not None:
             try:
-                self._announce(url)
+                self._announce(url, **also)
             except BrokenPipeError:  # `millrace serve | head -1`
                 log.warning("whoever read this server's output has gone; it serves all the same")
 
@@ -181,8 +186,8 @@ class Server:
         await asyncio.wait((draining, hurrying))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A TCP socket, bound but not yet listening. raises ConfigError"""
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A TCP socket, bound but not yet listening. flag: by which the port was chosen. raises ConfigError"""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -196,7 +201,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error}",
             "a free port at an address of this machine",
-            "choose another --host or --port, or stop what listens there",
+            f"choose another --host or {flag}, or stop what listens there",
         ) from None
     return sock
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import re
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -23,7 +24,11 @@ QUIET_PATHS = (
     "/v2/health/",
     "/metrics",
     "/v1/metrics",
+    "/inference.GRPCInferenceService/ServerLive",
+    "/inference.GRPCInferenceService/ServerReady",
+    "/grpc.health.v1.Health/",
 )  # asked every few seconds: logged at DEBUG
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # nothing that could break a header or a log line
 _PLAIN = re.compile(r"[!-~]+")
 _UPGRADE = frozenset((b"upgrade", b"http2-settings"))  # headers, and what the header `connection` says of them
 
@@ -54,6 +59,11 @@ class RequestLog:
     def __str__(self) -> str:
         rest = (f"{key}={_quoted(value)}" for key, value in self.known().items() if key not in ("method", "path"))
         return " ".join((self.method, self.path, *rest))
+
+
+def id_of(given: bytes | None) -> str:
+    """Of a request, by its header x-request-id: its own, or a new one."""
+    return given.decode() if given and _SANE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _quoted(value: object) -> object:

@@ -15,10 +15,10 @@ import pytest
 
 from millrace.bench.answer import Answer, Failure
 from millrace.bench.infer.measure import Inferred, infer, infer_plan, transport
-from millrace.bench.infer.messages import SERVICE, message
 from millrace.bench.infer.settings import LevelSettings, ModelSettings
 from millrace.bench.infer.target import GRPC, HTTP, InferTarget
 from millrace.errors import ConfigError, MachineError
+from millrace.serve.kserve.messages import SERVICE, message
 
 HEADER = "Inference-Header-Content-Length"
 FOUR = struct.pack("<4f", 1, 2, 3, 4)

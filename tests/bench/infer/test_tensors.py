@@ -11,13 +11,13 @@ import pytest
 
 from millrace.bench import null_kserve as kserve
 from millrace.bench.infer.inputs import batches, drawn, parse_shapes, read_items, synthetic
-from millrace.bench.infer.messages import message
 from millrace.bench.infer.model import Model, Spec, told_model
 from millrace.bench.infer.over_grpc import OverGrpc
 from millrace.bench.infer.over_http import OverHttp
 from millrace.bench.infer.settings import numbers
 from millrace.bench.infer.target import GRPC, InferTarget
 from millrace.errors import ConfigError, MachineError
+from millrace.serve.kserve.messages import message
 from millrace.serve.kserve.tensors import DTYPES, Array, Tensor, from_raw, objects
 
 STRINGS = [b"", b"mill", "r\u00e4ce \U0001f3c1".encode()]

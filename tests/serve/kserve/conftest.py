@@ -6,13 +6,15 @@ import pytest
 
 from tests.serve.repository.test_folders import write
 from tests.support.kserve import KINDS
-from tests.support.repository import ADD_SUB, REPEAT, identity, serving, write_models
+from tests.support.kserve_grpc import Client, connected
+from tests.support.repository import ADD_SUB, REPEAT, identity, in_process, write_models
+from tests.support.server import Threaded
 
 LIMIT = 20_000
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Threaded]:
     root = tmp_path_factory.mktemp("models")
     same = {f"same_{kind}": identity(kind, more="max_batch_size: 4") for kind in KINDS}
     models = {
@@ -32,5 +34,17 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "loose": identity("FP32", "-1", "max_batch_size: 0"),
     }
     write(write_models(root, models), {"label/labels.txt": "a\nb\n\nd\n"})
-    with serving(root, http_max_input_size=LIMIT) as found:
+    with in_process(root, http_max_input_size=LIMIT, grpc_port=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def url(served: Threaded) -> str:
+    return served.url
+
+
+@pytest.fixture(scope="module")
+def client(served: Threaded) -> Iterator[Client]:
+    """Over gRPC."""
+    with connected(served.grpc_url) as found:
         yield found

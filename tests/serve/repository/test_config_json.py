@@ -7,12 +7,12 @@ import pytest
 from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict
 
+from millrace.serve.kserve.messages import message
 from millrace.serve.repository.bind import read_config
 from millrace.serve.repository.completion import completed
 from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.config_json import config_json
 from millrace.serve.repository.declare import specs
-from tests.serve.repository.descriptor import protobuf_class
 
 TEXTS = [
     "",
@@ -59,7 +59,7 @@ def with_numbers(cls: type, told: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("text", TEXTS)
 def test_json_is_protobufs(text: str) -> None:
     truth = MessageToDict(
-        text_format.Parse(text, protobuf_class()()),
+        text_format.Parse(text, message("ModelConfig")()),
         preserving_proto_field_name=True,
         always_print_fields_with_no_presence=True,
     )

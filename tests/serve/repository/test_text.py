@@ -10,12 +10,13 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import given, settings
 
+from millrace.serve.kserve.messages import message
 from millrace.serve.repository.bind import MOST_PROBLEMS, Read, read_config
 from millrace.serve.repository.config import ModelConfig
 from millrace.serve.repository.declare import RANGES, FieldSpec, specs
 from millrace.serve.repository.kinds import DataType
 from millrace.serve.repository.problems import Level
-from tests.serve.repository.descriptor import messages, protobuf_class, same
+from tests.serve.repository.descriptor import messages, same
 from tests.support.drawn import SEEDS, examples
 
 FILE = Path("m/config.pbtxt")
@@ -30,7 +31,7 @@ def errors(found: Read) -> list[tuple[str, str]]:
 
 
 def parsed(text: str) -> Any:
-    return text_format.Parse(text, protobuf_class()())
+    return text_format.Parse(text, message("ModelConfig")())
 
 
 class Drawn:

@@ -1,6 +1,5 @@
 """Inferences of a model at one level of load after another: how many a second, how long, and what the server says."""
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -23,11 +22,11 @@ from millrace.bench.null_process import NullProcess
 from millrace.bench.plan import parsed_headers
 from millrace.bench.run import Load, Run
 from millrace.errors import ConfigError
+from millrace.serve.kserve.extra import check_grpc
 from millrace.serve.kserve.tensors import Tensor
 
 EACH_S, WARM_UP = 5.0, 8
 NULL_MS, NULL_PER_S = 20, {HTTP: 1000, GRPC: 500}  # requests that the null server itself can bear
-EXTRA = "millrace[grpc]"
 _STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
 OnRun = Callable[[Run], None]
 
@@ -78,8 +77,8 @@ def infer_plan(url: str, what: ModelSettings, load: LevelSettings) -> InferPlan:
     """raises ConfigError; what only the model can tell is said in `infer`"""
     if not what.model:
         raise ConfigError("there is no --model", "the name of a model that the server has", "give it")
-    if what.protocol == GRPC and not all(map(importlib.util.find_spec, ("grpc", "google.protobuf"))):
-        raise ConfigError("--protocol grpc without grpcio", f'pip install "{EXTRA}"', "install it, or take http")
+    if what.protocol == GRPC:
+        check_grpc("--protocol grpc", "take http")
     parse_shapes(what.shape)
     binary, headers = what.tensor_format == "binary", parsed_headers(what.header)
     if what.protocol == GRPC:

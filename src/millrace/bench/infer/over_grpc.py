@@ -11,11 +11,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from millrace.bench.answer import Answer, Failure, request_ids
-from millrace.bench.infer.messages import KINDS, SERVICE, message
 from millrace.bench.infer.model import Model, told_model
 from millrace.bench.infer.target import InferTarget
 from millrace.errors import ConfigError, MachineError
+from millrace.serve.kserve.messages import CONTENTS, SERVICE, message
 from millrace.serve.kserve.tensors import Tensor, check_count, check_size, n_items
+from millrace.serve.repository.kinds import InstanceKind
 
 ASIDE_S = 30.0  # for what is asked beside the load
 EACH = (
@@ -26,11 +27,7 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", 1 << 30), ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # or all channels would share one connection
 ]  # fmt: skip
-_CONTENTS = {  # where values are that are not raw
-    "BOOL": "bool_contents", "INT64": "int64_contents", "UINT64": "uint64_contents", "FP32": "fp32_contents",
-    "FP64": "fp64_contents", "BYTES": "bytes_contents", **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
-}  # fmt: skip
+_KINDS = {int(kind): kind.name for kind in InstanceKind}  # a server may say another
 _METADATA = re.compile(r"[0-9a-z_.-]+")
 
 
@@ -102,7 +99,7 @@ class OverGrpc:
         except (grpc.aio.AioRpcError, DecodeError):  # not every server of the protocol has Triton's extensions
             return None
         groups = [
-            {"kind": KINDS[g.kind] if 0 <= g.kind < len(KINDS) else "KIND_AUTO", "count": g.count, "gpus": list(g.gpus)}
+            {"kind": _KINDS.get(g.kind, "KIND_AUTO"), "count": g.count, "gpus": list(g.gpus)}
             for g in told.instance_group
         ]
         return {"max_batch_size": told.max_batch_size, "backend": told.backend, "instance_group": groups}
@@ -161,7 +158,7 @@ def _take(answer: Answer, found: Any) -> None:
             if n_raw:
                 check_size(output.datatype, output.shape, len(found.raw_output_contents[i]))
             else:
-                listed = _CONTENTS.get(output.datatype)
+                listed = CONTENTS.get(output.datatype)
                 check_count(output.datatype, output.shape, len(getattr(output.contents, listed)) if listed else 0)
         except ValueError as error:
             raise ValueError(f'output "{output.name:.80}": {error}') from None

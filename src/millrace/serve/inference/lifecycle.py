@@ -47,6 +47,10 @@ class RepositoryFlags(Settings):
     max_model_requests: int = setting(512, "requests that one tensor model holds; more get a 503", low=1)
     http_max_input_size: int = setting(64 << 20, "largest request to a tensor model", size=True, low=1)
 
+    grpc_port: int | None = setting(
+        None, "port for the same protocol over gRPC; 0 takes a free one; default: none", low=0, high=65535
+    )
+
     @property
     def roots(self) -> list[Path]:
         return [Path(folder) for folder in self.model_repository]
@@ -110,9 +114,9 @@ class ModelRepository:
             yield from (entry.models[version] for version in sorted(entry.models))
 
     def is_ready(self) -> bool:
-        """Every model that was to be loaded is."""
+        """Every model that was to be loaded is; one that is on its way out by wish is not missed."""
         states = (state for entry in self._entries.values() for state in entry.states.values())
-        return all(state is State.READY or reason == _UNLOADED for state, reason in states)
+        return all(state in (State.READY, State.UNLOADING) or reason == _UNLOADED for state, reason in states)
 
     async def index(self, only_ready: bool) -> list[dict[str, str]]:
         """Every model of the folders, with the state of each version that was tried."""

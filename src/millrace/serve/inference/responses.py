@@ -13,6 +13,33 @@ FREE_BYTES = 1 << 20  # of each request, whatever others leave unread
 _EACH_BYTES = 1024  # about what a response without tensors takes
 
 
+class Unread:
+    """Responses to one request that wait for their reader, by their bytes; the model's together are bounded."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._n_bytes = model, 0
+
+    def add(self, request: InferRequest, response: InferResponse | None) -> int:
+        """How much it is, to be taken off when it is read. raises StatusError where it is too much"""
+        n_bytes = _EACH_BYTES + (held_bytes(response.outputs.values()) if response is not None else 0)
+        if self._n_bytes > FREE_BYTES and self._model.unread_bytes + n_bytes > MOST_UNREAD_BYTES:
+            what = f"{request.named}responses of {self._model.unread_bytes} bytes wait for their readers"
+            raise StatusError(Code.UNAVAILABLE, what)
+        self._count(n_bytes)
+        return n_bytes
+
+    def take_off(self, n_bytes: int) -> None:
+        self._count(-n_bytes)
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._count(-self._n_bytes)
+
+    def _count(self, n_bytes: int) -> None:
+        self._n_bytes += n_bytes
+        self._model.unread_bytes += n_bytes
+
+
 class Responses:
     """To be iterated over once, by one reader; an error that is not the last word leaves the rest to be read."""
 
@@ -20,7 +47,7 @@ class Responses:
         """Submits it. raises StatusError"""
         self._model, self._request = model, request
         self._unread: deque[tuple[InferResponse | StatusError, int]] = deque()
-        self._unread_bytes = 0
+        self._waiting = Unread(model)
         self._is_over = False
         self._changed = asyncio.Event()
         model.submit(request, self._receive)
@@ -36,7 +63,7 @@ class Responses:
             self._changed.clear()
             await self._changed.wait()
         found, n_bytes = self._unread.popleft()
-        self._count(-n_bytes)
+        self._waiting.take_off(n_bytes)
         if isinstance(found, StatusError):
             raise found
         return found
@@ -48,26 +75,21 @@ class Responses:
     def close(self) -> None:
         """Nobody reads any more."""
         self._unread.clear()
-        self._count(-self._unread_bytes)
+        self._waiting.close()
         if not self._is_over:
             self._is_over = True
             self._model.cancel(self._request)
-
-    def _count(self, n_bytes: int) -> None:
-        self._unread_bytes += n_bytes
-        self._model.unread_bytes += n_bytes
 
     def _receive(self, response: InferResponse | None, error: StatusError | None, final: bool) -> None:
         if self._is_over:  # what comes after the end of reading
             return
         found = response if error is None else error
         if found is not None:
-            size = _EACH_BYTES + (held_bytes(response.outputs.values()) if response is not None else 0)
-            if self._unread_bytes > FREE_BYTES and self._model.unread_bytes + size > MOST_UNREAD_BYTES:
-                what = f"{self._request.named}responses of {self._model.unread_bytes} bytes wait for their readers"
-                found, size = StatusError(Code.UNAVAILABLE, what), _EACH_BYTES
+            try:
+                n_bytes = self._waiting.add(self._request, response)
+            except StatusError as too_much:
                 self.close()
-            self._unread.append((found, size))
-            self._count(size)
+                found, n_bytes = too_much, 0
+            self._unread.append((found, n_bytes))
         self._is_over = self._is_over or final
         self._changed.set()

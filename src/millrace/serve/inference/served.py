@@ -1,6 +1,7 @@
 """A repository of tensor models as a kind of Backend that a server has; routes below /v2 find its models by name."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -9,7 +10,9 @@ from prometheus_client.core import Metric
 from millrace.serve.backend import Backend, ServedModel
 from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
 from millrace.serve.inference.metrics import metrics_text
+from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.serving import LARGE_BODY, Lane, Serving, number_of_connections
+from millrace.serve.wire import Bodies
 
 T = TypeVar("T")
 
@@ -41,10 +44,13 @@ class RepositoryBackend(Backend):
 
     def __init__(self, model: RepositoryModel, serving: Serving) -> None:
         self.model, self.settings = model, serving.settings  # and no histograms of tokens
-        n_connections = number_of_connections(serving.settings.max_connections)
+        settings, most = serving.settings, model.flags.http_max_input_size
+        self.bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, most))
+        self._admission = serving.admission
+        n_connections = number_of_connections(settings.max_connections)
         # Each request holds a connection until it is answered, which may be never: the rest is left to other protocols,
         # and what one model does not get to other models.
-        self.max_requests = max(1, n_connections * 3 // 4)
+        self._n_open, self._max_open = 0, max(1, n_connections * 3 // 4)
         of_one = min(model.flags.max_model_requests, max(1, n_connections // 2))
         self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one))
         self._lane = Lane("tensors", serving.settings.max_preparing)
@@ -69,6 +75,22 @@ class RepositoryBackend(Backend):
     async def aside(self, work: Callable[[], T], n_bytes: int) -> T:
         """`work()` on so many bytes, in a thread where they are many; not that of other models. raises as `Lane.run`"""
         return await self._lane.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
+
+    @contextmanager
+    def admitted(self, is_control: bool = False) -> Iterator[None]:
+        """While a request is answered. raises BusyError while it drains, StatusError where too many wait
+
+        is_control: it is never one too many, for a model that hangs must be unloaded by whoever can
+        """
+        with self._admission.admitted():
+            if self._n_open >= self._max_open and not is_control:
+                what = f"Exceeds maximum queue size: {self._n_open} requests to tensor models wait for answers"
+                raise StatusError(Code.UNAVAILABLE, what)
+            self._n_open += 1
+            try:
+                yield
+            finally:
+                self._n_open -= 1
 
     def close(self) -> None:
         self._lane.close()

@@ -9,10 +9,11 @@ from starlette.types import Receive, Scope, Send
 from millrace.serve.backend import Models
 from millrace.serve.errors import HttpError, Problem
 from millrace.serve.inference.served import RepositoryBackend
+from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.encoding import too_large
-from millrace.serve.kserve.http import Front, Reply, Request, error_reply
+from millrace.serve.kserve.http import STATUS, Front, Reply, Request, error_reply
 from millrace.serve.routes import Keys, Protocol
-from millrace.serve.wire import CALL, Bodies, header, read_body, unless_gone
+from millrace.serve.wire import CALL, header, read_body, unless_gone
 
 BELOW = "/v2"
 _OPEN = ("/v2/health/live", "/v2/health/ready")  # without a key, as every server's health
@@ -38,11 +39,9 @@ class KServe:
     """An ASGI application for the paths below /v2."""
 
     def __init__(self, models: Models, backend: RepositoryBackend, keys: Keys) -> None:
-        settings, repository = models.serving.settings, backend.repository
+        repository = backend.repository
         most = repository.flags.http_max_input_size
-        self._serving, self._keys, self._most_bytes = models.serving, keys, most
-        self._bodies = Bodies(most, settings.body_timeout_s, max(settings.max_receiving_bytes, most))
-        self._n_open, self._max_open = 0, backend.max_requests
+        self._backend, self._bodies, self._keys, self._most_bytes = backend, backend.bodies, keys, most
         self._front = Front(repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), backend.aside)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,19 +72,13 @@ class KServe:
                     "request JSON size", n.decode() if n else f"more than {self._most_bytes}", self._most_bytes
                 )
                 return error_reply(400, what.message)
-            with self._serving.admission.admitted():
-                if self._n_open >= self._max_open and not path.startswith(_CONTROL):
-                    full = f"Exceeds maximum queue size: {self._n_open} requests to tensor models wait for answers"
-                    return error_reply(503, full)
-                call.body_bytes = len(body)
-                request = Request(
-                    scope["method"], path, dict(scope["headers"]), body, partial(self._bodies.grew, incoming)
-                )
-                self._n_open += 1
-                try:
+            call.body_bytes = len(body)
+            request = Request(scope["method"], path, dict(scope["headers"]), body, partial(self._bodies.grew, incoming))
+            try:
+                with self._backend.admitted(path.startswith(_CONTROL)):
                     return await unless_gone(receive, self._answered(request, send))
-                finally:
-                    self._n_open -= 1
+            except StatusError as full:  # the front has answers to its own
+                return error_reply(STATUS[full.code], full.message)
 
     async def _answered(self, request: Request, send: Send) -> Reply:
         """With its events sent, where it has some. Whoever is gone, or does not read them, cancels what they are of."""

@@ -13,9 +13,9 @@ import msgspec
 from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 from millrace.serve.inference.status import Code, StatusError, invalid
-from millrace.serve.kserve import encoding, told
+from millrace.serve.kserve import asked, encoding, told
 from millrace.serve.kserve.generate import Aside, Events, generate, read_generate
-from millrace.serve.kserve.infer_body import HEADER, SHARED_MEMORY_OFF, read_infer
+from millrace.serve.kserve.infer_body import HEADER, read_infer
 from millrace.serve.kserve.infer_reply import written
 from millrace.serve.kserve.tensors import held_bytes
 from millrace.serve.repository.config_json import config_json
@@ -94,7 +94,7 @@ class Front:
         match parts:
             case ["models", "stats"]:
                 _only("GET", request)
-                return json_reply({"model_stats": [m.told() for m in self._repository.models()]})
+                return json_reply({"model_stats": told.statistics(self._repository)})
             case ["models", name, *rest] if name:
                 return await self._of_model(request, _name(name), rest)
             case [] | ["health", "live" | "ready"]:
@@ -103,9 +103,9 @@ class Front:
                 return await self._of_repository(request, rest)
             case ["systemsharedmemory" | "cudasharedmemory", *rest] if rest and rest[-1] in _SHARED_ACTIONS:
                 _only("GET" if rest[-1] == "status" else "POST", request)
-                raise StatusError(Code.UNSUPPORTED, SHARED_MEMORY_OFF)
+                raise StatusError(Code.UNSUPPORTED, asked.SHARED_OFF)
             case ["logging"] | ["trace", "setting"]:
-                raise StatusError(Code.UNSUPPORTED, f"{'/'.join(parts)} is not supported yet")
+                raise asked.not_yet("/".join(parts))
         raise _NoSuchPath
 
     def _of_server(self, request: Request, parts: list[str]) -> Reply:
@@ -119,7 +119,7 @@ class Front:
     async def _of_model(self, request: Request, name: str, rest: list[str]) -> Reply:
         version: int | None = None
         if rest[:1] == ["versions"] and len(rest) > 1 and rest[1].isascii() and rest[1].isdigit():
-            version, rest = _version(rest[1]), rest[2:]
+            version, rest = asked.version_of(rest[1]), rest[2:]
         action = "/".join(rest)
         if action and action not in _OF_MODEL:
             raise _NoSuchPath
@@ -133,13 +133,12 @@ class Front:
             case "config":
                 return json_reply(config_json(model.config))
             case "stats":
-                versions = [model.version] if version is not None else self._repository.versions(name)
-                return json_reply({"model_stats": [self._repository.get(name, v).told() for v in versions]})
+                return json_reply({"model_stats": told.statistics(self._repository, name, version)})
             case "":
                 return json_reply(told.metadata(model, self._repository.versions(name)))
             case "generate" | "generate_stream":
                 return await self._generate(request, model, streamed=action == "generate_stream")
-        raise StatusError(Code.UNSUPPORTED, f"{action} is not supported yet")
+        raise asked.not_yet(action)
 
     def _model_ready(self, name: str, version: int | None) -> Reply:
         try:
@@ -161,10 +160,10 @@ class Front:
             return read_infer(body, n_json, model.name, model.checker)
 
         n_slow = len(body) if n_json is None or model.checker.has_strings else n_json
-        asked, wanted = await self._aside(read, n_slow)
-        response = await model.infer(asked)
+        asking, wanted = await self._aside(read, n_slow)
+        response = await model.infer(asking)
         n_bytes = held_bytes(response.outputs.values())
-        answer, n_head = await self._aside(lambda: written(model, asked, response, wanted), n_bytes)
+        answer, n_head = await self._aside(lambda: written(model, asking, response, wanted), n_bytes)
         found: list[tuple[bytes, bytes]] = [(b"content-type", _JSON if n_head is None else _BINARY)]
         if n_head is not None:
             found.append((_HEADER, b"%d" % n_head))
@@ -202,15 +201,15 @@ class Front:
         match rest:
             case ["index"]:
                 _only("POST", request)
-                ready = _object(request.body).get("ready", False)
+                ready = asked.json_object(request.body).get("ready", False)
                 if not isinstance(ready, bool):
                     raise StatusError(Code.INTERNAL, "attempt to access JSON non-boolean as boolean")
                 return json_reply(await self._repository.index(ready))
             case ["models", name, "load" | "unload" as action] if name:
                 _only("POST", request)
                 if of_one:
-                    raise StatusError(Code.UNSUPPORTED, "'repository_name' specification is not supported")
-                await self._control(_name(name), action, _object(request.body))
+                    raise StatusError(Code.UNSUPPORTED, asked.NO_REPOSITORY_NAME)
+                await self._control(_name(name), action, asked.json_object(request.body))
                 return Reply(200, b"", [(b"content-type", _JSON)])
         raise _NoSuchPath
 
@@ -219,11 +218,9 @@ class Front:
         if not isinstance(parameters, dict):
             raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
         if action == "load":
-            await self._repository.load(name, _given_config(parameters))
+            await self._repository.load(name, asked.given_config(parameters, _wrong))
             return
-        if not isinstance(parameters.get("unload_dependents", False), bool):
-            what = "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
-            raise StatusError(Code.INTERNAL, what)
+        asked.check_unload(parameters, _wrong)
         await self._repository.unload(name)
 
 
@@ -239,16 +236,6 @@ def _name(part: str) -> str:
     return unquote(part, errors="replace") if "%" in part else part
 
 
-def _version(text: str) -> int:
-    what = f"failed to get model version from specified version string '{text}'"
-    expected = "version should be an integral value > 0"
-    if len(text) > 19 or int(text) >= 2**63:
-        raise invalid(f"{what} (details: stol), {expected}")
-    if int(text) == 0:
-        raise invalid(f"{what}, {expected}")
-    return int(text)
-
-
 def _header_length(said: bytes | None) -> int | None:
     if said is None:
         return None
@@ -258,24 +245,7 @@ def _header_length(said: bytes | None) -> int | None:
     return int(text)
 
 
-def _given_config(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Of a load. raises StatusError"""
-    for key, value in parameters.items():
-        if key != "config":
-            raise StatusError(Code.UNSUPPORTED, f"load parameter '{key}' is not supported yet")
-        if not isinstance(value, str):
-            raise StatusError(Code.INTERNAL, "attempt to access JSON non-string as string")
-    return _object(parameters["config"].encode("utf-8", "surrogatepass")) if "config" in parameters else None
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    """Of a small body, which may be empty."""
-    if not body:
-        return {}
-    try:
-        found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(f"failed to parse the request JSON buffer: {error}") from None
-    if not isinstance(found, dict):
-        raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
-    return found
+def _wrong(key: str, wanted: str) -> StatusError:
+    """Of a parameter of a load or an unload, in the words of Triton's JSON."""
+    what = f"attempt to access JSON non-{wanted} as {wanted}"
+    return StatusError(Code.INTERNAL, f"Unable to parse '{key}': {what}" if key == "unload_dependents" else what)

@@ -15,12 +15,12 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from millrace.serve.inference.check import Checker, Given, check_shape
 from millrace.serve.inference.request import InferRequest
 from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.kserve.asked import SHARED_OFF, output_names, take_parameter
 from millrace.serve.kserve.tensors import BYTES, DTYPES, ONLY_BINARY, Array, objects
 
 HEADER = "Inference-Header-Content-Length"
 MOST_DEPTH = 100
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-SHARED_MEMORY_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 _FLOATS = ("FP32", "FP64")
 
 
@@ -135,7 +135,7 @@ def _check_source(told: _Input, size: int | UnsetType) -> None:
             f"'shared_memory_region' in 'parameters'. But {'set ' + ' '.join(said) if said else 'no field is set'}"
         )
     if is_shared:
-        raise StatusError(Code.UNSUPPORTED, SHARED_MEMORY_OFF)
+        raise StatusError(Code.UNSUPPORTED, SHARED_OFF)
 
 
 def from_json(name: str, datatype: str, data: Any, n: int) -> Array:
@@ -197,46 +197,35 @@ def take_parameters(request: InferRequest, parameters: Mapping[str, Any]) -> boo
     """Whether outputs are binary unless they say otherwise. raises StatusError"""
     binary = False
     for key, value in parameters.items():
-        if key == "sequence_id":
-            if isinstance(value, bool) or not isinstance(value, int | str):
-                raise unparsed(key, _not("string", "string"))
-            request.correlation_id = value
-        elif key in ("sequence_start", "sequence_end", "binary_data_output"):
+        if key == "binary_data_output":
             if not isinstance(value, bool):
-                raise unparsed(key, _not("boolean", "boolean"))
-            if key == "binary_data_output":
-                binary = value
-            elif value:
-                request.flags |= 1 if key == "sequence_start" else 2
-        elif key in ("priority", "timeout"):
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
-                raise unparsed(key, _not("unsigned-integer", "unsigned-integer"))
-            setattr(request, "priority" if key == "priority" else "timeout_us", value)
+                raise _wrong(key, "boolean")
+            binary = value
         elif key == "headers" or key.startswith("triton_"):
             raise invalid(
                 f"{key} is reserved for Triton usage" if key == "headers" else
                 "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
             )  # fmt: skip
-        elif isinstance(value, bool | float | str) or (isinstance(value, int) and -(2**63) <= value < 2**64):
-            request.parameters[key] = value
         else:
-            raise invalid(
-                f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double', or 'string'."
-            )
+            take_parameter(request, key, value, _wrong)
     return binary
 
 
+def _wrong(key: str, wanted: str) -> StatusError:
+    """Of a parameter."""
+    if wanted == "any":
+        return invalid(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double', or 'string'.")
+    word = {"id": "string", "count": "unsigned-integer", "natural": "unsigned-integer"}.get(wanted, wanted)
+    return unparsed(key, _not(word, word))
+
+
 def _take_outputs(outputs: Sequence[_Output], wanted: Wanted) -> tuple[str, ...]:
-    names = tuple(told.name for told in outputs)
-    seen: set[str] = set()
+    names = output_names(told.name for told in outputs)
     for told in outputs:
-        if told.name in seen:
-            raise invalid(f"output '{told.name}' already exists in request")
-        seen.add(told.name)
         if told.parameters is UNSET:
             continue
         if told.parameters.shared_memory_region is not UNSET:
-            raise StatusError(Code.UNSUPPORTED, SHARED_MEMORY_OFF)
+            raise StatusError(Code.UNSUPPORTED, SHARED_OFF)
         if told.parameters.binary_data is not UNSET:
             wanted.binary[told.name] = told.parameters.binary_data
         if told.parameters.classification:

@@ -1,6 +1,6 @@
 """The answer of an inference over HTTP: its JSON, and the tensors that go behind it in binary."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,23 +15,30 @@ from millrace.serve.kserve.tensors import BYTES, DTYPES, ONLY_BINARY, Array, Ten
 WIRE_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
+def told_outputs(
+    model: Model, request: InferRequest, response: InferResponse, n_classes: Mapping[str, int]
+) -> Iterator[Tensor]:
+    """Those that were asked for, of some their classes in place of their values. raises StatusError"""
+    for name, array in response.outputs.items():
+        if request.outputs and name not in request.outputs:
+            continue
+        if n := n_classes.get(name):
+            array = classified(array, n, model.labels.get(name, ()), has_batch=request.batch_size > 0)
+        yield Tensor(name, named_type(name, array), array)
+
+
 def written(model: Model, request: InferRequest, response: InferResponse, wanted: Wanted) -> tuple[bytes, int | None]:
     """The body, and how much of it is JSON where not all of it is. raises StatusError"""
     outputs: list[dict[str, Any]] = []
     raw: list[bytes] = []
-    for name, array in response.outputs.items():
-        if request.outputs and name not in request.outputs:
-            continue
-        n_classes = wanted.n_classes.get(name)
-        if n_classes:
-            array = classified(array, n_classes, model.labels.get(name, ()), has_batch=request.batch_size > 0)
-        datatype = named_type(name, array)
-        told: dict[str, Any] = {"name": name, "datatype": datatype, "shape": array.shape}
+    for tensor in told_outputs(model, request, response, wanted.n_classes):
+        name, datatype = tensor.name, tensor.datatype
+        told: dict[str, Any] = {"name": name, "datatype": datatype, "shape": tensor.values.shape}
         if wanted.binary.get(name, wanted.otherwise):
-            raw.append(Tensor(name, datatype, array).raw())
+            raw.append(tensor.raw())
             told["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            told["data"] = listed(name, datatype, array)
+            told["data"] = listed(name, datatype, tensor.values)
         outputs.append(told)
     answer: dict[str, Any] = {"id": request.id} if request.id else {}
     answer["model_name"], answer["model_version"] = model.name, str(model.version)

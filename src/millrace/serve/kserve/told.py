@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from millrace.serve.inference.check import wire_name
+from millrace.serve.inference.lifecycle import ModelRepository
 from millrace.serve.inference.model import Model
 
 # Triton's name and version: clients ask by it what they may send. Of its extensions those that are there.
@@ -26,3 +27,12 @@ def metadata(model: Model, versions: Sequence[int]) -> dict[str, Any]:
         "name": model.name, "versions": [str(v) for v in versions], "platform": said.platform or said.backend,
         "inputs": tensors(said.input), "outputs": tensors(said.output),
     }  # fmt: skip
+
+
+def statistics(repository: ModelRepository, name: str = "", version: int | None = None) -> list[dict[str, Any]]:
+    """Of every version of every model, of a model's, or of one. raises StatusError"""
+    if not name:
+        return [model.told() for model in repository.models()]
+    model = repository.get(name, version)
+    versions = [model.version] if version is not None else repository.versions(name)
+    return [repository.get(name, v).told() for v in versions]

@@ -1,0 +1,95 @@
+"""What a request may say, by whatever protocol it comes: versions, parameters, outputs, what a model is loaded with.
+
+Values have a wrong type in each protocol's own words, so that whoever reads them hands in how that is said.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from millrace.serve.inference.request import InferRequest
+from millrace.serve.inference.status import Code, StatusError, invalid
+
+SHARED_OFF = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+NO_REPOSITORY_NAME = "'repository_name' specification is not supported"
+# Of a parameter, by its name, and what it should have been: "id", "boolean", "string", "count", "natural" (the range of
+# a count), "any" (of those that are the model's own)
+Wrong = Callable[[str, str], StatusError]
+
+
+def not_yet(what: str) -> StatusError:
+    return StatusError(Code.UNSUPPORTED, f"{what} is not supported yet")
+
+
+def version_of(text: str) -> int:
+    """Of a model. raises StatusError"""
+    what = f"failed to get model version from specified version string '{text}'"
+    expected = "version should be an integral value > 0"
+    if not (text.isascii() and text.isdigit()) or len(text) > 19 or int(text) >= 2**63:
+        raise invalid(f"{what} (details: stol), {expected}")
+    if int(text) == 0:
+        raise invalid(f"{what}, {expected}")
+    return int(text)
+
+
+def take_parameter(request: InferRequest, key: str, value: Any, wrong: Wrong) -> None:
+    """One that both protocols have, or of the model's own. raises StatusError"""
+    if key == "sequence_id":
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise wrong(key, "id")
+        request.correlation_id = value
+    elif key in ("sequence_start", "sequence_end"):
+        if not isinstance(value, bool):
+            raise wrong(key, "boolean")
+        if value:
+            request.flags |= 1 if key == "sequence_start" else 2
+    elif key in ("priority", "timeout"):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong(key, "count")
+        if not 0 <= value < 2**64:
+            raise wrong(key, "natural")
+        setattr(request, "priority" if key == "priority" else "timeout_us", value)
+    elif isinstance(value, bool | float | str) or (isinstance(value, int) and -(2**63) <= value < 2**64):
+        request.parameters[key] = value
+    else:
+        raise wrong(key, "any")
+
+
+def output_names(names: Iterable[str]) -> tuple[str, ...]:
+    """raises StatusError where one comes twice"""
+    found: dict[str, None] = {}
+    for name in names:
+        if name in found:
+            raise invalid(f"output '{name}' already exists in request")
+        found[name] = None
+    return tuple(found)
+
+
+def given_config(parameters: Mapping[str, Any], wrong: Wrong) -> dict[str, Any] | None:
+    """What a load brings in place of config.pbtxt. raises StatusError"""
+    for key, value in parameters.items():
+        if key != "config":
+            raise not_yet(f"load parameter '{key}'")
+        if not isinstance(value, str):
+            raise wrong(key, "string")
+    return json_object(parameters["config"].encode("utf-8", "surrogatepass")) if "config" in parameters else None
+
+
+def check_unload(parameters: Mapping[str, Any], wrong: Wrong) -> None:
+    """raises StatusError"""
+    if not isinstance(parameters.get("unload_dependents", False), bool):
+        raise wrong("unload_dependents", "boolean")
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Of a small body, which may be empty. raises StatusError"""
+    if not body:
+        return {}
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(f"failed to parse the request JSON buffer: {error}") from None
+    if not isinstance(found, dict):
+        raise StatusError(Code.INTERNAL, "attempt to access JSON non-object as object")
+    return found

@@ -1,0 +1,156 @@
+"""KServe's calls over gRPC but the stream's, as Triton has them: a request's bytes, and its answer's; no server.
+
+Codes and words of errors are Triton's. `grpc_server.py` joins it to gRPC, `grpc_stream.py` has the stream.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from millrace.serve.inference.lifecycle import ModelRepository
+from millrace.serve.inference.model import Model
+from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.kserve import asked, told
+from millrace.serve.kserve.generate import Aside
+from millrace.serve.kserve.grpc_infer import Wanted, plain, read_infer, response_message
+from millrace.serve.kserve.messages import config_message, message
+from millrace.serve.kserve.tensors import held_bytes
+
+OPEN = ("ServerLive", "ServerReady", "Check")  # without a key, as over HTTP
+ADMITTED = ("ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")  # waited for at the end
+SHARED = tuple(
+    f"{kind}SharedMemory{action}" for kind in ("System", "Cuda") for action in ("Status", "Register", "Unregister")
+)
+NOT_YET = {"LogSettings": "logging", "TraceSetting": "trace/setting"}  # as over HTTP
+_EXPECTED = {"string": "string_param", "boolean": "bool_param"}
+_SERVING, _NOT_SERVING = 1, 2  # of grpc.health.v1
+_HEALTHY = ("", "inference.GRPCInferenceService")  # what its services are called there
+
+
+class Front:
+    """The calls of one repository."""
+
+    def __init__(self, repository: ModelRepository, is_ready: Callable[[], bool], aside: Aside) -> None:
+        """is_ready: the server as a whole. aside: runs what reads or writes so many bytes, off the loop"""
+        self._repository, self._is_ready, self._aside = repository, is_ready, aside
+        self._calls: dict[str, Callable[[Any], Any]] = {
+            "ServerLive": lambda _: {"live": True}, "ServerReady": lambda _: {"ready": is_ready()},
+            "Check": self._health, "ServerMetadata": lambda _: told.SERVER, "ModelReady": self._model_ready,
+            "ModelMetadata": self._metadata, "ModelConfig": self._config, "ModelStatistics": self._statistics,
+        }  # fmt: skip
+
+    async def answer(self, name: str, data: bytes) -> bytes:
+        """One call. raises StatusError, BusyError"""
+        match name:
+            case "ModelInfer":
+                return await self._infer(data)
+            case "RepositoryIndex" | "RepositoryModelLoad" | "RepositoryModelUnload":
+                found = await self._of_repository(name, read(f"{name}Request", data))
+                return written(name, found)
+        if name in SHARED:
+            raise StatusError(Code.UNSUPPORTED, asked.SHARED_OFF)
+        if name in NOT_YET:
+            raise asked.not_yet(NOT_YET[name])
+        request = read("HealthCheckRequest" if name == "Check" else f"{name}Request", data)
+        return written("HealthCheck" if name == "Check" else name, self._calls[name](request))
+
+    # ------------------------------------------------------------------ inferences
+
+    def model(self, request: Any) -> Model:
+        """Of a ModelInferRequest. raises StatusError"""
+        return self._repository.get(request.model_name, _version(request.model_version))
+
+    async def decoded(self, data: bytes) -> Any:
+        """A ModelInferRequest. raises StatusError, BusyError"""
+        return await self._aside(lambda: read("ModelInferRequest", data), len(data))
+
+    async def checked(self, request: Any, model: Model, n_bytes: int) -> tuple[InferRequest, Wanted]:
+        """n_bytes: the request's. raises StatusError, BusyError"""
+        found: tuple[InferRequest, Wanted] = await self._aside(lambda: read_infer(request, model), n_bytes)
+        return found
+
+    async def packed(self, response: InferResponse | None, write: Callable[[], bytes]) -> bytes:
+        """write: what makes the answer. raises StatusError, BusyError"""
+        n_bytes = held_bytes(response.outputs.values()) if response is not None else 0
+        data: bytes = await self._aside(write, n_bytes)
+        return data
+
+    async def _infer(self, data: bytes) -> bytes:
+        request = await self.decoded(data)
+        model = self.model(request)
+        if model.is_decoupled:
+            what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+            raise StatusError(Code.UNSUPPORTED, what)
+        asking, wanted = await self.checked(request, model, len(data))
+        response = await model.infer(asking)
+        return await self.packed(
+            response, lambda: response_message(model, asking, response, wanted).SerializeToString()
+        )
+
+    # ------------------------------------------------------------------ what is told
+
+    def _health(self, request: Any) -> Any:
+        if request.service not in _HEALTHY:
+            raise StatusError(Code.NOT_FOUND, f"unknown service '{request.service}'")
+        return {"status": _SERVING if self._is_ready() else _NOT_SERVING}
+
+    def _model_ready(self, request: Any) -> Any:
+        version = _version(request.version)
+        try:
+            self._repository.get(request.name, version)
+        except StatusError:
+            return {"ready": False}
+        return {"ready": True}
+
+    def _metadata(self, request: Any) -> Any:
+        model = self._repository.get(request.name, _version(request.version))
+        return told.metadata(model, self._repository.versions(request.name))
+
+    def _config(self, request: Any) -> Any:
+        return {"config": config_message(self._repository.get(request.name, _version(request.version)).config)}
+
+    def _statistics(self, request: Any) -> Any:
+        found = told.statistics(self._repository, request.name, _version(request.version))
+        for one in found:
+            del one["batch_closed"]  # ours, for which the protocol has no field
+        return {"model_stats": found}
+
+    # ------------------------------------------------------------------ repository
+
+    async def _of_repository(self, name: str, request: Any) -> Any:
+        if request.repository_name:
+            raise StatusError(Code.UNSUPPORTED, asked.NO_REPOSITORY_NAME)
+        if name == "RepositoryIndex":
+            return {"models": await self._repository.index(request.ready)}
+        parameters = dict(plain(request.parameters))
+        if name == "RepositoryModelLoad":
+            await self._repository.load(request.model_name, asked.given_config(parameters, _wrong))
+        else:
+            asked.check_unload(parameters, _wrong)
+            await self._repository.unload(request.model_name)
+        return {}
+
+
+def read(name: str, data: bytes) -> Any:
+    """raises StatusError"""
+    try:
+        return message(name).FromString(data)
+    except DecodeError as error:
+        raise StatusError(Code.INTERNAL, f"failed to parse the message {name}: {error}") from None
+
+
+def written(name: str, fields: Any) -> bytes:
+    data: bytes = message(f"{name}Response")(**fields).SerializeToString()
+    return data
+
+
+def _version(text: str) -> int | None:
+    return asked.version_of(text) if text else None
+
+
+def _wrong(key: str, wanted: str) -> StatusError:
+    if key == "config":
+        return invalid(f"invalid value type for load parameter '{key}', expected {_EXPECTED[wanted]}.")
+    return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[wanted]}.")

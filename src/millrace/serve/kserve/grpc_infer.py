@@ -1,0 +1,160 @@
+"""An inference over gRPC: its message as a request, and a model's response as a message.
+
+Errors have Triton's words. Data is raw for all inputs or in typed fields for all; outputs are always raw.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from millrace.serve.inference.check import Given, check_shape, shown
+from millrace.serve.inference.model import Model
+from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.status import Code, StatusError, invalid
+from millrace.serve.kserve.asked import SHARED_OFF, output_names, take_parameter
+from millrace.serve.kserve.infer_reply import told_outputs
+from millrace.serve.kserve.messages import CONTENTS, message
+from millrace.serve.kserve.tensors import BYTES, DTYPES, Tensor, objects
+
+EMPTY_FINAL, FINAL = "triton_enable_empty_final_response", "triton_final_response"
+_KIND_OF = {"bool_contents": "BOOL", "int_contents": "INT32", "int64_contents": "INT64", "uint_contents": "UINT32",
+            "uint64_contents": "UINT64", "fp32_contents": "FP32", "fp64_contents": "FP64",
+            "bytes_contents": BYTES}  # fmt: skip
+_EXPECTED = {
+    "id": "int64_param or string_param", "boolean": "bool_param", "count": "int64_param or uint64_param",
+    "any": "int64_param, bool_param, string_param, or double_param",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Wanted:
+    """n_classes: of outputs whose classes are asked for; empty_final: the end is told, though it brings no response"""
+
+    n_classes: dict[str, int] = field(default_factory=dict)
+    empty_final: bool = False
+
+
+def read_infer(told: Any, model: Model) -> tuple[InferRequest, Wanted]:
+    """told: a ModelInferRequest. raises StatusError"""
+    request, wanted = InferRequest({}, request_id=told.id), Wanted()
+    for key, value in plain(told.parameters):
+        if key == EMPTY_FINAL:
+            if not isinstance(value, bool):
+                raise _wrong(key, "boolean")
+            wanted.empty_final = value
+        elif key.startswith("triton_"):
+            raise invalid(
+                "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
+                f"starting with 'triton_' are allowed: {EMPTY_FINAL}"
+            )
+        else:
+            take_parameter(request, key, value, _wrong)
+    request.outputs = output_names(output.name for output in told.outputs)
+    for output in told.outputs:
+        if output.parameters:
+            _take_output(output, wanted)
+    model.checker.take(request, list(_given(told, model.name)))
+    return request, wanted
+
+
+def plain(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values; None of one that says nothing."""
+    for key, value in parameters.items():
+        kind = value.WhichOneof("parameter_choice")
+        yield key, None if kind is None else getattr(value, kind)
+
+
+def _wrong(key: str, wanted: str) -> StatusError:
+    if wanted == "natural":
+        return invalid(f"invalid value for '{key}', expected value >= 0.")
+    return invalid(f"invalid value type for '{key}' parameter, expected {_EXPECTED[wanted]}.")
+
+
+def _take_output(output: Any, wanted: Wanted) -> None:
+    for key, value in plain(output.parameters):
+        if key.startswith("shared_memory_"):
+            raise StatusError(Code.UNSUPPORTED, SHARED_OFF)
+        if key == "classification":
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise invalid("invalid value type for 'classification' parameter, expected int64_param")
+            if value < 0:
+                raise invalid("invalid value for 'classification' parameter, expected >= 0")
+            wanted.n_classes[output.name] = value
+
+
+def _given(told: Any, model: str) -> Iterator[Given]:
+    n_raw = 0
+    for tensor in told.inputs:
+        if any(key.startswith("shared_memory_") for key in tensor.parameters):
+            raise StatusError(Code.UNSUPPORTED, SHARED_OFF)
+        if tensor.datatype not in DTYPES:
+            raise invalid(f"invalid datatype for input {tensor.name}")
+        shape = tuple(tensor.shape)
+        if shape and min(shape) < 0:
+            what = f"shape {shown(shape)} contains one or more invalid dimensions"
+            raise invalid(f"invalid shape for input '{tensor.name}': {what}")
+        check_shape(tensor.name, tensor.datatype, shape)
+        if tensor.HasField("contents"):
+            if told.raw_input_contents:
+                what = "contents field must not be specified when using raw_input_contents for"
+                raise invalid(f"{what} '{tensor.name}' for model '{model}'")
+            data = _typed(tensor, model)
+        elif n_raw < len(told.raw_input_contents):
+            data, n_raw = told.raw_input_contents[n_raw], n_raw + 1
+        else:
+            what = f"unable to find data for input tensor '{tensor.name}' for model '{model}' in request."
+            raise invalid(what)
+        yield Given(tensor.name, tensor.datatype, shape, memoryview(data))
+    if n_raw < len(told.raw_input_contents):
+        raise invalid(f"unexpected additional input data for model '{model}'")
+
+
+def _typed(tensor: Any, model: str) -> bytes:
+    """What an input says in typed fields, as it would be in raw form."""
+    what = f"unexpected explicit tensor data for input tensor '{tensor.name}' for model '{model}'"
+    found = [(spec.name, values) for spec, values in tensor.contents.ListFields()]
+    if not found:
+        return b""
+    if len(found) > 1:
+        raise invalid(f"{what}, binary data was already supplied.")
+    ((name, values),) = found
+    if name != CONTENTS.get(tensor.datatype):
+        raise invalid(f"{what} of type '{_KIND_OF[name]}', expected datatype '{tensor.datatype}'")
+    if tensor.datatype == BYTES:
+        return Tensor(tensor.name, BYTES, objects(values)).raw()
+    wide = np.array(values, dtype=DTYPES[_KIND_OF[name]])
+    return wide.astype(DTYPES[tensor.datatype]).tobytes()  # of 8 and 16 bits the lowest, as Triton takes them
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def response_message(model: Model, request: InferRequest, response: InferResponse, wanted: Wanted) -> Any:
+    """A ModelInferResponse. raises StatusError"""
+    found = message("ModelInferResponse")()
+    fill_response(found, model, request, response, wanted)
+    return found
+
+
+def fill_response(found: Any, model: Model, request: InferRequest, response: InferResponse, wanted: Wanted) -> None:
+    """found: an empty one. raises StatusError"""
+    found.model_name, found.model_version, found.id = model.name, str(model.version), request.id
+    for key, value in response.parameters.items():
+        set_parameter(found, key, value)
+    for tensor in told_outputs(model, request, response, wanted.n_classes):
+        found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.values.shape)
+        found.raw_output_contents.append(tensor.raw())
+
+
+def set_parameter(of: Any, key: str, value: Any) -> None:
+    """raises StatusError for what no parameter can hold"""
+    kinds = ((bool, "bool_param"), (int, "int64_param"), (float, "double_param"), (str, "string_param"))
+    name = next((name for kind, name in kinds if isinstance(value, kind)), None)
+    try:
+        if name is None:
+            raise ValueError(f"it is {type(value).__name__}, no bool, int, float or string")
+        setattr(of.parameters[key], name, value)
+    except ValueError as error:  # also text that is no UTF-8, and integers beyond 64 bits
+        raise StatusError(Code.INTERNAL, f"response parameter '{key}': {error}") from None

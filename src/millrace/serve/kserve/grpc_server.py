@@ -1,0 +1,177 @@
+"""KServe's gRPC service in this server: who may ask, messages within bounds, what a call's end is called in gRPC.
+
+It lives in the event loop that HTTP has, and shares with it what is served, its limits and its keys.
+"""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+
+from millrace.errors import ConfigError, MillraceError
+from millrace.serve.backend import Models
+from millrace.serve.errors import BUG, HttpError, problem_of
+from millrace.serve.inference.served import RepositoryBackend
+from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.kserve.grpc_front import ADMITTED, NOT_YET, OPEN, SHARED, Front
+from millrace.serve.kserve.grpc_stream import Stream
+from millrace.serve.kserve.messages import SERVICE
+from millrace.serve.routes import Keys
+from millrace.serve.serving import number_of_connections
+from millrace.serve.wire import RequestLog, id_of, log_request
+
+STATUS = {
+    Code.UNKNOWN: grpc.StatusCode.UNKNOWN, Code.INTERNAL: grpc.StatusCode.INTERNAL,
+    Code.NOT_FOUND: grpc.StatusCode.NOT_FOUND, Code.INVALID_ARG: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE, Code.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    Code.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS, Code.CANCELLED: grpc.StatusCode.CANCELLED,
+}  # fmt: skip
+_STREAM = "ModelStreamInfer"
+_UNARY = (
+    "ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics",
+    "ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", *SHARED, *NOT_YET,
+)  # fmt: skip
+_HEALTH = "/grpc.health.v1.Health/"
+_MOST_MESSAGE = 2**31 - 1  # gRPC's own, of a size in its options
+_PING_TIMEOUT_S = 20
+log = logging.getLogger(__name__)
+
+
+class GrpcServer:
+    """Of the event loop in which it is opened. url: HOST:PORT"""
+
+    name = "grpc_url"
+
+    def __init__(self, models: Models, backend: RepositoryBackend, keys: Keys) -> None:
+        self._serving, self._keys, self._heartbeat = models.serving, keys, models.heartbeat
+        repository, settings = backend.repository, models.serving.settings
+        assert repository.flags.grpc_port is not None
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self._host, self.url = host, f"{host}:{repository.flags.grpc_port}"
+        self._most_bytes = min(repository.flags.http_max_input_size, _MOST_MESSAGE)
+        self._backend = backend
+        self._front = Front(repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), backend.aside)
+        self._streams: set[Stream] = set()
+        self._server: Any = None
+
+    async def open(self) -> None:
+        """Listen. raises ConfigError"""
+        settings = self._serving.settings
+        most = number_of_connections(settings.max_connections)
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", self._most_bytes), ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),  # otherwise a port that is taken would be shared
+                ("grpc.max_allowed_incoming_connections", most),
+                ("grpc.keepalive_time_ms", int(settings.keep_alive_s * 1e3)),  # who does not answer is gone
+                ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_S * 1000),
+            ],
+            maximum_concurrent_rpcs=most,
+        )  # fmt: skip
+        services: dict[str, dict[str, Any]] = {
+            SERVICE: {name: grpc.unary_unary_rpc_method_handler(self._unary(SERVICE, name)) for name in _UNARY},
+            _HEALTH: {"Check": grpc.unary_unary_rpc_method_handler(self._unary(_HEALTH, "Check"))},
+        }
+        services[SERVICE][_STREAM] = grpc.stream_stream_rpc_method_handler(self._stream)
+        server.add_generic_rpc_handlers(
+            tuple(grpc.method_handlers_generic_handler(name.strip("/"), found) for name, found in services.items())
+        )
+        try:
+            port = server.add_insecure_port(self.url)
+        except RuntimeError:
+            port = 0  # as older ones say it
+        if not port:
+            raise ConfigError(
+                f"cannot listen for gRPC on {self.url}", "a free port at an address of this machine",
+                "choose another --host or --grpc-port, or stop what listens there",
+            )  # fmt: skip
+        await server.start()
+        self._server, self.url = server, f"{self._host}:{port}"
+
+    async def close(self, within_s: float) -> None:
+        """Take no more, end streams that wait for their clients, and give answers so long to be read."""
+        for stream in list(self._streams):
+            stream.stop()
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(within_s)
+
+    # ------------------------------------------------------------------ calls
+
+    def _unary(self, service: str, name: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        async def called(data: bytes, context: Any) -> bytes:
+            async with self._call(service, name, context):
+                if name not in ADMITTED:
+                    return await self._front.answer(name, data)
+                with self._held(len(data), is_control=name.startswith("Repository")):
+                    return await self._front.answer(name, data)
+            raise AssertionError("a failed call is aborted")
+
+        return called
+
+    async def _stream(self, _: Any, context: Any) -> None:
+        async def read() -> bytes | None:
+            data = await context.read()
+            return None if data is grpc.aio.EOF else data
+
+        async with self._call(SERVICE, _STREAM, context) as metadata:
+            ends_with_error = metadata.get("triton_grpc_error") == "true"
+            stream = Stream(self._front, self._held, self._serving.settings.write_timeout_s, ends_with_error)
+            self._streams.add(stream)
+            try:
+                await stream.run(read, context.write)
+            finally:
+                self._streams.discard(stream)
+            if stream.stopped:
+                raise StatusError(Code.UNAVAILABLE, "Server is stopping")
+
+    @contextmanager
+    def _held(self, n_bytes: int, is_control: bool = False) -> Iterator[None]:
+        """While a message of so many bytes is held and answered. raises BusyError, StatusError, HttpError"""
+        bodies = self._backend.bodies
+        with bodies.receiving("") as incoming:
+            bodies.grew(incoming, n_bytes)
+            with self._backend.admitted(is_control):
+                yield
+
+    @asynccontextmanager
+    async def _call(self, service: str, name: str, context: Any) -> AsyncIterator[dict[str, Any]]:
+        """Around one: its metadata. What is raised ends it with its status; the log has a line of it."""
+        began_s, metadata = time.perf_counter(), dict(context.invocation_metadata() or ())
+        entry = RequestLog("GRPC", service + name, id_of(_header(metadata, "x-request-id")))
+        code, details = grpc.StatusCode.CANCELLED, ""  # unless it comes to another end
+        self._serving.load.n += 1
+        try:
+            if name not in OPEN:
+                self._keys.tenant(_header(metadata, "authorization"), _header(metadata, "x-api-key"))
+            yield metadata
+            code = grpc.StatusCode.OK
+        except StatusError as error:
+            code, details = STATUS[error.code], error.message
+        except MillraceError as error:
+            code, details = self._refusal(error)
+        except Exception:  # a bug of ours must cost one call and not the server; the log has it all
+            log.exception("call %s: a bug in the server", entry.request_id)
+            code, details = grpc.StatusCode.INTERNAL, BUG.message
+        finally:
+            self._serving.load.n -= 1
+            entry.status, entry.error = code.value[0], details or None
+            entry.total_ms = (time.perf_counter() - began_s) * 1e3
+            log_request(entry)
+        if code is not grpc.StatusCode.OK:
+            await context.abort(code, details)
+
+    def _refusal(self, error: MillraceError) -> tuple[grpc.StatusCode, str]:
+        problem = problem_of(error, accepting=self._heartbeat.accepting)
+        if isinstance(error, HttpError) and error.status == 401:
+            return grpc.StatusCode.UNAUTHENTICATED, problem.message
+        busy = problem.status in (429, 503)
+        return grpc.StatusCode.UNAVAILABLE if busy else grpc.StatusCode.INTERNAL, problem.message
+
+
+def _header(metadata: dict[str, Any], name: str) -> bytes | None:
+    value = metadata.get(name)
+    return value.encode() if isinstance(value, str) else value

@@ -1,0 +1,242 @@
+"""ModelStreamInfer: many requests on one stream, each with as many responses as its model gives.
+
+Requests are computed side by side. Answers of models that are not decoupled come in the order of their requests, those
+of decoupled ones as they are given, as Triton has it. An error is a message of the stream, which goes on.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.errors import MillraceError
+from millrace.serve.errors import problem_of
+from millrace.serve.inference.model import Model
+from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.responses import Unread
+from millrace.serve.inference.status import Code, StatusError
+from millrace.serve.kserve.grpc_front import Front
+from millrace.serve.kserve.grpc_infer import FINAL, Wanted, fill_response, set_parameter
+from millrace.serve.kserve.messages import message
+
+MOST_OPEN = 256  # requests of a stream that are under way; the next is read when one of them has ended
+Read = Callable[[], Awaitable[bytes | None]]
+Write = Callable[[bytes], Awaitable[None]]
+Admit = Callable[[int], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One message to be written: of a response, of an error, or of neither, where only the end is told."""
+
+    response: InferResponse | None
+    error: StatusError | None
+    final: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request that was read. told: as it came. answer: of one that waits for those before it"""
+
+    told: Any
+    admitted: ExitStack
+    model: Model | None = None
+    asking: InferRequest | None = None
+    wanted: Wanted | None = None
+    task: "asyncio.Task[None] | None" = None
+    answer: _Answer | None = None
+    unread: Unread | None = None
+    is_over: bool = False  # nothing more is told of it
+
+
+class Stream:
+    """One call. Of the event loop; `run` is its whole life."""
+
+    def __init__(self, front: Front, admit: Admit, write_s: float, ends_with_error: bool) -> None:
+        """admit: a request of so many bytes, while it is answered
+        write_s: for a reader to take an answer
+        ends_with_error: the first error ends the stream, with its status, as a client may ask for"""
+        self._front, self._admit, self._write_s, self._ends_with_error = front, admit, write_s, ends_with_error
+        self._open: set[_Open] = set()
+        self._in_order: deque[_Open] = deque()  # those of models that are not decoupled
+        self._ready: asyncio.Queue[tuple[_Open, _Answer, int] | None] = asyncio.Queue()
+        self._room = asyncio.Semaphore(MOST_OPEN)
+        self._all_read = self.stopped = False
+        self._reading: asyncio.Task[None] | None = None
+        self._broken: Exception | None = None  # it ends with it, once the answer that is being written is
+
+    async def run(self, read: Read, write: Write) -> None:
+        """read: the next request, None after the last. raises StatusError, with which the stream ends"""
+        self._reading = asyncio.ensure_future(self._read_all(read))
+        try:
+            await self._write_all(write)
+            if self._broken is not None:
+                raise self._broken
+        finally:
+            self._reading.cancel()
+            await asyncio.wait((self._reading,))
+            self._give_up()
+
+    def stop(self) -> None:
+        """Read no more; what was read is answered."""
+        self.stopped = True
+        if self._reading is not None:
+            self._reading.cancel()
+        self._read_to_the_end()
+
+    def _give_up(self) -> None:
+        """Nobody waits for what is still open."""
+        for one in list(self._open):
+            self._ended(one)
+            if one.task is not None:
+                one.task.cancel()
+            elif one.model is not None and one.asking is not None:
+                one.model.cancel(one.asking)
+
+    # ------------------------------------------------------------------ requests
+
+    async def _read_all(self, read: Read) -> None:
+        try:
+            while True:
+                await self._room.acquire()
+                data = await read()
+                if data is None:
+                    break
+                await self._begin(data)
+        except Exception as error:  # noqa: BLE001  a bug of ours ends the stream, which would wait for ever
+            self._break(error)
+        self._read_to_the_end()
+
+    def _read_to_the_end(self) -> None:
+        self._all_read = True
+        self._end_if_done()
+
+    async def _begin(self, data: bytes) -> None:
+        one = _Open(None, ExitStack())
+        self._open.add(one)
+        try:
+            one.told = await self._front.decoded(data)  # first, for a refusal has its id
+            one.admitted.enter_context(self._admit(len(data)))
+            model = self._front.model(one.told)
+            if model.is_decoupled:
+                one.model = model
+            one.asking, one.wanted = await self._front.checked(one.told, model, len(data))
+            if model.is_decoupled:
+                model.submit(one.asking, lambda *answer: self._put(one, _Answer(*answer)))
+            else:
+                one.model = model
+                self._in_order.append(one)
+                one.task = asyncio.ensure_future(self._infer(one, model, one.asking))
+        except (StatusError, MillraceError) as error:
+            one.asking = None
+            if one.model is None:  # of a model that is not decoupled, or of none: its turn comes, too
+                self._in_order.append(one)
+                self._answered(one, _Answer(None, as_status(error), True))
+            else:
+                self._put(one, _Answer(None, as_status(error), True))
+
+    async def _infer(self, one: _Open, model: Model, asking: InferRequest) -> None:
+        try:
+            answer = _Answer(await model.infer(asking), None, True)
+        except StatusError as error:
+            answer = _Answer(None, error, True)
+        except Exception as error:  # noqa: BLE001  as above
+            self._break(error)
+            return
+        self._answered(one, answer)
+
+    def _break(self, error: Exception) -> None:
+        if self._broken is None:
+            self._broken = error
+            self._give_up()
+            self._ready.put_nowait(None)
+
+    def _answered(self, one: _Open, answer: _Answer) -> None:
+        """The only answer of a request; it waits for those of the requests before it."""
+        one.answer = answer
+        while self._in_order and (first := self._in_order[0].answer) is not None:
+            self._put(self._in_order.popleft(), first)
+
+    # ------------------------------------------------------------------ answers
+
+    def _put(self, one: _Open, answer: _Answer) -> None:
+        if one.is_over or one not in self._open:  # it, or the stream, has ended
+            return
+        n_bytes = 0
+        if one.model is not None and one.asking is not None:
+            one.unread = one.unread or Unread(one.model)
+            try:
+                n_bytes = one.unread.add(one.asking, answer.response)
+            except StatusError as too_much:  # the request ends with it, and not the stream
+                one.model.cancel(one.asking)
+                one.is_over, answer = True, _Answer(None, too_much, True)
+        self._ready.put_nowait((one, answer, n_bytes))
+
+    async def _write_all(self, write: Write) -> None:
+        while (item := await self._ready.get()) is not None and self._broken is None:
+            one, answer, n_bytes = item
+            if answer.error is not None and self._ends_with_error:
+                raise answer.error
+            data = await self._message(one, answer)
+            if data is not None:
+                try:
+                    async with asyncio.timeout(self._write_s):
+                        await write(data)
+                except TimeoutError:
+                    what = f"the stream was not read for {self._write_s:g} s"
+                    raise StatusError(Code.UNAVAILABLE, what) from None
+            if one.unread is not None:
+                one.unread.take_off(n_bytes)
+            if answer.final:
+                self._ended(one)
+
+    async def _message(self, one: _Open, answer: _Answer) -> bytes | None:
+        """None where there is nothing to tell."""
+        if answer.response is None and answer.error is None and not (one.wanted and one.wanted.empty_final):
+            return None
+        try:
+            return await self._front.packed(answer.response, lambda: _packed(one, answer))
+        except (StatusError, MillraceError) as error:
+            failed = as_status(error)
+            if self._ends_with_error:
+                raise failed from None
+            return _packed(one, _Answer(None, failed, answer.final))
+
+    def _ended(self, one: _Open) -> None:
+        self._open.discard(one)
+        one.admitted.close()
+        if one.unread is not None:
+            one.unread.close()
+        self._room.release()
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self._all_read and not self._open:
+            self._ready.put_nowait(None)
+
+
+def as_status(error: StatusError | MillraceError) -> StatusError:
+    if isinstance(error, StatusError):
+        return error
+    return StatusError(Code.UNAVAILABLE, problem_of(error, accepting=True).message)
+
+
+def _packed(one: _Open, answer: _Answer) -> bytes:
+    """A ModelStreamInferResponse. raises StatusError"""
+    found = message("ModelStreamInferResponse")()
+    if answer.error is not None:
+        found.error_message = answer.error.message
+    if answer.response is not None:
+        assert one.model is not None and one.asking is not None and one.wanted is not None
+        fill_response(found.infer_response, one.model, one.asking, answer.response, one.wanted)
+    elif one.told is not None:
+        found.infer_response.id = one.told.id  # so that the client knows which request it is
+    if one.asking is not None:  # it was begun
+        if answer.response is None:
+            found.infer_response.model_name = one.told.model_name
+            found.infer_response.model_version = one.told.model_version
+        set_parameter(found.infer_response, FINAL, answer.final)
+    data: bytes = found.SerializeToString()
+    return data

@@ -1,0 +1,214 @@
+"""KServe's gRPC messages, as classes of the protobuf library: made from a table, in a pool of their own.
+
+Names and numbers of fields are the protocol's (package `inference`); those of a model's configuration are declared in
+`repository/config.py`. In protobuf's common pool they would clash with those of `tritonclient`, which a program may
+import, too.
+"""
+
+from collections.abc import Iterator
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from millrace.serve.repository.config import ModelConfig
+from millrace.serve.repository.declare import FieldSpec, specs
+
+PACKAGE = "inference"
+SERVICE = f"/{PACKAGE}.GRPCInferenceService/"
+# Message: fields, each `type name number`; * is repeated, map:T a map from string to T. A message whose name has a dot
+# belongs into the one before it. `grpc.health.v1` is another package, of which no byte on the wire tells.
+_TABLE = """
+ServerLiveRequest:
+ServerLiveResponse: bool live 1
+ServerReadyRequest:
+ServerReadyResponse: bool ready 1
+ModelReadyRequest: string name 1, string version 2
+ModelReadyResponse: bool ready 1
+ServerMetadataRequest:
+ServerMetadataResponse: string name 1, string version 2, *string extensions 3
+ModelMetadataRequest: string name 1, string version 2
+ModelMetadataResponse: string name 1, *string versions 2, string platform 3, *TensorMetadata inputs 4, \
+*TensorMetadata outputs 5
+ModelMetadataResponse.TensorMetadata: string name 1, string datatype 2, *int64 shape 3
+InferParameter: bool bool_param 1, int64 int64_param 2, string string_param 3, double double_param 4, \
+uint64 uint64_param 5
+InferTensorContents: *bool bool_contents 1, *int32 int_contents 2, *int64 int64_contents 3, *uint32 uint_contents 4, \
+*uint64 uint64_contents 5, *float fp32_contents 6, *double fp64_contents 7, *bytes bytes_contents 8
+ModelInferRequest: string model_name 1, string model_version 2, string id 3, map:InferParameter parameters 4, \
+*InferInputTensor inputs 5, *InferRequestedOutputTensor outputs 6, *bytes raw_input_contents 7
+ModelInferRequest.InferInputTensor: string name 1, string datatype 2, *int64 shape 3, \
+map:InferParameter parameters 4, InferTensorContents contents 5
+ModelInferRequest.InferRequestedOutputTensor: string name 1, map:InferParameter parameters 2
+ModelInferResponse: string model_name 1, string model_version 2, string id 3, map:InferParameter parameters 4, \
+*InferOutputTensor outputs 5, *bytes raw_output_contents 6
+ModelInferResponse.InferOutputTensor: string name 1, string datatype 2, *int64 shape 3, \
+map:InferParameter parameters 4, InferTensorContents contents 5
+ModelStreamInferResponse: string error_message 1, ModelInferResponse infer_response 2
+ModelConfigRequest: string name 1, string version 2
+ModelConfigResponse: ModelConfig config 1
+ModelStatisticsRequest: string name 1, string version 2
+ModelStatisticsResponse: *ModelStatistics model_stats 1
+ModelStatistics: string name 1, string version 2, uint64 last_inference 3, uint64 inference_count 4, \
+uint64 execution_count 5, InferStatistics inference_stats 6, *InferBatchStatistics batch_stats 7, \
+*MemoryUsage memory_usage 8, map:InferResponseStatistics response_stats 9
+InferStatistics: StatisticDuration success 1, StatisticDuration fail 2, StatisticDuration queue 3, \
+StatisticDuration compute_input 4, StatisticDuration compute_infer 5, StatisticDuration compute_output 6, \
+StatisticDuration cache_hit 7, StatisticDuration cache_miss 8
+InferBatchStatistics: uint64 batch_size 1, StatisticDuration compute_input 2, StatisticDuration compute_infer 3, \
+StatisticDuration compute_output 4
+InferResponseStatistics: StatisticDuration compute_infer 1, StatisticDuration compute_output 2, \
+StatisticDuration success 3, StatisticDuration fail 4, StatisticDuration empty_response 5, StatisticDuration cancel 6
+MemoryUsage: string type 1, int64 id 2, uint64 byte_size 3
+StatisticDuration: uint64 count 1, uint64 ns 2
+ModelRepositoryParameter: bool bool_param 1, int64 int64_param 2, string string_param 3, bytes bytes_param 4
+RepositoryIndexRequest: string repository_name 1, bool ready 2
+RepositoryIndexResponse: *ModelIndex models 1
+RepositoryIndexResponse.ModelIndex: string name 1, string version 2, string state 3, string reason 4
+RepositoryModelLoadRequest: string repository_name 1, string model_name 2, map:ModelRepositoryParameter parameters 3
+RepositoryModelLoadResponse:
+RepositoryModelUnloadRequest: string repository_name 1, string model_name 2, map:ModelRepositoryParameter parameters 3
+RepositoryModelUnloadResponse:
+HealthCheckRequest: string service 1
+HealthCheckResponse: int32 status 1
+"""
+_ONE_OF = ("InferParameter", "ModelRepositoryParameter")  # of whose fields one is set
+CONTENTS = {  # where values are that are not raw; FP16 and BF16 have no such place
+    "BOOL": "bool_contents", "INT64": "int64_contents", "UINT64": "uint64_contents", "FP32": "fp32_contents",
+    "FP64": "fp64_contents", "BYTES": "bytes_contents", **dict.fromkeys(("INT32", "INT16", "INT8"), "int_contents"),
+    **dict.fromkeys(("UINT32", "UINT16", "UINT8"), "uint_contents"),
+}  # fmt: skip
+_Field = descriptor_pb2.FieldDescriptorProto
+
+
+@cache
+def message(name: str) -> Any:
+    """The class of a message, by its name in the table, or in `repository/config.py`."""
+    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+def config_message(config: ModelConfig) -> Any:
+    """A model's configuration. config: completed"""
+    return message("ModelConfig")(**_plain(config))
+
+
+@cache
+def _pool() -> Any:
+    file = descriptor_pb2.FileDescriptorProto(name="millrace/kserve.proto", package=PACKAGE, syntax="proto3")
+    lines = [line.partition(":") for line in _TABLE.strip().split("\n")]
+    configuration = _messages(ModelConfig, {})
+    names = {name for name, _, _ in lines} | set(configuration)
+    for name, _, fields in lines:
+        outer, dot, inner = name.partition(".")
+        if dot:
+            (parent,) = (m for m in file.message_type if m.name == outer)
+            found = parent.nested_type.add(name=inner)
+        else:
+            found = file.message_type.add(name=name)
+        if name in _ONE_OF:
+            found.oneof_decl.add(name="parameter_choice")
+        for text in filter(None, fields.strip().split(", ")):
+            _add(found, name, text, names)
+    for name, cls in configuration.items():
+        _declare(file.message_type.add(name=name), name, cls)
+    for enum in sorted(set(_enums(configuration)), key=lambda e: e.__name__):
+        scope = file.message_type.add(name=f"Scope{enum.__name__}")  # of its own: in it names of values are unique
+        made = scope.enum_type.add(name=enum.__name__)
+        for value in enum:
+            made.value.add(name=value.name, number=value.value)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return pool
+
+
+def _add(to: Any, name: str, text: str, names: set[str]) -> None:
+    """One field, as the table writes it."""
+    kind, field, number = text.strip().split(" ")
+    made = to.field.add(name=field, number=int(number), label=_Field.LABEL_OPTIONAL)
+    kind, _, of_map = kind.partition(":")
+    if kind.startswith("*") or of_map:
+        made.label, kind = _Field.LABEL_REPEATED, kind.removeprefix("*")
+    if name in _ONE_OF:
+        made.oneof_index = 0
+    if of_map:
+        entry = _entry(to, name, made)
+        entry.field.add(name="key", number=1, label=_Field.LABEL_OPTIONAL, type=_Field.TYPE_STRING)
+        _add(entry, "", f"{of_map} value 2", names)
+    elif kind in names or f"{name}.{kind}" in names:
+        inner = f"{name}.{kind}" if f"{name}.{kind}" in names else kind
+        made.type, made.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{inner}"
+    else:
+        made.type = getattr(_Field, f"TYPE_{kind.upper()}")
+
+
+def _entry(to: Any, owner: str, made: Any) -> Any:
+    """The message of a map's entries, as protobuf names it."""
+    name = "".join(part.capitalize() for part in made.name.split("_")) + "Entry"
+    made.type, made.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{owner}.{name}"
+    entry = to.nested_type.add(name=name)
+    entry.options.map_entry = True
+    return entry
+
+
+# ---------------------------------------------------------------------- a model's configuration
+
+
+def _messages(cls: type, found: dict[str, type]) -> dict[str, type]:
+    """Every message that `cls` reaches, by name."""
+    if cls.__name__ not in found:
+        found[cls.__name__] = cls
+        for spec in specs(cls).values():
+            for inner in (spec, *([spec.of] if spec.kind == "map" else [])):
+                if inner.kind == "message":
+                    _messages(inner.of, found)
+    return found
+
+
+def _enums(configuration: dict[str, type]) -> Iterator[type[IntEnum]]:
+    for cls in configuration.values():
+        yield from (spec.of for spec in specs(cls).values() if spec.kind == "enum")
+
+
+def _declare(to: Any, name: str, cls: type) -> None:
+    oneofs: list[str] = []
+    for spec in specs(cls).values():
+        _add_declared(to, name, spec, oneofs)
+    for oneof in oneofs:
+        to.oneof_decl.add(name=oneof)
+
+
+def _add_declared(to: Any, owner: str, spec: FieldSpec, oneofs: list[str]) -> None:
+    made = to.field.add(name=spec.name, number=spec.number, label=_Field.LABEL_OPTIONAL)
+    if spec.repeated or spec.kind == "map":
+        made.label = _Field.LABEL_REPEATED
+    if spec.oneof:
+        if spec.oneof not in oneofs:
+            oneofs.append(spec.oneof)
+        made.oneof_index = oneofs.index(spec.oneof)
+    if spec.kind == "map":
+        assert spec.key is not None, spec.name
+        entry = _entry(to, owner, made)
+        _add_declared(entry, owner, spec.key, [])
+        _add_declared(entry, owner, spec.of, [])
+    elif spec.kind == "message":
+        made.type, made.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{spec.of.__name__}"
+    elif spec.kind == "enum":
+        made.type, made.type_name = _Field.TYPE_ENUM, f".{PACKAGE}.Scope{spec.of.__name__}.{spec.of.__name__}"
+    else:
+        made.type = getattr(_Field, f"TYPE_{spec.kind.upper()}")
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """What is set of a declared message, as protobuf's classes are made from it."""
+    cls: type = type(config)
+    values = ((spec, getattr(config, spec.attribute)) for spec in specs(cls).values())
+    return {spec.name: _value(spec, value) for spec, value in values if value != spec.default}
+
+
+def _value(spec: FieldSpec, value: Any) -> Any:
+    if spec.kind == "map":
+        return {key: _value(spec.of, one) for key, one in value.items()}
+    if spec.kind != "message":
+        return list(value) if spec.repeated else value
+    return [_plain(one) for one in value] if spec.repeated else _plain(value)
