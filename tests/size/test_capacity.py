@@ -9,11 +9,13 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
 from millrace.size import capacity
-from millrace.size.capacity import Lengths, Replica, _interval
+from millrace.size.capacity import Replica, _interval
 from millrace.size.constants import profile
+from millrace.size.lengths import Lengths
 from millrace.size.models import PRESETS
 from millrace.size.planning import instance_of
 from millrace.size.points import Limits, Source
+from millrace.size.serving import computed
 from millrace.size.stack import ENGINE
 from millrace.size.virtual import Arrival
 
@@ -23,13 +25,13 @@ SMALL = replace(profile(H100, "fp8").stack, sequences=16, step_tokens=512)
 
 
 def replica(n_input: int = 300, n_output: int = 20) -> Replica:
-    return Replica(EIGHT, profile(H100, "fp8"), Lengths(n_input, n_output), SMALL)
+    return Replica(computed(EIGHT, profile(H100, "fp8"), Lengths(n_input, n_output), SMALL))
 
 
 def test_one_at_a_time_is_the_queue_of_pollaczek_and_khinchine() -> None:
     """Prompts alone, one a step: with a mean TTFT of S (1 + rho / 2 (1 - rho)) as the limit, the rate is rho / S."""
     one = replace(ENGINE, sequences=1, step_tokens=4096)
-    lone = Replica(EIGHT, profile(H100, "fp8"), Lengths(1000, 1), one)
+    lone = Replica(computed(EIGHT, profile(H100, "fp8"), Lengths(1000, 1), one))
     service_s = 1 / lone.full.rate
     assert service_s == pytest.approx(profile(H100, "fp8").constants.prefill_s(EIGHT, [1000]))
     for rho in (0.4, 0.7):
@@ -107,7 +109,7 @@ def test_intervals_cover_a_mean_as_often_as_they_say() -> None:
 def test_what_fits_nowhere_is_refused(lengths: tuple[int, int], device: str, said: str) -> None:
     found = find_device(device)
     with pytest.raises(ConfigError, match=said):
-        Replica(instance_of(PRESETS["llama-3-8b"], found, "fp16", 1), profile(found, "fp16"), Lengths(*lengths), SMALL)
+        computed(instance_of(PRESETS["llama-3-8b"], found, "fp16", 1), profile(found, "fp16"), Lengths(*lengths), SMALL)
 
 
 def test_a_router_that_sees_the_load_serves_sooner_than_chance() -> None:

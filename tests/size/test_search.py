@@ -7,10 +7,11 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.size import capacity, plan
-from millrace.size.capacity import Lengths
-from millrace.size.offers import Replicas, offers, simulated
+from millrace.size.lengths import Lengths
+from millrace.size.offers import offers
 from millrace.size.points import Limits, Point, Source
 from millrace.size.search import Search, TimeIsUp
+from millrace.size.searched import Replicas, simulated
 from millrace.size.settings import HardwareSettings
 from tests.size.offered import work_of
 

@@ -17,13 +17,14 @@ from millrace.size.load import DAY_S
 from millrace.size.memory import Memory, memory
 from millrace.size.money import Fleet as Needed
 from millrace.size.money import Money, engines, money
-from millrace.size.offers import Offers, Replicas, simulated_at
+from millrace.size.offers import Offers
 from millrace.size.planning import Plan
 from millrace.size.points import Limits, Point, Source
 from millrace.size.prices import Prices, read_prices
 from millrace.size.question import Question, limits_of
 from millrace.size.reasons import Change, Offer, Step, capacity_table, changes, waterfall
 from millrace.size.search import Progress, Search
+from millrace.size.searched import Replicas, simulated_at
 
 _LOADS = ("rate", "average", "users", "calls", "trace")
 _MOST_SIMULATED = 4  # devices, of more that are asked for
@@ -329,7 +330,7 @@ def _computed_otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Call
         "prompts half as long": lengths(0.5, 1), "answers half as long": lengths(1, 0.5),
         "software that takes 0.75 of the time": again(replace(case, question=faster)),
     }  # fmt: skip
-    if not h.precision:
+    if not h.precision and h.profile is None:
         told["16 bits alone"] = lambda: case.plan(case.simulated(_wide(found.computed))).fractional
     return told
 

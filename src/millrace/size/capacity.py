@@ -5,23 +5,17 @@ What is waited for is a property of the scheduler and of how requests come, so e
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from millrace.engine.executor import ExecutorLimits
-from millrace.engine.kv import PAGE_TOKENS
-from millrace.errors import ConfigError
-from millrace.runtime.batch import TokenBudget
-from millrace.size.constants import Profile
-from millrace.size.cost import Floats, Instance
+from millrace.size.cost import Floats
 from millrace.size.points import Limits, Point, Sampled, Source, Waits
 from millrace.size.replicas import router, simulate, together
 from millrace.size.search import Search, TimeIsUp
-from millrace.size.served import check_fits, kv_capacity
+from millrace.size.serving import Serving
 from millrace.size.simulator import Simulated, Simulation
-from millrace.size.stack import Stack
-from millrace.size.virtual import Arrival, Seen, StepTime, step_time
+from millrace.size.virtual import Arrival, Seen
 
 _LEAST, _TURNS = 1000, 4  # requests simulated for a point: so many, and so many times those that can be in flight
 _TOKENS, _FEWEST = 1 << 20, 200  # of answers, that the first of these have together at most; and the fewest requests
@@ -31,66 +25,29 @@ _ROUNDS = 5  # of a closed loop: the first and the last are not counted
 _OCTAVES, _CLOSE = 10, 0.02  # capacities are sought down to 2^-10 of what no schedule exceeds, to 2 %
 _BATCHES, _T = 10, 2.262  # means of ten runs of neighbours, Student's t for 95 % of nine degrees of freedom
 _MOST_ROUTED, _MOST_REQUESTS = 16, 8192  # instances and requests of a simulation behind a router
-_VOCAB = 1 << 15
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens of a request, in and out."""
-
-    n_input: int
-    n_output: int
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.n_input <= 1 << 24 and 1 <= self.n_output <= 1 << 24):
-            raise ConfigError(
-                f"requests of {self.n_input} tokens in and {self.n_output} out", f"1 to {1 << 24} each", "correct them"
-            )
-
-    @property
-    def both(self) -> int:
-        return self.n_input + self.n_output
 
 
 class Replica:
-    """One instance, as it would serve requests of such lengths. raises ConfigError where one does not fit
+    """One instance under load. search: which its simulations are part of"""
 
-    seconds: what its steps take, where that is not the profile's; search: which its simulations are part of
-    """
-
-    def __init__(
-        self, instance: Instance, profile: Profile, lengths: Lengths, stack: Stack | None = None,
-        seconds: StepTime | None = None, search: Search | None = None,
-    ) -> None:  # fmt: skip
-        check_fits(instance, (lengths.n_input, lengths.n_output))
-        self.instance, self.profile, self.lengths = instance, profile, lengths
-        self.stack, self._search = stack or profile.stack, search or Search()
-        self._seconds = seconds or step_time(instance, profile.constants, self.stack)
-        n_pages = int(kv_capacity(instance)) // PAGE_TOKENS
-        pages = -(-lengths.both // PAGE_TOKENS)
-        self._room = max(1, min(self.stack.sequences, n_pages // pages))
-        self._limits = ExecutorLimits(
-            max_step_tokens=self.stack.step_tokens, max_sequences=self.stack.sequences, max_rows=self.stack.sequences,
-            max_context=lengths.both, page_tokens=PAGE_TOKENS,
-            n_pages=max(pages, min(n_pages, self.stack.sequences * pages + 1)), vocab_size=_VOCAB,
-        )  # fmt: skip
+    def __init__(self, serving: Serving, search: Search | None = None) -> None:
+        self.serving, self.lengths, self._search = serving, serving.lengths, search or Search()
+        self._room, self._seconds = serving.room, serving.seconds
         self._known: dict[float, Point | None] = {}
         self._full: Point | None = None
         self._loops: dict[int, Point] = {}
 
     @property
     def name(self) -> str:
-        one = self.instance
-        return f"{one.precision} TP{one.tp} on {one.device.name}"
+        one = self.serving
+        return f"{one.precision} TP{one.tp} on {one.device}"
 
     def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
         return self._simulation().run(arrivals, closed)
 
-    def _simulation(self) -> Simulation:
-        return Simulation(
-            self._limits, self._seconds, TokenBudget.unhurried(self.stack.step_tokens), prefix_cache=False,
-            front_s=self.stack.front_s, tick=self._search.tick,
-        )  # fmt: skip
+    def _simulation(self, seed: int = 0) -> Simulation:
+        """seed: of what its steps take, where that varies"""
+        return replace(self.serving.simulation(seed), tick=self._search.tick)
 
     def closed(self, concurrency: int) -> Point:
         """So many requests always in flight, as serving is mostly measured."""
@@ -140,7 +97,7 @@ class Replica:
         times = np.cumsum(np.random.default_rng(seed).exponential(1 / (rate * many), n))
         n_in, n_out = self.lengths.n_input, self.lengths.n_output
         arrivals = (Arrival(float(t), n_in, n_out) for t in times)
-        found = together(simulate([self._simulation() for _ in range(many)], arrivals, router(routing, seed)))
+        found = together(simulate([self._simulation(i) for i in range(many)], arrivals, router(routing, seed)))
         counted = found.requests[int(n * _TRANSIENT) :]
         concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
         how = f"Poisson arrivals at {many} instances behind a router ({routing})"
@@ -196,7 +153,9 @@ class Replica:
 
     @property
     def _highest(self) -> float:
-        return self.bound(Limits())
+        """Requests a second, from which on down capacities are sought."""
+        bound = self.bound(Limits())
+        return bound if math.isfinite(bound) else self.full.rate
 
     def _keeps(self, share: float, limits: Limits) -> bool:
         point = self._at(share)
@@ -222,7 +181,7 @@ class Replica:
     def alone_breaks(self, limits: Limits) -> tuple[str, ...]:
         """Limits that not even a request alone keeps."""
         n_in, n_out = self.lengths.n_input, self.lengths.n_output
-        ttft_s = self.stack.front_s + self._seconds([n_in], [0], 0, 0.0)
+        ttft_s = self.serving.front_s + self._seconds([n_in], [0], 0, 0.0)
         step_s = self._seconds((), (), 1, n_in)
         asked = (
             ("TTFT", limits.ttft_s, ttft_s),
@@ -235,12 +194,14 @@ class Replica:
         """Requests a second that no schedule exceeds: arithmetic of prompts, and decode steps shared by as many as fit.
 
         A step grows with what runs in it, and answers see the mean of their steps at least: so a limit on ITL bounds
-        how many run.
+        how many run. inf: of a server whose steps follow no law that would bound them
         """
+        if self.serving.running is None:
+            return math.inf
         n_in, n_out = self.lengths.n_input, self.lengths.n_output
         chunk_s = self._seconds([n_in], [0], 1, 0.0) - self._seconds((), (), 1, 0.0)
         context = n_in + n_out / 2
-        n = max(1, min(self.stack.sequences, self._limits.n_pages * PAGE_TOKENS // n_in))
+        n = self.serving.running
         while limits.itl_s is not None and n > 1 and self._seconds((), (), n, context) > limits.itl_s:
             n -= max(1, n // 64)
         return 1 / (chunk_s + (n_out - 1) * self._seconds((), (), n, context) / n)
@@ -253,15 +214,15 @@ class Replica:
         def of(what: Callable[[Floats], float]) -> Waits:
             return Waits(*(what(values) for values in waits.values()))
 
-        instance = self.instance
+        one = self.serving
         return Point(
-            model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
+            model=one.model, device=one.device, precision=one.precision, tp=one.tp,
             input_tokens=self.lengths.n_input, output_tokens=self.lengths.n_output, concurrency=concurrency, rate=rate,
             mean=of(lambda v: float(v.mean())), p95=of(lambda v: float(np.quantile(v, 0.95))), source=Source.SIMULATED,
             sampled=Sampled(
                 of(lambda v: float(np.quantile(v, 0.99))), of(lambda v: _interval(v, np.mean)),
                 of(lambda v: _interval(v, _p95)), len(counted), n - len(counted), found.preemptions,
-                f"{how}; {self.stack.scheduler}",
+                f"{how}; {one.scheduler}",
             ),
         )  # fmt: skip
 

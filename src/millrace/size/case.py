@@ -8,11 +8,12 @@ from millrace.errors import ConfigError
 from millrace.machine.roofline import Roofline
 from millrace.size.demand import Demand
 from millrace.size.lengths import Work
-from millrace.size.offers import DEVICE, Offers, Replicas, offers, simulated
+from millrace.size.offers import DEVICE, Offers, offers
 from millrace.size.planning import Fleet, Plan
 from millrace.size.planning import plan as planned
 from millrace.size.points import Limits, Point
 from millrace.size.question import Question
+from millrace.size.searched import Replicas, simulated
 
 _THERE = re.compile(r"\s*(\d+)\s*(?:x\s*(.+?)\s*)?")
 _MOST_SYSTEMS = 1_000_000
@@ -93,16 +94,16 @@ class Case:
 
     def _plan(self, found: Offers, limits: Limits, times: float) -> Plan:
         h = self.question.hardware
-        instance = found.instance(found.points[0]) if found.points else None
+        basis = found.basis
         fleet = Fleet(h.utilisation, h.spare)
         if self.load is None:
-            one = planned(1.0, found.points, limits, fleet, instance).point  # the best one, whatever the rate
+            one = planned(1.0, found.points, limits, fleet, basis).point  # the best one, whatever the rate
             rate = (self.there[0].systems - h.spare) * h.utilisation * one.rate_of_system
-            return planned(rate * (1 - 1e-12), found.points, limits, fleet, instance)
+            return planned(rate * (1 - 1e-12), found.points, limits, fleet, basis)
         rest = self.load.peak * times - sum(there.rate(limits, h.utilisation) for there in self.there)
         if rest > 0:
-            return _one_at_least(planned(rest, found.points, limits, fleet, instance), 1 + h.spare)
-        enough = planned(1.0, found.points, limits, fleet, instance)
+            return _one_at_least(planned(rest, found.points, limits, fleet, basis), 1 + h.spare)
+        enough = planned(1.0, found.points, limits, fleet, basis)
         return replace(enough, rate=0.0, fractional=0.0, systems=0, low=0, high=0)
 
 

@@ -96,6 +96,10 @@ class HardwareSettings(Settings):
     tp: int | None = setting(None, "devices of an instance; default: what serves most", low=1, high=8)
     factor: float = setting(1.0, "of your software beside what was fitted, on every time", low=0.01, high=100)
     stack: str | None = setting(None, "your own server, as `millrace size fit -o` wrote it", metavar="FILE")
+    profile: str | None = setting(
+        None, "your own server's measured steps, as `millrace size verify -o` wrote them; with --hardware this",
+        metavar="FILE",
+    )  # fmt: skip
     measured: str | None = setting(None, "your own measurements instead of a model: CSV", metavar="FILE")
     utilisation: float = setting(1.0, "share of what systems can that is planned with", low=0.01, high=1)
     spare: int = setting(0, "systems beyond that: 1 is N+1", low=0, high=1000)
