@@ -1,7 +1,7 @@
 """The whole answer to the six questions: systems with their band, why, what would change it, what follows from it."""
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,7 @@ from millrace.size.searched import Replicas, simulated_at
 
 _LOADS = ("rate", "average", "users", "calls", "trace")
 _MOST_SIMULATED = 4  # devices, of more that are asked for
+_MAIN = 0.9  # of the search's time, for what is chosen from; then for what users feel, and other limits
 _PEOPLE_HOURS = 8.0  # of a day in which people ask, where nobody says
 
 
@@ -198,13 +199,30 @@ def _alternatives(case: Case, found: Offers, costs: "_Costs") -> tuple[Alternati
         guessed = [_alternative(case, found, costs, name, roughly) for name in names]
         rest = {one.device: one for one in sorted(guessed, key=_order)}
         names = list(rest)
-    told: list[Alternative] = []
-    for name in names:
-        if rest and sum(one.plan is not None for one in told) >= _MOST_SIMULATED:
+    with case.replicas.search.part(_MAIN):
+        told = _each(case, found, costs, names, _MOST_SIMULATED if rest else len(names))
+    return (*sorted(told.values(), key=_order), *(one for name, one in rest.items() if name not in told))
+
+
+def _each(case: Case, found: Offers, costs: "_Costs", names: Sequence[str], wanted: int) -> dict[str, Alternative]:
+    """In that order until so many keep the limits. Each has its share of the time; what they leave goes to the cut."""
+    told: dict[str, Alternative] = {}
+    search, cut = case.replicas.search, list[str]()
+    for i, name in enumerate(names):
+        kept = sum(one.plan is not None for one in told.values())
+        if kept >= wanted:
             break
-        told.append(_alternative(case, found, costs, name))
-        rest.pop(name, None)
-    return (*sorted(told, key=_order), *rest.values())
+        before = search.left
+        with search.part(1 / min(len(names) - i, wanted - kept)):
+            told[name] = _alternative(case, found, costs, name)
+        if search.left != before:
+            cut.append(name)
+    for i, name in enumerate(cut):
+        if not search.has_time:
+            break
+        with search.part(1 / (len(cut) - i)):
+            told[name] = _alternative(case, found, costs, name)
+    return told
 
 
 def _alternative(

@@ -109,7 +109,7 @@ class Replica:
         None: not even 2^-10 of what the devices could do keeps them, or no more than `above` does. Rates that are tried
         are the same ones whatever the limits, so that looser limits never give less.
 
-        raises TimeIsUp before any is found; once there is one, it is the answer, and the search is told that it was cut
+        raises TimeIsUp before any is found; once there is one, it is the answer, and says that it was cut
         """
         if self.alone_breaks(limits):
             return None
@@ -125,8 +125,7 @@ class Replica:
             except TimeIsUp:
                 if not low:
                     raise
-                self._search.cut(self.name)
-                break
+                return _cut(self._at(low / steps))
             low, high = (middle, high) if keeps else (low, middle)
         found = self._at(low / steps) if low else None
         return _beyond(found, self._at(high / steps), limits) if found is not None else None
@@ -145,8 +144,7 @@ class Replica:
             except TimeIsUp:
                 if not low:
                     raise
-                self._search.cut(self.name)
-                break
+                return _cut(self._loops[low])
             low, high = (low, middle) if limits.broken(self._loops[middle]) else (middle, high)
         after = self._loops.get(high)
         return _beyond(self._loops[low], after, limits) if low else None
@@ -231,6 +229,11 @@ def _beyond(point: Point, after: Point | None, limits: Limits) -> Point:
     """The point, and what the next one breaks; None: there the instance falls behind."""
     assert point.sampled is not None, "it was simulated"
     return replace(point, sampled=replace(point.sampled, beyond=limits.broken(after) if after is not None else ()))
+
+
+def _cut(point: Point | None) -> Point:
+    assert point is not None and point.sampled is not None, "it was simulated, and keeps the limits"
+    return replace(point, sampled=replace(point.sampled, cut=True))
 
 
 def _values(requests: Sequence[Seen], name: str) -> Floats:

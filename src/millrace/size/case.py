@@ -74,9 +74,10 @@ class Case:
     def simulated_there(self) -> "Case":
         """The same, with systems that are there by simulation; without points where that keeps no limits."""
         there = []
-        for one in self.there:
+        for i, one in enumerate(self.there):
             try:
-                there.append(replace(one, offers=self.simulated(one.offers)))
+                with self.replicas.search.part(1 / (len(self.there) - i + 1)):
+                    there.append(replace(one, offers=self.simulated(one.offers)))
             except ConfigError:
                 if self.replicas.search.over:
                     raise

@@ -126,7 +126,10 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, bas
 
 
 def _binding(points: Sequence[Point], point: Point, limits: Limits, grounds: Grounds | None) -> str:
-    """A limit, where the same instance would serve more beyond it; a full cache; else what takes longest."""
+    """Time, where it was up; a limit, where the same instance would serve more beyond it; a full cache; else what takes
+    longest."""
+    if point.sampled is not None and point.sampled.cut:
+        return "time (--search-s): more was not tried"
     alike = [p for p in points if p.configuration == point.configuration and p.concurrency > point.concurrency]
     more = [p for p in alike if p.rate > point.rate * 1.01 and p.source == point.source]
     broken = point.sampled.beyond if point.sampled else ()

@@ -1,6 +1,7 @@
 """Capacities by simulation of what could serve most, within limits and the time of a search."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from millrace.errors import ConfigError
 from millrace.size.capacity import Replica
@@ -51,35 +52,73 @@ def simulated(
         return found
     tried, lengths = _divided(limits, asked.factor), Lengths(round(work.n_input), round(work.n_output))
     alike = {(p.precision, p.tp): replicas.of(found, p, lengths) for p in found.points}
-    bounded = [(replica.bound(tried) / tp, tp, replica) for (_, tp), replica in alike.items()]
+    bounded = [_Sought(replica.bound(tried) / tp, tp, replica) for (_, tp), replica in alike.items()]
+    search, of = replicas.search, (found.names[0], lengths, limits)
+    search.forget(of)
+    cut = _seek(sorted(bounded, key=lambda one: -one.bound), tried, search, closed)
+    for one in cut:
+        search.cut(one.replica.name, of)
     points: list[Point] = []
     beside: list[Point] = []  # other rates of the same, for drawings
-    most, cut, search = 0.0, False, replicas.search
-    for bound, tp, replica in sorted(bounded, key=lambda one: -one[0]):
-        if bound <= most:
-            break
-        search.begins(replica.name)
-        try:
-            point = replica.most_closed(tried) if closed else replica.most(tried, most * tp)
-        except TimeIsUp:
-            cut = True
-            search.cut(replica.name)
-            continue
-        if point is not None:
-            points.append(replace(scaled(point, asked.factor), system=found.points[0].system))
-            beside += [replace(scaled(p, asked.factor), system=found.points[0].system) for p in replica.tried]
-            most = max(most, point.rate / tp)
+    for one in bounded:
+        if one.point is not None:
+            points.append(replace(scaled(one.point, asked.factor), system=found.points[0].system))
+            beside += [replace(scaled(p, asked.factor), system=found.points[0].system) for p in one.replica.tried]
     if not points:
         try:
             alone = [replace(scaled(replica.alone, asked.factor), system=1) for replica in alike.values()]
         except TimeIsUp:
-            cut = True
+            search.cut(f"a request alone on {found.names[0]}", of)
+            return _not_simulated(found, limits, search)
         if cut:
             return _not_simulated(found, limits, search)
         best([p for p in alone if limits.broken(p)] or found.points, limits)  # which says what comes closest
         raise ConfigError(f"nothing keeps the limits on {found.names[0]} under load", "a request alone does",
                           "allow more, or choose faster devices")  # fmt: skip
     return replace(found, points=(*found.points, *points, *beside))
+
+
+@dataclass(slots=True)
+class _Sought:
+    """bound: requests/s of a device that it does not exceed; point: its best so far"""
+
+    bound: float
+    tp: int
+    replica: Replica
+    point: Point | None = None
+
+    @property
+    def most(self) -> float:
+        return 0.0 if self.point is None else self.point.rate / self.tp
+
+
+def _seek(of: Sequence[_Sought], limits: Limits, search: Search, closed: bool) -> list[_Sought]:
+    """Each has the same share of the time; what some of them leave goes to those that were cut. of: best bound first
+
+    What is still cut when time is up is returned.
+    """
+    left = list(of)
+    while left:
+        cut: list[_Sought] = []
+        for i, one in enumerate(left):
+            most = max(other.most for other in of)
+            if one.bound <= most:
+                continue
+            search.begins(one.replica.name)
+            above = 0.0 if one.point is not None else most * one.tp
+            try:
+                with search.part(1 / (len(left) - i)):
+                    found = one.replica.most_closed(limits) if closed else one.replica.most(limits, above)
+            except TimeIsUp:
+                cut.append(one)
+                continue
+            one.point = found
+            if found is not None and found.sampled is not None and found.sampled.cut:
+                cut.append(one)
+        left = cut
+        if not search.has_time:
+            break
+    return left
 
 
 def _not_simulated(found: Offers, limits: Limits, search: Search) -> Offers:
