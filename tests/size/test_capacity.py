@@ -17,6 +17,7 @@ from millrace.size.planning import instance_of
 from millrace.size.points import Limits, Source
 from millrace.size.serving import computed
 from millrace.size.stack import ENGINE
+from millrace.size.traffic import Traffic
 from millrace.size.virtual import Arrival
 
 H100 = find_device("H100")
@@ -116,11 +117,11 @@ def test_a_router_that_sees_the_load_serves_sooner_than_chance() -> None:
     """One instance behind a router is that instance, bit for bit; of four, those with the fewest serve much sooner."""
     one = replica()
     rate = 0.8 * one.full.rate
-    alone, single = one.at(rate), one.behind("blind", 1, rate)
+    alone, single = one.at(rate), one.behind(Traffic("blind"), 1, rate)
     assert alone is not None and single is not None and (single.mean, single.p95) == (alone.mean, alone.p95)
-    blindly, fewest = one.behind("blind", 4, rate), one.behind("least-loaded", 4, rate)
+    blindly, fewest = (one.behind(Traffic(how), 4, rate) for how in ("blind", "least-loaded"))
     assert blindly is not None and fewest is not None and blindly.p95 is not None and fewest.p95 is not None
     assert fewest.mean.ttft_s < 0.8 * blindly.mean.ttft_s and fewest.p95.ttft_s < 0.6 * blindly.p95.ttft_s
     assert fewest.sampled is not None and "4 instances behind a router (least-loaded)" in fewest.sampled.how
     assert fewest.concurrency == pytest.approx(rate * fewest.mean.e2e_s), "Little's law"
-    assert one.behind("least-loaded", 4, one.full.rate) is None, "it falls behind"
+    assert one.behind(Traffic("least-loaded"), 4, one.full.rate) is None, "it falls behind"

@@ -25,6 +25,7 @@ from millrace.size.question import Question, limits_of
 from millrace.size.reasons import Change, Offer, Step, capacity_table, changes, waterfall
 from millrace.size.search import Progress, Search
 from millrace.size.searched import Replicas, simulated_at
+from millrace.size.traffic import traffic_of
 
 _LOADS = ("rate", "average", "users", "calls", "trace")
 _MOST_SIMULATED = 4  # devices, of more that are asked for
@@ -131,7 +132,8 @@ def answered(
     there = systems_there(question, asked, here)
     check_systems(question, there, is_said)
     search = Search(question.search.search_s, tell)
-    case = Case(question, limits, load, asked, there, here, Replicas(search)).simulated_there()
+    traffic = traffic_of(question, None if load is None else load.trace)
+    case = Case(question, limits, load, asked, there, here, Replicas(search), traffic).simulated_there()
     found = case.offers() if load is not None else there[0].offers
     _check_p95(case, found)
     costs = _Costs(case, prices, today or datetime.date.today())
@@ -178,8 +180,9 @@ def _operating(case: Case, found: Offers, best: Plan) -> Point:
     if case.closed and point.sampled is not None:
         return point
     if point.sampled is not None:
-        rate, routing = min(each, point.rate), case.question.search.routing
-        return simulated_at(found, point, rate, h, case.replicas, instances, routing) or point
+        if case.traffic.recorded is not None and case.load is not None and case.load.busy is not None:
+            each *= case.load.busy / case.load.peak  # its peaks are in it
+        return simulated_at(found, point, min(each, point.rate), h, case.replicas, instances, case.traffic) or point
     alike = [p for p in found.points if p.configuration == point.configuration]
     bear = [p for p in alike if p.rate >= each * (1 - 1e-9) and not best.limits.broken(p)]
     return min(bear, key=lambda p: p.concurrency, default=point)

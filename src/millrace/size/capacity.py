@@ -15,6 +15,7 @@ from millrace.size.replicas import router, simulate, together
 from millrace.size.search import Search, TimeIsUp
 from millrace.size.serving import Serving
 from millrace.size.simulator import Simulated, Simulation
+from millrace.size.traffic import Coming, Traffic
 from millrace.size.virtual import Arrival, Seen
 
 _LEAST, _TURNS = 1000, 4  # requests simulated for a point: so many, and so many times those that can be in flight
@@ -45,9 +46,10 @@ class Replica:
     def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
         return self._simulation().run(arrivals, closed)
 
-    def _simulation(self, seed: int = 0) -> Simulation:
-        """seed: of what its steps take, where that varies"""
-        return replace(self.serving.simulation(seed), tick=self._search.tick)
+    def _simulation(self, seed: int = 0, of_any: bool = False) -> Simulation:
+        """seed: of what its steps take, where that varies; of_any: requests, and what they share is found"""
+        made = self.serving.of_any if of_any else self.serving.simulation
+        return replace(made(seed), tick=self._search.tick)
 
     def closed(self, concurrency: int) -> Point:
         """So many requests always in flight, as serving is mostly measured."""
@@ -85,22 +87,31 @@ class Replica:
         concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
         return self._point(counted, n, rate, concurrency, found, "Poisson arrivals")
 
-    def behind(self, routing: str, instances: int, rate: float, seed: int = 0) -> Point | None:
+    def behind(self, traffic: Traffic, instances: int, rate: float, seed: int = 0) -> Point | None:
         """So many such instances behind a router, with that rate each on average; None as of `at`.
 
         Of more than 16 instances 16 are simulated: a router that chooses among more does hardly better.
+        raises ConfigError where no request of a trace fits
         """
         if rate > _STEADY * self.full.rate:
             return None
         many = min(instances, _MOST_ROUTED)
-        n = min(self._n_requests * many, _MOST_REQUESTS)
-        times = np.cumsum(np.random.default_rng(seed).exponential(1 / (rate * many), n))
-        n_in, n_out = self.lengths.n_input, self.lengths.n_output
-        arrivals = (Arrival(float(t), n_in, n_out) for t in times)
-        found = together(simulate([self._simulation(i) for i in range(many)], arrivals, router(routing, seed)))
+        most = min(self._n_requests * many, _MOST_REQUESTS)
+        coming = traffic.coming(self.lengths, self.serving.context, rate * many, most, seed)
+        simulations = [self._simulation(i, traffic.recorded is not None or traffic.is_cached) for i in range(many)]
+        found = together(simulate(simulations, coming.arrivals, router(traffic.routing, seed)))
+        n = len(coming.arrivals)
         counted = found.requests[int(n * _TRANSIENT) :]
+        if traffic.recorded is not None:
+            span_s = counted[-1].arrival.at_s - counted[0].arrival.at_s
+            if span_s <= 0:
+                return None  # a handful of requests, all at once
+            rate = (len(counted) - 1) / span_s / many
         concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
-        how = f"Poisson arrivals at {many} instances behind a router ({routing})"
+        how = f"{_how(traffic, coming)} at {many} instances behind a router ({traffic.routing})"
+        if traffic.is_cached:
+            tokens = sum(one.n_input for one in coming.arrivals)
+            how += f", {found.prefix_hits / tokens:.0%} of prompts' tokens were in a cache"
         return self._point(counted, n, rate, concurrency, found, how)
 
     def most(self, limits: Limits, above: float = 0.0) -> Point | None:
@@ -223,6 +234,13 @@ class Replica:
                 f"{how}; {one.scheduler}",
             ),
         )  # fmt: skip
+
+
+def _how(traffic: Traffic, coming: Coming) -> str:
+    if traffic.recorded is None:
+        return "Poisson arrivals"
+    without = f" without {coming.left_out} that are empty or too long" if coming.left_out else ""
+    return f"{len(coming.arrivals)} recorded requests{without}"
 
 
 def _beyond(point: Point, after: Point | None, limits: Limits) -> Point:

@@ -14,6 +14,7 @@ from millrace.size.planning import plan as planned
 from millrace.size.points import Limits, Point
 from millrace.size.question import Question
 from millrace.size.searched import Replicas, simulated
+from millrace.size.traffic import Traffic
 
 _THERE = re.compile(r"\s*(\d+)\s*(?:x\s*(.+?)\s*)?")
 _MOST_SYSTEMS = 1_000_000
@@ -50,6 +51,7 @@ class Case:
     there: tuple[There, ...]
     here: Callable[[], Roofline]
     replicas: Replicas = field(default_factory=Replicas)
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def limited(self) -> bool:

@@ -4,7 +4,7 @@ What `size verify` predicts and what `size --profile` plans with is the same sim
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,10 +44,10 @@ class OwnSteps:
     def simulation(self, n_input: int, seed: int = 0, longest: int | None = None) -> Simulation:
         """One such server, whose budget knows its steps already, as after a warm-up.
 
-        n_input: tokens of a usual prompt; longest: of a request, in and out, where it is less than the context
+        n_input: tokens of a usual prompt; longest: of any request, in and out, where that is known
         """
         usual, s, draw = self.cost.timed(), self.schedule, _drawn(self.spread, seed).__next__
-        pages = s.max_sequences * -(-min(longest or s.max_context, s.max_context) // s.page_tokens) + 1
+        pages = s.pages if longest is None else s.max_sequences * -(-longest // s.page_tokens) + 1
         limits = ExecutorLimits(
             max_step_tokens=s.max_step_tokens, max_sequences=s.max_sequences, max_rows=s.max_rows,
             max_context=s.max_context, page_tokens=s.page_tokens, n_pages=min(s.pages, pages), vocab_size=VOCAB,
@@ -131,7 +131,9 @@ class Profiled:
             model=p.model, device=self.device, precision=AS_BUILT, tp=1, lengths=lengths, scheduler=self.scheduler,
             room=self.room(lengths.both), running=None, front_s=p.front,
             seconds=lambda prompts, starts, n, context: usual(prompts, starts, n, context) * least,
+            context=p.schedule.context_tokens,
             simulation=lambda seed: own.simulation(lengths.n_input, seed, lengths.both),
+            of_any=lambda seed: replace(own.simulation(lengths.n_input, seed), prefix_cache=True),
         )  # fmt: skip
 
     def grounds(self, point: Point) -> Grounds:

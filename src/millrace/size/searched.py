@@ -12,6 +12,7 @@ from millrace.size.points import Limits, Point, best
 from millrace.size.search import Search, TimeIsUp
 from millrace.size.serving import Serving, computed
 from millrace.size.settings import HardwareSettings
+from millrace.size.traffic import Traffic
 
 
 class Replicas:
@@ -130,22 +131,21 @@ def _not_simulated(found: Offers, limits: Limits, search: Search) -> Offers:
 
 
 def simulated_at(
-    found: Offers, point: Point, rate: float, asked: HardwareSettings, replicas: Replicas, instances: int = 1,
-    routing: str = "blind",
+    found: Offers, point: Point, rate: float, asked: HardwareSettings, replicas: Replicas, instances: int,
+    traffic: Traffic,
 ) -> Point | None:  # fmt: skip
     """That configuration at a lower rate of each instance; None where it was not simulated, or falls behind, or the
     search's time is up.
 
-    instances: behind a router, where the load does not fall on them blindly
+    instances: behind a router, where the load does not fall on them blindly; traffic: what comes to them
     """
     if point.sampled is None:
         return None
     lengths = Lengths(round(point.input_tokens), round(point.output_tokens))
     replica, factor = replicas.of(found, point, lengths), asked.factor
-    routed = routing != "blind" and instances > 1
     replicas.search.begins(f"the load on {replica.name}")
     try:
-        at = replica.behind(routing, instances, rate * factor) if routed else replica.at(rate * factor)
+        at = replica.at(rate * factor) if traffic.is_blind else replica.behind(traffic, instances, rate * factor)
     except TimeIsUp:
         replicas.search.cut(f"what users wait for at this load on {replica.name}")
         return None

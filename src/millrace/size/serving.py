@@ -1,7 +1,7 @@
 """How an instance serves requests of some lengths, as simulations have it: by a device's datasheet and a stack."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millrace.engine.executor import ExecutorLimits
 from millrace.engine.kv import PAGE_TOKENS
@@ -16,6 +16,7 @@ from millrace.size.stack import Stack
 from millrace.size.virtual import step_time
 
 VOCAB = 1 << 15  # ids are not looked at
+_MOST_PAGES = 1 << 20  # more than simulated requests fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class Serving:
     room: requests in flight that fit; running: answers in a step at most, None where steps follow no law that bounds
     what is served; front_s: of a request before its first step; seconds: what a step takes at least
     simulation: of it from the beginning on, with a seed for what its steps take
+    of_any: the same for requests of any lengths up to `context`, which find what they share with earlier ones
     """
 
     model: str
@@ -37,7 +39,9 @@ class Serving:
     running: int | None
     front_s: float
     seconds: StepTime
+    context: int
     simulation: Callable[[int], Simulation]
+    of_any: Callable[[int], Simulation]
 
 
 def computed(
@@ -54,13 +58,17 @@ def computed(
         n_pages=max(pages, min(n_pages, stack.sequences * pages + 1)), vocab_size=VOCAB,
     )  # fmt: skip
     budget_tokens, front_s = stack.step_tokens, stack.front_s
+    whole = replace(limits, max_context=instance.model.max_context, n_pages=min(n_pages, _MOST_PAGES))
 
     def simulation(_: int) -> Simulation:
         return Simulation(limits, took, TokenBudget.unhurried(budget_tokens), prefix_cache=False, front_s=front_s)
+
+    def of_any(_: int) -> Simulation:
+        return Simulation(whole, took, TokenBudget.unhurried(budget_tokens), front_s=front_s)
 
     return Serving(
         model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
         lengths=lengths, scheduler=stack.scheduler, room=max(1, min(stack.sequences, n_pages // pages)),
         running=max(1, min(stack.sequences, limits.n_pages * PAGE_TOKENS // lengths.n_input)), front_s=front_s,
-        seconds=took, simulation=simulation,
+        seconds=took, context=whole.context_tokens, simulation=simulation, of_any=of_any,
     )  # fmt: skip

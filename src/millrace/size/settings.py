@@ -120,8 +120,9 @@ class SearchSettings(Settings):
         low=0.01, high=86_400,
     )  # fmt: skip
     routing: str = setting(
-        "blind", "how a load falls on instances: blindly, or each request on the one with the fewest",
-        choices=("blind", "least-loaded"),
+        "blind", "how a load falls on instances: blindly, each request on the one with the fewest, or on the one that "
+        "knows its beginning (of --trace with hash_ids, or --system)",
+        choices=("blind", "least-loaded", "prefix-aware"),
     )  # fmt: skip
 
 
