@@ -256,7 +256,8 @@ def _cut(point: Point | None) -> Point:
 
 def _values(requests: Sequence[Seen], name: str) -> Floats:
     values: Floats = np.array([getattr(one, name) for one in requests])
-    return values if not np.isnan(values).any() else np.zeros(1)  # answers of one token have no ITL
+    known: Floats = values[~np.isnan(values)]  # answers of one token have no ITL
+    return known if len(known) else np.zeros(1)
 
 
 def _p95(values: Floats) -> float:
