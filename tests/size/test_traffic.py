@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
+from millrace.runtime.step_cost import StepCost
 from millrace.size import capacity, plan
 from millrace.size.capacity import Replica
 from millrace.size.constants import profile
@@ -20,7 +22,7 @@ from millrace.size.points import Point
 from millrace.size.profiled import Profiled
 from millrace.size.question import Question
 from millrace.size.serving import computed
-from millrace.size.traffic import Traffic, traffic_of
+from millrace.size.traffic import Gaps, Traffic, traffic_of
 from millrace.tune.recording import read_recording
 from tests.size.test_profiled import PROFILE
 
@@ -104,13 +106,51 @@ def test_a_system_prompt_is_computed_once() -> None:
     """1,024 of 2,000 tokens are the system's: 51.2 % of all are found, but those of each server's first requests."""
     asked = {**COMMON, "system": "1100 tokens", "question": "900 tokens", "osl": 5, "rate": 300}
     traffic = traffic_of(Question.of({**asked, "routing": "prefix-aware"}), None)
-    assert traffic == Traffic("prefix-aware", 2) and traffic_of(Question.of(asked), None) == Traffic()
+    assert traffic == Traffic("prefix-aware", shared=2) and traffic_of(Question.of(asked), None) == Traffic()
     one = Replica(computed(instance_of(PRESETS["llama-3-8b"], H100, "fp8", 1), profile(H100, "fp8"), Lengths(2000, 5)))
     point = one.behind(traffic, 2, 0.5 * one.full.rate)
     assert point is not None and point.sampled is not None
     assert 48 <= int(point.sampled.how.split("%")[0].split(" ")[-1]) <= 51
     alone = one.at(0.5 * one.full.rate)
     assert alone is not None and point.mean.ttft_s < 0.8 * alone.mean.ttft_s
+
+
+def test_gaps_of_a_gamma_distribution_are_its_bursts() -> None:
+    """Shape 1/9: gaps vary by three times their mean (to what 400,000 tell); shape 1 is Poisson, bit for bit."""
+    gaps = np.diff(Gaps(1 / 9).times(5.0, 400_000, 1), prepend=0.0)
+    assert gaps.mean() == pytest.approx(0.2, rel=0.03) and gaps.std() / gaps.mean() == pytest.approx(3, rel=0.03)
+    np.testing.assert_array_equal(Gaps().times(5.0, 9, 1), np.cumsum(np.random.default_rng(1).exponential(0.2, 9)))
+    np.testing.assert_allclose(Gaps(0.5).times(10.0, 9, 1), Gaps(0.5).times(5.0, 9, 1) / 2)
+
+
+def test_bursts_wait_as_long_as_in_a_queue_of_one_server() -> None:
+    """One at a time, 20 ms and 5 ms of host each: waits by Lindley's recursion, and longer than without bursts."""
+    alone = replace(
+        PROFILE, spread=(1.0,), front=0.0, schedule=replace(PROFILE.schedule, max_sequences=1),
+        cost=StepCost(((1, 1e-3), (100, 20e-3)), 0.0, 0.0, 0.0, host=5e-3),
+    )  # fmt: skip
+    waits = []
+    for gaps in (Gaps(), Gaps(1 / 9)):
+        point = Replica(Profiled(alone).serving(Lengths(100, 1)), gaps=gaps).at(0.6 / 25e-3)
+        at_s, free_s, waited = gaps.times(0.6 / 25e-3, 1000, 0), 0.0, []
+        for at in at_s.tolist():
+            begins = max(at, free_s)
+            waited.append(begins - at + 20e-3)
+            free_s = begins + 25e-3
+        assert point is not None and point.mean.ttft_s == pytest.approx(np.mean(waited[250:]), rel=1e-6)
+        assert point.sampled is not None and point.sampled.how.startswith(str(gaps))
+        waits.append(point.mean.ttft_s)
+    assert waits[1] > 2 * waits[0]
+
+
+@pytest.mark.usefixtures("few")
+def test_bursts_buy_no_less() -> None:
+    asked = {**COMMON, "isl": 500, "osl": 10, "rate": 2000, "ttft_ms": 60}
+    calm, bursts = plan(**asked), plan(**asked, arrivals="gamma", burstiness=0.1)
+    assert bursts.plan.fractional > 1.1 * calm.plan.fractional
+    assert "gamma arrivals (burstiness 0.1)" in bursts.plan.provenance
+    with pytest.raises(ConfigError, match="--burstiness without --arrivals gamma"):
+        plan(**asked, burstiness=0.1)
 
 
 @pytest.mark.parametrize("answers, said", [

@@ -133,7 +133,7 @@ def answered(
     check_systems(question, there, is_said)
     search = Search(question.search.search_s, tell)
     traffic = traffic_of(question, None if load is None else load.trace)
-    case = Case(question, limits, load, asked, there, here, Replicas(search), traffic).simulated_there()
+    case = Case(question, limits, load, asked, there, here, Replicas(search, traffic.gaps), traffic).simulated_there()
     found = case.offers() if load is not None else there[0].offers
     _check_p95(case, found)
     costs = _Costs(case, prices, today or datetime.date.today())

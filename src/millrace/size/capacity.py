@@ -15,7 +15,7 @@ from millrace.size.replicas import router, simulate, together
 from millrace.size.search import Search, TimeIsUp
 from millrace.size.serving import Serving
 from millrace.size.simulator import Simulated, Simulation
-from millrace.size.traffic import Coming, Traffic
+from millrace.size.traffic import Coming, Gaps, Traffic
 from millrace.size.virtual import Arrival, Seen
 
 _LEAST, _TURNS = 1000, 4  # requests simulated for a point: so many, and so many times those that can be in flight
@@ -29,11 +29,11 @@ _MOST_ROUTED, _MOST_REQUESTS = 16, 8192  # instances and requests of a simulatio
 
 
 class Replica:
-    """One instance under load. search: which its simulations are part of"""
+    """One instance under load. search: which its simulations are part of; gaps: between requests"""
 
-    def __init__(self, serving: Serving, search: Search | None = None) -> None:
+    def __init__(self, serving: Serving, search: Search | None = None, gaps: Gaps | None = None) -> None:
         self.serving, self.lengths, self._search = serving, serving.lengths, search or Search()
-        self._room, self._seconds = serving.room, serving.seconds
+        self._room, self._seconds, self._gaps = serving.room, serving.seconds, gaps or Gaps()
         self._known: dict[float, Point | None] = {}
         self._full: Point | None = None
         self._loops: dict[int, Point] = {}
@@ -72,7 +72,7 @@ class Replica:
         return self._full
 
     def at(self, rate: float, seed: int = 0) -> Point | None:
-        """So many requests a second, Poisson; None where that is more than 95 % of what a full instance serves: queues
+        """So many requests a second; None where that is more than 95 % of what a full instance serves: queues
         would grow for longer than is simulated.
 
         The same seed gives the same gaps, only shorter or longer.
@@ -80,12 +80,12 @@ class Replica:
         if rate > _STEADY * self.full.rate:
             return None
         n = self._n_requests
-        times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, n))
+        times = self._gaps.times(rate, n, seed)
         n_in, n_out = self.lengths.n_input, self.lengths.n_output
         found = self.run(Arrival(float(t), n_in, n_out) for t in times)
         counted = found.requests[int(n * _TRANSIENT) :]
         concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
-        return self._point(counted, n, rate, concurrency, found, "Poisson arrivals")
+        return self._point(counted, n, rate, concurrency, found, str(self._gaps))
 
     def behind(self, traffic: Traffic, instances: int, rate: float, seed: int = 0) -> Point | None:
         """So many such instances behind a router, with that rate each on average; None as of `at`.
@@ -238,7 +238,7 @@ class Replica:
 
 def _how(traffic: Traffic, coming: Coming) -> str:
     if traffic.recorded is None:
-        return "Poisson arrivals"
+        return str(traffic.gaps)
     without = f" without {coming.left_out} that are empty or too long" if coming.left_out else ""
     return f"{len(coming.arrivals)} recorded requests{without}"
 

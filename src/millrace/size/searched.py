@@ -12,20 +12,20 @@ from millrace.size.points import Limits, Point, best
 from millrace.size.search import Search, TimeIsUp
 from millrace.size.serving import Serving, computed
 from millrace.size.settings import HardwareSettings
-from millrace.size.traffic import Traffic
+from millrace.size.traffic import Gaps, Traffic
 
 
 class Replicas:
     """Instances under simulation, each made once: what was simulated of it is kept for other limits."""
 
-    def __init__(self, search: Search | None = None) -> None:
-        self.search = search or Search()
+    def __init__(self, search: Search | None = None, gaps: Gaps | None = None) -> None:
+        self.search, self._gaps = search or Search(), gaps or Gaps()
         self._known: dict[tuple[str, str, int, Lengths], Replica] = {}
 
     def of(self, found: Offers, point: Point, lengths: Lengths) -> Replica:
         key = point.device, point.precision, point.tp, lengths
         if key not in self._known:
-            self._known[key] = Replica(_serving(found, point, lengths), self.search)
+            self._known[key] = Replica(_serving(found, point, lengths), self.search, self._gaps)
         return self._known[key]
 
 
@@ -41,7 +41,7 @@ def _serving(found: Offers, point: Point, lengths: Lengths) -> Serving:
 def simulated(
     found: Offers, asked: HardwareSettings, work: Work, limits: Limits, replicas: Replicas, closed: bool = False
 ) -> Offers:  # fmt: skip
-    """And capacities within the limits of what could serve most a device, with Poisson arrivals at each instance.
+    """And capacities within the limits of what could serve most a device, with arrivals by chance at each instance.
 
     closed: with as many always in flight, instead
 

@@ -80,9 +80,10 @@ class LimitSettings(Settings):
     )
     of: str = setting("mean", "what limits are on", choices=("mean", "p95"))
     arrivals: str = setting(
-        "poisson", "of a simulation: as they like, or always as many in flight, as servers are mostly measured",
-        choices=("poisson", "closed"),
+        "poisson", "of a simulation: as they like, in bursts (gamma), or always as many in flight, as servers are "
+        "mostly measured", choices=("poisson", "gamma", "closed"),
     )  # fmt: skip
+    burstiness: float = setting(1.0, "of --arrivals gamma: 1 is poisson, below 1 in bursts", low=0.01, high=1e4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

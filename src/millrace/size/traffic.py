@@ -1,11 +1,12 @@
-"""What comes to instances behind a router: Poisson arrivals, perhaps with a beginning that all share, or a trace."""
+"""What comes to instances, alone or behind a router: arrivals by chance, perhaps with one beginning, or a trace."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from millrace.errors import ConfigError
+from millrace.size.cost import Floats
 from millrace.size.lengths import Lengths, length
 from millrace.size.question import Question
 from millrace.size.trace import Replay, arrivals
@@ -19,6 +20,23 @@ _TICKED = 0.5  # of requests that have a time of their own: below, a clock has r
 
 
 @dataclass(frozen=True, slots=True)
+class Gaps:
+    """Between requests: gamma distributed of that shape; 1: Poisson arrivals, below 1 they come in bursts."""
+
+    burstiness: float = 1.0
+
+    def times(self, rate: float, n: int, seed: int) -> Floats:
+        """(n,) The same seed gives the same gaps, only shorter or longer with the rate."""
+        rng, shape = np.random.default_rng(seed), self.burstiness
+        gaps = rng.exponential(1 / rate, n) if shape == 1 else rng.gamma(shape, 1 / (rate * shape), n)
+        found: Floats = np.cumsum(gaps)
+        return found
+
+    def __str__(self) -> str:
+        return "Poisson arrivals" if self.burstiness == 1 else f"gamma arrivals (burstiness {self.burstiness:g})"
+
+
+@dataclass(frozen=True, slots=True)
 class Coming:
     """left_out: of the trace, as they are longer than the context"""
 
@@ -28,12 +46,13 @@ class Coming:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """routing: by its name; shared: blocks of 512 tokens that all prompts begin with
+    """routing: by its name; gaps: of what is not recorded; shared: blocks of 512 tokens that all prompts begin with
 
     recorded: requests as they came, with their lengths and beginnings
     """
 
     routing: str = "blind"
+    gaps: Gaps = field(default_factory=Gaps)
     shared: int = 0
     recorded: Recording | None = None
 
@@ -44,14 +63,14 @@ class Traffic:
 
     @property
     def is_blind(self) -> bool:
-        """Each instance's arrivals are Poisson, whatever the others have."""
+        """Each instance has arrivals of its own, whatever the others have."""
         return self.routing == "blind" and self.recorded is None and not self.shared
 
     def coming(self, lengths: Lengths, context: int, rate: float, n: int, seed: int) -> Coming:
         """rate: requests/s of all instances, on average; n: requests at most. raises ConfigError where none fits"""
         if self.recorded is not None:
             return self._recorded(self.recorded, context, rate, n)
-        times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, n)).tolist()
+        times = self.gaps.times(rate, n, seed).tolist()
         begins = tuple(range(-self.shared, 0))  # and then what no other has
         own = range(len(times)) if self.shared else ()
         blocks = [(*begins, i) for i in own] or [()] * len(times)
@@ -69,12 +88,12 @@ class Traffic:
 
 def traffic_of(question: Question, recorded: Recording | None) -> Traffic:
     """raises ConfigError where a router is to know beginnings, and nobody says which requests share"""
-    routing, asked = question.search.routing, question.request
+    routing, asked, gaps = question.search.routing, question.request, Gaps(question.limits.burstiness)
     said = ("isl", "osl", "input", "output", "preset", "system", "documents", "history", "question", "pipeline")
     if any(getattr(asked, name) is not None for name in said):
         recorded = None  # other requests than these
     if routing != PREFIX_AWARE:
-        return Traffic(routing, recorded=recorded)
+        return Traffic(routing, gaps, recorded=recorded)
     without = (
         ("--no-simulate", not question.search.simulate), ("--measured", question.hardware.measured is not None),
         ("--pipeline", asked.pipeline is not None), ("--arrivals closed", question.limits.arrivals == "closed"),
@@ -83,7 +102,7 @@ def traffic_of(question: Question, recorded: Recording | None) -> Traffic:
         if is_so:
             raise ConfigError(f"--routing {routing} with {flag}", "what is simulated behind a router", "leave one out")
     tokens = 0.0 if asked.system is None else length(asked.system, "system", asked.words_a_token)[0]
-    found = Traffic(routing, int(tokens) // BLOCK, recorded)
+    found = Traffic(routing, gaps, int(tokens) // BLOCK, recorded)
     if not found.is_cached:
         raise ConfigError(f"--routing {routing}, and nothing says which requests begin alike",
                           f"a --trace with hash_ids and its own lengths, or --system of {BLOCK} tokens at least",
