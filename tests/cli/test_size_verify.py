@@ -8,19 +8,22 @@ import pytest
 
 from millrace.bench.demo_load import Ask, ask
 from millrace.bench.server_process import ServerProcess
+from millrace.size import capacity
 from tests.cli.conftest import Millrace
 
 SHORT = ("--isl", "24", "--osl", "12", "--loads", "0.3", "--rounds", "1", "--each-s", "0.6", "--probe-s", "0.3")
 
 
-def test_a_server_beside_its_prediction(millrace: Millrace, built_tiny: Path, tmp_path: Path) -> None:
+def test_a_server_beside_its_prediction(
+    millrace: Millrace, built_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """How near they are is not asked of a second on a busy machine; that they are of the same load is."""
     file = tmp_path / "p.json"
     done = millrace("size", "verify", built_tiny, *SHORT, "--json", "-o", file, "--", "--itl-ms", "77")
     told = json.loads(done.out)
     assert done.code == (0 if told["holds"] else 3), done.err
     assert told["holds"] == (told["median_error"] <= 0.1 and told["p90_error"] <= 0.25)
-    assert told["schedule"]["gap_limit_s"] == pytest.approx(0.077), "the flag went to the server"
+    assert told["profile"]["schedule"]["gap_limit_s"] == pytest.approx(0.077), "the flag went to the server"
     (load,) = told["loads"]
     assert load["share"] == 0.3 and load["requests_per_s"] == pytest.approx(0.3 * told["capacity_requests_per_s"])
     by = {(f["name"], f["of"]): f for f in load["figures"]}
@@ -35,7 +38,13 @@ def test_a_server_beside_its_prediction(millrace: Millrace, built_tiny: Path, tm
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as reply:
             lines = [line for line in reply.read().decode().splitlines() if line.startswith("millrace:step_")]
     found = {line.partition("{")[0]: float(line.split(" ")[-1]) for line in lines}
-    assert 0.1 < found["millrace:step_predicted_seconds"] / found["millrace:step_seconds"] < 10
+    assert 0.01 < found["millrace:step_predicted_seconds"] / found["millrace:step_seconds"] < 100
+    monkeypatch.setattr(capacity, "_LEAST", 100)  # requests that are simulated
+    monkeypatch.setattr(capacity, "_TURNS", 1)
+    asked = ("size", "--hardware", "this", "--isl", "24", "--osl", "12", "--rate", "5", "--ttft-ms", "60000", "--json")
+    answer = json.loads(millrace(*asked, "--profile", file).out)["answer"]
+    assert "measured steps of" in answer["provenance"] and answer["error"] == told["profile"]["error"]
+    assert 0.1 < answer["point"]["requests_per_s"] / told["capacity_requests_per_s"] < 10, "of another moment"
     other = json.loads(file.read_text()) | {"engine": "0" * 32}
     file.write_text(json.dumps(other))
     millrace("serve", built_tiny, "--port", "0", "--profile", file).assert_mistake("the profile is of the engine 000")

@@ -6,14 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
 
 from millrace.errors import ConfigError
 from millrace.runtime.history import PART, StepSeen
-from millrace.runtime.step_cost import StepCost, StepProfile, beside, read_profile, write_profile
+from millrace.runtime.step_cost import Schedule, StepCost, StepProfile, beside, read_profile, write_profile
 from millrace.runtime.step_work import StepWork, turns_s
+from tests.support.drawn import SEEDS
 
 COST = StepCost(((1, 4e-3), (3, 5e-3), (11, 13e-3)), token=2e-3, pair=1e-6, read=1e-5, host=5e-4, host_sequence=1e-4)
-PROFILE = StepProfile("abc", "a machine", "2026-11-23", 100, 0.05, 1e-3, (0.9, 1.0, 1.4), COST)
+SCHEDULE = Schedule(512, 16, 48, 2048, 64, 512, 0.1, 1.9, 4)
+PROFILE = StepProfile("m", "abc", "a machine", "2026-11-23", 100, 0.05, 1e-3, (0.9, 1.0, 1.4), COST, SCHEDULE)
 
 
 def step(number: int, began_s: float, took_s: float, parts: list[tuple[int, int, int, int]]) -> StepSeen:
@@ -38,6 +41,24 @@ def test_a_step_takes_its_tokens_and_its_attention(
     assert COST.seconds(prompts, starts, rows, context) == pytest.approx(expected, rel=1e-12)
     assert COST.scaled(1.5).seconds(prompts, starts, rows, context) == pytest.approx(1.5 * expected, rel=1e-12)
     assert COST.between(3) == pytest.approx(8e-4) and COST.scaled(2).between(3) == pytest.approx(16e-4)
+
+
+@given(seed=SEEDS)
+def test_times_are_those_of_numpy_bit_for_bit(seed: int) -> None:
+    """Between the knots, at them, before and beyond: by `np.interp`, and the sum in its order."""
+    rng = np.random.default_rng(seed)
+    tokens = np.unique(rng.integers(1, 300, int(rng.integers(1, 24))))
+    times = np.sort(rng.uniform(1e-4, 0.3, len(tokens)))
+    token, pair, read = rng.uniform(0, 1e-3, 3).tolist()
+    cost = StepCost(tuple(zip(tokens.tolist(), times.tolist(), strict=True)), token, pair, read)
+    for _ in range(20):
+        prompts = rng.integers(1, 200, int(rng.integers(0, 3))).tolist()
+        starts, rows = rng.integers(0, 500, len(prompts)).tolist(), int(rng.integers(0, 40))
+        rows, context = rows or int(not prompts), float(rng.uniform(0, 500))
+        n = rows + sum(prompts)
+        pairs = sum(p * (start + p / 2) for p, start in zip(prompts, starts, strict=True))
+        without = float(np.interp(n, tokens, times)) + max(0.0, n - int(tokens[-1])) * token
+        assert cost.seconds(prompts, starts, rows, context) == without + pair * pairs + read * rows * context
 
 
 def test_work_is_that_of_its_parts() -> None:
@@ -82,7 +103,8 @@ def test_a_profile_is_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, why",
     [
-        ({"schema": 2}, "no profile of schema 1"),
+        ({"schema": 1}, "profile of schema 1"),
+        ({"schema": None}, "profile of schema None"),
         ({"engine": 5}, "engine"),
         ({"spread": []}, "spread"),
         ({"spread": [1.0, float("nan")]}, "spread"),
@@ -97,15 +119,23 @@ def test_a_profile_is_what_was_written(tmp_path: Path) -> None:
         ({"at": [[n, 1e-3] for n in range(1, 66)]}, "64"),
         ({"token": float("nan")}, "negative, endless"),
         ({"pair": -1e-9}, "negative, endless"),
+        ({"schedule": None}, "schedule"),
+        ({"max_sequences": 513}, "513 sequences in steps of 512 tokens"),
+        ({"max_rows": 15}, "and 15 rows"),
+        ({"pages": 1 << 25}, "pages"),
+        ({"page_tokens": 0}, "page_tokens"),
+        ({"gap_limit_s": float("nan")}, "gap"),
+        ({"stretch": float("inf")}, "stretch of inf"),
+        ({"stretch": 1.0}, "stretch"),
     ],
 )  # fmt: skip
 def test_a_damaged_profile_is_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
     file = tmp_path / "p.json"
     write_profile(file, PROFILE)
     told = json.loads(file.read_text())
-    inner = {name: value for name, value in change.items() if name in ("at", "token", "pair")}
-    told |= {name: value for name, value in change.items() if name not in inner}
-    told["cost"] |= inner
+    for name, value in change.items():
+        within = next((told[part] for part in ("cost", "schedule") if name in told[part]), told)
+        within[name] = value
     file.write_text(json.dumps(told))
     with pytest.raises(ConfigError, match=why):
         read_profile(file)

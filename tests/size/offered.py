@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 from millrace.errors import ConfigError
-from millrace.size.capacity import Lengths, Replica
+from millrace.size.capacity import Replica
 from millrace.size.constants import Profile, profile
 from millrace.size.cost import Instance
-from millrace.size.lengths import Call, Work
-from millrace.size.offers import Offers, Replicas, offers, simulated
+from millrace.size.lengths import Call, Lengths, Work
+from millrace.size.offers import Offers, offers
 from millrace.size.points import Limits, Point, Source, Waits
+from millrace.size.searched import Replicas, simulated
+from millrace.size.serving import computed
 from millrace.size.settings import HardwareSettings
 from millrace.size.stack import Stack
 
@@ -37,7 +39,7 @@ class _Served(Replicas):
         assert instance is not None
         key = point.device, point.precision, point.tp, lengths
         known = profile(instance.device, point.precision)
-        return self._known.setdefault(key, Replica(instance, known, lengths, self._stack))
+        return self._known.setdefault(key, Replica(computed(instance, known, lengths, self._stack)))
 
 
 def simulated_points(

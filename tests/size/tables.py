@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from millrace.machine.devices import find_device
-from millrace.size.capacity import Lengths
 from millrace.size.cost import Instance
 from millrace.size.fit import Step
+from millrace.size.lengths import Lengths
 from millrace.size.measured import read_points
 from millrace.size.models import PRESETS
 from millrace.size.planning import instance_of

@@ -9,12 +9,15 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
 from millrace.size import capacity
-from millrace.size.capacity import Lengths, Replica, _interval
+from millrace.size.capacity import Replica, _interval
 from millrace.size.constants import profile
+from millrace.size.lengths import Lengths
 from millrace.size.models import PRESETS
 from millrace.size.planning import instance_of
 from millrace.size.points import Limits, Source
+from millrace.size.serving import computed
 from millrace.size.stack import ENGINE
+from millrace.size.traffic import Traffic
 from millrace.size.virtual import Arrival
 
 H100 = find_device("H100")
@@ -23,13 +26,13 @@ SMALL = replace(profile(H100, "fp8").stack, sequences=16, step_tokens=512)
 
 
 def replica(n_input: int = 300, n_output: int = 20) -> Replica:
-    return Replica(EIGHT, profile(H100, "fp8"), Lengths(n_input, n_output), SMALL)
+    return Replica(computed(EIGHT, profile(H100, "fp8"), Lengths(n_input, n_output), SMALL))
 
 
 def test_one_at_a_time_is_the_queue_of_pollaczek_and_khinchine() -> None:
     """Prompts alone, one a step: with a mean TTFT of S (1 + rho / 2 (1 - rho)) as the limit, the rate is rho / S."""
     one = replace(ENGINE, sequences=1, step_tokens=4096)
-    lone = Replica(EIGHT, profile(H100, "fp8"), Lengths(1000, 1), one)
+    lone = Replica(computed(EIGHT, profile(H100, "fp8"), Lengths(1000, 1), one))
     service_s = 1 / lone.full.rate
     assert service_s == pytest.approx(profile(H100, "fp8").constants.prefill_s(EIGHT, [1000]))
     for rho in (0.4, 0.7):
@@ -107,18 +110,18 @@ def test_intervals_cover_a_mean_as_often_as_they_say() -> None:
 def test_what_fits_nowhere_is_refused(lengths: tuple[int, int], device: str, said: str) -> None:
     found = find_device(device)
     with pytest.raises(ConfigError, match=said):
-        Replica(instance_of(PRESETS["llama-3-8b"], found, "fp16", 1), profile(found, "fp16"), Lengths(*lengths), SMALL)
+        computed(instance_of(PRESETS["llama-3-8b"], found, "fp16", 1), profile(found, "fp16"), Lengths(*lengths), SMALL)
 
 
 def test_a_router_that_sees_the_load_serves_sooner_than_chance() -> None:
     """One instance behind a router is that instance, bit for bit; of four, those with the fewest serve much sooner."""
     one = replica()
     rate = 0.8 * one.full.rate
-    alone, single = one.at(rate), one.behind("blind", 1, rate)
+    alone, single = one.at(rate), one.behind(Traffic("blind"), 1, rate)
     assert alone is not None and single is not None and (single.mean, single.p95) == (alone.mean, alone.p95)
-    blindly, fewest = one.behind("blind", 4, rate), one.behind("least-loaded", 4, rate)
+    blindly, fewest = (one.behind(Traffic(how), 4, rate) for how in ("blind", "least-loaded"))
     assert blindly is not None and fewest is not None and blindly.p95 is not None and fewest.p95 is not None
     assert fewest.mean.ttft_s < 0.8 * blindly.mean.ttft_s and fewest.p95.ttft_s < 0.6 * blindly.p95.ttft_s
     assert fewest.sampled is not None and "4 instances behind a router (least-loaded)" in fewest.sampled.how
     assert fewest.concurrency == pytest.approx(rate * fewest.mean.e2e_s), "Little's law"
-    assert one.behind("least-loaded", 4, one.full.rate) is None, "it falls behind"
+    assert one.behind(Traffic("least-loaded"), 4, one.full.rate) is None, "it falls behind"

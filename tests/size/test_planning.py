@@ -9,15 +9,17 @@ import pytest
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
 from millrace.size import capacity
-from millrace.size.capacity import Lengths, Replica
+from millrace.size.capacity import Replica
 from millrace.size.constants import profile
 from millrace.size.cost import Instance
+from millrace.size.lengths import Lengths
 from millrace.size.load import peak, per_second
 from millrace.size.measured import read_points
 from millrace.size.models import PRESETS
-from millrace.size.planning import Fleet, instance_of, plan
+from millrace.size.planning import Computed, Fleet, instance_of, plan
 from millrace.size.points import Limits, Point, Source, Waits, best
 from millrace.size.served import kv_capacity, served, shares
+from millrace.size.serving import computed
 from millrace.size.stack import ENGINE
 from tests.size.offered import analytic_points, simulated_points, static_batch
 from tests.size.tables import SIZING, needs_tables
@@ -25,6 +27,7 @@ from tests.size.tables import SIZING, needs_tables
 H100 = find_device("H100")
 LENGTHS = (2000.0, 200.0)
 EIGHT = Instance(PRESETS["llama-3-8b"], H100, "fp8")
+BASIS = Computed(EIGHT)
 
 
 def point(rate: float, concurrency: float, ttft_s: float, tp: int = 1, p95: bool = True) -> Point:
@@ -118,7 +121,7 @@ def test_more_load_never_needs_fewer_and_looser_limits_never_more(of: str) -> No
 def test_analytic_plans_say_how_surely_and_why() -> None:
     model = PRESETS["llama-3-8b"]
     points = analytic_points(model.name, ["H100"], ["fp16", "fp8"], LENGTHS)
-    found = plan(2000, points, Limits(ttft_s=0.5), Fleet(), Instance(model, H100, "fp8"))
+    found = plan(2000, points, Limits(ttft_s=0.5), Fleet(), Computed(Instance(model, H100, "fp8")))
     assert found.point.source == Source.ANALYTIC and "TensorRT-LLM" in found.provenance
     assert found.error > 0.05 and found.low < found.high
     assert sum(found.shares.values()) == pytest.approx(1)
@@ -143,7 +146,7 @@ def test_the_best_is_found_among_all() -> None:
     limits = Limits(ttft_s=0.02, itl_s=0.01, of="p95")
     found = best(simulated_points(model.name, ["H100", "L40S"], ["fp16"], SHORT, limits, SMALL), limits)
     every = [
-        Replica(instance_of(model, device, "fp16", tp), profile(device, "fp16"), SHORT, SMALL).most(limits)
+        Replica(computed(instance_of(model, device, "fp16", tp), profile(device, "fp16"), SHORT, SMALL)).most(limits)
         for device in devices
         for tp in (1, 2, 4, 8)
     ]
@@ -156,19 +159,21 @@ def test_simulated_plans_buy_no_more_for_looser_limits_and_say_how_they_were_fou
     for ttft_s, itl_s in ((0.012, 0.008), (0.012, 0.02), (0.03, 0.02), (1, 1)):
         limits = Limits(ttft_s=ttft_s, itl_s=itl_s, of="p95")
         points = simulated_points("llama-3-8b", ["H100"], ["fp16", "fp8"], SHORT, limits, SMALL)
-        found = plan(900, points + analytic_points("llama-3-8b", ["H100"], ["fp8"], SHORT), limits, Fleet(), EIGHT)
+        found = plan(
+            900, points + analytic_points("llama-3-8b", ["H100"], ["fp8"], SHORT), limits, Fleet(), Computed(EIGHT)
+        )
         fractions.append(found.fractional)
         assert found.point.source == Source.SIMULATED and "Poisson arrivals" in found.provenance
         assert not limits.broken(found.point) and found.low <= found.systems <= found.high
     assert fractions == sorted(fractions, reverse=True)
-    assert found.binding != "the limit on ITL" and plan(900, points, limits, Fleet(), EIGHT).point == found.point
+    assert found.binding != "the limit on ITL" and plan(900, points, limits, Fleet(), BASIS).point == found.point
 
 
 @pytest.mark.usefixtures("few")
 def test_the_43_b_by_simulation() -> None:
     """Without limits, 3,500 / 500 and 31 requests/s on machines with H100s: 13 again, and it is memory that binds."""
     points = simulated_points("nemo-43b", ["H100"], ["fp16"], Lengths(3500, 500), Limits())
-    found = plan(31, points, Limits(), Fleet(), instance_of(PRESETS["nemo-43b"], H100, "fp16", 4))
+    found = plan(31, points, Limits(), Fleet(), Computed(instance_of(PRESETS["nemo-43b"], H100, "fp16", 4)))
     assert found.systems == 13 and found.binding == "memory of the KV cache"
 
 
@@ -177,7 +182,7 @@ def test_the_decision_table_by_simulation() -> None:
     for ttft_s, published in ((0.5, 70.75), (1.0, 106.5)):
         limits = Limits(ttft_s=ttft_s)
         points = simulated_points("llama-3-8b", ["H100"], ["fp8"], Lengths(2000, 200), limits, closed=True)
-        found = plan(200, points, limits, Fleet(), EIGHT)
+        found = plan(200, points, limits, Fleet(), BASIS)
         assert found.point.rate_of_system == pytest.approx(published, rel=0.1)
         assert found.systems == math.ceil(200 / published) and "always in flight" in found.provenance
         assert found.binding == "the limit on TTFT"
@@ -187,7 +192,7 @@ def test_the_decision_table_by_simulation() -> None:
 def test_a_limit_binds_where_more_would_be_served_beyond() -> None:
     limits = Limits(itl_s=0.0065)
     points = simulated_points("llama-3-8b", ["H100"], ["fp8"], SHORT, limits, SMALL)
-    assert plan(900, points, limits, Fleet(), EIGHT).binding == "the limit on ITL"
+    assert plan(900, points, limits, Fleet(), BASIS).binding == "the limit on ITL"
 
 
 def test_the_closed_form_keeps_littles_law_and_its_shares_are_its_time() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import find_device
-from millrace.size.capacity import Lengths
 from millrace.size.constants import profile
+from millrace.size.lengths import Lengths
 from millrace.size.measured import read_points
 from millrace.size.models import PRESETS
 from millrace.size.planning import instance_of

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from millrace.errors import ConfigError
-from millrace.size import capacity, plan
-from millrace.size.capacity import Lengths
-from millrace.size.offers import Replicas, offers, simulated
+from millrace.size import answer, capacity, plan
+from millrace.size.answer import Answer
+from millrace.size.lengths import Lengths
+from millrace.size.offers import offers
 from millrace.size.points import Limits, Point, Source
 from millrace.size.search import Search, TimeIsUp
+from millrace.size.searched import Replicas, simulated
 from millrace.size.settings import HardwareSettings
 from tests.size.offered import work_of
 
@@ -49,7 +51,54 @@ def test_more_time_never_finds_less(monkeypatch: pytest.MonkeyPatch, closed: boo
         rates.append(0.0 if point is None else point.rate)
     assert all(a <= b for a, b in pairwise([*rates, best.rate]))
     assert rates[0] == 0 < rates[-1]
-    assert sought(counted(len(ticks) + 2), closed) == best
+    assert sought(counted(2 * len(ticks) + 20), closed) == best, "each of the two has all the time that it needs"
+
+
+def test_a_search_shares_its_time() -> None:
+    """Parts of what is left, one in the other, never beyond the whole; what one leaves is there for the next."""
+    now_s = 0.0
+    search = Search(80.0, clock=lambda: now_s)
+
+    def lasts(until_s: float) -> None:
+        nonlocal now_s
+        now_s = until_s
+        search.tick()
+        now_s = until_s + 0.5
+        with pytest.raises(TimeIsUp):
+            search.tick()
+
+    with search.part(1 / 2):
+        with search.part(1 / 4):
+            lasts(10.0)
+        with search.part(1.0):
+            lasts(40.0)
+    with search.part(1 / 3):
+        search.tick()
+    with search.part(1 / 2):
+        lasts(60.25)
+    lasts(80.0)
+    assert not search.has_time
+
+
+def test_devices_and_configurations_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By counted calls: where the first alone would take it all, each device has a simulated answer, and says why."""
+    monkeypatch.setattr(capacity, "_LEAST", 200)
+    monkeypatch.setattr(capacity, "_TURNS", 1)
+
+    def limited(limit: float) -> Answer:
+        search = counted(limit)
+        monkeypatch.setattr(answer, "Search", lambda *_: search)
+        return plan(**{**COMMON, "hardware": ["H100", "H200", "GH200"]}, ttft_ms=80, precision=["fp8"], tp=1)
+
+    whole = limited(1e9)
+    assert not whole.not_simulated and "time" not in whole.plan.binding
+    cut = limited(10_000)  # of 13,600: enough for two of the three
+    assert cut.not_simulated and not cut.changes
+    for one in cut.alternatives:
+        assert one.plan is not None and one.plan.point.source == Source.SIMULATED, one.device
+        assert one.plan.binding == "time (--search-s): more was not tried"
+        (best,) = (other.plan for other in whole.alternatives if other.device == one.device)
+        assert best is not None and one.plan.point.rate <= best.point.rate
 
 
 def test_a_simulation_is_given_up_at_once() -> None:

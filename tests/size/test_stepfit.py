@@ -23,7 +23,7 @@ def rows(n: int, seed: int, noise: float = 0.0, law: StepCost = LAW) -> list[Ste
         prompts = [(int(rng.integers(0, 200)), int(rng.integers(2, 128 if kind == 0 else 8)))] if kind < 2 else []
         n_rows = int(rng.integers(1, 9)) if kind else 0
         step = StepRow(i + 1, 0.0, 0.0, None, prompts, n_rows, n_rows * int(rng.integers(20, 400)))
-        took_s = step.predicted_s(law) * float(np.exp(noise * rng.standard_normal()))
+        took_s = step.predicted_s(law.timed()) * float(np.exp(noise * rng.standard_normal()))
         took_s *= 9.0 if noise and rng.random() < 0.02 else 1.0
         turn_s = took_s + law.between(len(prompts) + n_rows)
         found.append(StepRow(i + 1, 0.0, took_s, turn_s, prompts, n_rows, step.contexts))
@@ -44,7 +44,7 @@ def test_what_is_usual_is_not_moved_by_what_is_not() -> None:
     """8 % of noise, and each fiftieth step nine times as long: the usual is found to 3 %, the spread has the rest."""
     some = rows(3000, 3, noise=0.08)
     found = fit_steps(some)
-    exact = np.array([s.predicted_s(found) / s.predicted_s(LAW) for s in rows(500, 4)])
+    exact = np.array([s.predicted_s(found.timed()) / s.predicted_s(LAW.timed()) for s in rows(500, 4)])
     assert abs(np.median(exact) - 1) < 0.02 and np.quantile(np.abs(exact - 1), 0.9) < 0.05
     drawn = spread(found, some)
     assert list(drawn) == sorted(drawn) and np.median(drawn) == pytest.approx(1, abs=0.01)

@@ -1,6 +1,7 @@
 """Predictions beside measurements: of a server that keeps a known law, and figures by hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,13 +10,15 @@ from millrace.bench.answer import Answer
 from millrace.bench.inputs import Turn
 from millrace.bench.run import Record
 from millrace.errors import ConfigError
-from millrace.size.stepfit import Schedule
+from millrace.runtime.step_cost import Schedule
+from millrace.size.profiled import OwnSteps
 from millrace.size.verify import Part, Probe, Times, VerifySettings, figures
 from millrace.size.virtual import Arrival
 from tests.size.test_stepfit import LAW, rows
 
 SCHEDULE = Schedule(512, 16, 48, 2048, 64, 512, 0.1, 1.9, 4)
 FRONT_S = 2e-3
+OWN = OwnSteps(LAW, (1.0,), 0.0, SCHEDULE)
 
 
 def record(sent_s: float, first_s: float, last_s: float, n_input: int, n_output: int) -> Record:
@@ -27,7 +30,7 @@ def record(sent_s: float, first_s: float, last_s: float, n_input: int, n_output:
 
 def records(arrivals: Sequence[Arrival], times: Times, closed: int | None = None, at_s: float = 50.0) -> list[Record]:
     """What clients of a server see that keeps these times exactly. at_s: when the first asks"""
-    seen = times.simulation(SCHEDULE, 100).run(arrivals, closed).requests
+    seen = times.own.simulation(100).run(arrivals, closed).requests
     return [
         record(at_s + s.arrival.at_s, at_s + s.first_s, at_s + s.last_s, s.arrival.n_input, s.arrival.n_output)
         for s in seen
@@ -36,15 +39,15 @@ def records(arrivals: Sequence[Arrival], times: Times, closed: int | None = None
 
 def test_a_server_that_keeps_a_law_is_predicted() -> None:
     """Times from steps of that law: the front is found to 0.2 ms, and a load of 60 % to 8 % in every figure."""
-    law = Times(LAW, (1.0,), 1.0, FRONT_S)
+    law = Times(replace(OWN, front_s=FRONT_S), 1.0)
     alone = records([Arrival(0, 100 + i, 20) for i in range(6)], law, closed=1)
     steps = rows(1500, 7)
     found = Times.of(steps, steps, Probe(alone, steps), SCHEDULE)
-    assert found.front_s == pytest.approx(FRONT_S, abs=2e-4) and found.pace == pytest.approx(1, abs=0.01)
+    assert found.own.front_s == pytest.approx(FRONT_S, abs=2e-4) and found.pace == pytest.approx(1, abs=0.01)
     at_s = np.cumsum(np.random.default_rng(0).exponential(0.5, 60))
     arrivals = [Arrival(float(t), 90 + i % 40, 40) for i, t in enumerate(at_s - at_s[0])]
     asked = records(arrivals, law)
-    told = figures(0.6, [Part(asked, 1.0, found.runs(SCHEDULE, arrivals))])
+    told = figures(0.6, [Part(asked, 1.0, found.runs(arrivals))])
     assert {(f.name, f.of) for f in told if f.judged} == {
         ("ttft", "mean"), ("ttft", "p95"), ("itl", "mean"), ("itl", "p95"), ("throughput", "mean")
     }  # fmt: skip
@@ -54,19 +57,19 @@ def test_a_server_that_keeps_a_law_is_predicted() -> None:
 
 def test_a_slower_machine_is_predicted_by_the_pace_of_its_probes() -> None:
     steps, slow = rows(1200, 8), rows(300, 9, law=LAW.scaled(1.4))
-    alone = Probe(records([Arrival(0, 100, 20)] * 3, Times(LAW, (1.0,), 1.0, 0.0), closed=1), steps)
+    alone = Probe(records([Arrival(0, 100, 20)] * 3, Times(OWN, 1.0), closed=1), steps)
     found = Times.of(steps, slow, alone, SCHEDULE)
     assert found.pace == pytest.approx(1.4, rel=0.03)
-    (one,) = found.runs(SCHEDULE, [Arrival(0, 100, 1)], 1)[0].requests
+    (one,) = found.runs([Arrival(0, 100, 1)], 1)[0].requests
     assert one.ttft_s == pytest.approx(1.4 * LAW.seconds([100], [0], 0, 0), rel=0.15)
 
 
 def test_figures_are_of_all_rounds_together() -> None:
-    times = Times(LAW, (1.0,), 1.0, 0.0)
+    times = Times(OWN, 1.0)
     one, two = [Arrival(0, 100, 11)], [Arrival(0, 50, 11), Arrival(4.0, 60, 11)]
-    parts = [Part([record(3.0, 3.5, 4.5, 100, 11)], 1.0, times.runs(SCHEDULE, one, 2)),
+    parts = [Part([record(3.0, 3.5, 4.5, 100, 11)], 1.0, times.runs(one, 2)),
              Part([record(9.0, 9.1, 9.2, 50, 11), record(13.0, 13.3, 14.0, 60, 11)], 1.0,
-                  times.runs(SCHEDULE, two, 2))]  # fmt: skip
+                  times.runs(two, 2))]  # fmt: skip
     by = {(f.name, f.of): f for f in figures(0.9, parts)}
     assert by["ttft", "mean"].measured == pytest.approx((0.5 + 0.1 + 0.3) / 3)
     assert by["itl", "mean"].measured == pytest.approx((1.0 + 0.1 + 0.7) / 30)

@@ -48,7 +48,8 @@ TUTORIAL = "tests/nightly/test_tutorial.py"
 BESIDE_LM_EVAL = ("tests/nightly/test_mmlu.py", "tests/nightly/test_wikitext.py")
 
 # Of the server, and how they look. Chromium is the distribution's: apt-get install -y chromium.
-PAGES = ("src/millrace/serve/playground.html", "src/millrace/serve/timeline.html", "src/millrace/report")
+PAGES = ("src/millrace/serve/playground.html", "src/millrace/serve/timeline.html", "src/millrace/report",
+         "src/millrace/size/size_page.html")  # fmt: skip
 
 
 def _fuzz(target: str) -> Part:

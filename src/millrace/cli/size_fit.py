@@ -19,7 +19,7 @@ from millrace.size.planning import instance_of
 from millrace.size.points import Point, Source, Waits
 from millrace.size.refit import Refit, Result, read_results, refit
 from millrace.size.stackfile import OwnStack, write_stack
-from millrace.size.stackfit import Held
+from millrace.size.stackfit import Held, Run
 from millrace.size.stackfit import leave_one_out as left_out
 
 EPILOG = """\b
@@ -75,13 +75,15 @@ def command(
 def _held(found: Refit) -> list[Held]:
     """Each run by the others. raises ConfigError where these would be too few, or all of them too many"""
     runs = [replayed.run for replayed in found.runs]
-    names = {f"{run.lengths.n_input}/{run.lengths.n_output}, {run.concurrency} in flight" for run in runs}
+    names = {_label(run) for run in runs}
     if not 5 <= len(names) <= _MOST_LEFT_OUT:
         raise ConfigError(f"--leave-one-out of {len(names)} runs that differ", f"5 to {_MOST_LEFT_OUT}",
                           "measure more, or name fewer")  # fmt: skip
-    return left_out(
-        runs, found.stack, lambda run: f"{run.lengths.n_input}/{run.lengths.n_output}, {run.concurrency} in flight"
-    )
+    return left_out(runs, found.stack, _label)
+
+
+def _label(run: Run) -> str:
+    return f"{run.lengths.n_input}/{run.lengths.n_output}, {run.concurrency} in flight"
 
 
 def _show_held(held: list[Held]) -> None:

@@ -22,7 +22,7 @@ def show(answer: Answer) -> None:
     systems = f"{plan.fractional:.2f} by the figures, {plan.systems} to buy; " if answer.demand else ""
     pairs([
         ("systems", systems + _bought(h.utilisation, h.spare)),
-        ("instances", f"{answer.instances} of TP{plan.point.tp} in {plan.point.precision}, "
+        ("instances", f"{answer.instances} of TP{plan.point.tp} ({plan.point.precision}), "
                       f"{plan.point.concurrency:.4g} requests in flight in each"),
         ("a system serves", f"{plan.point.rate_of_system:.4g} requests/s, of {plan.rate:.4g}"),
         ("what binds", plan.binding),

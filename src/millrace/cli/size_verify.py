@@ -90,8 +90,7 @@ def _served(model: str | None, flags: tuple[str, ...], url: str | None, env: Env
 def told(found: Verified) -> dict[str, Any]:
     """JSON-able."""
     return {
-        "model": found.model, "isa": found.isa,
-        "capacity_requests_per_s": found.capacity, "schedule": {n: getattr(found.schedule, n) for n in _SCHEDULE},
+        "model": found.profile.model, "isa": found.isa, "capacity_requests_per_s": found.capacity,
         "profile": asdict(found.profile),
         "loads": [
             {"share": load.share, "requests_per_s": load.rate, "requests": load.n, "paces": load.paces,
@@ -102,14 +101,9 @@ def told(found: Verified) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_SCHEDULE = (
-    "max_step_tokens", "max_sequences", "max_context", "page_tokens", "pages", "gap_limit_s", "stretch", "chunk_low"
-)  # fmt: skip
-
-
 def _show(found: Verified, asked: VerifySettings) -> None:
     p = found.profile
-    heading(f"{found.model} ({found.isa}): predicted beside measured, {asked.isl} / {asked.osl} tokens")
+    heading(f"{p.model} ({found.isa}): predicted beside measured, {asked.isl} / {asked.osl} tokens")
     pairs([
         ("capacity", f"{found.capacity:.4g} requests/s, simulated with every place taken"),
         ("steps", f"{p.n_steps:,} of probes, fitted to {p.error:.1%} (median); {p.machine}"),

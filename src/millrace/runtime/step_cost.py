@@ -5,22 +5,28 @@ computes for prompts, and by the keys and values that running answers read. The 
 """
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-import numpy as np
+from msgspec import Meta
 
 from millrace.errors import ConfigError, plain
 from millrace.runtime.history import StepSeen
 from millrace.runtime.step_work import StepWork
 from millrace.settings import read_given
 
-_SCHEMA, _MOST_BYTES, _MOST_KNOTS, _MOST_SPREAD, _MOST_S = 1, 1 << 20, 64, 1000, 1e4
+_SCHEMA, _MOST_BYTES, _MOST_KNOTS, _MOST_SPREAD, _MOST_S = 2, 1 << 20, 64, 1000, 1e4
 _BESIDE = 256  # steps that `beside` looks at
 _WANTED = "what `millrace size verify -o` wrote"
+
+# How long a step takes: tokens and starts of the prompts' chunks in it, running answers, and their contexts' mean.
+StepTime = Callable[[Sequence[float], Sequence[float], int, float], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +54,29 @@ class StepCost:
 
     def seconds(self, prompts: Sequence[float], starts: Sequence[float], rows: int, context: float) -> float:
         """Of a step, while it computes. prompts, starts: of its chunks; rows: running answers, their contexts' mean"""
-        n = rows + sum(prompts)
-        tokens, times = zip(*self.at, strict=True)
-        took_s = float(np.interp(n, tokens, times)) + max(0.0, n - tokens[-1]) * self.token
-        pairs = sum(p * (start + p / 2) for p, start in zip(prompts, starts, strict=True))
-        return float(took_s + self.pair * pairs + self.read * rows * context)
+        return self.timed()(prompts, starts, rows, context)
+
+    def timed(self) -> StepTime:
+        """`seconds` for many steps: the table is looked through once."""
+        tokens, times = [n for n, _ in self.at], [s for _, s in self.at]
+        slopes = [(t - s) / (m - n) for (n, s), (m, t) in pairwise(self.at)]
+        last, last_s, beyond, pair, read = tokens[-1], times[-1], self.token, self.pair, self.read
+
+        def seconds(prompts: Sequence[float], starts: Sequence[float], rows: int, context: float) -> float:
+            n = rows + sum(prompts) if prompts else rows
+            if n >= last:
+                took_s = last_s + (n - last) * beyond
+            elif n <= tokens[0]:
+                took_s = times[0]
+            else:
+                i = bisect_right(tokens, n) - 1
+                took_s = slopes[i] * (n - tokens[i]) + times[i]
+            if not prompts:
+                return took_s + read * rows * context
+            pairs = sum(p * (start + p / 2) for p, start in zip(prompts, starts, strict=True))
+            return took_s + pair * pairs + read * rows * context
+
+        return seconds
 
     def of(self, work: StepWork) -> float:
         return self.seconds(work.prompts, work.starts, work.rows, work.contexts / max(1, work.rows))
@@ -69,14 +93,45 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Schedule:
+    """What bounds a server's steps: its engine's limits, and how long prompts may keep running answers waiting."""
+
+    max_step_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
+    max_sequences: Annotated[int, Meta(ge=1, le=1 << 16)]
+    max_rows: Annotated[int, Meta(ge=1, le=1 << 20)]
+    max_context: Annotated[int, Meta(ge=2, le=1 << 24)]
+    page_tokens: Annotated[int, Meta(ge=1, le=1 << 16)]
+    pages: Annotated[int, Meta(ge=1, le=1 << 24)]
+    gap_limit_s: Annotated[float, Meta(gt=0)]
+    stretch: Annotated[float, Meta(gt=1)]
+    chunk_low: Annotated[int, Meta(ge=1, le=1 << 20)]
+
+    def __post_init__(self) -> None:
+        if self.max_sequences > min(self.max_step_tokens, self.max_rows):
+            raise ConfigError(
+                f"{self.max_sequences} sequences in steps of {self.max_step_tokens} tokens and {self.max_rows} rows",
+                "a token and a row for each", "fit again",
+            )  # fmt: skip
+        if not (isfinite(self.gap_limit_s) and isfinite(self.stretch)):
+            raise ConfigError(f"a gap of {self.gap_limit_s:g} s, a stretch of {self.stretch:g}", "numbers", "fit again")
+
+    @property
+    def context_tokens(self) -> int:
+        """Of one sequence: the context, or all pages where those hold less."""
+        return min(self.max_context, self.pages * self.page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class StepProfile:
-    """engine: its identity; machine: processor and cores; date: ISO; n_steps: that it was fitted to
+    """model, engine: its name and identity; machine: processor and cores; date: ISO; n_steps: that it was fitted to
 
     error: median of the relative errors that the fit leaves; front: seconds of a request before its first step and
     after its last, of server and client together; spread: how many times as long as `cost`, which is what is usual,
     steps take: values that are equally likely
+    schedule: of the server whose steps they were
     """
 
+    model: str
     engine: str
     machine: str
     date: str
@@ -85,6 +140,7 @@ class StepProfile:
     front: float
     spread: tuple[float, ...]
     cost: StepCost
+    schedule: Schedule
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.spread) <= _MOST_SPREAD or not all(0 < x < _MOST_S for x in self.spread):
@@ -115,8 +171,11 @@ def read_profile(file: Path) -> StepProfile:
     try:
         data = read_given(file, _MOST_BYTES)
         told: Any = json.loads(data) if len(data) <= _MOST_BYTES else None
-        if not isinstance(told, dict) or told.get("schema") != _SCHEMA:
-            raise ConfigError(f"{file} holds no profile of schema {_SCHEMA}", _WANTED, "fit again")
+        if not isinstance(told, dict) or "schema" not in told:
+            raise ConfigError(f"{file} holds no profile", _WANTED, "name another file")
+        if told["schema"] != _SCHEMA:
+            raise ConfigError(f"{file} is a profile of schema {plain(str(told['schema'])):.20}",
+                              f"schema {_SCHEMA}, which has the server's schedule", "fit again")  # fmt: skip
         names = {f.name for f in fields(StepProfile)} | {"schema"}
         if told.keys() != names:
             what = ", ".join(sorted(map(str, told.keys() ^ names)))

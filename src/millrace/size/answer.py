@@ -1,7 +1,7 @@
 """The whole answer to the six questions: systems with their band, why, what would change it, what follows from it."""
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,16 +17,19 @@ from millrace.size.load import DAY_S
 from millrace.size.memory import Memory, memory
 from millrace.size.money import Fleet as Needed
 from millrace.size.money import Money, engines, money
-from millrace.size.offers import Offers, Replicas, simulated_at
+from millrace.size.offers import Offers
 from millrace.size.planning import Plan
 from millrace.size.points import Limits, Point, Source
 from millrace.size.prices import Prices, read_prices
 from millrace.size.question import Question, limits_of
 from millrace.size.reasons import Change, Offer, Step, capacity_table, changes, waterfall
 from millrace.size.search import Progress, Search
+from millrace.size.searched import Replicas, simulated_at
+from millrace.size.traffic import traffic_of
 
 _LOADS = ("rate", "average", "users", "calls", "trace")
 _MOST_SIMULATED = 4  # devices, of more that are asked for
+_MAIN = 0.9  # of the search's time, for what is chosen from; then for what users feel, and other limits
 _PEOPLE_HOURS = 8.0  # of a day in which people ask, where nobody says
 
 
@@ -129,7 +132,8 @@ def answered(
     there = systems_there(question, asked, here)
     check_systems(question, there, is_said)
     search = Search(question.search.search_s, tell)
-    case = Case(question, limits, load, asked, there, here, Replicas(search)).simulated_there()
+    traffic = traffic_of(question, None if load is None else load.trace)
+    case = Case(question, limits, load, asked, there, here, Replicas(search, traffic.gaps), traffic).simulated_there()
     found = case.offers() if load is not None else there[0].offers
     _check_p95(case, found)
     costs = _Costs(case, prices, today or datetime.date.today())
@@ -176,8 +180,9 @@ def _operating(case: Case, found: Offers, best: Plan) -> Point:
     if case.closed and point.sampled is not None:
         return point
     if point.sampled is not None:
-        rate, routing = min(each, point.rate), case.question.search.routing
-        return simulated_at(found, point, rate, h, case.replicas, instances, routing) or point
+        if case.traffic.recorded is not None and case.load is not None and case.load.busy is not None:
+            each *= case.load.busy / case.load.peak  # its peaks are in it
+        return simulated_at(found, point, min(each, point.rate), h, case.replicas, instances, case.traffic) or point
     alike = [p for p in found.points if p.configuration == point.configuration]
     bear = [p for p in alike if p.rate >= each * (1 - 1e-9) and not best.limits.broken(p)]
     return min(bear, key=lambda p: p.concurrency, default=point)
@@ -197,13 +202,30 @@ def _alternatives(case: Case, found: Offers, costs: "_Costs") -> tuple[Alternati
         guessed = [_alternative(case, found, costs, name, roughly) for name in names]
         rest = {one.device: one for one in sorted(guessed, key=_order)}
         names = list(rest)
-    told: list[Alternative] = []
-    for name in names:
-        if rest and sum(one.plan is not None for one in told) >= _MOST_SIMULATED:
+    with case.replicas.search.part(_MAIN):
+        told = _each(case, found, costs, names, _MOST_SIMULATED if rest else len(names))
+    return (*sorted(told.values(), key=_order), *(one for name, one in rest.items() if name not in told))
+
+
+def _each(case: Case, found: Offers, costs: "_Costs", names: Sequence[str], wanted: int) -> dict[str, Alternative]:
+    """In that order until so many keep the limits. Each has its share of the time; what they leave goes to the cut."""
+    told: dict[str, Alternative] = {}
+    search, cut = case.replicas.search, list[str]()
+    for i, name in enumerate(names):
+        kept = sum(one.plan is not None for one in told.values())
+        if kept >= wanted:
             break
-        told.append(_alternative(case, found, costs, name))
-        rest.pop(name, None)
-    return (*sorted(told, key=_order), *rest.values())
+        before = search.left
+        with search.part(1 / min(len(names) - i, wanted - kept)):
+            told[name] = _alternative(case, found, costs, name)
+        if search.left != before:
+            cut.append(name)
+    for i, name in enumerate(cut):
+        if not search.has_time:
+            break
+        with search.part(1 / (len(cut) - i)):
+            told[name] = _alternative(case, found, costs, name)
+    return told
 
 
 def _alternative(
@@ -329,7 +351,7 @@ def _computed_otherwise(case: Case, found: Offers, best: Plan) -> dict[str, Call
         "prompts half as long": lengths(0.5, 1), "answers half as long": lengths(1, 0.5),
         "software that takes 0.75 of the time": again(replace(case, question=faster)),
     }  # fmt: skip
-    if not h.precision:
+    if not h.precision and h.profile is None:
         told["16 bits alone"] = lambda: case.plan(case.simulated(_wide(found.computed))).fractional
     return told
 

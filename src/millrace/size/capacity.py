@@ -5,23 +5,18 @@ What is waited for is a property of the scheduler and of how requests come, so e
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from millrace.engine.executor import ExecutorLimits
-from millrace.engine.kv import PAGE_TOKENS
-from millrace.errors import ConfigError
-from millrace.runtime.batch import TokenBudget
-from millrace.size.constants import Profile
-from millrace.size.cost import Floats, Instance
+from millrace.size.cost import Floats
 from millrace.size.points import Limits, Point, Sampled, Source, Waits
 from millrace.size.replicas import router, simulate, together
 from millrace.size.search import Search, TimeIsUp
-from millrace.size.served import check_fits, kv_capacity
+from millrace.size.serving import Serving
 from millrace.size.simulator import Simulated, Simulation
-from millrace.size.stack import Stack
-from millrace.size.virtual import Arrival, Seen, StepTime, step_time
+from millrace.size.traffic import Coming, Gaps, Traffic
+from millrace.size.virtual import Arrival, Seen
 
 _LEAST, _TURNS = 1000, 4  # requests simulated for a point: so many, and so many times those that can be in flight
 _TOKENS, _FEWEST = 1 << 20, 200  # of answers, that the first of these have together at most; and the fewest requests
@@ -31,66 +26,30 @@ _ROUNDS = 5  # of a closed loop: the first and the last are not counted
 _OCTAVES, _CLOSE = 10, 0.02  # capacities are sought down to 2^-10 of what no schedule exceeds, to 2 %
 _BATCHES, _T = 10, 2.262  # means of ten runs of neighbours, Student's t for 95 % of nine degrees of freedom
 _MOST_ROUTED, _MOST_REQUESTS = 16, 8192  # instances and requests of a simulation behind a router
-_VOCAB = 1 << 15
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens of a request, in and out."""
-
-    n_input: int
-    n_output: int
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.n_input <= 1 << 24 and 1 <= self.n_output <= 1 << 24):
-            raise ConfigError(
-                f"requests of {self.n_input} tokens in and {self.n_output} out", f"1 to {1 << 24} each", "correct them"
-            )
-
-    @property
-    def both(self) -> int:
-        return self.n_input + self.n_output
 
 
 class Replica:
-    """One instance, as it would serve requests of such lengths. raises ConfigError where one does not fit
+    """One instance under load. search: which its simulations are part of; gaps: between requests"""
 
-    seconds: what its steps take, where that is not the profile's; search: which its simulations are part of
-    """
-
-    def __init__(
-        self, instance: Instance, profile: Profile, lengths: Lengths, stack: Stack | None = None,
-        seconds: StepTime | None = None, search: Search | None = None,
-    ) -> None:  # fmt: skip
-        check_fits(instance, (lengths.n_input, lengths.n_output))
-        self.instance, self.profile, self.lengths = instance, profile, lengths
-        self.stack, self._search = stack or profile.stack, search or Search()
-        self._seconds = seconds or step_time(instance, profile.constants, self.stack)
-        n_pages = int(kv_capacity(instance)) // PAGE_TOKENS
-        pages = -(-lengths.both // PAGE_TOKENS)
-        self._room = max(1, min(self.stack.sequences, n_pages // pages))
-        self._limits = ExecutorLimits(
-            max_step_tokens=self.stack.step_tokens, max_sequences=self.stack.sequences, max_rows=self.stack.sequences,
-            max_context=lengths.both, page_tokens=PAGE_TOKENS,
-            n_pages=max(pages, min(n_pages, self.stack.sequences * pages + 1)), vocab_size=_VOCAB,
-        )  # fmt: skip
+    def __init__(self, serving: Serving, search: Search | None = None, gaps: Gaps | None = None) -> None:
+        self.serving, self.lengths, self._search = serving, serving.lengths, search or Search()
+        self._room, self._seconds, self._gaps = serving.room, serving.seconds, gaps or Gaps()
         self._known: dict[float, Point | None] = {}
         self._full: Point | None = None
         self._loops: dict[int, Point] = {}
 
     @property
     def name(self) -> str:
-        one = self.instance
-        return f"{one.precision} TP{one.tp} on {one.device.name}"
+        one = self.serving
+        return f"{one.precision} TP{one.tp} on {one.device}"
 
     def run(self, arrivals: Iterable[Arrival], closed: int | None = None) -> Simulated:
         return self._simulation().run(arrivals, closed)
 
-    def _simulation(self) -> Simulation:
-        return Simulation(
-            self._limits, self._seconds, TokenBudget.unhurried(self.stack.step_tokens), prefix_cache=False,
-            front_s=self.stack.front_s, tick=self._search.tick,
-        )  # fmt: skip
+    def _simulation(self, seed: int = 0, of_any: bool = False) -> Simulation:
+        """seed: of what its steps take, where that varies; of_any: requests, and what they share is found"""
+        made = self.serving.of_any if of_any else self.serving.simulation
+        return replace(made(seed), tick=self._search.tick)
 
     def closed(self, concurrency: int) -> Point:
         """So many requests always in flight, as serving is mostly measured."""
@@ -113,7 +72,7 @@ class Replica:
         return self._full
 
     def at(self, rate: float, seed: int = 0) -> Point | None:
-        """So many requests a second, Poisson; None where that is more than 95 % of what a full instance serves: queues
+        """So many requests a second; None where that is more than 95 % of what a full instance serves: queues
         would grow for longer than is simulated.
 
         The same seed gives the same gaps, only shorter or longer.
@@ -121,29 +80,38 @@ class Replica:
         if rate > _STEADY * self.full.rate:
             return None
         n = self._n_requests
-        times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, n))
+        times = self._gaps.times(rate, n, seed)
         n_in, n_out = self.lengths.n_input, self.lengths.n_output
         found = self.run(Arrival(float(t), n_in, n_out) for t in times)
         counted = found.requests[int(n * _TRANSIENT) :]
         concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
-        return self._point(counted, n, rate, concurrency, found, "Poisson arrivals")
+        return self._point(counted, n, rate, concurrency, found, str(self._gaps))
 
-    def behind(self, routing: str, instances: int, rate: float, seed: int = 0) -> Point | None:
+    def behind(self, traffic: Traffic, instances: int, rate: float, seed: int = 0) -> Point | None:
         """So many such instances behind a router, with that rate each on average; None as of `at`.
 
         Of more than 16 instances 16 are simulated: a router that chooses among more does hardly better.
+        raises ConfigError where no request of a trace fits
         """
         if rate > _STEADY * self.full.rate:
             return None
         many = min(instances, _MOST_ROUTED)
-        n = min(self._n_requests * many, _MOST_REQUESTS)
-        times = np.cumsum(np.random.default_rng(seed).exponential(1 / (rate * many), n))
-        n_in, n_out = self.lengths.n_input, self.lengths.n_output
-        arrivals = (Arrival(float(t), n_in, n_out) for t in times)
-        found = together(simulate([self._simulation() for _ in range(many)], arrivals, router(routing, seed)))
+        most = min(self._n_requests * many, _MOST_REQUESTS)
+        coming = traffic.coming(self.lengths, self.serving.context, rate * many, most, seed)
+        simulations = [self._simulation(i, traffic.recorded is not None or traffic.is_cached) for i in range(many)]
+        found = together(simulate(simulations, coming.arrivals, router(traffic.routing, seed)))
+        n = len(coming.arrivals)
         counted = found.requests[int(n * _TRANSIENT) :]
+        if traffic.recorded is not None:
+            span_s = counted[-1].arrival.at_s - counted[0].arrival.at_s
+            if span_s <= 0:
+                return None  # a handful of requests, all at once
+            rate = (len(counted) - 1) / span_s / many
         concurrency = rate * float(np.mean([one.e2e_s for one in counted]))
-        how = f"Poisson arrivals at {many} instances behind a router ({routing})"
+        how = f"{_how(traffic, coming)} at {many} instances behind a router ({traffic.routing})"
+        if traffic.is_cached:
+            tokens = sum(one.n_input for one in coming.arrivals)
+            how += f", {found.prefix_hits / tokens:.0%} of prompts' tokens were in a cache"
         return self._point(counted, n, rate, concurrency, found, how)
 
     def most(self, limits: Limits, above: float = 0.0) -> Point | None:
@@ -152,7 +120,7 @@ class Replica:
         None: not even 2^-10 of what the devices could do keeps them, or no more than `above` does. Rates that are tried
         are the same ones whatever the limits, so that looser limits never give less.
 
-        raises TimeIsUp before any is found; once there is one, it is the answer, and the search is told that it was cut
+        raises TimeIsUp before any is found; once there is one, it is the answer, and says that it was cut
         """
         if self.alone_breaks(limits):
             return None
@@ -168,8 +136,7 @@ class Replica:
             except TimeIsUp:
                 if not low:
                     raise
-                self._search.cut(self.name)
-                break
+                return _cut(self._at(low / steps))
             low, high = (middle, high) if keeps else (low, middle)
         found = self._at(low / steps) if low else None
         return _beyond(found, self._at(high / steps), limits) if found is not None else None
@@ -188,15 +155,16 @@ class Replica:
             except TimeIsUp:
                 if not low:
                     raise
-                self._search.cut(self.name)
-                break
+                return _cut(self._loops[low])
             low, high = (low, middle) if limits.broken(self._loops[middle]) else (middle, high)
         after = self._loops.get(high)
         return _beyond(self._loops[low], after, limits) if low else None
 
     @property
     def _highest(self) -> float:
-        return self.bound(Limits())
+        """Requests a second, from which on down capacities are sought."""
+        bound = self.bound(Limits())
+        return bound if math.isfinite(bound) else self.full.rate
 
     def _keeps(self, share: float, limits: Limits) -> bool:
         point = self._at(share)
@@ -222,7 +190,7 @@ class Replica:
     def alone_breaks(self, limits: Limits) -> tuple[str, ...]:
         """Limits that not even a request alone keeps."""
         n_in, n_out = self.lengths.n_input, self.lengths.n_output
-        ttft_s = self.stack.front_s + self._seconds([n_in], [0], 0, 0.0)
+        ttft_s = self.serving.front_s + self._seconds([n_in], [0], 0, 0.0)
         step_s = self._seconds((), (), 1, n_in)
         asked = (
             ("TTFT", limits.ttft_s, ttft_s),
@@ -235,12 +203,14 @@ class Replica:
         """Requests a second that no schedule exceeds: arithmetic of prompts, and decode steps shared by as many as fit.
 
         A step grows with what runs in it, and answers see the mean of their steps at least: so a limit on ITL bounds
-        how many run.
+        how many run. inf: of a server whose steps follow no law that would bound them
         """
+        if self.serving.running is None:
+            return math.inf
         n_in, n_out = self.lengths.n_input, self.lengths.n_output
         chunk_s = self._seconds([n_in], [0], 1, 0.0) - self._seconds((), (), 1, 0.0)
         context = n_in + n_out / 2
-        n = max(1, min(self.stack.sequences, self._limits.n_pages * PAGE_TOKENS // n_in))
+        n = self.serving.running
         while limits.itl_s is not None and n > 1 and self._seconds((), (), n, context) > limits.itl_s:
             n -= max(1, n // 64)
         return 1 / (chunk_s + (n_out - 1) * self._seconds((), (), n, context) / n)
@@ -253,17 +223,24 @@ class Replica:
         def of(what: Callable[[Floats], float]) -> Waits:
             return Waits(*(what(values) for values in waits.values()))
 
-        instance = self.instance
+        one = self.serving
         return Point(
-            model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
+            model=one.model, device=one.device, precision=one.precision, tp=one.tp,
             input_tokens=self.lengths.n_input, output_tokens=self.lengths.n_output, concurrency=concurrency, rate=rate,
             mean=of(lambda v: float(v.mean())), p95=of(lambda v: float(np.quantile(v, 0.95))), source=Source.SIMULATED,
             sampled=Sampled(
                 of(lambda v: float(np.quantile(v, 0.99))), of(lambda v: _interval(v, np.mean)),
                 of(lambda v: _interval(v, _p95)), len(counted), n - len(counted), found.preemptions,
-                f"{how}; {self.stack.scheduler}",
+                f"{how}; {one.scheduler}",
             ),
         )  # fmt: skip
+
+
+def _how(traffic: Traffic, coming: Coming) -> str:
+    if traffic.recorded is None:
+        return str(traffic.gaps)
+    without = f" without {coming.left_out} that are empty or too long" if coming.left_out else ""
+    return f"{len(coming.arrivals)} recorded requests{without}"
 
 
 def _beyond(point: Point, after: Point | None, limits: Limits) -> Point:
@@ -272,9 +249,15 @@ def _beyond(point: Point, after: Point | None, limits: Limits) -> Point:
     return replace(point, sampled=replace(point.sampled, beyond=limits.broken(after) if after is not None else ()))
 
 
+def _cut(point: Point | None) -> Point:
+    assert point is not None and point.sampled is not None, "it was simulated, and keeps the limits"
+    return replace(point, sampled=replace(point.sampled, cut=True))
+
+
 def _values(requests: Sequence[Seen], name: str) -> Floats:
     values: Floats = np.array([getattr(one, name) for one in requests])
-    return values if not np.isnan(values).any() else np.zeros(1)  # answers of one token have no ITL
+    known: Floats = values[~np.isnan(values)]  # answers of one token have no ITL
+    return known if len(known) else np.zeros(1)
 
 
 def _p95(values: Floats) -> float:

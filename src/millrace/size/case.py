@@ -8,11 +8,13 @@ from millrace.errors import ConfigError
 from millrace.machine.roofline import Roofline
 from millrace.size.demand import Demand
 from millrace.size.lengths import Work
-from millrace.size.offers import DEVICE, Offers, Replicas, offers, simulated
+from millrace.size.offers import DEVICE, Offers, offers
 from millrace.size.planning import Fleet, Plan
 from millrace.size.planning import plan as planned
 from millrace.size.points import Limits, Point
 from millrace.size.question import Question
+from millrace.size.searched import Replicas, simulated
+from millrace.size.traffic import Traffic
 
 _THERE = re.compile(r"\s*(\d+)\s*(?:x\s*(.+?)\s*)?")
 _MOST_SYSTEMS = 1_000_000
@@ -49,6 +51,7 @@ class Case:
     there: tuple[There, ...]
     here: Callable[[], Roofline]
     replicas: Replicas = field(default_factory=Replicas)
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def limited(self) -> bool:
@@ -73,9 +76,10 @@ class Case:
     def simulated_there(self) -> "Case":
         """The same, with systems that are there by simulation; without points where that keeps no limits."""
         there = []
-        for one in self.there:
+        for i, one in enumerate(self.there):
             try:
-                there.append(replace(one, offers=self.simulated(one.offers)))
+                with self.replicas.search.part(1 / (len(self.there) - i + 1)):
+                    there.append(replace(one, offers=self.simulated(one.offers)))
             except ConfigError:
                 if self.replicas.search.over:
                     raise
@@ -93,16 +97,16 @@ class Case:
 
     def _plan(self, found: Offers, limits: Limits, times: float) -> Plan:
         h = self.question.hardware
-        instance = found.instance(found.points[0]) if found.points else None
+        basis = found.basis
         fleet = Fleet(h.utilisation, h.spare)
         if self.load is None:
-            one = planned(1.0, found.points, limits, fleet, instance).point  # the best one, whatever the rate
+            one = planned(1.0, found.points, limits, fleet, basis).point  # the best one, whatever the rate
             rate = (self.there[0].systems - h.spare) * h.utilisation * one.rate_of_system
-            return planned(rate * (1 - 1e-12), found.points, limits, fleet, instance)
+            return planned(rate * (1 - 1e-12), found.points, limits, fleet, basis)
         rest = self.load.peak * times - sum(there.rate(limits, h.utilisation) for there in self.there)
         if rest > 0:
-            return _one_at_least(planned(rest, found.points, limits, fleet, instance), 1 + h.spare)
-        enough = planned(1.0, found.points, limits, fleet, instance)
+            return _one_at_least(planned(rest, found.points, limits, fleet, basis), 1 + h.spare)
+        enough = planned(1.0, found.points, limits, fleet, basis)
         return replace(enough, rate=0.0, fractional=0.0, systems=0, low=0, high=0)
 
 

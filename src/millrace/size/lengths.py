@@ -53,13 +53,34 @@ class Work:
 
     def check(self, model: ModelShape) -> None:
         """raises ConfigError where a call is longer than the model's context"""
+        self.check_context(model.max_context, model.name, "choose a model with a longer context")
+
+    def check_context(self, n_tokens: int, whose: str, otherwise: str) -> None:
+        """raises ConfigError where a call is longer than that"""
         for call in self.calls:
-            if (n := call.n_input + call.n_output) > model.max_context:
+            if (n := call.n_input + call.n_output) > n_tokens:
                 raise ConfigError(
                     f"{call.name}: {call.n_input:,.0f} tokens in and {call.n_output:,.0f} out are {n:,.0f}",
-                    f"at most the context of {model.name}, {model.max_context:,}",
-                    "shorten them, or choose a model with a longer context",
-                )
+                    f"at most the context of {whose}, {n_tokens:,}", f"shorten them, or {otherwise}",
+                )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Whole tokens of a request, in and out."""
+
+    n_input: int
+    n_output: int
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.n_input <= 1 << 24 and 1 <= self.n_output <= 1 << 24):
+            raise ConfigError(
+                f"requests of {self.n_input} tokens in and {self.n_output} out", f"1 to {1 << 24} each", "correct them"
+            )
+
+    @property
+    def both(self) -> int:
+        return self.n_input + self.n_output
 
 
 def length(text: str, name: str, words_a_token: float) -> tuple[float, str]:

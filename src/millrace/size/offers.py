@@ -8,16 +8,16 @@ from pathlib import Path
 from millrace.errors import ConfigError, nearest
 from millrace.machine.devices import DEVICES, Device, find_device
 from millrace.machine.roofline import Roofline
-from millrace.size.capacity import Lengths, Replica
+from millrace.runtime.step_cost import read_profile
 from millrace.size.constants import profile
 from millrace.size.cost import WEIGHT_BYTES, Instance
-from millrace.size.hardware import Hardware, find_hardware, measured_here
+from millrace.size.hardware import THIS, Hardware, find_hardware, measured_here
 from millrace.size.lengths import Call, Work
 from millrace.size.measured import read_points
 from millrace.size.models import PRESETS, ModelShape, find_model
-from millrace.size.planning import TPS, instance_of
-from millrace.size.points import Limits, Point, Source, Waits, best
-from millrace.size.search import Search, TimeIsUp
+from millrace.size.planning import TPS, Basis, Computed, instance_of
+from millrace.size.points import Point, Source, Waits
+from millrace.size.profiled import Profiled
 from millrace.size.served import CONCURRENCIES, served
 from millrace.size.settings import HardwareSettings
 from millrace.size.stackfile import OwnStack, read_stack
@@ -30,6 +30,7 @@ class Offers:
     """points: of a request, all its calls together; model: None where it is only measured
 
     left_out: rows of a measured table that were not in a steady state; own: a stack that was fitted to a user's runs
+    profiled: a server of this machine, by its steps
     """
 
     points: tuple[Point, ...]
@@ -37,6 +38,7 @@ class Offers:
     hardware: tuple[Hardware, ...]
     left_out: int = 0
     own: OwnStack | None = None
+    profiled: Profiled | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,6 +58,14 @@ class Offers:
         """None: measured on what the catalogue has not."""
         return next((one for one in self.hardware if one.device.name == device), None)
 
+    @property
+    def basis(self) -> Basis | None:
+        """What is computed of its first device; None where all is measured."""
+        if self.profiled is not None:
+            return self.profiled
+        instance = self.instance(self.points[0]) if self.points else None
+        return None if instance is None else Computed(instance)
+
     def instance(self, point: Point) -> Instance | None:
         found = self.bought(point.device)
         if self.model is None or found is None or point.precision not in WEIGHT_BYTES:
@@ -69,6 +79,8 @@ def offers(
     """here: this machine's roofline. raises ConfigError for what is not known, does not fit, or was not measured"""
     if asked.measured is not None:
         return _measured(model, asked, work)
+    if asked.profile is not None:
+        return _profiled(model, asked, work)
     if model is None:
         raise ConfigError("no model is named", "a preset, or the path of a config.json", "name it: --model llama-3-8b")
     shape = find_model(model)
@@ -108,7 +120,7 @@ def _computed(
         raise ConfigError(f"{shape.name} does not fit on {one.device.name} with {tp}",
                           "TP " + ", ".join(map(str, sorted({p.tp for p in found}))),
                           "take larger devices, or fewer bits; leave --tp out")  # fmt: skip
-    return [replace(_scaled(point, asked.factor), system=one.system) for point in kept]
+    return [replace(scaled(point, asked.factor), system=one.system) for point in kept]
 
 
 def _alone(
@@ -130,6 +142,27 @@ def _alone(
     return found
 
 
+def _profiled(model: str | None, asked: HardwareSettings, work: Work) -> Offers:
+    """raises ConfigError for another machine or model, and beside what a profile leaves nothing to say of"""
+    assert asked.profile is not None
+    profile = read_profile(Path(asked.profile))
+    if [name.casefold() for name in asked.hardware] != [THIS]:
+        raise ConfigError(f"--profile with {' and '.join(asked.hardware) or 'no hardware'}", f"--hardware {THIS}",
+                          "name this machine, whose steps they are")  # fmt: skip
+    for name, beside in (("stack", asked.stack), ("precision", asked.precision), ("tp", asked.tp)):
+        if beside:
+            raise ConfigError(f"--{name} beside --profile", "the engine as it was profiled", f"leave --{name} out")
+    if model is not None and model.casefold() != profile.model.casefold():
+        raise ConfigError(f"the profile is of {profile.model}", f"--model {profile.model}, or none",
+                          "leave --model out, or fit a profile of that model")  # fmt: skip
+    own = Profiled(profile)
+    own.check()
+    work.check_context(profile.schedule.context_tokens, f"the server of {asked.profile}",
+                       "fit a profile of a server with more")  # fmt: skip
+    points = _calls(work, [own.points(call) for call in work.calls])
+    return Offers(tuple(scaled(point, asked.factor) for point in points), None, (), profiled=own)
+
+
 def _precisions(device: Device) -> list[str]:
     """16 bits and 8, as the device has them."""
     wide = "fp16" if "fp16" in device.peaks else "bf16"
@@ -137,110 +170,7 @@ def _precisions(device: Device) -> list[str]:
     return [wide, *([narrow] if narrow in device.peaks else [])] if narrow else [wide]
 
 
-class Replicas:
-    """Instances under simulation, each made once: what was simulated of it is kept for other limits."""
-
-    def __init__(self, search: Search | None = None) -> None:
-        self.search = search or Search()
-        self._known: dict[tuple[str, str, int, Lengths], Replica] = {}
-
-    def of(self, found: Offers, point: Point, lengths: Lengths) -> Replica:
-        key = point.device, point.precision, point.tp, lengths
-        if key not in self._known:
-            instance = found.instance(point)
-            assert instance is not None, "only what is computed is simulated"
-            stack = found.own.of(point.device, point.precision) if found.own else None
-            self._known[key] = Replica(
-                instance, profile(instance.device, point.precision), lengths, stack, search=self.search
-            )
-        return self._known[key]
-
-
-def simulated(
-    found: Offers, asked: HardwareSettings, work: Work, limits: Limits, replicas: Replicas, closed: bool = False
-) -> Offers:  # fmt: skip
-    """And capacities within the limits of what could serve most a device, with Poisson arrivals at each instance.
-
-    closed: with as many always in flight, instead
-
-    By branch and bound: no schedule of what is left out could serve more. found: of one device; it stays as it is where
-    it was measured, where a request is several calls, and where the search's time is up before anything is found.
-    raises ConfigError where nothing keeps the limits
-    """
-    if found.model is None or asked.measured is not None or len(work.calls) > 1:
-        return found
-    tried, lengths = _divided(limits, asked.factor), Lengths(round(work.n_input), round(work.n_output))
-    alike = {(p.precision, p.tp): replicas.of(found, p, lengths) for p in found.points}
-    bounded = [(replica.bound(tried) / tp, tp, replica) for (_, tp), replica in alike.items()]
-    points: list[Point] = []
-    beside: list[Point] = []  # other rates of the same, for drawings
-    most, cut, search = 0.0, False, replicas.search
-    for bound, tp, replica in sorted(bounded, key=lambda one: -one[0]):
-        if bound <= most:
-            break
-        search.begins(replica.name)
-        try:
-            point = replica.most_closed(tried) if closed else replica.most(tried, most * tp)
-        except TimeIsUp:
-            cut = True
-            search.cut(replica.name)
-            continue
-        if point is not None:
-            points.append(replace(_scaled(point, asked.factor), system=found.points[0].system))
-            beside += [replace(_scaled(p, asked.factor), system=found.points[0].system) for p in replica.tried]
-            most = max(most, point.rate / tp)
-    if not points:
-        try:
-            alone = [replace(_scaled(replica.alone, asked.factor), system=1) for replica in alike.values()]
-        except TimeIsUp:
-            cut = True
-        if cut:
-            return _not_simulated(found, limits, search)
-        best([p for p in alone if limits.broken(p)] or found.points, limits)  # which says what comes closest
-        raise ConfigError(f"nothing keeps the limits on {found.names[0]} under load", "a request alone does",
-                          "allow more, or choose faster devices")  # fmt: skip
-    return replace(found, points=(*found.points, *points, *beside))
-
-
-def _not_simulated(found: Offers, limits: Limits, search: Search) -> Offers:
-    """raises ConfigError where the closed form does not do"""
-    if limits.of == "p95":
-        raise ConfigError(f"after {search.limit_s:g} s of search nothing was found on {found.names[0]} by simulation, "
-                          "and a closed form knows no p95", "more time", "--search-s 600, or --of mean")  # fmt: skip
-    return found
-
-
-def simulated_at(
-    found: Offers, point: Point, rate: float, asked: HardwareSettings, replicas: Replicas, instances: int = 1,
-    routing: str = "blind",
-) -> Point | None:  # fmt: skip
-    """That configuration at a lower rate of each instance; None where it was not simulated, or falls behind, or the
-    search's time is up.
-
-    instances: behind a router, where the load does not fall on them blindly
-    """
-    if point.sampled is None:
-        return None
-    lengths = Lengths(round(point.input_tokens), round(point.output_tokens))
-    replica, factor = replicas.of(found, point, lengths), asked.factor
-    routed = routing != "blind" and instances > 1
-    replicas.search.begins(f"the load on {replica.name}")
-    try:
-        at = replica.behind(routing, instances, rate * factor) if routed else replica.at(rate * factor)
-    except TimeIsUp:
-        replicas.search.cut(f"what users wait for at this load on {replica.name}")
-        return None
-    return None if at is None else replace(_scaled(at, factor), system=point.system)
-
-
-def _divided(limits: Limits, factor: float) -> Limits:
-    def part(limit: float | None) -> float | None:
-        return None if limit is None else limit / factor
-
-    return Limits(part(limits.ttft_s), part(limits.itl_s), part(limits.e2e_s), limits.of)
-
-
-def _scaled(point: Point, factor: float) -> Point:
+def scaled(point: Point, factor: float) -> Point:
     """Every time is that many times as long."""
     if factor == 1:
         return point
@@ -288,8 +218,9 @@ def _together(calls: Sequence[Point]) -> Point:
 
 
 def _measured(model: str | None, asked: HardwareSettings, work: Work) -> Offers:
-    if asked.stack is not None:
-        raise ConfigError("--stack with measurements", "one of them", "leave one out")
+    for name, beside in (("stack", asked.stack), ("profile", asked.profile)):
+        if beside is not None:
+            raise ConfigError(f"--{name} with measurements", "one of them", "leave one out")
     if asked.factor != 1:
         raise ConfigError("--factor with measurements", "one of them", "leave --factor out: measured is measured")
     assert asked.measured is not None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import Device, find_device
@@ -15,6 +16,7 @@ from millrace.size.served import served, shares
 TPS = (1, 2, 4, 8)
 _MOST_SYSTEMS = 10_000_000
 _CLOSE = 0.02  # to which capacities are found
+CLOSED_FORM_ERROR = 0.05  # beside those of what it is computed from
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +56,58 @@ class Plan:
     provenance: str
 
 
+@dataclass(frozen=True, slots=True)
+class Grounds:
+    """What a computed point rests on. error: relative, of its rate; told: its source, in words
+
+    shares: of an instance's time; is_full: with more memory for the cache it would serve more
+    """
+
+    error: float
+    told: str
+    shares: Mapping[str, float]
+    is_full: bool
+
+
+class Basis(Protocol):
+    """What points are computed from."""
+
+    def grounds(self, point: Point) -> Grounds: ...
+
+
 def instance_of(model: ModelShape, device: Device, precision: str, tp: int) -> Instance:
     """With a cache of 8 bits beside weights of 8, as engines have it."""
     return Instance(model, device, precision, tp, 1.0 if precision in ("fp8", "int8", "fp4") else 2.0)
 
 
-def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, instance: Instance | None = None) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """By datasheets. instance: one of the model; its device, precision and TP are the point's"""
+
+    instance: Instance
+
+    def grounds(self, point: Point) -> Grounds:
+        device = self.instance.device if point.device == self.instance.device.name else find_device(point.device)
+        here = instance_of(self.instance.model, device, point.precision, point.tp)
+        known = profile(device, point.precision)
+        error = known.served_error + (CLOSED_FORM_ERROR if point.source == Source.ANALYTIC else _CLOSE)
+        told = f"{known.source}; served by {known.stack.name}"
+        return Grounds(error, told, shares(here, known, point), _is_full(here, point))
+
+
+def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, basis: Basis | None = None) -> Plan:
     """rate: requests a second at the peak; points: what instances were measured or computed to serve
 
-    instance: one of the model, where points are analytic; its device, precision and TP are the best point's
+    basis: of those that are computed
     raises ConfigError where no point keeps the limits
     """
     if not 0 < rate <= 1e9:
         raise ConfigError(f"a peak of {rate:g} requests/s", "above 0, and at most 1e9", "correct it")
     point = best([p for p in points if p.source == Source.SIMULATED] or points, limits)
-    error, told = 0.02, str(point.source)
-    why: Mapping[str, float] = {}
-    if point.source in (Source.ANALYTIC, Source.SIMULATED) and instance is not None:
-        here = _instance_at(point, instance)
-        known = profile(here.device, point.precision)
-        error = known.served_error + (0.05 if point.source == Source.ANALYTIC else _CLOSE)
-        why = shares(here, known, point)
-        told = f"{point.source}, {known.source}; served by {known.stack.name}"
+    error, told, grounds = 0.02, str(point.source), None
+    if point.source in (Source.ANALYTIC, Source.SIMULATED) and basis is not None:
+        grounds = basis.grounds(point)
+        error, told = grounds.error, f"{point.source}, {grounds.told}"
         told += f"; {point.sampled.how}" if point.sampled else ""
     fractional = rate / point.rate_of_system
 
@@ -87,31 +119,24 @@ def plan(rate: float, points: Sequence[Point], limits: Limits, fleet: Fleet, ins
 
     return Plan(
         rate=rate, point=point, limits=limits, fractional=fractional, systems=bought(1), low=bought(1 - error),
-        high=bought(1 + error), error=error, binding=_binding(points, point, limits, why, instance), shares=why,
+        high=bought(1 + error), error=error, binding=_binding(points, point, limits, grounds),
+        shares=grounds.shares if grounds else {},
         latency_optimal=latency_optimal(points), throughput_optimal=throughput_optimal(points), provenance=told,
     )  # fmt: skip
 
 
-def _instance_at(point: Point, instance: Instance) -> Instance:
-    device = instance.device if point.device == instance.device.name else find_device(point.device)
-    return instance_of(instance.model, device, point.precision, point.tp)
-
-
-def _binding(
-    points: Sequence[Point], point: Point, limits: Limits, why: Mapping[str, float], instance: Instance | None
-) -> str:
-    """A limit, where the same instance would serve more beyond it; a full cache; else what takes longest."""
+def _binding(points: Sequence[Point], point: Point, limits: Limits, grounds: Grounds | None) -> str:
+    """Time, where it was up; a limit, where the same instance would serve more beyond it; a full cache; else what takes
+    longest."""
+    if point.sampled is not None and point.sampled.cut:
+        return "time (--search-s): more was not tried"
     alike = [p for p in points if p.configuration == point.configuration and p.concurrency > point.concurrency]
     more = [p for p in alike if p.rate > point.rate * 1.01 and p.source == point.source]
     broken = point.sampled.beyond if point.sampled else ()
     if broken or (more and (broken := limits.broken(min(more, key=lambda p: p.concurrency)))):
         return f"the limit on {' and '.join(broken)}"
-    if instance is not None and why:
-        return (
-            "memory of the KV cache"
-            if _is_full(_instance_at(point, instance), point)
-            else max(why, key=why.__getitem__)
-        )
+    if grounds is not None:
+        return "memory of the KV cache" if grounds.is_full else max(grounds.shares, key=grounds.shares.__getitem__)
     return "none that was measured" if not alike else "what was measured serves no more"
 
 

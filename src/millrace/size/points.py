@@ -32,6 +32,7 @@ class Sampled:
 
     counted: requests; dropped: those of the transients; how: arrivals and scheduler, in words
     beyond: limits that the next higher rate breaks, where a capacity was sought; nothing: it falls behind there
+    cut: time was up before that was known, so that it may serve more
     """
 
     p99: Waits
@@ -42,6 +43,7 @@ class Sampled:
     preemptions: int
     how: str
     beyond: tuple[str, ...] = ()
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,6 +134,8 @@ class _Strict(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
 
 def limits_of(asked: LimitSettings) -> Limits:
     """By who waits for what. raises ConfigError for a limit that is missing, or that this mode has not"""
+    if asked.burstiness != 1 and asked.arrivals != "gamma":
+        raise ConfigError("--burstiness without --arrivals gamma", "both, or neither", "say how requests come")
     given = {name: value for name in ("ttft_ms", "itl_ms", "e2e_ms", "reading") if (value := getattr(asked, name))}
     if asked.mode == "offline":
         _no_other(given, (), "offline nobody waits")

@@ -16,7 +16,8 @@ from millrace.runtime.pages import PagePool
 from millrace.runtime.params import Resolved, SamplingParams, resolve
 from millrace.runtime.request import AnswerText, Request, Sequence, StopTables, Timings
 from millrace.runtime.scheduler import Scheduler
-from millrace.size.virtual import TOKEN, Seen, StepTime, VirtualClock
+from millrace.runtime.step_cost import StepTime
+from millrace.size.virtual import TOKEN, Seen, VirtualClock
 
 _NOTHING = StopTables(())
 _Turn = tuple[int, int, int, Sequence]  # step, place in the order of admission, which of its turns

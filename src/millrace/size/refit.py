@@ -15,9 +15,9 @@ import numpy as np
 from millrace.errors import ConfigError, plain
 from millrace.machine.devices import find_device
 from millrace.settings import read_given
-from millrace.size.capacity import Lengths
 from millrace.size.constants import profile
 from millrace.size.cost import WEIGHT_BYTES, Instance, decode_terms, prefill_terms
+from millrace.size.lengths import Lengths
 from millrace.size.models import ModelShape
 from millrace.size.planning import instance_of
 from millrace.size.points import Point

@@ -74,7 +74,8 @@ def blind(seed: int = 0) -> Router:
 
 def router(routing: str, seed: int = 0) -> Router:
     """One of ROUTINGS, by its name."""
-    return blind(seed) if routing == "blind" else least_loaded
+    known: dict[str, Router] = {"least-loaded": least_loaded, "prefix-aware": prefix_aware}
+    return blind(seed) if routing == "blind" else known[routing]
 
 
 def least_loaded(_: Arrival, servers: Sequence[Routed]) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from millrace.errors import ConfigError
 from millrace.machine.devices import GB
+from millrace.runtime.step_cost import StepTime
 from millrace.size.constants import Profile
 from millrace.size.cost import Instance, decode_terms, prefill_terms
 from millrace.size.points import Point, Source, Waits
@@ -57,19 +58,28 @@ def served(
     n_in, n_out = lengths
     seconds = step_time(instance, profile.constants, stack)
     batch = _batch(instance, lengths, concurrency, stack)
+    rate, waits = closed_form(seconds, stack.front_s, stack.step_tokens, lengths, concurrency, batch)
+    return Point(
+        model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
+        input_tokens=n_in, output_tokens=n_out, concurrency=concurrency, rate=rate, mean=waits, p95=None,
+        source=Source.ANALYTIC,
+    )  # fmt: skip
+
+
+def closed_form(
+    seconds: StepTime, front_s: float, step_tokens: int, lengths: tuple[float, float], concurrency: float, batch: int
+) -> tuple[float, Waits]:
+    """Requests/s, and what users wait. batch: of those in flight, how many fit"""
+    n_in, n_out = lengths
     step_s = seconds((), (), batch, n_in + n_out / 2)
-    alone_s = stack.front_s + seconds([n_in], [0], 0, 0.0)
+    alone_s = front_s + seconds([n_in], [0], 0, 0.0)
     beside_s = seconds([n_in], [0], batch, n_in) - seconds((), (), batch, n_in)
-    together = min(batch, max(1, int(stack.step_tokens // n_in)))
+    together = min(batch, max(1, int(step_tokens // n_in)))
     ttft_s = alone_s + (together - 1) * 0.75 * beside_s
     rate = 1 / ((alone_s if batch == 1 else beside_s) + (n_out - 1) * step_s / batch)
     e2e_s = concurrency / rate
     ttft_s = min(e2e_s, ttft_s + max(0.0, concurrency - batch) / rate)
-    return Point(
-        model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
-        input_tokens=n_in, output_tokens=n_out, concurrency=concurrency, rate=rate,
-        mean=Waits(ttft_s, (e2e_s - ttft_s) / max(1.0, n_out - 1), e2e_s), p95=None, source=Source.ANALYTIC,
-    )  # fmt: skip
+    return rate, Waits(ttft_s, (e2e_s - ttft_s) / max(1.0, n_out - 1), e2e_s)
 
 
 def _batch(instance: Instance, lengths: tuple[float, float], concurrency: float, stack: Stack) -> int:

@@ -80,9 +80,10 @@ class LimitSettings(Settings):
     )
     of: str = setting("mean", "what limits are on", choices=("mean", "p95"))
     arrivals: str = setting(
-        "poisson", "of a simulation: as they like, or always as many in flight, as servers are mostly measured",
-        choices=("poisson", "closed"),
+        "poisson", "of a simulation: as they like, in bursts (gamma), or always as many in flight, as servers are "
+        "mostly measured", choices=("poisson", "gamma", "closed"),
     )  # fmt: skip
+    burstiness: float = setting(1.0, "of --arrivals gamma: 1 is poisson, below 1 in bursts", low=0.01, high=1e4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,10 @@ class HardwareSettings(Settings):
     tp: int | None = setting(None, "devices of an instance; default: what serves most", low=1, high=8)
     factor: float = setting(1.0, "of your software beside what was fitted, on every time", low=0.01, high=100)
     stack: str | None = setting(None, "your own server, as `millrace size fit -o` wrote it", metavar="FILE")
+    profile: str | None = setting(
+        None, "your own server's measured steps, as `millrace size verify -o` wrote them; with --hardware this",
+        metavar="FILE",
+    )  # fmt: skip
     measured: str | None = setting(None, "your own measurements instead of a model: CSV", metavar="FILE")
     utilisation: float = setting(1.0, "share of what systems can that is planned with", low=0.01, high=1)
     spare: int = setting(0, "systems beyond that: 1 is N+1", low=0, high=1000)
@@ -116,8 +121,9 @@ class SearchSettings(Settings):
         low=0.01, high=86_400,
     )  # fmt: skip
     routing: str = setting(
-        "blind", "how a load falls on instances: blindly, or each request on the one with the fewest",
-        choices=("blind", "least-loaded"),
+        "blind", "how a load falls on instances: blindly, each request on the one with the fewest, or on the one that "
+        "knows its beginning (of --trace with hash_ids, or --system)",
+        choices=("blind", "least-loaded", "prefix-aware"),
     )  # fmt: skip
 
 

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from millrace.engine.executor import ExecutorLimits, IntArray
 from millrace.errors import ConfigError
 from millrace.runtime.batch import TokenBudget
+from millrace.runtime.step_cost import StepTime
 from millrace.size.quick import QuickLoop
 from millrace.size.stepped import SteppedLoop
-from millrace.size.virtual import TOKEN, Arrival, Seen, StepTime, VirtualClock, at_once
+from millrace.size.virtual import TOKEN, Arrival, Seen, VirtualClock, at_once
 from millrace.tune.lines import BLOCK
 
 Floats = NDArray[np.float64]
@@ -83,7 +84,7 @@ class Simulation:
         coming = deque(self.checked(arrivals))
         while coming or server.in_flight:
             while coming and server.in_flight < closed:
-                server.take(replace(coming.popleft(), at_s=self.clock.now_s))
+                server.take(replace(coming.popleft(), at_s=server.stepped_s))
             server.turn(math.inf)
         return server.result()
 
@@ -121,6 +122,11 @@ class Server:
     @property
     def in_flight(self) -> int:
         return len(self.seen) - self._loop.ended
+
+    @property
+    def stepped_s(self) -> float:
+        """When the last step ended and its answers were out, before what the host takes after it."""
+        return self.clock.now_s - self._loop.after_s
 
     def take(self, arrival: Arrival) -> None:
         self._in_system_s += self.clock.now_s - arrival.at_s  # it came within a step, which did not know of it

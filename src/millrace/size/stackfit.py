@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from millrace.errors import ConfigError
-from millrace.size.capacity import Lengths, Replica
+from millrace.runtime.step_cost import StepTime
+from millrace.size.capacity import Replica
 from millrace.size.constants import Profile, profile
 from millrace.size.cost import Floats, Instance
 from millrace.size.fit import Residual, residual
+from millrace.size.lengths import Lengths
 from millrace.size.points import Point
+from millrace.size.serving import computed
 from millrace.size.stack import ENGINE, Stack
-from millrace.size.virtual import StepTime, step_parts
+from millrace.size.virtual import step_parts
 
 # Of prefill, decode, cache, host_s: the least, the most, and what a change is measured in.
 _LEAST, _MOST = np.array([0.05, 0.05, 0.05, 0.0]), np.array([50.0, 50.0, 50.0, 1e-3])
@@ -61,8 +64,7 @@ class Replayed:
 def replay(run: Run, stack: Stack, known: Profile | None = None) -> Replayed:
     known = known or profile(run.instance.device, run.instance.precision)
     seconds, total = _recorded(run, stack, known)
-    replica = Replica(run.instance, known, run.lengths, stack, seconds)
-    point = replica.closed(run.concurrency)
+    point = Replica(computed(run.instance, known, run.lengths, stack, seconds)).closed(run.concurrency)
     spent = total[:4] / total[4]
     return Replayed(run, point, spent)
 

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from millrace.errors import ConfigError, MachineError, plain
-from millrace.runtime.step_cost import StepCost
+from millrace.runtime.step_cost import Schedule, StepCost, StepTime
 from millrace.size.cost import Floats
 from millrace.size.fit import least_squares
 
@@ -42,23 +42,9 @@ class StepRow(Struct, frozen=True):
     def n_tokens(self) -> int:
         return self.rows + sum(n for _, n in self.prompts)
 
-    def predicted_s(self, cost: StepCost) -> float:
+    def predicted_s(self, seconds: StepTime) -> float:
         starts, tokens = zip(*self.prompts, strict=True) if self.prompts else ((), ())
-        return cost.seconds(tokens, starts, self.rows, self.contexts / max(1, self.rows))
-
-
-class Schedule(Struct, frozen=True):
-    """What bounds the server's steps."""
-
-    max_step_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
-    max_sequences: Annotated[int, Meta(ge=1, le=1 << 16)]
-    max_rows: Annotated[int, Meta(ge=1, le=1 << 20)]
-    max_context: Annotated[int, Meta(ge=2, le=1 << 24)]
-    page_tokens: Annotated[int, Meta(ge=1, le=1 << 16)]
-    pages: Annotated[int, Meta(ge=1, le=1 << 32)]
-    gap_limit_s: Annotated[float, Meta(gt=0)]
-    stretch: Annotated[float, Meta(gt=1)]
-    chunk_low: Annotated[int, Meta(ge=1, le=1 << 20)]
+        return seconds(tokens, starts, self.rows, self.contexts / max(1, self.rows))
 
 
 class Ran(Struct, frozen=True):
@@ -111,19 +97,25 @@ def fit_steps(steps: Sequence[StepRow]) -> StepCost:
 
 def errors(cost: StepCost, steps: Sequence[StepRow]) -> Floats:
     """Relative, of each step."""
-    return np.array([step.predicted_s(cost) / step.took_s - 1 for step in steps if step.took_s > 0])
+    seconds = cost.timed()
+    return np.array([step.predicted_s(seconds) / step.took_s - 1 for step in steps if step.took_s > 0])
 
 
 def spread(cost: StepCost, steps: Sequence[StepRow]) -> tuple[float, ...]:
     """How many times as long as is usual steps took, at their own pace: values that are equally likely, rising."""
-    ratios = np.sort([step.took_s / max(step.predicted_s(cost), 1e-9) for step in steps])
+    ratios = np.sort(_ratios(cost, steps))
     each = [float(part.mean()) for part in np.array_split(ratios / np.median(ratios), _SPREAD)]
     return tuple(each)
 
 
 def pace(cost: StepCost, steps: Sequence[StepRow]) -> float:
     """How many times as long as the profile says these steps took, in the median."""
-    return float(np.median([step.took_s / max(step.predicted_s(cost), 1e-9) for step in steps]))
+    return float(np.median(_ratios(cost, steps)))
+
+
+def _ratios(cost: StepCost, steps: Sequence[StepRow]) -> list[float]:
+    seconds = cost.timed()
+    return [step.took_s / max(step.predicted_s(seconds), 1e-9) for step in steps]
 
 
 def _columns(steps: Sequence[StepRow], n_tokens: Floats, knots: Sequence[int]) -> Floats:

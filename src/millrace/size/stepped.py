@@ -10,7 +10,8 @@ from millrace.engine.executor import Executor, ExecutorLimits, IntArray, StepInp
 from millrace.runtime.batch import TokenBudget
 from millrace.runtime.loop import EngineLoop
 from millrace.runtime.params import Delta, SamplingParams
-from millrace.size.virtual import TOKEN, Seen, StepTime, VirtualClock
+from millrace.runtime.step_cost import StepTime
+from millrace.size.virtual import TOKEN, Seen, VirtualClock
 
 
 class CostExecutor(Executor):

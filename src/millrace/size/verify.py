@@ -20,21 +20,19 @@ from millrace.bench.plan import Plan, driven_by, fitted_words, planned
 from millrace.bench.run import Record, Run
 from millrace.bench.settings import InputSettings, LoadSettings, SessionSettings, TargetSettings
 from millrace.bench.words import Words
-from millrace.engine.executor import ExecutorLimits
 from millrace.errors import ConfigError, MachineError
-from millrace.runtime.batch import TokenBudget
-from millrace.runtime.step_cost import StepCost, StepProfile
+from millrace.runtime.step_cost import Schedule, StepProfile
 from millrace.settings import Settings, setting
 from millrace.size.cost import Floats
-from millrace.size.simulator import Simulated, Simulation
-from millrace.size.stepfit import MOST_BYTES, PATH, Ran, Schedule, StepRow, errors, fit_steps, pace, read_steps, spread
+from millrace.size.profiled import OwnSteps
+from millrace.size.simulator import Simulated
+from millrace.size.stepfit import MOST_BYTES, PATH, Ran, StepRow, errors, fit_steps, pace, read_steps, spread
 from millrace.size.virtual import Arrival
 
 MEDIAN, P90 = 0.10, 0.25  # errors that are judged: what the figures below are to keep
 _TTFT_UP_TO, _UP_TO = 0.8, 0.95  # shares of capacity to which they are
 _SIMULATED = 5  # times that a load is, with steps drawn anew
 _ROUNDS = 4  # of the closed loop that tells the capacity
-_VOCAB = 1 << 15
 _TIMEOUT_S = 30.0
 Begins = Callable[[Run], None]
 
@@ -94,11 +92,9 @@ class Load:
 class Verified:
     """capacity: requests a second with every place taken, simulated. median, p90: errors of what is judged"""
 
-    model: str
     isa: str
     capacity: float
     profile: StepProfile
-    schedule: Schedule
     loads: tuple[Load, ...]
 
     @property
@@ -131,7 +127,7 @@ async def verify(url: str, asked: VerifySettings, model: str = "", begins: Begin
                               "lower --isl or --osl")  # fmt: skip
         alone = await server.probe(1)
         probes = [alone.steps + (await server.probe(schedule.max_sequences)).steps + (await server.probe(3)).steps]
-        capacity = _capacity(Times.of(probes[0], probes[0], alone, schedule), schedule, asked)
+        capacity = _capacity(Times.of(probes[0], probes[0], alone, schedule).own, asked)
         asked_of = list[tuple[float, Sequence[Record]]]()
         for share in shares * asked.rounds:
             asked_of.append((share, await server.load(share * capacity)))
@@ -140,7 +136,7 @@ async def verify(url: str, asked: VerifySettings, model: str = "", begins: Begin
     parts: dict[float, list[Part]] = {share: [] for share in shares}
     for (share, records), (before, after) in zip(asked_of, pairwise(probes), strict=True):
         beside = Times.of(every, [*before, *after], alone, schedule)
-        parts[share].append(Part(records, beside.pace, beside.runs(schedule, _arrivals(records))))
+        parts[share].append(Part(records, beside.pace, beside.runs(_arrivals(records))))
     loads = [
         Load(share, share * capacity, sum(len(p.records) for p in some), tuple(p.pace for p in some),
              figures(share, some))
@@ -148,10 +144,11 @@ async def verify(url: str, asked: VerifySettings, model: str = "", begins: Begin
     ]  # fmt: skip
     times = Times.of(every, every, alone, schedule)
     profile = StepProfile(
-        about.engine, about.machine, datetime.date.today().isoformat(), len(every),
-        float(np.median(np.abs(errors(times.cost, every)))), times.front_s, times.spread, times.cost,
+        about.model, about.engine, about.machine, datetime.date.today().isoformat(), len(every),
+        float(np.median(np.abs(errors(times.own.cost, every)))), times.own.front_s, times.own.spread,
+        times.own.cost, schedule,
     )  # fmt: skip
-    return Verified(about.model, about.isa, capacity, profile, schedule, tuple(loads))
+    return Verified(about.isa, capacity, profile, tuple(loads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,50 +161,25 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What a simulation goes by. cost: usual times of steps, at the pace of some; spread: of what they take beside that
+    """What a simulation goes by. own: usual times of steps, at the pace of some, and their spread beside that"""
 
-    front_s: of a request beside its steps
-    """
-
-    cost: StepCost
-    spread: tuple[float, ...]
+    own: OwnSteps
     pace: float
-    front_s: float
 
     @classmethod
     def of(cls, every: Sequence[StepRow], near: Sequence[StepRow], alone: Probe, schedule: Schedule) -> "Times":
         """every: steps that times are fitted to; near: of the same, those whose pace counts; alone: with one request"""
         cost = fit_steps(every)
-        slower, alike = pace(cost, near), cost.scaled(pace(cost, alone.steps))
-        found = cls(alike, (1.0,), 1.0, 0.0).runs(schedule, _arrivals(alone.records), 1)[0]
+        slower, alike = pace(cost, near), OwnSteps(cost.scaled(pace(cost, alone.steps)), (1.0,), 0.0, schedule)
+        found = cls(alike, 1.0).runs(_arrivals(alone.records), 1)[0]
         waited = [ttft_ms(record.answer) or 0.0 for record in _in_order(alone.records)]
         front_s = max(0.0, float(np.median(np.array(waited) / 1e3 - found.of("ttft_s"))))
-        return cls(cost.scaled(slower), spread(cost, near), slower, front_s)
+        return cls(OwnSteps(cost.scaled(slower), spread(cost, near), front_s, schedule), slower)
 
-    def simulation(self, schedule: Schedule, n_input: int, seed: int = 0) -> Simulation:
-        """One such server, whose budget knows its steps already, as after a warm-up."""
-        cost, s, rng = self.cost, schedule, np.random.default_rng(seed)
-        limits = ExecutorLimits(
-            max_step_tokens=s.max_step_tokens, max_sequences=s.max_sequences, max_rows=s.max_rows,
-            max_context=s.max_context, page_tokens=s.page_tokens, n_pages=s.pages, vocab_size=_VOCAB,
-        )  # fmt: skip
-        first = min(n_input, s.max_step_tokens)
-        budget = TokenBudget(
-            s.max_step_tokens, s.gap_limit_s, s.chunk_low, s.stretch,
-            cost.seconds((), (), 1, n_input), cost.seconds([first], [0], 0, 0) / first,
-        )  # fmt: skip
-
-        def seconds(prompts: Sequence[float], starts: Sequence[float], n: int, context: float) -> float:
-            return cost.seconds(prompts, starts, n, context) * self.spread[rng.integers(len(self.spread))]
-
-        return Simulation(
-            limits, seconds, budget, prefix_cache=False, front_s=self.front_s, between=cost.between
-        )  # fmt: skip
-
-    def runs(self, schedule: Schedule, arrivals: Sequence[Arrival], n: int = _SIMULATED) -> list[Simulated]:
+    def runs(self, arrivals: Sequence[Arrival], n: int = _SIMULATED) -> list[Simulated]:
         """The same requests, with other steps that take longer or shorter than usual."""
         n_input = round(float(np.mean([one.n_input for one in arrivals])))
-        return [self.simulation(schedule, n_input, seed).run(arrivals) for seed in range(n)]
+        return [self.own.simulation(n_input, seed).run(arrivals) for seed in range(n)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +248,11 @@ def _plan(url: str, model: str, asked: VerifySettings, n: int, **load: float) ->
     return planned(url, whom, given, InputSettings(isl=asked.isl, osl=asked.osl), SessionSettings())
 
 
-def _capacity(times: Times, schedule: Schedule, asked: VerifySettings) -> float:
+def _capacity(own: OwnSteps, asked: VerifySettings) -> float:
     """Of a closed loop with every place taken, without its first and last round."""
-    places = schedule.max_sequences
+    places = own.schedule.max_sequences
     n = places * _ROUNDS
-    requests = times.simulation(schedule, asked.isl).run([Arrival(0, asked.isl, asked.osl)] * n, places).requests
+    requests = own.simulation(asked.isl).run([Arrival(0, asked.isl, asked.osl)] * n, places).requests
     counted = requests[places : n - places]
     return places / float(np.mean([one.e2e_s for one in counted]))
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
+from millrace.runtime.step_cost import StepTime
 from millrace.size.cost import Constants, Instance
 from millrace.size.stack import ENGINE, Stack
 
@@ -19,10 +20,6 @@ class Arrival:
     n_input: int
     n_output: int
     blocks: tuple[int, ...] = ()
-
-
-# How long a step takes: tokens and starts of the prompts' chunks in it, running answers, and their contexts' mean.
-StepTime = Callable[[Sequence[float], Sequence[float], int, float], float]
 
 
 def at_once(_: int) -> float:

@@ -1,0 +1,74 @@
+"""How an instance serves requests of some lengths, as simulations have it: by a device's datasheet and a stack."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from millrace.engine.executor import ExecutorLimits
+from millrace.engine.kv import PAGE_TOKENS
+from millrace.runtime.batch import TokenBudget
+from millrace.runtime.step_cost import StepTime
+from millrace.size.constants import Profile
+from millrace.size.cost import Instance
+from millrace.size.lengths import Lengths
+from millrace.size.served import check_fits, kv_capacity
+from millrace.size.simulator import Simulation
+from millrace.size.stack import Stack
+from millrace.size.virtual import step_time
+
+VOCAB = 1 << 15  # ids are not looked at
+_MOST_PAGES = 1 << 20  # more than simulated requests fill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """model, device, precision, tp: by which its points are known; scheduler: in words
+
+    room: requests in flight that fit; running: answers in a step at most, None where steps follow no law that bounds
+    what is served; front_s: of a request before its first step; seconds: what a step takes at least
+    simulation: of it from the beginning on, with a seed for what its steps take
+    of_any: the same for requests of any lengths up to `context`, which find what they share with earlier ones
+    """
+
+    model: str
+    device: str
+    precision: str
+    tp: int
+    lengths: Lengths
+    scheduler: str
+    room: int
+    running: int | None
+    front_s: float
+    seconds: StepTime
+    context: int
+    simulation: Callable[[int], Simulation]
+    of_any: Callable[[int], Simulation]
+
+
+def computed(
+    instance: Instance, profile: Profile, lengths: Lengths, stack: Stack | None = None, seconds: StepTime | None = None
+) -> Serving:  # fmt: skip
+    """seconds: what its steps take, where that is not the profile's. raises ConfigError where a request does not fit"""
+    check_fits(instance, (lengths.n_input, lengths.n_output))
+    stack = stack or profile.stack
+    took = seconds or step_time(instance, profile.constants, stack)
+    n_pages, pages = int(kv_capacity(instance)) // PAGE_TOKENS, -(-lengths.both // PAGE_TOKENS)
+    limits = ExecutorLimits(
+        max_step_tokens=stack.step_tokens, max_sequences=stack.sequences, max_rows=stack.sequences,
+        max_context=lengths.both, page_tokens=PAGE_TOKENS,
+        n_pages=max(pages, min(n_pages, stack.sequences * pages + 1)), vocab_size=VOCAB,
+    )  # fmt: skip
+    budget_tokens, front_s = stack.step_tokens, stack.front_s
+    whole = replace(limits, max_context=instance.model.max_context, n_pages=min(n_pages, _MOST_PAGES))
+
+    def simulation(_: int) -> Simulation:
+        return Simulation(limits, took, TokenBudget.unhurried(budget_tokens), prefix_cache=False, front_s=front_s)
+
+    def of_any(_: int) -> Simulation:
+        return Simulation(whole, took, TokenBudget.unhurried(budget_tokens), front_s=front_s)
+
+    return Serving(
+        model=instance.model.name, device=instance.device.name, precision=instance.precision, tp=instance.tp,
+        lengths=lengths, scheduler=stack.scheduler, room=max(1, min(stack.sequences, n_pages // pages)),
+        running=max(1, min(stack.sequences, limits.n_pages * PAGE_TOKENS // lengths.n_input)), front_s=front_s,
+        seconds=took, context=whole.context_tokens, simulation=simulation, of_any=of_any,
+    )  # fmt: skip
