@@ -1,5 +1,6 @@
 """The run of all methods: its arithmetic by hand, what it judges, and that it goes on where it was."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from benchmarks.compression import (
     GPTQ,
     GPTQ_CLIP,
     MIX,
+    RECIPES,
     RTN,
+    SIMULATED,
     Bench,
     Cost,
     Texts,
@@ -21,6 +24,7 @@ from benchmarks.compression import (
     of_the_world,
     share_of,
 )
+from benchmarks.record import RESULTS
 from millrace.checkpoint.checkpoint import Checkpoint
 from millrace.compress.calibrated import statistics_of
 from millrace.compress.plan import plan
@@ -139,3 +143,11 @@ def test_a_mix_keeps_within_its_bits(small: tuple[Checkpoint, Texts], tmp_path: 
     job = plan(checkpoint, mix(checkpoint, statistics, 4.5))
     assert 4.4 < job.bits_per_weight <= 4.5
     assert {form.bits for _, form in job.layers.values()} == {4, 8}
+
+
+@pytest.mark.parametrize("model", ["tiny", "SmolLM2-135M-Instruct.Q4_1"])
+def test_the_newest_run_has_every_recipe(model: str) -> None:
+    """What the docs show is of today's recipes: a new one is measured, and a name that is gone does not stay."""
+    newest = max(RESULTS.glob(f"compression-{model}-*.json"))
+    kept = {cost["recipe"].removesuffix(SIMULATED) for cost in json.loads(newest.read_text())["costs"]}
+    assert kept == {"bf16", *RECIPES, MIX}
