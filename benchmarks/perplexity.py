@@ -8,15 +8,16 @@ held-out documents of the generator that it was trained with, another checkpoint
 float32 with fixed seeds; of these every token but the first is predicted. llama.cpp reads the same tokens of a GGUF
 file, where it is installed. Each engine is timed, too, all in turns: `benchmarks.paces`.
 
-A text is read in another cut as well, 32 pieces of 192 tokens, for a few precisions. Of a GGUF file and a text, copies
-of the model in floats and in Q8_0 are read, each beside its own float32. Writes
+A text is read in other cuts as well, 32 pieces of 192 tokens and four times as many, for a few precisions. Of a GGUF
+file and a text, copies of the model in floats and in Q8_0 are read, each beside its own float32; and llama.cpp reads
+files of the kinds that it is timed with elsewhere, made of the same weights, beside their float32. Writes
 results/perplexity-MODEL-TIME-COMMIT.json.
 """
 
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -27,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.copies import copies
+from benchmarks.copies import copies, quantised
 from benchmarks.measure import TILES, TUNE_S, bandwidth, pages_for
 from benchmarks.names import named
 from benchmarks.paces import CONTEXT, PACES, Speeds, Timed, in_turns
@@ -53,6 +54,7 @@ from millrace.kernels.precision import BF16_BY_TILES
 from millrace.machine.cpu import usable_cores
 
 DOCUMENTS, LENGTH = 32, 192  # how many, and tokens of each at most: a few thousand in all, and it takes seconds
+LONG = 4  # short cuts in the longest: 192 tokens before a token are too few to tell precisions apart in one
 LLAMA_CPP = "llama.cpp, the file as it is"
 CHARACTERS = 120_000  # of a text
 ROWS = 96  # tokens whose logits one step gives
@@ -199,20 +201,20 @@ def costs(
     folder: Path,
     text: Text,
     variants: Sequence[Variant] = PRECISIONS,
-    llama_cpp: bool = False,
+    beside: Mapping[str, Path] | None = None,
     say: Say = lambda _: None,
     *,
     timed: bool = False,
 ) -> list[Cost]:
-    """One for each variant; the first is the reference. llama_cpp: and one for it, on the same GGUF file.
+    """One for each variant; the first is the reference. beside: and one for llama.cpp on each GGUF file, by its name.
 
     All engines are loaded at the same time, and memory holds the log probabilities of one sequence.
     timed: and each is timed, in turns, before it reads
     """
     with ExitStack() as stack:
         engines = {v.name: stack.enter_context(ours(folder, v, text.longest, timed=timed)) for v in variants}
-        if llama_cpp:
-            engines[LLAMA_CPP] = stack.enter_context(llama_cpps(folder, text.longest))
+        for name, file in (beside or {}).items():
+            engines[name] = stack.enter_context(llama_cpps(file, text.longest))
         speeds: dict[str, Speeds] = {}
         if timed:
             speeds = in_turns({name: e.engine for name, e in engines.items()}, _bandwidth, say=say)
@@ -258,29 +260,35 @@ def given_text(folder: Path, text: Path) -> Text:
     return Text([*cut.ids], cut.first)
 
 
-def short_text(folder: Path, text: Path) -> Text:
-    """The beginning of a file in DOCUMENTS pieces of LENGTH tokens, each behind the beginning token where there is one;
+def short_text(folder: Path, text: Path, most: int = DOCUMENTS) -> Text:
+    """The beginning of a file in `most` pieces of LENGTH tokens, each behind the beginning token where there is one;
     every token but the first is predicted. Fewer pieces of a short text, at least one. raises RequestError"""
     tokenizer = Checkpoint.open(folder).tokenizer
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     size = LENGTH - len(begin)
     ids = tokenizer.encode(text.read_text(encoding="utf-8")[:CHARACTERS], add_special_tokens=False)
-    n = min(DOCUMENTS, len(ids) // size)
+    n = min(most, len(ids) // size)
     if not n:
         raise RequestError(f"the text has {len(ids)} tokens", f"at least {size}, one piece", "give a longer text")
     return Text([np.array(begin + ids[at : at + size], np.int32) for at in range(0, n * size, size)])
 
 
-def more(folder: Path, file: Path, text: Text, llama_cpp: bool, say: Say) -> Iterator[dict[str, Any]]:
+def more(folder: Path, file: Path, text: Text, beside: Mapping[str, Path], say: Say) -> Iterator[dict[str, Any]]:
     """Further tables: of the short cut; then, of a GGUF file, of its copies, in the same windows as the file."""
-    cut = short_text(folder, file)
-    found = costs(folder, cut, SHORT, llama_cpp, say)
-    yield _table("the short cut", f"{len(cut.sequences)} pieces of {cut.longest} tokens", cut, found)
-    if is_gguf(folder):
-        with copies(folder) as made:
-            for name, copy in made.items():
-                found = costs(copy, text, COPIES, say=say)
-                yield _table(f"its weights as {name}", "the same windows", text, found)
+    for most, about in ((DOCUMENTS, "the short cut"), (LONG * DOCUMENTS, f"up to {LONG} times the short cut")):
+        cut = short_text(folder, file, most)
+        found = costs(folder, cut, SHORT, beside, say)
+        yield _table(about, f"{len(cut.sequences)} pieces of {cut.longest} tokens", cut, found)
+    if not is_gguf(folder):
+        return
+    with copies(folder) as made:
+        for name, copy in made.items():
+            found = costs(copy, text, COPIES, say=say)
+            yield _table(f"its weights as {name}", "the same windows", text, found)
+    if beside:
+        with quantised(folder) as files:
+            found = costs(folder, text, COPIES[:1], {f"llama.cpp, {name}": path for name, path in files.items()}, say)
+            yield _table("its weights as llama.cpp quantises them", "the same windows", text, found)
 
 
 def _table(about: str, told: str, text: Text, found: Sequence[Cost]) -> dict[str, Any]:
@@ -320,7 +328,7 @@ def main() -> None:
         text, told = drawn_text(folder), "drawn by itself in float32"
     quantised_file = is_gguf(folder)
     precisions = (*PRECISIONS, *STORED) if quantised_file else PRECISIONS
-    beside = quantised_file and find_spec("llama_cpp") is not None
+    beside = {LLAMA_CPP: folder} if quantised_file and find_spec("llama_cpp") is not None else {}
     with Console(stderr=True).status("building") as status:
         found = costs(folder, text, precisions, beside, status.update, timed=args.speed)
         heads = costs(folder, text, HEADS, say=status.update)

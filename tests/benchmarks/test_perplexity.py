@@ -95,6 +95,9 @@ def test_another_cut_has_pieces_behind_the_beginning_token(tmp_path: Path) -> No
     assert {int(ids[0]) for ids in text.sequences} == {tokenizer.bos_token_id}
     joined = tokenizer.decode([int(i) for ids in text.sequences for i in ids[1:]])
     assert joined.strip().startswith("A miller had a mill. A miller") and len(joined) > 5000
+    longer = short_text(BUNDLED / "tiny", tmp_path / "long.txt", 48)
+    assert len(longer.sequences) == 48
+    np.testing.assert_array_equal(longer.sequences[31], text.sequences[31])
     (tmp_path / "short.txt").write_text("A miller.")
     with pytest.raises(RequestError, match="one piece"):
         short_text(BUNDLED / "tiny", tmp_path / "short.txt")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.copies import copied, in_q8_0
-from benchmarks.perplexity import HEADS, Cost, Text, Variant, costs, given_text, llama_cpps, ours
+from benchmarks.perplexity import HEADS, LLAMA_CPP, Cost, Text, Variant, costs, given_text, llama_cpps, ours
 from millrace import LLM, SamplingParams
 from millrace.engine.executor import IntArray
 from millrace.evaluate.divergence import Reader
@@ -43,7 +43,7 @@ def test_what_is_stored_costs_as_little_as_with_llama_cpp() -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     path = smollm2()
     reference, found, theirs = costs(
-        path, few(path, PROSE, 8), (Variant("fp32", "fp32"), Variant("as stored", None)), llama_cpp=True
+        path, few(path, PROSE, 8), (Variant("fp32", "fp32"), Variant("as stored", None)), {LLAMA_CPP: path}
     )
     assert reference.mean_kl == 0 and found.mean_kl < KL and found.mean_kl < FACTOR * theirs.mean_kl, (found, theirs)
     assert abs(found.ratio - 1) < 0.01 and found.agreement > 0.9, found
@@ -133,6 +133,6 @@ def test_chats_cost_as_little_as_with_llama_cpp() -> None:
     with ours(path, Variant("fp32", "fp32"), 128) as (_, exact, _):
         text = Text([np.array(greedy(exact, prompt), np.int32) for prompt in prompts(path)])
     variants = (Variant("fp32", "fp32"), Variant("as stored", None), Variant("bf16", "bf16"))
-    found: list[Cost] = costs(path, text, variants, llama_cpp=True)
+    found: list[Cost] = costs(path, text, variants, {LLAMA_CPP: path})
     _, stored, half, theirs = found
     assert stored.mean_kl < 2 * KL and stored.mean_kl < FACTOR * theirs.mean_kl and half.mean_kl < KL / 4, found
