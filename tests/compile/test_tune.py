@@ -250,7 +250,7 @@ class Wanted:
 
 
 def test_what_is_fastest_is_chosen_and_kept_for_the_next_knob(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = {"tile_rows": 8, "ahead": 4096, "task_panels": 1, "worker_tasks": 2, "task_rows": 6}
+    wanted = {"tile_rows": 8, "ahead": 4096, "task_panels": 1, "worker_tasks": 2, "task_rows": 6, "first_level": 1}
     clock = Wanted(monkeypatch, engine, wanted)
     table = tune(engine, Tuning(5.0, threads=2))
     for region in table.regions:
@@ -258,7 +258,8 @@ def test_what_is_fastest_is_chosen_and_kept_for_the_next_knob(engine: Engine, mo
             tried = {c.knob: [t.value for t in c.tried] for c in choice.compared}
             assert choice.knobs == {name: wanted[name] for name, values in tried.items() if wanted[name] in values}
     chosen = {c.rows: c.knobs for r in table.regions if r.kernel == "attention" for c in r.choices}
-    assert chosen == {1: {"worker_tasks": 2}, 4: {"worker_tasks": 2}, 64: {"task_rows": 6}, 128: {"task_rows": 6}}
+    deep = {"worker_tasks": 2, "first_level": 1}
+    assert chosen == {1: deep, 4: deep, 64: {"task_rows": 6}, 128: {"task_rows": 6}}
     found = regions_of(engine).values()
     layers = next(w.calls for w in found if w.kernel == "matmul" and len(w.calls) > 1)
     spans = next(w.calls for w in found if w.kernel == "attention")
@@ -289,7 +290,7 @@ def test_attention_is_timed_at_depth_in_pages_that_were_written(
     assert attention.endswith(f"up to {context} tokens")
     pages = {int(p) for step in seen for p in np.array(step.pages)[step.page_starts[:-1] + step.positions // 64]}
     deep = next(c for c in cases_of(engine) if c.rows == 1)
-    assert deep.knobs == ("ahead", "task_panels", "worker_tasks")
+    assert deep.knobs == ("ahead", "task_panels", "worker_tasks", "first_level")
     assert set(deep.step().pages[: -(-context // 64)]) <= pages and deep.step().positions[0] == context - 1
 
 

@@ -96,7 +96,7 @@ def cases_of(engine: Engine, rows: TunedRows = USUAL_ROWS) -> list[Case]:
 def _knobs(rows: int, context: int = 0) -> tuple[str, ...]:
     """What is worth a try where rows are few."""
     knobs = ("tile_rows", "ahead", "task_panels") if rows >= 8 else ("ahead", "task_panels")
-    return (*knobs, "worker_tasks") if context >= SHARED_FROM else knobs
+    return (*knobs, "worker_tasks", "first_level") if context >= SHARED_FROM else knobs
 
 
 _PREFILL = ("tile_rows", "task_panels", "task_rows")

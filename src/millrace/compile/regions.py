@@ -75,9 +75,13 @@ def _task_rows(work: Work, rows: int, threads: int) -> Iterator[int]:
     return (r for r in (6, 8, 12) if r < together)
 
 
+def _first_level(_: Work, rows: int, threads: int) -> Iterator[int]:
+    yield 1
+
+
 _SETTINGS: dict[str, Callable[[Work, int, int], Iterator[int]]] = {
     "tile_rows": _heights, "ahead": _distances, "task_panels": _task_panels,
-    "worker_tasks": _worker_tasks, "task_rows": _task_rows,
+    "worker_tasks": _worker_tasks, "task_rows": _task_rows, "first_level": _first_level,
 }  # fmt: skip
 
 

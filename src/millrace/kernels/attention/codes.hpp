@@ -35,7 +35,7 @@ void score_code_page(AttentionTile& t, int row, uint8_t* keys, int at) {
   constexpr bool kNibbles = Format == KvFormat::int4;
   const float* scales = t.cache->layout.key_scales(keys);
   const KeyLines lines(t, keys, row);
-  if (row == 0) fetch_lines<kNibbles ? 8 : 4>(reinterpret_cast<const uint8_t*>(t.cache->layout.value_scales(keys)));
+  if (row == 0) fetch_lines<kNibbles ? 8 : 4>(reinterpret_cast<const uint8_t*>(t.cache->layout.value_scales(keys)), t.near);
   for (int v = 0; v < kPageTokens / 16; v += kWordLines) {
     WordSums acc[R][kWordLines];
 #pragma GCC unroll 32
@@ -109,12 +109,12 @@ struct CodeWeights {
 
 // NV vectors of a line of values, from column d on.
 template <KvFormat Format, int NV>
-[[gnu::always_inline]] inline void load_values(I (&values)[NV], const uint8_t* now, const uint8_t* ahead, int64_t d) {
+[[gnu::always_inline]] inline void load_values(I (&values)[NV], const uint8_t* now, const uint8_t* ahead, int64_t d, bool near) {
   if constexpr (Format != KvFormat::int4) {
-    load_lines<Format>(values, now, ahead);
+    load_lines<Format>(values, now, ahead, near);
   } else {
     I both[(NV + 1) / 2];
-    load_lines<Format>(both, now, ahead);
+    load_lines<Format>(both, now, ahead, near);
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v)
       values[v] = (NV > 1 ? v % 2 : d % 32 != 0) ? upper_halves(both[v / 2]) : lower_halves(both[v / 2]);
@@ -133,11 +133,11 @@ void weigh_code_columns(AttentionTile& t, int row, int from, int count, int64_t 
   for (int at = 0; at < count; at += kPageTokens) {
     const uint8_t* line = block_of(t, from + at) + t.cache->layout.key_bytes() + column;
     const uint8_t* ahead = keys_after(t, from + at, line - column) + column;
-    if (row == 0 && d == 0) fetch_lines<kScaleLines>(ahead + t.cache->layout.key_bytes() - kScaleLines * 64);
+    if (row == 0 && d == 0) fetch_lines<kScaleLines>(ahead + t.cache->layout.key_bytes() - kScaleLines * 64, t.near);
     const uint8_t *p = t.codes.p[row][0] + at, *end = p + (at + kPageTokens < count ? kPageTokens : count - at);
     for (; p < end; p += 4, line += line_bytes, ahead += line_bytes) {
       I values[NV];
-      load_values<Format>(values, line, ahead, d);
+      load_values<Format>(values, line, ahead, d, t.near);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
         const Words value = words<Bytes::plain>(values[v]);

@@ -48,6 +48,7 @@ KERNEL = Kernel(
     (
         Knob("worker_tasks", 64),  # for each worker, at least, by cutting long contexts at their spans
         Knob("task_rows", 16),  # rows of a tile at most: tokens x query heads of one KV head
+        Knob("first_level", 1),  # keys and values are fetched into the first level of caches, not the second
     ),
     scratch_type="AttentionTile",
 )

@@ -140,7 +140,7 @@ void weigh_columns(AttentionTile& t, int row, int from, int count, int64_t d) {
     const float* weights = t.scores[row] + page * kPageTokens / (BF16 ? 2 : 1);
     const auto add_line = [&](int i, I mask) {
       I values[NV];
-      load_lines<Format>(values, line, ahead);
+      load_lines<Format>(values, line, ahead, t.near);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) values[v] = values[v] & mask;
       line += line_bytes;
@@ -322,6 +322,7 @@ inline void attention(const AttentionArgs& a, StepContext& c) {
   t.a = &a;
   t.c = &c;
   t.cache = &c.caches[a.cache];
+  t.near = c.tactic->first_level() != 0;
   const Cut cut = cut_of(a, c);
   Chunk task(c, INT64_MAX / 2, 1);
   task.next();
