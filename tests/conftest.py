@@ -33,6 +33,7 @@ KNOWN = {
     **({} if SHARED.is_dir() else {NOT_BESIDE: "checkouts with ../shared beside them"}),
 }
 register_profiles()
+os.environ.setdefault("TRITON_INTERPRET", "1")  # which Triton looks at when it is first imported: there is no GPU here
 _REASONS = pytest.StashKey[dict[str, Counter[str]]]()  # of tests, and of modules that were not collected
 
 

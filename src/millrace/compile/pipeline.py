@@ -54,6 +54,17 @@ def cpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
     ]
 
 
+def gpu(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
+    """For a GPU: products and their neighbours are one node, and nothing is packed for lanes of a CPU."""
+    return [
+        *portable(precisions),
+        ("fuse_epilogue", fuse_epilogue),
+        ("fuse_residual", fuse_residual),
+        ("fuse_rope_attention", fuse_rope_attention),
+        ("prune", prune),
+    ]
+
+
 def unfused(precisions: PrecisionMap) -> list[tuple[str, Pass]]:
     """The plain one-to-one lowering: nothing but the precisions. The fused engine is compared with it."""
     return [

@@ -1,0 +1,90 @@
+"""What our kernels for GPUs take of one, by their compiler alone: no GPU is needed.
+
+    python -m benchmarks.gpu_kernels
+
+Compiles each for the shapes of Llama-3.1-8B in bfloat16, for the architectures of an A100, an L4 and an H200: registers
+of a thread, shared memory of a program, and bytes that registers spill. Writes results/gpu-kernels-TIME-COMMIT.json.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks.record import provenance, write_result
+from millrace.kernels.attention.cuda import attend, merge, rotate_and_keep, warps
+from millrace.kernels.rms_norm.cuda import normalise
+
+ARCHITECTURES = 80, 89, 90
+OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+_HEADS = {"H": 32, "K": 8, "D": 128, "DV": 128, "PAGE": 64}
+_TILE = {"DEEP": 128, "WIDTH": 128, "WHOLE": False}
+_TYPES = {
+    "positions": "*i32", "slots": "*i32", "starts": "*i32", "tables": "*i32", "table_starts": "*i32", "blocks": "*i32",
+    "partial": "*fp32", "w": "*fp32", "table": "*fp32", "scale": "fp32", "eps": "fp32", "q_row": "i32", "k_row": "i32",
+    "v_row": "i32",
+}  # fmt: skip
+CASES: tuple[tuple[Any, str, dict[str, Any]], ...] = (
+    (attend, "decode, 4 splits", {**_HEADS, **_TILE, "SPLITS": 4, "BLOCK_M": 16}),
+    (attend, "decode, no splits", {**_HEADS, **_TILE, "SPLITS": 1, "BLOCK_M": 16}),
+    (attend, "prompts", {**_HEADS, **_TILE, "SPLITS": 1, "BLOCK_M": 64}),
+    (merge, "4 splits", {"DV": 128, "SPLITS": 4, "WIDTH": 128}),
+    (rotate_and_keep, "", {**_HEADS, "ROTATES": True, "HALF": 64, "WIDTH": 128}),
+    (normalise, "4,096 columns", {"N": 4096, "WIDTH": 4096}),
+)
+
+
+def compiled(kernel: Any, about: str, constants: dict[str, Any], arch: int) -> dict[str, Any]:
+    """What one of them takes. Tensors that are not of another type by name are of bfloat16."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else _TYPES.get(n, "*bf16") for n in names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": warps(constants["BLOCK_M"])} if kernel is attend else {}
+    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(found.asm["cubin"])
+        file.flush()
+        told = subprocess.run([OBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = dict(part.split(":", 1) for part in told.split("Function", 1)[1].split() if part.count(":") == 1)
+    return {
+        "kernel": found.metadata.name, "about": about, "architecture": f"sm_{arch}", "registers": int(usage["REG"]),
+        "shared_bytes": found.metadata.shared, "spilled_bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
+        "warps": found.metadata.num_warps,
+    }  # fmt: skip
+
+
+def every(architectures: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    for arch in architectures:
+        for kernel, about, constants in CASES:
+            yield compiled(kernel, about, constants, arch)
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_kernels", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, help="only this one, and no result file")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    args = parser.parse_args()
+    rows = list(every((args.arch,) if args.arch else ARCHITECTURES))
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        for row in rows:
+            print("{architecture} {kernel:16} {about:18} {registers:4} registers".format(**row),
+                  "{shared_bytes:7,} bytes shared {spilled_bytes:5} spilled".format(**row))  # fmt: skip
+    if not args.arch:
+        print(write_result("gpu-kernels", {**provenance("benchmarks.gpu_kernels"), "kernels": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The executor of a GPU: a graph's operators as PyTorch and Triton compute them, keys and values in pages.
+
+It agrees with the others within a tolerance: libraries choose how sums are cut by shapes. On tensors of a CPU the
+same steps go through plain PyTorch, so that everything but the kernels is tested without a device.
+"""
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.engine.cuda import plain
+from millrace.engine.cuda.operators import OPERATORS, layer_of
+from millrace.engine.cuda.sampling import sample
+from millrace.engine.cuda.step import step_tables
+from millrace.engine.executor import Executor, ExecutorLimits, StepInputs, StepOutputs
+from millrace.errors import EngineError
+from millrace.graph.types import DType, Graph, Node, Value
+from millrace.kernels.attention.paged import LayerPages, StepTables
+from millrace.kernels.operators import number, size
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ATTENTION = ("attention", "rope_attention")
+_TABLES = {"embedding": (1,), "linear": (1, 2), "gated_linear": (1, 2)}  # inputs that are kept in the engine's type
+
+
+class CudaExecutor(Executor):
+    """graph: after the passes of `pipeline.gpu`; precision: of DTYPES, of products, keys and values.
+
+    raises EngineError for an operator that has no kernel here
+    """
+
+    def __init__(self, graph: Graph, limits: ExecutorLimits, *, precision: str, device: str = "cuda") -> None:
+        unknown = sorted({node.op for node in graph.nodes} - OPERATORS.keys())
+        if unknown:
+            raise EngineError(f"{', '.join(unknown)} of this model on a GPU", f"one of {', '.join(sorted(OPERATORS))}",
+                              "run it on the CPU")  # fmt: skip
+        self.limits, self.dtype, self.device = limits, DTYPES[precision], torch.device(device)
+        self._graph, self._constants = graph, self._loaded(graph)
+        self._kernels: ModuleType = plain if self.device.type == "cpu" else _kernels()
+        self._pages = {layer_of(node): self._page_memory(node) for node in graph.nodes if node.op in ATTENTION}
+        self._values: dict[Value, Tensor] = {}
+        self._tables: dict[int, StepTables] = {}
+        self._step: StepInputs | None = None
+        self._now: StepInputs
+
+    def launch(self, step: StepInputs) -> None:
+        self._step = step
+
+    def wait(self) -> StepOutputs:
+        step, self._step = self._step, None
+        assert step is not None, "nothing was launched"
+        with torch.inference_mode():
+            return sample(self.logits(step), step)
+
+    def logits(self, step: StepInputs) -> Tensor:
+        """(R, V) float32 for the sampled rows, after keys and values were stored."""
+        given = {
+            "tokens": step.tokens, "positions": step.positions, "lengths": np.diff(step.starts),
+            "rows": step.sampling["token"],
+        }  # fmt: skip
+        with torch.inference_mode():
+            for source, target in () if step.copies is None else step.copies.tolist():
+                for pages in self._pages.values():
+                    pages.keys[target], pages.values[target] = pages.keys[source], pages.values[source]
+            self._values = {
+                p.value: torch.from_numpy(np.ascontiguousarray(given[p.name])).to(self.device)
+                for p in self._graph.inputs
+            }
+            self._tables, self._now = {}, step
+            for node in self._graph.nodes:
+                found = OPERATORS[node.op](node, self)
+                self._values.update(zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+            (output,) = (p.value for p in self._graph.outputs if p.name == "logits")
+            return self._values[output].float()
+
+    def close(self) -> None:
+        self._constants, self._pages, self._values = {}, {}, {}
+
+    # --- what operators ask for (engine/cuda/operators.py)
+
+    def tensor(self, value: Value) -> Tensor:
+        return self._constants[value] if value.constant else self._values[value]
+
+    def normalised(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
+        y: Tensor = self._kernels.rms_norm(x, w, eps, self.dtype)
+        return y
+
+    def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
+        group = heads[0].shape[1] // heads[1].shape[1]
+        if group not in self._tables:
+            self._tables[group] = step_tables(
+                self._now, self.limits.page_tokens, self.device, group=group, splits=self._splits()
+            )
+        step, pages = self._tables[group], self._pages[layer_of(node)]
+        q = self._kernels.keep_rotated(heads, step, table, pages)
+        y: Tensor = self._kernels.attention(q, step, pages, number(node, "scale"))
+        return y
+
+    def _splits(self) -> int:
+        """So many that few sequences with long contexts have work for all of a GPU."""
+        return 1
+
+    def _page_memory(self, node: Node) -> LayerPages:
+        heads, key_size, value_size = size(node.inputs[1], 1), size(node.inputs[1], 2), size(node.inputs[2], 2)
+        shape = self.limits.n_pages, heads, self.limits.page_tokens
+        keys, values = (torch.zeros((*shape, n), dtype=self.dtype, device=self.device) for n in (key_size, value_size))
+        return LayerPages(keys, values)
+
+    def _loaded(self, graph: Graph) -> dict[Value, Tensor]:
+        """Weights, each read once: those of products in the engine's type, others in float32."""
+        narrow = {node.inputs[i] for node in graph.nodes for i in _TABLES.get(node.op, ()) if i < len(node.inputs)}
+        found = {}
+        for value in graph.constants():
+            assert value.constant is not None
+            array = np.ascontiguousarray(value.constant.load())
+            kind = torch.int32 if value.dtype == DType.I32 else self.dtype if value in narrow else torch.float32
+            found[value] = torch.from_numpy(array.astype(np.int32 if kind == torch.int32 else np.float32)).to(
+                self.device, kind
+            )
+        return found
+
+
+def _kernels() -> ModuleType:
+    """Imported for a device alone: Triton decides at its import how it runs."""
+    from millrace.engine.cuda import triton_kernels
+
+    return triton_kernels

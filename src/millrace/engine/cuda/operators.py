@@ -1,0 +1,112 @@
+"""What each operator computes on a device, by its name: tensors in, tensors out.
+
+Products take and give the engine's type; what they are added to, the residual stream, stays float32.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from millrace.graph.trees import Tree, as_tree
+from millrace.graph.types import Node, Value
+from millrace.kernels.operators import number, size, whole
+
+
+class Run(Protocol):
+    """One step through a graph."""
+
+    dtype: torch.dtype
+
+    def tensor(self, value: Value) -> Tensor:
+        """Of a constant, or as the node that computed it left it."""
+
+    def normalised(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
+        """By its root mean square; of `dtype`."""
+
+    def attended(self, node: Node, heads: tuple[Tensor, Tensor, Tensor], table: Tensor | None) -> Tensor:
+        """Keeps keys and values, rotated where there is a table, and attends to all that is kept: (T, H, DV)."""
+
+
+_UNARY: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "neg": torch.neg, "exp": torch.exp, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "erf": torch.erf,
+    "sqrt": torch.sqrt, "abs": torch.abs,
+}  # fmt: skip
+_BINARY: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "max": torch.maximum, "min": torch.minimum,
+}  # fmt: skip
+
+
+def evaluate(tree: Tree, inputs: Sequence[Tensor]) -> Tensor:
+    """The tree's value, as graph/trees.py means it."""
+    if isinstance(tree, int):
+        return inputs[tree]
+    if isinstance(tree, float):
+        return torch.tensor(tree, dtype=inputs[0].dtype, device=inputs[0].device)
+    operation, operands = str(tree[0]), [evaluate(as_tree(t), inputs) for t in tree[1:]]
+    return _UNARY[operation](*operands) if operation in _UNARY else _BINARY[operation](*operands)
+
+
+def _embedding(node: Node, run: Run) -> Tensor:
+    ids, table = (run.tensor(v) for v in node.inputs)
+    return functional.embedding(ids, table).float() * number(node, "scale")
+
+
+def _rms_norm(node: Node, run: Run) -> Tensor:
+    x, w = (run.tensor(v) for v in node.inputs)
+    return run.normalised(x, w, number(node, "eps"))
+
+
+def _linear(node: Node, run: Run) -> Tensor:
+    bias = run.tensor(node.inputs[2]) if node.attrs.get("bias") else None
+    y = _product(run, node, run.tensor(node.inputs[1]), bias)
+    if "tree" in node.attrs:
+        y = evaluate(as_tree(node.attrs["tree"]), [y.float()]).to(run.dtype)
+    return run.tensor(node.inputs[-1]).float() + y if node.attrs.get("residual") else y
+
+
+def _product(run: Run, node: Node, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    return functional.linear(run.tensor(node.inputs[0]).to(run.dtype), w, bias)
+
+
+def _gated_linear(node: Node, run: Run) -> Tensor:
+    halves = [_product(run, node, run.tensor(w)).float() for w in node.inputs[1:3]]
+    return evaluate(as_tree(node.attrs["tree"]), halves).to(run.dtype)
+
+
+def _elementwise(node: Node, run: Run) -> Tensor:
+    inputs = [run.tensor(v) for v in node.inputs]
+    found = evaluate(as_tree(node.attrs["tree"]), [x.float() for x in inputs])
+    return found if any(x.dtype == torch.float32 for x in inputs) else found.to(run.dtype)
+
+
+def _attention(node: Node, run: Run) -> Tensor:
+    q, k, v = (run.tensor(x) for x in node.inputs[:3])
+    return run.attended(node, (q, k, v), run.tensor(node.inputs[5]) if node.op == "rope_attention" else None)
+
+
+def _gather_rows(node: Node, run: Run) -> Tensor:
+    x, rows = (run.tensor(v) for v in node.inputs)
+    return x[rows]
+
+
+def _reshape(node: Node, run: Run) -> Tensor:
+    return run.tensor(node.inputs[0]).reshape(-1, *(size(node.output, i) for i in range(1, len(node.output.shape))))
+
+
+def _split(node: Node, run: Run) -> tuple[Tensor, ...]:
+    return tuple(run.tensor(node.inputs[0]).split([v.width for v in node.outputs], 1))
+
+
+OPERATORS: Mapping[str, Callable[[Node, Run], Tensor | tuple[Tensor, ...]]] = {
+    "embedding": _embedding, "rms_norm": _rms_norm, "linear": _linear, "gated_linear": _gated_linear,
+    "elementwise": _elementwise, "attention": _attention, "rope_attention": _attention, "gather_rows": _gather_rows,
+    "reshape": _reshape, "split": _split,
+}  # fmt: skip
+
+
+def layer_of(node: Node) -> int:
+    """Of attention."""
+    return whole(node, "layer")

@@ -1,0 +1,32 @@
+"""A step of the runtime as a device takes it: one copy of all its tables."""
+
+import numpy as np
+import torch
+
+from millrace.engine.executor import IntArray, StepInputs
+from millrace.kernels.attention.paged import StepTables
+
+FEW_ROWS, MANY_ROWS = 16, 64  # that a program of attention takes: a tensor core's least, and what prompts fill
+
+
+def step_tables(step: StepInputs, page_tokens: int, device: torch.device, *, group: int, splits: int) -> StepTables:
+    """group: query heads of a KV head; splits: of each program's pages, a power of two"""
+    lengths = np.diff(step.starts)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    pages = step.pages[step.page_starts[owner] + step.positions // page_tokens]
+    rows = FEW_ROWS if lengths.max(initial=1) * group <= FEW_ROWS else MANY_ROWS
+    parts = (
+        step.positions, pages * page_tokens + step.positions % page_tokens, step.starts, step.page_starts, step.pages,
+        blocks(lengths * group, rows).reshape(-1),
+    )  # fmt: skip
+    whole = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device)
+    positions, slots, starts, table_starts, tables, flat = whole.split([len(p) for p in parts])
+    return StepTables(positions, slots, starts, tables, table_starts, flat.view(-1, 2), rows, splits)
+
+
+def blocks(rows: IntArray, of: int) -> IntArray:
+    """rows (S,) -> (n, 2): each sequence's rows in blocks of so many."""
+    counts = -(-rows // of)
+    sequence = np.repeat(np.arange(len(rows)), counts)
+    first = (np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)) * of
+    return np.stack([sequence, first], 1).astype(np.int32)

@@ -1,0 +1,161 @@
+"""The executor of a GPU on tensors of this CPU: all of it but its kernels, which tests/kernels/test_cuda.py has."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from millrace.checkpoint.checkpoint import Checkpoint
+from millrace.checkpoint.generation import GenerationDefaults
+from millrace.checkpoint.tokenizer_files import open_tokenizer
+from millrace.compile.pipeline import gpu, pipeline, run_passes
+from millrace.compile.precision import precision_map
+from millrace.compile.source import Source
+from millrace.engine.cuda.executor import CudaExecutor
+from millrace.engine.executor import NOT_FINITE, NOTHING_ALLOWED, SAMPLING, ExecutorLimits, StepInputs, plain_rows
+from millrace.engine.kv import KvFormat
+from millrace.engine.reference import ReferenceExecutor
+from millrace.kernels.catalogue import operators
+from millrace.model.module import trace_model
+from millrace.runtime.generate import generate
+from millrace.runtime.loop import EngineLoop
+from millrace.runtime.params import SamplingParams
+from tests.runtime.fakes import RandomBudget
+from tests.support.checkpoints import FAMILIES, random_checkpoint
+from tests.support.engines import build, prompts_as_step
+from tests.support.one_step import i32, packed
+from tests.support.shared import shared
+
+VOCAB = 1003
+LIMITS = ExecutorLimits(
+    max_step_tokens=256, max_sequences=8, max_rows=40, max_context=256, page_tokens=64, n_pages=16, vocab_size=VOCAB
+)
+PROMPTS = [np.random.default_rng(5).integers(0, VOCAB, n).tolist() for n in (3, 40, 1)]
+
+
+def both(folder: Path, precision: str, limits: ExecutorLimits = LIMITS) -> tuple[CudaExecutor, ReferenceExecutor]:
+    source = Source.from_checkpoint(Checkpoint.open(folder))
+    wanted = precision_map(precision)
+    assert wanted is not None
+    traced = trace_model(source.module, source.weights, operators())
+    kv = KvFormat.F32 if precision == "fp32" else KvFormat.BF16
+    return (
+        CudaExecutor(run_passes(traced, gpu(wanted)), limits, precision=precision, device="cpu"),
+        ReferenceExecutor(run_passes(traced, pipeline(wanted)), limits, kv=kv, bf16_table=precision != "fp32"),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("bf16", 0.03)])
+def test_logits_agree(family: str, precision: str, tolerance: float, tmp_path: Path) -> None:
+    """bfloat16 rounds what a float32 kernel would keep: 8 bits, through all layers."""
+    ours, exact = both(random_checkpoint(tmp_path / "checkpoint", family, seed=5), precision)
+    step = prompts_as_step(PROMPTS)
+    want = exact.logits(step)
+    assert np.abs(ours.logits(step).numpy() - want).max() <= tolerance * np.abs(want).max()
+
+
+def step_of(chunks: list[tuple[list[int], int, list[int]]], rows: NDArray[np.void], **more: object) -> StepInputs:
+    """chunks: tokens, the first one's position, pages"""
+    lengths, pages = [len(c[0]) for c in chunks], [len(c[2]) for c in chunks]
+    step = StepInputs(
+        i32([t for c in chunks for t in c[0]]), i32([c[1] + i for c in chunks for i in range(len(c[0]))]),
+        i32([0, *np.cumsum(lengths)]), i32([p for c in chunks for p in c[2]]), i32([0, *np.cumsum(pages)]), rows,
+        i32([]), i32([]), np.zeros(0, np.float32),
+    )  # fmt: skip
+    return replace(step, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[CudaExecutor, ReferenceExecutor]:
+    return both(random_checkpoint(tmp_path / "checkpoint", "llama", seed=6), "fp32")
+
+
+def test_chunks_and_copied_pages(pair: tuple[CudaExecutor, ReferenceExecutor]) -> None:
+    """A prompt in chunks over a page's end, its neighbour decoding; then one that goes on from a copy of its page."""
+    words = np.random.default_rng(3).integers(0, VOCAB, 150).tolist()
+
+    def rows(*tokens: int) -> NDArray[np.void]:
+        found = plain_rows(len(tokens))
+        found["token"], found["n_top"] = tokens, 5
+        return found
+
+    steps = [
+        step_of([(words[:60], 0, [3]), (words[100:103], 0, [9])], rows(59, 62)),
+        step_of([(words[60:70], 60, [3, 5]), ([7], 3, [9])], rows(9, 10)),
+        step_of([(words[70:140], 70, [3, 5, 11])], rows(0, 69)),
+        step_of([(words[30:40], 30, [14])], rows(9), copies=i32([[3, 14]])),
+    ]
+    for step in steps:
+        got, want = (executor.run(step) for executor in pair)
+        assert got.tokens.tolist() == want.tokens.tolist() and got.top_ids.tolist() == want.top_ids.tolist()
+        np.testing.assert_allclose(got.top_logprobs, want.top_logprobs, atol=1e-4)
+        np.testing.assert_array_equal(got.ranks, want.ranks)
+
+
+def drawn_rows(rng: np.random.Generator, n: int) -> NDArray[np.void]:
+    rows = np.zeros(n, SAMPLING)
+    rows["token"], rows["choice"], rows["position"] = np.arange(n) % 43, rng.integers(0, 3, n), rng.integers(1, 200, n)
+    rows["seed"] = rng.integers(0, 2**64, n, dtype=np.uint64)
+    rows["top_k"], rows["top_p"] = rng.choice([0, 1, 7, 2000], n), rng.choice([1, 0.9, 0.3, 1e-6], n)
+    rows["temperature"], rows["min_p"] = rng.choice([0, 0.7, 1.5], n), rng.choice([0, 0.05], n)
+    rows["presence_penalty"], rows["frequency_penalty"] = rng.choice([0, 1.5], n), rng.choice([0, -0.5], n)
+    rows["repetition_penalty"], rows["n_top"] = rng.choice([1, 1.3], n), rng.choice([-1, 0, 4], n)
+    rows["history_start"], rows["history_prompt"] = rng.integers(0, 20, n), rng.integers(0, 20, n)
+    rows["history_output"], rows["bias_start"] = rng.integers(0, 20, n), rng.integers(0, 4, n)
+    rows["bias_count"], rows["target"] = rng.integers(0, 4, n), rng.choice([-1, -1, -1, 77], n)
+    rows["mask"] = rng.choice([0, 0, 1, 2], n)
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_are_drawn_alike(seed: int, pair: tuple[CudaExecutor, ReferenceExecutor]) -> None:
+    """Every term at once; of the reference row by row."""
+    rng = np.random.default_rng(seed)
+    masks = rng.random((2, VOCAB)) < 0.2
+    step = replace(
+        prompts_as_step(PROMPTS[:2]), sampling=drawn_rows(rng, 40), history=i32(rng.integers(0, VOCAB, 60)),
+        bias_ids=i32(rng.permutation(VOCAB)[:8]), bias_values=rng.normal(0, 5, 8).astype(np.float32),
+        masks=packed(*masks),
+    )  # fmt: skip
+    got, want = (executor.run(step) for executor in pair)
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_array_equal(got.top_ids, want.top_ids)
+    np.testing.assert_array_equal(got.ranks, want.ranks)
+    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-4)
+    np.testing.assert_allclose(got.top_logprobs, want.top_logprobs, atol=1e-4)
+
+
+def test_a_row_that_failed_is_alone(pair: tuple[CudaExecutor, ReferenceExecutor]) -> None:
+    """Weights that are not finite for one token's sake; and a mask that allows nothing."""
+    ours, _ = pair
+    step = prompts_as_step([[5, 6, 7], [9, 10]])
+    alone = ours.run(step)
+    table = next(x for v, x in ours._constants.items() if v.constant and "embed" in v.constant.origin[0])
+    table[6] = float("nan")
+    step.sampling["mask"] = [0, 1]
+    of = replace(step, masks=packed(np.arange(VOCAB) == 11))
+    assert ours.run(of).tokens.tolist() == [NOT_FINITE, 11]
+    of = replace(step, masks=packed(np.zeros(VOCAB, bool)))
+    assert ours.run(of).tokens.tolist() == [NOT_FINITE, NOTHING_ALLOWED] and (alone.tokens >= 0).all()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_loop_tells_the_same_stories(seed: int, tmp_path: Path) -> None:
+    """A model that was trained: whatever chunks are drawn, the answers are those of the CPU's engine."""
+    folder = shared("models/stories260K")
+    native = build(folder, tmp_path / "engine", "fp32", max_step_tokens=128)
+    limits = replace(native.executor(n_pages=24).limits, n_pages=24)
+    prompts = [[1], [1, 403, 407], list(range(300, 390)), [1, 403]]
+    params = [SamplingParams(temperature=t, seed=i, max_tokens=40) for i, t in enumerate((0.0, 0.8, 1.0, 0.0))]
+    found = []
+    for executor in (both(folder, "fp32", limits)[0], native.executor(n_pages=24)):
+        budget = RandomBudget(limits.max_step_tokens, random.Random(seed))
+        loop = EngineLoop(executor, open_tokenizer(folder), GenerationDefaults(), budget=budget)
+        outputs = generate(loop, [{"prompt_token_ids": p} for p in prompts], params)
+        found.append([o.outputs[0].token_ids for o in outputs])
+        assert loop.stats().pages_used == 0
+    assert found[0] == found[1] and {len(tokens) for tokens in found[0]} == {40}
