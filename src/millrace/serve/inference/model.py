@@ -21,6 +21,7 @@ from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository.config import ModelConfig
 
 _Answer = tuple[InferResponse | None, StatusError | None, bool]
+_NOTHING = "received an unexpected null response"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,24 @@ class Model:
         if self._queue.leave(request):
             self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
 
+    def answers_at_once(self, n_bytes: int) -> bool:
+        """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
+        if self._n_open or not self._idle or self.is_decoupled or self.rules.delay_ns:
+            return False
+        return self._idle[0].is_quick(n_bytes)
+
+    def infer_at_once(self, request: InferRequest) -> InferResponse:
+        """As `infer`, where it `answers_at_once`. raises StatusError"""
+        answers: list[_Answer] = []
+        self.submit(request, lambda *answer: answers.append(answer))
+        response, error, final = answers[-1]
+        assert final, f"{self.name} has answered later"
+        if error is not None:
+            raise error
+        if response is None:
+            raise StatusError(Code.INTERNAL, _NOTHING)
+        return response
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """The one response of a model that is not decoupled. raises StatusError; cancels it where it is cancelled"""
         done: asyncio.Future[InferResponse] = self._loop.create_future()
@@ -110,7 +129,7 @@ class Model:
             elif response is not None and final:
                 done.set_result(response)
             elif final:
-                done.set_exception(StatusError(Code.INTERNAL, "received an unexpected null response"))
+                done.set_exception(StatusError(Code.INTERNAL, _NOTHING))
 
         self.submit(request, receive)
         try:
