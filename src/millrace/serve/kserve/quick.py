@@ -8,7 +8,7 @@ same goes the usual way, and so does everything while the model is busy, was loa
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from millrace.serve.kserve.infer_reply import written
 from millrace.serve.kserve.tensors import Array
 from millrace.serve.routes import Keys
 from millrace.serve.serving import Serving
-from millrace.serve.wire import FREE_BYTES, RequestLog, id_of, log_request
+from millrace.serve.wire import FREE_BYTES, RequestLog, id_of
 
 MOST_HEAD_BYTES, MOST_KNOWN = 4 << 10, 4  # that a connection remembers
 Header = tuple[bytes, bytes]
@@ -41,8 +41,8 @@ _HARMLESS = frozenset((b"host", b"user-agent", b"accept", b"accept-encoding", b"
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
-    """Where an input lies in a packet. n: elements"""
+class Place:
+    """Where an input lies in what came. n: elements"""
 
     name: str
     dtype: Any
@@ -65,7 +65,7 @@ class _Known:
     name: str
     version: int | None  # that was asked for
     model: Model
-    tensors: Sequence[_Tensor]
+    tensors: Sequence[Place]
     like: InferRequest  # but for its inputs
     wanted: Wanted
     headers: dict[bytes, bytes]
@@ -117,11 +117,13 @@ class QuickConnection:
             if action != "infer":
                 return None
             model = self._of.repository.get(name, version)
+            if not model.answers_at_once(len(packet)) or any(k.head == head and k.model is model for k in self._known):
+                return None
             request, wanted = read_infer(body, header_length(headers[_LENGTH]), model.name, model.checker)
         except StatusError:
             return None
         tensors = _places(request, body, at)
-        if tensors is None or model.is_decoupled:
+        if tensors is None:
             return None
         request.inputs = {}
         route = route_of(path).path
@@ -137,13 +139,11 @@ class QuickConnection:
         return None
 
     def _may(self, known: _Known) -> bool:
-        of = self._of
         try:
-            of.keys.tenant(known.headers.get(b"authorization"), known.headers.get(b"x-api-key"))
-            is_served = of.repository.get(known.name, known.version) is known.model
-        except (StatusError, HttpError):
+            self._of.keys.tenant(known.headers.get(b"authorization"), known.headers.get(b"x-api-key"))
+        except HttpError:
             return False
-        return is_served and of.backend.has_room() and known.model.answers_at_once(known.n_bytes)
+        return may_answer(self._of.backend, known.name, known.version, known.model, known.n_bytes)
 
     def _answer(self, known: _Known, packet: bytes, dates: Sequence[Header]) -> bytes:
         began_s = time.perf_counter()
@@ -155,10 +155,18 @@ class QuickConnection:
             refused = error_of(error)
             status, (head, body) = refused.status, _with_head(refused.headers, refused.body)
         entry = RequestLog("POST", known.path, request_id, status, (time.perf_counter() - began_s) * 1e3)
-        log_request(entry)
+        self._of.backend.log.add(entry)
         self._of.serving.metrics.answered(known.route, "POST", status)
         own = b"x-request-id: %b\r\n\r\n" % request_id.encode()
         return b"".join((STATUS_LINE[status], _lines(dates), head, own, body))
+
+
+def may_answer(backend: RepositoryBackend, name: str, version: int | None, model: Model, n_bytes: int) -> bool:
+    """Whether that name still means this model, and it would answer so many bytes at once."""
+    try:
+        return backend.repository.get(name, version) is model and backend.has_room() and model.answers_at_once(n_bytes)
+    except StatusError:
+        return False
 
 
 def _whole_head(headers: dict[bytes, bytes], packet: bytes) -> tuple[bytes, int]:
@@ -174,14 +182,14 @@ def _whole_head(headers: dict[bytes, bytes], packet: bytes) -> tuple[bytes, int]
     return packet[:end], at
 
 
-def _places(request: InferRequest, body: bytes, at: int) -> list[_Tensor] | None:
+def _places(request: InferRequest, body: bytes, at: int) -> list[Place] | None:
     """None where an input is no plain piece of the body: it was JSON, or strings, or had to be converted."""
     found, begin = [], _address(np.frombuffer(body, np.uint8))
     for name, array in request.inputs.items():
         here = _address(array) - begin
         if not array.nbytes or not array.flags.c_contiguous or not 0 <= here <= len(body) - array.nbytes:
             return None
-        found.append(_Tensor(name, array.dtype, array.shape, at + here, array.size))
+        found.append(Place(name, array.dtype, array.shape, at + here, array.size))
     return found
 
 
@@ -193,7 +201,7 @@ def _address(array: Array) -> int:
 def _written(known: _Known, request: InferRequest, response: InferResponse) -> tuple[bytes, bytes]:
     """Headers and body. Where the outputs are as the last ones were but for their numbers, nothing is told anew."""
     outputs = response.outputs
-    like = [(name, array.dtype, array.shape) for name, array in outputs.items()]
+    like = likeness(outputs)
     if known.told is not None and known.told[0] == like and not response.parameters:
         _, headers, told = known.told
         return headers, b"".join((told, *[array.tobytes() for array in outputs.values()]))
@@ -206,6 +214,11 @@ def _written(known: _Known, request: InferRequest, response: InferResponse) -> t
     if n_json is not None and is_plain and body[n_json:] == b"".join(a.tobytes() for a in outputs.values()):
         known.told = (like, headers, body[:n_json])
     return headers, body
+
+
+def likeness(outputs: Mapping[str, Array]) -> list[tuple[Any, ...]]:
+    """All of them but their numbers."""
+    return [(name, array.dtype, array.shape) for name, array in outputs.items()]
 
 
 def _with_head(headers: Sequence[Header], body: bytes) -> tuple[bytes, bytes]:
