@@ -35,7 +35,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry = getattr(record, IN_RECORD, None)
         if isinstance(entry, Lines):
-            return "\n".join(f"{_time(at_s)} {record.levelname} {one}" for at_s, one in entry)
+            return "\n".join(f"{_time(one.at_s)} {record.levelname} {one}" for one in entry)
         line = f"{_time(record.created)} {record.levelname} {record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -46,7 +46,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry = getattr(record, IN_RECORD, None)
         if isinstance(entry, Lines):
-            return "\n".join(json.dumps(self._head(record, at_s) | one.known()) for at_s, one in entry)
+            return "\n".join(json.dumps(self._head(record, one.at_s) | one.entry().known()) for one in entry)
         line = self._head(record, record.created)
         line |= entry.known() if isinstance(entry, RequestLog) else {"message": record.getMessage()}
         if record.exc_info:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import httptools
 from starlette.types import Receive, Scope
@@ -94,13 +94,13 @@ class LogLater:
         self._lines = Lines()
         self._logger = logging.getLogger(ACCESS)
 
-    def add(self, entry: RequestLog) -> None:
-        """Of the event loop's thread."""
+    def add(self, method: str, path: str, request_id: str, status: int, total_ms: float, error: str = "") -> None:
+        """In the event loop's thread."""
         if not self._logger.isEnabledFor(logging.INFO):
             return
         if not self._lines:
             asyncio.get_running_loop().call_later(LATER_S, self.write)
-        self._lines.append((time.time(), entry))
+        self._lines.append(Line(time.time(), method, path, request_id, status, total_ms, error))
         if len(self._lines) >= MOST_LATER:
             self.write()
 
@@ -110,11 +110,33 @@ class LogLater:
             self._logger.info("%s", lines, extra={IN_RECORD: lines})
 
 
-class Lines(list[tuple[float, RequestLog]]):
-    """Of one record: each with its time, as time.time() tells it."""
+class Line(NamedTuple):
+    """What a short request's line says; at_s: time.time()"""
+
+    at_s: float
+    method: str
+    path: str
+    request_id: str
+    status: int
+    total_ms: float
+    error: str
+
+    def entry(self) -> RequestLog:
+        _, method, path, request_id, status, total_ms, error = self
+        return RequestLog(method, path, request_id, status, total_ms, error=error or None)
 
     def __str__(self) -> str:
-        return "\n".join(str(entry) for _, entry in self)
+        if self.error:
+            return str(self.entry())
+        _, method, path, request_id, status, total_ms, _ = self  # as a RequestLog says it, in a fourth of the time
+        return f"{method} {path} request_id={request_id} status={status} total_ms={round(total_ms, 1)}"
+
+
+class Lines(list[Line]):
+    """Of one record."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
 
 
 class Parsing(Protocol):

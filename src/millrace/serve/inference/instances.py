@@ -88,8 +88,13 @@ class Worker:
         held = (array.nbytes for r in batch.requests for array in r.inputs.values())
         if self._instance is None or not self.is_quick(sum(held) if self._quick_bytes else 0):
             return False
-        self._answer(self._instance, batch)
+        self.compute(batch)
         return True
+
+    def compute(self, batch: Batch) -> None:
+        """In this thread, of what `is_quick`."""
+        assert self._instance is not None, f"{self.name} is not loaded"
+        self._answer(self._instance, batch)
 
     def is_quick(self, n_bytes: int) -> bool:
         """Whether it would compute inputs of so many bytes in whatever thread asks."""

@@ -107,15 +107,23 @@ class Model:
 
     def infer_at_once(self, request: InferRequest) -> InferResponse:
         """As `infer`, where it `answers_at_once`. raises StatusError"""
-        answers: list[_Answer] = []
-        self.submit(request, lambda *answer: answers.append(answer))
-        response, error, final = answers[-1]
-        assert final, f"{self.name} has answered later"
-        if error is not None:
-            raise error
-        if response is None:
-            raise StatusError(Code.INTERNAL, _NOTHING)
-        return response
+        answers: list[tuple[InferRequest, InferResponse | None, StatusError | None, bool]] = []
+        request.send_by = lambda *answer: answers.append(answer)
+        request.received_ns = request.queued_ns = request.started_ns = time.monotonic_ns()
+        batch = self._queue.alone(request)
+        self._idle[0].compute(batch)
+        done_ns = time.monotonic_ns()
+        for _, response, error, final in answers:
+            if error is None and response is not None and final:
+                self.statistics.answered_alone(request, batch, done_ns)
+                return response
+            if error is not None or final:
+                break
+        else:
+            error = StatusError(Code.INTERNAL, f"{request.named}no response from model '{self.name}'")
+        self.statistics.executed(batch, done_ns)
+        self.statistics.failed(request, done_ns, "BACKEND")
+        raise error or StatusError(Code.INTERNAL, _NOTHING)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """The one response of a model that is not decoupled. raises StatusError; cancels it where it is cancelled"""

@@ -54,6 +54,24 @@ class Statistics:
         self.stages["queue"].add(request.started_ns - request.queued_ns)
         _add_computing(self.stages, request, done_ns)
 
+    def answered_alone(self, request: InferRequest, batch: Batch, done_ns: int) -> None:
+        """`executed` and `answered` of a batch of one request that was begun as it came."""
+        begin, end = request.computing_ns or request.started_ns, request.computed_ns or done_ns
+        n_items, stages = request.batch_size or 1, self.stages
+        self.n_inferences += n_items
+        self.n_executions += 1
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        self.closed[batch.closed] += 1
+        sized = self.by_size.get(n_items)
+        if sized is None:
+            sized = self.by_size[n_items] = _durations(COMPUTE)
+        stages["queue"].count += 1
+        for stage, ns in (("compute_input", begin - request.started_ns), ("compute_infer", end - begin),
+                          ("compute_output", done_ns - end)):  # fmt: skip
+            stages[stage].add(ns)
+            sized[stage].add(ns)
+        stages["success"].add(done_ns - request.received_ns)
+
     def failed(self, request: InferRequest, done_ns: int, reason: str) -> None:
         self.failures[reason] += 1
         self.stages["fail"].add(done_ns - request.received_ns)

@@ -131,9 +131,8 @@ class GrpcServer:
                 found, code, details = b"", STATUS[error.code], error.message
             if found is None:
                 return await otherwise(data, context)
-            entry = RequestLog("GRPC", _INFER, id_of(_given_id(context)), code.value[0])
-            entry.error, entry.total_ms = details or None, (time.perf_counter() - began_s) * 1e3
-            log_later.add(entry)
+            took_ms = (time.perf_counter() - began_s) * 1e3
+            log_later.add("GRPC", _INFER, id_of(_given_id(context)), code.value[0], took_ms, details)
             if details:
                 await context.abort(code, details)
             return found

@@ -28,7 +28,7 @@ from millrace.serve.kserve.infer_reply import written
 from millrace.serve.kserve.tensors import Array
 from millrace.serve.routes import Keys
 from millrace.serve.serving import Serving
-from millrace.serve.wire import FREE_BYTES, RequestLog, id_of
+from millrace.serve.wire import FREE_BYTES, id_of
 
 MOST_HEAD_BYTES, MOST_KNOWN = 4 << 10, 4  # that a connection remembers
 Header = tuple[bytes, bytes]
@@ -42,16 +42,15 @@ _HARMLESS = frozenset((b"host", b"user-agent", b"accept", b"accept-encoding", b"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an input lies in what came. n: elements"""
+    """Where an input lies in what came."""
 
     name: str
     dtype: Any
     shape: tuple[int, ...]
     at: int
-    n: int
 
     def of(self, packet: bytes) -> Array:
-        return np.frombuffer(packet, self.dtype, self.n, self.at).reshape(self.shape)
+        return np.ndarray(self.shape, self.dtype, packet, self.at)
 
 
 @dataclass(slots=True)
@@ -154,8 +153,8 @@ class QuickConnection:
         except StatusError as error:
             refused = error_of(error)
             status, (head, body) = refused.status, _with_head(refused.headers, refused.body)
-        entry = RequestLog("POST", known.path, request_id, status, (time.perf_counter() - began_s) * 1e3)
-        self._of.backend.log.add(entry)
+        took_ms = (time.perf_counter() - began_s) * 1e3
+        self._of.backend.log.add("POST", known.path, request_id, status, took_ms)
         self._of.serving.metrics.answered(known.route, "POST", status)
         own = b"x-request-id: %b\r\n\r\n" % request_id.encode()
         return b"".join((STATUS_LINE[status], _lines(dates), head, own, body))
@@ -189,7 +188,7 @@ def _places(request: InferRequest, body: bytes, at: int) -> list[Place] | None:
         here = _address(array) - begin
         if not array.nbytes or not array.flags.c_contiguous or not 0 <= here <= len(body) - array.nbytes:
             return None
-        found.append(Place(name, array.dtype, array.shape, at + here, array.size))
+        found.append(Place(name, array.dtype, array.shape, at + here))
     return found
 
 

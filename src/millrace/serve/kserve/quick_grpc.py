@@ -85,7 +85,7 @@ class QuickCalls:
             ):  # what has to be converted is no place in a message
                 return None
             name = next(name for name, one in request.inputs.items() if one is array)
-            places.append(Place(name, array.dtype, array.shape, at + len(before), array.size))
+            places.append(Place(name, array.dtype, array.shape, at + len(before)))
         request.inputs = {}
         return _Known(fixed, told.model_name, version, model, places, request, wanted)
 
@@ -138,11 +138,14 @@ def _is_whole(front: bytes) -> bool:
 
 def _written(known: _Known, request: InferRequest, response: InferResponse) -> bytes:
     """Where the outputs are as the last ones were but for their numbers, nothing is told anew."""
+    data: bytes
     like = likeness(response.outputs)
     if known.told is not None and known.told[0] == like and not response.parameters:
-        parts = (p for pair in zip(known.told[1], response.outputs.values(), strict=True) for p in pair)
-        return b"".join([part if isinstance(part, bytes) else part.tobytes() for part in parts])
-    data: bytes = response_message(known.model, request, response, known.wanted).SerializeToString()
+        data = b""
+        for before, array in zip(known.told[1], response.outputs.values(), strict=True):
+            data += before + array.tobytes()
+        return data
+    data = response_message(known.model, request, response, known.wanted).SerializeToString()
     plain = not (response.parameters or known.wanted.n_classes)
     arrays = list(response.outputs.values())
     if plain and not any(array.dtype == np.object_ for array in arrays):
