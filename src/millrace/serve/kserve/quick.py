@@ -225,4 +225,4 @@ def _with_head(headers: Sequence[Header], body: bytes) -> tuple[bytes, bytes]:
 
 
 def _lines(headers: Sequence[Header]) -> bytes:
-    return b"".join(b"%b: %b\r\n" % header for header in headers)
+    return b"".join(b"%b: %b\r\n" % (name.lower(), value) for name, value in headers)  # as uvicorn writes them
