@@ -3,27 +3,32 @@
 Each request is sent on a connection that knows one like it, and on one that knows nothing.
 """
 
+import gc
 import logging
 import random
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from millrace.serve.inference.model import Model
 from millrace.serve.kserve.messages import message
 from millrace.serve.kserve.quick import MOST_KNOWN, QuickConnection
 from millrace.serve.kserve.quick_grpc import QuickCalls
 from millrace.serve.logs import JsonFormatter, TextFormatter
 from millrace.serve.wire import ACCESS, IN_RECORD, Line, Lines, LogLater, RequestLog
 from tests.serve.kserve.conftest import LIMIT
+from tests.serve.support import until
 from tests.support.kserve import HEADER, binary, one
 from tests.support.kserve_grpc import Client
 from tests.support.kserve_grpc import one as grpc_one
 from tests.support.kserve_grpc import request as grpc_request
+from tests.support.repository import ADD_SUB, in_process, write_models
 from tests.support.server import Threaded
 
 Answer = tuple[bytes, dict[bytes, bytes], bytes]
@@ -224,6 +229,28 @@ def test_quick_requests_are_counted_and_logged_as_others(
     assert len(n_quick) == len(lines) == 9
     assert {(method, path, status) for method, path, _, status in lines} == {("POST", "/v2/models/simple/infer", 200)}
     assert len({request_id for _, _, request_id, _ in lines}) == 9
+
+
+def test_a_model_that_is_loaded_anew_answers_and_the_old_one_is_forgotten(tmp_path: Path, n_quick: list[int]) -> None:
+    def models() -> list[Model]:
+        gc.collect()
+        return [found for found in gc.get_objects() if isinstance(found, Model)]
+
+    write_models(tmp_path, {"simple": ADD_SUB})
+    draw, others = random.Random(0), {id(model) for model in models()}  # of the servers of other tests
+    with (
+        in_process(tmp_path, model_control_mode="explicit", load_model=("*",)) as served,
+        Connection(served.url) as warm,
+    ):
+        for _ in range(3):
+            warm.ask(packet(*sums(draw)))
+        assert len(n_quick) == 1
+        write_models(tmp_path, {"simple": ADD_SUB.replace("max_batch_size: 8", "max_batch_size: 2")})
+        assert httpx.post(f"{served.url}/v2/repository/models/simple/load").status_code == 200
+        assert warm.ask(packet(*sums(draw)))[0][0].startswith(b"HTTP/1.1 200") and len(n_quick) == 1
+        until(lambda: [m.config.max_batch_size for m in models() if id(m) not in others] == [2])
+        assert httpx.post(f"{served.url}/v2/repository/models/simple/unload").status_code == 200
+        assert warm.ask(packet(*sums(draw)))[0][0].startswith(b"HTTP/1.1 404")
 
 
 def test_lines_that_are_written_together_say_what_others_say() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -63,7 +64,7 @@ class _Known:
     route: str  # as the metrics call it
     name: str
     version: int | None  # that was asked for
-    model: Model
+    model: "ref[Model]"  # whoever unloads it gets its memory back, whatever connections remember
     tensors: Sequence[Place]
     like: InferRequest  # but for its inputs
     wanted: Wanted
@@ -116,7 +117,9 @@ class QuickConnection:
             if action != "infer":
                 return None
             model = self._of.repository.get(name, version)
-            if not model.answers_at_once(len(packet)) or any(k.head == head and k.model is model for k in self._known):
+            if not model.answers_at_once(len(packet)) or any(
+                k.head == head and k.model() is model for k in self._known
+            ):
                 return None
             request, wanted = read_infer(body, header_length(headers[_LENGTH]), model.name, model.checker)
         except StatusError:
@@ -126,7 +129,9 @@ class QuickConnection:
             return None
         request.inputs = {}
         route = route_of(path).path
-        return _Known(head, len(packet), path[:300], route, name, version, model, tensors, request, wanted, headers)
+        return _Known(
+            head, len(packet), path[:300], route, name, version, ref(model), tensors, request, wanted, headers
+        )
 
     # ------------------------------------------------------------------ what comes again
 
@@ -134,22 +139,23 @@ class QuickConnection:
         """The whole response to `packet`; None: it must go the usual way. dates: headers that every response has"""
         for known in self._known:
             if len(packet) == known.n_bytes and packet.startswith(known.head):
-                return self._answer(known, packet, dates) if self._may(known) else None
+                model = self._ready(known)
+                return self._answer(known, model, packet, dates) if model is not None else None
         return None
 
-    def _may(self, known: _Known) -> bool:
+    def _ready(self, known: _Known) -> Model | None:
         try:
             self._of.keys.tenant(known.headers.get(b"authorization"), known.headers.get(b"x-api-key"))
         except HttpError:
-            return False
-        return may_answer(self._of.backend, known.name, known.version, known.model, known.n_bytes)
+            return None
+        return ready(self._of.backend, known.name, known.version, known.model, known.n_bytes)
 
-    def _answer(self, known: _Known, packet: bytes, dates: Sequence[Header]) -> bytes:
+    def _answer(self, known: _Known, model: Model, packet: bytes, dates: Sequence[Header]) -> bytes:
         began_s = time.perf_counter()
         request = known.like.again({tensor.name: tensor.of(packet) for tensor in known.tensors})
         request_id = id_of(known.headers.get(b"x-request-id"))
         try:
-            status, (head, body) = 200, _written(known, request, known.model.infer_at_once(request))
+            status, (head, body) = 200, _written(known, model, request, model.infer_at_once(request))
         except StatusError as error:
             refused = error_of(error)
             status, (head, body) = refused.status, _with_head(refused.headers, refused.body)
@@ -160,12 +166,15 @@ class QuickConnection:
         return b"".join((STATUS_LINE[status], _lines(dates), head, own, body))
 
 
-def may_answer(backend: RepositoryBackend, name: str, version: int | None, model: Model, n_bytes: int) -> bool:
-    """Whether that name still means this model, and it would answer so many bytes at once."""
+def ready(
+    backend: RepositoryBackend, name: str, version: int | None, known: "ref[Model]", n_bytes: int
+) -> Model | None:
+    """The model, where that name still means it, and it would answer so many bytes at once."""
     try:
-        return backend.repository.get(name, version) is model and backend.has_room() and model.answers_at_once(n_bytes)
+        model = backend.repository.get(name, version)
     except StatusError:
-        return False
+        return None
+    return model if model is known() and backend.has_room() and model.answers_at_once(n_bytes) else None
 
 
 def _whole_head(headers: dict[bytes, bytes], packet: bytes) -> tuple[bytes, int]:
@@ -197,14 +206,14 @@ def _address(array: Array) -> int:
     return found
 
 
-def _written(known: _Known, request: InferRequest, response: InferResponse) -> tuple[bytes, bytes]:
+def _written(known: _Known, model: Model, request: InferRequest, response: InferResponse) -> tuple[bytes, bytes]:
     """Headers and body. Where the outputs are as the last ones were but for their numbers, nothing is told anew."""
     outputs = response.outputs
     like = likeness(outputs)
     if known.told is not None and known.told[0] == like and not response.parameters:
         _, headers, told = known.told
         return headers, b"".join((told, *[array.tobytes() for array in outputs.values()]))
-    body, n_json = written(known.model, request, response, known.wanted)
+    body, n_json = written(model, request, response, known.wanted)
     headers, _ = _with_head(infer_headers(n_json), body)
     is_plain = not (
         response.parameters or known.wanted.n_classes or any(a.dtype == np.object_ for a in outputs.values())

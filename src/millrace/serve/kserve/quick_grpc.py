@@ -8,6 +8,7 @@ same request with other numbers. The messages of answers are alike.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -19,7 +20,7 @@ from millrace.serve.inference.status import StatusError
 from millrace.serve.kserve.asked import version_of
 from millrace.serve.kserve.grpc_infer import Wanted, read_infer, response_message
 from millrace.serve.kserve.messages import message
-from millrace.serve.kserve.quick import MOST_HEAD_BYTES, Place, likeness, may_answer
+from millrace.serve.kserve.quick import MOST_HEAD_BYTES, Place, likeness, ready
 from millrace.serve.wire import FREE_BYTES
 
 MOST_LENGTHS, MOST_OF_LENGTH = 64, 4  # that are remembered
@@ -33,7 +34,7 @@ class _Known:
     fixed: Sequence[tuple[int, bytes]]
     name: str
     version: int | None  # that was asked for
-    model: Model
+    model: "ref[Model]"
     places: Sequence[Place]
     like: InferRequest  # but for its inputs
     wanted: Wanted
@@ -87,7 +88,7 @@ class QuickCalls:
             name = next(name for name, one in request.inputs.items() if one is array)
             places.append(Place(name, array.dtype, array.shape, at + len(before)))
         request.inputs = {}
-        return _Known(fixed, told.model_name, version, model, places, request, wanted)
+        return _Known(fixed, told.model_name, version, ref(model), places, request, wanted)
 
     # ------------------------------------------------------------------ what comes again
 
@@ -95,10 +96,11 @@ class QuickCalls:
         """The whole response; None: it must go the usual way. raises StatusError"""
         for known in self._known.get(len(data), ()):
             if all(data.startswith(part, at) for at, part in known.fixed):
-                if not may_answer(self._backend, known.name, known.version, known.model, len(data)):
+                model = ready(self._backend, known.name, known.version, known.model, len(data))
+                if model is None:
                     return None
                 request = known.like.again({place.name: place.of(data) for place in known.places})
-                return _written(known, request, known.model.infer_at_once(request))
+                return _written(known, model, request, model.infer_at_once(request))
         return None
 
 
@@ -136,7 +138,7 @@ def _is_whole(front: bytes) -> bool:
         return False
 
 
-def _written(known: _Known, request: InferRequest, response: InferResponse) -> bytes:
+def _written(known: _Known, model: Model, request: InferRequest, response: InferResponse) -> bytes:
     """Where the outputs are as the last ones were but for their numbers, nothing is told anew."""
     data: bytes
     like = likeness(response.outputs)
@@ -145,7 +147,7 @@ def _written(known: _Known, request: InferRequest, response: InferResponse) -> b
         for before, array in zip(known.told[1], response.outputs.values(), strict=True):
             data += before + array.tobytes()
         return data
-    data = response_message(known.model, request, response, known.wanted).SerializeToString()
+    data = response_message(model, request, response, known.wanted).SerializeToString()
     plain = not (response.parameters or known.wanted.n_classes)
     arrays = list(response.outputs.values())
     if plain and not any(array.dtype == np.object_ for array in arrays):
