@@ -214,10 +214,13 @@ def _judged_now(result: Result) -> list[Result]:
 
 
 def _others() -> Iterator[str]:
-    yield "## Embeddings, contexts, starts, server, sampling, masks, statistics, MMLU, products, rounding, versions"
+    yield (
+        "## Embeddings, contexts, starts, server, tensor models, sampling, masks, statistics, MMLU, products, rounding,"
+        " versions"
+    )
     header = ("what", "figure", "run")
     rows = [*_embeddings(), *_contexts(), *_starts(), *_serving(), *_sampling(), *_products(), *_hadamard()]
-    rows += [*_grammars(), *_calibrations(), *_mmlu(), *_versions()]
+    rows += [*_tensors(), *_grammars(), *_calibrations(), *_mmlu(), *_versions()]
     yield table(header, rows)
 
 
@@ -273,6 +276,19 @@ def _serving() -> Iterator[list[str]]:
                 f"{rates}: {load['cost']:.1%}",
                 label(r),
             ]
+
+
+def _tensors() -> Iterator[list[str]]:
+    for _, r in of_kind("tensors"):
+        for protocol in ("http", "grpc"):
+            for name, samples in r[protocol].items():
+                rates = [one["per_s"] for one in samples]
+                user, system = (statistics.median(one[what] for one in samples) for what in ("user_us", "system_us"))
+                figure = f"{statistics.median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})"
+                who = f"{r['model']} over {protocol}, {name}: requests/s"
+                yield [who, f"{figure}; CPU a request {user:.0f} us, in the kernel {system:.0f} us", label(r)]
+        beyond = statistics.median(one["request_us"] - one["backend_us"] for one in r["in_process"])
+        yield [f"{r['model']} in process: CPU a request beyond its arithmetic", f"{beyond:.1f} us", label(r)]
 
 
 def _sampling() -> Iterator[list[str]]:

@@ -22,13 +22,14 @@ START_S, STOP_S = 60.0, 40.0
 class ServerProcess:
     """`with ServerProcess(engine) as server:` gives a server that is ready; the end stops it."""
 
-    def __init__(self, model: Path | str, flags: Sequence[str] = (), start_s: float = START_S) -> None:
-        """start_s: that it may take until it is ready, the build of its engine included"""
+    def __init__(self, model: Path | str | None, flags: Sequence[str] = (), start_s: float = START_S) -> None:
+        """model: None where the flags say what is served. start_s: until it is ready, its engine's build included"""
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
-        command = [sys.executable, "-P", "-m", "millrace", "serve", str(model), "--port", "0", "--json", *flags]
+        served = [] if model is None else [str(model)]
+        command = [sys.executable, "-P", "-m", "millrace", "serve", *served, "--port", "0", "--json", *flags]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors)
         self._start_s = start_s
-        self.url = ""
+        self.url = self.grpc_url = ""  # the second: HOST:PORT, where it speaks gRPC
         self.ready_s = 0.0  # from the process's start, as it says itself
 
     def __enter__(self) -> "ServerProcess":
@@ -73,6 +74,7 @@ class ServerProcess:
             raise self._failed("the server ended before it was ready")
         announced = json.loads(line)
         self.url, self.ready_s = announced["url"], announced["ready_s"]
+        self.grpc_url = announced.get("grpc_url", "")
         while not self._says_ready():
             if time.perf_counter() > until_s:
                 raise self._failed(f"{self.url}/v1/health/ready did not say ready within {self._start_s:g} s")

@@ -1,6 +1,6 @@
 """The application: the tables of all protocols as routes, their documentation, and the edge around them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol as Interface
 
@@ -13,8 +13,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millrace.serve.anthropic.endpoints import ANTHROPIC
 from millrace.serve.backend import Backend, Models
+from millrace.serve.connections import Shortcut
 from millrace.serve.inference.served import RepositoryBackend
 from millrace.serve.kserve.asgi import BELOW, KSERVE, KServe
+from millrace.serve.kserve.quick import Quick
 from millrace.serve.ollama.endpoints import OLLAMA
 from millrace.serve.openai.endpoints import OPENAI
 from millrace.serve.openapi import About, document
@@ -72,6 +74,13 @@ def create_doors(models: Models) -> list[Door]:
     from millrace.serve.kserve.grpc_server import GrpcServer  # an extra
 
     return [GrpcServer(models, r, Keys(models.serving.settings.api_keys)) for r in repositories]
+
+
+def create_shortcut(models: Models) -> Callable[[], Shortcut] | None:
+    """For each connection, where tensor models are served; it stands beside the application, and knows its answers."""
+    for repository in models.of_kind(RepositoryBackend):
+        return Quick(repository, Keys(models.serving.settings.api_keys), models.serving).connection
+    return None
 
 
 def _with_tensors(app: ASGIApp, tensors: ASGIApp) -> ASGIApp:

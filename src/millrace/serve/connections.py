@@ -9,8 +9,8 @@ import enum
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -27,6 +27,16 @@ FEED_BYTES = 16 * 1024  # to the parser at a time, as what it finds may be refus
 LINGER_S = 2.0  # what a refused client still sends is read for so long, or it would lose the refusal
 
 
+class Shortcut(Protocol):
+    """Answers requests in the call that reads them: those that are, but for their body, as one that came before."""
+
+    def came(self, method: str, path: bytes, headers: Sequence[tuple[bytes, bytes]], packet: bytes) -> None:
+        """One request of HTTP/1.1, that is all of `packet`; it is on its way to be answered."""
+
+    def answer(self, packet: bytes, dates: Sequence[tuple[bytes, bytes]]) -> bytes | None:
+        """The whole response to `packet`; None: it must go the usual way. dates: headers that every response has"""
+
+
 class _Reading(enum.Enum):
     """What the parser expects next."""
 
@@ -39,8 +49,9 @@ class _Reading(enum.Enum):
 class Connection(HttpToolsProtocol):
     """uvicorn's, with limits."""
 
-    def __init__(self, all_of_them: Connections, **given: Any) -> None:
+    def __init__(self, all_of_them: Connections, shortcut: Callable[[], Shortcut] | None = None, **given: Any) -> None:
         super().__init__(**given)
+        self._shortcut = shortcut() if shortcut is not None else None
         self.parser = Parser(self)
         self._all, self._limits = all_of_them, all_of_them.limits
         self._reading = _Reading.START
@@ -76,6 +87,28 @@ class Connection(HttpToolsProtocol):
         return self._sends_no_more
 
     def data_received(self, data: bytes) -> None:
+        if self._shortcut is None or self._reading is not _Reading.START or not self.is_waiting:
+            self._read(data)
+        elif not self._answered_at_once(self._shortcut, data):
+            n_heads = self._n_heads
+            self._read(data)
+            is_one = self._reading is _Reading.START and self._n_heads == n_heads + 1 and not self.pipeline
+            if is_one and self.scope["http_version"] == "1.1":
+                self._shortcut.came(self.scope["method"], self.scope["raw_path"], self.headers, data)
+
+    def _answered_at_once(self, shortcut: Shortcut, data: bytes) -> bool:
+        if self.flow.write_paused or not self._admitted or self.transport.is_closing():
+            return False
+        response = shortcut.answer(data, self.server_state.default_headers)
+        if response is None:
+            return False
+        self._unset_keepalive_if_required()  # from here on it is `_check_silence` that looks
+        self.transport.write(response)
+        self.server_state.total_requests += 1
+        self._changed(_Reading.START)
+        return True
+
+    def _read(self, data: bytes) -> None:
         if not self._admitted and not self.is_refused:
             self._refuse(503, "too_many_connections", "all connections are in use", "fewer at a time")
         for at in range(0, len(data), FEED_BYTES):

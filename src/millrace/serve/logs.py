@@ -3,9 +3,10 @@
 import json
 import logging
 import time
+from functools import lru_cache
 from typing import Literal
 
-from millrace.serve.wire import IN_RECORD, RequestLog
+from millrace.serve.wire import IN_RECORD, Lines, RequestLog
 
 LOGGER = "millrace"
 
@@ -32,7 +33,10 @@ class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00Z INFO POST /v1/completions status=200 request_id=...`"""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname} {record.getMessage()}"
+        entry = getattr(record, IN_RECORD, None)
+        if isinstance(entry, Lines):
+            return "\n".join(f"{_time(one.at_s)} {record.levelname} {one}" for one in entry)
+        line = f"{_time(record.created)} {record.levelname} {record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -40,12 +44,17 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line; the fields of a request are keys of their own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
         entry = getattr(record, IN_RECORD, None)
+        if isinstance(entry, Lines):
+            return "\n".join(json.dumps(self._head(record, one.at_s) | one.entry().known()) for one in entry)
+        line = self._head(record, record.created)
         line |= entry.known() if isinstance(entry, RequestLog) else {"message": record.getMessage()}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
+
+    def _head(self, record: logging.LogRecord, at_s: float) -> dict[str, object]:
+        return {"time": _time(at_s), "level": record.levelname.lower(), "logger": record.name}
 
 
 class Logging:
@@ -75,5 +84,10 @@ class Logging:
             logger.setLevel(level)
 
 
-def _time(record: logging.LogRecord) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+def _time(at_s: float) -> str:
+    return f"{_second(int(at_s))}.{int(at_s % 1 * 1000):03d}Z"
+
+
+@lru_cache(2)
+def _second(at_s: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at_s))

@@ -91,6 +91,7 @@ class Metrics:
             registry=self.registry,
         )
         ProcessCollector(registry=self.registry)  # process_resident_memory_bytes, process_open_fds, ...
+        self._answered: dict[tuple[str, str, int], tuple[Counter, Counter]] = {}  # looked up once
         self._texts: list[Callable[[], str]] = []
         self._models = _Models()
         self.registry.register(self._models)
@@ -109,8 +110,14 @@ class Metrics:
 
     def answered(self, path: str, method: str, status: int) -> None:
         """`path` is a route's pattern, never what a client wrote, so that there are few."""
-        self._http.labels(path, str(status)).inc()
-        self._http_classes.labels(path, method, f"{status // 100}xx").inc()
+        counters = self._answered.get((path, method, status))
+        if counters is None:
+            counters = self._answered[path, method, status] = (
+                self._http.labels(path, str(status)),
+                self._http_classes.labels(path, method, f"{status // 100}xx"),
+            )
+        for counter in counters:
+            counter.inc()
 
     def text(self) -> bytes:
         """In Prometheus' text format, version 0.0.4."""

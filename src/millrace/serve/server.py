@@ -21,7 +21,7 @@ import uvicorn
 
 from millrace.errors import ConfigError
 from millrace.runtime.service import STOP_S, quick_switches
-from millrace.serve.app import PROTOCOLS, Door, create_app, create_doors
+from millrace.serve.app import PROTOCOLS, Door, create_app, create_doors, create_shortcut
 from millrace.serve.backend import Models, ServedModel
 from millrace.serve.connections import Connection
 from millrace.serve.health import Phase
@@ -258,7 +258,9 @@ def _uvicorn(models: Models, protocols: Sequence[Protocol]) -> _Web:
         uvicorn.Config(
             create_app(models, protocols),
             loop="none",
-            http=cast(type[asyncio.Protocol], functools.partial(Connection, connections)),  # uvicorn only calls it
+            http=cast(
+                type[asyncio.Protocol], functools.partial(Connection, connections, create_shortcut(models))
+            ),  # uvicorn only calls it
             ws="none",
             lifespan="off",
             log_config=None,

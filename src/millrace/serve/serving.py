@@ -295,14 +295,14 @@ class Admission:
     """
 
     def __init__(self) -> None:
-        self._n, self._draining = 0, False
+        self._n, self.is_draining = 0, False
         self._none_left = asyncio.Event()
         self._none_left.set()
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
         """raises BusyError"""
-        if self._draining:
+        if self.is_draining:
             raise _shutting_down()
         self._n += 1
         self._none_left.clear()
@@ -315,7 +315,7 @@ class Admission:
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new ones, and wait for those that are there; False: some were not answered in time."""
-        self._draining = True
+        self.is_draining = True
         return await happens(self._none_left, timeout_s)
 
 

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import logging
+import random
 import re
-import uuid
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import httptools
 from starlette.types import Receive, Scope
@@ -17,7 +18,8 @@ from starlette.types import Receive, Scope
 from millrace.serve.errors import ClientGoneError, HttpError
 
 ACCESS = "millrace.serve.access"  # the logger of requests
-IN_RECORD = "request"  # attribute of a LogRecord that carries a RequestLog
+IN_RECORD = "request"  # attribute of a LogRecord that carries a RequestLog, or Lines of them
+LATER_S, MOST_LATER = 0.1, 500
 QUIET_PATHS = (
     "/health",
     "/v1/health/",
@@ -53,17 +55,25 @@ class RequestLog:
 
     def known(self) -> dict[str, object]:
         """Rounded, and without what does not apply."""
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return {k: round(v, 1) if isinstance(v, float) else v for k, v in values if v is not None}
+        found: dict[str, object] = {}
+        for name in _NAMES:
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = round(value, 1) if isinstance(value, float) else value
+        return found
 
     def __str__(self) -> str:
-        rest = (f"{key}={_quoted(value)}" for key, value in self.known().items() if key not in ("method", "path"))
-        return " ".join((self.method, self.path, *rest))
+        known = self.known()
+        del known["method"], known["path"]
+        return " ".join([self.method, self.path, *[f"{key}={_quoted(value)}" for key, value in known.items()]])
+
+
+_NAMES = tuple(f.name for f in fields(RequestLog))
 
 
 def id_of(given: bytes | None) -> str:
     """Of a request, by its header x-request-id: its own, or a new one."""
-    return given.decode() if given and _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return given.decode() if given and _SANE_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
 
 def _quoted(value: object) -> object:
@@ -75,6 +85,58 @@ def log_request(entry: RequestLog) -> None:
     quiet = entry.path.startswith(QUIET_PATHS) and (entry.status or 0) < 400
     level = logging.DEBUG if quiet else logging.INFO
     logging.getLogger(ACCESS).log(level, "%s", entry, extra={IN_RECORD: entry})
+
+
+class LogLater:
+    """Lines of requests that take less time than writing one does: written together, at most LATER_S late."""
+
+    def __init__(self) -> None:
+        self._lines = Lines()
+        self._logger = logging.getLogger(ACCESS)
+
+    def add(self, method: str, path: str, request_id: str, status: int, total_ms: float, error: str = "") -> None:
+        """In the event loop's thread."""
+        if not self._logger.isEnabledFor(logging.INFO):
+            return
+        if not self._lines:
+            asyncio.get_running_loop().call_later(LATER_S, self.write)
+        self._lines.append(Line(time.time(), method, path, request_id, status, total_ms, error))
+        if len(self._lines) >= MOST_LATER:
+            self.write()
+
+    def write(self) -> None:
+        if self._lines:
+            lines, self._lines = self._lines, Lines()
+            self._logger.info("%s", lines, extra={IN_RECORD: lines})
+
+
+class Line(NamedTuple):
+    """What a short request's line says; at_s: time.time()"""
+
+    at_s: float
+    method: str
+    path: str
+    request_id: str
+    status: int
+    total_ms: float
+    error: str
+
+    def entry(self) -> RequestLog:
+        _, method, path, request_id, status, total_ms, error = self
+        return RequestLog(method, path, request_id, status, total_ms, error=error or None)
+
+    def __str__(self) -> str:
+        if self.error:
+            return str(self.entry())
+        _, method, path, request_id, status, total_ms, _ = self  # as a RequestLog says it, in a fourth of the time
+        return f"{method} {path} request_id={request_id} status={status} total_ms={round(total_ms, 1)}"
+
+
+class Lines(list[Line]):
+    """Of one record."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
 
 
 class Parsing(Protocol):

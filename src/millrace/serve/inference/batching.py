@@ -33,6 +33,8 @@ class Closed(Enum):
     DELAY = "delay"  # the oldest may not wait longer, or none may wait
     SHAPE = "shape"  # the next has other shapes, or other inputs
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and looked up by every request
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -109,6 +111,7 @@ class BatchQueue:
         self._levels: dict[int, _Level] = {}  # by priority, the first goes first
         self._next_deadline_ns = _NEVER
         self._wait_until_ns = _NEVER
+        self._closed_alone: dict[int, Closed] = {}  # by the size of a request
 
     def __len__(self) -> int:
         return sum(map(len, self._levels.values()))
@@ -131,6 +134,18 @@ class BatchQueue:
         request.deadline_ns = now_ns + timeout_ns if timeout_ns else _NEVER
         self._next_deadline_ns = min(self._next_deadline_ns, request.deadline_ns)
         level.waiting[request] = None
+
+    def alone(self, request: InferRequest) -> Batch:
+        """The batch that it would be if it was put and taken at once, where nothing waits and nothing delays."""
+        size = request.batch_size or 1
+        closed = self._closed_alone.get(size)
+        if closed is None:
+            other = BatchQueue(self._rules)
+            other.put(request, 0)
+            batch = other.take(0)
+            assert batch is not None, "there is a delay"
+            closed = self._closed_alone[size] = batch.closed
+        return Batch((request,), size, closed)
 
     def expired(self, now_ns: int) -> list[InferRequest]:
         """Those that are refused because they waited too long, taken out; those that are only delayed are moved."""

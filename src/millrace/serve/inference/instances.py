@@ -85,12 +85,20 @@ class Worker:
 
     def run_here(self, batch: Batch) -> bool:
         """Compute it in this thread, the event loop's, where that is quicker than waking another; False: it is not."""
-        if not self._quick_bytes or self._instance is None:
+        held = (array.nbytes for r in batch.requests for array in r.inputs.values())
+        if self._instance is None or not self.is_quick(sum(held) if self._quick_bytes else 0):
             return False
-        if sum(array.nbytes for r in batch.requests for array in r.inputs.values()) > self._quick_bytes:
-            return False
-        self._answer(self._instance, batch)
+        self.compute(batch)
         return True
+
+    def compute(self, batch: Batch) -> None:
+        """In this thread, of what `is_quick`."""
+        assert self._instance is not None, f"{self.name} is not loaded"
+        self._answer(self._instance, batch)
+
+    def is_quick(self, n_bytes: int) -> bool:
+        """Whether it would compute inputs of so many bytes in whatever thread asks."""
+        return bool(self._quick_bytes) and n_bytes <= self._quick_bytes
 
     def close(self) -> None:
         """After its last batch; does not wait."""

@@ -21,6 +21,7 @@ from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.repository.config import ModelConfig
 
 _Answer = tuple[InferResponse | None, StatusError | None, bool]
+_NOTHING = "received an unexpected null response"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,32 @@ class Model:
         if self._queue.leave(request):
             self._answered(request, None, StatusError(Code.CANCELLED, f"{request.named}request was cancelled"), True)
 
+    def answers_at_once(self, n_bytes: int) -> bool:
+        """Whether a request with inputs of so many bytes, submitted now, is answered before `submit` returns."""
+        if self._n_open or not self._idle or self.is_decoupled or self.rules.delay_ns:
+            return False
+        return self._idle[0].is_quick(n_bytes)
+
+    def infer_at_once(self, request: InferRequest) -> InferResponse:
+        """As `infer`, where it `answers_at_once`. raises StatusError"""
+        answers: list[tuple[InferRequest, InferResponse | None, StatusError | None, bool]] = []
+        request.send_by = lambda *answer: answers.append(answer)
+        request.received_ns = request.queued_ns = request.started_ns = time.monotonic_ns()
+        batch = self._queue.alone(request)
+        self._idle[0].compute(batch)
+        done_ns = time.monotonic_ns()
+        for _, response, error, final in answers:
+            if error is None and response is not None and final:
+                self.statistics.answered_alone(request, batch, done_ns)
+                return response
+            if error is not None or final:
+                break
+        else:
+            error = StatusError(Code.INTERNAL, f"{request.named}no response from model '{self.name}'")
+        self.statistics.executed(batch, done_ns)
+        self.statistics.failed(request, done_ns, "BACKEND")
+        raise error or StatusError(Code.INTERNAL, _NOTHING)
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """The one response of a model that is not decoupled. raises StatusError; cancels it where it is cancelled"""
         done: asyncio.Future[InferResponse] = self._loop.create_future()
@@ -110,7 +137,7 @@ class Model:
             elif response is not None and final:
                 done.set_result(response)
             elif final:
-                done.set_exception(StatusError(Code.INTERNAL, "received an unexpected null response"))
+                done.set_exception(StatusError(Code.INTERNAL, _NOTHING))
 
         self.submit(request, receive)
         try:

@@ -59,6 +59,16 @@ class InferRequest:
         """In front of an error, as Triton has it."""
         return f"[request id: {self.id or UNKNOWN_ID}] "
 
+    def again(self, inputs: dict[str, Array]) -> "InferRequest":
+        """The same with other numbers: inputs of the same shapes."""
+        found = InferRequest(inputs, self.outputs, self.id)
+        found.batch_size, found.shape_key = self.batch_size, self.shape_key
+        found.priority, found.timeout_us, found.flags = self.priority, self.timeout_us, self.flags
+        found.correlation_id = self.correlation_id
+        if self.parameters:
+            found.parameters = dict(self.parameters)
+        return found
+
     def send(self, response: InferResponse | None, final: bool = True) -> None:
         """Answer, from any thread. Only decoupled models answer more than once; after the last nothing is sent."""
         self.send_by(self, response, None, final)

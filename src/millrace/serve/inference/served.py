@@ -12,7 +12,7 @@ from millrace.serve.inference.lifecycle import ModelRepository, RepositoryFlags
 from millrace.serve.inference.metrics import metrics_text
 from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.serving import LARGE_BODY, Lane, Serving, number_of_connections
-from millrace.serve.wire import Bodies
+from millrace.serve.wire import Bodies, LogLater
 
 T = TypeVar("T")
 
@@ -53,6 +53,7 @@ class RepositoryBackend(Backend):
         self._n_open, self._max_open = 0, max(1, n_connections * 3 // 4)
         of_one = min(model.flags.max_model_requests, max(1, n_connections // 2))
         self.repository = ModelRepository(replace(model.flags, max_model_requests=of_one))
+        self.log = LogLater()  # of requests that take microseconds
         self._lane = Lane("tensors", serving.settings.max_preparing)
         serving.metrics.add_text(lambda: metrics_text(self.repository.models()))
 
@@ -76,6 +77,10 @@ class RepositoryBackend(Backend):
         """`work()` on so many bytes, in a thread where they are many; not that of other models. raises as `Lane.run`"""
         return await self._lane.run(work, n_bytes) if n_bytes > LARGE_BODY else work()
 
+    def has_room(self) -> bool:
+        """Whether `admitted` would let one more in."""
+        return self._n_open < self._max_open and not self._admission.is_draining
+
     @contextmanager
     def admitted(self, is_control: bool = False) -> Iterator[None]:
         """While a request is answered. raises BusyError while it drains, StatusError where too many wait
@@ -94,3 +99,4 @@ class RepositoryBackend(Backend):
 
     def close(self) -> None:
         self._lane.close()
+        self.log.write()

@@ -16,9 +16,10 @@ class Duration:
     count: int = 0
     ns: int = 0
 
-    def add(self, ns: int, count: int = 1) -> None:
-        self.count += count
-        self.ns += max(0, ns)
+    def add(self, ns: int) -> None:
+        self.count += 1
+        if ns > 0:
+            self.ns += ns
 
     def told(self) -> dict[str, int]:
         return {"count": self.count, "ns": self.ns}
@@ -51,8 +52,25 @@ class Statistics:
         self.last_inference_ms = time.time_ns() // 1_000_000
         self.stages["success"].add(done_ns - request.received_ns)
         self.stages["queue"].add(request.started_ns - request.queued_ns)
-        for name, ns in zip(COMPUTE, _computing(request, done_ns), strict=True):
-            self.stages[name].add(ns)
+        _add_computing(self.stages, request, done_ns)
+
+    def answered_alone(self, request: InferRequest, batch: Batch, done_ns: int) -> None:
+        """`executed` and `answered` of a batch of one request that was begun as it came."""
+        begin, end = request.computing_ns or request.started_ns, request.computed_ns or done_ns
+        n_items, stages = request.batch_size or 1, self.stages
+        self.n_inferences += n_items
+        self.n_executions += 1
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        self.closed[batch.closed] += 1
+        sized = self.by_size.get(n_items)
+        if sized is None:
+            sized = self.by_size[n_items] = _durations(COMPUTE)
+        stages["queue"].count += 1
+        for stage, ns in (("compute_input", begin - request.started_ns), ("compute_infer", end - begin),
+                          ("compute_output", done_ns - end)):  # fmt: skip
+            stages[stage].add(ns)
+            sized[stage].add(ns)
+        stages["success"].add(done_ns - request.received_ns)
 
     def failed(self, request: InferRequest, done_ns: int, reason: str) -> None:
         self.failures[reason] += 1
@@ -65,8 +83,7 @@ class Statistics:
         sized = self.by_size.get(batch.size)
         if sized is None:
             sized = self.by_size[batch.size] = _durations(COMPUTE)
-        for name, ns in zip(COMPUTE, _computing(batch.requests[0], done_ns), strict=True):
-            sized[name].add(ns)
+        _add_computing(sized, batch.requests[0], done_ns)
 
     def told(self, name: str, version: int) -> dict[str, Any]:
         """In the words of Triton's `model_stats`, and why batches closed."""
@@ -87,8 +104,10 @@ class Statistics:
         }
 
 
-def _computing(request: InferRequest, done_ns: int) -> tuple[int, int, int]:
-    """Nanoseconds of input, inference and output; a backend that does not tell them apart has only the second."""
+def _add_computing(to: dict[str, Duration], request: InferRequest, done_ns: int) -> None:
+    """Input, inference and output; a backend that does not tell them apart has only the second."""
     begin = request.computing_ns or request.started_ns
     end = request.computed_ns or done_ns
-    return begin - request.started_ns, end - begin, done_ns - end
+    to["compute_input"].add(begin - request.started_ns)
+    to["compute_infer"].add(end - begin)
+    to["compute_output"].add(done_ns - end)

@@ -48,7 +48,7 @@ class KServe:
         path = scope["raw_path"].decode("latin-1")
         if path not in _OPEN:
             scope[CALL].tenant = self._keys.check(scope)
-        scope["route"] = _route(path)
+        scope["route"] = route_of(path)
         if scope["method"] == "GET":
             reply = await self._front.answer(Request("GET", path, {}, b""))
         else:
@@ -94,7 +94,7 @@ class KServe:
         return reply
 
 
-def _route(path: str) -> _Route:
+def route_of(path: str) -> _Route:
     """A pattern, never what a client wrote, so that there are few."""
     parts = path.split("/")
     if parts[2:3] == ["models"] and len(parts) > 3 and parts[3] != "stats":

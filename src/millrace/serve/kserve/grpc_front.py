@@ -32,8 +32,18 @@ _HEALTHY = ("", "inference.GRPCInferenceService")  # what its services are calle
 class Front:
     """The calls of one repository."""
 
-    def __init__(self, repository: ModelRepository, is_ready: Callable[[], bool], aside: Aside) -> None:
-        """is_ready: the server as a whole. aside: runs what reads or writes so many bytes, off the loop"""
+    def __init__(
+        self,
+        repository: ModelRepository,
+        is_ready: Callable[[], bool],
+        aside: Aside,
+        came: Callable[[bytes, Any, Model], None] = lambda data, told, model: None,
+    ) -> None:
+        """is_ready: the server as a whole. aside: runs what reads or writes so many bytes, off the loop
+
+        came: is told of each inference: its bytes, its message, its model
+        """
+        self._came = came
         self._repository, self._is_ready, self._aside = repository, is_ready, aside
         self._calls: dict[str, Callable[[Any], Any]] = {
             "ServerLive": lambda _: {"live": True}, "ServerReady": lambda _: {"ready": is_ready()},
@@ -83,6 +93,7 @@ class Front:
         if model.is_decoupled:
             what = "ModelInfer RPC doesn't support models with decoupled transaction policy"
             raise StatusError(Code.UNSUPPORTED, what)
+        self._came(data, request, model)
         asking, wanted = await self.checked(request, model, len(data))
         response = await model.infer(asking)
         return await self.packed(

@@ -19,6 +19,7 @@ from millrace.serve.inference.status import Code, StatusError
 from millrace.serve.kserve.grpc_front import ADMITTED, NOT_YET, OPEN, SHARED, Front
 from millrace.serve.kserve.grpc_stream import Stream
 from millrace.serve.kserve.messages import SERVICE
+from millrace.serve.kserve.quick_grpc import QuickCalls
 from millrace.serve.routes import Keys
 from millrace.serve.serving import number_of_connections
 from millrace.serve.wire import RequestLog, id_of, log_request
@@ -34,6 +35,7 @@ _UNARY = (
     "ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics",
     "ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", *SHARED, *NOT_YET,
 )  # fmt: skip
+_INFER = f"{SERVICE}ModelInfer"
 _HEALTH = "/grpc.health.v1.Health/"
 _MOST_MESSAGE = 2**31 - 1  # gRPC's own, of a size in its options
 _PING_TIMEOUT_S = 20
@@ -53,7 +55,9 @@ class GrpcServer:
         self._host, self.url = host, f"{host}:{repository.flags.grpc_port}"
         self._most_bytes = min(repository.flags.http_max_input_size, _MOST_MESSAGE)
         self._backend = backend
-        self._front = Front(repository, lambda: models.heartbeat.ready().ok and repository.is_ready(), backend.aside)
+        self._quick = QuickCalls(backend)
+        is_ready = lambda: models.heartbeat.ready().ok and repository.is_ready()  # noqa: E731
+        self._front = Front(repository, is_ready, backend.aside, self._quick.came)
         self._streams: set[Stream] = set()
         self._server: Any = None
 
@@ -75,6 +79,7 @@ class GrpcServer:
             SERVICE: {name: grpc.unary_unary_rpc_method_handler(self._unary(SERVICE, name)) for name in _UNARY},
             _HEALTH: {"Check": grpc.unary_unary_rpc_method_handler(self._unary(_HEALTH, "Check"))},
         }
+        services[SERVICE]["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer())
         services[SERVICE][_STREAM] = grpc.stream_stream_rpc_method_handler(self._stream)
         server.add_generic_rpc_handlers(
             tuple(grpc.method_handlers_generic_handler(name.strip("/"), found) for name, found in services.items())
@@ -109,6 +114,28 @@ class GrpcServer:
                 with self._held(len(data), is_control=name.startswith("Repository")):
                     return await self._front.answer(name, data)
             raise AssertionError("a failed call is aborted")
+
+        return called
+
+    def _infer(self) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        """What is short and quick is answered without what the other calls need around them."""
+        otherwise = self._unary(SERVICE, "ModelInfer")
+        quick, log_later = self._quick, self._backend.log
+
+        async def called(data: bytes, context: Any) -> bytes:
+            began_s, details = time.perf_counter(), ""
+            try:
+                found = quick.answer(data) if self._keys.are_open else None
+                code = grpc.StatusCode.OK
+            except StatusError as error:
+                found, code, details = b"", STATUS[error.code], error.message
+            if found is None:
+                return await otherwise(data, context)
+            took_ms = (time.perf_counter() - began_s) * 1e3
+            log_later.add("GRPC", _INFER, id_of(_given_id(context)), code.value[0], took_ms, details)
+            if details:
+                await context.abort(code, details)
+            return found
 
         return called
 
@@ -170,6 +197,13 @@ class GrpcServer:
             return grpc.StatusCode.UNAUTHENTICATED, problem.message
         busy = problem.status in (429, 503)
         return grpc.StatusCode.UNAVAILABLE if busy else grpc.StatusCode.INTERNAL, problem.message
+
+
+def _given_id(context: Any) -> bytes | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "x-request-id":
+            return value.encode() if isinstance(value, str) else bytes(value)
+    return None
 
 
 def _header(metadata: dict[str, Any], name: str) -> bytes | None:

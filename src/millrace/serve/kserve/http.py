@@ -56,6 +56,13 @@ def error_reply(status: int, message: str) -> Reply:
     return Reply(status, msgspec.json.encode({"error": message}), headers)
 
 
+def error_of(error: StatusError) -> Reply:
+    reply = error_reply(STATUS.get(error.code, 400), error.message)
+    if error.code is Code.UNSUPPORTED and error.message == "Unsupported compression type":
+        reply.headers.append((b"accept-encoding", b"gzip, deflate"))
+    return reply
+
+
 def json_reply(answer: object) -> Reply:
     return Reply(200, msgspec.json.encode(answer), [(b"content-type", _JSON)])
 
@@ -80,10 +87,7 @@ class Front:
         try:
             return await self._routed(request)
         except StatusError as error:
-            reply = error_reply(STATUS.get(error.code, 400), error.message)
-            if error.code is Code.UNSUPPORTED and error.message == "Unsupported compression type":
-                reply.headers.append((b"accept-encoding", b"gzip, deflate"))
-            return reply
+            return error_of(error)
         except _NoSuchPath:
             return error_reply(404, "Not Found")
         except _WrongMethod:
@@ -95,8 +99,8 @@ class Front:
             case ["models", "stats"]:
                 _only("GET", request)
                 return json_reply({"model_stats": told.statistics(self._repository)})
-            case ["models", name, *rest] if name:
-                return await self._of_model(request, _name(name), rest)
+            case ["models", name, *_] if name:
+                return await self._of_model(request, *addressed(parts[1:]))
             case [] | ["health", "live" | "ready"]:
                 return self._of_server(request, parts)
             case ["repository", *rest]:
@@ -116,11 +120,7 @@ class Front:
 
     # ------------------------------------------------------------------ models
 
-    async def _of_model(self, request: Request, name: str, rest: list[str]) -> Reply:
-        version: int | None = None
-        if rest[:1] == ["versions"] and len(rest) > 1 and rest[1].isascii() and rest[1].isdigit():
-            version, rest = asked.version_of(rest[1]), rest[2:]
-        action = "/".join(rest)
+    async def _of_model(self, request: Request, name: str, version: int | None, action: str) -> Reply:
         if action and action not in _OF_MODEL:
             raise _NoSuchPath
         _only("POST" if action in ("infer", "generate", "generate_stream") else "GET", request)
@@ -154,7 +154,7 @@ class Front:
         headers = request.headers
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
         body = request.body if coding in ("", "identity") else await self._unpacked(request, coding)
-        n_json = _header_length(headers.get(_HEADER.lower()))
+        n_json = header_length(headers.get(_HEADER.lower()))
 
         def read() -> Any:
             return read_infer(body, n_json, model.name, model.checker)
@@ -164,9 +164,7 @@ class Front:
         response = await model.infer(asking)
         n_bytes = held_bytes(response.outputs.values())
         answer, n_head = await self._aside(lambda: written(model, asking, response, wanted), n_bytes)
-        found: list[tuple[bytes, bytes]] = [(b"content-type", _JSON if n_head is None else _BINARY)]
-        if n_head is not None:
-            found.append((_HEADER, b"%d" % n_head))
+        found = infer_headers(n_head)
         accepted = headers.get(b"accept-encoding")
         if accepted and (coding := encoding.chosen(accepted.decode("latin-1"))) != "identity":
             answer = await self._aside(lambda: encoding.encoded(answer, coding), len(answer))
@@ -236,7 +234,23 @@ def _name(part: str) -> str:
     return unquote(part, errors="replace") if "%" in part else part
 
 
-def _header_length(said: bytes | None) -> int | None:
+def addressed(parts: list[str]) -> tuple[str, int | None, str]:
+    """A model, its version, and what is asked of it: NAME[/versions/V][/ACTION]. raises StatusError"""
+    name, *rest = parts
+    version: int | None = None
+    if rest[:1] == ["versions"] and len(rest) > 1 and rest[1].isascii() and rest[1].isdigit():
+        version, rest = asked.version_of(rest[1]), rest[2:]
+    return _name(name), version, "/".join(rest)
+
+
+def infer_headers(n_head: int | None) -> list[tuple[bytes, bytes]]:
+    """Of an answer, by how much of it is JSON where not all of it is."""
+    if n_head is None:
+        return [(b"content-type", _JSON)]
+    return [(b"content-type", _BINARY), (_HEADER, b"%d" % n_head)]
+
+
+def header_length(said: bytes | None) -> int | None:
     if said is None:
         return None
     text = said.decode("latin-1")

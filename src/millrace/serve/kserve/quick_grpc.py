@@ -1,0 +1,156 @@
+"""Short inferences of quick models over gRPC: `quick.py`'s idea, on messages.
+
+protobuf's writers put a request's tensors at its end, one field after the other. So what is in front of them is
+remembered, with where each tensor lies; a message of the same length, with the same bytes around its tensors, is the
+same request with other numbers. The messages of answers are alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from millrace.serve.inference.model import Model
+from millrace.serve.inference.request import InferRequest, InferResponse
+from millrace.serve.inference.served import RepositoryBackend
+from millrace.serve.inference.status import StatusError
+from millrace.serve.kserve.asked import version_of
+from millrace.serve.kserve.grpc_infer import Wanted, read_infer, response_message
+from millrace.serve.kserve.messages import message
+from millrace.serve.kserve.quick import MOST_HEAD_BYTES, Place, likeness, ready
+from millrace.serve.wire import FREE_BYTES
+
+MOST_LENGTHS, MOST_OF_LENGTH = 64, 4  # that are remembered
+_RAW_INPUT, _RAW_OUTPUT = 7, 6  # fields of the messages
+
+
+@dataclass(slots=True)
+class _Known:
+    """A message that came before. fixed: the bytes around its tensors, and where they begin"""
+
+    fixed: Sequence[tuple[int, bytes]]
+    name: str
+    version: int | None  # that was asked for
+    model: "ref[Model]"
+    places: Sequence[Place]
+    like: InferRequest  # but for its inputs
+    wanted: Wanted
+    told: tuple[object, list[bytes]] | None = None  # of the last answer: its shapes, the bytes in front of each tensor
+
+
+class QuickCalls:
+    """Of one server."""
+
+    def __init__(self, backend: RepositoryBackend) -> None:
+        self._backend = backend
+        self._known: dict[int, list[_Known]] = {}  # by the length of their messages
+        self._last: dict[int, bytes] = {}  # what is in front of the tensors: what comes twice is worth to be remembered
+
+    # ------------------------------------------------------------------ what came the usual way
+
+    def came(self, data: bytes, told: Any, model: Model) -> None:
+        """told: the ModelInferRequest that `data` is, which is on its way to be answered"""
+        if len(data) > FREE_BYTES or not model.answers_at_once(len(data)):
+            return
+        raw = list(told.raw_input_contents)
+        front, fixed = _around(data, _RAW_INPUT, raw)
+        if len(raw) != len(told.inputs) or not _is_whole(front) or len(front) > MOST_HEAD_BYTES:
+            return
+        if self._last.get(len(data)) == front:
+            self._remember(len(data), self._read(told, raw, fixed, model))
+        elif len(self._last) >= MOST_LENGTHS:
+            self._last.clear()
+        self._last[len(data)] = front
+
+    def _remember(self, n_bytes: int, found: _Known | None) -> None:
+        if found is None:
+            return
+        if len(self._known) >= MOST_LENGTHS:
+            self._known.clear()
+        others = [k for k in self._known.get(n_bytes, ()) if k.fixed != found.fixed]
+        self._known[n_bytes] = [found, *others][:MOST_OF_LENGTH]
+
+    def _read(self, told: Any, raw: Sequence[bytes], fixed: Sequence[tuple[int, bytes]], model: Model) -> _Known | None:
+        try:
+            version = version_of(told.model_version) if told.model_version else None
+            request, wanted = read_infer(told, model)
+        except StatusError:
+            return None
+        places = []
+        for array, data, (at, before) in zip(request.inputs.values(), raw, fixed, strict=True):
+            if (
+                array.dtype.kind in "OSUb" or array.tobytes() != data
+            ):  # what has to be converted is no place in a message
+                return None
+            name = next(name for name, one in request.inputs.items() if one is array)
+            places.append(Place(name, array.dtype, array.shape, at + len(before)))
+        request.inputs = {}
+        return _Known(fixed, told.model_name, version, ref(model), places, request, wanted)
+
+    # ------------------------------------------------------------------ what comes again
+
+    def answer(self, data: bytes) -> bytes | None:
+        """The whole response; None: it must go the usual way. raises StatusError"""
+        for known in self._known.get(len(data), ()):
+            if all(data.startswith(part, at) for at, part in known.fixed):
+                model = ready(self._backend, known.name, known.version, known.model, len(data))
+                if model is None:
+                    return None
+                request = known.like.again({place.name: place.of(data) for place in known.places})
+                return _written(known, model, request, model.infer_at_once(request))
+        return None
+
+
+def _around(data: bytes, field: int, raw: Sequence[bytes]) -> tuple[bytes, list[tuple[int, bytes]]]:
+    """What is in front of a message's tensors, and all bytes that are not theirs, by where they begin.
+
+    Empty where the tensors are not at the end, or there are none.
+    """
+    heads = [bytes((field << 3 | 2,)) + _varint(len(one)) for one in raw]
+    tail = b"".join(part for pair in zip(heads, raw, strict=True) for part in pair)
+    if not raw or not data.endswith(tail):
+        return b"", []
+    at = len(data) - len(tail)
+    front, fixed = data[:at], list[tuple[int, bytes]]()
+    for i, (head, one) in enumerate(zip(heads, raw, strict=True)):
+        fixed.append((at, head) if i else (0, front + head))
+        at += len(head) + len(one)
+    return front, fixed
+
+
+def _varint(n: int) -> bytes:
+    """As protobuf writes a length."""
+    found = bytearray()
+    while n > 127:
+        found.append(n & 127 | 128)
+        n >>= 7
+    return bytes((*found, n))
+
+
+def _is_whole(front: bytes) -> bool:
+    """Whether it is a message by itself, without tensors: then those behind it are all there are."""
+    try:
+        return bool(front) and not message("ModelInferRequest").FromString(front).raw_input_contents
+    except DecodeError:
+        return False
+
+
+def _written(known: _Known, model: Model, request: InferRequest, response: InferResponse) -> bytes:
+    """Where the outputs are as the last ones were but for their numbers, nothing is told anew."""
+    data: bytes
+    like = likeness(response.outputs)
+    if known.told is not None and known.told[0] == like and not response.parameters:
+        data = b""
+        for before, array in zip(known.told[1], response.outputs.values(), strict=True):
+            data += before + array.tobytes()
+        return data
+    data = response_message(model, request, response, known.wanted).SerializeToString()
+    plain = not (response.parameters or known.wanted.n_classes)
+    arrays = list(response.outputs.values())
+    if plain and not any(array.dtype == np.object_ for array in arrays):
+        _, fixed = _around(data, _RAW_OUTPUT, [array.tobytes() for array in arrays])
+        known.told = (like, [part for _, part in fixed]) if fixed else None
+    return data
