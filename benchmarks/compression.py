@@ -50,12 +50,13 @@ from millrace.kernels.precision import Precision
 
 WINDOWS = 12  # that are judged on
 MIX_BITS = 4.5
-TINY_LENGTH, TINY_SAMPLES, TINY_WINDOWS = 192, 96, 128
+TINY_LENGTH, TINY_SAMPLES, TINY_WINDOWS = 192, 96, 512
 # What methods were chosen by is judged on no more: of a text so many windows, of the generator documents from 0 on.
 _SEEN, _UNSEEN = (8, 12), 100_000
 RTN, GPTQ_CLIP, MIX = "int4-wo", "int4-gptq-clip", f"mix of {MIX_BITS} bits"
-# The two whose goals are judged, each as its usual tool has it, whichever others lose less: AutoAWQ moves scales and
-# clips ranges, llm-compressor's GPTQ takes whole ranges. GPTQ within clipped ranges is our own, found by looking.
+# The two whose goals are judged, whichever others lose less: AWQ moves scales and clips ranges as the paper and AutoAWQ
+# have it (docs/compress.md names what differs), llm-compressor's GPTQ takes whole ranges. GPTQ within clipped ranges is
+# our own, found by looking.
 AWQ, GPTQ = "int4-awq", "int4-gptq"
 _INT4 = PRESETS[RTN].usual
 _BEST4 = PRESETS[GPTQ_CLIP].usual

@@ -100,9 +100,9 @@ def test_what_a_choice_has_rounded_is_not_rounded_again(trained: Trained, monkey
     rows change afterwards; and the roundings that were handed on are those of the folded tensors from the beginning."""
     weights, n_clipped = trained.source.weights, Counter[tuple[int, ...]]()
 
-    def counted(w: np.ndarray, *more: Any) -> Any:
+    def counted(w: np.ndarray, *more: Any, **named: Any) -> Any:
         n_clipped[w.shape] += 1
-        return loss.clipped(w, *more)
+        return loss.clipped(w, *more, **named)
 
     monkeypatch.setattr(layers_room, "clipped", counted)
     method, head_dim = (

@@ -71,6 +71,29 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         read(path, Chosen)
 
 
+def test_an_answer_that_is_not_what_was_written_is_not_believed(tmp_path: Path) -> None:
+    """Whichever byte of it is another: values that would do as well are no exception."""
+    path = written(tmp_path / "results")
+    whole = path.read_bytes()
+    begin = whole.index(b"\n") + 1
+    for at in range(begin, len(whole) - 1):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ConfigError, match=r"results:[2-4] is no line of results"):
+            Kept(path, ABOUT, Chosen)
+    path.write_bytes(whole.replace(b'"chosen":0', b'"chosen":1', 1))
+    with pytest.raises(ConfigError, match=r"results:2 .*its checksum is another"):
+        read(path, Chosen)
+
+
+def test_a_file_of_an_earlier_version_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = written(tmp_path / "results")
+    path.write_bytes(path.read_bytes().replace(b'"version":2', b'"version":1', 1))
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"results of version 1\n.*version 2\n.*evaluate again"):
+        Kept(path, ABOUT, Chosen)
+    assert path.read_bytes() == before
+
+
 def test_a_first_line_that_was_cut_begins_the_file_anew(tmp_path: Path) -> None:
     whole = written(tmp_path / "whole").read_bytes()
     path, head = tmp_path / "cut", whole.index(b"\n") + 1

@@ -29,6 +29,12 @@ def test_flips() -> None:
     assert found.interval == pytest.approx((1 / 6 - 1.959964 * error, 1 / 6 + 1.959964 * error))
 
 
+def test_a_difference_is_never_beyond_all_of_it() -> None:
+    """Of few questions: four of five became right, whose plain interval would reach to 115 %."""
+    assert Paired(5, gained=4, lost=0, changed=4).interval == pytest.approx((0.8 - 1.959964 * math.sqrt(0.8) / 5, 1))
+    assert Paired(5, gained=0, lost=4, changed=4).interval == pytest.approx((-1, 1.959964 * math.sqrt(0.8) / 5 - 0.8))
+
+
 @pytest.mark.parametrize(("gained", "lost"), [(0, 0), (1, 0), (5, 5), (2, 11), (40, 61)])
 def test_mcnemar_is_the_exact_binomial_test(gained: int, lost: int) -> None:
     n = gained + lost

@@ -31,7 +31,7 @@ from millrace.compress.recipe import PRESETS, Recipe, Treatment
 from millrace.compress.statistics import InputStatistics, Statistics, whole_file
 from millrace.errors import CheckpointError, ConfigError
 
-VERSION = 2  # of the arithmetic behind the formats
+VERSION = 3  # of the arithmetic behind the formats
 FLOAT, _BYTES = "float", "-a8"  # the end of names whose activations have 8 bits
 _ROWS_OF_8, FP8 = replace(PRESETS["int8-wo"].usual, method="gptq"), "fp8"
 _FOUR = Treatment(method="gptq", search="clip")

@@ -115,6 +115,9 @@ class Scales:
         lows = self.minimums.astype(np.float32)
         return steps, np.rint(np.divide(-lows, steps, out=np.zeros_like(steps), where=steps != 0))
 
+    def of(self, rows: slice) -> "Scales":
+        return Scales(self.scales[rows], None if self.minimums is None else self.minimums[rows])
+
 
 def rounded(w: Array, grid: Grid, search: Search | None = None, importance: Array | None = None) -> QuantisedMatrix:
     """w (N, K) to the nearest codes: RTN, or RTN with MSE clip. Arguments and errors as `fitted`.

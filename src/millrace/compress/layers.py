@@ -131,7 +131,7 @@ def rounding(w: Array, x: InputStatistics, method: Method) -> Rounding:
     """One matrix (N, K) whose input is x."""
     grid = method.grid
     if method.clip:
-        scales = clipped(w, x.gram, grid)
+        scales = clipped(w, x.gram, grid, whole=not method.gptq)  # GPTQ makes up for other groups itself
     elif method.gptq and not method.gptq.order and not method.search:
         scales = None
     else:

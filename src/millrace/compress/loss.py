@@ -3,12 +3,16 @@
 For y = W x, the sum over outputs of the mean of (dW x)^2 is tr(dW G dW^T) with G the mean of x x^T (K, K).
 """
 
-import numpy as np
+from collections.abc import Sequence
 
-from millrace.compress.grid import Array, Floats, Grid, Scales, codes_of, fitted, grouped, runs, slabs
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.compress.grid import Array, Floats, Grid, Scales, fitted, nearest, slabs
 
 _PRODUCT = 1 << 22  # weights multiplied at once: more than are rounded, as products of few rows are slow
 CLIPS = tuple(1 - i / 20 for i in range(1, 10))  # AutoAWQ's shares of a group's range
+_TURNS = 3  # through a row's groups: a fourth changes next to nothing
 
 
 def output_error(off: Array, gram: Array) -> float:
@@ -26,38 +30,61 @@ def relative_error(w: Array, values: Array, gram: Array) -> float:
     return output_error(w - values, gram) / whole if whole else 0.0
 
 
-def clipped(w: Array, gram: Array, grid: Grid, shares: tuple[float, ...] = CLIPS) -> Scales:
+def clipped(w: Array, gram: Array, grid: Grid, shares: tuple[float, ...] = CLIPS, whole: bool = False) -> Scales:
     """The scales whose groups' own outputs lose least: of each group and row the best share of its range.
 
-    gram: of it the diagonal blocks count, those of a group with itself; source: AWQ's clip search (arXiv:2306.00978),
-    which takes 512 tokens where this takes all
+    Symmetric codes have one more below zero than above: each range is tried with its scale of either sign.
+    whole: then each group in turn has the range with which the whole output of its row loses least beside the others'
+    gram: otherwise the diagonal blocks count, those of a group with itself; source: AWQ's clip search
+    (arXiv:2306.00978), which takes 512 tokens where this takes all
     """
-    best = fitted(w, grid)
-    least = _group_errors(w, best, gram, grid)
-    scales, minimums = best.scales.copy(), None if best.minimums is None else best.minimums.copy()
-    for share in shares:
-        tried = fitted(w, grid, share=share)
-        error = _group_errors(w, tried, gram, grid)
-        better = error < least
-        least = np.where(better, error, least)
-        scales[better] = tried.scales[better]
-        if minimums is not None and tried.minimums is not None:
-            minimums[better] = tried.minimums[better]
-    return Scales(scales, minimums)
-
-
-def _group_errors(w: Array, scales: Scales, gram: Array, grid: Grid) -> Floats:
-    """(N, G)"""
+    tried = _ranges(w, grid, shares)
     N, K = w.shape
-    found, size = np.empty(scales.scales.shape, np.float32), grid.group_of(K)
-    steps, zeros = (values[:, :, None] for values in scales.wide())
-    for rows in slabs(N, K):
-        for inputs, groups in runs(K, size):
-            x = grouped(w[rows, inputs].astype(np.float32, copy=False), groups)
-            own = steps[rows, groups], zeros[rows, groups]
-            off = (codes_of(x, *own, grid) - own[1]) * own[0] - x  # (N, G, n)
-            for g in range(groups.start, groups.stop):
-                at = slice(g * size, min((g + 1) * size, K))
-                part = off[:, g - groups.start]
-                found[rows, g] = np.multiply(part @ gram[at, at], part).sum(axis=1)
-    return found
+    best = np.empty((N, tried[0].scales.shape[1]), np.intp)
+    for rows in slabs(N, K, _PRODUCT // len(tried)):
+        part = w[rows].astype(np.float32, copy=False)
+        off = np.stack([nearest(part, one.of(rows), grid) - part for one in tried])
+        best[rows] = _least(off, gram, grid.group_of(K), _TURNS if whole else 0)
+    return _chosen(tried, best)
+
+
+def _ranges(w: Array, grid: Grid, shares: tuple[float, ...]) -> list[Scales]:
+    """That a group may have, the whole one first."""
+    found = [fitted(w, grid, share=share) for share in (1.0, *shares)]
+    return found if grid.minimums else [Scales(sign * one.scales) for one in found for sign in (1, -1)]
+
+
+def _chosen(tried: Sequence[Scales], best: NDArray[np.intp]) -> Scales:
+    """best (N, G): which of them each group has."""
+
+    def of_groups(every: Sequence[NDArray[np.float16]]) -> NDArray[np.float16]:
+        found: NDArray[np.float16] = np.take_along_axis(np.stack(every), best[None], axis=0)[0]
+        return found
+
+    minimums = [one.minimums for one in tried if one.minimums is not None]
+    return Scales(of_groups([one.scales for one in tried]), of_groups(minimums) if minimums else None)
+
+
+def _least(off: Floats, gram: Array, size: int, turns: int) -> NDArray[np.intp]:
+    """off (C, N, K): of C ranges -> (N, G): that with the least error of each group; size: of a group"""
+    C, N, K = off.shape
+    groups = [slice(start, min(start + size, K)) for start in range(0, K, size)]
+    own = np.empty((C, N, len(groups)), np.float32)
+    for g, at in enumerate(groups):
+        part = off[:, :, at]
+        own[:, :, g] = np.multiply(part @ gram[at, at], part).sum(axis=2)
+    best: NDArray[np.intp] = own.argmin(axis=0)
+    rows = np.arange(N)
+    if not turns or len(groups) == 1:
+        return best
+    now = np.concatenate([off[best[:, g], rows, at] for g, at in enumerate(groups)], axis=1)
+    for _ in range(turns):
+        before = best.copy()
+        for g, at in enumerate(groups):
+            now[:, at] = 0
+            beside = np.multiply(off[:, :, at], now @ gram[:, at]).sum(axis=2)
+            best[:, g] = (own[:, :, g] + 2 * beside).argmin(axis=0)
+            now[:, at] = off[best[:, g], rows, at]
+        if (best == before).all():
+            break
+    return best

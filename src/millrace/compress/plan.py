@@ -22,7 +22,8 @@ TABLE = "model.embed_tokens"
 _SMALLER = sorted((g for g in GROUPS if g), reverse=True)
 SAME_INPUT = (".k_proj", ".v_proj", ".up_proj")  # read what q and gate read
 # Seconds a million weights take, and bytes an element: on two idle cores of an AVX-512 server, for estimates alone.
-_ROUND_S, _SEARCH_S, _FP8_S, _FP8_SEARCH_S, _GPTQ_S, _CLIP_S, _AWQ_S = 0.033, 0.2, 0.04, 0.25, 0.17, 0.1, 0.5
+_ROUND_S, _SEARCH_S, _FP8_S, _FP8_SEARCH_S, _GPTQ_S, _AWQ_S = 0.033, 0.2, 0.04, 0.25, 0.17, 0.5
+_CLIP_S, _WHOLE_CLIP_S = 0.11, 0.21
 _BASE_BYTES, _MATRIX_BYTES, _KEPT_BYTES = 48 << 20, 28, 7
 _FLOAT_BYTES, _GRAM_BYTES, _GPTQ_BYTES = 4, 4, 24
 _BY_FACTORS = ("gptq", FP8_GPTQ, SPARSEGPT)  # of a Gram matrix
@@ -117,8 +118,11 @@ class Job:
 def _rate(treatment: Treatment) -> float:
     if treatment.fp8:
         return _FP8_S + (_FP8_SEARCH_S + _GPTQ_S) * treatment.calibrated
-    search = _CLIP_S if treatment.search == CLIP else _SEARCH_S if treatment.search != "none" else _ROUND_S
-    return search + _GPTQ_S * (treatment.method == "gptq") + _AWQ_S * (treatment.smooth == "awq")
+    gptq, awq = treatment.method == "gptq", treatment.smooth == "awq"
+    search = _SEARCH_S if treatment.search != "none" else _ROUND_S
+    if treatment.search == CLIP:  # by groups alone in front of GPTQ; for AWQ's choice as it is and as it is scaled
+        search = _CLIP_S if gptq and not awq else _WHOLE_CLIP_S * (1 + awq)
+    return search + _GPTQ_S * gptq + _AWQ_S * awq
 
 
 def plan(checkpoint: Checkpoint, recipe: Recipe) -> Job:

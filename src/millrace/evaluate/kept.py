@@ -1,9 +1,11 @@
 """What was found of a model, piece by piece, in a file that a run goes on with where an earlier one was ended.
 
-The first line says of what: an engine, a task, its data. Then a line for each question, window or document.
+The first line says of what: an engine, a task, its data. Then a line for each question, window or document, which ends
+with a checksum: what is gone on with is what was found.
 """
 
 import fcntl
+import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +19,8 @@ from millrace.evaluate.paired import Paired, Verdict, paired
 from millrace.settings import read_given
 
 _MOST_BYTES = 1 << 28
-VERSION = 1
+VERSION = 2  # 1 had no checksums
+_CHECKSUM, _END = b',"checksum":"', b'"}'
 Key = tuple[str, int]  # a group, and the number of a question in it; of a text, "" and the number of a window
 RIGHT, PER_BYTE = "right", "right per byte"  # by what a multiple-choice answer is judged: the likeliest, or per byte
 
@@ -164,7 +167,7 @@ class Kept(Generic[R]):
 
     def add(self, found: R) -> None:
         """Written at once: what was found is not lost. raises MachineError, and ConfigError for too much in a file"""
-        self._write(msgspec.json.encode(found) + b"\n")
+        self._write(_sealed(msgspec.json.encode(found)))
         self.records[found.key] = found
 
     def close(self) -> None:
@@ -218,15 +221,38 @@ def read(path: Path, kind: type[R]) -> Results[R]:
     decoder = msgspec.json.Decoder(kind)
     try:
         about = msgspec.json.decode(head, type=About)
+        if about.version != VERSION:
+            mend = "evaluate again, into another file: --out"
+            raise ConfigError(f"{path} has results of version {about.version}", f"version {VERSION}", mend)
         for line in lines:
             number += 1
-            one = decoder.decode(line)
+            one = decoder.decode(_unsealed(line))
             found[one.key] = one
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(
             f"{path}:{number} is no line of results: {error}", "a file that `millrace eval` wrote", "name another one"
         ) from None
     return Results(about, found, data.rfind(b"\n") + 1)
+
+
+def _sealed(line: bytes) -> bytes:
+    """A record of JSON, with its checksum as its last field, and the end of the line."""
+    return line.removesuffix(b"}") + _CHECKSUM + _digest(line) + _END + b"\n"
+
+
+def _unsealed(line: bytes) -> bytes:
+    """raises ValueError for a line that is not what was written"""
+    record, found, checksum = line.rpartition(_CHECKSUM)
+    if not found:
+        raise ValueError("it has no checksum")
+    record += b"}"
+    if checksum != _digest(record) + _END:
+        raise ValueError("it is damaged: its checksum is another")
+    return record
+
+
+def _digest(line: bytes) -> bytes:
+    return hashlib.blake2b(line, digest_size=8).hexdigest().encode()
 
 
 def _too_large(path: Path, mend: str) -> ConfigError:
@@ -234,7 +260,6 @@ def _too_large(path: Path, mend: str) -> ConfigError:
 
 
 def _of_another(path: Path, found: About, wanted: About) -> ConfigError:
-    differs = [n for n in ("task", "data", "precision", "engine") if getattr(found, n) != getattr(wanted, n)]
-    what = f"{differs[0]} {getattr(found, differs[0])!r:.80}" if differs else f"version {found.version}"
-    ours = getattr(wanted, differs[0]) if differs else VERSION
-    return ConfigError(f"{path} has results of the {what}", f"{ours!r:.80}", "name another file: --out")
+    name = next(n for n in ("task", "data", "precision", "engine") if getattr(found, n) != getattr(wanted, n))
+    theirs, ours = (f"{getattr(one, name)!r:.80}" for one in (found, wanted))
+    return ConfigError(f"{path} has results of the {name} {theirs}", ours, "name another file: --out")

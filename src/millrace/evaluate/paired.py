@@ -40,9 +40,10 @@ class Paired:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % of the difference; its standard error is sqrt(gained + lost - (gained - lost)^2 / n) / n, of pairs."""
+        """95 % of the difference, never beyond -1 and 1; by the standard error of pairs,
+        sqrt(gained + lost - (gained - lost)^2 / n) / n."""
         error = math.sqrt(self.gained + self.lost - (self.gained - self.lost) ** 2 / self.n) / self.n
-        return self.difference - _Z * error, self.difference + _Z * error
+        return max(-1.0, self.difference - _Z * error), min(1.0, self.difference + _Z * error)
 
     @property
     def p_value(self) -> float:
