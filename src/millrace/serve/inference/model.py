@@ -76,12 +76,14 @@ class Model:
         return len(self._queue)
 
     def submit(self, request: InferRequest, receive: Receiver) -> None:
-        """request: `checker` took it. receive: called in the event loop. raises StatusError where it is full"""
-        assert not self._is_retired, "whoever unloads a model takes its name away first"
+        """request: `checker` took it. receive: called in the event loop. raises StatusError: it is full, or unloaded"""
         now_ns = time.monotonic_ns()
         request.receive, request.send_by = receive, self._send
         request.received_ns = request.received_ns or now_ns
         try:
+            if self._is_retired:  # while the request was read, which threads do: its instances may be gone
+                what = f"Request for unknown model: '{self.name}' version {self.version} is not at ready state"
+                raise StatusError(Code.UNAVAILABLE, what)
             if self._n_open >= self._max_open:  # it may never answer: it takes so much of the server, and no more
                 what = f"Exceeds maximum queue size: {self._n_open} requests to model '{self.name}' wait for answers"
                 raise StatusError(Code.UNAVAILABLE, request.named + what)
