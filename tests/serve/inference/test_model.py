@@ -205,6 +205,26 @@ def test_a_request_that_was_read_while_its_model_was_unloaded_is_refused(root: P
     asyncio.run(run())
 
 
+def test_an_instance_that_is_stuck_is_told_of(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("millrace.serve.inference.model.PATIENCE_S", 0.02)
+    write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "300" } }'})
+
+    async def run() -> None:
+        async with Loaded(root) as repository:
+            model = repository.get("m")
+            assert model._watch is None
+            asking = asyncio.ensure_future(model.infer(asked(model, 1)))
+            await becomes(lambda: "m version 1: m_0 computes one batch for 0." in caplog.text)
+            assert not asking.done()
+            assert (await asking).outputs["OUTPUT0"].item() == 1
+            await becomes(lambda: model._watch is None)
+            assert all(worker.busy_since_s is None for worker in model._workers)
+
+    asyncio.run(run())
+
+
 def test_closing_ends_whoever_waits(root: Path) -> None:
     write_models(root, {"m": BATCHES % 'parameters { key: "execute_delay_ms" value { string_value: "60" } }'})
 
